@@ -1,0 +1,246 @@
+"""The ledger of shared-memory blocks: who may write, who may look, what is free.
+
+Pure: it counts offsets and sizes; the memory itself is the arena's. The consumer owns the only ledger of
+an arena. A block lives by the table below, and rule 1 of the design (no reuse while anyone looks) is the
+fact that FREE is reached only by `released`, `dropped`, `returned` or `writer_dead`.
+
+A worker makes new blocks on its own, in a part of the arena's address range that belongs to it, when no
+granted block fits; the ledger adopts them when it hears of them. So no worker ever waits for space.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable
+from itertools import pairwise
+
+from fastq_loader.errors import InvalidTransition
+
+FREE, GRANTED, FILLED, HELD = "free", "granted", "filled", "held"
+
+#: state → event → next state. What is not listed is a defect and raises.
+BLOCK_TRANSITIONS: dict[str, dict[str, str]] = {
+    FREE: {"grant": GRANTED},
+    GRANTED: {"fill": FILLED, "return": FREE, "writer_dead": FREE},
+    FILLED: {"deliver": HELD, "drop": FREE},
+    HELD: {"release": FREE},
+}
+
+PAGE = 4096
+SMALLEST = 64 * 1024  # bytes; smaller leaves travel in a parcel and are copied out (design, rule 2)
+
+
+def size_class(nbytes: int) -> int:
+    """The block size for `nbytes`: four steps between powers of two, at least `SMALLEST`.
+
+    At most a quarter of a block's address range stays unused; pages that nothing was ever written to
+    cost no memory.
+    """
+    if nbytes <= SMALLEST:
+        return SMALLEST
+    step = 1 << max((nbytes - 1).bit_length() - 3, 0)
+    step = max(step, PAGE)
+    return -(-nbytes // step) * step
+
+
+class _Block:
+    __slots__ = ("cold", "offset", "size", "state", "writer")
+
+    def __init__(self, offset: int, size: int) -> None:
+        self.offset = offset
+        self.size = size
+        self.state = FREE
+        self.writer: int | None = None  # the worker that holds the grant
+        self.cold = False  # its pages were given back to the system
+
+
+class BlockLedger:
+    """All blocks of one arena, by state.
+
+    Attributes:
+        grown: blocks adopted since the ledger was made.
+        warm_bytes: bytes of the blocks whose pages have not been given back.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, _Block] = {}
+        self._free: dict[int, deque[int]] = {}  # size → offsets; the warmest at the right end
+        self._sizes: list[int] = []  # sizes that have a free list, ascending
+        self.grown = 0
+        self.warm_bytes = 0
+        self.free_bytes = 0  # of the warm ones
+        self._held_bytes = 0
+        self._free_blocks = 0
+        self._needs: tuple[int, ...] = ()  # bytes of the blocks of the last batch
+        self._batch_bytes = 0.0  # a batch's blocks: a maximum that fades over some hundred batches
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def free_blocks(self) -> int:
+        return self._free_blocks
+
+    # ---- the life of a block ------------------------------------------------------------------
+
+    def _move(self, offset: int, event: str) -> _Block:
+        block = self._blocks.get(offset)
+        if block is None:
+            raise InvalidTransition(f"no block at offset {offset} (event {event!r})")
+        state = BLOCK_TRANSITIONS[block.state].get(event)
+        if state is None:
+            raise InvalidTransition(f"block at {offset} is {block.state}: event {event!r} is not allowed")
+        if block.state == HELD:
+            self._held_bytes -= block.size
+        elif block.state == FREE:
+            self._free_blocks -= 1
+            if block.cold:
+                block.cold = False
+                self.warm_bytes += block.size
+            else:
+                self.free_bytes -= block.size
+        block.state = state
+        if state == FREE:
+            block.writer = None
+            self._free[block.size].append(offset)
+            self._free_blocks += 1
+            self.free_bytes += block.size
+        elif state == HELD:
+            self._held_bytes += block.size
+        return block
+
+    def adopt(self, worker: int, fresh: Iterable[tuple[int, int]]) -> None:
+        """Take in blocks (offset, size) that `worker` made; they are granted to it."""
+        for offset, size in fresh:
+            if offset in self._blocks:
+                raise InvalidTransition(f"block at {offset} is known already")
+            if size != size_class(size):
+                raise InvalidTransition(f"{size} bytes at {offset} are not a block size")
+            block = self._blocks[offset] = _Block(offset, size)
+            block.state = GRANTED
+            block.writer = worker
+            if size not in self._free:
+                self._free[size] = deque()
+                insort(self._sizes, size)
+            self.grown += 1
+            self.warm_bytes += size
+
+    def grant(self, worker: int) -> tuple[tuple[int, int], ...]:
+        """Free blocks (offset, size) for a batch like the last one, as far as there are any."""
+        if not self._needs or not self._free_blocks:
+            return ()
+        grants = []
+        for need in self._needs:
+            block = self._take(size_class(need))
+            if block is not None:
+                block.writer = worker
+                grants.append((block.offset, block.size))
+        return tuple(grants)
+
+    def _take(self, wanted: int) -> _Block | None:
+        # A block up to twice as large will do: with sizes that vary, more would turn small batches
+        # into holders of large blocks.
+        for at in range(bisect_left(self._sizes, wanted), len(self._sizes)):
+            size = self._sizes[at]
+            if size > 2 * wanted:
+                return None
+            if self._free[size]:
+                offset = self._free[size].pop()
+                return self._move(offset, "grant")
+        return None
+
+    def fill(self, worker: int, used: Iterable[tuple[int, int]]) -> None:
+        """`worker` has written a batch to blocks (offset, bytes needed) that were granted to it."""
+        needs = []
+        for offset, need in used:
+            block = self._blocks.get(offset)
+            if block is not None and block.writer != worker:
+                raise InvalidTransition(f"worker {worker} filled block {offset}, which {block.writer} holds")
+            block = self._move(offset, "fill")
+            if need > block.size:
+                raise InvalidTransition(f"{need} bytes do not fit block {offset} of {block.size}")
+            needs.append(need)
+        if needs:
+            self._needs = tuple(needs)
+            self._batch_bytes = max(float(sum(map(size_class, needs))), 0.99 * self._batch_bytes)
+
+    def deliver(self, offset: int) -> None:
+        self._move(offset, "deliver")
+
+    def release(self, offset: int) -> None:
+        """The last view of the block is gone."""
+        self._move(offset, "release")
+
+    def drop(self, offset: int) -> None:
+        """The batch in the block will not be delivered, or was copied out."""
+        self._move(offset, "drop")
+
+    def give_back(self, worker: int, returned: Iterable[int]) -> None:
+        for offset in returned:
+            block = self._blocks.get(offset)
+            if block is not None and block.writer != worker:
+                raise InvalidTransition(f"worker {worker} returned {offset}, which {block.writer} holds")
+            self._move(offset, "return")
+
+    def writer_dead(self, worker: int) -> None:
+        """`worker` is confirmed dead: what was granted to it can be granted again."""
+        for block in self._blocks.values():
+            if block.state == GRANTED and block.writer == worker:
+                self._move(block.offset, "writer_dead")
+
+    # ---- shrinking ----------------------------------------------------------------------------
+
+    def trim(self, batches: int) -> list[tuple[int, int]]:
+        """Free blocks whose pages should be given back, as (offset, size); they count as cold from here.
+
+        Blocks that users hold are their wish; of the others as many stay warm as `batches` batches
+        need, so that a loop that kept batches for a while pays their memory back.
+        """
+        spare = self.warm_bytes - self._held_bytes - int(batches * self._batch_bytes)
+        if spare <= 0 or not self.free_bytes:
+            return []
+        cold = []
+        for size in reversed(self._sizes):
+            for offset in self._free[size]:  # from the coldest on
+                if spare < size:
+                    break
+                block = self._blocks[offset]
+                if not block.cold:
+                    spare -= size
+                    cold.append(self._chill(block))
+        return cold
+
+    def retire(self) -> list[tuple[int, int]]:
+        """Every block that nobody looks at, as (offset, size): the arena is closing."""
+        return [
+            self._chill(block) for block in self._blocks.values() if block.state == FREE and not block.cold
+        ]
+
+    def _chill(self, block: _Block) -> tuple[int, int]:
+        block.cold = True
+        self.warm_bytes -= block.size
+        self.free_bytes -= block.size
+        return block.offset, block.size
+
+    # ---- invariants ---------------------------------------------------------------------------
+
+    def states(self) -> dict[int, str]:
+        """The state of every block by offset, for tests and error texts."""
+        return {offset: block.state for offset, block in self._blocks.items()}
+
+    def check(self) -> None:
+        """Raise AssertionError unless counts, free lists and states agree."""
+        blocks = self._blocks.values()
+        free = [offset for offsets in self._free.values() for offset in offsets]
+        assert len(free) == len(set(free)) == self._free_blocks, "a block is in a free list twice"
+        assert {b.offset for b in blocks if b.state == FREE} == set(free), "free lists and states differ"
+        assert all(self._blocks[o].size == s for s, os in self._free.items() for o in os)
+        assert self._held_bytes == sum(b.size for b in blocks if b.state == HELD)
+        assert self.warm_bytes == sum(b.size for b in blocks if not b.cold)
+        assert self.free_bytes == sum(b.size for b in blocks if b.state == FREE and not b.cold)
+        assert all(b.state == FREE for b in blocks if b.cold), "a cold block is in use"
+        assert all(b.writer is not None for b in blocks if b.state == GRANTED), "a grant without a writer"
+        spans = sorted((b.offset, b.size) for b in blocks)
+        for (left, size), (right, _) in pairwise(spans):
+            assert left + size <= right, f"blocks {left} and {right} overlap"

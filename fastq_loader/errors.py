@@ -1,0 +1,45 @@
+"""The exceptions that this package defines.
+
+Owns no state; imported by every other module. What a user's own code raises keeps its own type
+(see `pickling.dump_exception`); the classes here are for failures of the loader itself. They derive
+from the type that torch's DataLoader raises in the same place, so that existing `except` clauses hold.
+"""
+
+from __future__ import annotations
+
+import pickle
+
+
+class InvalidTransition(RuntimeError):
+    """An event met a batch, worker or block in a state whose transition table does not list it."""
+
+
+class ProtocolError(RuntimeError):
+    """Frames that are not a message of this version of the wire protocol."""
+
+
+class WorkerDied(RuntimeError):
+    """A worker process ended before it answered; torch raises a plain RuntimeError here."""
+
+
+class LoaderTimeout(RuntimeError):
+    """No batch arrived within `timeout` seconds; torch raises a plain RuntimeError here."""
+
+
+class IteratorInvalid(RuntimeError):
+    """`next()` on an iterator whose workers were closed, or that a newer one has replaced."""
+
+
+class UnpicklableError(pickle.PicklingError):
+    """Something that has to travel to or from a worker cannot be pickled; the text names where it lies."""
+
+
+class WorkerTraceback(Exception):
+    """The traceback of a failure inside a worker, as text: the `__cause__` of what `next()` raises."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return "\n" + self.text

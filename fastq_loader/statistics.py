@@ -1,0 +1,95 @@
+"""Counters of a loader, and the immutable snapshot that users see.
+
+`Counters` is written on the consumer's thread only; it belongs to the loader and outlives the engines
+(pools of workers) that come and go under it. `LoaderStatistics` is a snapshot, never a handle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class WorkerStatistics:
+    """What one worker did since it started.
+
+    Attributes:
+        id: position of the worker, 0 … num_workers-1.
+        pid: process id.
+        batches: answers it gave (batches and errors).
+        work_seconds: wall time between receiving a task and answering it, in seconds, summed.
+        idle_seconds: wall time between an answer and the start of the next task, in seconds, summed.
+    """
+
+    id: int
+    pid: int
+    batches: int
+    work_seconds: float
+    idle_seconds: float
+
+
+@dataclass(frozen=True)
+class LoaderStatistics:
+    """A snapshot of what a loader did; all counts since the loader was made unless said otherwise.
+
+    Attributes:
+        epochs: iterations started.
+        batches: batches handed to the user.
+        bytes: bytes of tensors and arrays in those batches as they lay in shared memory (0 with
+            num_workers=0, which uses none).
+        wait_seconds: wall time that `next()` spent waiting for workers, in seconds; with num_workers=0
+            the time spent loading.
+        workers: one entry for each worker of the live pool, or of the last one.
+        blocks_in_use: blocks of shared memory that are granted, filled or looked at now.
+        blocks_free: blocks that are free now.
+        blocks_grown: blocks made since the loader was made. A number that keeps growing means that
+            batches are being kept, or that their sizes keep growing.
+        arena_bytes: bytes of shared memory behind the blocks that are not free and cold.
+        stale_answers: answers that came after their epoch had been abandoned, and were dropped.
+    """
+
+    epochs: int = 0
+    batches: int = 0
+    bytes: int = 0
+    wait_seconds: float = 0.0
+    workers: tuple[WorkerStatistics, ...] = ()
+    blocks_in_use: int = 0
+    blocks_free: int = 0
+    blocks_grown: int = 0
+    arena_bytes: int = 0
+    stale_answers: int = 0
+
+
+@dataclass
+class WorkerCounters:
+    """The mutable side of `WorkerStatistics`; times in nanoseconds of the monotonic clock."""
+
+    id: int
+    pid: int
+    batches: int = 0
+    work_ns: int = 0
+    idle_ns: int = 0
+    last_finished_ns: int = 0
+
+    def answered(self, started_ns: int, finished_ns: int) -> None:
+        self.batches += 1
+        self.work_ns += finished_ns - started_ns
+        if self.last_finished_ns:
+            self.idle_ns += started_ns - self.last_finished_ns
+        self.last_finished_ns = finished_ns
+
+    def snapshot(self) -> WorkerStatistics:
+        return WorkerStatistics(self.id, self.pid, self.batches, self.work_ns / 1e9, self.idle_ns / 1e9)
+
+
+@dataclass
+class Counters:
+    """The mutable side of `LoaderStatistics`."""
+
+    epochs: int = 0
+    batches: int = 0
+    bytes: int = 0
+    wait_ns: int = 0
+    blocks_grown: int = 0
+    stale_answers: int = 0
+    workers: list[WorkerCounters] = field(default_factory=list)
