@@ -211,11 +211,9 @@ class BlockLedger:
                     cold.append(self._chill(block))
         return cold
 
-    def retire(self) -> list[tuple[int, int]]:
-        """Every block that nobody looks at, as (offset, size): the arena is closing."""
-        return [
-            self._chill(block) for block in self._blocks.values() if block.state == FREE and not block.cold
-        ]
+    def held(self) -> list[tuple[int, int]]:
+        """The blocks (offset, size) that users look at."""
+        return [(block.offset, block.size) for block in self._blocks.values() if block.state == HELD]
 
     def _chill(self, block: _Block) -> tuple[int, int]:
         block.cold = True

@@ -102,7 +102,7 @@ class Scheduler:
 
     Attributes:
         window: batches asked for and not delivered, at most: `prefetch * workers`.
-        stale: answers dropped because their epoch was over.
+        stale: answers dropped because their epoch was over, since they were last taken.
     """
 
     def __init__(self, workers: int, prefetch: int, in_order: bool, ledger: BlockLedger) -> None:
@@ -114,15 +114,6 @@ class Scheduler:
         self.stale = 0
         self._states = [ACTIVE] * workers
         self._owed: set[tuple[int, int, int]] = set()  # (worker, epoch, seq): tasks without an answer
-        self._handlers: dict[type, Callable[[Any], list[Instruction]]] = {
-            Wanted: self._wanted,
-            Arrived: self._arrived,
-            Drawn: self._drawn,
-            DrawFailed: self._draw_failed,
-            Undeliverable: self._undeliverable,
-            Died: self._died,
-            EpochStarted: self._epoch_started,
-        }
         self._reset()
 
     def _reset(self) -> None:
@@ -141,6 +132,16 @@ class Scheduler:
         """The lowest sequence number that was not delivered."""
         return self._ring.head
 
+    @property
+    def undelivered(self) -> int:
+        """Batches of this epoch that were asked for and not handed out."""
+        return len(self._batches)
+
+    def take_stale(self) -> int:
+        """Answers that were dropped as stale since the last call."""
+        stale, self.stale = self.stale, 0
+        return stale
+
     def index_of(self, seq: int) -> Any:
         """The index of a batch that is not delivered yet, for error texts; None if it is unknown."""
         batch = self._batches.get(seq)
@@ -148,7 +149,7 @@ class Scheduler:
 
     def handle(self, event: Event) -> list[Instruction]:
         """The only thing that changes the schedule."""
-        return self._handlers[type(event)](event)
+        return _HANDLERS[type(event)](self, event)
 
     # ---- a new epoch --------------------------------------------------------------------------
 
@@ -361,3 +362,14 @@ class Scheduler:
             assert self._states[worker] in _EXHAUSTED or self._undelivered[worker] == mine
         dead = {w for w, state in enumerate(self._states) if state in (DEAD, DRY_DEAD)}
         assert not any(owed[0] in dead for owed in self._owed), "a dead worker owes an answer"
+
+
+_HANDLERS: dict[type, Callable[[Scheduler, Any], list[Instruction]]] = {
+    Wanted: Scheduler._wanted,
+    Arrived: Scheduler._arrived,
+    Drawn: Scheduler._drawn,
+    DrawFailed: Scheduler._draw_failed,
+    Undeliverable: Scheduler._undeliverable,
+    Died: Scheduler._died,
+    EpochStarted: Scheduler._epoch_started,
+}

@@ -1,0 +1,278 @@
+"""The shared memory of one pool of workers: one memfd, its mapping, and the leases of what users look at.
+
+Runs in the consumer (`Arena`, `Lease`) and in its workers (`Mapping`). Who may use a block is decided by
+the ledger (`blocks`) and the worker's allocator; this module only knows addresses.
+
+The memfd is sparse: it is as long as the whole address range that its blocks could ever take, and costs
+the pages that were written. So everybody maps it once, growing takes no coordination, and one descriptor
+is all there is. Each worker makes new blocks in a part of the range that is its own. memfd memory is not
+bound by the size of /dev/shm, has no name, and goes with its last holder.
+
+Leases follow rule 8: the finalizer appends to a queue. After the loader was closed nobody reads that
+queue, and the dying lease gives its pages back to the system itself: one system call on addresses that
+nobody else can reach any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import select
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from fastq_loader.blocks import PAGE
+
+AVAILABLE = hasattr(os, "memfd_create")
+
+#: Address range of an arena as a multiple of the machine's memory, and its upper bound: batches that
+#: users keep, in all size classes, fit many times; 8 TiB is a sixteenth of what x86-64 gives a process.
+_OVERCOMMIT = 16
+_LARGEST = 8 << 40
+_SMALLEST = 1 << 30
+
+# Not every Python knows the names of these; numbers from <linux/fcntl.h> and <asm-generic/mman-common.h>.
+_F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
+_MADV_DONTDUMP, _MADV_REMOVE = 16, 9
+
+
+class Mapping:
+    """A memfd mapped into this process, shared and writable.
+
+    Args:
+        fd: the memfd; it stays the caller's.
+        length: bytes of address range.
+        regions: equal parts that the range is cut into, one for each worker.
+
+    Raises:
+        OSError: there is not enough address space.
+    """
+
+    def __init__(self, fd: int, length: int, regions: int) -> None:
+        self.length = length
+        self._region = length // regions // PAGE * PAGE
+        self._map = mmap.mmap(fd, length)
+        self._map.madvise(_MADV_DONTDUMP)
+        self._anchor = ctypes.c_char.from_buffer(self._map)  # keeps the address valid
+        self.base = ctypes.addressof(self._anchor)
+        self.memory = memoryview(self._map)
+
+    def region(self, worker: int) -> tuple[int, int]:
+        """Start and end, in bytes, of the part in which `worker` makes new blocks."""
+        return worker * self._region, (worker + 1) * self._region
+
+    def punch(self, offset: int, size: int) -> None:
+        """Give pages back to the system; the range reads as zeros and can be written again."""
+        if size > 0:
+            self._map.madvise(_MADV_REMOVE, offset, size)
+
+
+class Arena:
+    """The consumer's side of the shared memory. Everything here runs on the consumer's thread, except
+    the finalizers of leases, which run anywhere.
+
+    Args:
+        regions: number of workers.
+
+    Attributes:
+        fd: the memfd, -1 once retired.
+        mapping: where it is mapped.
+        released: (offset, generation when leased) of blocks whose last view died, in order.
+        generation: how often a child was forked.
+        retired: the loader was closed.
+
+    Raises:
+        OSError: no memfd, or not enough address space.
+    """
+
+    def __init__(self, regions: int) -> None:
+        self.fd = os.memfd_create("fastq_loader", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            self.mapping = self._map_largest(regions)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        # No process can cut the memory short under another one's feet (that would be SIGBUS).
+        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
+        self.pid = os.getpid()
+        self.released: deque[tuple[int, int]] = deque()
+        self.retired = False
+        self.generation = 0
+        self._leased = 0
+        self._forks: list[tuple[int, int]] = []  # (generation, read end of a pipe that the child holds)
+        # Blocks that a forked child may look at: offset, generation when leased, and when released.
+        self._quarantine: list[tuple[int, int, int]] = []
+        _arenas.add(self)
+
+    def _map_largest(self, regions: int) -> Mapping:
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        length = min(machine * _OVERCOMMIT, _LARGEST) // PAGE * PAGE
+        while True:
+            try:
+                os.ftruncate(self.fd, length)
+                return Mapping(self.fd, length, regions)
+            except (OSError, OverflowError, ValueError):
+                # RLIMIT_AS or RLIMIT_FSIZE: take what there is.
+                length = length // 2 // PAGE * PAGE
+                if length < _SMALLEST:
+                    raise
+
+    def lease(
+        self,
+        block: tuple[int, int],
+        delta: int,
+        shape: tuple[int, ...],
+        typestr: str,
+        strides: tuple[int, ...] | None = None,
+    ) -> np.ndarray[Any, Any]:
+        """A writable array over a block (offset, size), from `delta` bytes into it.
+
+        The block stays in use until the array and everything made of it are gone.
+        """
+        self._leased += 1
+        return np.asarray(Lease(self, block, delta, shape, typestr, strides))
+
+    def released_blocks(self) -> list[int]:
+        """Offsets of the blocks whose last view died since the last call, and that no child looks at."""
+        free = self._leave_quarantine() if self._quarantine else []
+        while self.released:
+            offset, leased = self.released.popleft()
+            self._leased -= 1
+            if leased == self.generation:
+                free.append(offset)
+            else:
+                self._quarantine.append((offset, leased, self.generation))
+        return free
+
+    def retire(self, held: list[tuple[int, int]]) -> None:
+        """The loader closes: all pages go back to the system but those of the blocks (offset, size) at
+        `held`, whose leases will do it themselves when they die."""
+        self.retired = True
+        os.close(self.fd)
+        self.fd = -1
+        start = 0
+        for offset, size in sorted(held):
+            self.mapping.punch(start, offset - start)
+            start = offset + size
+        self.mapping.punch(start, self.mapping.length - start)
+        for _, read_end in self._forks:
+            os.close(read_end)
+        self._forks.clear()
+
+    # ---- a user's fork ------------------------------------------------------------------------
+
+    def forking(self) -> int | None:
+        """A child is about to be forked that sees every block that is leased now, for as long as it lives.
+
+        Returns:
+            The descriptor that the child must hold for as long: until it closes, those blocks stay out of
+            use. None if there are none.
+        """
+        self.generation += 1
+        if self.retired or not self._leased:
+            return None
+        read_end, write_end = os.pipe()
+        self._forks.append((self.generation, read_end))
+        return write_end
+
+    def _leave_quarantine(self) -> list[int]:
+        alive = []
+        for generation, read_end in self._forks:
+            ended, _, _ = select.select([read_end], [], [], 0)
+            if ended:  # the child and its own children are gone, or run another program
+                os.close(read_end)
+            else:
+                alive.append((generation, read_end))
+        self._forks = alive
+
+        def seen(leased: int, released: int) -> bool:
+            return any(leased < generation <= released for generation, _ in alive)
+
+        free = [offset for offset, leased, released in self._quarantine if not seen(leased, released)]
+        self._quarantine = [entry for entry in self._quarantine if seen(entry[1], entry[2])]
+        return free
+
+
+class Lease:
+    """Somebody looks at a block: lives as long as the last array or tensor over it.
+
+    numpy's array interface makes this object the base of the array; `torch.from_numpy` keeps the array.
+    """
+
+    __slots__ = ("__array_interface__", "__weakref__", "_arena", "_generation", "_offset", "_size")
+
+    def __init__(
+        self,
+        arena: Arena,
+        block: tuple[int, int],
+        delta: int,
+        shape: tuple[int, ...],
+        typestr: str,
+        strides: tuple[int, ...] | None = None,
+    ) -> None:
+        offset, self._size = block
+        self._arena = arena
+        self._offset = offset
+        self._generation = arena.generation
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (arena.mapping.base + offset + delta, False),
+            "shape": shape,
+            "typestr": typestr,
+            "strides": strides,
+        }
+
+    def __del__(self, getpid: Any = os.getpid) -> None:
+        arena = self._arena
+        if arena.pid != getpid():
+            return  # the parent's block: a forked child has nothing to give back
+        if not arena.retired:
+            arena.released.append((self._offset, self._generation))
+        elif self._generation == arena.generation:
+            arena.mapping.punch(self._offset, self._size)
+
+
+_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+_child_ends: list[int] = []
+_quiet = False
+
+
+@contextlib.contextmanager
+def starting_workers() -> Iterator[None]:
+    """Forks in here are workers of ours, which look at no batch of their parent."""
+    global _quiet
+    _quiet = True
+    try:
+        yield
+    finally:
+        _quiet = False
+
+
+def _before_fork() -> None:
+    if not _quiet:
+        ends = [arena.forking() for arena in list(_arenas) if arena.pid == os.getpid()]
+        _child_ends.extend(end for end in ends if end is not None)
+
+
+def _after_fork_in_parent() -> None:
+    while _child_ends:
+        os.close(_child_ends.pop())
+
+
+def _after_fork_in_child() -> None:
+    _child_ends.clear()  # they stay open as long as the child lives: that is their use
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork_in_parent,
+        after_in_child=_after_fork_in_child,
+    )

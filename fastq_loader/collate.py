@@ -1,0 +1,50 @@
+"""torch's default collate, writing into shared memory.
+
+Runs in workers. The rules stay torch's: its own `default_collate` walks the samples, whether the loader
+calls it or a user's collate does. Only the function that stacks tensors is replaced, in torch's table of
+collate functions (`default_collate_fn_map`) and in the worker process: torch's would make a fresh
+shared-memory segment for every result, ours stacks into a block that was used before, in one pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data._utils import collate as torch_collate
+
+from fastq_loader.allocator import out_tensor
+
+torch_tensors = torch_collate.collate_tensor_fn
+
+
+def stack_tensors(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """Stack tensors of one shape along a new first dimension, in a block if the result is worth one.
+
+    Args:
+        batch: at least one tensor.
+        collate_fn_map: part of torch's interface for collate functions; unused.
+
+    Raises:
+        RuntimeError: the shapes differ, with torch's own text.
+    """
+    first = batch[0]
+    if type(first) is not torch.Tensor or first.is_nested or first.layout is not torch.strided:
+        refused: torch.Tensor = torch_tensors(batch, collate_fn_map=collate_fn_map)
+        return refused
+    if first.device.type == "cpu" and not first.is_quantized and not first.requires_grad:
+        out = out_tensor((len(batch), *first.shape), first.dtype)
+        if out is not None:
+            return torch.stack(batch, 0, out=out)
+    stacked = torch.stack(batch, 0)
+    if stacked.dtype is not first.dtype:
+        # torch's worker stacks into a tensor of the first sample's dtype, whatever the others are.
+        stacked = torch.stack(batch, 0, out=torch.empty_like(stacked, dtype=first.dtype))
+    return stacked
+
+
+def install() -> None:
+    """Let torch's default collate of this process stack into blocks; a user's own entry stays."""
+    table = torch_collate.default_collate_fn_map
+    if table.get(torch.Tensor) is torch_tensors:
+        table[torch.Tensor] = stack_tensors

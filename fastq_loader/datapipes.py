@@ -1,0 +1,68 @@
+"""torch's datapipe graphs (`IterDataPipe`, `MapDataPipe`): shared seeds and sharding.
+
+Runs in the consumer and in workers. Only for loaders whose dataset is such a graph, and only through
+torch's own `graph_settings`; any other dataset is passed through.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
+
+InitFn = Callable[[int], Any]
+
+
+def draw_shared_seed(dataset: Any, generator: torch.Generator | None) -> int | None:
+    """The seed that every shuffling pipe of a graph shares in one epoch; None for other datasets.
+
+    One `int64.random_()` from `generator`, as torch draws it; with a process group, rank 0's.
+    """
+    if not isinstance(dataset, IterDataPipe):
+        return None
+    seed = torch.empty((), dtype=torch.int64).random_(generator=generator)
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast(seed, src=0)
+    return int(seed.item())
+
+
+def apply_seed(dataset: Any, shared_seed: int | None) -> Any:
+    """The graph with its shuffling pipes seeded."""
+    if shared_seed is None:
+        return dataset
+    generator = torch.Generator()
+    generator.manual_seed(shared_seed)
+    return graph_settings.apply_random_seed(dataset, generator)
+
+
+def ranks() -> tuple[int, int]:
+    """World size and rank; (1, 0) without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return 1, 0
+
+
+def shard(dataset: Any, instances: int, instance: int) -> None:
+    """Let a graph yield the part of one of `instances` readers; other datasets are left alone."""
+    if isinstance(dataset, (IterDataPipe, MapDataPipe)):
+        graph_settings.apply_sharding(dataset, instances, instance)
+
+
+def sharding_init_fn(dataset: Any, init_fn: InitFn | None) -> InitFn | None:
+    """The `worker_init_fn` that shards a graph over ranks and workers before the user's own."""
+    if not isinstance(dataset, (IterDataPipe, MapDataPipe)):
+        return init_fn
+    return functools.partial(_shard_in_worker, init_fn, *ranks())
+
+
+def _shard_in_worker(init_fn: InitFn | None, world_size: int, rank: int, worker_id: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None, "runs in workers"
+    # Over ranks first, then over workers: torch's _sharding_worker_init_fn.
+    shard(info.dataset, world_size * info.num_workers, worker_id * world_size + rank)
+    if init_fn is not None:
+        init_fn(worker_id)

@@ -1,0 +1,250 @@
+"""`DataLoader`: torch's arguments and attributes, and what it offers beyond.
+
+Runs in the consumer. Owns the arguments, their validation, the attribute contract that frameworks rely on,
+and the pools of workers that its iterators use; what an iteration does is in `iterator`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.utils.data
+from torch.utils.data import Dataset, Sampler
+from torch.utils.data.dataloader import _DatasetKind
+
+from fastq_loader import arena, datapipes
+from fastq_loader.engine import Engine, Plan
+from fastq_loader.iterator import LoaderIterator, SerialIterator, WorkerIterator
+from fastq_loader.statistics import Counters, LoaderStatistics
+from fastq_loader.worker import Cargo, Rules
+
+T_co = TypeVar("T_co", covariant=True)
+
+_LIVE = ("_live", "_counters", "_engines")
+
+
+class DataLoader(torch.utils.data.DataLoader[T_co]):
+    """A drop-in `torch.utils.data.DataLoader` over ZeroMQ and reused shared memory.
+
+    Takes torch's arguments with torch's meaning, in torch's order, and gives the same batches, random
+    numbers, warnings and errors; see https://pytorch.org/docs/stable/data.html. Tensors and arrays of
+    64 KiB or more are views on shared memory, writable, and valid for as long as anything looks at them,
+    also after the loader is gone. Smaller ones are copies.
+
+    Where it differs from torch on purpose: an exception in a worker arrives with its own type and
+    attributes and the worker's traceback as `__cause__`; the sampler's exceptions keep their place; what
+    cannot be pickled raises instead of hanging; StopIteration in a dataset is an error; a second iteration
+    of a persistent loader ends the first with a RuntimeError.
+
+    Args:
+        dataset: map-style or iterable.
+        batch_size: samples in a batch; None turns batching off.
+        shuffle: draw indices at random, anew in every epoch.
+        sampler, batch_sampler: where indices, or lists of them, come from.
+        num_workers: worker processes; 0 loads on the calling thread.
+        collate_fn: makes a batch of a list of samples.
+        pin_memory: copy batches into page-locked memory if there is an accelerator.
+        drop_last: leave out the last batch if it is not full.
+        timeout: seconds to wait for a batch; 0 waits for ever.
+        worker_init_fn: called with the worker's number in each worker, after its generators are seeded.
+        multiprocessing_context: "fork", "spawn", "forkserver" or a context; None is Python's default when
+            an iteration starts.
+        generator: where seeds come from; None is torch's global generator.
+        prefetch_factor: batches that each worker works ahead, at least 1; None is 2.
+        persistent_workers: keep the workers from one epoch to the next.
+        pin_memory_device: deprecated by torch.
+        in_order: False hands batches out as they come.
+
+    Raises:
+        ValueError, TypeError: an argument, with torch's texts.
+        RuntimeError: `num_workers > 0` on a system without memfd (Linux has it).
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[T_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+    ) -> None:
+        self._forget()
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        if num_workers > 0 and prefetch_factor == 0:
+            raise ValueError(
+                "prefetch_factor=0 with num_workers > 0 would never load a batch: use 1 or more, or None, "
+                "which is 2"
+            )
+        if num_workers > 0 and not arena.AVAILABLE:
+            raise RuntimeError(
+                f"num_workers={num_workers} needs memfd_create, which this system does not have (Linux has "
+                "it): use num_workers=0"
+            )
+
+    # Handles of a live loader are set past `__setattr__`, which frameworks replace to record what users
+    # set, and which is torch's contract for public attributes only.
+    def _forget(self) -> None:
+        object.__setattr__(self, "_live", None)  # the last iterator of a persistent loader
+        object.__setattr__(self, "_counters", Counters())
+        object.__setattr__(self, "_engines", weakref.WeakSet())
+
+    _live: WorkerIterator | None
+    _counters: Counters
+    _engines: weakref.WeakSet[Engine]
+
+    # ---- iterating ----------------------------------------------------------------------------
+
+    def __iter__(self) -> Any:
+        """A new epoch.
+
+        With `persistent_workers` the workers go on, and an older iterator of this loader ends.
+        """
+        if self.num_workers == 0:
+            return SerialIterator(self)
+        if not self.persistent_workers:
+            self.check_worker_number_rationality()
+            return self._watch(WorkerIterator(self, None))
+        engine = None if self._live is None else self._live.engine
+        if engine is not None and not engine.usable:
+            engine.close("a new iteration began")
+            engine = None
+        if engine is None:
+            self.check_worker_number_rationality()
+        iterator = self._watch(WorkerIterator(self, engine))
+        object.__setattr__(self, "_live", iterator)
+        return iterator
+
+    def _watch(self, iterator: WorkerIterator) -> LoaderIterator:
+        self._engines.add(iterator.engine)
+        return iterator
+
+    @property
+    def _iterable(self) -> bool:
+        return bool(self._dataset_kind == _DatasetKind.Iterable)
+
+    def _plan(self) -> Plan:
+        assert self.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
+        return Plan(
+            cargo=Cargo(
+                self.dataset,
+                self.collate_fn,
+                datapipes.sharding_init_fn(self.dataset, self.worker_init_fn),
+            ),
+            rules=Rules(self._iterable, self._auto_collation, self.drop_last),
+            workers=self.num_workers,
+            prefetch=self.prefetch_factor,
+            in_order=self.in_order,
+            timeout=self.timeout,
+            context=self.multiprocessing_context,
+        )
+
+    @property
+    def _iterator(self) -> Any:
+        """The iterator of a persistent loader; frameworks set it to None to end the workers."""
+        return self._live
+
+    @_iterator.setter
+    def _iterator(self, value: Any) -> None:
+        if value is None and self._live is not None:
+            self._live.engine.close("its loader's _iterator was set to None")
+        object.__setattr__(self, "_live", value)
+
+    # ---- beyond torch -------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the workers of every iteration of this loader, and give their memory back.
+
+        Batches stay valid; iterators that were cut off raise RuntimeError in `next()`. The loader can be
+        iterated again. Closing twice does nothing.
+        """
+        for engine in list(self._engines):
+            engine.close("its loader was closed")
+        object.__setattr__(self, "_live", None)
+
+    def __enter__(self) -> DataLoader[T_co]:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def statistics(self) -> LoaderStatistics:
+        """What this loader did so far, as an immutable snapshot."""
+        counters = self._counters
+        blocks = [engine.blocks() for engine in list(self._engines)]
+        return LoaderStatistics(
+            epochs=counters.epochs,
+            batches=counters.batches,
+            bytes=counters.bytes,
+            wait_seconds=counters.wait_ns / 1e9,
+            workers=tuple(worker.snapshot() for worker in counters.workers),
+            blocks_in_use=sum(in_use for in_use, _, _ in blocks),
+            blocks_free=sum(free for _, free, _ in blocks),
+            blocks_grown=counters.blocks_grown,
+            arena_bytes=sum(nbytes for _, _, nbytes in blocks),
+            stale_answers=counters.stale_answers,
+        )
+
+    def __repr__(self) -> str:
+        live = [engine for engine in list(self._engines) if engine.closed is None]
+        if self.num_workers == 0:
+            state = "loads on the calling thread"
+        elif live:
+            state = f"{self.num_workers * len(live)} workers running"
+        else:
+            state = "no workers running"
+        return (
+            f"<{type(self).__module__}.{type(self).__qualname__} dataset={type(self.dataset).__name__} "
+            f"batch_size={self.batch_size} num_workers={self.num_workers} "
+            f"persistent_workers={self.persistent_workers}: {state}, {self._counters.epochs} epochs begun, "
+            f"{self._counters.batches} batches delivered>"
+        )
+
+    # ---- copies -------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The arguments; workers and counters stay behind, so a copy starts idle."""
+        return {name: value for name, value in vars(self).items() if name not in _LIVE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()

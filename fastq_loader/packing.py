@@ -1,0 +1,288 @@
+"""A batch becomes a handle: the tree into a spec, the leaves into blocks, the rest into a parcel.
+
+Runs in workers; `unpacking` is the other side. The tree is walked by exact type. dict, list and tuple are
+described in the spec, plain values (int, float, str, bytes, bool, None) travel in the message, dense CPU
+tensors and numpy arrays are *leaves*, and everything else is pickled with its leaves left out.
+
+Leaves are grouped into *places*. Tensors of one storage whose bytes overlap share a place, so they alias
+on the other side as well; a place covers the bytes that are looked at and not the storage behind them. A
+place of 64 KiB or more lies in a block of its own, so that whoever keeps the labels does not keep the
+images; smaller ones, and the pickled bytes, are put together in a parcel that the consumer copies out.
+
+The spec is everything that stays the same from batch to batch: tree, dtypes, shapes, strides, sizes. It is
+sent once and named by a number after that:
+
+    (tree, leaves, sizes)
+    tree    'L' leaf | 'V' plain value | 'O' pickled object | ('d', keys, trees) | ('l', trees) | ('t', trees)
+    leaves  (kind, dtype, shape, strides or None, place, bytes into the place), kind 'T' or 'A'; strides in
+            elements for tensors, in bytes for arrays
+    sizes   bytes of each place; the large ones are those of SMALLEST bytes or more
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastq_loader import pickling
+from fastq_loader.allocator import Allocator, address_of
+from fastq_loader.blocks import SMALLEST
+from fastq_loader.messages import Handle, packs
+
+#: A parcel up to this many bytes travels inside the message: zmq copies it twice, which is cheaper than
+#: a block's bookkeeping and page faults.
+INLINE = 16 * 1024
+#: Specs that a worker and the consumer remember; both forget the oldest beyond it.
+SPECS = 256
+ALIGNMENT = 64  # bytes between the starts of places in a parcel: no element straddles a cache line
+
+_SCALARS = frozenset((float, str, bytes, bool, type(None)))
+
+
+class _Unwalkable(Exception):
+    """The tree has a cycle or a shared list or dict: pickle the whole of it."""
+
+
+class Packer:
+    """Packs the batches of one worker.
+
+    Args:
+        allocator: where blocks come from.
+    """
+
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
+        self._specs: dict[Any, int] = {}
+        self._next_id = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._leaves: list[Any] = []
+        self._leaf_of: dict[int, int] = {}  # id of a tensor or array → leaf
+        self._values: list[Any] = []
+        self._objects: list[Any] = []
+        self._containers: set[int] = set()
+
+    # ---- the tree -----------------------------------------------------------------------------
+
+    def _walk(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is int:
+            if packs(value):
+                self._values.append(value)
+                return "V"
+        elif kind in _SCALARS:
+            self._values.append(value)
+            return "V"
+        elif kind is torch.Tensor or kind is np.ndarray:
+            if pickling.is_leaf(value):
+                return "L", self.add_leaf(value)
+        elif kind is dict:
+            self._enter(value)
+            keys = tuple(value)
+            # Keys are part of the spec's identity, where True, 1 and 1.0 would be the same.
+            if all(type(key) is str or (type(key) is int and packs(key)) for key in keys):
+                return "d", keys, tuple([self._walk(part) for part in value.values()])
+        elif kind is list:
+            self._enter(value)
+            return "l", tuple([self._walk(part) for part in value])
+        elif kind is tuple:
+            return "t", tuple([self._walk(part) for part in value])
+        self._objects.append(value)
+        return "O"
+
+    def _enter(self, container: Any) -> None:
+        if id(container) in self._containers:
+            raise _Unwalkable
+        self._containers.add(id(container))
+
+    def add_leaf(self, leaf: Any) -> int:
+        """The number of a leaf; the same object gets the same number."""
+        number = self._leaf_of.get(id(leaf))
+        if number is None:
+            number = self._leaf_of[id(leaf)] = len(self._leaves)
+            self._leaves.append(leaf)
+        return number
+
+    # ---- the handle ---------------------------------------------------------------------------
+
+    def pack(self, batch: Any) -> tuple[Handle, list[tuple[int, int]]]:
+        """Put a batch into blocks.
+
+        Returns:
+            The handle, and the blocks (offset, bytes needed) that it uses, in the order of its places.
+
+        Raises:
+            UnpicklableError: part of the batch cannot be pickled.
+            RuntimeError: a non-leaf tensor that requires grad.
+            MemoryError: the arena is used up.
+        """
+        try:
+            try:
+                tree = self._walk(batch)
+            except (_Unwalkable, RecursionError):
+                self._clear()
+                tree = "O"
+                self._objects.append(batch)
+            pickled = self._pickle() if self._objects else None
+            return self._place(tree, pickled)
+        finally:
+            self._clear()
+
+    def pack_exception(self, data: bytes) -> tuple[Handle, list[tuple[int, int]]]:
+        """Put a pickled exception where pickled objects lie."""
+        return self._place("O", data)
+
+    def _pickle(self) -> bytes:
+        objects = self._objects
+        return pickling.dump(objects[0] if len(objects) == 1 else tuple(objects), self.add_leaf)
+
+    def _place(self, tree: Any, pickled: bytes | None) -> tuple[Handle, list[tuple[int, int]]]:
+        metas, extents = _extents(self._leaves)
+        sizes = tuple([end - start for start, end in extents])
+        places: list[tuple[int, int, int]] = []
+        used: list[tuple[int, int]] = []
+        small: list[tuple[int, int]] = []
+        parcel_bytes = 0
+        for (start, end), size in zip(extents, sizes, strict=True):
+            if size >= SMALLEST:
+                places.append(self._place_large(start, end, used))
+            else:
+                small.append((start, size))
+                parcel_bytes += -(-size // ALIGNMENT) * ALIGNMENT
+        parcel = None
+        if pickled is not None or parcel_bytes > INLINE:
+            # Pickled bytes never travel through a socket, however few they are (design, rule 10).
+            places.insert(0, self._fill_block(small, parcel_bytes, pickled, used))
+        elif small:
+            parcel = _gather(small, parcel_bytes)
+        key = (tree, metas, sizes)
+        spec_id = self._specs.get(key)
+        spec = None
+        if spec_id is None:
+            spec_id = self._remember(key)
+            spec = key
+        return Handle(spec_id, spec, tuple(self._values), parcel, tuple(places)), used
+
+    def _remember(self, key: Any) -> int:
+        spec_id = self._specs[key] = self._next_id
+        self._next_id += 1
+        if len(self._specs) > SPECS:
+            del self._specs[next(iter(self._specs))]
+        return spec_id
+
+    def _place_large(self, start: int, end: int, used: list[tuple[int, int]]) -> tuple[int, int, int]:
+        block = self._allocator.block_at(start)
+        if block is not None and all(offset != block[0] for offset, _ in used):
+            offset, size = block
+            delta = start - self._allocator.mapping.base - offset
+            if end - start <= size - delta:  # it lies in a block of this task already: no copy
+                used.append((offset, delta + end - start))
+                return offset, size, delta
+        offset, size = self._allocator.take(end - start)
+        self._allocator.write(offset, start, end - start)
+        used.append((offset, end - start))
+        return offset, size, 0
+
+    def _fill_block(
+        self,
+        small: list[tuple[int, int]],
+        parcel_bytes: int,
+        pickled: bytes | None,
+        used: list[tuple[int, int]],
+    ) -> tuple[int, int, int]:
+        data = pickled or b""
+        total = parcel_bytes + len(data)
+        offset, size = self._allocator.take(max(total, 1))
+        at = offset
+        for start, nbytes in small:
+            self._allocator.write(at, start, nbytes)
+            at += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self._allocator.mapping.memory[at : at + len(data)] = data
+        used.insert(0, (offset, max(total, 1)))
+        return offset, size, total
+
+
+def _gather(small: list[tuple[int, int]], parcel_bytes: int) -> bytes:
+    parts = []
+    for start, nbytes in small:
+        parts.append(ctypes.string_at(start, nbytes))
+        parts.append(bytes(-nbytes % ALIGNMENT))
+    return b"".join(parts)
+
+
+# ---- extents ----------------------------------------------------------------------------------------
+
+
+def _extents(leaves: list[Any]) -> tuple[tuple[Any, ...], list[tuple[int, int]]]:
+    """The spec's `leaves`, and the places as address ranges [start, end)."""
+    spans = []
+    storages: dict[int, list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        if type(leaf) is torch.Tensor:
+            start = leaf.data_ptr()
+            spans.append((start, start + _reach(leaf)))
+            storages.setdefault(leaf.untyped_storage().data_ptr(), []).append(number)
+        else:
+            if not (leaf.flags.c_contiguous or leaf.flags.f_contiguous):
+                leaf = leaves[number] = np.ascontiguousarray(leaf)
+            start = address_of(leaf)
+            spans.append((start, start + leaf.nbytes))
+    place_of, extents = _group(spans, storages)
+    for place, members in _members(place_of).items():
+        # Views of other element sizes count in elements from the start of the place.
+        if len(members) > 1 and len({leaves[number].itemsize for number in members}) > 1:
+            start, end = extents[place]
+            extents[place] = (start - (start - leaves[members[0]].untyped_storage().data_ptr()) % 16, end)
+    metas = []
+    for number, leaf in enumerate(leaves):
+        place = place_of[number]
+        into = spans[number][0] - extents[place][0]
+        if type(leaf) is torch.Tensor:
+            strides = None if leaf.is_contiguous() else leaf.stride()
+            metas.append(("T", str(leaf.dtype)[6:], tuple(leaf.shape), strides, place, into))
+        else:
+            strides = None if leaf.flags.c_contiguous else leaf.strides
+            metas.append(("A", leaf.dtype.str, leaf.shape, strides, place, into))
+    return tuple(metas), extents
+
+
+def _members(place_of: list[int]) -> dict[int, list[int]]:
+    members: dict[int, list[int]] = {}
+    for number, place in enumerate(place_of):
+        members.setdefault(place, []).append(number)
+    return members
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last one."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0
+
+
+def _group(
+    spans: list[tuple[int, int]], storages: dict[int, list[int]]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Merge the spans of tensors that overlap within one storage; every other span is its own place."""
+    place_of = [-1] * len(spans)
+    extents: list[tuple[int, int]] = []
+    for members in storages.values():
+        open_end = -1
+        for number in sorted(members, key=spans.__getitem__):
+            start, end = spans[number]
+            if start < open_end:
+                extents[-1] = (extents[-1][0], max(open_end, end))
+            else:
+                extents.append((start, end))
+            open_end = extents[-1][1]
+            place_of[number] = len(extents) - 1
+    for number, span in enumerate(spans):
+        if place_of[number] < 0:
+            extents.append(span)
+            place_of[number] = len(extents) - 1
+    return place_of, extents

@@ -1,0 +1,254 @@
+"""Pickling with the large parts left out: tensors and arrays inside arbitrary objects become references.
+
+Runs in workers (`dump`, `dump_exception`) and in the consumer (`load`, `load_exception`). The pickled
+bytes travel inside the shared memory; the leaves they refer to are packed like any other leaf of the
+batch. Also owns the search for the part of an object that cannot be pickled.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import dataclasses
+import io
+import pickle
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastq_loader.errors import UnpicklableError, WorkerTraceback
+
+_COWARDLY = (  # torch/multiprocessing/reductions.py, reduce_tensor
+    "Cowardly refusing to serialize non-leaf tensor which requires_grad, "
+    "since autograd does not support crossing process boundaries.  "
+    "If you just want to transfer the data, call detach() on the tensor "
+    "before serializing (e.g., putting it on the queue)."
+)
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a tensor or array is packed as it is: dense, on the CPU, of exactly that type.
+
+    Raises:
+        RuntimeError: a tensor that requires grad and is not a leaf of its graph (torch's own text).
+    """
+    if type(value) is torch.Tensor:
+        if value.requires_grad and not value.is_leaf:
+            raise RuntimeError(_COWARDLY)
+        return (
+            value.layout is torch.strided
+            and value.device.type == "cpu"
+            and not value.requires_grad
+            and not value.is_quantized
+            and not value.is_nested
+            and not value.is_conj()
+            and not value.is_neg()
+        )
+    return type(value) is np.ndarray and value.dtype.kind in "biufcSUmM" and value.dtype.isnative
+
+
+def _require_grad(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.requires_grad_()
+
+
+def _resolved(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().resolve_conj().resolve_neg()
+
+
+def _take(leaf: int) -> Any:
+    return _leaves[leaf]
+
+
+_leaves: Sequence[Any] = ()  # of the batch that the consumer is putting together
+
+
+def _dispatch_table() -> dict[type, Callable[[Any], Any]]:
+    # multiprocessing's own reducers (connections, partial methods, …) but not torch's: those would hand
+    # every storage to the consumer as a descriptor of its own.
+    extra: dict[type, Callable[[Any], Any]] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    torch_module = "torch.multiprocessing.reductions"
+    others = {kind: reduce for kind, reduce in extra.items() if reduce.__module__ != torch_module}
+    return {**copyreg.dispatch_table, **others}
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, add_leaf: Callable[[Any], int]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.dispatch_table = _dispatch_table()
+        self._add_leaf = add_leaf
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if is_leaf(value):
+                return _take, (self._add_leaf(value),)
+            if value.device.type not in ("cpu", "meta"):
+                return torch.multiprocessing.reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
+            if type(value) is torch.Tensor and value.layout is torch.strided:
+                if value.requires_grad and not value.is_nested:
+                    return _require_grad, (value.detach(),)
+                if value.is_conj() or value.is_neg():
+                    return _identity, (_resolved(value),)
+        elif type(value) is np.ndarray and is_leaf(value):
+            return _take, (self._add_leaf(value),)
+        return NotImplemented
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def dump(value: Any, add_leaf: Callable[[Any], int]) -> bytes:
+    """Pickle `value`; every tensor and array that `is_leaf` goes to `add_leaf`, which numbers it.
+
+    Raises:
+        UnpicklableError: something cannot be pickled; the text says where it lies.
+        RuntimeError: a non-leaf tensor that requires grad.
+    """
+    file = io.BytesIO()
+    try:
+        _Pickler(file, add_leaf).dump(value)
+    except Exception as error:
+        if str(error) == _COWARDLY:
+            raise
+        named = explain(value, error, "batch")
+        if named is None:  # it fails now and then, or only as a whole
+            raise
+        raise named from error
+    return file.getvalue()
+
+
+def load(data: bytes, leaves: Sequence[Any]) -> Any:
+    """The inverse of `dump`, with the leaves put together again.
+
+    Raises:
+        Exception: whatever unpickling raises.
+    """
+    global _leaves
+    before = _leaves  # an object's own unpickling may iterate another loader
+    _leaves = leaves
+    try:
+        return pickle.loads(data)
+    finally:
+        _leaves = before
+
+
+# ---- naming what cannot be pickled ------------------------------------------------------------------
+
+
+def explain(value: Any, error: Exception, name: str) -> UnpicklableError | None:
+    """`error` with the path to the innermost part of `value` that fails to pickle; None if all does."""
+    if _pickles(value):
+        return None
+    path, part = _culprit(value, name, depth=0)
+    return UnpicklableError(
+        f"{path} (a {type(part).__module__}.{type(part).__qualname__}: {_shorten(part)}) cannot be pickled: "
+        f"{type(error).__name__}: {error}"
+    )
+
+
+def _culprit(value: Any, path: str, depth: int) -> tuple[str, Any]:
+    if depth < 8:
+        for step, part in _parts(value):
+            if not _pickles(part):
+                return _culprit(part, path + step, depth + 1)
+    return path, value
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [(f"[{at}]", part) for at, part in enumerate(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f".{f.name}", getattr(value, f.name, None)) for f in dataclasses.fields(value)]
+    return [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
+
+
+def _pickles(value: Any) -> bool:
+    try:
+        _Pickler(io.BytesIO(), lambda leaf: 0).dump(value)
+    except Exception:
+        return False
+    return True
+
+
+def _shorten(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:  # a user's repr may do anything
+        text = f"<repr failed: {type(error).__name__}>"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# ---- exceptions -------------------------------------------------------------------------------------
+
+
+def dump_exception(error: BaseException, worker: int) -> bytes:
+    """An exception in a form that `load_exception` gives back with its type, args and attributes.
+
+    What does not survive pickling (a constructor with other arguments than `args`, an attribute that
+    cannot be pickled) is rebuilt without its constructor, then as its nearest base class that can be
+    imported, and last as a RuntimeError with the same text.
+    """
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    where = f"Caught {type(error).__name__} in DataLoader worker process {worker}.\nOriginal {text}"
+    attributes = {name: value for name, value in error.__dict__.items() if _pickles(value)}
+    candidates: list[Any] = [_by_pickle(error)]
+    for kind in type(error).__mro__:
+        if kind in (BaseException, Exception) and kind is not type(error):
+            break
+        candidates += [(kind, error.args, attributes), (kind, error.args, {})]
+    for candidate in candidates:
+        data = _survives(candidate, where)
+        if data is not None:
+            return data
+    return pickle.dumps(((RuntimeError, (f"{type(error).__name__}: {error}",), {}), where))
+
+
+def _survives(candidate: Any, where: str) -> bytes | None:
+    if candidate is None:
+        return None
+    try:
+        data = pickle.dumps((candidate, where), pickle.HIGHEST_PROTOCOL)
+        _rebuild(data)
+    except Exception:  # whatever a user's class does when it is pickled or made: try the next form
+        return None
+    return data
+
+
+def _by_pickle(error: BaseException) -> bytes | None:
+    try:
+        data = pickle.dumps(error, pickle.HIGHEST_PROTOCOL)
+        again = pickle.loads(data)
+    except Exception:
+        return None
+    same = type(again) is type(error) and again.args == error.args and str(again) == str(error)
+    return data if same and again.__dict__.keys() == error.__dict__.keys() else None
+
+
+def _rebuild(data: bytes) -> tuple[BaseException, str]:
+    content, where = pickle.loads(data)
+    if isinstance(content, bytes):
+        error = pickle.loads(content)
+    else:
+        kind, args, attributes = content
+        error = kind.__new__(kind, *args)
+        error.args = args
+        error.__dict__.update(attributes)
+    return error, where
+
+
+def load_exception(data: bytes) -> BaseException:
+    """The exception of `dump_exception`, with the worker's traceback as its cause.
+
+    A class that the worker could import and this process cannot becomes a RuntimeError.
+    """
+    try:
+        error, where = _rebuild(data)
+    except Exception as reason:
+        return RuntimeError(f"a DataLoader worker raised what cannot be unpickled here: {reason!r}")
+    error.__cause__ = WorkerTraceback(where)
+    return error

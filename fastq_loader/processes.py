@@ -1,0 +1,176 @@
+"""Worker processes: start, watch, stop, and say how one died.
+
+Runs in the consumer. Owns the process objects and their descriptors; what the workers do is none of its
+business. A worker counts as dead when its process descriptor says so, and only then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pickle import PicklingError
+from typing import Any
+
+from fastq_loader.arena import starting_workers
+from fastq_loader.pickling import explain
+from fastq_loader.worker import STACK_SIGNAL
+
+#: Seconds that a stopped worker has to leave on its own, and after SIGTERM. Workers that only wait for
+#: a task leave within milliseconds; one in the middle of a long sample is not waited for.
+_PATIENCE = 0.5
+
+_PICKLE_WARNING = (  # torch/utils/data/dataloader.py
+    "Got pickle error when attempting to start a worker Process. "
+    "This might be because the worker Process arguments are not picklable. "
+    "Python 3.14+ changed the multiprocessing start method in non-Mac POSIX platforms "
+    "to 'forkserver', which requires the worker Process arguments to be picklable. "
+    "You can also try multiprocessing.set_start_method('fork')."
+)
+
+
+class WorkerPool:
+    """The processes of one pool.
+
+    Args:
+        context: multiprocessing's context, which carries the start method.
+        target: what a worker runs.
+        arguments: its arguments, for each worker.
+        parts: the user's objects by name, to say which of them could not be pickled.
+
+    Raises:
+        TypeError, AttributeError, PicklingError: an argument cannot be pickled; the text names it.
+    """
+
+    def __init__(
+        self,
+        context: BaseContext,
+        target: Callable[..., None],
+        arguments: list[tuple[Any, ...]],
+        parts: dict[str, Any],
+    ) -> None:
+        self._processes: list[BaseProcess] = []
+        self._descriptors: list[int] = []
+        self._own: set[int] = set()  # descriptors that are ours to close
+        # A Ctrl-C between the fork and the worker's own handler would print a traceback there.
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for worker_arguments in arguments:
+                process = context.Process(target=target, args=worker_arguments, daemon=True)  # type: ignore[attr-defined]
+                with starting_workers():
+                    process.start()
+                self._processes.append(process)
+                self._descriptors.append(self._descriptor(process))
+        except (TypeError, AttributeError, PicklingError) as error:
+            self.stop(patience=0)
+            warnings.warn(_PICKLE_WARNING, stacklevel=2)
+            raise _named(error, parts) from error
+        except BaseException:
+            self.stop(patience=0)
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+
+    def _descriptor(self, process: BaseProcess) -> int:
+        assert process.pid is not None, "the process was started"
+        try:
+            descriptor = os.pidfd_open(process.pid)
+        except OSError:  # no pidfd in this kernel or sandbox: the pipe that multiprocessing keeps
+            return process.sentinel
+        self._own.add(descriptor)
+        return descriptor
+
+    @property
+    def descriptors(self) -> list[int]:
+        """For each worker a descriptor that becomes readable when it has ended."""
+        return self._descriptors
+
+    def pid(self, worker: int) -> int:
+        pid = self._processes[worker].pid
+        assert pid is not None, "the process was started"
+        return pid
+
+    def has_ended(self, worker: int) -> bool:
+        return bool(_readable([self._descriptors[worker]], 0))
+
+    def ask_for_stacks(self, worker: int) -> None:
+        """Let a worker write its Python stacks to the pool's pipe."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid(worker), STACK_SIGNAL)
+
+    def death(self, worker: int) -> tuple[str, str]:
+        """How an ended worker died: in our words, and in torch's (its SIGCHLD handler's texts)."""
+        process = self._processes[worker]
+        process.join(timeout=1)
+        code, pid = process.exitcode, process.pid
+        if code is None:  # somebody else reaped it: SIGCHLD is ignored
+            return "ended, its exit code is unknown", f"DataLoader worker (pid {pid}) exited unexpectedly"
+        if code >= 0:
+            return f"exited with code {code}", (
+                f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {code}. "
+                "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better "
+                "error trace."
+            )
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        words = f"was killed by {name}"
+        if -code == signal.SIGKILL:
+            words += " (by the kernel's out-of-memory killer?)"
+        torch_text = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}. "
+        return words, torch_text
+
+    def stop(self, patience: float = _PATIENCE) -> None:
+        """Wait for the workers to leave, and end those that do not: SIGTERM, then SIGKILL.
+
+        Whoever wants them to leave on their own has told them before.
+        """
+        self._wait_for_all(patience)
+        for process in self._running():
+            process.terminate()
+        self._wait_for_all(_PATIENCE)
+        for process in self._running():
+            process.kill()
+        for process in self._processes:
+            process.join()
+            with contextlib.suppress(ValueError):  # SIGCHLD is ignored: its end was never seen
+                process.close()
+        for descriptor in self._own:
+            os.close(descriptor)
+        self._own.clear()
+        self._processes.clear()
+        self._descriptors = []
+
+    def _running(self) -> list[BaseProcess]:
+        ended = set(_readable(self._descriptors, 0))
+        pairs = zip(self._processes, self._descriptors, strict=False)
+        return [process for process, descriptor in pairs if descriptor not in ended]
+
+    def _wait_for_all(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        waiting = set(self._descriptors)
+        while waiting:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            waiting -= set(_readable(list(waiting), left))
+
+
+def _readable(descriptors: list[int], seconds: float) -> list[int]:
+    poller = select.poll()  # select() is limited to descriptors below 1024
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poller.poll(seconds * 1000)]
+
+
+def _named(error: Exception, parts: dict[str, Any]) -> Exception:
+    """The same error with the path to what cannot be pickled, if it is among the user's objects."""
+    for name, part in parts.items():
+        found = explain(part, error, name)
+        if found is not None:
+            return type(error)(str(found))
+    return error

@@ -1,0 +1,240 @@
+"""A handle becomes a batch again: views with leases on blocks, copies of what is small.
+
+Runs in the consumer, on the thread that calls `next()`; `packing` is the other side and describes the
+spec. A spec is compiled once, when a worker first names it, so that the cost of a batch is the cost of its
+leaves. Sizes and offsets are checked against the block before anything is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastq_loader import pickling
+from fastq_loader.arena import Arena
+from fastq_loader.blocks import SMALLEST
+from fastq_loader.errors import ProtocolError
+from fastq_loader.messages import Handle
+from fastq_loader.packing import ALIGNMENT, SPECS
+
+# What numpy can describe, torch takes over from it; the others go through an integer of the same size.
+_TYPESTR = {
+    torch.bool: "|b1",
+    torch.uint8: "|u1",
+    torch.int8: "|i1",
+    torch.int16: "<i2",
+    torch.int32: "<i4",
+    torch.int64: "<i8",
+    torch.float16: "<f2",
+    torch.float32: "<f4",
+    torch.float64: "<f8",
+    torch.complex64: "<c8",
+    torch.complex128: "<c16",
+}
+
+
+class _Leaf:
+    """One leaf of a spec, ready to be put on a place."""
+
+    __slots__ = ("array", "count", "dtype", "into", "place", "shape", "strides")
+
+    def __init__(self, meta: tuple[Any, ...]) -> None:
+        kind, dtype, self.shape, self.strides, self.place, self.into = meta
+        self.array = kind == "A"
+        self.dtype: Any = np.dtype(dtype) if self.array else getattr(torch, dtype)
+        self.count = math.prod(self.shape)
+
+    def over(self, buffer: Any) -> Any:
+        """The leaf over a buffer of its own, which it keeps alive."""
+        if self.array:
+            return np.ndarray(self.shape, self.dtype, buffer, self.into, self.strides)
+        if not self.count:
+            return (
+                torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+                if self.strides
+                else (torch.empty(self.shape, dtype=self.dtype))
+            )
+        if self.strides is None:
+            flat = torch.frombuffer(buffer, dtype=self.dtype, count=self.count, offset=self.into)
+            return flat.view(self.shape)
+        return self.within(torch.frombuffer(buffer, dtype=torch.uint8))
+
+    def within(self, whole: torch.Tensor) -> torch.Tensor:
+        """The leaf as a tensor that shares the storage of a place's bytes."""
+        tensor = torch.empty(0, dtype=self.dtype)
+        strides = self.strides or _contiguous(self.shape)
+        return tensor.set_(whole.untyped_storage(), self.into // tensor.itemsize, self.shape, strides)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
+
+
+class _Spec:
+    """A compiled spec: how the places are cut, and how the tree is built."""
+
+    def __init__(self, spec: tuple[Any, ...]) -> None:
+        tree, metas, self.sizes = spec
+        self.leaves = [_Leaf(meta) for meta in metas]
+        self.members: list[list[int]] = [[] for _ in self.sizes]  # place → its leaves
+        for number, leaf in enumerate(self.leaves):
+            self.members[leaf.place].append(number)
+            self._check(leaf)
+        self.large = [place for place, size in enumerate(self.sizes) if size >= SMALLEST]
+        self.small: list[tuple[int, int, int]] = []  # (place, start in the parcel, bytes)
+        self.parcel_bytes = 0
+        for place, size in enumerate(self.sizes):
+            if size < SMALLEST:
+                self.small.append((place, self.parcel_bytes, size))
+                self.parcel_bytes += -(-size // ALIGNMENT) * ALIGNMENT
+        self.nbytes: int = sum(self.sizes)
+        self.objects = 0
+        self.build = self._compile(tree)
+
+    def _check(self, leaf: _Leaf) -> None:
+        itemsize = leaf.dtype.itemsize
+        if not leaf.count:
+            reach = 0
+        elif leaf.strides is None:
+            reach = leaf.count * itemsize
+        else:
+            unit = 1 if leaf.array else itemsize
+            steps = sum((n - 1) * step for n, step in zip(leaf.shape, leaf.strides, strict=True))
+            reach = steps * unit + itemsize
+        if leaf.into < 0 or leaf.into + reach > self.sizes[leaf.place]:
+            raise ProtocolError(f"a leaf of {reach} bytes does not fit its place of {self.sizes[leaf.place]}")
+
+    def _compile(self, tree: Any) -> Callable[[list[Any], Any, list[Any]], Any]:
+        """A function of (leaves, iterator of plain values, unpickled objects) that builds the tree."""
+        if tree == "V":
+            return lambda leaves, values, objects: next(values)
+        if tree == "O":
+            at = self.objects
+            self.objects += 1
+            return lambda leaves, values, objects: objects[at]
+        kind = tree[0]
+        if kind == "L":
+            number = tree[1]
+            return lambda leaves, values, objects: leaves[number]
+        parts = [self._compile(part) for part in tree[-1]]
+        if parts and all(part == "V" for part in tree[-1]):  # 64 file names: one slice, not 64 calls
+            count = len(parts)
+            take: Callable[..., list[Any]]
+            take = lambda leaves, values, objects: list(islice(values, count))  # noqa: E731
+        else:
+            take = lambda leaves, values, objects: [part(leaves, values, objects) for part in parts]  # noqa: E731
+        if kind == "l":
+            return take
+        if kind == "t":
+            return lambda leaves, values, objects: tuple(take(leaves, values, objects))
+        if kind == "d":
+            keys = tree[1]
+            return lambda leaves, values, objects: dict(zip(keys, take(leaves, values, objects), strict=True))
+        raise ProtocolError(f"unknown kind of tree {kind!r}")
+
+
+class Unpacker:
+    """Rebuilds the batches of one pool of workers.
+
+    Args:
+        arena: where their blocks lie.
+        workers: number of workers.
+    """
+
+    def __init__(self, arena: Arena, workers: int) -> None:
+        self._arena = arena
+        self._specs: list[dict[int, _Spec]] = [{} for _ in range(workers)]
+
+    def learn(self, worker: int, handle: Handle) -> None:
+        """Remember the spec that a handle brings. Called for every handle in the order of arrival, also
+        for those that are dropped: the worker will not send it again."""
+        if handle.spec is not None:
+            specs = self._specs[worker]
+            specs[handle.spec_id] = _Spec(handle.spec)
+            if len(specs) > SPECS:
+                del specs[next(iter(specs))]
+
+    def nbytes(self, worker: int, handle: Handle) -> int:
+        """Bytes of the batch's leaves."""
+        return self._specs[worker][handle.spec_id].nbytes
+
+    def blocks(self, worker: int, handle: Handle) -> tuple[list[int], list[int]]:
+        """Offsets of the blocks that the batch will have leases on, and of those that are copied out."""
+        offsets = [offset for offset, _, _ in handle.places]
+        copied = len(offsets) - len(self._specs[worker][handle.spec_id].large)
+        return offsets[copied:], offsets[:copied]
+
+    def unpack(self, worker: int, handle: Handle) -> Any:
+        """Put a batch together.
+
+        Raises:
+            ProtocolError: the handle does not fit its spec.
+            Exception: whatever unpickling a part of the batch raises.
+        """
+        spec = self._specs[worker][handle.spec_id]
+        places = handle.places
+        leaves: list[Any] = [None] * len(spec.leaves)
+        pickled = b""
+        if len(places) == len(spec.large):
+            parcel: Any = handle.parcel or b""
+        else:
+            offset, size, total = places[0]
+            places = places[1:]
+            if not spec.parcel_bytes <= total <= size:
+                raise ProtocolError(f"a parcel of {total} bytes in a block of {size}")
+            parcel = self._arena.mapping.memory[offset : offset + total]
+            pickled = bytes(parcel[spec.parcel_bytes :])
+        for place, start, size in spec.small:
+            buffer = bytearray(parcel[start : start + size])
+            if len(buffer) != size:
+                raise ProtocolError(f"a parcel of {len(parcel)} bytes for a spec of {spec.parcel_bytes}")
+            _cut(spec, place, buffer, leaves)
+        for place, (offset, size, delta) in zip(spec.large, places, strict=True):
+            if not 0 <= delta <= size - spec.sizes[place]:
+                raise ProtocolError(f"{spec.sizes[place]} bytes at {delta} do not fit a block of {size}")
+            self._look(spec, place, (offset, size), delta, leaves)
+        objects: Any = ()
+        if spec.objects:
+            loaded = pickling.load(pickled, leaves)
+            objects = (loaded,) if spec.objects == 1 else loaded
+        return spec.build(leaves, iter(handle.values), objects)
+
+    def exception(self, handle: Handle) -> BaseException:
+        """The exception in a handle."""
+        offset, size, total = handle.places[0]
+        if not 0 <= total <= size:
+            raise ProtocolError(f"a parcel of {total} bytes in a block of {size}")
+        return pickling.load_exception(bytes(self._arena.mapping.memory[offset : offset + total]))
+
+    def _look(self, spec: _Spec, place: int, block: tuple[int, int], delta: int, leaves: list[Any]) -> None:
+        """Leaves over a block. One lease serves all leaves of the place."""
+        members = spec.members[place]
+        leaf = spec.leaves[members[0]]
+        lease = self._arena.lease
+        if len(members) == 1 and leaf.array:
+            leaves[members[0]] = lease(block, delta, leaf.shape, leaf.dtype.str, leaf.strides)
+        elif len(members) == 1 and leaf.strides is None and leaf.dtype in _TYPESTR:
+            array = lease(block, delta, leaf.shape, _TYPESTR[leaf.dtype])
+            leaves[members[0]] = torch.from_numpy(array)
+        else:
+            whole = torch.from_numpy(lease(block, delta, (spec.sizes[place],), "|u1"))
+            for number in members:
+                leaves[number] = spec.leaves[number].within(whole)
+
+
+def _cut(spec: _Spec, place: int, buffer: bytearray, leaves: list[Any]) -> None:
+    members = spec.members[place]
+    if len(members) == 1:
+        leaves[members[0]] = spec.leaves[members[0]].over(buffer)
+        return
+    whole = torch.frombuffer(buffer, dtype=torch.uint8)
+    for number in members:
+        leaves[number] = spec.leaves[number].within(whole)

@@ -1,0 +1,328 @@
+"""The worker process: seeds, worker info, fetch, collate, answer.
+
+Everything here runs in a worker: the loop on its main thread, and one thread that only waits for the
+consumer's death. The worker reads tasks from its socket, looks ahead for a new epoch before each one (so
+that nothing of an abandoned epoch is fetched any more), and answers every task exactly once.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import select
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import parent_process
+from multiprocessing.reduction import DupFd, ForkingPickler
+from typing import Any
+
+import torch
+from torch.utils.data._utils import worker as torch_worker
+
+from fastq_loader import allocator, collate, datapipes, pickling, seeding
+from fastq_loader.allocator import Allocator
+from fastq_loader.arena import Mapping
+from fastq_loader.fetch import EndOfStream, Fetcher, make_fetcher
+from fastq_loader.messages import (
+    BATCH,
+    BROKEN,
+    ENDED,
+    ERROR,
+    SKIPPED,
+    Answer,
+    Epoch,
+    Handle,
+    Hello,
+    Stop,
+    Task,
+    load_index,
+)
+from fastq_loader.packing import Packer
+from fastq_loader.transport import WorkerSocket, remove_folder
+
+#: Makes a worker write its Python stacks to the pool's pipe. A real-time signal, because user code has
+#: uses of its own for the named ones.
+STACK_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a dataset is read; the fields of torch's fetchers."""
+
+    iterable: bool
+    auto_collation: bool
+    drop_last: bool
+
+
+class Cargo:
+    """The user's objects on their way into a worker.
+
+    Under fork they are inherited. Under spawn and forkserver they travel as bytes that the worker opens
+    itself, so that a failure is reported like any other instead of ending the process.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Any, init_fn: Any) -> None:
+        self.parts = {"dataset": dataset, "collate_fn": collate_fn, "worker_init_fn": init_fn}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _SealedCargo, (bytes(ForkingPickler.dumps(self.parts)),)
+
+    def open(self) -> dict[str, Any]:
+        return self.parts
+
+
+class _SealedCargo:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def open(self) -> dict[str, Any]:
+        parts: dict[str, Any] = pickle.loads(self._data)
+        return parts
+
+
+class Descriptors:
+    """Descriptors that a worker needs, by name: inherited, or sent along under spawn and forkserver."""
+
+    def __init__(self, **descriptors: int) -> None:
+        self._descriptors = descriptors
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, ({name: DupFd(fd) for name, fd in self._descriptors.items()},)
+
+    def __getitem__(self, name: str) -> int:
+        return self._descriptors[name]
+
+
+def _received(duplicates: dict[str, Any]) -> Descriptors:
+    return Descriptors(**{name: duplicate.detach() for name, duplicate in duplicates.items()})
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker needs to know besides the user's objects.
+
+    Attributes:
+        worker: its number; `workers`: how many there are.
+        consumer: process id of the consumer.
+        base_seed, shared_seed: see `seeding` and `datapipes`.
+        rules: how the dataset is read.
+        folder: where the sockets are.
+        arena_length: bytes of address range of the shared memory.
+        descriptors: `arena` (the memfd) and `stacks` (a pipe for the Python stacks of hung workers).
+    """
+
+    worker: int
+    workers: int
+    consumer: int
+    base_seed: int
+    shared_seed: int | None
+    rules: Rules
+    folder: str
+    arena_length: int
+    descriptors: Descriptors
+
+
+def main(setup: Setup, cargo: Cargo | _SealedCargo, mapping: Mapping | None) -> None:
+    """Entry point of a worker process. `mapping` is the consumer's where it was inherited."""
+    _prepare_signals(setup)
+    threading.Thread(target=_leave_with_consumer, args=(setup,), daemon=True).start()
+    if mapping is None:
+        mapping = Mapping(setup.descriptors["arena"], setup.arena_length, setup.workers)
+        os.close(setup.descriptors["arena"])
+    blocks = Allocator(mapping, setup.worker)
+    allocator.install(blocks)
+    collate.install()
+    socket = WorkerSocket(setup.folder, setup.worker)
+    socket.send(Hello(os.getpid()))
+    try:
+        _Worker(setup, cargo, blocks, socket).run()
+    except KeyboardInterrupt:
+        return  # user code raised it; as in torch the consumer's own interrupt is the one to show
+    finally:
+        socket.close()
+
+
+def _prepare_signals(setup: Setup) -> None:
+    # Ctrl-C reaches the whole group: the consumer decides what it means, workers are silent. A handler
+    # rather than SIG_IGN, which programs started by user code would inherit.
+    signal.signal(signal.SIGINT, lambda signum, frame: None)
+    signal.set_wakeup_fd(-1)  # an inherited one belongs to an event loop of the consumer
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    torch._C._set_worker_signal_handlers()  # SIGTERM of the parent ends it, SIGSEGV and SIGBUS are named
+    faulthandler.register(STACK_SIGNAL, setup.descriptors["stacks"], all_threads=True)
+
+
+def _leave_with_consumer(setup: Setup) -> None:
+    """Wait for the consumer's death, however it dies and whatever this worker is doing."""
+    poller = select.poll()
+    try:
+        poller.register(os.pidfd_open(setup.consumer), select.POLLIN)
+    except ProcessLookupError:
+        os._exit(1)
+    except OSError:  # no pidfd in this kernel or sandbox: the pipe that multiprocessing keeps
+        parent = parent_process()
+        if parent is None:
+            return
+        poller.register(parent.sentinel, select.POLLIN)
+    poller.poll()
+    remove_folder(setup.folder)
+    os._exit(1)
+
+
+class _Worker:
+    """The loop of one worker."""
+
+    def __init__(
+        self, setup: Setup, cargo: Cargo | _SealedCargo, blocks: Allocator, socket: WorkerSocket
+    ) -> None:
+        self._setup = setup
+        self._allocator = blocks
+        self._socket = socket
+        self._packer = Packer(blocks)
+        self._tasks: deque[Task] = deque()
+        self._ended = False  # the rest of this epoch is skipped
+        self._failure: Exception | None = None  # what keeps this worker from working
+        self._fetcher: Fetcher | None = None
+        self._dataset: Any = None
+        self._collate_fn: Callable[[Any], Any] = _identity
+        try:
+            self._start(cargo)
+        except Exception as error:
+            self._failure = error
+        self._streams = seeding.capture()
+        self._epochs = 0
+
+    def _start(self, cargo: Cargo | _SealedCargo) -> None:
+        setup = self._setup
+        torch.set_num_threads(1)
+        seed = seeding.seed_worker(setup.base_seed, setup.worker)
+        parts = cargo.open()
+        dataset = datapipes.apply_seed(parts["dataset"], setup.shared_seed)
+        self._dataset, self._collate_fn = dataset, parts["collate_fn"]
+        # User code asks torch for it: torch.utils.data.get_worker_info().
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=setup.worker, num_workers=setup.workers, seed=seed, dataset=dataset
+        )
+        if parts["worker_init_fn"] is not None:
+            parts["worker_init_fn"](setup.worker)
+
+    def run(self) -> None:
+        while self._look_ahead():
+            self._work(self._tasks.popleft())
+
+    def _look_ahead(self) -> bool:
+        """Read what has come, and wait while there is no task; False: stop."""
+        while True:
+            message = self._socket.receive(block=not self._tasks)
+            if message is None:
+                return True
+            if isinstance(message, Task):
+                self._tasks.append(message)
+            elif isinstance(message, Epoch):
+                while self._tasks:
+                    self._skip(self._tasks.popleft())
+                self._begin_epoch(message)
+            else:
+                assert isinstance(message, Stop)
+                return False
+
+    def _begin_epoch(self, message: Epoch) -> None:
+        self._ended = False
+        self._epochs += 1
+        if message.abandoned:
+            self._streams = seeding.rewind(self._streams)
+        elif self._epochs > 1:
+            self._streams = seeding.capture()
+        if self._failure is not None:
+            return
+        if self._epochs > 1:
+            self._dataset = datapipes.apply_seed(self._dataset, message.shared_seed)
+        rules = self._setup.rules
+        try:
+            self._fetcher = make_fetcher(
+                self._dataset,
+                iterable=rules.iterable,
+                auto_collation=rules.auto_collation,
+                collate=self._collate_fn,
+                drop_last=rules.drop_last,
+            )
+        except Exception as error:
+            self._failure = error
+
+    # ---- one task -----------------------------------------------------------------------------
+
+    def _skip(self, task: Task) -> None:
+        now = time.monotonic_ns()
+        self._allocator.begin(task.grants)
+        self._answer(task, SKIPPED, now, None, [])
+
+    def _work(self, task: Task) -> None:
+        if self._ended:
+            self._skip(task)
+            return
+        started = time.monotonic_ns()
+        self._allocator.begin(task.grants)
+        if self._failure is not None:
+            self._ended = True
+            self._answer(task, BROKEN, started, *self._pack_exception(self._failure))
+        else:
+            outcome, handle, used = self._load(task)
+            self._answer(task, outcome, started, handle, used)
+
+    def _load(self, task: Task) -> tuple[int, Handle | None, list[tuple[int, int]]]:
+        assert self._fetcher is not None, "an epoch comes before its tasks"
+        try:
+            batch = self._fetcher.fetch(load_index(task.index))
+            handle, used = self._packer.pack(batch)
+        except EndOfStream:
+            self._ended = True
+            return ENDED, None, []
+        except Exception as error:
+            return ERROR, *self._pack_exception(error)
+        del batch
+        return BATCH, *self._settle(handle, used)
+
+    def _pack_exception(self, error: Exception) -> tuple[Handle, list[tuple[int, int]]]:
+        return self._packer.pack_exception(pickling.dump_exception(error, self._setup.worker))
+
+    def _settle(self, handle: Handle, used: list[tuple[int, int]]) -> tuple[Handle, list[tuple[int, int]]]:
+        """Ship a copy of what user code kept: it may write to its own memory whenever it likes."""
+        held = self._allocator.settle([offset for offset, _ in used])
+        if not held:
+            return handle, used
+        places, shipped = list(handle.places), list(used)
+        for at, (offset, need) in enumerate(used):
+            if offset in held:
+                copy, size = self._allocator.take(need)
+                self._allocator.write(copy, self._allocator.mapping.base + offset, need)
+                places[at] = (copy, size, places[at][2])
+                shipped[at] = (copy, need)
+        return handle._replace(places=tuple(places)), shipped
+
+    def _answer(
+        self, task: Task, outcome: int, started: int, handle: Handle | None, used: list[tuple[int, int]]
+    ) -> None:
+        fresh, returned = self._allocator.finish([offset for offset, _ in used])
+        self._socket.send(
+            Answer(
+                task.epoch,
+                task.seq,
+                task.attempt,
+                outcome,
+                started,
+                time.monotonic_ns(),
+                tuple(used),
+                tuple(fresh),
+                tuple(returned),
+                handle,
+            )
+        )
+
+
+def _identity(data: Any) -> Any:
+    return data
