@@ -37,6 +37,7 @@ class LoaderIterator(Iterator[Any]):
     """
 
     _profile_name = ""
+    _pin_device: str | None
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._iterable = loader._iterable
@@ -44,7 +45,6 @@ class LoaderIterator(Iterator[Any]):
         self._index_sampler = loader._index_sampler
         self._length = loader._IterableDataset_len_called
         self._workers = loader.num_workers
-        self._pin_device = _pin_device(loader)
         self._yielded = 0
 
     def __iter__(self) -> LoaderIterator:
@@ -102,6 +102,7 @@ class SerialIterator(LoaderIterator):
         super().__init__(loader)
         self._dataset = datapipes.apply_seed(self._dataset, shared_seed)
         self._sampler = iter(self._index_sampler)
+        self._pin_device = _pin_device(loader)
         draw_base_seed(loader.generator)
         if loader.timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
@@ -135,15 +136,19 @@ class WorkerIterator(LoaderIterator):
     """
 
     _profile_name = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+    engine: Engine
 
-    def __init__(self, loader: DataLoader[Any], engine: Engine | None) -> None:
+    def __init__(self, loader: DataLoader[Any], previous: WorkerIterator | None) -> None:
         # The order of the draws is torch's: the graph's seed, the sampler's iter(), the base seed, the
         # workers, and a second iter() of the sampler. A pool that is there already takes a shorter way.
         shared_seed = datapipes.draw_shared_seed(loader.dataset, loader.generator)
         super().__init__(loader)
         self._finished = False
         self._persistent = loader.persistent_workers
-        if engine is None:
+        if previous is not None:
+            engine, self._pin_device = previous.engine, previous._pin_device
+        else:
+            self._pin_device = _pin_device(loader)
             iter(self._index_sampler)
             engine = Engine(loader._plan(), draw_base_seed(loader.generator), shared_seed, loader._counters)
         self.engine = engine

@@ -139,13 +139,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not self.persistent_workers:
             self.check_worker_number_rationality()
             return self._watch(WorkerIterator(self, None))
-        engine = None if self._live is None else self._live.engine
-        if engine is not None and not engine.usable:
-            engine.close("a new iteration began")
-            engine = None
-        if engine is None:
+        previous = self._live
+        if previous is not None and not previous.engine.usable:
+            previous.engine.close("a new iteration began")
+            previous = None
+        if previous is None:
             self.check_worker_number_rationality()
-        iterator = self._watch(WorkerIterator(self, engine))
+        iterator = self._watch(WorkerIterator(self, previous))
         object.__setattr__(self, "_live", iterator)
         return iterator
 

@@ -147,8 +147,11 @@ class ConsumerSocket:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
+        # Not left to the context: it finds its sockets through weak references, which are dead already
+        # when the garbage collector ends a loader, and would wait for the socket for ever.
         self._poller = zmq.Poller()
-        self._context.destroy(linger=0)
+        self._socket.close(linger=0)
+        self._context.term()
         os.close(self._wake)
 
 
@@ -174,4 +177,5 @@ class WorkerSocket:
             return None
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        self._socket.close(linger=0)
+        self._context.term()
