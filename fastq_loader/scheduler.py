@@ -273,7 +273,7 @@ class Scheduler:
                 return [Finish()]
             if self._ring.ready():
                 return self._deliver(head, *self._ring.pop_ready())
-            if head.state == LOST and self.in_order:
+            if head.state == LOST and (self.in_order or not self._inbox):
                 return [self._break(head)]
             if not self._inbox:
                 assert head.worker is not None, "a batch without a worker has failed, and is in the inbox"
@@ -332,6 +332,8 @@ class Scheduler:
     def _break(self, batch: _Batch) -> Break:
         assert batch.worker is not None
         batch.move("break")
+        del self._batches[batch.seq]
+        self._undelivered[batch.worker] -= 1
         return Break(batch.worker, batch.seq, batch.index)
 
     def _break_out_of_order(self, worker: int) -> Break:
