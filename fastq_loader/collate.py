@@ -32,15 +32,18 @@ def stack_tensors(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     if type(first) is not torch.Tensor or first.is_nested or first.layout is not torch.strided:
         refused: torch.Tensor = torch_tensors(batch, collate_fn_map=collate_fn_map)
         return refused
-    if first.device.type == "cpu" and not first.is_quantized and not first.requires_grad:
-        out = out_tensor((len(batch), *first.shape), first.dtype)
-        if out is not None:
-            return torch.stack(batch, 0, out=out)
-    stacked = torch.stack(batch, 0)
-    if stacked.dtype is not first.dtype:
-        # torch's worker stacks into a tensor of the first sample's dtype, whatever the others are.
-        stacked = torch.stack(batch, 0, out=torch.empty_like(stacked, dtype=first.dtype))
-    return stacked
+    if first.device.type != "cpu" or first.is_quantized or first.requires_grad:
+        return torch.stack(batch, 0)
+    shape = (len(batch), *first.shape)
+    out = out_tensor(shape, first.dtype)
+    if out is None:
+        stacked = torch.stack(batch, 0)
+        if stacked.dtype is first.dtype and stacked.is_contiguous():
+            return stacked
+        # torch's worker stacks into a contiguous tensor of the first sample's dtype, whatever the
+        # others are and in whatever order the memory of the samples lies.
+        out = torch.empty(shape, dtype=first.dtype)
+    return torch.stack(batch, 0, out=out)
 
 
 def install() -> None:

@@ -210,6 +210,16 @@ class Engine:
             with self._lock:
                 self._shut_down(reason)
 
+    def close_at_exit(self) -> None:
+        """Close, and leave a daemon thread that is inside where it is."""
+        if self._owner in (None, threading.get_ident()):
+            self.close(_EXITING)
+        elif self.pid == os.getpid() and self._pool is not None:
+            self.closed = _EXITING
+            self._pool.stop(patience=0)
+            if self._folder is not None:
+                remove_folder(self._folder)
+
     def __del__(self) -> None:
         # The last iterator or loader is gone, so nobody is inside. A fork's copy is not ours to close.
         if getattr(self, "_pool", None) is not None:
@@ -312,6 +322,8 @@ class Engine:
         self._waiting = False
         self._counters.wait_ns += time.monotonic_ns() - began
         if self.closed is not None:
+            if self.closed == _EXITING:
+                threading.Event().wait()  # a daemon thread, which the exit leaves behind where it is
             raise IteratorInvalid(f"this iterator cannot go on: {self.closed}")
         self._receive()
         if not ready:
@@ -452,7 +464,10 @@ def _shorten(index: Any) -> str:
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
+_EXITING = "the process is exiting"
+
+
 @atexit.register
 def _close_all() -> None:
     for engine in list(_engines):
-        engine.close("the process is exiting")
+        engine.close_at_exit()

@@ -243,7 +243,7 @@ def _unpack(frame: bytes, *, use_list: bool) -> Any:
             unicode_errors="surrogatepass",
             strict_map_key=False,
         )
-    except (ValueError, msgpack.UnpackException) as error:  # msgpack's own errors are ValueErrors
+    except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a list as a map's key
         raise ProtocolError(f"not a msgpack frame: {error}") from error
     if not isinstance(fields, (list, tuple)) or len(fields) < 2 or fields[0] != VERSION:
         raise ProtocolError(f"not a frame of protocol version {VERSION}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import dataclasses
+import functools
 import io
 import pickle
 import traceback
@@ -164,6 +165,8 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
         return [(f"[{at}]", part) for at, part in enumerate(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f".{f.name}", getattr(value, f.name, None)) for f in dataclasses.fields(value)]
+    if isinstance(value, functools.partial):
+        return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
     return [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
 
 
@@ -205,7 +208,7 @@ def dump_exception(error: BaseException, worker: int) -> bytes:
         data = _survives(candidate, where)
         if data is not None:
             return data
-    return pickle.dumps(((RuntimeError, (f"{type(error).__name__}: {error}",), {}), where))
+    return pickle.dumps(((RuntimeError, (f"{type(error).__name__}: {_shorten(error)}",), {}), where))
 
 
 def _survives(candidate: Any, where: str) -> bytes | None:
@@ -223,10 +226,10 @@ def _by_pickle(error: BaseException) -> bytes | None:
     try:
         data = pickle.dumps(error, pickle.HIGHEST_PROTOCOL)
         again = pickle.loads(data)
-    except Exception:
+        same = type(again) is type(error) and again.args == error.args and str(again) == str(error)
+        return data if same and again.__dict__.keys() == error.__dict__.keys() else None
+    except Exception:  # a user's class may fail to be pickled, made, compared or printed
         return None
-    same = type(again) is type(error) and again.args == error.args and str(again) == str(error)
-    return data if same and again.__dict__.keys() == error.__dict__.keys() else None
 
 
 def _rebuild(data: bytes) -> tuple[BaseException, str]:

@@ -7,11 +7,13 @@ business. A worker counts as dead when its process descriptor says so, and only 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.process
 import os
 import select
 import signal
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -58,6 +60,7 @@ class WorkerPool:
         self._processes: list[BaseProcess] = []
         self._descriptors: list[int] = []
         self._own: set[int] = set()  # descriptors that are ours to close
+        _pools.add(self)
         # A Ctrl-C between the fork and the worker's own handler would print a traceback there.
         masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -145,6 +148,10 @@ class WorkerPool:
         self._processes.clear()
         self._descriptors = []
 
+    def forget(self) -> None:
+        """This process is a forked copy: the workers are its siblings."""
+        multiprocessing.process._children.difference_update(self._processes)  # type: ignore[attr-defined]
+
     def _running(self) -> list[BaseProcess]:
         ended = set(_readable(self._descriptors, 0))
         pairs = zip(self._processes, self._descriptors, strict=False)
@@ -158,6 +165,20 @@ class WorkerPool:
             if left <= 0:
                 return
             waiting -= set(_readable(list(waiting), left))
+
+
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    # A child of the user's own os.fork() is no parent of our workers. multiprocessing does not know
+    # that, and would end and join them when the child exits.
+    for pool in list(_pools):
+        pool.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _readable(descriptors: list[int], seconds: float) -> list[int]:
