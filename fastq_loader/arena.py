@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from fastq_loader.blocks import PAGE
+from fastq_loader.blocks import PAGE, SMALLEST
 
 AVAILABLE = hasattr(os, "memfd_create")
 
@@ -57,7 +57,9 @@ class Mapping:
 
     def __init__(self, fd: int, length: int, regions: int) -> None:
         self.length = length
-        self._region = length // regions // PAGE * PAGE
+        # One byte for the start of every possible block, at the end of the range: see `flag`.
+        self._flags = (length - length // SMALLEST) // PAGE * PAGE
+        self._region = self._flags // regions // SMALLEST * SMALLEST
         self._map = mmap.mmap(fd, length)
         self._map.madvise(_MADV_DONTDUMP)
         self._anchor = ctypes.c_char.from_buffer(self._map)  # keeps the address valid
@@ -67,6 +69,14 @@ class Mapping:
     def region(self, worker: int) -> tuple[int, int]:
         """Start and end, in bytes, of the part in which `worker` makes new blocks."""
         return worker * self._region, (worker + 1) * self._region
+
+    def flag(self, offset: int) -> int:
+        """Where, in `memory`, the flag of the block at `offset` lies.
+
+        The consumer lowers it when it leases the block and raises it when the lease dies; the worker to
+        which the block is promised reads it. One writer and one byte: there is nothing to tear.
+        """
+        return self._flags + offset // SMALLEST
 
     def punch(self, offset: int, size: int) -> None:
         """Give pages back to the system; the range reads as zeros and can be written again."""
@@ -137,6 +147,7 @@ class Arena:
         The block stays in use until the array and everything made of it are gone.
         """
         self._leased += 1
+        self.mapping.memory[self.mapping.flag(block[0])] = 0
         return np.asarray(Lease(self, block, delta, shape, typestr, strides))
 
     def released_blocks(self) -> list[int]:
@@ -235,6 +246,9 @@ class Lease:
             return  # the parent's block: a forked child has nothing to give back
         if not arena.retired:
             arena.released.append((self._offset, self._generation))
+            if self._generation == arena.generation:  # else a forked child may still look at it
+                mapping = arena.mapping
+                mapping.memory[mapping.flag(self._offset)] = 1
         elif self._generation == arena.generation:
             arena.mapping.punch(self._offset, self._size)
 

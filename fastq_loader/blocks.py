@@ -2,7 +2,12 @@
 
 Pure: it counts offsets and sizes; the memory itself is the arena's. The consumer owns the only ledger of
 an arena. A block lives by the table below, and rule 1 of the design (no reuse while anyone looks) is the
-fact that FREE is reached only by `released`, `dropped`, `returned` or `writer_dead`.
+fact that FREE is reached only by `release`, `drop`, `return` or `writer_dead`.
+
+A held block can be *promised*: the batch before the one that is handed out is about to be let go, and its
+block is the one that the next task should be written to. The lease's finalizer raises a flag that the worker
+sees; a worker that finds it down makes a new block instead and declines. So the pool needs one batch less
+than if the consumer had to hear of the release first, and no message is spent on it.
 
 A worker makes new blocks on its own, in a part of the arena's address range that belongs to it, when no
 granted block fits; the ledger adopts them when it hears of them. So no worker ever waits for space.
@@ -17,14 +22,15 @@ from itertools import pairwise
 
 from fastq_loader.errors import InvalidTransition
 
-FREE, GRANTED, FILLED, HELD = "free", "granted", "filled", "held"
+FREE, GRANTED, FILLED, HELD, PROMISED = "free", "granted", "filled", "held", "promised"
 
 #: state → event → next state. What is not listed is a defect and raises.
 BLOCK_TRANSITIONS: dict[str, dict[str, str]] = {
     FREE: {"grant": GRANTED},
     GRANTED: {"fill": FILLED, "return": FREE, "writer_dead": FREE},
     FILLED: {"deliver": HELD, "drop": FREE},
-    HELD: {"release": FREE},
+    HELD: {"release": FREE, "promise": PROMISED},
+    PROMISED: {"release": GRANTED, "decline": HELD, "writer_dead": HELD},
 }
 
 PAGE = 4096
@@ -42,6 +48,11 @@ def size_class(nbytes: int) -> int:
     step = 1 << max((nbytes - 1).bit_length() - 3, 0)
     step = max(step, PAGE)
     return -(-nbytes // step) * step
+
+
+_LOOKED_AT = frozenset((HELD, PROMISED))
+
+Extents = tuple[tuple[int, int], ...]  # (offset, size in bytes) of blocks
 
 
 class _Block:
@@ -72,6 +83,7 @@ class BlockLedger:
         self.free_bytes = 0  # of the warm ones
         self._held_bytes = 0
         self._free_blocks = 0
+        self._recent: list[int] = []  # the blocks of the batch that was delivered last
         self._needs: tuple[int, ...] = ()  # bytes of the blocks of the last batch
         self._batch_bytes = 0.0  # a batch's blocks: a maximum that fades over some hundred batches
 
@@ -91,7 +103,7 @@ class BlockLedger:
         state = BLOCK_TRANSITIONS[block.state].get(event)
         if state is None:
             raise InvalidTransition(f"block at {offset} is {block.state}: event {event!r} is not allowed")
-        if block.state == HELD:
+        if block.state in _LOOKED_AT:
             self._held_bytes -= block.size
         elif block.state == FREE:
             self._free_blocks -= 1
@@ -106,7 +118,7 @@ class BlockLedger:
             self._free[block.size].append(offset)
             self._free_blocks += 1
             self.free_bytes += block.size
-        elif state == HELD:
+        elif state in _LOOKED_AT:
             self._held_bytes += block.size
         return block
 
@@ -126,21 +138,32 @@ class BlockLedger:
             self.grown += 1
             self.warm_bytes += size
 
-    def grant(self, worker: int) -> tuple[tuple[int, int], ...]:
-        """Free blocks (offset, size) for a batch like the last one, as far as there are any."""
-        if not self._needs or not self._free_blocks:
-            return ()
-        grants = []
+    def grant(self, worker: int) -> tuple[Extents, Extents]:
+        """Blocks for a batch like the last one, as far as there are any: free ones, and promised ones."""
+        grants: list[tuple[int, int]] = []
+        promises: list[tuple[int, int]] = []
         for need in self._needs:
-            block = self._take(size_class(need))
+            wanted = size_class(need)
+            block, chosen = self._take(wanted), grants
+            if block is None:
+                block, chosen = self._promise(wanted), promises
             if block is not None:
                 block.writer = worker
-                grants.append((block.offset, block.size))
-        return tuple(grants)
+                chosen.append((block.offset, block.size))
+        return tuple(grants), tuple(promises)
+
+    def _promise(self, wanted: int) -> _Block | None:
+        for offset in self._recent:
+            block = self._blocks[offset]
+            if block.state == HELD and wanted <= block.size <= 2 * wanted:
+                return self._move(offset, "promise")
+        return None
 
     def _take(self, wanted: int) -> _Block | None:
         # A block up to twice as large will do: with sizes that vary, more would turn small batches
         # into holders of large blocks.
+        if not self._free_blocks:
+            return None
         for at in range(bisect_left(self._sizes, wanted), len(self._sizes)):
             size = self._sizes[at]
             if size > 2 * wanted:
@@ -165,8 +188,11 @@ class BlockLedger:
             self._needs = tuple(needs)
             self._batch_bytes = max(float(sum(map(size_class, needs))), 0.99 * self._batch_bytes)
 
-    def deliver(self, offset: int) -> None:
-        self._move(offset, "deliver")
+    def deliver(self, offsets: list[int]) -> None:
+        """The batch in these blocks is handed out; its views hold leases."""
+        for offset in offsets:
+            self._move(offset, "deliver")
+        self._recent = offsets
 
     def release(self, offset: int) -> None:
         """The last view of the block is gone."""
@@ -181,12 +207,13 @@ class BlockLedger:
             block = self._blocks.get(offset)
             if block is not None and block.writer != worker:
                 raise InvalidTransition(f"worker {worker} returned {offset}, which {block.writer} holds")
-            self._move(offset, "return")
+            promised = block is not None and block.state == PROMISED
+            self._move(offset, "decline" if promised else "return")
 
     def writer_dead(self, worker: int) -> None:
         """`worker` is confirmed dead: what was granted to it can be granted again."""
         for block in self._blocks.values():
-            if block.state == GRANTED and block.writer == worker:
+            if block.state in (GRANTED, PROMISED) and block.writer == worker:
                 self._move(block.offset, "writer_dead")
 
     # ---- shrinking ----------------------------------------------------------------------------
@@ -213,7 +240,7 @@ class BlockLedger:
 
     def held(self) -> list[tuple[int, int]]:
         """The blocks (offset, size) that users look at."""
-        return [(block.offset, block.size) for block in self._blocks.values() if block.state == HELD]
+        return [(block.offset, block.size) for block in self._blocks.values() if block.state in _LOOKED_AT]
 
     def _chill(self, block: _Block) -> tuple[int, int]:
         block.cold = True
@@ -234,11 +261,11 @@ class BlockLedger:
         assert len(free) == len(set(free)) == self._free_blocks, "a block is in a free list twice"
         assert {b.offset for b in blocks if b.state == FREE} == set(free), "free lists and states differ"
         assert all(self._blocks[o].size == s for s, os in self._free.items() for o in os)
-        assert self._held_bytes == sum(b.size for b in blocks if b.state == HELD)
+        assert self._held_bytes == sum(b.size for b in blocks if b.state in _LOOKED_AT)
         assert self.warm_bytes == sum(b.size for b in blocks if not b.cold)
         assert self.free_bytes == sum(b.size for b in blocks if b.state == FREE and not b.cold)
         assert all(b.state == FREE for b in blocks if b.cold), "a cold block is in use"
-        assert all(b.writer is not None for b in blocks if b.state == GRANTED), "a grant without a writer"
+        assert all(b.writer is not None for b in blocks if b.state in (GRANTED, PROMISED)), "nobody's grant"
         spans = sorted((b.offset, b.size) for b in blocks)
         for (left, size), (right, _) in pairwise(spans):
             assert left + size <= right, f"blocks {left} and {right} overlap"

@@ -262,9 +262,12 @@ class Engine:
                     assert isinstance(instruction, Break)
                     self._break(instruction)
 
-    def _collect_released(self) -> None:
+    def _hear_releases(self) -> None:
         for offset in self._arena.released_blocks():
             self._ledger.release(offset)
+
+    def _collect_released(self) -> None:
+        self._hear_releases()
         for offset, size in self._ledger.trim(self.scheduler.window + _SPARE_BATCHES):
             self._arena.mapping.punch(offset, size)
 
@@ -280,7 +283,9 @@ class Engine:
             assert isinstance(send, Send)
             assert self._socket is not None
             try:
-                self._socket.send(send.worker, Task(send.epoch, send.seq, 0, send.index, send.grants))
+                self._socket.send(
+                    send.worker, Task(send.epoch, send.seq, 0, send.index, send.grants, send.promises)
+                )
             except Exception as error:  # whatever pickling the index raises
                 self.scheduler.handle(Undeliverable(send, error))
 
@@ -300,8 +305,7 @@ class Engine:
                 self._finish_with(f"worker {deliver.worker} could not start: {error!r}")
             raise error
         leased, copied = self._unpacker.blocks(deliver.worker, answer.handle)
-        for offset in leased:
-            self._ledger.deliver(offset)
+        self._ledger.deliver(leased)
         batch = self._unpacker.unpack(deliver.worker, answer.handle)
         for offset in copied:
             self._ledger.drop(offset)
@@ -345,6 +349,8 @@ class Engine:
                 continue
             self._learn(worker, message)
             arrived.append(Arrived(worker, message))
+        # A promised block's release is in our queue before its flag is up: hear of it before its answer.
+        self._hear_releases()
         if len(arrived) > 1:
             arrived.sort(key=_finished)
         for event in arrived:
@@ -427,8 +433,9 @@ class Engine:
         if not self._arena.retired:
             for end in self._stacks:
                 os.close(end)
-            for offset in self._arena.released_blocks():
-                self._ledger.release(offset)
+            self._hear_releases()
+            for worker in range(self.plan.workers):
+                self._ledger.writer_dead(worker)
             self.scheduler.abandon()
             self._arena.retire(self._ledger.held())
         _engines.discard(self)
@@ -439,8 +446,7 @@ class Engine:
         """Blocks in use, blocks free, and bytes of shared memory behind them."""
         if self.closed is not None:
             return 0, 0, 0
-        for offset in self._arena.released_blocks():
-            self._ledger.release(offset)
+        self._hear_releases()
         free = self._ledger.free_blocks
         return len(self._ledger) - free, free, self._ledger.warm_bytes
 

@@ -17,13 +17,14 @@ class Draw(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send a task to `worker`; `grants` are the blocks (offset, size) it may write to."""
+    """Send a task to `worker`, with the blocks (offset, size) that it is granted and promised."""
 
     worker: int
     epoch: int
     seq: int
     index: Any
     grants: tuple[tuple[int, int], ...]
+    promises: tuple[tuple[int, int], ...]
 
 
 class Deliver(NamedTuple):

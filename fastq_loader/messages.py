@@ -43,13 +43,18 @@ class Pickled(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Fetch one batch. `grants` are the free blocks (offset, size in bytes) it may be written to."""
+    """Fetch one batch.
+
+    It may be written to the blocks (offset, size in bytes) of `grants`, and to those of `promises` once
+    their flag is up.
+    """
 
     epoch: int
     seq: int
     attempt: int
     index: Any
     grants: tuple[tuple[int, int], ...]
+    promises: tuple[tuple[int, int], ...] = ()
 
 
 class Epoch(NamedTuple):
@@ -101,7 +106,7 @@ class Answer(NamedTuple):
         started, finished: nanoseconds of the monotonic clock, the same for all processes of a machine.
         used: the blocks of the handle, as (offset, bytes needed).
         fresh: the blocks (offset, size) that the worker made and the consumer has not heard of.
-        returned: offsets of granted blocks that the handle does not use.
+        returned: offsets of granted and promised blocks that the handle does not use.
         handle: None for ENDED and SKIPPED.
     """
 
@@ -153,15 +158,16 @@ def encode(message: Message) -> bytes:
 
 
 def _encode_task(task: Task) -> bytes:
-    epoch, seq, attempt, index, grants = task
+    epoch, seq, attempt, index, grants, promises = task
     if plain_index(index):
         try:
-            return _packb((VERSION, _TASK, epoch, seq, attempt, index, grants))
+            return _packb((VERSION, _TASK, epoch, seq, attempt, index, grants, promises))
         except OverflowError:  # an int of more than 64 bits
             index = Pickled(pickle.dumps(index, pickle.HIGHEST_PROTOCOL))
     else:
         index = Pickled(pickle.dumps(index, pickle.HIGHEST_PROTOCOL))
-    return _packb((VERSION, _TASK, epoch, seq, attempt, msgpack.ExtType(_PICKLED_INDEX, index.data), grants))
+    opaque = msgpack.ExtType(_PICKLED_INDEX, index.data)
+    return _packb((VERSION, _TASK, epoch, seq, attempt, opaque, grants, promises))
 
 
 def _encode_answer(answer: Answer) -> bytes:
@@ -202,8 +208,8 @@ def decode_for_worker(frame: bytes) -> Task | Epoch | Stop:
     try:
         kind = fields[1]
         if kind == _TASK:
-            _, _, epoch, seq, attempt, index, grants = fields
-            return Task(epoch, seq, attempt, index, tuple(map(tuple, grants)))
+            _, _, epoch, seq, attempt, index, grants, promises = fields
+            return Task(epoch, seq, attempt, index, tuple(map(tuple, grants)), tuple(map(tuple, promises)))
         if kind == _EPOCH:
             return Epoch(*fields[2:])
         if kind == _STOP:

@@ -242,7 +242,7 @@ def _extents(leaves: list[Any]) -> tuple[tuple[Any, ...], list[tuple[int, int]]]
         place = place_of[number]
         into = spans[number][0] - extents[place][0]
         if type(leaf) is torch.Tensor:
-            strides = None if leaf.is_contiguous() else leaf.stride()
+            strides = None if _is_plain(leaf) else leaf.stride()
             metas.append(("T", str(leaf.dtype)[6:], tuple(leaf.shape), strides, place, into))
         else:
             strides = None if leaf.flags.c_contiguous else leaf.strides
@@ -255,6 +255,22 @@ def _members(place_of: list[int]) -> dict[int, list[int]]:
     for number, place in enumerate(place_of):
         members.setdefault(place, []).append(number)
     return members
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """What torch gives a new tensor of this shape, in elements."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the strides follow from the shape; a dimension of size 0 or 1 may have any."""
+    if not tensor.is_contiguous():
+        return False
+    shape = tensor.shape
+    return (1 not in shape and 0 not in shape) or tensor.stride() == contiguous_strides(shape)
 
 
 def _reach(tensor: torch.Tensor) -> int:

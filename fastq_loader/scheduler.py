@@ -198,7 +198,7 @@ class Scheduler:
             return []
         batch.move("send")
         self._owed.add((worker, self.epoch, batch.seq))
-        return [Send(worker, self.epoch, batch.seq, event.index, self.ledger.grant(worker))]
+        return [Send(worker, self.epoch, batch.seq, event.index, *self.ledger.grant(worker))]
 
     def _new_batch(self, worker: int | None, index: Any) -> _Batch:
         batch = self._batches[self._next_seq] = _Batch(self._next_seq, worker, index)
@@ -224,7 +224,7 @@ class Scheduler:
     def _undeliverable(self, event: Undeliverable) -> list[Instruction]:
         send = event.send
         self._owed.discard((send.worker, send.epoch, send.seq))
-        self.ledger.give_back(send.worker, [offset for offset, _ in send.grants])
+        self.ledger.give_back(send.worker, [offset for offset, _ in send.grants + send.promises])
         self._fail(self._batches[send.seq], event.error)
         return []
 

@@ -20,7 +20,7 @@ from fastq_loader.arena import Arena
 from fastq_loader.blocks import SMALLEST
 from fastq_loader.errors import ProtocolError
 from fastq_loader.messages import Handle
-from fastq_loader.packing import ALIGNMENT, SPECS
+from fastq_loader.packing import ALIGNMENT, SPECS, contiguous_strides
 
 # What numpy can describe, torch takes over from it; the others go through an integer of the same size.
 _TYPESTR = {
@@ -67,15 +67,8 @@ class _Leaf:
     def within(self, whole: torch.Tensor) -> torch.Tensor:
         """The leaf as a tensor that shares the storage of a place's bytes."""
         tensor = torch.empty(0, dtype=self.dtype)
-        strides = self.strides or _contiguous(self.shape)
+        strides = self.strides or contiguous_strides(self.shape)
         return tensor.set_(whole.untyped_storage(), self.into // tensor.itemsize, self.shape, strides)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides)) if shape else ()
 
 
 class _Spec:

@@ -258,7 +258,7 @@ class _Worker:
 
     def _skip(self, task: Task) -> None:
         now = time.monotonic_ns()
-        self._allocator.begin(task.grants)
+        self._allocator.begin(task.grants, task.promises)
         self._answer(task, SKIPPED, now, None, [])
 
     def _work(self, task: Task) -> None:
@@ -266,7 +266,7 @@ class _Worker:
             self._skip(task)
             return
         started = time.monotonic_ns()
-        self._allocator.begin(task.grants)
+        self._allocator.begin(task.grants, task.promises)
         if self._failure is not None:
             self._ended = True
             self._answer(task, BROKEN, started, *self._pack_exception(self._failure))

@@ -46,6 +46,7 @@ class SimulatedWorker:
         self.tasks: deque[Send] = deque()
         self.answers: deque[Answer] = deque()  # sent, and not received yet
         self.bump = number * REGION
+        self.let_go: set[int] = set()  # promised blocks whose flag is up
         self.epoch = 0
         self.ended = False
         self.alive = True
@@ -66,6 +67,9 @@ class SimulatedWorker:
 
     def _answer(self, task: Send, outcome: int, sizes: tuple[int, ...]) -> None:
         grants, used, fresh = list(task.grants), [], []
+        grants += [promise for promise in task.promises if promise[0] in self.let_go]
+        declined = [offset for offset, _ in task.promises if offset not in self.let_go]
+        self.let_go.difference_update(offset for offset, _ in task.promises)
         for nbytes in sizes:
             fits = [grant for grant in grants if size_class(nbytes) <= grant[1] <= 2 * size_class(nbytes)]
             if fits:
@@ -76,7 +80,7 @@ class SimulatedWorker:
                 used.append((self.bump, nbytes))
                 self.bump += size_class(nbytes)
         self.clock += 1
-        returned = tuple(offset for offset, _ in grants)
+        returned = (*(offset for offset, _ in grants), *declined)
         self.answers.append(
             Answer(
                 task.epoch,
@@ -110,6 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.window = workers * prefetch
         self.epoch = 0
         self.held: list[int] = []  # offsets that the user looks at
+        self.promised: dict[int, int] = {}  # offset → the worker it was promised to
         self.granted: dict[int, tuple[int, int]] = {}  # offset → the task (epoch, seq) it was granted to
         self.broken = False
         self.new_epoch(length=10, failing=set())
@@ -137,9 +142,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert offset not in self.held, "granted while somebody looks"
                 assert offset not in self.granted, "granted twice"
                 self.granted[offset] = (send.epoch, send.seq)
+            for offset, _ in send.promises:
+                assert offset in self.held, "promised though nobody looks: it could have been granted"
+                assert offset not in self.promised, "promised twice"
+                self.promised[offset] = send.worker
             if index % 17 == 13:
                 for offset, _ in send.grants:
                     del self.granted[offset]
+                for offset, _ in send.promises:
+                    del self.promised[offset]
                 self.scheduler.handle(Undeliverable(send, TypeError(index)))
                 self.undeliverable.add(send.seq)
             else:
@@ -196,6 +207,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def take_in(self, worker: SimulatedWorker) -> None:
         answer = worker.answers.popleft()
         for offset in [offset for offset, _ in answer.used] + list(answer.returned):
+            if self.promised.pop(offset, None) is not None:
+                continue  # declined: the user still looks
             assert self.granted.pop(offset, (answer.epoch, answer.seq)) == (answer.epoch, answer.seq)
         assert self.scheduler.handle(Arrived(worker.number, answer)) == []
 
@@ -212,6 +225,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for task in worker.tasks:
             for offset, _ in task.grants:
                 del self.granted[offset]
+            for offset, _ in task.promises:
+                if self.promised.pop(offset, None) is None:
+                    del self.granted[offset]
         worker.tasks.clear()
         self.lost_owner.add(worker.number)
         assert self.scheduler.handle(Died(worker.number)) == []
@@ -260,11 +276,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert (deliver.answer.epoch, deliver.answer.seq) == (self.epoch, seq)
         assert deliver.worker == self.owner[seq]
-        for offset, _ in deliver.answer.used:
-            if deliver.answer.outcome == BATCH and keep:
-                self.ledger.deliver(offset)
-                self.held.append(offset)
-            else:
+        offsets = [offset for offset, _ in deliver.answer.used]
+        if deliver.answer.outcome == BATCH and keep:
+            self.ledger.deliver(offsets)
+            self.held += offsets
+        else:
+            for offset in offsets:
                 self.ledger.drop(offset)
 
     def check_order(self, seq: int) -> None:
@@ -296,6 +313,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             offset = data.draw(st.sampled_from(self.held))
             self.held.remove(offset)
             self.ledger.release(offset)
+            worker = self.promised.pop(offset, None)
+            if worker is not None:  # the flag goes up, and the promise is a grant
+                self.workers[worker].let_go.add(offset)
+                self.granted[offset] = self.task_of_promise(worker, offset)
+
+    def task_of_promise(self, worker: int, offset: int) -> tuple[int, int]:
+        for task in self.workers[worker].tasks:
+            if offset in [promised for promised, _ in task.promises]:
+                return task.epoch, task.seq
+        for answer in self.workers[worker].answers:  # declined a moment ago
+            if offset in answer.returned:
+                return answer.epoch, answer.seq
+        raise AssertionError(f"block {offset} was promised to no task")
 
     @rule()
     def trim(self) -> None:
@@ -311,7 +341,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.scheduler.check()
         states = self.ledger.states()
-        assert all(states[offset] == "held" for offset in self.held)
+        assert all(states[offset] in ("held", "promised") for offset in self.held)
+        assert all(states[offset] == "promised" for offset in self.promised)
         assert all(states[offset] == "granted" for offset in self.granted)
 
     @invariant()
