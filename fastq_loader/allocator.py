@@ -25,7 +25,6 @@ import torch
 from fastq_loader.arena import Mapping
 from fastq_loader.blocks import SMALLEST, size_class
 
-
 #: New pages are filled at 1.3 GB/s (design.md, "Why this wins"): waiting takes at most a quarter of that.
 _WAIT_BYTES_PER_SECOND = 5e9
 _GLANCE = 20e-6  # seconds between two looks at a flag

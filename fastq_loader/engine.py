@@ -8,21 +8,16 @@ the arena, the sockets and the processes, and closes them together.
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
-import select
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
-from multiprocessing.context import BaseContext
 from typing import Any, NoReturn
 
-from fastq_loader import worker as worker_process
 from fastq_loader.arena import Arena
 from fastq_loader.blocks import BlockLedger
-from fastq_loader.errors import IteratorInvalid, LoaderTimeout, WorkerDied
+from fastq_loader.errors import IteratorInvalid, LoaderTimeout, WorkerDied, describe_index
 from fastq_loader.events import (
     Arrived,
     Break,
@@ -39,7 +34,7 @@ from fastq_loader.events import (
     Wanted,
 )
 from fastq_loader.messages import BATCH, BROKEN, Answer, Epoch, Hello, Stop, Task
-from fastq_loader.processes import WorkerPool
+from fastq_loader.processes import Plan, WorkerPool
 from fastq_loader.scheduler import Scheduler
 from fastq_loader.statistics import Counters, WorkerCounters
 from fastq_loader.transport import ConsumerSocket, endpoint_folder, remove_folder
@@ -48,23 +43,8 @@ from fastq_loader.unpacking import Unpacker
 #: Seconds without a message after which a dead worker's socket counts as empty: what it sent before its
 #: death is in this process's buffers already, and needs a turn of zmq's own thread.
 _LAST_WORDS = 0.02
-#: Seconds that a hung worker has to write its stacks.
-_STACKS = 0.3
 #: Batches beyond the window that the pool keeps warm blocks for: the one the user looks at, and the next.
 _SPARE_BATCHES = 2
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a pool of workers is to do; fixed for its life."""
-
-    cargo: worker_process.Cargo
-    rules: worker_process.Rules
-    workers: int
-    prefetch: int
-    in_order: bool
-    timeout: float
-    context: BaseContext | None
 
 
 class Engine:
@@ -93,12 +73,11 @@ class Engine:
         self._sampler: Iterator[Any] = iter(())
         self._ledger = BlockLedger()
         self.scheduler = Scheduler(plan.workers, plan.prefetch, plan.in_order, self._ledger)
+        self._dead: set[int] = set()
+        self._silent = plan.workers  # workers that have not said hello
         self._arena = Arena(plan.workers)
         self._unpacker = Unpacker(self._arena, plan.workers)
-        self._stacks = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._folder: str | None = endpoint_folder()
-        self._silent = plan.workers  # workers that have not said hello
-        self._dead: set[int] = set()
+        self._folder: str | None = None
         self._pool: WorkerPool | None = None
         self._socket: ConsumerSocket | None = None
         try:
@@ -109,32 +88,11 @@ class Engine:
         _engines.add(self)
 
     def _start(self, base_seed: int, shared_seed: int | None) -> None:
-        plan, folder = self.plan, self._folder
-        assert folder is not None
-        context = multiprocessing.get_context() if plan.context is None else plan.context
-        inherited = context.get_start_method() == "fork"
-        descriptors = worker_process.Descriptors(arena=self._arena.fd, stacks=self._stacks[1])
-        arguments = [
-            (
-                worker_process.Setup(
-                    worker=worker,
-                    workers=plan.workers,
-                    consumer=self.pid,
-                    base_seed=base_seed,
-                    shared_seed=shared_seed,
-                    rules=plan.rules,
-                    folder=folder,
-                    arena_length=self._arena.mapping.length,
-                    descriptors=descriptors,
-                ),
-                plan.cargo,
-                self._arena.mapping if inherited else None,
-            )
-            for worker in range(plan.workers)
-        ]
-        self._pool = WorkerPool(context, worker_process.main, arguments, plan.cargo.parts)
+        plan = self.plan
+        self._folder = endpoint_folder()
+        self._pool = WorkerPool(plan, self._arena, self._folder, base_seed, shared_seed)
         # The context of zmq has threads: it is made after the forks (design, rule 9).
-        self._socket = ConsumerSocket(folder, plan.workers)
+        self._socket = ConsumerSocket(self._folder, plan.workers)
         for descriptor in self._pool.descriptors:
             self._socket.watch(descriptor)
         self._counters.workers = [
@@ -382,22 +340,12 @@ class Engine:
 
     def _raise_timeout(self, wait: Wait) -> NoReturn:
         assert self._pool is not None
-        self._pool.ask_for_stacks(wait.worker)
-        stacks = self._read_stacks()
+        stacks = self._pool.stacks(wait.worker)
         raise LoaderTimeout(
             f"DataLoader timed out after {self.plan.timeout:g} seconds: worker {wait.worker} (pid "
             f"{self._pool.pid(wait.worker)}) has not answered batch {wait.seq} "
-            f"(indices {_shorten(self.scheduler.index_of(wait.seq))}). Its Python stacks:\n{stacks}"
+            f"(indices {describe_index(self.scheduler.index_of(wait.seq))}). Its Python stacks:\n{stacks}"
         )
-
-    def _read_stacks(self) -> str:
-        poller = select.poll()
-        poller.register(self._stacks[0], select.POLLIN)
-        text = b""
-        # It writes line by line: the end is a while without another one.
-        while poller.poll((_STACKS if not text else _LAST_WORDS) * 1000):
-            text += os.read(self._stacks[0], 1 << 16)
-        return text.decode(errors="replace") or "  (it did not write them)"
 
     def _break(self, lost: Break) -> NoReturn:
         assert self._pool is not None
@@ -405,7 +353,7 @@ class Engine:
         words, torch_text = self._pool.death(worker)
         doing = "between batches"
         if lost.seq is not None:
-            doing = f"before it answered batch {lost.seq} (indices {_shorten(lost.index)})"
+            doing = f"before it answered batch {lost.seq} (indices {describe_index(lost.index)})"
         text = f"DataLoader worker (pid(s) {pid}) exited unexpectedly: worker {worker} {words} {doing}"
         self._finish_with(text)
         raise WorkerDied(text) from RuntimeError(torch_text)
@@ -431,8 +379,6 @@ class Engine:
             remove_folder(self._folder)
             self._folder = None
         if not self._arena.retired:
-            for end in self._stacks:
-                os.close(end)
             self._hear_releases()
             for worker in range(self.plan.workers):
                 self._ledger.writer_dead(worker)
@@ -456,15 +402,6 @@ _WANTED = Wanted()
 
 def _finished(event: Arrived) -> int:
     return event.answer.finished
-
-
-def _shorten(index: Any) -> str:
-    if type(index) is list and len(index) > 4 and all(type(i) is int for i in index):
-        if index == list(range(index[0], index[-1] + 1)):
-            return f"{index[0]}..{index[-1]}"
-        return f"{index[0]}, {index[1]}, … {index[-1]}, {len(index)} in all"
-    text = repr(index)
-    return text if len(text) <= 120 else text[:117] + "..."
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""The exceptions that this package defines.
+"""The exceptions that this package defines, and how their texts show what users handed in.
 
 Owns no state; imported by every other module. What a user's own code raises keeps its own type
 (see `pickling.dump_exception`); the classes here are for failures of the loader itself. They derive
@@ -8,6 +8,7 @@ from the type that torch's DataLoader raises in the same place, so that existing
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 
 class InvalidTransition(RuntimeError):
@@ -43,3 +44,21 @@ class WorkerTraceback(Exception):
 
     def __str__(self) -> str:
         return "\n" + self.text
+
+
+def shorten(value: Any, limit: int = 80) -> str:
+    """`repr(value)` in at most `limit` characters; a repr that fails is said to."""
+    try:
+        text = repr(value)
+    except Exception as error:  # a user's repr may do anything
+        text = f"<repr failed: {type(error).__name__}>"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def describe_index(index: Any) -> str:
+    """The index of a batch, short enough for an error's text: a run of integers by its ends."""
+    if type(index) is list and len(index) > 4 and all(type(i) is int for i in index):
+        if index == list(range(index[0], index[-1] + 1)):
+            return f"{index[0]}..{index[-1]}"
+        return f"{index[0]}, {index[1]}, … {index[-1]}, {len(index)} in all"
+    return shorten(index, 120)

@@ -17,8 +17,9 @@ from torch.utils.data import Dataset, Sampler
 from torch.utils.data.dataloader import _DatasetKind
 
 from fastq_loader import arena, datapipes
-from fastq_loader.engine import Engine, Plan
+from fastq_loader.engine import Engine
 from fastq_loader.iterator import LoaderIterator, SerialIterator, WorkerIterator
+from fastq_loader.processes import Plan
 from fastq_loader.statistics import Counters, LoaderStatistics
 from fastq_loader.worker import Cargo, Rules
 

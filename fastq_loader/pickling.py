@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.errors import UnpicklableError, WorkerTraceback
+from fastq_loader.errors import UnpicklableError, WorkerTraceback, shorten
 
 _COWARDLY = (  # torch/multiprocessing/reductions.py, reduce_tensor
     "Cowardly refusing to serialize non-leaf tensor which requires_grad, "
@@ -59,6 +59,39 @@ def _resolved(value: torch.Tensor) -> torch.Tensor:
     return value.detach().resolve_conj().resolve_neg()
 
 
+def _reduce_sparse(tensor: torch.Tensor) -> Any:
+    # Not by torch's own __reduce_ex__: what rebuilds it keeps every tensor in a list until the next
+    # torch.load, and its memory with it.
+    if tensor.layout is torch.sparse_coo:
+        parts = tensor._indices(), tensor._values(), tensor.shape, tensor.is_coalesced()
+        return _sparse_coo, parts
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        inner = tensor.crow_indices(), tensor.col_indices()
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        inner = tensor.ccol_indices(), tensor.row_indices()
+    else:  # mkldnn: as torch does it
+        return NotImplemented
+    return _sparse_compressed, (*inner, tensor.values(), tensor.shape, tensor.layout)
+
+
+def _sparse_coo(
+    indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, coalesced: bool
+) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=coalesced)
+
+
+def _sparse_compressed(
+    compressed: torch.Tensor,
+    plain: torch.Tensor,
+    values: torch.Tensor,
+    shape: torch.Size,
+    layout: torch.layout,
+) -> torch.Tensor:
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, shape, layout=layout, check_invariants=False
+    )
+
+
 def _take(leaf: int) -> Any:
     return _leaves[leaf]
 
@@ -87,9 +120,11 @@ class _Pickler(pickle.Pickler):
                 return _take, (self._add_leaf(value),)
             if value.device.type not in ("cpu", "meta"):
                 return torch.multiprocessing.reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
-            if type(value) is torch.Tensor and value.layout is torch.strided:
+            if type(value) is torch.Tensor:
                 if value.requires_grad and not value.is_nested:
                     return _require_grad, (value.detach(),)
+                if value.layout is not torch.strided:
+                    return _reduce_sparse(value)
                 if value.is_conj() or value.is_neg():
                     return _identity, (_resolved(value),)
         elif type(value) is np.ndarray and is_leaf(value):
@@ -112,7 +147,7 @@ def dump(value: Any, add_leaf: Callable[[Any], int]) -> bytes:
     try:
         _Pickler(file, add_leaf).dump(value)
     except Exception as error:
-        if str(error) == _COWARDLY:
+        if error.args == (_COWARDLY,):
             raise
         named = explain(value, error, "batch")
         if named is None:  # it fails now and then, or only as a whole
@@ -145,7 +180,7 @@ def explain(value: Any, error: Exception, name: str) -> UnpicklableError | None:
         return None
     path, part = _culprit(value, name, depth=0)
     return UnpicklableError(
-        f"{path} (a {type(part).__module__}.{type(part).__qualname__}: {_shorten(part)}) cannot be pickled: "
+        f"{path} (a {type(part).__module__}.{type(part).__qualname__}: {shorten(part)}) cannot be pickled: "
         f"{type(error).__name__}: {error}"
     )
 
@@ -178,14 +213,6 @@ def _pickles(value: Any) -> bool:
     return True
 
 
-def _shorten(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception as error:  # a user's repr may do anything
-        text = f"<repr failed: {type(error).__name__}>"
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 # ---- exceptions -------------------------------------------------------------------------------------
 
 
@@ -208,7 +235,8 @@ def dump_exception(error: BaseException, worker: int) -> bytes:
         data = _survives(candidate, where)
         if data is not None:
             return data
-    return pickle.dumps(((RuntimeError, (f"{type(error).__name__}: {_shorten(error)}",), {}), where))
+    line = "".join(traceback.format_exception_only(type(error), error)).strip()
+    return pickle.dumps(((RuntimeError, (line,), {}), where))
 
 
 def _survives(candidate: Any, where: str) -> bytes | None:

@@ -7,6 +7,7 @@ business. A worker counts as dead when its process descriptor says so, and only 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import multiprocessing.process
 import os
 import select
@@ -14,19 +15,22 @@ import signal
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pickle import PicklingError
 from typing import Any
 
-from fastq_loader.arena import starting_workers
+from fastq_loader.arena import Arena, starting_workers
 from fastq_loader.pickling import explain
-from fastq_loader.worker import STACK_SIGNAL
+from fastq_loader.worker import STACK_SIGNAL, Cargo, Descriptors, Rules, Setup, main
 
 #: Seconds that a stopped worker has to leave on its own, and after SIGTERM. Workers that only wait for
 #: a task leave within milliseconds; one in the middle of a long sample is not waited for.
 _PATIENCE = 0.5
+
+#: Seconds that a hung worker has to begin with its stacks, and between two lines of them.
+_STACKS, _NEXT_LINE = 0.3, 0.02
 
 _PICKLE_WARNING = (  # torch/utils/data/dataloader.py
     "Got pickle error when attempting to start a worker Process. "
@@ -37,35 +41,73 @@ _PICKLE_WARNING = (  # torch/utils/data/dataloader.py
 )
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a pool of workers is to do; fixed for its life.
+
+    Attributes:
+        cargo: the user's objects.
+        rules: how the dataset is read.
+        workers: how many.
+        prefetch: batches that each works ahead.
+        in_order: whether batches are delivered in the order of the sampler.
+        timeout: seconds to wait for a message; 0 waits for ever.
+        context: multiprocessing's context; None is the default when the pool starts.
+    """
+
+    cargo: Cargo
+    rules: Rules
+    workers: int
+    prefetch: int
+    in_order: bool
+    timeout: float
+    context: BaseContext | None
+
+
 class WorkerPool:
     """The processes of one pool.
 
     Args:
-        context: multiprocessing's context, which carries the start method.
-        target: what a worker runs.
-        arguments: its arguments, for each worker.
-        parts: the user's objects by name, to say which of them could not be pickled.
+        plan: what they do.
+        arena: the shared memory they write to.
+        folder: where they bind their sockets.
+        base_seed, shared_seed: of their generators, and of datapipe graphs.
 
     Raises:
-        TypeError, AttributeError, PicklingError: an argument cannot be pickled; the text names it.
+        TypeError, AttributeError, PicklingError: something of the plan cannot be pickled, and has to be under
+            this start method; the text names it.
     """
 
     def __init__(
-        self,
-        context: BaseContext,
-        target: Callable[..., None],
-        arguments: list[tuple[Any, ...]],
-        parts: dict[str, Any],
+        self, plan: Plan, arena: Arena, folder: str, base_seed: int, shared_seed: int | None
     ) -> None:
         self._processes: list[BaseProcess] = []
         self._descriptors: list[int] = []
         self._own: set[int] = set()  # descriptors that are ours to close
+        self._stacks = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         _pools.add(self)
+        context = multiprocessing.get_context() if plan.context is None else plan.context
+        # Under fork the worker uses the consumer's mapping; under the others it makes its own.
+        mapping = arena.mapping if context.get_start_method() == "fork" else None
+        descriptors = Descriptors(arena=arena.fd, stacks=self._stacks[1])
         # A Ctrl-C between the fork and the worker's own handler would print a traceback there.
         masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            for worker_arguments in arguments:
-                process = context.Process(target=target, args=worker_arguments, daemon=True)  # type: ignore[attr-defined]
+            for worker in range(plan.workers):
+                setup = Setup(
+                    worker=worker,
+                    workers=plan.workers,
+                    consumer=os.getpid(),
+                    base_seed=base_seed,
+                    shared_seed=shared_seed,
+                    rules=plan.rules,
+                    folder=folder,
+                    arena_length=arena.mapping.length,
+                    descriptors=descriptors,
+                )
+                process = context.Process(  # type: ignore[attr-defined]
+                    target=main, args=(setup, plan.cargo, mapping), daemon=True
+                )
                 with starting_workers():
                     process.start()
                 self._processes.append(process)
@@ -73,7 +115,7 @@ class WorkerPool:
         except (TypeError, AttributeError, PicklingError) as error:
             self.stop(patience=0)
             warnings.warn(_PICKLE_WARNING, stacklevel=2)
-            raise _named(error, parts) from error
+            raise _named(error, plan.cargo.parts) from error
         except BaseException:
             self.stop(patience=0)
             raise
@@ -102,10 +144,15 @@ class WorkerPool:
     def has_ended(self, worker: int) -> bool:
         return bool(_readable([self._descriptors[worker]], 0))
 
-    def ask_for_stacks(self, worker: int) -> None:
-        """Let a worker write its Python stacks to the pool's pipe."""
+    def stacks(self, worker: int) -> str:
+        """The Python stacks of a worker as it writes them now, whatever it is doing."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid(worker), STACK_SIGNAL)
+        text, patience = b"", _STACKS
+        while _readable([self._stacks[0]], patience):
+            text += os.read(self._stacks[0], 1 << 16)
+            patience = _NEXT_LINE
+        return text.decode(errors="replace") or "  (it did not write them)"
 
     def death(self, worker: int) -> tuple[str, str]:
         """How an ended worker died: in our words, and in torch's (its SIGCHLD handler's texts)."""
@@ -144,6 +191,8 @@ class WorkerPool:
                 process.close()
         for descriptor in self._own:
             os.close(descriptor)
+        for end in self._stacks:
+            os.close(end)
         self._own.clear()
         self._processes.clear()
         self._descriptors = []
