@@ -1,0 +1,28 @@
+"""fastq_loader.DataLoader, with the very arguments that torch's gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from bench.peers import LoaderSettings, Peer
+from bench.peers.torch_loader import loader_arguments
+from bench.workloads import Load
+from fastq_loader import DataLoader
+
+
+class FastqLoader(Peer):
+    distributions = ("fastq-loader", "pyzmq", "msgpack")
+
+    def __init__(self, load: Load, settings: LoaderSettings) -> None:
+        self.prefetched = settings.num_workers * settings.prefetch_factor
+        self._loader: DataLoader[Any] = DataLoader(**loader_arguments(load, settings))
+
+    def epoch(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+PEER = FastqLoader
