@@ -20,7 +20,7 @@ RATIO_WIDTH = len("10.00 (10.00-10.00) within noise")  # on one line, also where
 
 LEGEND = (
     "batches/s: median block (slowest-fastest). / torch: ratio of the medians (lowest-highest in a round),\n"
-    "'within noise' when the rounds disagree on which is faster. PSS: peak of consumer and workers together;\n"
+    "'within noise' when the rounds disagree on which is faster. PSS: peak of consumer and workers;\n"
     "shm: peak of the machine's shared memory, with what waits there and is mapped by nobody."
 )
 

@@ -1,0 +1,374 @@
+"""Crimes with names: what a dataset, a collate function or an init function can do to its loader.
+
+All of it stands at module level, so that it reaches a worker under any start method. A crime is a function of
+the index; `CrimeAt` commits it at one index and is an honest dataset of integers otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import faulthandler
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+Crime = Callable[[int], Any]
+
+MARK = "as imported"
+"""Tests change it in the parent: a forked worker sees the change, a spawned one imports this module anew."""
+
+
+# Ways to die
+
+
+def segfault(_: int) -> None:
+    faulthandler.disable()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    ctypes.string_at(0)
+
+
+def kill_itself(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exit_with_7(_: int) -> None:
+    os._exit(7)
+
+
+def exit_with_0(_: int) -> None:
+    os._exit(0)
+
+
+def system_exit(_: int) -> None:
+    sys.exit(3)
+
+
+# Ways to hang
+
+
+def dawdle(_: int) -> None:
+    """Hang, under a name to look for in the stack of a slow worker."""
+    time.sleep(3600)
+
+
+def ignore_sigterm_and_hang(_: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(3600)
+
+
+# Exceptions
+
+
+class TwoArguments(Exception):
+    """Pickles, but does not unpickle: `args` holds one text and the constructor wants two values."""
+
+    def __init__(self, code: int, detail: str) -> None:
+        super().__init__(f"{code}: {detail}")
+        self.code = code
+        self.detail = detail
+
+
+class KeywordOnly(Exception):
+    def __init__(self, *, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("this exception has no text")
+
+
+class HoldsLock(Exception):
+    """Cannot be pickled as a whole: it carries a lock."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+def raise_value_error(index: int) -> None:
+    raise ValueError(f"sample {index} is broken")
+
+
+def raise_key_error(index: int) -> None:
+    raise KeyError(("missing", index))
+
+
+def raise_os_error(index: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"shard-{index}.tar")
+
+
+def raise_file_not_found(index: int) -> None:
+    with open(f"no-such-folder/{index}.png", "rb"):
+        pass
+
+
+def raise_unicode_error(_: int) -> None:
+    b"\xff\xfe".decode("ascii")
+
+
+def raise_two_arguments(index: int) -> None:
+    raise TwoArguments(404, f"sample {index}")
+
+
+def raise_keyword_only(index: int) -> None:
+    raise KeywordOnly(path=f"shard-{index}")
+
+
+def raise_unprintable(_: int) -> None:
+    raise Unprintable
+
+
+def raise_from_another(index: int) -> None:
+    try:
+        raise_key_error(index)
+    except KeyError as error:
+        raise ValueError(f"sample {index} has no label") from error
+
+
+def raise_holding_a_lock(index: int) -> None:
+    raise HoldsLock(f"sample {index} is locked")
+
+
+def raise_local_type(index: int) -> None:
+    class NobodyCanImportThis(Exception):
+        pass
+
+    raise NobodyCanImportThis(f"sample {index} is local")
+
+
+def raise_stop_iteration(_: int) -> None:
+    raise StopIteration("from inside a sample")
+
+
+# Batches that cannot be pickled (give them to a loader with `collate_fn=list`)
+
+
+def return_lambda(_: int) -> Any:
+    return {"label": 1, "transform": lambda x: x}
+
+
+def return_lock(_: int) -> Any:
+    return {"label": 1, "guard": threading.Lock()}
+
+
+def return_non_leaf(_: int) -> Any:
+    return torch.ones(3, requires_grad=True) * 2
+
+
+# Datasets
+
+
+class CrimeAt(Dataset[Any]):
+    """`length` integers, a crime at index `at`, `delay` seconds before it."""
+
+    def __init__(self, crime: Crime, at: int, *, length: int = 12, delay: float = 0) -> None:
+        self.crime = crime
+        self.at = at
+        self.length = length
+        self.delay = delay
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        if index != self.at:
+            return index
+        time.sleep(self.delay)
+        return self.crime(index)
+
+
+class CrimeInStream(IterableDataset[int]):
+    """A stream of `length` integers with a crime at index `at`."""
+
+    def __init__(self, crime: Crime, at: int, *, length: int = 12) -> None:
+        self.crime = crime
+        self.at = at
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.length):
+            yield self.crime(index) if index == self.at else index
+
+
+class CrimeInIter(IterableDataset[int]):
+    """A stream that fails before its first sample."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise ValueError("no stream to read")
+
+
+class Slow(Dataset[int]):
+    """Integers that take `seconds` each."""
+
+    def __init__(self, length: int, seconds: float) -> None:
+        self.length = length
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.seconds)
+        return index
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Rows of `width` floats, all equal to their index."""
+
+    def __init__(self, length: int, width: int = 4) -> None:
+        self.length = length
+        self.width = width
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((self.width,), float(index))
+
+
+class ManyFields(Dataset[dict[str, torch.Tensor]]):
+    """A dict of `fields` tensors of `width` floats for each index; field j of sample i is full of i + j."""
+
+    def __init__(self, length: int, fields: int, width: int) -> None:
+        self.length = length
+        self.fields = fields
+        self.width = width
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {f"field{j}": torch.full((self.width,), float(index + j)) for j in range(self.fields)}
+
+
+class WorkerReport(Dataset[dict[str, Any]]):
+    """What a worker says about itself."""
+
+    def __init__(self, length: int = 4) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        info = get_worker_info()
+        return {
+            "index": index,
+            "worker": None if info is None else info.id,
+            "pid": os.getpid(),
+            "daemon": multiprocessing.current_process().daemon,
+            "threads": torch.get_num_threads(),
+            "dtype": torch.get_default_dtype(),
+            "grad": torch.is_grad_enabled(),
+            "mark": MARK,
+        }
+
+
+class HugeIndices:
+    """A batch sampler whose every batch is one index of `size` bytes."""
+
+    def __init__(self, batches: int, size: int) -> None:
+        self.batches = batches
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[list[bytes]]:
+        for _ in range(self.batches):
+            yield [bytes(self.size)]
+
+
+class SlowLengthOf(Dataset[int]):
+    """The length of the index, after a while."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: bytes) -> int:
+        time.sleep(0.2)
+        return len(index)
+
+
+class CountsPickling(Dataset[int]):
+    """Counts, in the process that pickles it, how often it was pickled."""
+
+    def __init__(self, length: int = 4) -> None:
+        self.length = length
+        self.pickled = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.pickled += 1
+        return self.__dict__
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class FailsToUnpickle(CountsPickling):
+    """Reaches no worker: raises where it is unpickled."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise ValueError("this dataset does not survive the journey")
+
+
+class Archive:
+    """Holds what cannot be pickled, one level down."""
+
+    def __init__(self) -> None:
+        self.cursor = threading.Lock()
+
+
+class HoldsUnpicklable(Rows):
+    """A dataset with something unpicklable at `self.archive.cursor`."""
+
+    def __init__(self, length: int = 4) -> None:
+        super().__init__(length)
+        self.archive = Archive()
+
+
+class LoaderInside(Dataset[int]):
+    """Every sample is the sum of what a loader inside the worker gives."""
+
+    def __init__(self, inner_workers: int) -> None:
+        self.inner_workers = inner_workers
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        from fastq_loader import DataLoader
+
+        loader = DataLoader(Rows(index + 1, 1), num_workers=self.inner_workers)
+        return int(sum(batch.sum() for batch in loader))
+
+
+# Init functions
+
+
+def init_raises(worker: int) -> None:
+    raise ValueError(f"worker {worker} cannot start")
+
+
+def init_raises_in_worker_1(worker: int) -> None:
+    if worker == 1:
+        init_raises(worker)
+
+
+def init_exits(_: int) -> None:
+    os._exit(5)
