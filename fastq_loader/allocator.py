@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from fastq_loader.arena import Mapping
-from fastq_loader.blocks import SMALLEST, size_class
+from fastq_loader.blocks import SMALLEST, Extents, size_class
 
 #: New pages are filled at 1.3 GB/s (design.md, "Why this wins"): waiting takes at most a quarter of that.
 _WAIT_BYTES_PER_SECOND = 5e9
@@ -49,8 +49,42 @@ class _Hold:
         self._dropped.append(self._offset)
 
 
+class AddressSpace:
+    """The ranges of a worker's part of the arena in which it can make new blocks, ascending and apart."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self._starts = [start]
+        self._ends = [end]
+
+    def take(self, size: int) -> int | None:
+        """Cut `size` bytes off the first range that has them; their offset, or None."""
+        for at, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+            if end - start >= size:
+                if end - start == size:
+                    del self._starts[at], self._ends[at]
+                else:
+                    self._starts[at] = start + size
+                return start
+        return None
+
+    def give(self, offset: int, size: int) -> None:
+        """Put a range back, and merge it with its neighbours."""
+        at = bisect_left(self._starts, offset)
+        end = offset + size
+        if at < len(self._starts) and self._starts[at] == end:
+            end = self._ends[at]
+            del self._starts[at], self._ends[at]
+        if at and self._ends[at - 1] == offset:
+            self._ends[at - 1] = end
+        else:
+            self._starts.insert(at, offset)
+            self._ends.insert(at, end)
+
+
 class Allocator:
     """Blocks of one worker.
+
+    The lock is there because a dataset may allocate in threads of its own, also while the worker answers.
 
     Args:
         mapping: the arena in this process.
@@ -59,21 +93,27 @@ class Allocator:
 
     def __init__(self, mapping: Mapping, worker: int) -> None:
         self.mapping = mapping
-        self._next, self._end = mapping.region(worker)
+        self._space = AddressSpace(*mapping.region(worker))
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # a dataset may load with threads
+        self._lock = threading.RLock()
         self._idle: list[tuple[int, int]] = []  # blocks (size, offset) to write to, by size
         self._promised: list[tuple[int, int]] = []  # the same, once their flag is up
         self._open: dict[int, int] = {}  # offset → size of the blocks in use by this task
         self._offsets: list[int] = []  # of the open blocks, ascending
         self._holds: dict[int, weakref.ref[_Hold]] = {}  # offset → what user code may look through
         self._dropped: deque[int] = deque()
+        self._shipping: frozenset[int] = frozenset()  # blocks that the answer names, held or not
+        self._frozen: set[int] = set()  # blocks that a child of user code looks at
         self._fresh: list[tuple[int, int]] = []  # made, and unknown to the consumer
 
-    def begin(self, grants: Sequence[tuple[int, int]], promises: Sequence[tuple[int, int]] = ()) -> None:
-        """A task starts with these blocks (offset, size), and may use those promised when they are let go."""
-        self._promised = [(size, offset) for offset, size in promises]
-        self._idle = sorted([*self._idle, *((size, offset) for offset, size in grants)])
+    def begin(self, grants: Extents, promises: Extents = (), space: Extents = ()) -> None:
+        """A task starts with these blocks (offset, size), may use those promised when they are let go, and
+        may make new blocks in `space`."""
+        with self._lock:
+            self._promised = [(size, offset) for offset, size in promises]
+            self._idle = sorted([*self._idle, *((size, offset) for offset, size in grants)])
+            for offset, size in space:
+                self._space.give(offset, size)
 
     def take(self, nbytes: int) -> tuple[int, int]:
         """A block (offset, size) of at least `nbytes` for this task.
@@ -86,20 +126,20 @@ class Allocator:
                 self._collect()
             wanted = size_class(nbytes)
             found = _fit(self._idle, wanted) or self._fit_promised(nbytes, wanted)
-            if found is not None:
-                size, offset = found
-            else:
-                size, offset = wanted, self._next
-                if offset + size > self._end:
-                    raise MemoryError(
-                        f"{nbytes} bytes do not fit into what is left of this worker's part of the shared "
-                        "memory; are thousands of batches kept alive?"
-                    )
-                self._next += size
-                self._fresh.append((offset, size))
+            size, offset = found or (wanted, self._make(nbytes, wanted))
             self._open[offset] = size
             insort(self._offsets, offset)
             return offset, size
+
+    def _make(self, nbytes: int, size: int) -> int:
+        offset = self._space.take(size)
+        if offset is None:
+            raise MemoryError(
+                f"{nbytes} bytes do not fit into what is left of this worker's part of the shared memory; "
+                "are thousands of batches kept alive?"
+            )
+        self._fresh.append((offset, size))
+        return offset
 
     def _fit_promised(self, nbytes: int, wanted: int) -> tuple[int, int] | None:
         """A promised block that was let go. Worth waiting for, for a part of what new pages would cost."""
@@ -120,9 +160,10 @@ class Allocator:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALLEST or os.getpid() != self._pid:
             return None
-        offset, _ = self.take(nbytes)
-        hold = _Hold(self.mapping.base + offset, nbytes, offset, self._dropped)
-        self._holds[offset] = weakref.ref(hold)
+        with self._lock:
+            offset, _ = self.take(nbytes)
+            hold = _Hold(self.mapping.base + offset, nbytes, offset, self._dropped)
+            self._holds[offset] = weakref.ref(hold)
         return torch.from_numpy(np.asarray(hold)).view(dtype).view(tuple(shape))
 
     def block_at(self, address: int) -> tuple[int, int] | None:
@@ -130,31 +171,35 @@ class Allocator:
         at = address - self.mapping.base
         if not 0 <= at < self.mapping.length:
             return None
-        place = bisect_right(self._offsets, at) - 1
-        if place < 0:
-            return None
-        offset = self._offsets[place]
-        size = self._open[offset]
-        return (offset, size) if at < offset + size else None
-
-    def settle(self, used: Sequence[int]) -> list[int]:
-        """The batch lies in the blocks at `used`, and the worker has dropped its own references to it.
-
-        Returns:
-            The offsets among them that user code still looks at: their batch must be shipped in a copy.
-        """
-        held = []
-        for offset in used:
-            hold = self._holds.get(offset)
-            if hold is not None and hold() is not None:
-                held.append(offset)
-            else:
-                self._holds.pop(offset, None)
-        return held
+        with self._lock:
+            place = bisect_right(self._offsets, at) - 1
+            if place < 0:
+                return None
+            offset = self._offsets[place]
+            size = self._open[offset]
+            return (offset, size) if at < offset + size else None
 
     def write(self, offset: int, source: int, nbytes: int) -> None:
         """Copy `nbytes` from an address into the arena."""
         ctypes.memmove(self.mapping.base + offset, source, nbytes)
+
+    def ship(self, used: Sequence[int]) -> None:
+        """The batch lies in the blocks at `used`: from here on they are not given out again."""
+        with self._lock:
+            self._shipping = frozenset(used)
+
+    def held(self) -> list[int]:
+        """Called when the worker has dropped its own references to the batch.
+
+        Returns:
+            The offsets of shipped blocks that user code still looks at: they must be shipped in a copy.
+        """
+        with self._lock:
+            return [offset for offset in self._shipping if self._is_held(offset)]
+
+    def _is_held(self, offset: int) -> bool:
+        hold = self._holds.get(offset)
+        return offset in self._frozen or (hold is not None and hold() is not None)
 
     def finish(self, used: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
         """The task is answered with the blocks at `used`.
@@ -164,11 +209,13 @@ class Allocator:
             gets back empty. Blocks that user code holds stay here until they are dropped.
         """
         with self._lock:
+            self._shipping = frozenset()
             for offset in used:
                 del self._open[offset]
                 self._holds.pop(offset, None)
-            self._collect()
-            for offset in [o for o in self._open if o not in self._holds]:
+            self._dropped.clear()
+            for offset in [offset for offset in self._open if not self._is_held(offset)]:
+                self._holds.pop(offset, None)
                 self._idle.append((self._open.pop(offset), offset))
             self._offsets = sorted(self._open)
             returned = [offset for _, offset in self._idle + self._promised]
@@ -181,12 +228,16 @@ class Allocator:
         """Blocks that user code dropped can be written to again."""
         while self._dropped:
             offset = self._dropped.popleft()
-            hold = self._holds.get(offset)
-            if hold is not None and hold() is None:  # else it was shipped, or has a new hold
+            if offset in self._holds and offset not in self._shipping and not self._is_held(offset):
                 del self._holds[offset]
                 self._idle.append((self._open.pop(offset), offset))
                 self._offsets.remove(offset)
         self._idle.sort()
+
+    def forking(self) -> None:
+        """User code forks: its child sees the blocks that are open now, so they are never written again."""
+        if os.getpid() == self._pid:
+            self._frozen.update(self._open)
 
 
 def _fit(blocks: list[tuple[int, int]], wanted: int) -> tuple[int, int] | None:
@@ -204,6 +255,15 @@ def install(allocator: Allocator | None) -> None:
     """Make `allocator` the one that `empty` and the collate functions of this process use."""
     global _current
     _current = allocator
+
+
+def _before_fork() -> None:
+    if _current is not None:
+        _current.forking()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
 
 
 def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -15,28 +15,33 @@ nobody else can reach any more.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
 import select
+import sys
+import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from fastq_loader.blocks import PAGE, SMALLEST
 
+if sys.platform != "win32":
+    import fcntl
+    import resource
+
 AVAILABLE = hasattr(os, "memfd_create")
 
-#: Address range of an arena as a multiple of the machine's memory, and its upper bound: batches that
-#: users keep, in all size classes, fit many times; 8 TiB is a sixteenth of what x86-64 gives a process.
-_OVERCOMMIT = 16
-_LARGEST = 8 << 40
-_SMALLEST = 1 << 30
+#: Address range of an arena: four times the machine's memory, so that all of it fits in batches that a
+#: user keeps, also when some workers make more of them than others. At most 4 TiB, because an arena stays
+#: mapped as long as one of its batches is kept and x86-64 gives a process 128 TiB; and at most a quarter of
+#: RLIMIT_AS, which others live on too.
+_OVERCOMMIT = 4
+_LARGEST = 4 << 40
+_SMALLEST = 64 << 20
 
 # Not every Python knows the names of these; numbers from <linux/fcntl.h> and <asm-generic/mman-common.h>.
 _F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
@@ -94,7 +99,7 @@ class Arena:
     Attributes:
         fd: the memfd, -1 once retired.
         mapping: where it is mapped.
-        released: (offset, generation when leased) of blocks whose last view died, in order.
+        released: (offset, generation when leased, and when the lease died) of blocks whose last view died.
         generation: how often a child was forked.
         retired: the loader was closed.
 
@@ -112,24 +117,28 @@ class Arena:
         # No process can cut the memory short under another one's feet (that would be SIGBUS).
         fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
         self.pid = os.getpid()
-        self.released: deque[tuple[int, int]] = deque()
+        self.released: deque[tuple[int, int, int]] = deque()
         self.retired = False
         self.generation = 0
         self._leased = 0
         self._forks: list[tuple[int, int]] = []  # (generation, read end of a pipe that the child holds)
-        # Blocks that a forked child may look at: offset, generation when leased, and when released.
+        # Blocks that a forked child may look at, as in `released`.
         self._quarantine: list[tuple[int, int, int]] = []
         _arenas.add(self)
 
     def _map_largest(self, regions: int) -> Mapping:
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        length = min(machine * _OVERCOMMIT, _LARGEST) // PAGE * PAGE
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        length = min(machine * _OVERCOMMIT, _LARGEST)
+        if limit != resource.RLIM_INFINITY:
+            length = min(length, limit // 4)
+        length = max(length, _SMALLEST) // PAGE * PAGE
         while True:
             try:
                 os.ftruncate(self.fd, length)
                 return Mapping(self.fd, length, regions)
             except (OSError, OverflowError, ValueError):
-                # RLIMIT_AS or RLIMIT_FSIZE: take what there is.
+                # RLIMIT_FSIZE, or the address space is full: take what there is.
                 length = length // 2 // PAGE * PAGE
                 if length < _SMALLEST:
                     raise
@@ -154,12 +163,12 @@ class Arena:
         """Offsets of the blocks whose last view died since the last call, and that no child looks at."""
         free = self._leave_quarantine() if self._quarantine else []
         while self.released:
-            offset, leased = self.released.popleft()
+            offset, leased, died = self.released.popleft()
             self._leased -= 1
-            if leased == self.generation:
+            if leased == died:
                 free.append(offset)
             else:
-                self._quarantine.append((offset, leased, self.generation))
+                self._quarantine.append((offset, leased, died))
         return free
 
     def retire(self, held: list[tuple[int, int]]) -> None:
@@ -245,8 +254,9 @@ class Lease:
         if arena.pid != getpid():
             return  # the parent's block: a forked child has nothing to give back
         if not arena.retired:
-            arena.released.append((self._offset, self._generation))
-            if self._generation == arena.generation:  # else a forked child may still look at it
+            generation = arena.generation
+            arena.released.append((self._offset, self._generation, generation))
+            if self._generation == generation:  # else a forked child may still look at it
                 mapping = arena.mapping
                 mapping.memory[mapping.flag(self._offset)] = 1
         elif self._generation == arena.generation:
@@ -254,34 +264,21 @@ class Lease:
 
 
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
-_child_ends: list[int] = []
-_quiet = False
-
-
-@contextlib.contextmanager
-def starting_workers() -> Iterator[None]:
-    """Forks in here are workers of ours, which look at no batch of their parent."""
-    global _quiet
-    _quiet = True
-    try:
-        yield
-    finally:
-        _quiet = False
+_forking = threading.local()  # of the thread that forks: the ends of pipes that its child will hold
 
 
 def _before_fork() -> None:
-    if not _quiet:
-        ends = [arena.forking() for arena in list(_arenas) if arena.pid == os.getpid()]
-        _child_ends.extend(end for end in ends if end is not None)
+    ends = [arena.forking() for arena in list(_arenas) if arena.pid == os.getpid()]
+    _forking.ends = [end for end in ends if end is not None]
 
 
 def _after_fork_in_parent() -> None:
-    while _child_ends:
-        os.close(_child_ends.pop())
+    for end in _forking.ends:
+        os.close(end)
 
 
 def _after_fork_in_child() -> None:
-    _child_ends.clear()  # they stay open as long as the child lives: that is their use
+    _forking.ends = []  # they stay open as long as the child lives: that is their use
 
 
 if hasattr(os, "register_at_fork"):

@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from fastq_loader.errors import InvalidTransition
 
@@ -56,14 +56,14 @@ Extents = tuple[tuple[int, int], ...]  # (offset, size in bytes) of blocks
 
 
 class _Block:
-    __slots__ = ("cold", "offset", "size", "state", "writer")
+    __slots__ = ("home", "offset", "size", "state", "writer")
 
-    def __init__(self, offset: int, size: int) -> None:
+    def __init__(self, offset: int, size: int, writer: int) -> None:
         self.offset = offset
         self.size = size
-        self.state = FREE
-        self.writer: int | None = None  # the worker that holds the grant
-        self.cold = False  # its pages were given back to the system
+        self.state = GRANTED
+        self.writer: int | None = writer  # the worker that holds the grant
+        self.home = writer  # the worker that made it
 
 
 class BlockLedger:
@@ -71,7 +71,8 @@ class BlockLedger:
 
     Attributes:
         grown: blocks adopted since the ledger was made.
-        warm_bytes: bytes of the blocks whose pages have not been given back.
+        nbytes: bytes of all blocks.
+        free_bytes: bytes of the free ones.
     """
 
     def __init__(self) -> None:
@@ -79,11 +80,12 @@ class BlockLedger:
         self._free: dict[int, deque[int]] = {}  # size → offsets; the warmest at the right end
         self._sizes: list[int] = []  # sizes that have a free list, ascending
         self.grown = 0
-        self.warm_bytes = 0
-        self.free_bytes = 0  # of the warm ones
+        self.nbytes = 0
+        self.free_bytes = 0
         self._held_bytes = 0
         self._free_blocks = 0
         self._recent: list[int] = []  # the blocks of the batch that was delivered last
+        self._space: dict[int, list[tuple[int, int]]] = {}  # worker → trimmed blocks that it gets back
         self._needs: tuple[int, ...] = ()  # bytes of the blocks of the last batch
         self._batch_bytes = 0.0  # a batch's blocks: a maximum that fades over some hundred batches
 
@@ -107,11 +109,7 @@ class BlockLedger:
             self._held_bytes -= block.size
         elif block.state == FREE:
             self._free_blocks -= 1
-            if block.cold:
-                block.cold = False
-                self.warm_bytes += block.size
-            else:
-                self.free_bytes -= block.size
+            self.free_bytes -= block.size
         block.state = state
         if state == FREE:
             block.writer = None
@@ -129,14 +127,12 @@ class BlockLedger:
                 raise InvalidTransition(f"block at {offset} is known already")
             if size != size_class(size):
                 raise InvalidTransition(f"{size} bytes at {offset} are not a block size")
-            block = self._blocks[offset] = _Block(offset, size)
-            block.state = GRANTED
-            block.writer = worker
+            self._blocks[offset] = _Block(offset, size, worker)
             if size not in self._free:
                 self._free[size] = deque()
                 insort(self._sizes, size)
             self.grown += 1
-            self.warm_bytes += size
+            self.nbytes += size
 
     def grant(self, worker: int) -> tuple[Extents, Extents]:
         """Blocks for a batch like the last one, as far as there are any: free ones, and promised ones."""
@@ -219,34 +215,41 @@ class BlockLedger:
     # ---- shrinking ----------------------------------------------------------------------------
 
     def trim(self, batches: int) -> list[tuple[int, int]]:
-        """Free blocks whose pages should be given back, as (offset, size); they count as cold from here.
+        """Blocks whose pages should be given back to the system, as (offset, size).
 
-        Blocks that users hold are their wish; of the others as many stay warm as `batches` batches
-        need, so that a loop that kept batches for a while pays their memory back.
+        Blocks that users hold are their wish; of the others as many stay as `batches` batches need, so that
+        a loop that kept batches for a while pays their memory back. A trimmed block is a block no more: its
+        address range goes back to the worker that made it, see `space`.
         """
-        spare = self.warm_bytes - self._held_bytes - int(batches * self._batch_bytes)
+        spare = self.nbytes - self._held_bytes - int(batches * self._batch_bytes)
+        trimmed: list[tuple[int, int]] = []
         if spare <= 0 or not self.free_bytes:
-            return []
-        cold = []
+            return trimmed
         for size in reversed(self._sizes):
-            for offset in self._free[size]:  # from the coldest on
-                if spare < size:
-                    break
-                block = self._blocks[offset]
-                if not block.cold:
-                    spare -= size
-                    cold.append(self._chill(block))
-        return cold
+            while self._free[size] and spare >= size:
+                offset = self._free[size].popleft()  # the coldest
+                block = self._blocks.pop(offset)
+                spare -= size
+                self.nbytes -= size
+                self.free_bytes -= size
+                self._free_blocks -= 1
+                assert block.home is not None
+                self._space.setdefault(block.home, []).append((offset, size))
+                trimmed.append((offset, size))
+        return trimmed
+
+    def space(self, worker: int) -> Extents:
+        """Address ranges (offset, size) of trimmed blocks that `worker` may make new blocks in."""
+        return tuple(self._space.pop(worker, ()))
+
+    def keep_space(self, worker: int, space: Extents) -> None:
+        """`space` could not be sent: `worker` gets it the next time."""
+        if space:
+            self._space.setdefault(worker, []).extend(space)
 
     def held(self) -> list[tuple[int, int]]:
         """The blocks (offset, size) that users look at."""
         return [(block.offset, block.size) for block in self._blocks.values() if block.state in _LOOKED_AT]
-
-    def _chill(self, block: _Block) -> tuple[int, int]:
-        block.cold = True
-        self.warm_bytes -= block.size
-        self.free_bytes -= block.size
-        return block.offset, block.size
 
     # ---- invariants ---------------------------------------------------------------------------
 
@@ -262,10 +265,9 @@ class BlockLedger:
         assert {b.offset for b in blocks if b.state == FREE} == set(free), "free lists and states differ"
         assert all(self._blocks[o].size == s for s, os in self._free.items() for o in os)
         assert self._held_bytes == sum(b.size for b in blocks if b.state in _LOOKED_AT)
-        assert self.warm_bytes == sum(b.size for b in blocks if not b.cold)
-        assert self.free_bytes == sum(b.size for b in blocks if b.state == FREE and not b.cold)
-        assert all(b.state == FREE for b in blocks if b.cold), "a cold block is in use"
+        assert self.nbytes == sum(b.size for b in blocks)
+        assert self.free_bytes == sum(b.size for b in blocks if b.state == FREE)
         assert all(b.writer is not None for b in blocks if b.state in (GRANTED, PROMISED)), "nobody's grant"
-        spans = sorted((b.offset, b.size) for b in blocks)
+        spans = sorted([(b.offset, b.size) for b in blocks] + list(chain(*self._space.values())))
         for (left, size), (right, _) in pairwise(spans):
             assert left + size <= right, f"blocks {left} and {right} overlap"

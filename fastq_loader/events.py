@@ -17,7 +17,8 @@ class Draw(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send a task to `worker`, with the blocks (offset, size) that it is granted and promised."""
+    """Send a task to `worker`, with the blocks (offset, size) that it is granted and promised, and with the
+    address ranges that it gets back."""
 
     worker: int
     epoch: int
@@ -25,6 +26,7 @@ class Send(NamedTuple):
     index: Any
     grants: tuple[tuple[int, int], ...]
     promises: tuple[tuple[int, int], ...]
+    space: tuple[tuple[int, int], ...]
 
 
 class Deliver(NamedTuple):

@@ -152,7 +152,11 @@ class WorkerIterator(LoaderIterator):
             iter(self._index_sampler)
             engine = Engine(loader._plan(), draw_base_seed(loader.generator), shared_seed, loader._counters)
         self.engine = engine
-        self._epoch = engine.start_epoch(iter(self._index_sampler), shared_seed)
+        sampler = iter(self._index_sampler)
+        if previous is None:
+            # torch draws once more when it resets a new iterator, and does not use it in this epoch.
+            datapipes.draw_shared_seed(loader.dataset, loader.generator)
+        self._epoch = engine.start_epoch(sampler, shared_seed)
 
     def _next_batch(self) -> Any:
         if self._finished:

@@ -46,7 +46,7 @@ class Task(NamedTuple):
     """Fetch one batch.
 
     It may be written to the blocks (offset, size in bytes) of `grants`, and to those of `promises` once
-    their flag is up.
+    their flag is up. `space` are ranges in which the worker may make new blocks again.
     """
 
     epoch: int
@@ -55,6 +55,7 @@ class Task(NamedTuple):
     index: Any
     grants: tuple[tuple[int, int], ...]
     promises: tuple[tuple[int, int], ...] = ()
+    space: tuple[tuple[int, int], ...] = ()
 
 
 class Epoch(NamedTuple):
@@ -83,7 +84,8 @@ class Handle(NamedTuple):
 
     Attributes:
         spec_id: the number under which the worker knows the batch's spec.
-        spec: the spec itself the first time that this worker names it, else None.
+        spec: the spec itself the first time that this worker names it, else None; in the consumer the
+            compiled `unpacking.Spec`, from its arrival on.
         values: the plain leaves (int, float, str, bytes, bool, None), in the order of the tree.
         parcel: the small leaves' bytes, if they travel in the message, else None.
         places: blocks (offset, size, bytes into the block) of the parcel, if it lies in one, and
@@ -91,7 +93,7 @@ class Handle(NamedTuple):
     """
 
     spec_id: int
-    spec: tuple[Any, ...] | None
+    spec: Any
     values: tuple[Any, ...]
     parcel: bytes | None
     places: tuple[tuple[int, int, int], ...]
@@ -158,16 +160,16 @@ def encode(message: Message) -> bytes:
 
 
 def _encode_task(task: Task) -> bytes:
-    epoch, seq, attempt, index, grants, promises = task
+    epoch, seq, attempt, index, *blocks = task
     if plain_index(index):
         try:
-            return _packb((VERSION, _TASK, epoch, seq, attempt, index, grants, promises))
+            return _packb((VERSION, _TASK, epoch, seq, attempt, index, *blocks))
         except OverflowError:  # an int of more than 64 bits
             index = Pickled(pickle.dumps(index, pickle.HIGHEST_PROTOCOL))
     else:
         index = Pickled(pickle.dumps(index, pickle.HIGHEST_PROTOCOL))
     opaque = msgpack.ExtType(_PICKLED_INDEX, index.data)
-    return _packb((VERSION, _TASK, epoch, seq, attempt, opaque, grants, promises))
+    return _packb((VERSION, _TASK, epoch, seq, attempt, opaque, *blocks))
 
 
 def _encode_answer(answer: Answer) -> bytes:
@@ -208,8 +210,8 @@ def decode_for_worker(frame: bytes) -> Task | Epoch | Stop:
     try:
         kind = fields[1]
         if kind == _TASK:
-            _, _, epoch, seq, attempt, index, grants, promises = fields
-            return Task(epoch, seq, attempt, index, tuple(map(tuple, grants)), tuple(map(tuple, promises)))
+            _, _, epoch, seq, attempt, index, *blocks = fields
+            return Task(epoch, seq, attempt, index, *(tuple(map(tuple, extents)) for extents in blocks))
         if kind == _EPOCH:
             return Epoch(*fields[2:])
         if kind == _STOP:

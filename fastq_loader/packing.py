@@ -179,7 +179,9 @@ class Packer:
         if block is not None and all(offset != block[0] for offset, _ in used):
             offset, size = block
             delta = start - self._allocator.mapping.base - offset
-            if end - start <= size - delta:  # it lies in a block of this task already: no copy
+            # It lies in a block of this task already: no copy. But a small part of a block is not worth
+            # keeping the whole of it (design, rule 2).
+            if size // 4 <= end - start <= size - delta:
                 used.append((offset, delta + end - start))
                 return offset, size, delta
         offset, size = self._allocator.take(end - start)

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import io
 import pickle
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -93,10 +94,10 @@ def _sparse_compressed(
 
 
 def _take(leaf: int) -> Any:
-    return _leaves[leaf]
+    return _building.leaves[leaf]
 
 
-_leaves: Sequence[Any] = ()  # of the batch that the consumer is putting together
+_building = threading.local()  # `leaves`: of the batch that this thread is putting together
 
 
 def _dispatch_table() -> dict[type, Callable[[Any], Any]]:
@@ -162,13 +163,12 @@ def load(data: bytes, leaves: Sequence[Any]) -> Any:
     Raises:
         Exception: whatever unpickling raises.
     """
-    global _leaves
-    before = _leaves  # an object's own unpickling may iterate another loader
-    _leaves = leaves
+    before = getattr(_building, "leaves", ())  # an object's own unpickling may iterate another loader
+    _building.leaves = leaves
     try:
         return pickle.loads(data)
     finally:
-        _leaves = before
+        _building.leaves = before
 
 
 # ---- naming what cannot be pickled ------------------------------------------------------------------

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pickle import PicklingError
 from typing import Any
 
-from fastq_loader.arena import Arena, starting_workers
+from fastq_loader.arena import Arena
 from fastq_loader.pickling import explain
 from fastq_loader.worker import STACK_SIGNAL, Cargo, Descriptors, Rules, Setup, main
 
@@ -69,23 +69,30 @@ class WorkerPool:
 
     Args:
         plan: what they do.
-        arena: the shared memory they write to.
-        folder: where they bind their sockets.
-        base_seed, shared_seed: of their generators, and of datapipe graphs.
-
-    Raises:
-        TypeError, AttributeError, PicklingError: something of the plan cannot be pickled, and has to be under
-            this start method; the text names it.
     """
 
-    def __init__(
-        self, plan: Plan, arena: Arena, folder: str, base_seed: int, shared_seed: int | None
-    ) -> None:
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
         self._processes: list[BaseProcess] = []
-        self._descriptors: list[int] = []
+        self._descriptors: list[int] = []  # of the processes, as far as they are known to have started
         self._own: set[int] = set()  # descriptors that are ours to close
-        self._stacks = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._stacks: tuple[int, ...] = ()  # ends of the pipe for stacks: read, write
         _pools.add(self)
+
+    def start(self, arena: Arena, folder: str, base_seed: int, shared_seed: int | None) -> None:
+        """Start the processes. Whatever happens in here, `stop` takes it back.
+
+        Args:
+            arena: the shared memory they write to.
+            folder: where they bind their sockets.
+            base_seed, shared_seed: of their generators, and of datapipe graphs.
+
+        Raises:
+            TypeError, AttributeError, PicklingError: something of the plan cannot be pickled, and has to be
+                under this start method; the text names it.
+        """
+        plan = self._plan
+        self._stacks = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         context = multiprocessing.get_context() if plan.context is None else plan.context
         # Under fork the worker uses the consumer's mapping; under the others it makes its own.
         mapping = arena.mapping if context.get_start_method() == "fork" else None
@@ -108,17 +115,12 @@ class WorkerPool:
                 process = context.Process(  # type: ignore[attr-defined]
                     target=main, args=(setup, plan.cargo, mapping), daemon=True
                 )
-                with starting_workers():
-                    process.start()
                 self._processes.append(process)
+                process.start()
                 self._descriptors.append(self._descriptor(process))
         except (TypeError, AttributeError, PicklingError) as error:
-            self.stop(patience=0)
             warnings.warn(_PICKLE_WARNING, stacklevel=2)
             raise _named(error, plan.cargo.parts) from error
-        except BaseException:
-            self.stop(patience=0)
-            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, masked)
 
@@ -177,7 +179,8 @@ class WorkerPool:
     def stop(self, patience: float = _PATIENCE) -> None:
         """Wait for the workers to leave, and end those that do not: SIGTERM, then SIGKILL.
 
-        Whoever wants them to leave on their own has told them before.
+        Whoever wants them to leave on their own has told them before. May be called again, also when an
+        interrupt cut it short.
         """
         self._wait_for_all(patience)
         for process in self._running():
@@ -185,17 +188,19 @@ class WorkerPool:
         self._wait_for_all(_PATIENCE)
         for process in self._running():
             process.kill()
-        for process in self._processes:
-            process.join()
-            with contextlib.suppress(ValueError):  # SIGCHLD is ignored: its end was never seen
+        while self._processes:
+            process = self._processes[-1]
+            if process.pid is not None:  # else it was never started
+                process.join()
+            self._processes.pop()
+            with contextlib.suppress(ValueError):  # not started, or its end was not seen (SIGCHLD is ignored)
                 process.close()
-        for descriptor in self._own:
-            os.close(descriptor)
-        for end in self._stacks:
-            os.close(end)
-        self._own.clear()
-        self._processes.clear()
         self._descriptors = []
+        while self._own:
+            os.close(self._own.pop())
+        stacks, self._stacks = self._stacks, ()
+        for end in stacks:
+            os.close(end)
 
     def forget(self) -> None:
         """This process is a forked copy: the workers are its siblings."""
@@ -203,8 +208,11 @@ class WorkerPool:
 
     def _running(self) -> list[BaseProcess]:
         ended = set(_readable(self._descriptors, 0))
+        # An interrupt may have come between the start of a process and the note of its descriptor.
+        noted = len(self._descriptors)
+        unnoted = [process for process in self._processes[noted:] if process.pid is not None]
         pairs = zip(self._processes, self._descriptors, strict=False)
-        return [process for process, descriptor in pairs if descriptor not in ended]
+        return [process for process, descriptor in pairs if descriptor not in ended] + unnoted
 
     def _wait_for_all(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -198,7 +198,9 @@ class Scheduler:
             return []
         batch.move("send")
         self._owed.add((worker, self.epoch, batch.seq))
-        return [Send(worker, self.epoch, batch.seq, event.index, *self.ledger.grant(worker))]
+        ledger = self.ledger
+        grants, promises = ledger.grant(worker)
+        return [Send(worker, self.epoch, batch.seq, event.index, grants, promises, ledger.space(worker))]
 
     def _new_batch(self, worker: int | None, index: Any) -> _Batch:
         batch = self._batches[self._next_seq] = _Batch(self._next_seq, worker, index)
@@ -225,6 +227,7 @@ class Scheduler:
         send = event.send
         self._owed.discard((send.worker, send.epoch, send.seq))
         self.ledger.give_back(send.worker, [offset for offset, _ in send.grants + send.promises])
+        self.ledger.keep_space(send.worker, send.space)
         self._fail(self._batches[send.seq], event.error)
         return []
 

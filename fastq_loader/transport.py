@@ -15,6 +15,7 @@ import math
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Sequence
 
 import zmq
@@ -35,6 +36,9 @@ from fastq_loader.messages import (
 _LONGEST_PATH = 107
 #: Milliseconds between attempts to reach a worker that is not up yet, and their bound.
 _RECONNECT_MS, _RECONNECT_MAX_MS = 2, 100
+#: Descriptors that zmq takes (its threads' epolls and mailboxes; a connection and an attempt at one for each
+#: worker). Without them it ends the process, or tries to connect in silence for ever.
+_OWN_DESCRIPTORS, _DESCRIPTORS_PER_WORKER = 12, 2
 
 
 def endpoint_folder() -> str:
@@ -44,20 +48,46 @@ def endpoint_folder() -> str:
         OSError: no folder could be made in any of the places tried.
     """
     failure: OSError | None = None
-    places = (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/var/tmp", "/dev/shm")
+    places = (_temp_folder(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/var/tmp", "/dev/shm")
     for place in places:
         # mkdtemp adds eight characters to the prefix, a socket's name at most eight more.
-        if not place or len(os.fsencode(place)) + len("/fastq-12345678/w1234567") > _LONGEST_PATH:
-            continue
         try:
+            # zmq takes endpoints as UTF-8.
+            if not place or len(place.encode()) + len("/fastq-12345678/w1234567") > _LONGEST_PATH:
+                continue
             return tempfile.mkdtemp(prefix="fastq-", dir=place)
+        except UnicodeEncodeError:
+            continue
         except OSError as error:
             failure = error
     raise failure or OSError(f"no folder with a path short enough for a socket among {places}")
 
 
+def _temp_folder() -> str | None:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:  # no folder that can be written to: there are others to try
+        return None
+
+
 def _milliseconds(seconds: float) -> int:
     return math.ceil(seconds * 1000)
+
+
+def _expect_descriptors(count: int) -> None:
+    """Raise OSError (EMFILE) unless `count` more descriptors can be opened."""
+    opened: list[int] = []
+    try:
+        opened.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(count))
+    except OSError as error:
+        error.strerror = (
+            f"{error.strerror}: the loader needs {count} descriptors for its sockets; raise the limit with "
+            "`ulimit -n`, or use fewer workers"
+        )
+        raise
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 def endpoint(folder: str, worker: int) -> str:
@@ -77,11 +107,14 @@ class ConsumerSocket:
     """
 
     def __init__(self, folder: str, workers: int) -> None:
+        _expect_descriptors(_OWN_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * workers)
+        self.woken = False
+        self._waking = threading.RLock()  # no wake-up is written to a descriptor that was closed
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
         try:
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.SNDHWM, 0)  # the scheduler's window is the bound
             self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -93,7 +126,7 @@ class ConsumerSocket:
                 self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, name)
                 self._socket.connect(endpoint(folder, worker))
         except BaseException:
-            self._context.destroy(linger=0)
+            self.close()
             raise
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -144,7 +177,10 @@ class ConsumerSocket:
 
     def wake(self) -> None:
         """Let `wait` return now and from now on; may be called on any thread."""
-        os.eventfd_write(self._wake, 1)
+        with self._waking:
+            self.woken = True
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         # Not left to the context: it finds its sockets through weak references, which are dead already
@@ -152,7 +188,10 @@ class ConsumerSocket:
         self._poller = zmq.Poller()
         self._socket.close(linger=0)
         self._context.term()
-        os.close(self._wake)
+        with self._waking:
+            wake, self._wake = self._wake, -1
+        if wake >= 0:
+            os.close(wake)
 
 
 class WorkerSocket:

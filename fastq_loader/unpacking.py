@@ -71,7 +71,7 @@ class _Leaf:
         return tensor.set_(whole.untyped_storage(), self.into // tensor.itemsize, self.shape, strides)
 
 
-class _Spec:
+class Spec:
     """A compiled spec: how the places are cut, and how the tree is built."""
 
     def __init__(self, spec: tuple[Any, ...]) -> None:
@@ -144,35 +144,42 @@ class Unpacker:
 
     def __init__(self, arena: Arena, workers: int) -> None:
         self._arena = arena
-        self._specs: list[dict[int, _Spec]] = [{} for _ in range(workers)]
+        self._specs: list[dict[int, Spec]] = [{} for _ in range(workers)]
 
-    def learn(self, worker: int, handle: Handle) -> None:
-        """Remember the spec that a handle brings. Called for every handle in the order of arrival, also
-        for those that are dropped: the worker will not send it again."""
-        if handle.spec is not None:
-            specs = self._specs[worker]
-            specs[handle.spec_id] = _Spec(handle.spec)
+    def learn(self, worker: int, handle: Handle) -> Handle:
+        """The handle with its spec compiled, whether it brings the spec or only names it.
+
+        Called for every handle in the order of arrival, also for those that will be dropped: the worker
+        sends a spec once. From here on the handle stands for itself, however long it waits.
+
+        Raises:
+            ProtocolError: the handle names a spec that the worker has not sent.
+        """
+        specs = self._specs[worker]
+        if handle.spec is None:
+            spec = specs.get(handle.spec_id)
+            if spec is None:
+                raise ProtocolError(f"worker {worker} names spec {handle.spec_id}, which it has not sent")
+        else:
+            spec = specs[handle.spec_id] = Spec(handle.spec)
             if len(specs) > SPECS:
                 del specs[next(iter(specs))]
+        return handle._replace(spec=spec)
 
-    def nbytes(self, worker: int, handle: Handle) -> int:
-        """Bytes of the batch's leaves."""
-        return self._specs[worker][handle.spec_id].nbytes
-
-    def blocks(self, worker: int, handle: Handle) -> tuple[list[int], list[int]]:
+    def blocks(self, handle: Handle) -> tuple[list[int], list[int]]:
         """Offsets of the blocks that the batch will have leases on, and of those that are copied out."""
         offsets = [offset for offset, _, _ in handle.places]
-        copied = len(offsets) - len(self._specs[worker][handle.spec_id].large)
+        copied = len(offsets) - len(handle.spec.large)
         return offsets[copied:], offsets[:copied]
 
-    def unpack(self, worker: int, handle: Handle) -> Any:
+    def unpack(self, handle: Handle) -> Any:
         """Put a batch together.
 
         Raises:
             ProtocolError: the handle does not fit its spec.
             Exception: whatever unpickling a part of the batch raises.
         """
-        spec = self._specs[worker][handle.spec_id]
+        spec: Spec = handle.spec
         places = handle.places
         leaves: list[Any] = [None] * len(spec.leaves)
         pickled = b""
@@ -207,7 +214,7 @@ class Unpacker:
             raise ProtocolError(f"a parcel of {total} bytes in a block of {size}")
         return pickling.load_exception(bytes(self._arena.mapping.memory[offset : offset + total]))
 
-    def _look(self, spec: _Spec, place: int, block: tuple[int, int], delta: int, leaves: list[Any]) -> None:
+    def _look(self, spec: Spec, place: int, block: tuple[int, int], delta: int, leaves: list[Any]) -> None:
         """Leaves over a block. One lease serves all leaves of the place."""
         members = spec.members[place]
         leaf = spec.leaves[members[0]]
@@ -223,7 +230,7 @@ class Unpacker:
                 leaves[number] = spec.leaves[number].within(whole)
 
 
-def _cut(spec: _Spec, place: int, buffer: bytearray, leaves: list[Any]) -> None:
+def _cut(spec: Spec, place: int, buffer: bytearray, leaves: list[Any]) -> None:
     members = spec.members[place]
     if len(members) == 1:
         leaves[members[0]] = spec.leaves[members[0]].over(buffer)

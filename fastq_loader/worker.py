@@ -258,7 +258,7 @@ class _Worker:
 
     def _skip(self, task: Task) -> None:
         now = time.monotonic_ns()
-        self._allocator.begin(task.grants, task.promises)
+        self._allocator.begin(task.grants, task.promises, task.space)
         self._answer(task, SKIPPED, now, None, [])
 
     def _work(self, task: Task) -> None:
@@ -266,7 +266,7 @@ class _Worker:
             self._skip(task)
             return
         started = time.monotonic_ns()
-        self._allocator.begin(task.grants, task.promises)
+        self._allocator.begin(task.grants, task.promises, task.space)
         if self._failure is not None:
             self._ended = True
             self._answer(task, BROKEN, started, *self._pack_exception(self._failure))
@@ -279,6 +279,7 @@ class _Worker:
         try:
             batch = self._fetcher.fetch(load_index(task.index))
             handle, used = self._packer.pack(batch)
+            self._allocator.ship([offset for offset, _ in used])
         except EndOfStream:
             self._ended = True
             return ENDED, None, []
@@ -292,7 +293,7 @@ class _Worker:
 
     def _settle(self, handle: Handle, used: list[tuple[int, int]]) -> tuple[Handle, list[tuple[int, int]]]:
         """Ship a copy of what user code kept: it may write to its own memory whenever it likes."""
-        held = self._allocator.settle([offset for offset, _ in used])
+        held = self._allocator.held()
         if not held:
             return handle, used
         places, shipped = list(handle.places), list(used)
