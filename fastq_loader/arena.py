@@ -108,15 +108,11 @@ class Arena:
     """
 
     def __init__(self, regions: int) -> None:
+        self.pid = os.getpid()
         self.fd = os.memfd_create("fastq_loader", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            self.mapping = self._map_largest(regions)
-        except BaseException:
-            os.close(self.fd)
-            raise
+        self.mapping = self._map_largest(regions)
         # No process can cut the memory short under another one's feet (that would be SIGBUS).
         fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
-        self.pid = os.getpid()
         self.released: deque[tuple[int, int, int]] = deque()
         self.retired = False
         self.generation = 0
@@ -185,6 +181,11 @@ class Arena:
         for _, read_end in self._forks:
             os.close(read_end)
         self._forks.clear()
+
+    def __del__(self) -> None:
+        # Retired arenas have closed it; this is for one whose engine was interrupted while it was made.
+        if getattr(self, "fd", -1) >= 0 and self.pid == os.getpid():
+            os.close(self.fd)
 
     # ---- a user's fork ------------------------------------------------------------------------
 

@@ -170,8 +170,13 @@ class Engine:
 
     def __del__(self) -> None:
         # The last iterator or loader is gone, so nobody is inside. A fork's copy is not ours to close.
-        if getattr(self, "_loop", None) is not None:
+        if getattr(self, "_loop", None) is None:
+            return
+        try:
             self.close("the loader and its iterators were dropped")
+        except BaseException:  # an interrupt: nobody else would finish it
+            self.close()
+            raise
 
     def blocks(self) -> tuple[int, int, int]:
         """Blocks in use, blocks free, and bytes of shared memory behind them; zeros once closed."""

@@ -80,11 +80,11 @@ def _expect_descriptors(count: int) -> None:
     try:
         opened.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(count))
     except OSError as error:
-        error.strerror = (
+        raise OSError(
+            error.errno,
             f"{error.strerror}: the loader needs {count} descriptors for its sockets; raise the limit with "
-            "`ulimit -n`, or use fewer workers"
-        )
-        raise
+            "`ulimit -n`, or use fewer workers",
+        ) from error
     finally:
         for descriptor in opened:
             os.close(descriptor)
