@@ -27,7 +27,7 @@ from fastq_loader.blocks import SMALLEST, Extents, size_class
 
 #: New pages are filled at 1.3 GB/s (design.md, "Why this wins"): waiting takes at most a quarter of that.
 _WAIT_BYTES_PER_SECOND = 5e9
-_GLANCE = 20e-6  # seconds between two looks at a flag
+_GLANCE = 20e-6  # seconds between two looks
 
 
 class _Hold:
@@ -97,7 +97,7 @@ class Allocator:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._idle: list[tuple[int, int]] = []  # blocks (size, offset) to write to, by size
-        self._promised: list[tuple[int, int]] = []  # the same, once their flag is up
+        self._promised: list[tuple[int, int]] = []  # the same, once they are let go
         self._open: dict[int, int] = {}  # offset → size of the blocks in use by this task
         self._offsets: list[int] = []  # of the open blocks, ascending
         self._holds: dict[int, weakref.ref[_Hold]] = {}  # offset → what user code may look through
@@ -146,9 +146,8 @@ class Allocator:
         found = _fit(self._promised, wanted)
         if found is None:
             return None
-        flag = self.mapping.flag(found[1])
         deadline = time.monotonic() + nbytes / _WAIT_BYTES_PER_SECOND
-        while not self.mapping.memory[flag]:
+        while not self.mapping.was_let_go(found[1]):
             if time.monotonic() > deadline:
                 self._promised.append(found)
                 return None

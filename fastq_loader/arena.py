@@ -62,26 +62,34 @@ class Mapping:
 
     def __init__(self, fd: int, length: int, regions: int) -> None:
         self.length = length
-        # One byte for the start of every possible block, at the end of the range: see `flag`.
-        self._flags = (length - length // SMALLEST) // PAGE * PAGE
-        self._region = self._flags // regions // SMALLEST * SMALLEST
+        # At the end of the range two words for every possible start of a block: see `was_let_go`.
+        words = (length - length // SMALLEST * 8) // PAGE * PAGE
+        self._region = words // regions // SMALLEST * SMALLEST
         self._map = mmap.mmap(fd, length)
         self._map.madvise(_MADV_DONTDUMP)
         self._anchor = ctypes.c_char.from_buffer(self._map)  # keeps the address valid
         self.base = ctypes.addressof(self._anchor)
         self.memory = memoryview(self._map)
+        self._words = self.memory[words:].cast("I")
 
     def region(self, worker: int) -> tuple[int, int]:
         """Start and end, in bytes, of the part in which `worker` makes new blocks."""
         return worker * self._region, (worker + 1) * self._region
 
-    def flag(self, offset: int) -> int:
-        """Where, in `memory`, the flag of the block at `offset` lies.
+    # The words of a block hold the number of its last lease, and the number of the last lease that died.
+    # The consumer writes them and the worker to which the block is promised reads them. Numbers rather
+    # than a flag, because a finalizer may be held up on its thread until after the block's next lease.
 
-        The consumer lowers it when it leases the block and raises it when the lease dies; the worker to
-        which the block is promised reads it. One writer and one byte: there is nothing to tear.
-        """
-        return self._flags + offset // SMALLEST
+    def leased(self, offset: int, number: int) -> None:
+        self._words[offset // SMALLEST * 2] = number
+
+    def let_go(self, offset: int, number: int) -> None:
+        self._words[offset // SMALLEST * 2 + 1] = number
+
+    def was_let_go(self, offset: int) -> bool:
+        """Whether the last lease on a block has died."""
+        at = offset // SMALLEST * 2
+        return self._words[at] == self._words[at + 1]
 
     def punch(self, offset: int, size: int) -> None:
         """Give pages back to the system; the range reads as zeros and can be written again."""
@@ -116,7 +124,8 @@ class Arena:
         self.released: deque[tuple[int, int, int]] = deque()
         self.retired = False
         self.generation = 0
-        self._leased = 0
+        self._leased = 0  # leases that have not been heard to die
+        self._number = 0  # of the last lease
         self._forks: list[tuple[int, int]] = []  # (generation, read end of a pipe that the child holds)
         # Blocks that a forked child may look at, as in `released`.
         self._quarantine: list[tuple[int, int, int]] = []
@@ -152,8 +161,9 @@ class Arena:
         The block stays in use until the array and everything made of it are gone.
         """
         self._leased += 1
-        self.mapping.memory[self.mapping.flag(block[0])] = 0
-        return np.asarray(Lease(self, block, delta, shape, typestr, strides))
+        self._number = self._number % 0xFFFFFFFF + 1  # 32 bits; 0 is what new memory reads
+        self.mapping.leased(block[0], self._number)
+        return np.asarray(Lease(self, self._number, block, delta, shape, typestr, strides))
 
     def released_blocks(self) -> list[int]:
         """Offsets of the blocks whose last view died since the last call, and that no child looks at."""
@@ -227,11 +237,12 @@ class Lease:
     numpy's array interface makes this object the base of the array; `torch.from_numpy` keeps the array.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__", "_arena", "_generation", "_offset", "_size")
+    __slots__ = ("__array_interface__", "__weakref__", "_arena", "_generation", "_number", "_offset", "_size")
 
     def __init__(
         self,
         arena: Arena,
+        number: int,
         block: tuple[int, int],
         delta: int,
         shape: tuple[int, ...],
@@ -240,6 +251,7 @@ class Lease:
     ) -> None:
         offset, self._size = block
         self._arena = arena
+        self._number = number
         self._offset = offset
         self._generation = arena.generation
         self.__array_interface__ = {
@@ -258,8 +270,7 @@ class Lease:
             generation = arena.generation
             arena.released.append((self._offset, self._generation, generation))
             if self._generation == generation:  # else a forked child may still look at it
-                mapping = arena.mapping
-                mapping.memory[mapping.flag(self._offset)] = 1
+                arena.mapping.let_go(self._offset, self._number)
         elif self._generation == arena.generation:
             arena.mapping.punch(self._offset, self._size)
 

@@ -5,8 +5,8 @@ an arena. A block lives by the table below, and rule 1 of the design (no reuse w
 fact that FREE is reached only by `release`, `drop`, `return` or `writer_dead`.
 
 A held block can be *promised*: the batch before the one that is handed out is about to be let go, and its
-block is the one that the next task should be written to. The lease's finalizer raises a flag that the worker
-sees; a worker that finds it down makes a new block instead and declines. So the pool needs one batch less
+block is the one that the next task should be written to. The lease's finalizer leaves a word that the worker
+sees; a worker that does not find it makes a new block instead and declines. So the pool needs one batch less
 than if the consumer had to hear of the release first, and no message is spent on it.
 
 A worker makes new blocks on its own, in a part of the arena's address range that belongs to it, when no
@@ -150,8 +150,8 @@ class BlockLedger:
 
     def _promise(self, wanted: int) -> _Block | None:
         for offset in self._recent:
-            block = self._blocks[offset]
-            if block.state == HELD and wanted <= block.size <= 2 * wanted:
+            block = self._blocks.get(offset)  # None: it was let go and trimmed
+            if block is not None and block.state == HELD and wanted <= block.size <= 2 * wanted:
                 return self._move(offset, "promise")
         return None
 

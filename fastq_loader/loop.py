@@ -239,7 +239,7 @@ class EventLoop:
                 self._greet(worker)
             else:
                 arrived.append(Arrived(worker, self._learn(worker, message)))
-        # A promised block's release is in our queue before its flag is up: hear of it before its answer.
+        # A promised block's release is in our queue before a worker can see it: hear of it before its answer.
         self._hear_releases()
         if len(arrived) > 1:
             arrived.sort(key=_finished)

@@ -46,7 +46,7 @@ class Task(NamedTuple):
     """Fetch one batch.
 
     It may be written to the blocks (offset, size in bytes) of `grants`, and to those of `promises` once
-    their flag is up. `space` are ranges in which the worker may make new blocks again.
+    they are let go. `space` are ranges in which the worker may make new blocks again.
     """
 
     epoch: int

@@ -123,11 +123,12 @@ class Packer:
         try:
             try:
                 tree = self._walk(batch)
-            except (_Unwalkable, RecursionError):
+                pickled = self._pickle(batch) if self._objects else None
+            except (_Unwalkable, RecursionError, pickling.SharedContainer):
                 self._clear()
                 tree = "O"
                 self._objects.append(batch)
-            pickled = self._pickle() if self._objects else None
+                pickled = self._pickle(batch)
             return self._place(tree, pickled)
         finally:
             self._clear()
@@ -136,9 +137,10 @@ class Packer:
         """Put a pickled exception where pickled objects lie."""
         return self._place("O", data)
 
-    def _pickle(self) -> bytes:
+    def _pickle(self, batch: Any) -> bytes:
         objects = self._objects
-        return pickling.dump(objects[0] if len(objects) == 1 else tuple(objects), self.add_leaf)
+        value = objects[0] if len(objects) == 1 else tuple(objects)
+        return pickling.dump(value, self.add_leaf, batch, self._containers)
 
     def _place(self, tree: Any, pickled: bytes | None) -> tuple[Handle, list[tuple[int, int]]]:
         metas, extents = _extents(self._leaves)

@@ -14,7 +14,8 @@ import io
 import pickle
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Container, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -109,11 +110,22 @@ def _dispatch_table() -> dict[type, Callable[[Any], Any]]:
     return {**copyreg.dispatch_table, **others}
 
 
+class SharedContainer(Exception):
+    """An object refers to a list or dict of the tree around it."""
+
+
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, add_leaf: Callable[[Any], int]) -> None:
+    def __init__(
+        self, file: io.BytesIO, add_leaf: Callable[[Any], int], outside: Container[int] = ()
+    ) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.dispatch_table = _dispatch_table()
         self._add_leaf = add_leaf
+        self._outside = outside
+
+    def persistent_id(self, value: Any) -> None:
+        if id(value) in self._outside:
+            raise SharedContainer
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -137,23 +149,34 @@ def _identity(value: Any) -> Any:
     return value
 
 
-def dump(value: Any, add_leaf: Callable[[Any], int]) -> bytes:
+def dump(
+    value: Any, add_leaf: Callable[[Any], int], whole: Any = None, outside: Container[int] = ()
+) -> bytes:
     """Pickle `value`; every tensor and array that `is_leaf` goes to `add_leaf`, which numbers it.
 
+    Args:
+        value: what to pickle.
+        add_leaf: takes a leaf, returns its number.
+        whole: the batch that `value` is part of, for the path in an error's text; None: itself.
+        outside: ids of lists and dicts that are not pickled here and must not be copied.
+
     Raises:
+        SharedContainer: `value` refers to one of `outside`.
         UnpicklableError: something cannot be pickled; the text says where it lies.
         RuntimeError: a non-leaf tensor that requires grad.
     """
     file = io.BytesIO()
     try:
-        _Pickler(file, add_leaf).dump(value)
+        _Pickler(file, add_leaf, outside).dump(value)
+    except SharedContainer:
+        raise
     except Exception as error:
         if error.args == (_COWARDLY,):
             raise
-        named = explain(value, error, "batch")
-        if named is None:  # it fails now and then, or only as a whole
+        whole = value if whole is None else whole
+        if pickles(whole):  # it fails now and then, or only as a whole
             raise
-        raise named from error
+        raise explain(whole, error, "batch") from error
     return file.getvalue()
 
 
@@ -174,10 +197,8 @@ def load(data: bytes, leaves: Sequence[Any]) -> Any:
 # ---- naming what cannot be pickled ------------------------------------------------------------------
 
 
-def explain(value: Any, error: Exception, name: str) -> UnpicklableError | None:
-    """`error` with the path to the innermost part of `value` that fails to pickle; None if all does."""
-    if _pickles(value):
-        return None
+def explain(value: Any, error: Exception, name: str) -> UnpicklableError:
+    """`error` with the path to the innermost part of `value`, called `name`, that fails to pickle."""
     path, part = _culprit(value, name, depth=0)
     return UnpicklableError(
         f"{path} (a {type(part).__module__}.{type(part).__qualname__}: {shorten(part)}) cannot be pickled: "
@@ -188,7 +209,7 @@ def explain(value: Any, error: Exception, name: str) -> UnpicklableError | None:
 def _culprit(value: Any, path: str, depth: int) -> tuple[str, Any]:
     if depth < 8:
         for step, part in _parts(value):
-            if not _pickles(part):
+            if not pickles(part):
                 return _culprit(part, path + step, depth + 1)
     return path, value
 
@@ -202,10 +223,13 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
         return [(f".{f.name}", getattr(value, f.name, None)) for f in dataclasses.fields(value)]
     if isinstance(value, functools.partial):
         return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
+    if isinstance(value, (type, types.FunctionType, types.ModuleType)):
+        return []
     return [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
 
 
-def _pickles(value: Any) -> bool:
+def pickles(value: Any) -> bool:
+    """Whether `value` can be pickled."""
     try:
         _Pickler(io.BytesIO(), lambda leaf: 0).dump(value)
     except Exception:
@@ -225,9 +249,11 @@ def dump_exception(error: BaseException, worker: int) -> bytes:
     """
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     where = f"Caught {type(error).__name__} in DataLoader worker process {worker}.\nOriginal {text}"
-    attributes = {name: value for name, value in error.__dict__.items() if _pickles(value)}
+    attributes = {name: value for name, value in error.__dict__.items() if pickles(value)}
     candidates: list[Any] = [_by_pickle(error)]
     for kind in type(error).__mro__:
+        if not issubclass(kind, BaseException):
+            continue  # a mixin
         if kind in (BaseException, Exception) and kind is not type(error):
             break
         candidates += [(kind, error.args, attributes), (kind, error.args, {})]

@@ -22,7 +22,7 @@ from pickle import PicklingError
 from typing import Any
 
 from fastq_loader.arena import Arena
-from fastq_loader.pickling import explain
+from fastq_loader.pickling import explain, pickles
 from fastq_loader.worker import STACK_SIGNAL, Cargo, Descriptors, Rules, Setup, main
 
 #: Seconds that a stopped worker has to leave on its own, and after SIGTERM. Workers that only wait for
@@ -248,7 +248,6 @@ def _readable(descriptors: list[int], seconds: float) -> list[int]:
 def _named(error: Exception, parts: dict[str, Any]) -> Exception:
     """The same error with the path to what cannot be pickled, if it is among the user's objects."""
     for name, part in parts.items():
-        found = explain(part, error, name)
-        if found is not None:
-            return type(error)(str(found))
+        if not pickles(part):
+            return type(error)(str(explain(part, error, name)))
     return error

@@ -41,12 +41,16 @@ _TYPESTR = {
 class _Leaf:
     """One leaf of a spec, ready to be put on a place."""
 
-    __slots__ = ("array", "count", "dtype", "into", "place", "shape", "strides")
+    __slots__ = ("array", "count", "dtype", "into", "kind", "place", "shape", "strides")
 
     def __init__(self, meta: tuple[Any, ...]) -> None:
-        kind, dtype, self.shape, self.strides, self.place, self.into = meta
-        self.array = kind == "A"
+        self.kind, dtype, self.shape, self.strides, self.place, self.into = meta
+        self.array = self.kind == "A"
         self.dtype: Any = np.dtype(dtype) if self.array else getattr(torch, dtype)
+        if self.array and self.dtype.hasobject:
+            raise ProtocolError(f"an array of {dtype} cannot lie in shared memory")
+        if not self.array and not isinstance(self.dtype, torch.dtype):
+            raise ProtocolError(f"{dtype!r} is no dtype")
         self.count = math.prod(self.shape)
 
     def over(self, buffer: Any) -> Any:
@@ -75,6 +79,14 @@ class Spec:
     """A compiled spec: how the places are cut, and how the tree is built."""
 
     def __init__(self, spec: tuple[Any, ...]) -> None:
+        try:
+            self._read(spec)
+        except ProtocolError:
+            raise
+        except Exception as error:  # whatever a malformed spec leads to
+            raise ProtocolError(f"malformed spec: {error!r}") from error
+
+    def _read(self, spec: tuple[Any, ...]) -> None:
         tree, metas, self.sizes = spec
         self.leaves = [_Leaf(meta) for meta in metas]
         self.members: list[list[int]] = [[] for _ in self.sizes]  # place → its leaves
@@ -89,7 +101,7 @@ class Spec:
                 self.small.append((place, self.parcel_bytes, size))
                 self.parcel_bytes += -(-size // ALIGNMENT) * ALIGNMENT
         self.nbytes: int = sum(self.sizes)
-        self.objects = 0
+        self.objects = self.values = 0
         self.build = self._compile(tree)
 
     def _check(self, leaf: _Leaf) -> None:
@@ -102,12 +114,16 @@ class Spec:
             unit = 1 if leaf.array else itemsize
             steps = sum((n - 1) * step for n, step in zip(leaf.shape, leaf.strides, strict=True))
             reach = steps * unit + itemsize
-        if leaf.into < 0 or leaf.into + reach > self.sizes[leaf.place]:
+        numbers = (*leaf.shape, *(leaf.strides or ()), leaf.into, leaf.place)
+        if any(number < 0 for number in numbers) or leaf.kind not in "TA":
+            raise ProtocolError(f"a leaf with negative numbers, or of an unknown kind: {numbers}")
+        if leaf.into + reach > self.sizes[leaf.place]:
             raise ProtocolError(f"a leaf of {reach} bytes does not fit its place of {self.sizes[leaf.place]}")
 
     def _compile(self, tree: Any) -> Callable[[list[Any], Any, list[Any]], Any]:
         """A function of (leaves, iterator of plain values, unpickled objects) that builds the tree."""
         if tree == "V":
+            self.values += 1
             return lambda leaves, values, objects: next(values)
         if tree == "O":
             at = self.objects
@@ -116,6 +132,7 @@ class Spec:
         kind = tree[0]
         if kind == "L":
             number = tree[1]
+            self.leaves[number]  # raises IndexError
             return lambda leaves, values, objects: leaves[number]
         parts = [self._compile(part) for part in tree[-1]]
         if parts and all(part == "V" for part in tree[-1]):  # 64 file names: one slice, not 64 calls
@@ -181,6 +198,7 @@ class Unpacker:
         """
         spec: Spec = handle.spec
         places = handle.places
+        self._check(spec, handle)
         leaves: list[Any] = [None] * len(spec.leaves)
         pickled = b""
         if len(places) == len(spec.large):
@@ -207,10 +225,21 @@ class Unpacker:
             objects = (loaded,) if spec.objects == 1 else loaded
         return spec.build(leaves, iter(handle.values), objects)
 
+    def _check(self, spec: Spec, handle: Handle) -> None:
+        expected = len(spec.large) + bool(spec.objects or (handle.parcel is None and spec.small))
+        if len(handle.places) != expected or len(handle.values) != spec.values:
+            raise ProtocolError(
+                f"{len(handle.places)} places and {len(handle.values)} values for a spec of {expected} and "
+                f"{spec.values}"
+            )
+        for offset, size, _ in handle.places:
+            if offset < 0 or size < 0 or offset + size > self._arena.mapping.length:
+                raise ProtocolError(f"a block of {size} bytes at {offset} lies outside the arena")
+
     def exception(self, handle: Handle) -> BaseException:
         """The exception in a handle."""
         offset, size, total = handle.places[0]
-        if not 0 <= total <= size:
+        if not 0 <= offset <= self._arena.mapping.length - size or not 0 <= total <= size:
             raise ProtocolError(f"a parcel of {total} bytes in a block of {size}")
         return pickling.load_exception(bytes(self._arena.mapping.memory[offset : offset + total]))
 
