@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastq_loader import process_id
 from fastq_loader.arena import Mapping
 from fastq_loader.blocks import SMALLEST, Extents, size_class
 
@@ -30,17 +31,37 @@ _WAIT_BYTES_PER_SECOND = 5e9
 _GLANCE = 20e-6  # seconds between two looks
 
 
+Array = np.ndarray[Any, Any]
+
+#: What numpy can describe, torch takes over from it; other dtypes go through bytes.
+TYPESTR = {
+    torch.bool: "|b1",
+    torch.uint8: "|u1",
+    torch.int8: "|i1",
+    torch.int16: "<i2",
+    torch.int32: "<i4",
+    torch.int64: "<i8",
+    torch.float16: "<f2",
+    torch.float32: "<f4",
+    torch.float64: "<f8",
+    torch.complex64: "<c8",
+    torch.complex128: "<c16",
+}
+
+
 class _Hold:
     """User code looks at a block: the base of the array that `Allocator.empty` gave out."""
 
     __slots__ = ("__array_interface__", "__weakref__", "_dropped", "_offset")
 
-    def __init__(self, address: int, nbytes: int, offset: int, dropped: deque[int]) -> None:
+    def __init__(
+        self, address: int, shape: tuple[int, ...], typestr: str, offset: int, dropped: deque[int]
+    ) -> None:
         self.__array_interface__ = {
             "version": 3,
             "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
+            "shape": shape,
+            "typestr": typestr,
         }
         self._offset = offset
         self._dropped = dropped
@@ -94,7 +115,7 @@ class Allocator:
     def __init__(self, mapping: Mapping, worker: int) -> None:
         self.mapping = mapping
         self._space = AddressSpace(*mapping.region(worker))
-        self._pid = os.getpid()
+        self._pid = process_id.current()
         self._lock = threading.RLock()
         self._idle: list[tuple[int, int]] = []  # blocks (size, offset) to write to, by size
         self._promised: list[tuple[int, int]] = []  # the same, once they are let go
@@ -154,16 +175,25 @@ class Allocator:
             time.sleep(_GLANCE)
         return found
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """An uninitialised tensor in a block of its own; None where a block is not worth it."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes < SMALLEST or os.getpid() != self._pid:
+    def empty_array(self, shape: tuple[int, ...], typestr: str, nbytes: int) -> Array | None:
+        """An uninitialised array in a block of its own; None where a block is not worth it."""
+        if nbytes < SMALLEST or process_id.current() != self._pid:
             return None
         with self._lock:
             offset, _ = self.take(nbytes)
-            hold = _Hold(self.mapping.base + offset, nbytes, offset, self._dropped)
+            hold = _Hold(self.mapping.base + offset, shape, typestr, offset, self._dropped)
             self._holds[offset] = weakref.ref(hold)
-        return torch.from_numpy(np.asarray(hold)).view(dtype).view(tuple(shape))
+        return np.asarray(hold)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """The same as a tensor."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        typestr = TYPESTR.get(dtype)
+        if typestr is not None:
+            array = self.empty_array(shape, typestr, nbytes)
+            return None if array is None else torch.from_numpy(array)
+        array = self.empty_array((nbytes,), "|u1", nbytes)
+        return None if array is None else torch.from_numpy(array).view(dtype).view(shape)
 
     def block_at(self, address: int) -> tuple[int, int] | None:
         """The block (offset, size) of this task in which an address lies, if any."""
@@ -235,7 +265,7 @@ class Allocator:
 
     def forking(self) -> None:
         """User code forks: its child sees the blocks that are open now, so they are never written again."""
-        if os.getpid() == self._pid:
+        if process_id.current() == self._pid:
             self._frozen.update(self._open)
 
 
@@ -285,9 +315,16 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     return torch.empty(sizes, dtype=dtype) if tensor is None else tensor
 
 
-def out_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+def out_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
     """`empty` for collate functions: None where they should allocate as they always do."""
     return None if _current is None else _current.empty(shape, dtype)
+
+
+def out_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
+    """The same as an array."""
+    if _current is None:
+        return None
+    return _current.empty_array(shape, dtype.str, math.prod(shape) * dtype.itemsize)
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from fastq_loader import process_id
 from fastq_loader.blocks import PAGE, SMALLEST
 
 if sys.platform != "win32":
@@ -116,7 +117,7 @@ class Arena:
     """
 
     def __init__(self, regions: int) -> None:
-        self.pid = os.getpid()
+        self.pid = process_id.current()
         self.fd = os.memfd_create("fastq_loader", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.mapping = self._map_largest(regions)
         # No process can cut the memory short under another one's feet (that would be SIGBUS).
@@ -194,7 +195,7 @@ class Arena:
 
     def __del__(self) -> None:
         # Retired arenas have closed it; this is for one whose engine was interrupted while it was made.
-        if getattr(self, "fd", -1) >= 0 and self.pid == os.getpid():
+        if getattr(self, "fd", -1) >= 0 and self.pid == process_id.current():
             os.close(self.fd)
 
     # ---- a user's fork ------------------------------------------------------------------------
@@ -262,7 +263,7 @@ class Lease:
             "strides": strides,
         }
 
-    def __del__(self, getpid: Any = os.getpid) -> None:
+    def __del__(self, getpid: Any = process_id.current) -> None:
         arena = self._arena
         if arena.pid != getpid():
             return  # the parent's block: a forked child has nothing to give back
@@ -280,7 +281,7 @@ _forking = threading.local()  # of the thread that forks: the ends of pipes that
 
 
 def _before_fork() -> None:
-    ends = [arena.forking() for arena in list(_arenas) if arena.pid == os.getpid()]
+    ends = [arena.forking() for arena in list(_arenas) if arena.pid == process_id.current()]
     _forking.ends = [end for end in ends if end is not None]
 
 

@@ -34,6 +34,9 @@ BLOCK_TRANSITIONS: dict[str, dict[str, str]] = {
 }
 
 PAGE = 4096
+#: Bytes from which a block less in the pool is worth a worker's glances at the promise. Below it a further
+#: block is made once, and the next tasks find it free.
+WORTH_A_PROMISE = 4 << 20
 SMALLEST = 64 * 1024  # bytes; smaller leaves travel in a parcel and are copied out (design, rule 2)
 
 
@@ -149,6 +152,8 @@ class BlockLedger:
         return tuple(grants), tuple(promises)
 
     def _promise(self, wanted: int) -> _Block | None:
+        if wanted < WORTH_A_PROMISE:
+            return None
         for offset in self._recent:
             block = self._blocks.get(offset)  # None: it was let go and trimmed
             if block is not None and block.state == HELD and wanted <= block.size <= 2 * wanted:

@@ -8,12 +8,12 @@ middle of a call, from the garbage collector, from forked children and at the ex
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from fastq_loader import process_id
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.loop import EventLoop, Woken
 from fastq_loader.processes import Plan
@@ -42,7 +42,7 @@ class Engine:
     """
 
     def __init__(self, plan: Plan, base_seed: int, shared_seed: int | None, counters: Counters) -> None:
-        self._pid = os.getpid()
+        self._pid = process_id.current()
         self.closed: str | None = None
         self.failed = False
         # Reentrant, because a signal handler may call close() in the middle of next().
@@ -114,7 +114,7 @@ class Engine:
             raise self._ended()
 
     def _check_usable(self) -> EventLoop:
-        if self._pid != os.getpid():
+        if self._pid != process_id.current():
             raise IteratorInvalid(
                 f"this iterator belongs to process {self._pid}; a forked child needs one of its own: "
                 "iter(loader)"
@@ -135,14 +135,14 @@ class Engine:
     @property
     def usable(self) -> bool:
         """Whether another epoch can be started."""
-        return self.closed is None and not self._cut_short and self._pid == os.getpid()
+        return self.closed is None and not self._cut_short and self._pid == process_id.current()
 
     def close(self, reason: str = "the loader was closed") -> None:
         """Stop the workers and give everything back; batches stay valid. May be called on any thread.
 
         Closing twice does nothing; closing again after an interrupt cut the first one short finishes it.
         """
-        if self._pid != os.getpid() or self._loop is None:
+        if self._pid != process_id.current() or self._loop is None:
             return
         if self.closed is None:
             self.closed = reason
@@ -159,7 +159,7 @@ class Engine:
 
     def close_at_exit(self) -> None:
         """Close, and leave a daemon thread that is inside where it is."""
-        if self._pid != os.getpid():
+        if self._pid != process_id.current():
             return
         self.closed = self.closed or _EXITING
         if self._lock.acquire(blocking=False):
@@ -180,7 +180,7 @@ class Engine:
 
     def blocks(self) -> tuple[int, int, int]:
         """Blocks in use, blocks free, and bytes of shared memory behind them; zeros once closed."""
-        if self._pid != os.getpid():
+        if self._pid != process_id.current():
             return 0, 0, 0
         with self._lock:
             return (0, 0, 0) if self._loop is None else self._loop.blocks()

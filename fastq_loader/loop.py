@@ -65,6 +65,8 @@ class EventLoop:
         self.waiting = False
         self.orderly = False
         self.fatal: str | None = None
+        # Where only the sampler decides on the order, a second look at the socket is saved.
+        self._one_by_one = plan.in_order and not plan.rules.iterable
         self._counters = counters
         self._sampler: Iterator[Any] = iter(())
         self._ledger = BlockLedger()
@@ -237,8 +239,10 @@ class EventLoop:
             worker, message = received
             if isinstance(message, Hello):
                 self._greet(worker)
-            else:
-                arrived.append(Arrived(worker, self._learn(worker, message)))
+                continue
+            arrived.append(Arrived(worker, self._learn(worker, message)))
+            if self._one_by_one:
+                break
         # A promised block's release is in our queue before a worker can see it: hear of it before its answer.
         self._hear_releases()
         if len(arrived) > 1:
@@ -253,7 +257,7 @@ class EventLoop:
         self._counters.blocks_grown += len(answer.fresh)
         if answer.handle is None:
             return answer
-        return answer._replace(handle=self._unpacker.learn(worker, answer.handle))
+        return Answer(*answer[:-1], self._unpacker.learn(worker, answer.handle))
 
     def _greet(self, worker: int) -> None:
         self._greeted.add(worker)

@@ -127,9 +127,13 @@ class Answer(NamedTuple):
 Message = Task | Epoch | Stop | Hello | Answer
 
 
-# surrogatepass: str is any sequence of code points in Python (file names give lone surrogates).
+# surrogatepass: str is any sequence of code points in Python (file names give lone surrogates). One packer
+# for all threads: it calls back into no Python code, so no other thread runs while it packs.
+_PACKER = msgpack.Packer(unicode_errors="surrogatepass")
+
+
 def _packb(fields: tuple[Any, ...]) -> bytes:
-    frame: bytes = msgpack.packb(fields, unicode_errors="surrogatepass")
+    frame: bytes = _PACKER.pack(fields)
     return frame
 
 
@@ -231,10 +235,11 @@ def decode_for_consumer(frame: bytes) -> Hello | Answer:
     try:
         kind = fields[1]
         if kind == _ANSWER:
-            answer = Answer(*fields[2:])
+            *plain, handle = fields[2:]
+            answer = Answer._make((*plain, None if handle is None else Handle(*handle)))
             if answer.outcome not in OUTCOMES:
                 raise ProtocolError(f"unknown outcome {answer.outcome!r}")
-            return answer if answer.handle is None else answer._replace(handle=Handle(*answer.handle))
+            return answer
         if kind == _HELLO:
             return Hello(*fields[2:])
     except (TypeError, ValueError) as error:

@@ -36,6 +36,8 @@ from fastq_loader.messages import (
 _LONGEST_PATH = 107
 #: Milliseconds between attempts to reach a worker that is not up yet, and their bound.
 _RECONNECT_MS, _RECONNECT_MAX_MS = 2, 100
+#: As numbers: the enum's own `|` takes a microsecond.
+_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 #: Descriptors that zmq takes (its threads' epolls and mailboxes; a connection and an attempt at one for each
 #: worker). Without them it ends the process, or tries to connect in silence for ever.
 _OWN_DESCRIPTORS, _DESCRIPTORS_PER_WORKER = 12, 2
@@ -138,8 +140,8 @@ class ConsumerSocket:
             Exception: whatever pickling raises for the index of a task.
         """
         frame = encode(message)
-        self._socket.send(self._names[worker], zmq.SNDMORE | zmq.NOBLOCK)
-        self._socket.send(frame, zmq.NOBLOCK)
+        self._socket.send(self._names[worker], _NOBLOCK_MORE)
+        self._socket.send(frame, _NOBLOCK)
 
     def receive(self) -> tuple[int, Hello | Answer] | None:
         """The next message and the worker that sent it; None if there is none now.
@@ -148,7 +150,7 @@ class ConsumerSocket:
             ProtocolError: a frame that is no message.
         """
         try:
-            name = self._socket.recv(zmq.NOBLOCK)
+            name = self._socket.recv(_NOBLOCK)
         except zmq.Again:
             return None
         frame = self._socket.recv()
@@ -211,7 +213,7 @@ class WorkerSocket:
     def receive(self, block: bool) -> Task | Epoch | Stop | None:
         """The next message; without `block` None if there is none now."""
         try:
-            return decode_for_worker(self._socket.recv(0 if block else zmq.NOBLOCK))
+            return decode_for_worker(self._socket.recv(0 if block else _NOBLOCK))
         except zmq.Again:
             return None
 

@@ -16,26 +16,12 @@ import numpy as np
 import torch
 
 from fastq_loader import pickling
+from fastq_loader.allocator import TYPESTR
 from fastq_loader.arena import Arena
 from fastq_loader.blocks import SMALLEST
 from fastq_loader.errors import ProtocolError
 from fastq_loader.messages import Handle
 from fastq_loader.packing import ALIGNMENT, SPECS, contiguous_strides
-
-# What numpy can describe, torch takes over from it; the others go through an integer of the same size.
-_TYPESTR = {
-    torch.bool: "|b1",
-    torch.uint8: "|u1",
-    torch.int8: "|i1",
-    torch.int16: "<i2",
-    torch.int32: "<i4",
-    torch.int64: "<i8",
-    torch.float16: "<f2",
-    torch.float32: "<f4",
-    torch.float64: "<f8",
-    torch.complex64: "<c8",
-    torch.complex128: "<c16",
-}
 
 
 class _Leaf:
@@ -181,7 +167,7 @@ class Unpacker:
             spec = specs[handle.spec_id] = Spec(handle.spec)
             if len(specs) > SPECS:
                 del specs[next(iter(specs))]
-        return handle._replace(spec=spec)
+        return Handle(handle.spec_id, spec, handle.values, handle.parcel, handle.places)
 
     def blocks(self, handle: Handle) -> tuple[list[int], list[int]]:
         """Offsets of the blocks that the batch will have leases on, and of those that are copied out."""
@@ -250,8 +236,8 @@ class Unpacker:
         lease = self._arena.lease
         if len(members) == 1 and leaf.array:
             leaves[members[0]] = lease(block, delta, leaf.shape, leaf.dtype.str, leaf.strides)
-        elif len(members) == 1 and leaf.strides is None and leaf.dtype in _TYPESTR:
-            array = lease(block, delta, leaf.shape, _TYPESTR[leaf.dtype])
+        elif len(members) == 1 and leaf.strides is None and leaf.dtype in TYPESTR:
+            array = lease(block, delta, leaf.shape, TYPESTR[leaf.dtype])
             leaves[members[0]] = torch.from_numpy(array)
         else:
             whole = torch.from_numpy(lease(block, delta, (spec.sizes[place],), "|u1"))

@@ -50,6 +50,10 @@ from fastq_loader.transport import WorkerSocket, remove_folder
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
 
 
+#: Nanoseconds of a task below which the worker does not look for a new epoch before the next one.
+_QUICK = 500_000
+
+
 @dataclass(frozen=True)
 class Rules:
     """How a dataset is read; the fields of torch's fetchers."""
@@ -185,6 +189,7 @@ class _Worker:
         self._socket = socket
         self._packer = Packer(blocks)
         self._tasks: deque[Task] = deque()
+        self._quick = False  # the last task took no time worth mentioning
         self._ended = False  # the rest of this epoch is skipped
         self._failure: Exception | None = None  # what keeps this worker from working
         self._fetcher: Fetcher | None = None
@@ -217,6 +222,8 @@ class _Worker:
 
     def _look_ahead(self) -> bool:
         """Read what has come, and wait while there is no task; False: stop."""
+        if self._tasks and self._quick:  # looking would take as long as loading what may be stale
+            return True
         while True:
             message = self._socket.receive(block=not self._tasks)
             if message is None:
@@ -309,6 +316,8 @@ class _Worker:
         self, task: Task, outcome: int, started: int, handle: Handle | None, used: list[tuple[int, int]]
     ) -> None:
         fresh, returned = self._allocator.finish([offset for offset, _ in used])
+        finished = time.monotonic_ns()
+        self._quick = finished - started < _QUICK
         self._socket.send(
             Answer(
                 task.epoch,
@@ -316,7 +325,7 @@ class _Worker:
                 task.attempt,
                 outcome,
                 started,
-                time.monotonic_ns(),
+                finished,
                 tuple(used),
                 tuple(fresh),
                 tuple(returned),

@@ -38,6 +38,7 @@ ORDER = (
     "pickling",
     "seeding",
     "statistics",
+    "process_id",
     "errors",
 )
 PURE = ("scheduler", "events", "messages", "ring", "blocks")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -19,6 +19,7 @@ from fastq_loader.blocks import (
     PAGE,
     PROMISED,
     SMALLEST,
+    WORTH_A_PROMISE,
     BlockLedger,
     size_class,
 )
@@ -27,6 +28,26 @@ from fastq_loader.errors import InvalidTransition
 WORKERS = 3
 LOOKED_AT = (HELD, PROMISED)
 REGION = 1 << 40  # bytes of address range for each worker in these tests
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_blocks_are_promised() -> Iterator[None]:
+    """The tests count in blocks of a few kilobytes, which are not worth a promise in real life."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastq_loader.blocks.WORTH_A_PROMISE", 0)
+        yield
+
+
+@pytest.mark.parametrize("nbytes", [SMALLEST, WORTH_A_PROMISE // 2, WORTH_A_PROMISE])
+def test_only_large_blocks_are_worth_a_promise(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastq_loader.blocks.WORTH_A_PROMISE", WORTH_A_PROMISE)
+    ledger = BlockLedger()
+    ledger.adopt(0, [(0, size_class(nbytes))])
+    ledger.fill(0, [(0, nbytes)])
+    ledger.deliver([0])
+    promised = ((0, size_class(nbytes)),) if nbytes >= WORTH_A_PROMISE else ()
+    assert ledger.grant(1) == ((), promised)
+
 
 # ---- size classes -----------------------------------------------------------------------------------
 

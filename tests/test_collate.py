@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -149,12 +150,12 @@ def test_a_subclass_goes_the_way_torch_has_for_it(pair: Pair) -> None:
 
 
 def test_install_replaces_torchs_function_once(table: dict[Any, Any]) -> None:
-    others = {key: value for key, value in table.items() if key is not torch.Tensor}
+    ours = {torch.Tensor: collate.stack_tensors, np.ndarray: collate.stack_arrays}
+    expected = table | ours
     collate.install()
-    assert table[torch.Tensor] is collate.stack_tensors
+    assert table == expected
     collate.install()
-    assert table[torch.Tensor] is collate.stack_tensors
-    assert {key: value for key, value in table.items() if key is not torch.Tensor} == others
+    assert table == expected
 
 
 def test_a_users_own_entry_stays(table: dict[Any, Any]) -> None:
@@ -167,6 +168,45 @@ def test_a_users_own_entry_stays(table: dict[Any, Any]) -> None:
     del table[torch.Tensor]
     collate.install()
     assert torch.Tensor not in table
+
+
+ARRAYS: dict[str, list[Any]] = {
+    **{kind: [np.arange(6).reshape(2, 3).astype(kind)] * 3 for kind in ("u1", "i4", "f2", "f8", "c16", "?")},
+    "large": [np.full(LARGE, i, np.float32) for i in range(2)],
+    "not contiguous": [np.arange(12).reshape(3, 4).T for _ in range(2)],
+    "0-dim": [np.array(1.5), np.array(2.5)],
+    "empty": [np.zeros((0, 3))] * 2,
+    "of other shapes": [np.zeros(2), np.zeros(3)],
+    "of one byte order that torch has not": [np.zeros(2, ">f4")] * 2,
+    "of text": [np.array("a"), np.array("b")],
+    "of dates": [np.array("2020-01-01", "M8[D]")] * 2,
+    "of a subclass": [np.ma.masked_array([1.0, 2.0])] * 2,
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_become_what_torch_makes_of_them(name: str, table: dict[Any, Any], pair: Pair) -> None:
+    def outcome() -> Any:
+        try:
+            return default_collate([{"x": array} for array in ARRAYS[name]])
+        except (TypeError, RuntimeError, ValueError) as error:
+            return type(error), str(error)
+
+    expected = outcome()
+    collate.install()
+    assert_same(expected, outcome())
+
+
+def test_large_arrays_are_stacked_into_a_block(table: dict[Any, Any], pair: Pair) -> None:
+    collate.install()
+    batch = default_collate([np.full(LARGE, i, np.float32) for i in range(2)])
+    assert pair.allocator.block_at(batch.data_ptr()) is not None
+
+
+def test_a_users_own_entry_for_tensors_also_gets_those_made_of_arrays(table: dict[Any, Any]) -> None:
+    collate.install()
+    table[torch.Tensor] = lambda batch, *, collate_fn_map=None: "own"
+    assert default_collate([np.zeros(2), np.zeros(2)]) == "own"
 
 
 def test_default_collate_uses_it(table: dict[Any, Any], pair: Pair) -> None:
