@@ -215,7 +215,8 @@ def decode_for_worker(frame: bytes) -> Task | Epoch | Stop:
         kind = fields[1]
         if kind == _TASK:
             _, _, epoch, seq, attempt, index, *blocks = fields
-            return Task(epoch, seq, attempt, index, *(tuple(map(tuple, extents)) for extents in blocks))
+            grants, promises, space = (tuple(map(tuple, extents)) for extents in blocks)
+            return Task(epoch, seq, attempt, index, grants, promises, space)
         if kind == _EPOCH:
             return Epoch(*fields[2:])
         if kind == _STOP:

@@ -170,13 +170,18 @@ class Unpacker:
         return Handle(handle.spec_id, spec, handle.values, handle.parcel, handle.places)
 
     def blocks(self, handle: Handle) -> tuple[list[int], list[int]]:
-        """Offsets of the blocks that the batch will have leases on, and of those that are copied out."""
+        """Offsets of the blocks that the batch will have leases on, and of those that are copied out.
+
+        Raises:
+            ProtocolError: the handle does not fit its spec, or the arena.
+        """
+        self._check(handle.spec, handle)
         offsets = [offset for offset, _, _ in handle.places]
         copied = len(offsets) - len(handle.spec.large)
         return offsets[copied:], offsets[:copied]
 
     def unpack(self, handle: Handle) -> Any:
-        """Put a batch together.
+        """Put a batch together, whose handle has passed `blocks`.
 
         Raises:
             ProtocolError: the handle does not fit its spec.
@@ -184,7 +189,6 @@ class Unpacker:
         """
         spec: Spec = handle.spec
         places = handle.places
-        self._check(spec, handle)
         leaves: list[Any] = [None] * len(spec.leaves)
         pickled = b""
         if len(places) == len(spec.large):

@@ -39,7 +39,9 @@ def handle_of(pair: Pair, batch: Any) -> Handle:
 
 
 def receive(pair: Pair, handle: Handle) -> Any:
-    return pair.unpacker.unpack(pair.unpacker.learn(0, handle))
+    learned = pair.unpacker.learn(0, handle)
+    pair.unpacker.blocks(learned)
+    return pair.unpacker.unpack(learned)
 
 
 def test_a_spec_is_sent_once(pair: Pair) -> None:
