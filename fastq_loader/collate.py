@@ -65,14 +65,17 @@ def stack_arrays(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         and collate_fn_map.get(torch.Tensor) is stack_tensors  # else tensors are the user's business
         and first.dtype.str in _TORCH_TYPES
         and first.size
-        and all(type(array) is np.ndarray for array in batch)
-        and all(array.dtype == first.dtype and array.shape == first.shape for array in batch)
+        and {(type(array), array.dtype, array.shape) for array in batch} == {_kind_of(first)}
     ):
         shape = (len(batch), *first.shape)
         out = out_array(shape, first.dtype)
         return torch.from_numpy(np.stack(batch, out=np.empty(shape, first.dtype) if out is None else out))
     stacked: torch.Tensor = torch_arrays(batch, collate_fn_map=collate_fn_map)
     return stacked
+
+
+def _kind_of(array: np.ndarray[Any, Any]) -> tuple[type, np.dtype[Any], tuple[int, ...]]:
+    return np.ndarray, array.dtype, array.shape
 
 
 torch_arrays = torch_collate.collate_numpy_array_fn

@@ -222,9 +222,9 @@ class _Worker:
 
     def _look_ahead(self) -> bool:
         """Read what has come, and wait while there is no task; False: stop."""
-        if self._tasks and self._quick:  # looking would take as long as loading what may be stale
-            return True
         while True:
+            if self._tasks and self._quick:  # looking takes as long as loading what may be stale
+                return True
             message = self._socket.receive(block=not self._tasks)
             if message is None:
                 return True
