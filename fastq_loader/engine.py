@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from fastq_loader import process_id
 from fastq_loader.errors import IteratorInvalid
-from fastq_loader.loop import EventLoop, Woken
+from fastq_loader.loop import EventLoop, Failed, Woken
 from fastq_loader.processes import Plan
 from fastq_loader.statistics import Counters
 
@@ -92,11 +92,16 @@ class Engine:
     def _enter(self, call: Callable[[EventLoop], T]) -> T:
         with self._lock:
             loop = self._check_usable()
+            failure: BaseException | None = None
             self._inside = True
             try:
                 return call(loop)
             except Woken:
                 pass
+            except Failed as failed:
+                failure = failed.error
+                if loop.fatal is not None:
+                    self.failed, self.closed = True, loop.fatal
             except Exception as error:
                 if not loop.orderly:  # ours, not the user's: what was in hand is lost
                     self.failed, self.closed = True, f"an internal error ended it: {error!r}"
@@ -111,7 +116,10 @@ class Engine:
                 self._inside = False
                 if self.closed is not None and self.closed != _EXITING:
                     self._shut_down()
-            raise self._ended()
+            try:
+                raise self._ended() if failure is None else failure
+            finally:
+                del failure  # it holds this frame by its traceback
 
     def _check_usable(self) -> EventLoop:
         if self._pid != process_id.current():

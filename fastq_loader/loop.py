@@ -47,6 +47,17 @@ class Woken(Exception):
     """`wake` was called: the engine is closing."""
 
 
+class Failed(Exception):
+    """The next thing to hand out is `error`, which user code raised.
+
+    The engine raises it, outside of the loop's frames: they look at it, and in its traceback they would
+    make a cycle that keeps the loop and its memory until the garbage collector comes.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
 class EventLoop:
     """One pool of workers, from their start to their end.
 
@@ -126,7 +137,7 @@ class EventLoop:
             WorkerDied: a worker died before it answered.
             LoaderTimeout: no message came within the timeout; the next call waits again.
             Woken: the engine is closing.
-            Exception: what the user's code raised at this place.
+            Failed: user code raised at this place.
         """
         self.orderly = False
         self._hear_releases()
@@ -173,7 +184,7 @@ class EventLoop:
         answer = deliver.answer
         if answer is None:
             assert deliver.error is not None
-            raise deliver.error
+            raise Failed(deliver.error)
         handle = answer.handle
         assert handle is not None
         if answer.outcome != BATCH:
@@ -198,8 +209,9 @@ class EventLoop:
             # torch's worker goes on after a failed worker_init_fn, and fails at every batch.
             self.fatal = f"worker {deliver.worker} could not start: {error!r}"
         if isinstance(error, StopIteration):  # out of next() it would end the epoch without a word
-            raise RuntimeError(f"a worker raised StopIteration: {error}") from error
-        raise error
+            stopped, error = error, RuntimeError(f"a worker raised StopIteration: {error}")
+            error.__cause__ = stopped
+        raise Failed(error)
 
     def _break(self, lost: Break) -> NoReturn:
         worker, pid = lost.worker, self._pool.pid(lost.worker)

@@ -5,12 +5,14 @@ Each test is a defect that a review found once, or the guard against it.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -368,6 +370,46 @@ def test_batches_that_cannot_be_unpickled_leave_no_blocks_behind() -> None:
         assert loader.statistics().blocks_in_use <= 4
     assert failures == 50
     loader.close()
+
+
+class Missing:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 2:
+            raise FileNotFoundError(2, "no such image", "2.jpg")
+        return torch.zeros(LARGE)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_error_that_was_handled_keeps_no_memory(persistent: bool) -> None:
+    """Without the garbage collector: an error must not be in a cycle with the loop that raised it."""
+    gc.collect()
+    gc.disable()
+    try:
+        loader = DataLoader(Missing(), batch_size=None, num_workers=1, persistent_workers=persistent)
+        batches = iter(loader)
+        for _ in range(2):
+            next(batches)
+        with pytest.raises(FileNotFoundError) as caught:
+            next(batches)
+        assert caught.value.filename == "2.jpg"
+        assert len(list(batches)) == 1
+        loader.close()
+        del caught, batches, loader
+        assert not [name for name in descriptors() if "memfd:fastq_loader" in name]
+    finally:
+        gc.enable()
+
+
+def descriptors() -> list[str]:
+    """What the descriptors of this process lead to."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return found
 
 
 def stop(worker: int) -> None:
