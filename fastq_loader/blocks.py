@@ -258,6 +258,10 @@ class BlockLedger:
 
     # ---- invariants ---------------------------------------------------------------------------
 
+    def filled(self) -> list[int]:
+        """Offsets of the blocks of batches that wait to be delivered, ascending."""
+        return sorted(offset for offset, block in self._blocks.items() if block.state == FILLED)
+
     def states(self) -> dict[int, str]:
         """The state of every block by offset, for tests and error texts."""
         return {offset: block.state for offset, block in self._blocks.items()}

@@ -68,9 +68,13 @@ class ReorderRing(Generic[T]):
         self.head += 1
         return item
 
+    def items(self) -> list[T]:
+        """What is in the ring, in no particular order."""
+        return [item for item in self._slots if item is not _EMPTY]
+
     def drain(self) -> list[T]:
         """Empty the ring without moving its head; returns what was in it."""
-        items = [item for item in self._slots if item is not _EMPTY]
+        items = self.items()
         self._slots = [_EMPTY] * self.capacity
         self._filled = 0
         return items

@@ -362,6 +362,10 @@ class Scheduler:
                 assert owed != (seq in arrived), f"batch {seq} will never be answered, or twice"
         ready = sum(batch.state == READY for batch in batches.values())
         assert ready == len(ring) + len(failed), "a ready batch is not in the ring"
+        waiting = [e.answer for e in self._inbox if type(e) is Arrived]
+        waiting += [answer for answer, _ in ring.items() if answer is not None]
+        filled = sorted(offset for answer in waiting for offset, _ in answer.used)
+        assert filled == self.ledger.filled(), "a filled block belongs to no batch that waits"
         for worker in range(self.workers):
             mine = sum(batch.worker == worker for batch in batches.values())
             assert self._states[worker] in _EXHAUSTED or self._undelivered[worker] == mine

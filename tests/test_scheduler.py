@@ -275,6 +275,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert deliver.error.args == (index,), "an error at another batch's place"
             return
         assert (deliver.answer.epoch, deliver.answer.seq) == (self.epoch, seq)
+        assert deliver.answer.outcome in (BATCH, ERROR, BROKEN), "there is nothing to hand out"
         assert deliver.worker == self.owner[seq]
         offsets = [offset for offset, _ in deliver.answer.used]
         if deliver.answer.outcome == BATCH and keep:
