@@ -1,8 +1,8 @@
 """A drop-in replacement for torch's DataLoader: `from fastq_loader import DataLoader`.
 
 The way of a batch, and the module of each station: `loader` (arguments) → `iterator` → `engine` (the gate) →
-`loop` (the event loop) → `processes` → `worker` → `fetch` and `collate` → `packing` → `allocator` and `arena` (shared
-memory) → `transport` → `messages` → `scheduler` with `ring` and `blocks` → `unpacking`.
+`loop` (the event loop) → `processes` → `worker` → `fetch` and `collate` → `packing` → `allocator` and
+`arena` (shared memory) → `transport` → `messages` → `scheduler` with `ring` and `blocks` → `unpacking`.
 """
 
 from fastq_loader.allocator import empty
