@@ -137,11 +137,6 @@ def _packb(fields: tuple[Any, ...]) -> bytes:
     return frame
 
 
-def is_plain(value: Any) -> bool:
-    """Whether msgpack gives `value` back with its exact type (integers up to 64 bits, see `packs`)."""
-    return type(value) in _PLAIN
-
-
 def packs(value: int) -> bool:
     """Whether an int fits msgpack's 64 bits."""
     return -(1 << 63) <= value < (1 << 64)

@@ -143,9 +143,6 @@ class WorkerPool:
         assert pid is not None, "the process was started"
         return pid
 
-    def has_ended(self, worker: int) -> bool:
-        return bool(_readable([self._descriptors[worker]], 0))
-
     def stacks(self, worker: int) -> str:
         """The Python stacks of a worker as it writes them now, whatever it is doing."""
         with contextlib.suppress(ProcessLookupError):

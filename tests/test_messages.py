@@ -29,7 +29,6 @@ from fastq_loader.messages import (
     decode_for_consumer,
     decode_for_worker,
     encode,
-    is_plain,
     load_index,
     packs,
     plain_index,
@@ -226,14 +225,12 @@ def test_plain_indices_travel_without_a_pickle(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("value", [0, True, None, "a", b"a", 0.5])
 def test_plain_values(value: Any) -> None:
-    assert is_plain(value)
     assert plain_index(value)
     assert plain_index([value])
 
 
 @pytest.mark.parametrize("value", [np.int64(1), (1,), {1}, slice(1), np.float64(1), bytearray()])
 def test_values_that_are_not_plain(value: Any) -> None:
-    assert not is_plain(value)
     assert not plain_index(value)
     assert not plain_index([value])
 
