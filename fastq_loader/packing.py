@@ -154,13 +154,13 @@ class Packer:
                 places.append(self._place_large(start, end, used))
             else:
                 small.append((start, size))
-                parcel_bytes += -(-size // ALIGNMENT) * ALIGNMENT
+                parcel_bytes += aligned(size)
         parcel = None
         if pickled is not None or parcel_bytes > INLINE:
             # Pickled bytes never travel through a socket, however few they are (design, rule 10).
             places.insert(0, self._fill_block(small, parcel_bytes, pickled, used))
         elif small:
-            parcel = _gather(small, parcel_bytes)
+            parcel = _gather(small)
         key = (tree, metas, sizes)
         spec_id = self._specs.get(key)
         spec = None
@@ -204,18 +204,19 @@ class Packer:
         at = offset
         for start, nbytes in small:
             self._allocator.write(at, start, nbytes)
-            at += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            at += aligned(nbytes)
         self._allocator.mapping.memory[at : at + len(data)] = data
         used.insert(0, (offset, max(total, 1)))
         return offset, size, total
 
 
-def _gather(small: list[tuple[int, int]], parcel_bytes: int) -> bytes:
-    parts = []
-    for start, nbytes in small:
-        parts.append(ctypes.string_at(start, nbytes))
-        parts.append(bytes(-nbytes % ALIGNMENT))
-    return b"".join(parts)
+def aligned(nbytes: int) -> int:
+    """Bytes that a small place takes up in a parcel; both sides count with it."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _gather(small: list[tuple[int, int]]) -> bytes:
+    return b"".join(ctypes.string_at(start, nbytes).ljust(aligned(nbytes), b"\0") for start, nbytes in small)
 
 
 # ---- extents ----------------------------------------------------------------------------------------

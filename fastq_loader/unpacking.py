@@ -21,7 +21,7 @@ from fastq_loader.arena import Arena
 from fastq_loader.blocks import SMALLEST
 from fastq_loader.errors import ProtocolError
 from fastq_loader.messages import Handle
-from fastq_loader.packing import ALIGNMENT, SPECS, contiguous_strides
+from fastq_loader.packing import SPECS, aligned, contiguous_strides
 
 
 class _Leaf:
@@ -85,7 +85,7 @@ class Spec:
         for place, size in enumerate(self.sizes):
             if size < SMALLEST:
                 self.small.append((place, self.parcel_bytes, size))
-                self.parcel_bytes += -(-size // ALIGNMENT) * ALIGNMENT
+                self.parcel_bytes += aligned(size)
         self.nbytes: int = sum(self.sizes)
         self.objects = self.values = 0
         self.build = self._compile(tree)
