@@ -405,6 +405,19 @@ def test_a_batch_that_came_early_waits_for_the_ones_before_it() -> None:
     assert [d.seq for d in delivered if isinstance(d, Deliver)] == [0, 1]
 
 
+def test_what_a_worker_skipped_may_come_before_its_end_was_looked_at() -> None:
+    scheduler, sends = started(in_order=False)
+    scheduler.handle(answer(sends[0], ENDED))
+    scheduler.handle(answer(sends[2], SKIPPED))
+    scheduler.check()
+    scheduler.handle(answer(sends[1]))
+    assert scheduler.handle(Wanted()) == [Draw()]  # for the end
+    delivered = scheduler.handle(Wanted())[-1]
+    assert isinstance(delivered, Deliver)
+    assert delivered.seq == 1
+    scheduler.check()
+
+
 def test_out_of_order_hands_out_what_came() -> None:
     scheduler, sends = started(in_order=False)
     scheduler.handle(answer(sends[3]))
