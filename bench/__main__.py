@@ -14,11 +14,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import machine, report
+from bench import files, machine, report
+from bench.batches import nbytes
 from bench.measure import measure_rates
 from bench.memory import peak_memory
 from bench.peers import PEERS, LoaderSettings, peer_class
-from bench.results import PeerResult, WorkloadResult
+from bench.results import PeerResult, Results, WorkloadResult
 from bench.workloads import Workload, all_workloads
 
 WORKLOADS = all_workloads()
@@ -93,8 +94,18 @@ def run_workload(
     rates = measure_rates(
         PEERS, load, workload.new_step, settings, arguments.blocks, arguments.seconds, tick=tick
     )
-    peers = {name: PeerResult(rates[name], memory[name]) for name in PEERS}
-    return WorkloadResult(workload.name, workload.description, load.batch_size, load.batch_bytes(), peers)
+    peers = {name: PeerResult(name, rates[name], peak=memory[name]) for name in PEERS}
+    return WorkloadResult(
+        workload.name,
+        workload.description,
+        load.batch_size,
+        nbytes(load.first_batches(1)[0]),
+        workload.transport_bound,
+        settings.num_workers,
+        settings.start_method,
+        [],
+        peers,
+    )
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> list[WorkloadResult]:
@@ -147,7 +158,7 @@ def main() -> int:
     output.print(report.LEGEND, highlight=False, soft_wrap=True)
     if arguments.json:
         given = asdict(_settings(arguments)) | {"blocks": arguments.blocks, "seconds": arguments.seconds}
-        report.write_json(arguments.json, given, here, results)
+        files.write(arguments.json, Results(given, here, results))
     return 0
 
 

@@ -20,29 +20,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-
+from bench.batches import touch
 from bench.machine import use_one_thread
 from bench.peers import LoaderSettings, Peer, peer_class
 from bench.proc import machine_shmem, tree_pss
-from bench.workloads import Step, all_workloads
+from bench.results import Peak
+from bench.workloads import Step, find_workload
 
 SAMPLING_S = 1.2
 INTERVAL_S = 0.04  # reading one process's rollup takes milliseconds: much shorter would slow the loader
 STARTING_S = 120.0  # many spawned workers that each import torch on few cores
 STOPPING_S = 30.0
-PAGE = 4096
 _STEADY = "steady\n"
 
 
-def peak_memory(workload: str, peer: str, folder: Path, settings: LoaderSettings) -> dict[str, int]:
-    """Run the peer in a process of its own; the sample with the highest PSS, in bytes.
-
-    `Shmem` in it is the machine's highest shared memory, less what it was before.
-    """
+def peak_memory(workload: str, peer: str, folder: Path, settings: LoaderSettings) -> Peak:
+    """Run the peer in a process of its own; what it held at its peak."""
     command = [sys.executable, "-m", "bench.memory", workload, peer, str(folder)]
     command += [str(settings.num_workers), settings.start_method]
     before = machine_shmem()
@@ -71,8 +65,16 @@ def peak_memory(workload: str, peer: str, folder: Path, settings: LoaderSettings
             f"memory of peer {peer!r} on workload {workload!r}: its process ended with {child.returncode} "
             f"after {len(samples)} samples"
         )
-    shared = max(sample["Shmem"] for sample in samples)
-    return {**max(samples, key=lambda sample: sample["Pss"]), "Shmem": shared}
+    highest = max(samples, key=lambda sample: sample["Pss"])
+    return Peak(
+        pss=highest["Pss"],
+        pss_anon=highest["Pss_Anon"],
+        pss_file=highest["Pss_File"],
+        pss_shmem=highest["Pss_Shmem"],
+        shmem=max(sample["Shmem"] for sample in samples),
+        consumer_descriptors=0,
+        worker_descriptors=0,
+    )
 
 
 def main() -> None:
@@ -85,7 +87,7 @@ def main() -> None:
     parser.add_argument("start_method")
     arguments = parser.parse_args()
     use_one_thread()
-    workload = all_workloads()[arguments.workload]
+    workload = find_workload(arguments.workload)
     settings = LoaderSettings(arguments.workers, arguments.start_method)
     peer = peer_class(arguments.peer)(workload.build(arguments.folder), settings)
     try:
@@ -106,20 +108,6 @@ def _iterate(peer: Peer, step: Step) -> None:
                 print(_STEADY, end="", flush=True)
             if select.select([sys.stdin], [], [], 0)[0]:
                 return
-
-
-def touch(batch: Any) -> None:
-    """Read one byte of every page of the tensors and arrays in a batch."""
-    if isinstance(batch, (torch.Tensor, np.ndarray)):
-        flat = torch.as_tensor(batch).reshape(-1)
-        if flat.numel():
-            flat.view(torch.uint8)[::PAGE].max()
-    elif isinstance(batch, dict):
-        for part in batch.values():
-            touch(part)
-    elif isinstance(batch, (list, tuple)):
-        for part in batch:
-            touch(part)
 
 
 if __name__ == "__main__":

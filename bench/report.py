@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.peers import BASELINE
-from bench.results import Spread, WorkloadResult, rate, rate_ratio, within_noise
+from bench.results import BASELINE, Spread, WorkloadResult, rate, rate_ratio, within_noise
 
 PIPED_WIDTH = 130  # rich assumes 80 columns when there is no terminal, and the table is wider
 RATIO_WIDTH = len("10.00 (10.00-10.00) within noise")  # on one line, also where other columns have to fold
@@ -53,28 +49,21 @@ def table(results: Sequence[WorkloadResult]) -> Table:
     for result in results:
         baseline = result.peers[BASELINE]
         for name, peer in result.peers.items():
-            memory = peer.peak_memory["Pss"]
+            memory, base = peer.peak, baseline.peak
+            assert memory is not None
+            assert base is not None
             grid.add_row(
                 result.name,
                 _bytes(result.batch_bytes),
                 name,
                 _spread(rate(peer.blocks)),
                 "" if name == BASELINE else _ratio(rate_ratio(peer.blocks, baseline.blocks)),
-                f"{memory / 1e6:,.0f}",
-                "" if name == BASELINE else f"{memory / baseline.peak_memory['Pss']:.2f}",
-                f"{max(peer.peak_memory['Shmem'], 0) / 1e6:,.0f}",
+                f"{memory.pss / 1e6:,.0f}",
+                "" if name == BASELINE else f"{memory.pss / base.pss:.2f}",
+                f"{max(memory.shmem, 0) / 1e6:,.0f}",
             )
         grid.add_section()
     return grid
-
-
-def write_json(
-    path: Path, arguments: dict[str, Any], machine: dict[str, Any], results: Sequence[WorkloadResult]
-) -> None:
-    """Every raw figure, so that others can be drawn from them later."""
-    workloads = [asdict(result) for result in results]
-    content = {"arguments": arguments, "machine": machine, "workloads": workloads}
-    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _spread(spread: Spread) -> str:
@@ -87,5 +76,5 @@ def _ratio(ratio: Spread) -> str:
     return f"{text} within noise" if within_noise(ratio) else text
 
 
-def _bytes(count: int) -> str:
+def _bytes(count: float) -> str:
     return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"

@@ -14,9 +14,6 @@ from typing import Any, ClassVar
 
 from bench.workloads import Load
 
-# Ratios are taken to this peer.
-BASELINE = "torch"
-
 _MODULES = {
     "torch": "torch_loader",
     "fastq_loader": "fastq",

@@ -6,42 +6,112 @@ batch size and an order, and each peer turns these into its own arguments.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset, default_collate
+import torch
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, default_collate
 
 Step = Callable[[Any], None]
+Collate = Callable[[Any], Any]
+Loop = Callable[[], Iterator[Any]]
 
 # Longer than any run: 20,000 batches of 64 a second would take 14 minutes to end the epoch. A sequential
 # sampler over it is a `range`, which costs nothing to start.
 ENDLESS = 1 << 30
 
+_SIZED = re.compile(r"bytes_(\d+)")
+
 
 @dataclass(frozen=True)
 class Load:
-    """A dataset and how it is to be batched, the same for every peer."""
+    """A dataset and how it is to be batched, the same for every peer.
+
+    Attributes:
+        dataset: map-style (with `__getitems__` if it likes), or an `IterableDataset` that takes its share by
+            `torch.utils.data.get_worker_info()`, and does not end.
+        batch_size: samples in a batch.
+        shuffle: map-style only; the order is drawn anew in every epoch.
+        collate_fn: the user's; None is torch's default.
+        batches: whole batches in an epoch; None is what the dataset's length gives. Map-style only.
+    """
 
     dataset: Dataset[Any]
     batch_size: int
     shuffle: bool = False
+    collate_fn: Collate | None = None
+    batches: int | None = None
 
-    def batch_bytes(self) -> int:
-        """Bytes of all tensors in the first batch, collated as torch does."""
-        return _tensor_bytes(default_collate([self.dataset[index] for index in range(self.batch_size)]))
+    @property
+    def iterable(self) -> bool:
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def collate(self) -> Collate:
+        """What makes a batch of a list of samples."""
+        return self.collate_fn or default_collate
+
+    def shortened(self, batches: int) -> Load:
+        """The same with epochs of so many batches."""
+        return replace(self, batches=batches)
+
+    def sampler(self) -> Sequence[int] | RandomSampler | None:
+        """A new source of indices; two of them yield the same ones. None for an iterable dataset."""
+        if self.iterable:
+            return None
+        samples = len(self.dataset) if self.batches is None else self.batches * self.batch_size  # type: ignore[arg-type]
+        if not self.shuffle:
+            return range(samples)
+        return RandomSampler(
+            self.dataset,  # type: ignore[arg-type]
+            num_samples=samples,
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    def index_batches(self) -> Iterator[list[int]]:
+        """The index lists of one epoch, whole batches only."""
+        sampler = self.sampler()
+        assert sampler is not None, "an iterable dataset has no indices"
+        return whole_batches(sampler, self.batch_size)
+
+    def fetch(self, indices: list[int]) -> Any:
+        """The samples of a batch, asked for as torch asks."""
+        if getattr(self.dataset, "__getitems__", None):
+            return self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+        return [self.dataset[index] for index in indices]
+
+    def first_batches(self, count: int) -> list[Any]:
+        """The first batches of an epoch, made here without any loader."""
+        if self.iterable:
+            pieces: Iterable[Any] = whole_batches(self.dataset, self.batch_size)  # type: ignore[arg-type]
+        else:
+            pieces = map(self.fetch, self.index_batches())
+        return [self.collate(samples) for samples, _ in zip(pieces, range(count), strict=False)]
+
+
+def whole_batches(items: Iterable[Any], batch_size: int) -> Iterator[list[Any]]:
+    """Lists of `batch_size` items; what is left over at the end is dropped."""
+    pieces = [iter(items)] * batch_size
+    return (list(piece) for piece in zip(*pieces, strict=False))
 
 
 class Workload(ABC):
     """One kind of data to load.
 
-    Datasets are classes at the top level of their module, so that spawned workers can import them.
+    Datasets and collate functions are classes and functions at the top level of their module, so that
+    spawned workers can import them.
     """
 
     name: str
     description: str
+    transport_bound: bool = False
+    """Making a batch costs little beside getting it to the consumer."""
+    random: bool = False
+    """Samples depend on random generators, so that two loaders' batches have equal shapes only."""
 
     def prepare(self, folder: Path) -> None:  # noqa: B027 - most workloads need no files
         """Write the files that the dataset reads into `folder`: once a run, before any `build`."""
@@ -54,17 +124,16 @@ class Workload(ABC):
         """A function to call with every batch. One for each peer, so that each trains a model of its own."""
         return _no_step
 
+    def loops(self, load: Load) -> Mapping[str, Loop]:
+        """Ways to make these batches by hand, without any loader: name → a function that begins an epoch.
+
+        They are measured as peers beside the loaders, and have to give the same batches.
+        """
+        return {}
+
 
 def _no_step(batch: Any) -> None:
     """Take the batch and do nothing: the loader alone is timed."""
-
-
-def _tensor_bytes(batch: Any) -> int:
-    if isinstance(batch, dict):
-        return sum(_tensor_bytes(value) for value in batch.values())
-    if isinstance(batch, (list, tuple)):
-        return sum(_tensor_bytes(value) for value in batch)
-    return int(batch.nbytes)
 
 
 def all_workloads() -> dict[str, Workload]:
@@ -81,3 +150,21 @@ def all_workloads() -> dict[str, Workload]:
         tokens.Tokens(),
     )
     return {workload.name: workload for workload in workloads}
+
+
+def sized_workload(batch_bytes: int) -> Workload:
+    """The workload of the bytes axis: batches of that many bytes, named `bytes_<batch_bytes>`."""
+    from bench.workloads.sized import Sized
+
+    return Sized(batch_bytes)
+
+
+def find_workload(name: str) -> Workload:
+    """The workload of that name, sized ones included.
+
+    Raises:
+        KeyError: there is none.
+    """
+    if sized := _SIZED.fullmatch(name):
+        return sized_workload(int(sized[1]))
+    return all_workloads()[name]
