@@ -139,15 +139,36 @@ def _no_step(batch: Any) -> None:
 def all_workloads() -> dict[str, Workload]:
     """Every workload by name, in the order of the report."""
     # Imported here because the modules themselves import the protocol above.
-    from bench.workloads import csv_table, jpeg, large, rows, tokens
+    from bench.workloads import (
+        csv_table,
+        fields,
+        heavy_tail,
+        jpeg,
+        large,
+        objects,
+        ragged,
+        rows,
+        stream,
+        tensor_files,
+        tokens,
+        vectorised,
+    )
 
     workloads: tuple[Workload, ...] = (
         jpeg.Jpeg(),
+        jpeg.JpegAugment(),
+        tensor_files.TensorFile(),
         csv_table.CsvTable(),
         large.LARGE_U8,
         large.LARGE_F32,
         rows.Rows(),
         tokens.Tokens(),
+        fields.Fields(),
+        objects.Objects(),
+        vectorised.Vectorised(),
+        ragged.Ragged(),
+        stream.Stream(),
+        heavy_tail.HeavyTail(),
     )
     return {workload.name: workload for workload in workloads}
 

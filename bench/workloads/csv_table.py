@@ -15,10 +15,10 @@ from torch.utils.data import Dataset
 
 from bench.workloads import Load, Step, Workload
 
-# A shuffling sampler lists the whole epoch when it starts, so this one is long but not endless: 512 passes
-# over 442 patients are 3,536 whole batches of 64, and a list of 226,304 integers.
-PASSES = 512
 BATCH = 64
+BATCHES = (
+    3536  # in an epoch, which are 512 passes over 442 patients: six would be over before they can be timed
+)
 
 
 class CsvTable(Workload):
@@ -36,7 +36,7 @@ class CsvTable(Workload):
             writer.writerows([*row, target] for row, target in zip(table.data, table.target, strict=True))
 
     def build(self, folder: Path) -> Load:
-        return Load(CsvRows(folder / "diabetes.csv"), batch_size=BATCH, shuffle=True)
+        return Load(CsvRows(folder / "diabetes.csv"), batch_size=BATCH, shuffle=True, batches=BATCHES)
 
     def new_step(self) -> Step:
         return TrainingStep()
@@ -54,11 +54,10 @@ class CsvRows(Dataset[tuple[Tensor, Tensor]]):
         self.features, self.targets = table[:, :-1].contiguous(), table[:, -1].contiguous()
 
     def __len__(self) -> int:
-        return PASSES * len(self.targets)
+        return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        which = index % len(self.targets)
-        return self.features[which], self.targets[which]
+        return self.features[index], self.targets[index]
 
 
 class TrainingStep:

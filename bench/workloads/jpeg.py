@@ -1,11 +1,13 @@
 """Decoding real JPEG files: bound by the dataset, as image training usually is.
 
-The files are crops of the two photographs that ship within scikit-learn, so that nothing is downloaded. The
-dataset is the usual first half of an image pipeline: open, decode, random crop, random flip, uint8 CHW.
+The files are crops of the two photographs that ship within scikit-learn, so that nothing is downloaded.
+`jpeg` stops at bytes, for models that normalise on the device; `jpeg_augment` is the usual ImageNet recipe to
+the end, whose batches are four times as large.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,15 @@ CROP = 224  # the input size of the ImageNet models
 FILES = 384
 SMALLEST, LARGEST = 256, 420  # sides of a file in pixels: the photographs are 640x427
 QUALITY = 90
+BATCH = 32
+
+# Of the photographs of ImageNet, as everybody uses them.
+MEAN = torch.tensor([0.485, 0.456, 0.406]).reshape(3, 1, 1)
+STD = torch.tensor([0.229, 0.224, 0.225]).reshape(3, 1, 1)
+
+# torchvision's RandomResizedCrop: share of the area, and width over height.
+AREA = (0.08, 1.0)
+RATIO = (3 / 4, 4 / 3)
 
 
 class JpegFolder(Dataset[tuple[Tensor, int]]):
@@ -35,36 +46,83 @@ class JpegFolder(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         which = index % len(self.paths)
         with Image.open(self.paths[which]) as file:
-            image = file.convert("RGB")
-        # torch's generator, because a loader seeds it in each worker.
-        left = int(torch.randint(image.width - CROP + 1, ()))
-        top = int(torch.randint(image.height - CROP + 1, ()))
-        image = image.crop((left, top, left + CROP, top + CROP))
+            image = self.cut(file.convert("RGB"))
         if torch.rand(()) < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         pixels = torch.from_numpy(np.array(image))
-        return pixels.permute(2, 0, 1).contiguous(), self.labels[which]
+        return self.finish(pixels.permute(2, 0, 1)), self.labels[which]
+
+    def cut(self, image: Image.Image) -> Image.Image:
+        """A random 224x224 crop, not scaled."""
+        # torch's generator, because a loader seeds it in each worker.
+        left = int(torch.randint(image.width - CROP + 1, ()))
+        top = int(torch.randint(image.height - CROP + 1, ()))
+        return image.crop((left, top, left + CROP, top + CROP))
+
+    def finish(self, pixels: Tensor) -> Tensor:
+        """Make uint8[3, 224, 224] of whatever strides into what the sample holds."""
+        return pixels.contiguous()
+
+
+class AugmentedJpegs(JpegFolder):
+    """`dataset[i]` is (float32[3, 224, 224], label): a random crop scaled to size, flipped, normalised."""
+
+    def cut(self, image: Image.Image) -> Image.Image:
+        """A random part, its area and aspect ratio drawn as torchvision draws them, scaled to 224x224."""
+        area = image.width * image.height * _uniform(*AREA)
+        ratio = math.exp(_uniform(math.log(RATIO[0]), math.log(RATIO[1])))
+        width = min(round(math.sqrt(area * ratio)), image.width)
+        height = min(round(math.sqrt(area / ratio)), image.height)
+        left = int(torch.randint(image.width - width + 1, ()))
+        top = int(torch.randint(image.height - height + 1, ()))
+        box = (left, top, left + width, top + height)
+        return image.resize((CROP, CROP), Image.Resampling.BILINEAR, box=box)
+
+    def finish(self, pixels: Tensor) -> Tensor:
+        return pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255).sub_(MEAN).div_(STD)
+
+
+def _uniform(low: float, high: float) -> float:
+    return low + (high - low) * float(torch.rand(()))
+
+
+def write_photographs(folder: Path) -> None:
+    """Write the JPEG files, named `<number>_<photograph>.jpg`, into a folder that is made."""
+    # Imported late: only the process that writes the files pays for scikit-learn.
+    from sklearn.datasets import load_sample_images
+
+    photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
+    random = np.random.default_rng(0)
+    folder.mkdir()
+    for number in range(FILES):
+        label = number % len(photographs)
+        photograph = photographs[label]
+        width, height = (int(side) for side in random.integers(SMALLEST, LARGEST, size=2, endpoint=True))
+        left = int(random.integers(photograph.width - width, endpoint=True))
+        top = int(random.integers(photograph.height - height, endpoint=True))
+        crop = photograph.crop((left, top, left + width, top + height))
+        crop.save(folder / f"{number:04d}_{label}.jpg", quality=QUALITY)
 
 
 class Jpeg(Workload):
     name = "jpeg"
     description = "32 JPEG photographs decoded with pillow, random 224x224 crop and flip, uint8"
+    random = True
 
     def prepare(self, folder: Path) -> None:
-        # Imported late: only the process that writes the files pays for scikit-learn.
-        from sklearn.datasets import load_sample_images
-
-        photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
-        random = np.random.default_rng(0)
-        (folder / self.name).mkdir()
-        for number in range(FILES):
-            label = number % len(photographs)
-            photograph = photographs[label]
-            width, height = (int(side) for side in random.integers(SMALLEST, LARGEST, size=2, endpoint=True))
-            left = int(random.integers(photograph.width - width, endpoint=True))
-            top = int(random.integers(photograph.height - height, endpoint=True))
-            crop = photograph.crop((left, top, left + width, top + height))
-            crop.save(folder / self.name / f"{number:04d}_{label}.jpg", quality=QUALITY)
+        write_photographs(folder / self.name)
 
     def build(self, folder: Path) -> Load:
-        return Load(JpegFolder(folder / self.name), batch_size=32)
+        return Load(JpegFolder(folder / self.name), batch_size=BATCH)
+
+
+class JpegAugment(Workload):
+    name = "jpeg_augment"
+    description = "32 JPEG photographs, random crop scaled to 224x224, flip, float32, normalised"
+    random = True
+
+    def prepare(self, folder: Path) -> None:
+        write_photographs(folder / self.name)
+
+    def build(self, folder: Path) -> Load:
+        return Load(AugmentedJpegs(folder / self.name), batch_size=BATCH)

@@ -29,6 +29,8 @@ class Images(Dataset[Tensor]):
 
 
 class Large(Workload):
+    transport_bound = True
+
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
         self.description = f"64 ready-made 3x224x224 images, {str(dtype).removeprefix('torch.')}"

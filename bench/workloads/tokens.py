@@ -34,6 +34,7 @@ class Sequences(Dataset[dict[str, npt.NDArray[np.int64]]]):
 class Tokens(Workload):
     name = "tokens"
     description = "8 dicts of 4096 tokens and 4096 labels, int64 numpy arrays"
+    transport_bound = True
 
     def build(self, folder: Path) -> Load:
         return Load(Sequences(), batch_size=8)
