@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.results import BASELINE, Block, PeerResult, Results, Spread, WorkloadResult, cpu, rate, rate_ratio
+from bench.words import number, size, worker_count
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -75,7 +76,7 @@ def pictures(results: Results) -> list[Picture]:
     """What there is to draw, in the order of the README."""
     found = []
     for workers, rows in by_number_of_workers(results.workloads).items():
-        run = f"{workers} workers, {rows[0].start_method}"
+        run = f"{worker_count(workers)}, {rows[0].start_method}"
         found += [
             Picture(
                 f"ratio-{workers}-workers.png",
@@ -84,12 +85,12 @@ def pictures(results: Results) -> list[Picture]:
             ),
             Picture(
                 f"ceiling-{workers}-workers.png",
-                f"Batches per second, as a share of what {workers} processes make without transport ({run})",
+                f"Batches per second, as a share of what the same processes make without transport ({run})",
                 partial(_panels, rows, _ceiling_bars, "% of the ceiling", None, " %"),
             ),
         ]
     if results.by_bytes:
-        run = f"{results.by_bytes[0].num_workers} workers, {results.by_bytes[0].start_method}"
+        run = f"{worker_count(results.by_bytes[0].num_workers)}, {results.by_bytes[0].start_method}"
         found.append(
             Picture(
                 "bytes.png",
@@ -156,7 +157,8 @@ def colour(peer: str) -> str:
 
 def _ratio_bars(row: WorkloadResult) -> list[Bar]:
     others = {name: peer for name, peer in row.peers.items() if name != BASELINE}
-    return _bars(others, row.peers[BASELINE].blocks, scale=1)
+    baseline = row.peers.get(BASELINE)
+    return _bars(others, baseline.blocks if baseline else [], scale=1)
 
 
 def _ceiling_bars(row: WorkloadResult) -> list[Bar]:
@@ -192,7 +194,7 @@ def _panels(
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True, gridspec_kw={"wspace": 0.06})
     for axes, row, each in zip(grid.flat, rows, bars, strict=False):
         _panel(axes, each, centre, suffix)
-        axes.set_title(f"{row.name}: {_size(row.batch_bytes)} a batch", loc="left", fontweight="bold")
+        axes.set_title(f"{row.name}: {size(row.batch_bytes)} a batch", loc="left", fontweight="bold")
     for axes in grid.flat[len(rows) :]:
         axes.set_axis_off()
     if centre is not None:  # wide enough for numbers beside the centre's, also where all are alike
@@ -227,7 +229,7 @@ def _panel(axes: Axes, bars: Sequence[Bar], centre: float | None, suffix: str) -
         axes.text(
             1.01,
             line,
-            f"{_number(value.median)}{suffix}",
+            f"{number(value.median)}{suffix}",
             transform=axes.get_yaxis_transform(),
             va="center",
             fontsize=SMALL,
@@ -260,7 +262,7 @@ def _over_bytes(rows: Sequence[WorkloadResult], figure: Figure) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     _plain_decades(axes.yaxis, (1,))
-    axes.set_xticks(sizes, [_size(size, 1024) for size in sizes])
+    axes.set_xticks(sizes, [size(count, 1024) for count in sizes])
     axes.set_xlabel("bytes of a batch")
     axes.set_ylabel("batches per second")
     _finish(axes)
@@ -281,8 +283,8 @@ def _over_workers(rows: Sequence[WorkloadResult], figure: Figure) -> None:
         _lines(axes, same, numbers, cpu, scale=1e6)
         axes.set_yscale("log")
         _plain_decades(axes.yaxis, (1, 2, 5))
-        axes.set_xticks(numbers, [str(number) for number in numbers])
-        axes.set_title(f"{name}: {_size(same[0].batch_bytes)} a batch", loc="left", fontweight="bold")
+        axes.set_xticks(numbers, [str(count) for count in numbers])
+        axes.set_title(f"{name}: {size(same[0].batch_bytes)} a batch", loc="left", fontweight="bold")
         axes.set_xlabel("workers")
         _finish(axes)
     for axes in grid.flat[len(workloads) :]:
@@ -311,7 +313,7 @@ def _lines(
 ) -> None:
     """A line for each peer through its medians, with the spread as error bars; where it has none, a gap."""
     labels = {name: peer.label for row in rows for name, peer in row.peers.items()}
-    for number, (name, label) in enumerate(labels.items()):
+    for place, (name, label) in enumerate(labels.items()):
         points = [
             (place, figure_of(row.peers[name].blocks))
             for place, row in zip(places, rows, strict=True)
@@ -330,7 +332,7 @@ def _lines(
             yerr=error,
             label=label,
             color=colour(name),
-            marker=MARKERS[number % len(MARKERS)],
+            marker=MARKERS[place % len(MARKERS)],
             linestyle="--" if name.endswith("_0") else "-",  # no worker processes
             markersize=5,
             capsize=2,
@@ -353,21 +355,3 @@ def _finish(axes: Axes) -> None:
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=SMALL)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-# ---- words --------------------------------------------------------------------------------------
-
-
-def _number(value: float) -> str:
-    """Two digits that count, without a power of ten."""
-    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
-
-
-def _size(count: float, step: int = 1000) -> str:
-    """Bytes in words: steps of 1000 (kB) or 1024 (KiB)."""
-    units = ("B", "kB", "MB", "GB") if step == 1000 else ("B", "KiB", "MiB", "GiB")
-    for unit in units:
-        if count < step or unit == units[-1]:
-            break
-        count /= step
-    return f"{count:.3g} {unit}"
