@@ -2,10 +2,22 @@
 
 The parts, in the order in which a run uses them:
 
-    workloads/   what is loaded: a dataset, a batch size, sometimes a training step
-    peers/       who loads it: one loader each, all behind the same three calls
-    memory.py    summed PSS of a peer and its workers, each peer alone in a fresh process
-    measure.py   batches per second, the peers taking turns in one process
-    results.py   what was measured, and the medians, spreads and ratios drawn from it
-    report.py    the table and the JSON file
+    arguments.py   the command line, with every default filled in
+    jobs.py        the parts of a run: which workload, how many workers, into which results
+    workloads/     what is loaded: a dataset, a batch size, sometimes a training step
+    peers/         who loads it: one loader each, all behind the same three calls
+    ceiling.py     what as many processes could deliver if delivering cost nothing
+    lanes.py       one peer's running loader, the loop that consumes it, the clocks over both
+    measure.py     the steady state: peers and ceiling taking turns in one process
+    turns.py       first batch, first epoch, epoch turns, break and restart
+    start.py       time to the first batch by start method, in fresh processes
+    memory.py      peak memory and descriptors, each peer alone in a fresh process
+    results.py     what was measured, and the medians, spreads, ratios and shares drawn from it
+    files.py       results as JSON, and back
+    report.py      the tables on the console
+    plots.py       the pictures
+    readme.py      the README's table, from a file
+
+and what these share: batches.py (what is in a batch), fetch.py (a worker's share of the batches), child.py
+(fresh processes), proc.py (/proc), machine.py (where and when), words.py (figures as text).
 """

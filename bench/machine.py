@@ -13,10 +13,11 @@ import torch
 
 
 def describe(distributions: list[str]) -> dict[str, Any]:
-    """CPU, cores, load, versions of Python and of these packages, and the date."""
+    """CPU, cores, memory, load, versions of Python and of these packages, and the date."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
+        "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),  # bytes
         "load_average": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in distributions},

@@ -1,4 +1,4 @@
-"""Peak memory of one peer: the summed PSS of its consumer and its workers.
+"""Peak memory and descriptors of one peer: the summed PSS of its consumer and its workers.
 
 Each peer runs alone in a fresh process (`python -m bench.memory`, started from here), so that no loader sees
 another's memory and the dataset costs each of them the same. The figures are read from outside while it
@@ -14,19 +14,18 @@ started. The consumer reads one byte of every page of a batch, as a training ste
 
 from __future__ import annotations
 
-import argparse
 import select
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from bench import child
 from bench.batches import touch
-from bench.machine import use_one_thread
-from bench.peers import LoaderSettings, Peer, peer_class
-from bench.proc import machine_shmem, tree_pss
+from bench.peers import LoaderSettings, Peer
+from bench.proc import descriptors, machine_shmem, process_tree, pss
 from bench.results import Peak
-from bench.workloads import Step, find_workload
+from bench.workloads import Step
 
 SAMPLING_S = 1.2
 INTERVAL_S = 0.04  # reading one process's rollup takes milliseconds: much shorter would slow the loader
@@ -36,34 +35,41 @@ _STEADY = "steady\n"
 
 
 def peak_memory(workload: str, peer: str, folder: Path, settings: LoaderSettings) -> Peak:
-    """Run the peer in a process of its own; what it held at its peak."""
-    command = [sys.executable, "-m", "bench.memory", workload, peer, str(folder)]
-    command += [str(settings.num_workers), settings.start_method]
+    """Run the peer in a process of its own; what it held at its peak.
+
+    Raises:
+        RuntimeError: the process ended or hung before it was measured.
+    """
     before = machine_shmem()
     # In a session of its own a Ctrl-C does not reach the child: it stops when its standard input is closed.
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        samples = []
+        child.command("bench.memory", workload, peer, folder, settings),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        samples, died = [], True
         try:
-            spoke = select.select([child.stdout], [], [], STARTING_S)[0]
-            if spoke and child.stdout.readline() == _STEADY:
+            spoke = select.select([process.stdout], [], [], STARTING_S)[0]
+            if spoke and process.stdout.readline() == _STEADY:
                 deadline = time.monotonic() + SAMPLING_S
                 while time.monotonic() < deadline:
-                    samples.append(tree_pss(child.pid) | {"Shmem": machine_shmem() - before})
+                    samples.append(_sample(process.pid, before))
                     time.sleep(INTERVAL_S)
+                died = process.poll() is not None
         finally:
-            child.stdin.close()
+            process.stdin.close()
             try:
-                child.wait(STOPPING_S)
+                process.wait(STOPPING_S)
             except subprocess.TimeoutExpired:
-                child.kill()
-    if child.returncode or not samples:
+                process.kill()
+    if died:
         raise RuntimeError(
-            f"memory of peer {peer!r} on workload {workload!r}: its process ended with {child.returncode} "
-            f"after {len(samples)} samples"
+            f"memory: its process ended with {process.returncode} after {len(samples)} samples"
         )
     highest = max(samples, key=lambda sample: sample["Pss"])
     return Peak(
@@ -72,26 +78,27 @@ def peak_memory(workload: str, peer: str, folder: Path, settings: LoaderSettings
         pss_file=highest["Pss_File"],
         pss_shmem=highest["Pss_Shmem"],
         shmem=max(sample["Shmem"] for sample in samples),
-        consumer_descriptors=0,
-        worker_descriptors=0,
+        consumer_descriptors=max(sample["consumer_descriptors"] for sample in samples),
+        worker_descriptors=max(sample["worker_descriptors"] for sample in samples),
     )
+
+
+def _sample(consumer: int, shmem_before: int) -> dict[str, int]:
+    pids = process_tree(consumer)
+    return {
+        **pss(pids),
+        "Shmem": machine_shmem() - shmem_before,
+        "consumer_descriptors": descriptors(consumer),
+        "worker_descriptors": sum(descriptors(pid) for pid in pids[1:]),
+    }
 
 
 def main() -> None:
     """The child: iterate until standard input is closed, which also happens when the parent dies."""
-    parser = argparse.ArgumentParser(prog="python -m bench.memory")
-    parser.add_argument("workload")
-    parser.add_argument("peer")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("workers", type=int)
-    parser.add_argument("start_method")
-    arguments = parser.parse_args()
-    use_one_thread()
-    workload = find_workload(arguments.workload)
-    settings = LoaderSettings(arguments.workers, arguments.start_method)
-    peer = peer_class(arguments.peer)(workload.build(arguments.folder), settings)
+    asked = child.alone("bench.memory")
+    peer = asked.peer(asked.load, asked.settings)
     try:
-        _iterate(peer, workload.new_step())
+        _iterate(peer, asked.workload.new_step())
     finally:
         peer.close()
 

@@ -1,4 +1,4 @@
-"""Reading /proc (Linux): which processes belong to a tree, their CPU time and their memory.
+"""Reading /proc (Linux): which processes belong to a tree, their CPU time, memory and descriptors.
 
 A process may end between two reads; it then counts as nothing.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 # CPU time is counted in ticks of 10 ms (USER_HZ = 100), so a window has to span several, and one tick may be
@@ -38,6 +41,67 @@ def process_tree(root: int) -> list[int]:
     return tree
 
 
+@dataclass(frozen=True)
+class Usage:
+    """What processes have used since they started.
+
+    Attributes:
+        consumer_cpu: seconds of CPU, user and system, of all threads of this process.
+        worker_cpu: the same of the processes below it.
+        switches: context switches of both, wanted and not.
+    """
+
+    consumer_cpu: float
+    worker_cpu: float
+    switches: int
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.consumer_cpu + other.consumer_cpu,
+            self.worker_cpu + other.worker_cpu,
+            self.switches + other.switches,
+        )
+
+    def __sub__(self, earlier: Usage) -> Usage:
+        return Usage(
+            self.consumer_cpu - earlier.consumer_cpu,
+            self.worker_cpu - earlier.worker_cpu,
+            self.switches - earlier.switches,
+        )
+
+
+def usage(workers: Iterable[int]) -> Usage:
+    """What this process and these others have used up to now."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    switches = own.ru_nvcsw + own.ru_nivcsw
+    cpu = 0.0
+    for pid in workers:
+        # The clock of another process (clock_getcpuclockid(3)) has nanoseconds and knows threads that ended;
+        # /proc/<pid>/stat has ticks of 10 ms. EINVAL: the process is gone.
+        with contextlib.suppress(OSError):
+            cpu += time.clock_gettime(~pid << 3 | 2)
+        switches += _switches(pid)
+    return Usage(time.process_time(), cpu, switches)
+
+
+def _switches(pid: int) -> int:
+    """Context switches of the process's living threads."""
+    total = 0
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for line in (thread / "status").read_text().splitlines():
+                if "ctxt_switches" in line:
+                    total += int(line.split()[1])
+    return total
+
+
+def descriptors(pid: int) -> int:
+    """How many descriptors the process has open."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    return 0
+
+
 def _cpu_ticks(pids: list[int]) -> int:
     """User and system time of these processes, all threads."""
     return sum(int(ticks) for pid in pids for ticks in _stat(pid)[11:13])
@@ -62,14 +126,14 @@ def machine_shmem() -> int:
     raise RuntimeError("/proc/meminfo has no Shmem line")
 
 
-def tree_pss(root: int) -> Counter[str]:
-    """Proportional set size of the whole tree in bytes: in all, and of anonymous, file and shared memory.
+def pss(pids: Iterable[int]) -> Counter[str]:
+    """Proportional set size of these processes in bytes: in all, and of anonymous, file and shared memory.
 
     A page that several processes map is divided among them, so the sum counts shared memory (memfd too) once.
     The keys are the kernel's: Pss, Pss_Anon, Pss_File, Pss_Shmem.
     """
     total: Counter[str] = Counter()
-    for pid in process_tree(root):
+    for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
                 key, _, value = line.partition(":")

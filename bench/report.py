@@ -1,4 +1,4 @@
-"""How results are shown: the table on the console and the JSON file."""
+"""How results are shown on the console: a table for each workload, and one for moments."""
 
 from __future__ import annotations
 
@@ -9,15 +9,33 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.results import BASELINE, Spread, WorkloadResult, rate, rate_ratio, within_noise
+from bench.results import (
+    BASELINE,
+    Block,
+    MomentResult,
+    PeerResult,
+    Spread,
+    WorkloadResult,
+    consumer_cpu,
+    rate,
+    rate_ratio,
+    spread,
+    switches,
+    time_ratio,
+    worker_cpu,
+)
+from bench.words import number, ratio, size, worker_count
 
-PIPED_WIDTH = 130  # rich assumes 80 columns when there is no terminal, and the table is wider
-RATIO_WIDTH = len("10.00 (10.00-10.00) within noise")  # on one line, also where other columns have to fold
+PIPED_WIDTH = 160  # rich assumes 80 columns when there is no terminal, and the table is wider
+RATIO_WIDTH = len("1.0 (0.8-1.1), within noise")  # on one line, also where other columns have to fold
 
 LEGEND = (
-    "batches/s: median block (slowest-fastest). / torch: ratio of the medians (lowest-highest in a round),\n"
-    "'within noise' when the rounds disagree on which is faster. PSS: peak of consumer and workers;\n"
-    "shm: peak of the machine's shared memory, with what waits there and is mapped by nobody."
+    "batches/s: median block (slowest-fastest). ceiling: share of what as many processes fetch and collate\n"
+    "without delivering it. / torch: ratio of the medians (lowest-highest in a round), 'within noise' when\n"
+    "the rounds disagree on which is faster. p50, p95, p99: of next(), milliseconds. CPU: milliseconds\n"
+    "for a batch, consumer + workers. cs: context switches for a batch. PSS: peak of consumer and workers,\n"
+    "MB. shm: peak of the machine's shared memory, with what waits there and is mapped by nobody, MB. fd:\n"
+    "descriptors, consumer + workers."
 )
 
 
@@ -30,51 +48,100 @@ def console() -> Console:
 def machine_line(machine: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']}, {machine['system']}\n"
-        f"{versions}, {machine['date']}"
+        f"{machine['cpu']}, {machine['cores']} cores, {size(machine['memory'], 1024)}, "
+        f"load {machine['load_average']}, {machine['system']}\n{versions}, {machine['date']}"
     )
 
 
-def table(results: Sequence[WorkloadResult]) -> Table:
-    """One row for every workload and peer."""
-    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    grid.add_column("workload")
-    grid.add_column("batch", justify="right")
-    grid.add_column("peer")
+def workload_table(result: WorkloadResult) -> Table:
+    """One row for every peer, and notes below."""
+    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
+    grid.title = (
+        f"{result.name}: {result.description}; {size(result.batch_bytes)} a batch, "
+        f"{worker_count(result.num_workers)}, {result.start_method}"
+    )
+    grid.add_column("", no_wrap=True)
     grid.add_column("batches/s", justify="right")
+    grid.add_column("bytes/s", justify="right")
+    grid.add_column("ceiling", justify="right")
     grid.add_column("/ torch", min_width=RATIO_WIDTH)
-    grid.add_column("PSS MB", justify="right")
-    grid.add_column("/ torch", justify="right")
-    grid.add_column("shm MB", justify="right")
-    for result in results:
-        baseline = result.peers[BASELINE]
-        for name, peer in result.peers.items():
-            memory, base = peer.peak, baseline.peak
-            assert memory is not None
-            assert base is not None
-            grid.add_row(
-                result.name,
-                _bytes(result.batch_bytes),
-                name,
-                _spread(rate(peer.blocks)),
-                "" if name == BASELINE else _ratio(rate_ratio(peer.blocks, baseline.blocks)),
-                f"{memory.pss / 1e6:,.0f}",
-                "" if name == BASELINE else f"{memory.pss / base.pss:.2f}",
-                f"{max(memory.shmem, 0) / 1e6:,.0f}",
-            )
-        grid.add_section()
+    for column in ("p50", "p95", "p99", "CPU", "cs", "PSS", "shm", "fd"):
+        grid.add_column(column, justify="right")
+    grid.add_row("the ceiling", *_speed(result, result.ceiling), "", "", "", "", *_costs(result.ceiling))
+    baseline = result.peers.get(BASELINE)
+    for name, peer in result.peers.items():
+        if peer.failure is not None:
+            continue
+        base = baseline.blocks if baseline is not None and name != BASELINE else []
+        grid.add_row(
+            peer.label,
+            *_speed(result, peer.blocks),
+            f"{rate_ratio(peer.blocks, result.ceiling).median:.0%}",
+            ratio(rate_ratio(peer.blocks, base)) if base else "",
+            *_waits(peer),
+            *_costs(peer.blocks),
+            *_peak(peer),
+        )
+    remarks = [f"{peer.label}: {text}" for peer in result.peers.values() for text in _remarks(peer)]
+    if remarks:
+        grid.caption, grid.caption_justify = "\n".join(remarks), "left"
     return grid
 
 
-def _spread(spread: Spread) -> str:
-    digits = 0 if spread.median >= 100 else 1
-    return f"{spread.median:,.{digits}f} ({spread.low:,.{digits}f}-{spread.high:,.{digits}f})"
+def moments_table(results: Sequence[MomentResult]) -> Table:
+    """One row for every moment and peer."""
+    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("", "moment", "workers", "peer"):
+        grid.add_column(column)
+    grid.add_column("ms", justify="right")
+    grid.add_column("times shorter than torch's", min_width=RATIO_WIDTH)
+    for result in results:
+        baseline = result.peers.get(BASELINE)
+        for name, peer in result.peers.items():
+            base = baseline.seconds if baseline is not None and name != BASELINE else []
+            grid.add_row(
+                result.workload,
+                result.moment,
+                f"{result.num_workers}, {result.start_method}",
+                peer.label,
+                peer.failure or _range(spread([1e3 * seconds for seconds in peer.seconds])),
+                ratio(time_ratio(base, peer.seconds)) if base and peer.seconds else "",
+            )
+    return grid
 
 
-def _ratio(ratio: Spread) -> str:
-    text = f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
-    return f"{text} within noise" if within_noise(ratio) else text
+def _speed(result: WorkloadResult, blocks: Sequence[Block]) -> tuple[str, str]:
+    speed = rate(blocks)
+    return _range(speed), size(speed.median * result.batch_bytes)
 
 
-def _bytes(count: float) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
+def _waits(peer: PeerResult) -> tuple[str, ...]:
+    waits = peer.latency
+    return ("", "", "") if waits is None else tuple(_ms(part) for part in (waits.p50, waits.p95, waits.p99))
+
+
+def _costs(blocks: Sequence[Block]) -> tuple[str, str]:
+    consumer, workers = consumer_cpu(blocks).median, worker_cpu(blocks).median
+    return f"{_ms(consumer)} + {_ms(workers)}", number(switches(blocks).median)
+
+
+def _peak(peer: PeerResult) -> tuple[str, ...]:
+    peak = peer.peak
+    if peak is None:
+        return ()
+    descriptors = f"{peak.consumer_descriptors} + {peak.worker_descriptors}"
+    return f"{peak.pss / 1e6:,.0f}", f"{max(peak.shmem, 0) / 1e6:,.0f}", descriptors
+
+
+def _remarks(peer: PeerResult) -> list[str]:
+    return [*peer.notes, *([f"not measured: {peer.failure}"] if peer.failure else [])]
+
+
+def _range(figure: Spread) -> str:
+    return f"{number(figure.median)} ({number(figure.low)}-{number(figure.high)})"
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds with two digits that count: 0.018, 0.55, 3.2, 140."""
+    value = 1e3 * seconds
+    return "0" if value == 0 else f"{value:.0f}" if value >= 9.95 else f"{value:.2g}"

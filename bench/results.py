@@ -170,6 +170,16 @@ class Results:
     version: int = VERSION
 
 
+def latency(waits: Sequence[float]) -> Latency:
+    """The percentiles of these waits in seconds, at least one: each is one that occurred (nearest rank)."""
+    ordered = sorted(waits)
+
+    def percentile(percent: int) -> float:
+        return ordered[-(-percent * len(ordered) // 100) - 1]
+
+    return Latency(len(ordered), percentile(50), percentile(95), percentile(99), ordered[-1])
+
+
 # ---- figures ------------------------------------------------------------------------------------
 
 

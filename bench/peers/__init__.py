@@ -1,7 +1,8 @@
 """What a peer is, and the list of them.
 
-A peer is a loader under measurement. To add one, write a module here that ends in `PEER = <the class>` and
-name it in `_MODULES`. Peers are imported by name and only when used, so that none sits in another's memory.
+A peer is a loader under measurement. To add one, write a class in a module here and name it in `PEERS`.
+Peers are imported by name and only when used, so that none sits in another's memory, and one that is not
+installed keeps nobody else from running.
 """
 
 from __future__ import annotations
@@ -14,12 +15,30 @@ from typing import Any, ClassVar
 
 from bench.workloads import Load
 
-_MODULES = {
-    "torch": "torch_loader",
-    "fastq_loader": "fastq",
-    "torch, num_workers=0": "torch_inline",
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a peer is to be found, and what it is called in tables and plots."""
+
+    module: str
+    class_name: str
+    label: str
+
+
+PEERS = {
+    "torch": Entry("torch_loader", "TorchLoader", "torch"),
+    "fastq_loader": Entry("fastq", "FastqLoader", "fastq_loader"),
+    "stateful": Entry("stateful", "Stateful", "StatefulDataLoader"),
+    "spdl_processes": Entry("spdl_processes", "SpdlProcesses", "SPDL, processes"),
+    "spdl_threads": Entry("spdl_threads", "SpdlThreads", "SPDL, threads"),
+    "grain": Entry("grain_processes", "GrainProcesses", "Grain"),
+    "torch_0": Entry("torch_loader", "TorchInline", "torch, 0 workers"),
+    "fastq_loader_0": Entry("fastq", "FastqInline", "fastq_loader, 0 workers"),
 }
-PEERS = tuple(_MODULES)
+
+
+class Unsupported(Exception):
+    """A peer cannot do this: the text says what, and in whose words or why."""
 
 
 @dataclass(frozen=True)
@@ -29,20 +48,34 @@ class LoaderSettings:
     num_workers: int
     start_method: str
     prefetch_factor: int = 2  # torch's default
+    persistent: bool = True
 
 
 class Peer(ABC):
-    """One loader over one load. Workers start with the first epoch and live until `close`."""
+    """One loader over one load. Workers start with the first epoch and live until `close`, if they can.
 
-    distributions: ClassVar[tuple[str, ...]]  # the packages whose versions are reported
-    prefetched: int  # at most so many batches are ready before they are asked for
+    Attributes:
+        distributions: the packages whose versions are reported.
+        own_order: it shuffles by a way of its own, so that its batches hold other samples than torch's.
+        prefetched: at most so many batches are ready before they are asked for.
+        shards: among how many workers it divides an iterable dataset; 0 is none.
+    """
+
+    distributions: ClassVar[tuple[str, ...]]
+    own_order: bool = False
+    prefetched: int = 0
+    shards: int = 0
 
     @abstractmethod
-    def __init__(self, load: Load, settings: LoaderSettings) -> None: ...
+    def __init__(self, load: Load, settings: LoaderSettings) -> None:
+        """
+        Raises:
+            Unsupported: it cannot load this, or not with these settings.
+        """
 
     @abstractmethod
     def epoch(self) -> Iterator[Any]:
-        """Start an epoch. The one before must have ended."""
+        """Start an epoch. The one before must have ended; a drop-in for torch's loader ends it itself."""
 
     @abstractmethod
     def close(self) -> None:
@@ -50,6 +83,11 @@ class Peer(ABC):
 
 
 def peer_class(name: str) -> type[Peer]:
-    """The class of the peer of that name; ImportError when its package is not there."""
-    peer: type[Peer] = importlib.import_module(f"bench.peers.{_MODULES[name]}").PEER
+    """The class of the peer of that name.
+
+    Raises:
+        ImportError: its package is not installed.
+    """
+    entry = PEERS[name]
+    peer: type[Peer] = getattr(importlib.import_module(f"bench.peers.{entry.module}"), entry.class_name)
     return peer

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.peers import LoaderSettings, Peer
-from bench.peers.torch_loader import loader_arguments
+from bench.peers.torch_loader import inline_arguments, loader_arguments, refuse_no_workers
 from bench.workloads import Load
 from fastq_loader import DataLoader
 
@@ -16,6 +16,7 @@ class FastqLoader(Peer):
 
     def __init__(self, load: Load, settings: LoaderSettings) -> None:
         self.prefetched = settings.num_workers * settings.prefetch_factor
+        self.shards = settings.num_workers
         self._loader: DataLoader[Any] = DataLoader(**loader_arguments(load, settings))
 
     def epoch(self) -> Iterator[Any]:
@@ -25,4 +26,7 @@ class FastqLoader(Peer):
         self._loader.close()
 
 
-PEER = FastqLoader
+class FastqInline(FastqLoader):
+    def __init__(self, load: Load, settings: LoaderSettings) -> None:
+        refuse_no_workers(settings)
+        self._loader = DataLoader(**inline_arguments(load))

@@ -1,0 +1,157 @@
+"""The ceiling: what these processes could deliver if delivering cost nothing.
+
+As many processes as the loaders have workers fetch and collate the same batches, each its share, into private
+memory that is warm, and drop them. There is no consumer, no queue and no shared memory: what a loader loses
+against this is what its transport costs. Without workers it is one process.
+
+A tensor that torch's default collate would make goes into a buffer that was used for it before. What a user's
+collate makes is dropped as it comes.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import cycle, islice
+from multiprocessing.connection import Connection
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils import collate as torch_collate
+
+from bench.fetch import as_worker, share
+from bench.proc import usage
+from bench.results import Block
+from bench.workloads import Load
+
+# Below this malloc's memory is as warm as a buffer, and looking for the buffer costs more than it saves.
+SMALLEST_BUFFER = 64 << 10  # bytes
+STOPPING_S = 10.0
+
+Key = tuple[int, tuple[int, ...], torch.dtype]
+
+
+class WarmBuffers:
+    """torch's functions that stack samples, into buffers that are kept: one for each leaf of a batch."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Key, torch.Tensor] = {}
+        self._leaf = 0
+
+    def begin_batch(self) -> None:
+        """The batch before may be overwritten from here on."""
+        self._leaf = 0
+
+    def install(self) -> None:
+        """Replace torch's functions in this process."""
+        table = torch_collate.default_collate_fn_map
+        table[torch.Tensor] = self.stack_tensors
+        table[np.ndarray] = self.stack_arrays
+
+    def stack_tensors(self, samples: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+        first = samples[0]
+        shape = (len(samples), *first.shape)
+        if first.nbytes * len(samples) < SMALLEST_BUFFER or type(first) is not torch.Tensor:
+            return torch.stack(samples, 0)
+        return torch.stack(samples, 0, out=self._buffer(shape, first.dtype))
+
+    def stack_arrays(self, samples: Any, *, collate_fn_map: Any = None) -> Any:
+        first = samples[0]
+        if first.dtype.kind not in "biufc":
+            others: Any = torch_collate.collate_numpy_array_fn(samples, collate_fn_map=collate_fn_map)
+            return others
+        if first.nbytes * len(samples) < SMALLEST_BUFFER:
+            return torch.from_numpy(np.stack(samples))
+        buffer = self._buffer((len(samples), *first.shape), torch.from_numpy(np.empty(0, first.dtype)).dtype)
+        np.stack(samples, out=buffer.numpy())
+        return buffer
+
+    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        key = (self._leaf, shape, dtype)
+        self._leaf += 1
+        if key not in self._buffers:
+            self._buffers[key] = torch.zeros(shape, dtype=dtype)
+        return self._buffers[key]
+
+
+class Ceiling:
+    """The processes, and the clock over all of them."""
+
+    def __init__(self, load: Load, workers: int) -> None:
+        """Fork them: they share the dataset and differ in nothing from a loader's forked workers."""
+        context = multiprocessing.get_context("fork")
+        count = max(1, workers)
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for number in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(load, number, workers, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def block(self, seconds: float) -> Block:
+        """Let all of them work for about `seconds`; their rates are added up."""
+        pids = [process.pid for process in self._processes if process.pid is not None]
+        before = usage(pids)
+        for pipe in self._pipes:
+            pipe.send(seconds)
+        counted = [pipe.recv() for pipe in self._pipes]
+        used = usage(pids) - before
+        batches = sum(count for count, _ in counted)
+        rate = sum(count / took for count, took in counted)
+        # The processes worked side by side: the time is what makes the sum of their rates the rate.
+        return Block(batches, batches / rate, 0.0, used.worker_cpu, used.switches)
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            with suppress(BrokenPipeError):  # its process is gone already
+                pipe.send(None)
+            pipe.close()
+        for process in self._processes:
+            process.join(STOPPING_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _work(load: Load, number: int, workers: int, pipe: Connection) -> None:
+    """One process: work for as long as the pipe says, answer (batches, seconds), again; None is the end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the consumer decides what Ctrl-C means
+    torch.set_num_threads(1)
+    gc.freeze()
+    buffers = WarmBuffers()
+    buffers.install()
+    with as_worker(number, workers, load.dataset):
+        batches = _endless(load, number, workers)
+        while True:
+            try:
+                seconds = pipe.recv()
+            except (EOFError, ConnectionResetError):  # the consumer was killed
+                return
+            if seconds is None:
+                return
+            taken, started = 0, perf_counter()
+            deadline = started + seconds
+            now = started
+            while now < deadline:
+                buffers.begin_batch()
+                next(batches)
+                taken += 1
+                now = perf_counter()
+            pipe.send((taken, now - started))
+
+
+def _endless(load: Load, number: int, workers: int) -> Iterator[Any]:
+    if load.shuffle:
+        # The order is the consumer's work, so it is drawn once, before the clock runs.
+        indices = list(islice(load.index_batches(), number, None, max(1, workers)))
+        yield from (load.collate(load.fetch(batch)) for batch in cycle(indices))
+    while True:
+        yield from share(load, number, workers)

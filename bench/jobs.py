@@ -1,0 +1,163 @@
+"""The parts of a run, one for each line of results: what is measured, where it is kept, what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.arguments import Options
+from bench.batches import nbytes
+from bench.measure import Tick, measure
+from bench.memory import peak_memory
+from bench.peers import LoaderSettings
+from bench.results import MomentResult, PeerResult, Results, WorkloadResult
+from bench.start import measure_start
+from bench.turns import DROP_INS, measure_turns
+from bench.workloads import Workload, find_workload
+
+BATCH_BYTES = tuple(1 << power for power in range(10, 29, 3))  # 1 KiB to 256 MiB
+SIZED_BATCHES = 4  # over which the bytes of a batch are averaged: ragged ones differ
+MOST_STARTS = 3  # repetitions in fresh processes, each of which takes seconds
+START_METHODS = ("fork", "spawn", "forkserver")
+
+Outcome = WorkloadResult | MomentResult
+
+
+@dataclass(frozen=True)
+class Job:
+    """One part of a run.
+
+    Attributes:
+        title: for the progress bar.
+        ticks: how often it will call `tick`, about.
+        work: measures, puts the results where they belong, and returns them to be shown.
+    """
+
+    title: str
+    ticks: int
+    work: Callable[[Tick], list[Outcome]]
+
+
+class Files:
+    """The folder of the workloads' files; each workload writes its own once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._prepared: set[str] = set()
+
+    def prepare(self, workload: Workload) -> None:
+        if workload.name not in self._prepared:
+            workload.prepare(self.folder)
+            self._prepared.add(workload.name)
+
+
+def jobs(options: Options, files: Files, results: Results) -> Iterator[Job]:
+    """The jobs of a run, in order; their outcomes go into `results`."""
+    if "steady" in options.axes:
+        for name in options.workloads["steady"]:
+            for workers in options.workers["steady"]:
+                yield _steady(options, files, name, workers, results.workloads)
+    if "bytes" in options.axes:
+        for size in BATCH_BYTES:
+            for workers in options.workers["bytes"]:
+                yield _steady(options, files, f"bytes_{size}", workers, results.by_bytes, memory=False)
+    if "workers" in options.axes:
+        for name in options.workloads["workers"]:
+            for workers in options.workers["workers"]:
+                yield _steady(options, files, name, workers, results.by_workers, memory=False)
+    if "start" in options.axes:
+        for name in options.workloads["start"]:
+            for method in START_METHODS:
+                for workers in options.workers["start"]:
+                    yield _start(options, files, name, LoaderSettings(workers, method), results.start)
+    if "turns" in options.axes:
+        for name in options.workloads["turns"]:
+            for workers in options.workers["turns"]:
+                yield _turns(options, files, name, workers, results.turns)
+
+
+def _steady(
+    options: Options,
+    files: Files,
+    name: str,
+    workers: int,
+    into: list[WorkloadResult],
+    *,
+    memory: bool = True,
+) -> Job:
+    workload = find_workload(name)
+    settings = LoaderSettings(workers, options.start_method)
+    memory = memory and options.memory
+
+    def work(tick: Tick) -> list[Outcome]:
+        files.prepare(workload)
+        load = workload.build(files.folder)
+        ceiling, peers = measure(
+            workload, load, options.peers, settings, options.blocks, options.seconds, tick
+        )
+        sizes = [nbytes(batch) for batch in load.first_batches(SIZED_BATCHES)]
+        batch_size = load.batch_size
+        del load  # no other process's memory is measured beside this dataset
+        if memory:
+            for peer in options.peers:
+                peers[peer] = _with_peak(peers[peer], name, peer, files.folder, settings)
+                tick(f"{peer}, memory")
+        result = WorkloadResult(
+            name,
+            workload.description,
+            batch_size,
+            sum(sizes) / len(sizes),
+            workload.transport_bound,
+            workers,
+            options.start_method,
+            ceiling,
+            peers,
+        )
+        into.append(result)
+        return [result]
+
+    ticks = (len(options.peers) + 1) * (options.blocks + 1) + memory * len(options.peers)
+    return Job(f"{name}, {workers} workers", ticks, work)
+
+
+def _with_peak(
+    result: PeerResult, workload: str, peer: str, folder: Path, settings: LoaderSettings
+) -> PeerResult:
+    if result.failure is not None:
+        return result
+    try:
+        return replace(result, peak=peak_memory(workload, peer, folder, settings))
+    except RuntimeError as error:
+        return replace(result, notes=[*result.notes, str(error)])
+
+
+def _start(
+    options: Options, files: Files, name: str, settings: LoaderSettings, into: list[MomentResult]
+) -> Job:
+    peers = [peer for peer in options.peers if peer in DROP_INS]
+    repetitions = min(options.blocks, MOST_STARTS)
+
+    def work(tick: Tick) -> list[Outcome]:
+        files.prepare(find_workload(name))
+        result = measure_start(name, files.folder, peers, settings, repetitions, tick)
+        into.append(result)
+        return [result]
+
+    title = f"{name}, {settings.num_workers} workers, {settings.start_method}"
+    return Job(title, len(peers) * repetitions, work)
+
+
+def _turns(options: Options, files: Files, name: str, workers: int, into: list[MomentResult]) -> Job:
+    workload = find_workload(name)
+    settings = LoaderSettings(workers, options.start_method)
+    peers = [peer for peer in options.peers if peer in DROP_INS]
+
+    def work(tick: Tick) -> list[Outcome]:
+        files.prepare(workload)
+        load = workload.build(files.folder)
+        found = measure_turns(name, load, peers, settings, options.blocks, tick)
+        into.extend(found)
+        return list(found)
+
+    return Job(f"{name}, {workers} workers, turns", len(peers) * options.blocks, work)

@@ -1,0 +1,130 @@
+"""Grain's multi-process prefetch, on datasets of batches (`MapDataset.batch` before `to_iter_dataset`).
+
+Worker k of N takes every N-th batch from the k-th on, as torch's does. Grain stacks samples into numpy arrays
+that travel in shared memory; the pipeline here ends in `torch.from_numpy`, which copies nothing, because a
+training step of torch's needs tensors. Reading threads are off: that is Grain's own advice for data in memory
+(ReadOptions), and keeps the number of samples in the making the same for all peers. Arrays below 64 KiB are
+pickled, as its documentation suggests for small ones (DatasetOptions.min_shm_size). Its workers are always
+spawned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from bench.batches import is_array, leaves
+from bench.peers import LoaderSettings, Peer, Unsupported
+from bench.workloads import Collate, Load
+
+READING = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+MIN_SHM_SIZE = 64 << 10
+
+
+class GrainProcesses(Peer):
+    distributions = ("grain",)
+
+    def __init__(self, load: Load, settings: LoaderSettings) -> None:
+        if load.iterable:
+            raise Unsupported("Grain's sources are random access; an IterableDataset is not one")
+        if settings.num_workers == 0:
+            raise Unsupported("needs worker processes")
+        self.own_order = load.shuffle and not _by_lists(load)
+        # Each worker's buffer, the batch it is about to put there, and the one that the consumer reads ahead.
+        self.prefetched = settings.num_workers * (settings.prefetch_factor + 2)
+        self._epoch: Any = None
+        self._dataset = (
+            _batches(load)
+            .to_iter_dataset(READING)
+            .mp_prefetch(
+                grain.MultiprocessingOptions(
+                    num_workers=settings.num_workers, per_worker_buffer_size=settings.prefetch_factor
+                )
+            )
+            .map(_tensors)
+        )
+        options = grain.experimental.DatasetOptions(min_shm_size=MIN_SHM_SIZE)
+        self._dataset = grain.experimental.WithOptionsIterDataset(self._dataset, options)
+
+    def epoch(self) -> Iterator[Any]:
+        self.close()
+        self._epoch = iter(self._dataset)
+        return self._epoch  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        if self._epoch is not None:
+            self._epoch.close()
+            self._epoch = None
+
+
+def _by_lists(load: Load) -> bool:
+    """Whether the dataset wants the indices of a batch at once, which Grain's public sources do not offer."""
+    return bool(getattr(load.dataset, "__getitems__", None))
+
+
+def _batches(load: Load) -> Any:
+    """A MapDataset whose k-th element is the k-th batch."""
+    if _by_lists(load):
+        return grain.MapDataset.source(_BatchSource(load))
+    samples = grain.MapDataset.source(load.dataset)
+    if load.batches is not None:
+        samples = samples[: load.batches * load.batch_size]
+    if load.shuffle:
+        samples = samples.shuffle(seed=0)
+    return samples.batch(load.batch_size, drop_remainder=True, batch_fn=_batch_function(load))
+
+
+def _batch_function(load: Load) -> Collate | None:
+    """None is Grain's own, which stacks numbers and arrays; anything else in a sample needs torch's rules."""
+    sample = load.fetch([0])[0]
+    stackable = all(is_array(leaf) or isinstance(leaf, (int, float)) for leaf in leaves(sample))
+    if load.collate_fn is None and stackable:
+        return None
+    return _Collate(load.collate)
+
+
+class _Collate:
+    """A collate function whose tensors become arrays, which is what Grain puts into shared memory."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        return tree_map(_array, self._collate(samples))
+
+
+class _BatchSource:
+    """Element k is batch k of an epoch, made by one call of `__getitems__`."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._collate = _Collate(load.collate)
+        sampler = load.sampler()
+        assert sampler is not None, "an iterable dataset has no indices"
+        # An order is known as a whole before the workers start, and each of them gets it.
+        self._indices: Any = np.array(list(sampler)) if load.shuffle else sampler
+
+    def __len__(self) -> int:
+        return len(self._indices) // self._load.batch_size
+
+    def __getitem__(self, batch: int) -> Any:
+        size = self._load.batch_size
+        indices = self._indices[batch * size : (batch + 1) * size]
+        return self._collate(self._load.fetch([int(index) for index in indices]))
+
+
+def _array(leaf: Any) -> Any:
+    return leaf.numpy() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _tensor(leaf: Any) -> Any:
+    return torch.from_numpy(leaf) if is_array(leaf) else leaf
+
+
+def _tensors(batch: Any) -> Any:
+    return tree_map(_tensor, batch)

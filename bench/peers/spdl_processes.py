@@ -1,0 +1,51 @@
+"""SPDL's PyTorch-style loader: a ProcessPoolExecutor behind an asyncio pipeline.
+
+In order, as torch's and ours are; its default is the order of completion. It has no persistent workers and
+says so with a ValueError: every epoch starts processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from spdl.dataloader import PyTorchDataLoader, get_pytorch_dataloader
+
+from bench.peers import LoaderSettings, Peer, Unsupported
+from bench.workloads import Load
+
+
+class SpdlProcesses(Peer):
+    distributions = ("spdl-core",)
+
+    def __init__(self, load: Load, settings: LoaderSettings) -> None:
+        if load.iterable:
+            raise Unsupported("IterableDataset is not supported (its own words)")
+        if settings.num_workers == 0:
+            raise Unsupported("needs worker processes")
+        # The sink's buffer, one batch in each worker, one between.
+        self.prefetched = settings.num_workers * (settings.prefetch_factor + 2)
+        self._epoch: Iterator[Any] | None = None
+        self._loader: PyTorchDataLoader[Any] = get_pytorch_dataloader(
+            load.dataset,
+            batch_size=load.batch_size,
+            sampler=load.sampler(),  # type: ignore[arg-type]  # any iterable, as for torch
+            collate_fn=load.collate_fn,
+            drop_last=True,
+            num_workers=settings.num_workers,
+            prefetch_factor=settings.prefetch_factor,
+            multiprocessing_context=settings.start_method,
+            in_order=True,
+        )
+
+    def epoch(self) -> Iterator[Any]:
+        self._epoch = iter(self._loader)
+        return self._epoch
+
+    def close(self) -> None:
+        if self._epoch is not None:
+            self._epoch.close()  # type: ignore[attr-defined]  # a generator: its end stops the pipeline
+            self._epoch = None
+        # The pickled dataset lies in a segment that nobody else unlinks before the program's end.
+        self._loader._shmem.close()
+        self._loader._shmem.unlink()
