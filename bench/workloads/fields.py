@@ -18,6 +18,8 @@ FLOATS, FLAGS, CATEGORIES = 20, 4, 14  # Python's float, bool and int
 HISTORIES, EMBEDDINGS = 6, 6  # int64[8] and float32[16]
 HISTORY_LENGTH, EMBEDDING_LENGTH = 8, 16
 VOCABULARY = 100_000
+HISTORY_NAMES = [f"history_{number}" for number in range(HISTORIES)]
+EMBEDDING_NAMES = [f"embedding_{number}" for number in range(EMBEDDINGS)]
 
 
 class FieldRows(Dataset[dict[str, Any]]):
@@ -25,25 +27,30 @@ class FieldRows(Dataset[dict[str, Any]]):
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.rows = [_row(generator) for _ in range(SAMPLES)]
+        self.numbers = [_numbers(generator) for _ in range(SAMPLES)]
+        # One tensor for each kind, as columns of a table are: 12,288 of them could not be sent to a worker.
+        self.histories = torch.randint(VOCABULARY, (SAMPLES, HISTORIES, HISTORY_LENGTH), generator=generator)
+        self.embeddings = torch.randn(SAMPLES, EMBEDDINGS, EMBEDDING_LENGTH, generator=generator)
 
     def __len__(self) -> int:
         return ENDLESS
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.rows[index % SAMPLES]
+        which = index % SAMPLES
+        row: dict[str, Any] = dict(self.numbers[which])
+        row.update(zip(HISTORY_NAMES, self.histories[which].unbind(), strict=True))
+        row.update(zip(EMBEDDING_NAMES, self.embeddings[which].unbind(), strict=True))
+        return row
 
 
-def _row(generator: torch.Generator) -> dict[str, Any]:
-    floats = torch.rand(FLOATS, generator=generator).tolist()
-    flags = (torch.rand(FLAGS, generator=generator) < 0.5).tolist()
-    categories = torch.randint(VOCABULARY, (CATEGORIES,), generator=generator).tolist()
-    histories = torch.randint(VOCABULARY, (HISTORIES, HISTORY_LENGTH), generator=generator)
-    embeddings = torch.randn(EMBEDDINGS, EMBEDDING_LENGTH, generator=generator)
-    fields = {"price": floats, "flag": flags, "category": categories}
-    fields |= {"history": list(histories), "embedding": list(embeddings)}
+def _numbers(generator: torch.Generator) -> dict[str, float]:
+    columns = {
+        "price": torch.rand(FLOATS, generator=generator),
+        "flag": torch.rand(FLAGS, generator=generator) < 0.5,
+        "category": torch.randint(VOCABULARY, (CATEGORIES,), generator=generator),
+    }
     return {
-        f"{kind}_{number}": value for kind, values in fields.items() for number, value in enumerate(values)
+        f"{kind}_{n}": value for kind, column in columns.items() for n, value in enumerate(column.tolist())
     }
 
 

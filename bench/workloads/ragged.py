@@ -5,6 +5,7 @@ Lengths are log-normal, as those of sentences and documents are.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,18 @@ class Documents(Dataset[tuple[Tensor, int]]):
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         lengths = torch.empty(SAMPLES).normal_(0, SIGMA, generator=generator).exp_().mul_(MEDIAN)
-        sizes = lengths.long().clamp_(SHORTEST, LONGEST).tolist()
-        text = torch.randint(VOCABULARY, (sum(sizes),), generator=generator)
-        self.documents = torch.split(text, sizes)
+        ends = lengths.long().clamp_(SHORTEST, LONGEST).cumsum(0).tolist()
+        # One tensor and where its documents end: pickling 4096 views of it would write all of it 4096 times.
+        self.text = torch.randint(VOCABULARY, (ends[-1],), generator=generator)
+        self.bounds = list(pairwise([0, *ends]))
 
     def __len__(self) -> int:
         return ENDLESS
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         which = index % SAMPLES
-        return self.documents[which], which % CLASSES
+        start, end = self.bounds[which]
+        return self.text[start:end], which % CLASSES
 
 
 def pad(samples: list[tuple[Tensor, int]]) -> dict[str, Any]:
