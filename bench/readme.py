@@ -181,7 +181,7 @@ def _best(row: WorkloadResult) -> str:
 
 def _without_workers(row: WorkloadResult) -> str:
     cells = [_rate(row.peers[name]) if name in row.peers else NONE for name in (INLINE, OURS_INLINE)]
-    by_hand = [f"`{peer.label}`: {_rate(peer)}" for name, peer in row.peers.items() if name not in PEERS]
+    by_hand = [f"{peer.label}: {_rate(peer)}" for name, peer in row.peers.items() if name not in PEERS]
     return "; ".join([" / ".join(cells), *by_hand])
 
 

@@ -33,7 +33,7 @@ def test_all_are_written_and_again_the_same(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run = bench_example.run()
     # Peers that only one panel has, and figures that are not there.
-    run.workloads[0].peers["tensor[indices]"] = bench_example.peer("tensor[indices]", 2500)
+    run.workloads[0].peers["slicing by hand"] = bench_example.peer("slicing by hand", 2500)
     del run.workloads[1].peers["torch"]
     paths = plots.write(run, tmp_path / "first")
     assert [path.name for path in paths] == [picture.name for picture in plots.pictures(run)]

@@ -97,10 +97,10 @@ def test_moments() -> None:
 
 def test_a_loop_by_hand_is_named_beside_the_loaders_without_workers() -> None:
     run = bench_example.run()
-    run.workloads[0].peers["tensor[indices]"] = bench_example.peer("tensor[indices]", 2500)
+    run.workloads[0].peers["slicing by hand"] = bench_example.peer("slicing by hand", 2500)
     *_, best, inline = cells(readme.section(run, SOURCE), "**rows**")
     assert best.startswith("Grain")
-    assert inline == "2,000 / 3,000; `tensor[indices]`: 2,500"
+    assert inline == "2,000 / 3,000; slicing by hand: 2,500"
 
 
 def test_what_was_not_measured_is_named_and_not_hidden() -> None:
