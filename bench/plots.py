@@ -219,7 +219,13 @@ def _panel(axes: Axes, bars: Sequence[Bar], centre: float | None, suffix: str) -
         if bar.figure is None:
             reason = textwrap.shorten(bar.reason, REASON_WIDTH, placeholder=" …")
             axes.text(
-                0.02, line, reason, transform=axes.get_yaxis_transform(), va="center", fontsize=SMALL - 1.5
+                0.02,
+                line,
+                reason,
+                transform=axes.get_yaxis_transform(),
+                va="center",
+                fontsize=SMALL - 1.5,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # no line goes through words
             )
             continue
         value = bar.figure

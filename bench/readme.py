@@ -271,7 +271,7 @@ def main() -> None:
         text = rewritten(README.read_text(), results, source)
         paths = plots.write(results, file.with_suffix(""))
     except (OSError, ValueError, ImportError) as error:
-        sys.exit(f"{file}: {error}")
+        sys.exit(f"{parser.prog}: {error}")
     README.write_text(text)
     print(README, *paths, sep="\n")
 
