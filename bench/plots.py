@@ -40,7 +40,7 @@ COLOURS = {
 }
 BY_HAND = "#A6761D"  # loops that are no peers of every workload
 CEILING = "#B0B0B0"
-MARKERS = "osv^DPX*"
+MARKERS = dict(zip(COLOURS, "osv^DPX*", strict=True))
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -76,7 +76,7 @@ def pictures(results: Results) -> list[Picture]:
     """What there is to draw, in the order of the README."""
     found = []
     for workers, rows in by_number_of_workers(results.workloads).items():
-        run = f"{worker_count(workers)}, {rows[0].start_method}"
+        run = _run(rows[0])
         found += [
             Picture(
                 f"ratio-{workers}-workers.png",
@@ -89,13 +89,12 @@ def pictures(results: Results) -> list[Picture]:
                 partial(_panels, rows, _ceiling_bars, "% of the ceiling", None, " %"),
             ),
         ]
-    if results.by_bytes:
-        run = f"{worker_count(results.by_bytes[0].num_workers)}, {results.by_bytes[0].start_method}"
+    for workers, rows in by_number_of_workers(results.by_bytes).items():
         found.append(
             Picture(
-                "bytes.png",
-                f"Batches per second over the bytes of a batch ({run})",
-                partial(_over_bytes, results.by_bytes),
+                f"bytes-{workers}-workers.png",
+                f"Batches per second over the bytes of a batch ({_run(rows[0])})",
+                partial(_over_bytes, rows),
             )
         )
     if results.by_workers:
@@ -146,6 +145,10 @@ def by_number_of_workers(rows: Sequence[WorkloadResult]) -> dict[int, list[Workl
     for row in rows:
         groups.setdefault(row.num_workers, []).append(row)
     return groups
+
+
+def _run(row: WorkloadResult) -> str:
+    return f"{worker_count(row.num_workers)}, {row.start_method}"
 
 
 def colour(peer: str) -> str:
@@ -319,7 +322,7 @@ def _lines(
 ) -> None:
     """A line for each peer through its medians, with the spread as error bars; where it has none, a gap."""
     labels = {name: peer.label for row in rows for name, peer in row.peers.items()}
-    for place, (name, label) in enumerate(labels.items()):
+    for name, label in labels.items():
         points = [
             (place, figure_of(row.peers[name].blocks))
             for place, row in zip(places, rows, strict=True)
@@ -338,7 +341,7 @@ def _lines(
             yerr=error,
             label=label,
             color=colour(name),
-            marker=MARKERS[place % len(MARKERS)],
+            marker=MARKERS.get(name, "<"),
             linestyle="--" if name.endswith("_0") else "-",  # no worker processes
             markersize=5,
             capsize=2,

@@ -16,7 +16,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def test_pictures_are_those_that_there_are_figures_for() -> None:
     run = bench_example.run()
     names = [picture.name for picture in plots.pictures(run)]
-    assert names == ["ratio-2-workers.png", "ceiling-2-workers.png", "bytes.png", "cost.png"]
+    assert names == ["ratio-2-workers.png", "ceiling-2-workers.png", "bytes-2-workers.png", "cost.png"]
     assert plots.pictures(Results(run.arguments, run.machine)) == []
 
 
