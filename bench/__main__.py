@@ -13,24 +13,26 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from bench import files, machine, report
 from bench.arguments import AXES, Options, parse
-from bench.jobs import Files, Job, jobs
+from bench.jobs import Files, Job, Outcome, jobs
 from bench.peers import PEERS, peer_class
-from bench.results import MomentResult, Results
+from bench.results import Results, WorkloadResult
 from bench.workloads import all_workloads
 
 
 def run(options: Options, results: Results, output: Console, progress: Progress) -> None:
-    """Do all jobs, show the outcome of each as it comes, and keep the file up to date."""
+    """Do all jobs, show the steady ones as they come, and keep the file up to date."""
     with tempfile.TemporaryDirectory(prefix="fastq-bench-") as folder:
         todo = list(jobs(options, Files(Path(folder)), results))
         task = progress.add_task("starting", total=len(todo))
         for number, job in enumerate(todo):
-            _show(job, number, progress, task, output)
+            for outcome in _work(job, number, progress, task):
+                if isinstance(outcome, WorkloadResult):
+                    output.print(report.workload_table(outcome))
             if options.json is not None:
                 files.write(options.json, results)
 
 
-def _show(job: Job, number: int, progress: Progress, task: TaskID, output: Console) -> None:
+def _work(job: Job, number: int, progress: Progress, task: TaskID) -> list[Outcome]:
     ticks = 0
 
     def tick(done: str) -> None:
@@ -39,13 +41,7 @@ def _show(job: Job, number: int, progress: Progress, task: TaskID, output: Conso
         share = min(ticks / job.ticks, 1)
         progress.update(task, completed=number + share, description=f"{job.title}: {done}", refresh=True)
 
-    outcomes = job.work(tick)
-    moments = [outcome for outcome in outcomes if isinstance(outcome, MomentResult)]
-    for outcome in outcomes:
-        if not isinstance(outcome, MomentResult):
-            output.print(report.workload_table(outcome))
-    if moments:
-        output.print(report.moments_table(moments))
+    return job.work(tick)
 
 
 def _distributions(names: tuple[str, ...]) -> list[str]:
@@ -106,7 +102,10 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted: what follows is what was measured until then", file=sys.stderr)
         interrupted = True
-    output.print(report.LEGEND, highlight=False, soft_wrap=True)
+    if results.workloads or results.by_bytes or results.by_workers:
+        output.print(report.LEGEND, highlight=False, soft_wrap=True)
+    for moments in filter(None, (results.start, results.turns)):
+        output.print(report.moments_table(moments))
     if options.plot is not None and not interrupted:
         _plot(options.plot, results)
     return 130 if interrupted else 0  # the shell's 128 + SIGINT

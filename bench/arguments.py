@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         blocks=given.blocks or (FULL_BLOCKS if given.full else SHORT_BLOCKS),
         seconds=given.seconds or (FULL_SECONDS if given.full else SHORT_SECONDS),
         start_method=given.start_method,
-        memory=given.memory,
+        memory=given.full if given.memory is None else given.memory,
         json=given.json,
         plot=given.plot,
         list_only=given.list,
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"what to load (default: {' '.join(SHORT)})",
     )
     parser.add_argument("--list", action="store_true", help="list workloads, peers and axes, and stop")
-    parser.add_argument("--full", action="store_true", help="every axis, every workload, longer blocks")
+    parser.add_argument("--full", action="store_true", help="every axis and workload, memory, longer blocks")
     parser.add_argument("--axis", type=_axes, metavar="A,B", help=f"of {', '.join(AXES)} (default: steady)")
     parser.add_argument("--peers", type=_peers, metavar="A,B", help="who loads (default: all)")
     parser.add_argument(
@@ -130,8 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure peak memory and descriptors, each peer alone (default: yes)",
+        help="measure peak memory and descriptors, each peer alone (default: only in full)",
     )
     parser.add_argument("--json", type=_new_file, metavar="FILE", help="write every raw figure to this file")
     parser.add_argument("--plot", type=_folder, metavar="FOLDER", help="draw pictures into this folder")

@@ -65,7 +65,8 @@ def workload_table(result: WorkloadResult) -> Table:
     grid.add_column("bytes/s", justify="right")
     grid.add_column("ceiling", justify="right")
     grid.add_column("/ torch", min_width=RATIO_WIDTH)
-    for column in ("p50", "p95", "p99", "CPU", "cs", "PSS", "shm", "fd"):
+    memory = any(peer.peak for peer in result.peers.values())
+    for column in ("p50", "p95", "p99", "CPU", "cs", *(("PSS", "shm", "fd") if memory else ())):
         grid.add_column(column, justify="right")
     grid.add_row("the ceiling", *_speed(result, result.ceiling), "", "", "", "", *_costs(result.ceiling))
     baseline = result.peers.get(BASELINE)
@@ -93,7 +94,7 @@ def moments_table(results: Sequence[MomentResult]) -> Table:
     grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("", "moment", "workers", "peer"):
         grid.add_column(column)
-    grid.add_column("ms", justify="right")
+    grid.add_column("ms: median (range)", justify="right")
     grid.add_column("times shorter than torch's", min_width=RATIO_WIDTH)
     for result in results:
         baseline = result.peers.get(BASELINE)

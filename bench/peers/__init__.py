@@ -8,12 +8,17 @@ installed keeps nobody else from running.
 from __future__ import annotations
 
 import importlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from bench.workloads import Load
+
+# Grain's absl warns on import that jax is not installed. This silences the consumer; its workers import Grain
+# before anything of ours.
+logging.getLogger("absl").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)

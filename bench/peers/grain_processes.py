@@ -73,7 +73,10 @@ def _batches(load: Load) -> Any:
         return grain.MapDataset.source(_BatchSource(load))
     samples = grain.MapDataset.source(load.dataset)
     if load.batches is not None:
-        samples = samples[: load.batches * load.batch_size]
+        length = load.batches * load.batch_size
+        # All passes in one shuffle: below 65,536 elements Grain's permutation costs more for each index, 80 µs
+        # in a table of 442 rows.
+        samples = samples.repeat(-(-length // len(samples)))[:length]
     if load.shuffle:
         samples = samples.shuffle(seed=0)
     return samples.batch(load.batch_size, drop_remainder=True, batch_fn=_batch_function(load))
