@@ -130,6 +130,8 @@ class Allocator:
     def begin(self, grants: Extents, promises: Extents = (), space: Extents = ()) -> None:
         """A task starts with these blocks (offset, size), may use those promised when they are let go, and
         may make new blocks in `space`."""
+        if not (grants or promises or space or self._promised):
+            return  # as for every batch of small leaves
         with self._lock:
             self._promised = [(size, offset) for offset, size in promises]
             self._idle = sorted([*self._idle, *((size, offset) for offset, size in grants)])
@@ -211,6 +213,11 @@ class Allocator:
     def write(self, offset: int, source: int, nbytes: int) -> None:
         """Copy `nbytes` from an address into the arena."""
         ctypes.memmove(self.mapping.base + offset, source, nbytes)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no block is at hand: a task that uses none has nothing to ship, to return or to tell."""
+        return not (self._open or self._idle or self._promised or self._fresh or self._dropped)
 
     def ship(self, used: Sequence[int]) -> None:
         """The batch lies in the blocks at `used`: from here on they are not given out again."""

@@ -139,6 +139,8 @@ class BlockLedger:
 
     def grant(self, worker: int) -> tuple[Extents, Extents]:
         """Blocks for a batch like the last one, as far as there are any: free ones, and promised ones."""
+        if not self._needs:
+            return (), ()
         grants: list[tuple[int, int]] = []
         promises: list[tuple[int, int]] = []
         for need in self._needs:
@@ -245,7 +247,7 @@ class BlockLedger:
 
     def space(self, worker: int) -> Extents:
         """Address ranges (offset, size) of trimmed blocks that `worker` may make new blocks in."""
-        return tuple(self._space.pop(worker, ()))
+        return tuple(self._space.pop(worker)) if worker in self._space else ()
 
     def keep_space(self, worker: int, space: Extents) -> None:
         """`space` could not be sent: `worker` gets it the next time."""

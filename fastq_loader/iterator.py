@@ -16,7 +16,7 @@ import torch
 from torch.autograd import profiler
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from fastq_loader import datapipes
+from fastq_loader import datapipes, sampling
 from fastq_loader.engine import Engine
 from fastq_loader.fetch import EndOfStream, make_fetcher
 
@@ -101,7 +101,7 @@ class SerialIterator(LoaderIterator):
         self._counters.epochs += 1
         super().__init__(loader)
         self._dataset = datapipes.apply_seed(self._dataset, shared_seed)
-        self._sampler = iter(self._index_sampler)
+        self._sampler = sampling.iterate(self._index_sampler)
         self._pin_device = _pin_device(loader)
         draw_base_seed(loader.generator)
         if loader.timeout != 0:
@@ -152,7 +152,7 @@ class WorkerIterator(LoaderIterator):
             iter(self._index_sampler)
             engine = Engine(loader._plan(), draw_base_seed(loader.generator), shared_seed, loader._counters)
         self.engine = engine
-        sampler = iter(self._index_sampler)
+        sampler = sampling.iterate(self._index_sampler)
         if previous is None:
             # torch draws once more when it resets a new iterator, and does not use it in this epoch.
             datapipes.draw_shared_seed(loader.dataset, loader.generator)

@@ -210,7 +210,7 @@ def decode_for_worker(frame: bytes) -> Task | Epoch | Stop:
         kind = fields[1]
         if kind == _TASK:
             _, _, epoch, seq, attempt, index, *blocks = fields
-            grants, promises, space = (tuple(map(tuple, extents)) for extents in blocks)
+            grants, promises, space = [tuple(map(tuple, extents)) if extents else () for extents in blocks]
             return Task(epoch, seq, attempt, index, grants, promises, space)
         if kind == _EPOCH:
             return Epoch(*fields[2:])

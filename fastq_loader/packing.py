@@ -13,7 +13,8 @@ The spec is everything that stays the same from batch to batch: tree, dtypes, sh
 sent once and named by a number after that:
 
     (tree, leaves, sizes)
-    tree    'L' leaf | 'V' plain value | 'O' pickled object | ('d', keys, trees) | ('l', trees) | ('t', trees)
+    tree    ('L', number) leaf | 'V' plain value | 'O' pickled object | ('v', n) list of n plain values
+            | ('d', keys, trees) | ('l', trees) | ('t', trees)
     leaves  (kind, dtype, shape, strides or None, place, bytes into the place), kind 'T' or 'A'; strides in
             elements for tensors, in bytes for arrays
     sizes   bytes of each place; the large ones are those of SMALLEST bytes or more
@@ -22,6 +23,7 @@ sent once and named by a number after that:
 from __future__ import annotations
 
 import ctypes
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,13 +39,35 @@ from fastq_loader.messages import Handle, packs
 INLINE = 16 * 1024
 #: Specs that a worker and the consumer remember; both forget the oldest beyond it.
 SPECS = 256
+#: Lists and dicts up to which a tree is walked here. Beyond it pickling the whole tree in C is faster than
+#: this walk, its spec and the way back: 3 times for the annotations of 32 images.
+CONTAINERS = 64
+#: Batches of a worker that are pickled whole after one that had more.
+BATCHES_UNWALKED = 15
 ALIGNMENT = 64  # bytes between the starts of places in a parcel: no element straddles a cache line
 
 _SCALARS = frozenset((float, str, bytes, bool, type(None)))
+_STRINGS, _INTEGERS = frozenset((str,)), frozenset((int,))
+_TENSOR, _ARRAY = torch.Tensor, np.ndarray
+
+
+class _DtypeNames(dict[torch.dtype, str]):
+    """The name by which `torch` knows a dtype."""
+
+    def __missing__(self, dtype: torch.dtype) -> str:
+        name = self[dtype] = str(dtype).removeprefix("torch.")
+        return name
+
+
+_NAMES = _DtypeNames()
 
 
 class _Unwalkable(Exception):
     """The tree has a cycle or a shared list or dict: pickle the whole of it."""
+
+
+class _Sprawling(_Unwalkable):
+    """The tree has more lists and dicts than are worth a walk."""
 
 
 class Packer:
@@ -57,6 +81,7 @@ class Packer:
         self._allocator = allocator
         self._specs: dict[Any, int] = {}
         self._next_id = 0
+        self._sprawling = 0  # so many batches are not walked any more
         self._clear()
 
     def _clear(self) -> None:
@@ -70,24 +95,29 @@ class Packer:
 
     def _walk(self, value: Any) -> Any:
         kind = type(value)
-        if kind is int:
+        if kind is _TENSOR or kind is _ARRAY:
+            if pickling.is_leaf(value):
+                return "L", self.add_leaf(value)
+        elif kind is int:
             if packs(value):
                 self._values.append(value)
                 return "V"
         elif kind in _SCALARS:
             self._values.append(value)
             return "V"
-        elif kind is torch.Tensor or kind is np.ndarray:
-            if pickling.is_leaf(value):
-                return "L", self.add_leaf(value)
         elif kind is dict:
             self._enter(value)
             keys = tuple(value)
             # Keys are part of the spec's identity, where True, 1 and 1.0 would be the same.
-            if all(type(key) is str or (type(key) is int and packs(key)) for key in keys):
+            if _STRINGS.issuperset(map(type, keys)) or all(
+                type(key) is str or (type(key) is int and packs(key)) for key in keys
+            ):
                 return "d", keys, tuple([self._walk(part) for part in value.values()])
         elif kind is list:
             self._enter(value)
+            if self._is_flat(value):
+                self._values += value
+                return "v", len(value)
             return "l", tuple([self._walk(part) for part in value])
         elif kind is tuple:
             return "t", tuple([self._walk(part) for part in value])
@@ -97,7 +127,16 @@ class Packer:
     def _enter(self, container: Any) -> None:
         if id(container) in self._containers:
             raise _Unwalkable
+        if len(self._containers) == CONTAINERS:
+            raise _Sprawling
         self._containers.add(id(container))
+
+    def _is_flat(self, values: list[Any]) -> bool:
+        """Whether a list holds nothing but plain values."""
+        kinds = set(map(type, values))
+        if kinds == _INTEGERS:
+            return packs(min(values)) and packs(max(values))
+        return bool(kinds) and kinds <= _SCALARS
 
     def add_leaf(self, leaf: Any) -> int:
         """The number of a leaf; the same object gets the same number."""
@@ -121,17 +160,25 @@ class Packer:
             MemoryError: the arena is used up.
         """
         try:
-            try:
-                tree = self._walk(batch)
-                pickled = self._pickle(batch) if self._objects else None
-            except (_Unwalkable, RecursionError, pickling.SharedContainer):
-                self._clear()
-                tree = "O"
-                self._objects.append(batch)
-                pickled = self._pickle(batch)
-            return self._place(tree, pickled)
+            return self._place(*self._describe(batch))
         finally:
             self._clear()
+
+    def _describe(self, batch: Any) -> tuple[Any, bytes | None]:
+        """The tree, and the bytes of what is pickled in it."""
+        if not self._sprawling:
+            try:
+                tree = self._walk(batch)
+                return tree, self._pickle(batch) if self._objects else None
+            except _Sprawling:
+                self._sprawling = BATCHES_UNWALKED
+            except (_Unwalkable, RecursionError, pickling.SharedContainer):
+                pass
+            self._clear()
+        else:
+            self._sprawling -= 1
+        self._objects.append(batch)
+        return "O", self._pickle(batch)
 
     def pack_exception(self, data: bytes) -> tuple[Handle, list[tuple[int, int]]]:
         """Put a pickled exception where pickled objects lie."""
@@ -154,7 +201,7 @@ class Packer:
                 places.append(self._place_large(start, end, used))
             else:
                 small.append((start, size))
-                parcel_bytes += aligned(size)
+                parcel_bytes += size + -size % ALIGNMENT
         parcel = None
         if pickled is not None or parcel_bytes > INLINE:
             # Pickled bytes never travel through a socket, however few they are (design, rule 10).
@@ -216,7 +263,8 @@ def aligned(nbytes: int) -> int:
 
 
 def _gather(small: list[tuple[int, int]]) -> bytes:
-    return b"".join(ctypes.string_at(start, nbytes).ljust(aligned(nbytes), b"\0") for start, nbytes in small)
+    copy = ctypes.string_at
+    return b"".join([copy(start, size).ljust(size + -size % ALIGNMENT, b"\0") for start, size in small])
 
 
 # ---- extents ----------------------------------------------------------------------------------------
@@ -224,35 +272,58 @@ def _gather(small: list[tuple[int, int]]) -> bytes:
 
 def _extents(leaves: list[Any]) -> tuple[tuple[Any, ...], list[tuple[int, int]]]:
     """The spec's `leaves`, and the places as address ranges [start, end)."""
-    spans = []
+    metas: list[tuple[Any, ...]] = []
+    spans: list[tuple[int, int]] = []
+    for number, leaf in enumerate(leaves):
+        if type(leaf) is _TENSOR:
+            start = leaf.data_ptr()
+            shape = leaf.shape
+            if leaf.is_contiguous():
+                spans.append((start, start + leaf.nbytes))
+                plain = (1 not in shape and 0 not in shape) or leaf.stride() == contiguous_strides(shape)
+                strides = None if plain else leaf.stride()
+            else:
+                spans.append((start, start + _reach(leaf)))
+                strides = leaf.stride()
+            metas.append(("T", _NAMES[leaf.dtype], shape, strides, number, 0))
+            continue
+        flags = leaf.flags
+        if not (flags.c_contiguous or flags.f_contiguous):
+            leaf = leaves[number] = np.ascontiguousarray(leaf)
+            flags = leaf.flags
+        start = address_of(leaf)
+        spans.append((start, start + leaf.nbytes))
+        strides = None if flags.c_contiguous else leaf.strides
+        metas.append(("A", leaf.dtype.str, leaf.shape, strides, number, 0))
+    if _apart(spans):
+        return tuple(metas), spans
+    return _shared(leaves, metas, spans)
+
+
+def _apart(spans: list[tuple[int, int]]) -> bool:
+    """Whether no two leaves overlap: each is a place of its own, as in nearly every batch."""
+    return all(left[1] <= right[0] for left, right in pairwise(sorted(spans)))
+
+
+def _shared(
+    leaves: list[Any], metas: list[tuple[Any, ...]], spans: list[tuple[int, int]]
+) -> tuple[tuple[Any, ...], list[tuple[int, int]]]:
+    """`_extents` where leaves overlap: those of one storage share a place."""
     storages: dict[int, list[int]] = {}
     for number, leaf in enumerate(leaves):
-        if type(leaf) is torch.Tensor:
-            start = leaf.data_ptr()
-            spans.append((start, start + _reach(leaf)))
+        if type(leaf) is _TENSOR:
             storages.setdefault(leaf.untyped_storage().data_ptr(), []).append(number)
-        else:
-            if not (leaf.flags.c_contiguous or leaf.flags.f_contiguous):
-                leaf = leaves[number] = np.ascontiguousarray(leaf)
-            start = address_of(leaf)
-            spans.append((start, start + leaf.nbytes))
     place_of, extents = _group(spans, storages)
     for place, members in _members(place_of).items():
         # Views of other element sizes count in elements from the start of the place.
         if len(members) > 1 and len({leaves[number].itemsize for number in members}) > 1:
             start, end = extents[place]
             extents[place] = (start - (start - leaves[members[0]].untyped_storage().data_ptr()) % 16, end)
-    metas = []
-    for number, leaf in enumerate(leaves):
-        place = place_of[number]
-        into = spans[number][0] - extents[place][0]
-        if type(leaf) is torch.Tensor:
-            strides = None if _is_plain(leaf) else leaf.stride()
-            metas.append(("T", str(leaf.dtype)[6:], tuple(leaf.shape), strides, place, into))
-        else:
-            strides = None if leaf.flags.c_contiguous else leaf.strides
-            metas.append(("A", leaf.dtype.str, leaf.shape, strides, place, into))
-    return tuple(metas), extents
+    placed = [
+        (*meta[:4], place, span[0] - extents[place][0])
+        for meta, place, span in zip(metas, place_of, spans, strict=True)
+    ]
+    return tuple(placed), extents
 
 
 def _members(place_of: list[int]) -> dict[int, list[int]]:
@@ -270,18 +341,8 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides)) if shape else ()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the strides follow from the shape; a dimension of size 0 or 1 may have any."""
-    if not tensor.is_contiguous():
-        return False
-    shape = tensor.shape
-    return (1 not in shape and 0 not in shape) or tensor.stride() == contiguous_strides(shape)
-
-
 def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last one."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
+    """Bytes from the first element of a tensor that is not contiguous to the end of its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize if tensor.numel() else 0
 

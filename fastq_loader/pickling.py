@@ -15,7 +15,7 @@ import pickle
 import threading
 import traceback
 import types
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -32,25 +32,30 @@ _COWARDLY = (  # torch/multiprocessing/reductions.py, reduce_tensor
 )
 
 
+# Asked for every leaf of every batch: names of this module are found faster than attributes of others.
+_TENSOR, _ARRAY, _STRIDED = torch.Tensor, np.ndarray, torch.strided
+
+
 def is_leaf(value: Any) -> bool:
     """Whether a tensor or array is packed as it is: dense, on the CPU, of exactly that type.
 
     Raises:
         RuntimeError: a tensor that requires grad and is not a leaf of its graph (torch's own text).
     """
-    if type(value) is torch.Tensor:
-        if value.requires_grad and not value.is_leaf:
-            raise RuntimeError(_COWARDLY)
+    if type(value) is _TENSOR:
+        if value.requires_grad:
+            if not value.is_leaf:
+                raise RuntimeError(_COWARDLY)
+            return False
         return (
-            value.layout is torch.strided
-            and value.device.type == "cpu"
-            and not value.requires_grad
+            value.is_cpu
+            and value.layout is _STRIDED
             and not value.is_quantized
             and not value.is_nested
             and not value.is_conj()
             and not value.is_neg()
         )
-    return type(value) is np.ndarray and value.dtype.kind in "biufcSUmM" and value.dtype.isnative
+    return type(value) is _ARRAY and value.dtype.kind in "biufcSUmM" and value.dtype.isnative
 
 
 def _require_grad(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,17 +120,10 @@ class SharedContainer(Exception):
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(
-        self, file: io.BytesIO, add_leaf: Callable[[Any], int], outside: Container[int] = ()
-    ) -> None:
+    def __init__(self, file: io.BytesIO, add_leaf: Callable[[Any], int]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.dispatch_table = _dispatch_table()
         self._add_leaf = add_leaf
-        self._outside = outside
-
-    def persistent_id(self, value: Any) -> None:
-        if id(value) in self._outside:
-            raise SharedContainer
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -145,12 +143,24 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
+class _WatchfulPickler(_Pickler):
+    """Watches out for lists and dicts that are not to be copied; a call for every object costs its time."""
+
+    def __init__(self, file: io.BytesIO, add_leaf: Callable[[Any], int], outside: Container[int]) -> None:
+        super().__init__(file, add_leaf)
+        self._outside = outside
+
+    def persistent_id(self, value: Any) -> None:
+        if id(value) in self._outside:
+            raise SharedContainer
+
+
 def _identity(value: Any) -> Any:
     return value
 
 
 def dump(
-    value: Any, add_leaf: Callable[[Any], int], whole: Any = None, outside: Container[int] = ()
+    value: Any, add_leaf: Callable[[Any], int], whole: Any = None, outside: Collection[int] = ()
 ) -> bytes:
     """Pickle `value`; every tensor and array that `is_leaf` goes to `add_leaf`, which numbers it.
 
@@ -167,7 +177,8 @@ def dump(
     """
     file = io.BytesIO()
     try:
-        _Pickler(file, add_leaf, outside).dump(value)
+        pickler = _WatchfulPickler(file, add_leaf, outside) if outside else _Pickler(file, add_leaf)
+        pickler.dump(value)
     except SharedContainer:
         raise
     except Exception as error:

@@ -63,6 +63,7 @@ WORKER_TRANSITIONS: dict[str, dict[str, str]] = {
     DRY_DEAD: {"epoch": DEAD},
 }
 
+_DRAW = Draw()
 _EXHAUSTED = frozenset((DRY, DRY_DEAD))
 
 
@@ -160,7 +161,7 @@ class Scheduler:
         self.epoch = event.epoch
         self._states = [self._worker_after(worker, "epoch") for worker in range(self.workers)]
         self._reset()
-        return [Draw()] * self.window
+        return [_DRAW] * self.window
 
     def abandon(self) -> None:
         """Drop what arrived and was not delivered; answers that are still to come will be stale."""
@@ -208,16 +209,16 @@ class Scheduler:
         return batch
 
     def _next_worker(self) -> int | None:
-        states = self._states
-        going = sum(state not in _EXHAUSTED for state in states)
         for _ in range(self.workers):
             worker = self._turn
             self._turn = (worker + 1) % self.workers
-            if states[worker] not in _EXHAUSTED and (
-                self.in_order or self._undelivered[worker] < self.window // going
-            ):
+            if self._states[worker] not in _EXHAUSTED and (self.in_order or self._has_room(worker)):
                 return worker
         return None
+
+    def _has_room(self, worker: int) -> bool:
+        going = sum(state not in _EXHAUSTED for state in self._states)
+        return self._undelivered[worker] < self.window // going
 
     def _draw_failed(self, event: DrawFailed) -> list[Instruction]:
         self._fail(self._new_batch(None, None), event.error)
@@ -300,7 +301,7 @@ class Scheduler:
             batch.move("end")
             del self._batches[answer.seq]
             self._states[worker] = self._worker_after(worker, "end")
-            return [Draw()]
+            return [_DRAW]
         batch.move("answer")
         return self._put(batch, answer, None)
 
@@ -330,7 +331,7 @@ class Scheduler:
         del self._batches[batch.seq]
         if batch.worker is not None:
             self._undelivered[batch.worker] -= 1
-        return [Draw(), Deliver(batch.seq, batch.worker, answer, error)]
+        return [_DRAW, Deliver(batch.seq, batch.worker, answer, error)]
 
     def _break(self, batch: _Batch) -> Break:
         assert batch.worker is not None

@@ -23,6 +23,8 @@ from fastq_loader.errors import ProtocolError
 from fastq_loader.messages import Handle
 from fastq_loader.packing import SPECS, aligned, contiguous_strides
 
+_from_numpy, _ndarray = torch.from_numpy, np.ndarray
+
 
 class _Leaf:
     """One leaf of a spec, ready to be put on a place."""
@@ -80,15 +82,30 @@ class Spec:
             self.members[leaf.place].append(number)
             self._check(leaf)
         self.large = [place for place, size in enumerate(self.sizes) if size >= SMALLEST]
-        self.small: list[tuple[int, int, int]] = []  # (place, start in the parcel, bytes)
+        self.small: list[tuple[int, int, int]] = []  # (place, start in the parcel, its end)
+        # Of these the ones that are one dense array or tensor each: (leaf, start, end, shape, numpy's dtype).
+        self.tensors: list[tuple[int, int, int, Any, Any]] = []
+        self.arrays: list[tuple[int, int, int, Any, Any]] = []
         self.parcel_bytes = 0
         for place, size in enumerate(self.sizes):
             if size < SMALLEST:
-                self.small.append((place, self.parcel_bytes, size))
+                self._cut(place, self.parcel_bytes, self.parcel_bytes + size)
                 self.parcel_bytes += aligned(size)
         self.nbytes: int = sum(self.sizes)
         self.objects = self.values = 0
         self.build = self._compile(tree)
+
+    def _cut(self, place: int, start: int, end: int) -> None:
+        members = self.members[place]
+        leaf = self.leaves[members[0]] if len(members) == 1 else None
+        if leaf is None or not leaf.count or leaf.strides is not None or leaf.into:
+            self.small.append((place, start, end))
+        elif leaf.array:
+            self.arrays.append((members[0], start, end, leaf.shape, leaf.dtype))
+        elif leaf.dtype in TYPESTR:
+            self.tensors.append((members[0], start, end, leaf.shape, np.dtype(TYPESTR[leaf.dtype])))
+        else:
+            self.small.append((place, start, end))
 
     def _check(self, leaf: _Leaf) -> None:
         itemsize = leaf.dtype.itemsize
@@ -120,11 +137,18 @@ class Spec:
             number = tree[1]
             self.leaves[number]  # raises IndexError
             return lambda leaves, values, objects: leaves[number]
+        if kind == "v":
+            length = int(tree[1])
+            if length < 0:
+                raise ProtocolError(f"a list of {length} values")
+            self.values += length
+            return lambda leaves, values, objects: list(islice(values, length))
         parts = [self._compile(part) for part in tree[-1]]
-        if parts and all(part == "V" for part in tree[-1]):  # 64 file names: one slice, not 64 calls
-            count = len(parts)
-            take: Callable[..., list[Any]]
-            take = lambda leaves, values, objects: list(islice(values, count))  # noqa: E731
+        count = len(parts)
+        first = _first_of_run(tree[-1])
+        take: Callable[..., list[Any]]
+        if first is not None:  # 50 fields: one slice, not that many calls
+            take = lambda leaves, values, objects: leaves[first : first + count]  # noqa: E731
         else:
             take = lambda leaves, values, objects: [part(leaves, values, objects) for part in parts]  # noqa: E731
         if kind == "l":
@@ -135,6 +159,15 @@ class Spec:
             keys = tree[1]
             return lambda leaves, values, objects: dict(zip(keys, take(leaves, values, objects), strict=True))
         raise ProtocolError(f"unknown kind of tree {kind!r}")
+
+
+def _first_of_run(trees: Any) -> int | None:
+    """The number of the first leaf, if `trees` are leaves with consecutive numbers."""
+    if not trees or trees[0][0] != "L":
+        return None
+    first: int = trees[0][1]
+    same = all(tree[0] == "L" and tree[1] == first + at for at, tree in enumerate(trees))
+    return first if same else None
 
 
 class Unpacker:
@@ -200,11 +233,15 @@ class Unpacker:
                 raise ProtocolError(f"a parcel of {total} bytes in a block of {size}")
             parcel = self._arena.mapping.memory[offset : offset + total]
             pickled = bytes(parcel[spec.parcel_bytes :])
-        for place, start, size in spec.small:
-            buffer = bytearray(parcel[start : start + size])
-            if len(buffer) != size:
-                raise ProtocolError(f"a parcel of {len(parcel)} bytes for a spec of {spec.parcel_bytes}")
-            _cut(spec, place, buffer, leaves)
+        if len(parcel) < spec.parcel_bytes:
+            raise ProtocolError(f"a parcel of {len(parcel)} bytes for a spec of {spec.parcel_bytes}")
+        # Each in memory of its own: who keeps the labels does not keep the rest.
+        for number, start, end, shape, dtype in spec.tensors:
+            leaves[number] = _from_numpy(_ndarray(shape, dtype, bytearray(parcel[start:end])))
+        for number, start, end, shape, dtype in spec.arrays:
+            leaves[number] = _ndarray(shape, dtype, bytearray(parcel[start:end]))
+        for place, start, end in spec.small:
+            _cut(spec, place, bytearray(parcel[start:end]), leaves)
         for place, (offset, size, delta) in zip(spec.large, places, strict=True):
             if not 0 <= delta <= size - spec.sizes[place]:
                 raise ProtocolError(f"{spec.sizes[place]} bytes at {delta} do not fit a block of {size}")
@@ -216,7 +253,7 @@ class Unpacker:
         return spec.build(leaves, iter(handle.values), objects)
 
     def _check(self, spec: Spec, handle: Handle) -> None:
-        expected = len(spec.large) + bool(spec.objects or (handle.parcel is None and spec.small))
+        expected = len(spec.large) + bool(spec.objects or (handle.parcel is None and spec.parcel_bytes))
         if len(handle.places) != expected or len(handle.values) != spec.values:
             raise ProtocolError(
                 f"{len(handle.places)} places and {len(handle.values)} values for a spec of {expected} and "

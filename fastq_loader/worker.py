@@ -286,7 +286,8 @@ class _Worker:
         try:
             batch = self._fetcher.fetch(load_index(task.index))
             handle, used = self._packer.pack(batch)
-            self._allocator.ship([offset for offset, _ in used])
+            if used:
+                self._allocator.ship([offset for offset, _ in used])
         except EndOfStream:
             self._ended = True
             return ENDED, None, []
@@ -300,7 +301,7 @@ class _Worker:
 
     def _settle(self, handle: Handle, used: list[tuple[int, int]]) -> tuple[Handle, list[tuple[int, int]]]:
         """Ship a copy of what user code kept: it may write to its own memory whenever it likes."""
-        held = self._allocator.held()
+        held = self._allocator.held() if used else []
         if not held:
             return handle, used
         places, shipped = list(handle.places), list(used)
@@ -315,7 +316,10 @@ class _Worker:
     def _answer(
         self, task: Task, outcome: int, started: int, handle: Handle | None, used: list[tuple[int, int]]
     ) -> None:
-        fresh, returned = self._allocator.finish([offset for offset, _ in used])
+        fresh: list[tuple[int, int]] = []
+        returned: list[int] = []
+        if not self._allocator.untouched:
+            fresh, returned = self._allocator.finish([offset for offset, _ in used])
         finished = time.monotonic_ns()
         self._quick = finished - started < _QUICK
         self._socket.send(

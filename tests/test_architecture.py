@@ -18,6 +18,7 @@ PACKAGE = Path(fastq_loader.__file__).parent
 ORDER = (
     "loader",
     "iterator",
+    "sampling",
     "engine",
     "loop",
     "processes",

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fastq_loader.allocator import empty
 from fastq_loader.arena import AVAILABLE
 from fastq_loader.errors import UnpicklableError
-from fastq_loader.packing import ALIGNMENT, INLINE
+from fastq_loader.packing import ALIGNMENT, BATCHES_UNWALKED, CONTAINERS, INLINE
 from tests.datasets import (
     Colour,
     Count,
@@ -247,6 +247,56 @@ def test_a_deep_tree_comes_out_as_it_went_in(pair: Pair) -> None:
 def test_every_dtype(pair: Pair, dtype: torch.dtype, count: int) -> None:
     tensor = random_tensor((count,), dtype, 3)
     assert_same([tensor, tensor.clone()], pair.trip([tensor, tensor.clone()]))
+
+
+def sprawling(boxes: int) -> list[Any]:
+    """More lists and dicts than are walked, with large and small leaves among them."""
+    tensors = [torch.full((4,), float(box)) for box in range(boxes)]
+    tree = [
+        {"box": tensor, "names": ("a", str(box)), "count": box, "none": None, "sizes": [box, 2**70]}
+        for box, tensor in enumerate(tensors)
+    ]
+    return [*tree, torch.arange(float(LARGE)), tensors[0]]
+
+
+@pytest.mark.parametrize("boxes", [3, CONTAINERS // 2, CONTAINERS, 4 * CONTAINERS])
+def test_a_tree_of_many_containers_comes_out_as_it_went_in(pair: Pair, boxes: int) -> None:
+    for _ in range(2 * BATCHES_UNWALKED):
+        batch = sprawling(boxes)
+        result = pair.trip(batch)
+        assert_same(batch, result)
+        assert result[-1] is result[0]["box"]
+        small = [{"x": 1.5, "words": ["a", None, True]}, torch.ones(2)]  # walked, or not
+        assert_same(small, pair.trip(small))
+    del result
+    assert pair.idle()
+
+
+def test_a_tree_of_many_containers_is_not_walked_again_at_once(pair: Pair) -> None:
+    pair.trip(sprawling(CONTAINERS))
+    handles = [pair.pack(lambda: [1, 2]).handle for _ in range(BATCHES_UNWALKED + 1)]
+    assert all(handle is not None for handle in handles)
+    walked = [bool(handle.values) for handle in handles if handle is not None]
+    assert walked == [False] * BATCHES_UNWALKED + [True]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        [1],
+        [2**63, -(2**63)],
+        [2**64],
+        [-(2**63) - 1, 0],
+        [True, 1],
+        ["a", None, 2.5, b"x", False],
+        [[1], 2],
+    ],
+    ids=str,
+)
+def test_lists_of_plain_values(pair: Pair, values: list[Any]) -> None:
+    batch = {"values": values, "tuple": tuple(values), "after": 3}
+    assert_same(batch, pair.trip(batch))
 
 
 def test_values_that_compare_equal_to_others_stay_what_they_are(pair: Pair) -> None:
