@@ -273,6 +273,11 @@ class EventLoop:
 
     def _greet(self, worker: int) -> None:
         self._greeted.add(worker)
+        descriptor = self._pool.start_next()
+        if descriptor is not None:
+            started = len(self._pool.descriptors) - 1
+            self.socket.watch(descriptor)
+            self._counters.workers[started].pid = self._pool.pid(started)
         if len(self._greeted) == self.plan.workers and self._folder is not None:
             remove_folder(self._folder)  # all are connected: no name is needed any more
             self._folder = None

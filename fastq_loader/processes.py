@@ -15,13 +15,15 @@ import signal
 import time
 import warnings
 import weakref
+from collections import deque
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pickle import PicklingError
 from typing import Any
 
-from fastq_loader.arena import Arena
+from fastq_loader.arena import Arena, Mapping
 from fastq_loader.pickling import explain, pickles
 from fastq_loader.worker import STACK_SIGNAL, Cargo, Descriptors, Rules, Setup, main
 
@@ -73,6 +75,9 @@ class WorkerPool:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._context: Any = None
+        self._setups: deque[Setup] = deque()  # of the workers that are still to be started
+        self._mapping: Mapping | None = None
         self._processes: list[BaseProcess] = []
         self._descriptors: list[int] = []  # of the processes, as far as they are known to have started
         self._own: set[int] = set()  # descriptors that are ours to close
@@ -80,7 +85,12 @@ class WorkerPool:
         _pools.add(self)
 
     def start(self, arena: Arena, folder: str, base_seed: int, shared_seed: int | None) -> None:
-        """Start the processes. Whatever happens in here, `stop` takes it back.
+        """Start the first processes, and all of them where that is cheap. Whatever happens in here, `stop`
+        takes it back.
+
+        Under spawn and forkserver a worker spends seconds of a core on its imports. Eight of them on two
+        cores would all be up at the end, and the first batch would wait for that; started one for each core,
+        the first workers load while `start_next` brings up the others.
 
         Args:
             arena: the shared memory they write to.
@@ -93,36 +103,55 @@ class WorkerPool:
         """
         plan = self._plan
         self._stacks = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        context = multiprocessing.get_context() if plan.context is None else plan.context
+        self._context = multiprocessing.get_context() if plan.context is None else plan.context
+        method = self._context.get_start_method()
         # Under fork the worker uses the consumer's mapping; under the others it makes its own.
-        mapping = arena.mapping if context.get_start_method() == "fork" else None
+        self._mapping = arena.mapping if method == "fork" else None
         descriptors = Descriptors(arena=arena.fd, stacks=self._stacks[1])
+        self._setups = deque(
+            Setup(
+                worker=worker,
+                workers=plan.workers,
+                consumer=os.getpid(),
+                base_seed=base_seed,
+                shared_seed=shared_seed,
+                rules=plan.rules,
+                folder=folder,
+                arena_length=arena.mapping.length,
+                descriptors=descriptors,
+            )
+            for worker in range(plan.workers)
+        )
+        if method == "forkserver":
+            _preload(self._context)
+        together = plan.workers if method == "fork" else len(os.sched_getaffinity(0))
+        while self._setups and len(self._processes) < together:
+            self.start_next()
+
+    def start_next(self) -> int | None:
+        """Start one more worker; its descriptor, or None if all were started.
+
+        Raises:
+            what `start` raises.
+        """
+        if not self._setups:
+            return None
         # A Ctrl-C between the fork and the worker's own handler would print a traceback there.
         masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            for worker in range(plan.workers):
-                setup = Setup(
-                    worker=worker,
-                    workers=plan.workers,
-                    consumer=os.getpid(),
-                    base_seed=base_seed,
-                    shared_seed=shared_seed,
-                    rules=plan.rules,
-                    folder=folder,
-                    arena_length=arena.mapping.length,
-                    descriptors=descriptors,
-                )
-                process = context.Process(  # type: ignore[attr-defined]
-                    target=main, args=(setup, plan.cargo, mapping), daemon=True
-                )
-                self._processes.append(process)
-                process.start()
-                self._descriptors.append(self._descriptor(process))
+            arguments = (self._setups.popleft(), self._plan.cargo, self._mapping)
+            process = self._context.Process(target=main, args=arguments, daemon=True)
+            self._processes.append(process)
+            process.start()
+            self._descriptors.append(self._descriptor(process))
         except (TypeError, AttributeError, PicklingError) as error:
-            warnings.warn(_PICKLE_WARNING, stacklevel=2)
-            raise _named(error, plan.cargo.parts) from error
+            warnings.warn(_PICKLE_WARNING, stacklevel=3)
+            raise _named(error, self._plan.cargo.parts) from error
         finally:
+            if not self._setups:
+                self._plan.cargo.unseal()
             signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        return self._descriptors[-1]
 
     def _descriptor(self, process: BaseProcess) -> int:
         assert process.pid is not None, "the process was started"
@@ -138,10 +167,12 @@ class WorkerPool:
         """For each worker a descriptor that becomes readable when it has ended."""
         return self._descriptors
 
+    def started(self, worker: int) -> bool:
+        return worker < len(self._descriptors)
+
     def pid(self, worker: int) -> int:
-        pid = self._processes[worker].pid
-        assert pid is not None, "the process was started"
-        return pid
+        """The process id of a worker; 0 as long as it was not started."""
+        return (self._processes[worker].pid or 0) if self.started(worker) else 0
 
     def stacks(self, worker: int) -> str:
         """The Python stacks of a worker as it writes them now, whatever it is doing."""
@@ -179,6 +210,8 @@ class WorkerPool:
         Whoever wants them to leave on their own has told them before. May be called again, also when an
         interrupt cut it short.
         """
+        self._setups.clear()
+        self._plan.cargo.unseal()
         self._wait_for_all(patience)
         for process in self._running():
             process.terminate()
@@ -233,6 +266,13 @@ def _after_fork_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _preload(context: Any) -> None:
+    """Let the fork server import what every worker needs, unless it runs already or somebody chose for it."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
+        context.set_forkserver_preload(["__main__", main.__module__])
 
 
 def _readable(descriptors: list[int], seconds: float) -> list[int]:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import parent_process
+from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
@@ -67,14 +68,27 @@ class Cargo:
     """The user's objects on their way into a worker.
 
     Under fork they are inherited. Under spawn and forkserver they travel as bytes that the worker opens
-    itself, so that a failure is reported like any other instead of ending the process.
+    itself, so that a failure is reported like any other instead of ending the process. The bytes are the same
+    for every worker, and made once, unless descriptors go with them (of a tensor's storage, a queue).
     """
 
     def __init__(self, dataset: Any, collate_fn: Any, init_fn: Any) -> None:
         self.parts = {"dataset": dataset, "collate_fn": collate_fn, "worker_init_fn": init_fn}
+        self._sealed: bytes | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _SealedCargo, (bytes(ForkingPickler.dumps(self.parts)),)
+        if self._sealed is not None:
+            return _SealedCargo, (self._sealed,)
+        descriptors = getattr(get_spawning_popen(), "_fds", None)
+        before = None if descriptors is None else len(descriptors)
+        data = bytes(ForkingPickler.dumps(self.parts))
+        if descriptors is not None and len(descriptors) == before:
+            self._sealed = data
+        return _SealedCargo, (data,)
+
+    def unseal(self) -> None:
+        """Let the bytes go: all workers were started."""
+        self._sealed = None
 
     def open(self) -> dict[str, Any]:
         return self.parts

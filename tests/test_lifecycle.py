@@ -41,6 +41,7 @@ def reports(loader: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [report for batch in loader for report in batch]
 
 
+MORE_THAN_CORES = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 EIGHT = [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
@@ -377,6 +378,54 @@ def test_p6c_the_dataset_is_sent_once(method: str, times: int) -> None:
         for _ in range(3):
             assert numbers(loader) == [[0], [1], [2], [3]]
             assert dataset.pickled == times
+
+
+@pytest.mark.processes
+@MORE_THAN_CORES
+def test_p6c_the_dataset_is_pickled_once_for_all_workers() -> None:
+    dataset = CountsPickling()
+    loader = DataLoader(dataset, num_workers=3, multiprocessing_context="spawn")
+    assert numbers(loader) == [[0], [1], [2], [3]]
+    assert dataset.pickled == 1
+    assert numbers(loader) == [[0], [1], [2], [3]]
+    assert dataset.pickled == 2, "workers of another iteration see the dataset as it is then"
+
+
+@pytest.mark.processes
+@MORE_THAN_CORES
+def test_p1_spawned_workers_start_one_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    with DataLoader(
+        WorkerReport(),
+        num_workers=3,
+        collate_fn=list,
+        multiprocessing_context="spawn",
+        persistent_workers=True,
+    ) as loader:
+        batches = iter(loader)
+        assert [bool(worker.pid) for worker in loader.statistics().workers] == [True, False, False]
+        assert len(multiprocessing.active_children()) == 1
+        found = reports(batches)
+        assert [report["worker"] for report in found] == [at % 3 for at in range(len(found))]
+        assert len(multiprocessing.active_children()) == 3
+        pids = [worker.pid for worker in loader.statistics().workers]
+        assert [report["pid"] for report in found[:3]] == pids
+
+
+@pytest.mark.processes
+@MORE_THAN_CORES
+@pytest.mark.parametrize("batches", [0, 1])
+def test_p1_a_loader_can_be_closed_before_all_its_workers_were_started(
+    batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    loader = DataLoader(Rows(8), num_workers=4, multiprocessing_context="spawn")
+    iterator = iter(loader)
+    for _ in range(batches):
+        next(iterator)
+    assert len(multiprocessing.active_children()) == 1 + batches
+    loader.close()
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.processes
