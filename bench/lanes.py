@@ -37,8 +37,9 @@ class Meter:
         """Counted so far, while it runs."""
         return self._seconds + perf_counter() - self._started
 
-    def stop(self) -> None:
-        self._seconds = self.seconds()
+    def stop(self, at: float | None = None) -> None:
+        """Stop now, or have stopped at that reading of `perf_counter`."""
+        self._seconds += (perf_counter() if at is None else at) - self._started
         self._used += usage(self._pids) - self._used_before
 
     def block(self, batches: int) -> Block:
@@ -58,6 +59,7 @@ class PeerLane:
         self._burst = burst
         self._workers = workers
         self._batches = peer.epoch()
+        self._asked = 0.0  # when the last `next()` began
         # A batch lives until the next one is bound, as in any `for` loop over a loader.
         self._batch: Any = None
 
@@ -80,7 +82,7 @@ class PeerLane:
             taken = self._take()
             batches += taken
             if taken < self._burst:
-                meter.stop()
+                meter.stop(self._asked)  # some end their workers before they raise StopIteration
                 self._restart()
                 meter.start()
         meter.stop()
@@ -94,11 +96,11 @@ class PeerLane:
     def _take(self) -> int:
         """Consume a burst; fewer batches than that are the end of the epoch."""
         for taken in range(self._burst):
-            asked = perf_counter()
+            self._asked = perf_counter()
             batch = next(self._batches, _END)
             if batch is _END:
                 return taken
-            self.waits.append(perf_counter() - asked)
+            self.waits.append(perf_counter() - self._asked)
             self._batch = batch
             self._step(batch)
         return self._burst

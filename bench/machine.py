@@ -26,13 +26,14 @@ def describe(distributions: list[str]) -> dict[str, Any]:
 
 
 def use_one_thread() -> None:
-    """Give torch's operations in this process one thread each, as torch's worker processes have.
+    """Give torch's operations one thread each, here and in processes below, as torch's workers have.
 
     With more, libgomp's threads spin while they wait for each other. On 2 cores that something else used too,
     blocks of large_u8 without workers then ranged from 2.5 to 1,700 batches/s; with one thread each, from 970
     to 1,460.
     """
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for processes that loaders spawn: only torch and we set it there
 
 
 def _cpu_model() -> str:

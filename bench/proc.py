@@ -71,10 +71,10 @@ class Usage:
 
 
 def usage(workers: Iterable[int]) -> Usage:
-    """What this process and these others have used up to now."""
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    switches = own.ru_nvcsw + own.ru_nivcsw
-    cpu = 0.0
+    """What this process, these others, and children that ended and were waited for have used up to now."""
+    own, ended = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    switches = own.ru_nvcsw + own.ru_nivcsw + ended.ru_nvcsw + ended.ru_nivcsw
+    cpu = ended.ru_utime + ended.ru_stime
     for pid in workers:
         # The clock of another process (clock_getcpuclockid(3)) has nanoseconds and knows threads that ended;
         # /proc/<pid>/stat has ticks of 10 ms. EINVAL: the process is gone.

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from bench.results import (
     BASELINE,
@@ -53,13 +54,13 @@ def machine_line(machine: dict[str, Any]) -> str:
     )
 
 
-def workload_table(result: WorkloadResult) -> Table:
-    """One row for every peer, and notes below."""
-    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
-    grid.title = (
+def workload_table(result: WorkloadResult) -> Group:
+    """A title, one row for every peer, and notes below."""
+    title = (
         f"{result.name}: {result.description}; {size(result.batch_bytes)} a batch, "
         f"{worker_count(result.num_workers)}, {result.start_method}"
     )
+    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     grid.add_column("", no_wrap=True)
     grid.add_column("batches/s", justify="right")
     grid.add_column("bytes/s", justify="right")
@@ -84,9 +85,7 @@ def workload_table(result: WorkloadResult) -> Table:
             *_peak(peer),
         )
     remarks = [f"{peer.label}: {text}" for peer in result.peers.values() for text in _remarks(peer)]
-    if remarks:
-        grid.caption, grid.caption_justify = "\n".join(remarks), "left"
-    return grid
+    return Group(Text(title, style="bold"), grid, *map(Text, remarks), Text())
 
 
 def moments_table(results: Sequence[MomentResult]) -> Table:

@@ -74,8 +74,8 @@ def _batches(load: Load) -> Any:
     samples = grain.MapDataset.source(load.dataset)
     if load.batches is not None:
         length = load.batches * load.batch_size
-        # All passes in one shuffle: below 65,536 elements Grain's permutation costs more for each index, 80 µs
-        # in a table of 442 rows.
+        # All passes in one shuffle: below 65,536 elements Grain's permutation takes longer for each index,
+        # 80 µs in a table of 442 rows.
         samples = samples.repeat(-(-length // len(samples)))[:length]
     if load.shuffle:
         samples = samples.shuffle(seed=0)

@@ -11,8 +11,15 @@ from typing import Any
 
 from spdl.dataloader import PyTorchDataLoader, get_pytorch_dataloader
 
+from bench.batches import nbytes
 from bench.peers import LoaderSettings, Peer, Unsupported
 from bench.workloads import Load
+
+# Of batches in an epoch, at most. The heaps of its workers grow by nearly every batch below 32 MB that they
+# pickle: glibc's malloc does not get them back (with MALLOC_MMAP_THRESHOLD_ set they stay as they are). New
+# processes begin anew; an endless epoch would be the end of the machine.
+EPOCH_BYTES = 1 << 30
+LEAST_EPOCH = 32  # batches
 
 
 class SpdlProcesses(Peer):
@@ -23,6 +30,9 @@ class SpdlProcesses(Peer):
             raise Unsupported("IterableDataset is not supported (its own words)")
         if settings.num_workers == 0:
             raise Unsupported("needs worker processes")
+        whole = load.batches or len(load.dataset) // load.batch_size  # type: ignore[arg-type]
+        most = EPOCH_BYTES // max(1, nbytes(load.first_batches(1)[0]))
+        load = load.shortened(min(whole, max(most, LEAST_EPOCH)))
         # The sink's buffer, one batch in each worker, one between.
         self.prefetched = settings.num_workers * (settings.prefetch_factor + 2)
         self._epoch: Iterator[Any] | None = None
