@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import warnings
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -81,6 +82,8 @@ def main() -> int:
         except ImportError:
             sys.exit("--plot needs matplotlib: install the package's 'bench' extra")
     machine.use_one_thread()
+    # More workers than cores are what the axis of workers is for.
+    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
     here = machine.describe(_distributions(options.peers))
     results = Results(_settings(options), here)
     output, terminal = report.console(), Console(stderr=True)

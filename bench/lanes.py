@@ -13,6 +13,8 @@ from bench.proc import Usage, usage
 from bench.results import Block
 from bench.workloads import Step
 
+# Of the batches that a loader has under way: in the first the buffers are made, in the second used again.
+WARM_ROUNDS = 2
 _END = object()
 
 
@@ -67,6 +69,12 @@ class PeerLane:
         """The first batch; to be asked for before any block."""
         self._batch = next(self._batches)
         return self._batch
+
+    def warm_up(self) -> None:
+        """Take so many batches that every buffer has been used, however large and slow they are."""
+        expected = WARM_ROUNDS * (self._peer.prefetched + 1)
+        if self._discard(expected) < expected:
+            self._restart()
 
     def block(self, seconds: float) -> Block:
         """Iterate for about `seconds` and count.

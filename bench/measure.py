@@ -26,7 +26,7 @@ from bench.proc import process_tree, wait_until_quiet
 from bench.results import Block, PeerResult, latency
 from bench.workloads import Load, Workload
 
-# Of a block's length. Enough for buffers to reach their size.
+# Of a block's length, after every buffer has been used.
 WARM_UP = 0.5
 STARTING_S = 120.0  # many spawned workers that each import torch on few cores, or a heavy first batch
 HANGING_S = 60.0  # beyond a block's own length: longer than any batch takes
@@ -66,6 +66,7 @@ class _Run:
                 lane = PeerLane(peer, self._workload.new_step(), burst, partial(self.workers, name))
                 self.lanes[name] = lane
                 self._check(name, peer, lane)
+                lane.warm_up()
                 lane.block(self._seconds * WARM_UP)
                 lane.waits = lane.waits[:0]
                 self.workers(name)
