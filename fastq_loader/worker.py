@@ -8,6 +8,7 @@ that nothing of an abandoned epoch is fetched any more), and answers every task 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import select
@@ -147,6 +148,9 @@ class Setup:
 
 def main(setup: Setup, cargo: Cargo | _SealedCargo, mapping: Mapping | None) -> None:
     """Entry point of a worker process. `mapping` is the consumer's where it was inherited."""
+    # What was inherited or imported is not garbage. A forked worker whose collector looked at it would copy
+    # every page of it (120 ms, 37 MB with nothing but torch imported).
+    gc.freeze()
     _prepare_signals(setup)
     threading.Thread(target=_leave_with_consumer, args=(setup,), daemon=True).start()
     if mapping is None:
