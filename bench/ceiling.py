@@ -33,14 +33,12 @@ from bench.workloads import Load
 SMALLEST_BUFFER = 64 << 10  # bytes
 STOPPING_S = 10.0
 
-Key = tuple[int, tuple[int, ...], torch.dtype]
-
 
 class WarmBuffers:
     """torch's functions that stack samples, into buffers that are kept: one for each leaf of a batch."""
 
     def __init__(self) -> None:
-        self._buffers: dict[Key, torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
         self._leaf = 0
 
     def begin_batch(self) -> None:
@@ -72,11 +70,11 @@ class WarmBuffers:
         return buffer
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        key = (self._leaf, shape, dtype)
+        kept = self._buffers.get(self._leaf)
+        if kept is None or kept.shape != shape or kept.dtype != dtype:
+            kept = self._buffers[self._leaf] = torch.zeros(shape, dtype=dtype)
         self._leaf += 1
-        if key not in self._buffers:
-            self._buffers[key] = torch.zeros(shape, dtype=dtype)
-        return self._buffers[key]
+        return kept
 
 
 class Ceiling:

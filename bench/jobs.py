@@ -66,15 +66,18 @@ def jobs(options: Options, files: Files, results: Results) -> Iterator[Job]:
         for name in options.workloads["workers"]:
             for workers in options.workers["workers"]:
                 yield _steady(options, files, name, workers, results.by_workers, memory=False)
-    if "start" in options.axes:
+    drop_ins = [peer for peer in options.peers if peer in DROP_INS]
+    if "start" in options.axes and drop_ins:
         for name in options.workloads["start"]:
             for method in START_METHODS:
                 for workers in options.workers["start"]:
-                    yield _start(options, files, name, LoaderSettings(workers, method), results.start)
-    if "turns" in options.axes:
+                    yield _start(
+                        options, files, name, LoaderSettings(workers, method), drop_ins, results.start
+                    )
+    if "turns" in options.axes and drop_ins:
         for name in options.workloads["turns"]:
             for workers in options.workers["turns"]:
-                yield _turns(options, files, name, workers, results.turns)
+                yield _turns(options, files, name, workers, drop_ins, results.turns)
 
 
 def _steady(
@@ -133,9 +136,13 @@ def _with_peak(
 
 
 def _start(
-    options: Options, files: Files, name: str, settings: LoaderSettings, into: list[MomentResult]
+    options: Options,
+    files: Files,
+    name: str,
+    settings: LoaderSettings,
+    peers: list[str],
+    into: list[MomentResult],
 ) -> Job:
-    peers = [peer for peer in options.peers if peer in DROP_INS]
     repetitions = min(options.blocks, MOST_STARTS)
 
     def work(tick: Tick) -> list[Outcome]:
@@ -148,10 +155,16 @@ def _start(
     return Job(title, len(peers) * repetitions, work)
 
 
-def _turns(options: Options, files: Files, name: str, workers: int, into: list[MomentResult]) -> Job:
+def _turns(
+    options: Options,
+    files: Files,
+    name: str,
+    workers: int,
+    peers: list[str],
+    into: list[MomentResult],
+) -> Job:
     workload = find_workload(name)
     settings = LoaderSettings(workers, options.start_method)
-    peers = [peer for peer in options.peers if peer in DROP_INS]
 
     def work(tick: Tick) -> list[Outcome]:
         files.prepare(workload)

@@ -67,7 +67,9 @@ class PeerLane:
 
     def first(self) -> Any:
         """The first batch; to be asked for before any block."""
-        self._batch = next(self._batches)
+        self._batch = next(self._batches, _END)
+        if self._batch is _END:
+            raise RuntimeError("it gave no batch")
         return self._batch
 
     def warm_up(self) -> None:

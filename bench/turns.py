@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from bench.measure import Tick, reason, time_limit
-from bench.peers import PEERS, LoaderSettings, Peer, peer_class
+from bench.peers import PEERS, LoaderSettings, Peer, Unsupported, peer_class
 from bench.proc import wait_until_quiet
 from bench.results import MomentResult, Repeated
 from bench.workloads import Load
@@ -78,6 +78,8 @@ def measure_turns(
     for number in range(repetitions):
         for name in names if number % 2 == 0 else reversed(names):
             try:
+                if load.iterable:
+                    raise Unsupported("the epochs of a stream have a length of their own")
                 for scene in SCENES if name not in failures else ():
                     wait_until_quiet()
                     with time_limit(LIMIT_S):

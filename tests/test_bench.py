@@ -401,3 +401,62 @@ def test_a_start_is_timed_in_a_fresh_process(tmp_path: Path) -> None:
     result = measure_start("rows", tmp_path, names[:1], LoaderSettings(1, "fork"), 1, lambda name: None)
     (seconds,) = result.peers["fastq_loader"].seconds
     assert 0 < seconds < 60
+
+
+@pytest.mark.processes
+def test_a_failing_peer_does_not_end_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    ended = run_script(
+        f"""
+        import sys
+        import time
+        import types
+        from itertools import islice
+        from bench import measure
+        from bench.__main__ import main
+        from bench.peers import PEERS, Entry
+        from bench.peers.torch_loader import TorchInline
+
+        class Raising(TorchInline):
+            def epoch(self):
+                yield from islice(super().epoch(), 100)
+                raise ValueError("in the middle")
+
+        class Hanging(TorchInline):
+            def epoch(self):
+                yield from islice(super().epoch(), 100)
+                time.sleep(60)
+
+        class Wrong(TorchInline):
+            def epoch(self):
+                return ([rows + 1, labels] for rows, labels in super().epoch())
+
+        class Short(TorchInline):
+            def epoch(self):
+                return islice(super().epoch(), 0)
+
+        bad = types.ModuleType("bench.peers.bad")
+        for peer in (Raising, Hanging, Wrong, Short):
+            setattr(bad, peer.__name__, peer)
+            PEERS[peer.__name__] = Entry("bad", peer.__name__, peer.__name__)
+        sys.modules[bad.__name__] = bad
+        measure.HANGING_S = measure.STARTING_S = 1.0
+        names = "Raising,Hanging,Wrong,Short,torch_0"
+        line = "rows --blocks 2 --seconds 0.05 --peers"
+        sys.argv[1:] = [*line.split(), names, "--json", {str(path)!r}]
+        sys.exit(main())
+        """,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert not ended.left
+    (rows,) = files.read(path).workloads
+    failures = {name: peer.failure for name, peer in rows.peers.items()}
+    assert failures == {
+        "Raising": "ValueError: in the middle",
+        "Hanging": "TimeoutError: took more than 1 s",
+        "Wrong": "RuntimeError: wrong batches: batch[0] has other values",
+        "Short": "RuntimeError: it gave no batch",
+        "torch_0": None,
+    }
+    assert len(rows.peers["torch_0"].blocks) == 2
