@@ -103,11 +103,13 @@ class Engine:
                 if loop.fatal is not None:
                     self.failed, self.closed = True, loop.fatal
             except Exception as error:
-                if not loop.orderly:  # ours, not the user's: what was in hand is lost
-                    self.failed, self.closed = True, f"an internal error ended it: {error!r}"
-                elif loop.fatal is not None:
-                    self.failed, self.closed = True, loop.fatal
-                raise
+                # At the exit its workers are ended under its feet: what it stumbles over then is no news.
+                if self.closed != _EXITING:
+                    if not loop.orderly:  # ours, not the user's: what was in hand is lost
+                        self.failed, self.closed = True, f"an internal error ended it: {error!r}"
+                    elif loop.fatal is not None:
+                        self.failed, self.closed = True, loop.fatal
+                    raise
             except BaseException:
                 self._cut_short = not loop.waiting
                 raise
