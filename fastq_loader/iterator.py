@@ -152,7 +152,7 @@ class WorkerIterator(LoaderIterator):
             iter(self._index_sampler)
             engine = Engine(loader._plan(), draw_base_seed(loader.generator), shared_seed, loader._counters)
         self.engine = engine
-        sampler = sampling.iterate(self._index_sampler)
+        sampler = sampling.iterate_packed(self._index_sampler)
         if previous is None:
             # torch draws once more when it resets a new iterator, and does not use it in this epoch.
             datapipes.draw_shared_seed(loader.dataset, loader.generator)

@@ -29,7 +29,7 @@ from fastq_loader.events import (
     Wait,
     Wanted,
 )
-from fastq_loader.messages import BATCH, BROKEN, Answer, Epoch, Hello, Stop, Task
+from fastq_loader.messages import BATCH, BROKEN, Answer, Epoch, Hello, Stop, Task, load_index
 from fastq_loader.processes import Plan, WorkerPool
 from fastq_loader.scheduler import Scheduler
 from fastq_loader.statistics import Counters, WorkerCounters
@@ -218,7 +218,7 @@ class EventLoop:
         words, torch_text = self._pool.death(worker)
         doing = "between batches"
         if lost.seq is not None:
-            doing = f"before it answered batch {lost.seq} (indices {describe_index(lost.index)})"
+            doing = f"before it answered batch {lost.seq} (indices {describe_index(load_index(lost.index))})"
         text = f"DataLoader worker (pid(s) {pid}) exited unexpectedly: worker {worker} {words} {doing}"
         self.orderly = True
         self.fatal = text
@@ -294,11 +294,12 @@ class EventLoop:
         # Before its hello a worker has no handler for the signal, which would end it.
         greeted = wait.worker in self._greeted
         stacks = self._pool.stacks(wait.worker) if greeted else "  (it is still starting)"
+        index = load_index(self.scheduler.index_of(wait.seq))
         self.orderly = True
         raise LoaderTimeout(
             f"DataLoader timed out after {self.plan.timeout:g} seconds: worker {wait.worker} (pid "
             f"{self._pool.pid(wait.worker)}) has not answered batch {wait.seq} "
-            f"(indices {describe_index(self.scheduler.index_of(wait.seq))}). Its Python stacks:\n{stacks}"
+            f"(indices {describe_index(index)}). Its Python stacks:\n{stacks}"
         )
 
     def _hear_releases(self) -> None:

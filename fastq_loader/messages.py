@@ -4,14 +4,16 @@ Pure: this module turns messages into bytes and back, and knows no socket. Every
 version and the kind. What the consumer sends: `Task`, `Epoch`, `Stop`; what a worker sends: `Hello`,
 `Answer`. A worker gives exactly one `Answer` to every `Task` it receives, also to those it skips.
 
-An index of plain values travels as msgpack. Any other one travels as one opaque pickled value, so that
-`dataset[i]` receives exactly what the sampler yielded (msgpack has no np.int64 and no slice, and turns
-tuples into lists). The pickle is read by the worker only, from the process that started it.
+An index of plain values travels as msgpack, and a batch of a shuffle as the bytes of its integers. Any other
+one travels as one opaque pickled value, so that `dataset[i]` receives exactly what the sampler yielded
+(msgpack has no np.int64 and no slice, and turns tuples into lists). The pickle is read by the worker only,
+from the process that started it.
 """
 
 from __future__ import annotations
 
 import pickle
+from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,12 +34,18 @@ BROKEN = 4  # the handle is the exception that keeps this worker from working at
 
 OUTCOMES = (BATCH, ERROR, ENDED, SKIPPED, BROKEN)
 
-_PICKLED_INDEX = 1
+_PICKLED_INDEX, _INTEGERS = 1, 2
 _PLAIN = frozenset((int, str, bytes, bool, float, type(None)))
 
 
 class Pickled(NamedTuple):
     """An index that has no msgpack form; `load_index` turns it back."""
+
+    data: bytes
+
+
+class Indices(NamedTuple):
+    """A list of int as the bytes of 64-bit integers in the machine's order; `load_index` gives the list."""
 
     data: bytes
 
@@ -160,6 +168,9 @@ def encode(message: Message) -> bytes:
 
 def _encode_task(task: Task) -> bytes:
     epoch, seq, attempt, index, *blocks = task
+    if type(index) is Indices:
+        opaque = msgpack.ExtType(_INTEGERS, index.data)
+        return _packb((VERSION, _TASK, epoch, seq, attempt, opaque, *blocks))
     if plain_index(index):
         try:
             return _packb((VERSION, _TASK, epoch, seq, attempt, index, *blocks))
@@ -190,13 +201,19 @@ def load_index(index: Any) -> Any:
     Raises:
         Exception: whatever unpickling raises.
     """
+    if type(index) is Indices:
+        integers = array("q")
+        integers.frombytes(index.data)
+        return integers.tolist()
     return pickle.loads(index.data) if type(index) is Pickled else index
 
 
 def _ext_hook(code: int, data: bytes) -> Any:
-    if code != _PICKLED_INDEX:
-        raise ProtocolError(f"unknown extension type {code}")
-    return Pickled(data)
+    if code == _PICKLED_INDEX:
+        return Pickled(data)
+    if code == _INTEGERS and len(data) % 8 == 0:
+        return Indices(data)
+    raise ProtocolError(f"unknown extension type {code} of {len(data)} bytes")
 
 
 def decode_for_worker(frame: bytes) -> Task | Epoch | Stop:

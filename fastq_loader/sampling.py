@@ -2,16 +2,20 @@
 
 Runs in the consumer, on the thread that calls `next()`. torch's BatchSampler over its RandomSampler hands
 4096 integers through two generators one by one, which takes longer than a batch of a vectorised dataset.
-Here the same permutation is cut into lists: the same draws from the same generator at the same moments.
+Here the same permutation is cut into batches: the same draws from the same generator at the same moments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
+
+from fastq_loader.messages import Indices
+
+T = TypeVar("T")
 
 
 def iterate(index_sampler: Any) -> Iterator[Any]:
@@ -20,36 +24,53 @@ def iterate(index_sampler: Any) -> Iterator[Any]:
     A subclass may mean something else, and so may a class whose `__iter__` was replaced: those, and every
     other sampler, are iterated as they are.
     """
-    if type(index_sampler) is BatchSampler and type(index_sampler.sampler) is RandomSampler:
-        kinds = (BatchSampler.__iter__, RandomSampler.__iter__)
-        if kinds == _TORCHS and not index_sampler.sampler.replacement:
-            return _shuffled(index_sampler)
-    return iter(index_sampler)
+    return (
+        _shuffled(index_sampler, torch.Tensor.tolist) if _is_shuffle(index_sampler) else iter(index_sampler)
+    )
+
+
+def iterate_packed(index_sampler: Any) -> Iterator[Any]:
+    """The same for an index that goes into a message: a batch of a shuffle is never made a list here."""
+    return _iterate(index_sampler, _packed)
+
+
+def _iterate(index_sampler: Any, form: Callable[[torch.Tensor], Any]) -> Iterator[Any]:
+    return _shuffled(index_sampler, form) if _is_shuffle(index_sampler) else iter(index_sampler)
+
+
+def _packed(indices: torch.Tensor) -> Indices:
+    return Indices(indices.numpy().tobytes())
 
 
 _TORCHS = (BatchSampler.__iter__, RandomSampler.__iter__)
 
 
-def _shuffled(index_sampler: BatchSampler) -> Iterator[list[int]]:
+def _is_shuffle(index_sampler: Any) -> bool:
+    return (
+        type(index_sampler) is BatchSampler
+        and type(index_sampler.sampler) is RandomSampler
+        and not index_sampler.sampler.replacement
+        and (BatchSampler.__iter__, RandomSampler.__iter__) == _TORCHS
+    )
+
+
+def _shuffled(index_sampler: BatchSampler, form: Callable[[torch.Tensor], T]) -> Iterator[T]:
     size = index_sampler.batch_size
     permutations = _permutations(index_sampler.sampler)  # type: ignore[arg-type]
-    indices: list[int] = []
-    at = 0
+    rest = torch.empty(0, dtype=torch.int64)
     while True:
-        batch = indices[at : at + size]
-        at += size
-        while len(batch) < size:
+        while len(rest) < size:
             following = next(permutations, None)
             if following is None:
-                if batch and not index_sampler.drop_last:
-                    yield batch
+                if len(rest) and not index_sampler.drop_last:
+                    yield form(rest)
                 return
-            indices, at = following, size - len(batch)
-            batch += indices[:at]
-        yield batch
+            rest = torch.cat((rest, following))
+        yield form(rest[:size])
+        rest = rest[size:]
 
 
-def _permutations(sampler: RandomSampler) -> Iterator[list[int]]:
+def _permutations(sampler: RandomSampler) -> Iterator[torch.Tensor]:
     """What RandomSampler yields from; torch 2.6 to 2.13 draw like this."""
     count = len(sampler.data_source)
     generator = sampler.generator
@@ -57,5 +78,5 @@ def _permutations(sampler: RandomSampler) -> Iterator[list[int]]:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     for _ in range(sampler.num_samples // count):
-        yield torch.randperm(count, generator=generator).tolist()
-    yield torch.randperm(count, generator=generator).tolist()[: sampler.num_samples % count]
+        yield torch.randperm(count, generator=generator)
+    yield torch.randperm(count, generator=generator)[: sampler.num_samples % count]

@@ -26,6 +26,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import settings
+
+# A commit is judged by the same examples every time. New ones are looked for on purpose, as long as one
+# likes: pytest --hypothesis-profile=search --hypothesis-seed=N.
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("search", derandomize=False, print_blob=True)
+settings.load_profile("repeatable")
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTLE_SECONDS = 3.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from array import array
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from fastq_loader.messages import (
     Epoch,
     Handle,
     Hello,
+    Indices,
     Pickled,
     Stop,
     Task,
@@ -221,6 +223,19 @@ def test_plain_indices_travel_without_a_pickle(monkeypatch: pytest.MonkeyPatch) 
         task = decode_for_worker(frame)
         assert isinstance(task, Task)
         assert exactly(task.index, index)
+
+
+@given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1)))
+def test_packed_integers_come_out_as_a_list(integers: list[int]) -> None:
+    found = travel(Indices(array("q", integers).tobytes()))
+    assert type(found) is list
+    assert found == integers
+
+
+def test_half_an_integer_is_refused() -> None:
+    frame = encode(Task(1, 2, 3, Indices(bytes(12)), ()))
+    with pytest.raises(ProtocolError, match="12 bytes"):
+        decode_for_worker(frame)
 
 
 @pytest.mark.parametrize("value", [0, True, None, "a", b"a", 0.5])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from fastq_loader import sampling
+from fastq_loader.messages import Indices, load_index
 
 
 def story(batches: Iterator[Any], generator: torch.Generator | None) -> list[Any]:
@@ -43,18 +44,20 @@ def test_a_shuffle_is_torchs(
     length: int, batch_size: int, drop_last: bool, num_samples: int | None, seed: int | None
 ) -> None:
     told = []
-    for iterate in (iter, sampling.iterate):
+    for iterate in (iter, sampling.iterate, lambda it: map(load_index, sampling.iterate_packed(it))):
         torch.manual_seed(7)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         sampler = RandomSampler(range(length), num_samples=num_samples, generator=generator)
         told.append(story(iterate(BatchSampler(sampler, batch_size, drop_last)), generator))
     assert told[0] == told[1]
+    assert told[0] == told[2]
 
 
 def test_a_shuffle_is_cut_from_the_permutation() -> None:
     """The guard of the test above: it compares two things only if this is another iterator."""
     batches = sampling.iterate(BatchSampler(RandomSampler(range(10)), 3, False))
     assert batches.__name__ == "_shuffled"  # type: ignore[attr-defined]
+    assert type(next(sampling.iterate_packed(BatchSampler(RandomSampler(range(10)), 3, False)))) is Indices
 
 
 class Backwards(RandomSampler):
