@@ -8,6 +8,7 @@ import warnings
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -85,7 +86,7 @@ def main() -> int:
     # More workers than cores are what the axis of workers is for.
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
     here = machine.describe(_distributions(options.peers))
-    results = Results(_settings(options), here)
+    results = _results(options, here)
     output, terminal = report.console(), Console(stderr=True)
     output.print(report.machine_line(here), highlight=False, soft_wrap=True)
     progress = Progress(
@@ -112,6 +113,16 @@ def main() -> int:
     if options.plot is not None and not interrupted:
         _plot(options.plot, results)
     return 130 if interrupted else 0  # the shell's 128 + SIGINT
+
+
+def _results(options: Options, here: dict[str, Any]) -> Results:
+    """Empty ones, or those of the run to go on with; the machine and date are those of its beginning."""
+    if not options.resume or options.json is None or not options.json.exists():
+        return Results(_settings(options), here)
+    try:
+        return files.read(options.json)
+    except ValueError as error:
+        sys.exit(str(error))
 
 
 def _settings(options: Options) -> dict[str, object]:

@@ -44,6 +44,7 @@ class Options:
         seconds: length of a block.
         memory: also measure peak memory and descriptors.
         json: the file to write; None is no file.
+        resume: go on with what that file holds.
         plot: the folder to draw into; None is no picture.
     """
 
@@ -56,6 +57,7 @@ class Options:
     start_method: str
     memory: bool
     json: Path | None
+    resume: bool
     plot: Path | None
     list_only: bool = False
 
@@ -87,6 +89,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         start_method=given.start_method,
         memory=given.full if given.memory is None else given.memory,
         json=given.json,
+        resume=given.resume,
         plot=given.plot,
         list_only=given.list,
     )
@@ -133,6 +136,9 @@ def _parser() -> argparse.ArgumentParser:
         help="measure peak memory and descriptors, each peer alone (default: only in full)",
     )
     parser.add_argument("--json", type=_new_file, metavar="FILE", help="write every raw figure to this file")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what FILE holds already, and measure only the rest"
+    )
     parser.add_argument("--plot", type=_folder, metavar="FOLDER", help="draw pictures into this folder")
     return parser
 

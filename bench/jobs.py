@@ -8,9 +8,10 @@ from pathlib import Path
 
 from bench.arguments import Options
 from bench.batches import nbytes
+from bench.machine import machine_bytes
 from bench.measure import Tick, measure
 from bench.memory import peak_memory
-from bench.peers import LoaderSettings
+from bench.peers import PEERS, LoaderSettings
 from bench.results import MomentResult, PeerResult, Results, WorkloadResult
 from bench.start import measure_start
 from bench.turns import DROP_INS, measure_turns
@@ -18,6 +19,8 @@ from bench.workloads import Workload, find_workload
 
 BATCH_BYTES = tuple(1 << power for power in range(10, 29, 3))  # 1 KiB to 256 MiB
 SIZED_BATCHES = 4  # over which the bytes of a batch are averaged: ragged ones differ
+# Of one peer: what is prefetched, what is looked at, and copies on their way.
+BATCHES_ALIVE = 16
 MOST_STARTS = 3  # repetitions in fresh processes, each of which takes seconds
 START_METHODS = ("fork", "spawn", "forkserver")
 
@@ -53,31 +56,57 @@ class Files:
 
 
 def jobs(options: Options, files: Files, results: Results) -> Iterator[Job]:
-    """The jobs of a run, in order; their outcomes go into `results`."""
+    """The jobs of a run, in order; their outcomes go into `results`, and what is there is not done again."""
     if "steady" in options.axes:
         for name in options.workloads["steady"]:
             for workers in options.workers["steady"]:
-                yield _steady(options, files, name, workers, results.workloads)
+                if not _measured(results.workloads, name, workers):
+                    yield _steady(options, files, name, workers, results.workloads)
     if "bytes" in options.axes:
         for size in BATCH_BYTES:
+            peers, reason = _fitting(options.peers, size, machine_bytes())
+            name = f"bytes_{size}"
             for workers in options.workers["bytes"]:
-                yield _steady(options, files, f"bytes_{size}", workers, results.by_bytes, memory=False)
+                if not _measured(results.by_bytes, name, workers):
+                    some = replace(options, peers=peers, memory=False)
+                    yield _steady(some, files, name, workers, results.by_bytes, reason)
     if "workers" in options.axes:
         for name in options.workloads["workers"]:
             for workers in options.workers["workers"]:
-                yield _steady(options, files, name, workers, results.by_workers, memory=False)
+                if not _measured(results.by_workers, name, workers):
+                    yield _steady(replace(options, memory=False), files, name, workers, results.by_workers)
     drop_ins = [peer for peer in options.peers if peer in DROP_INS]
     if "start" in options.axes and drop_ins:
         for name in options.workloads["start"]:
             for method in START_METHODS:
                 for workers in options.workers["start"]:
-                    yield _start(
-                        options, files, name, LoaderSettings(workers, method), drop_ins, results.start
-                    )
+                    settings = LoaderSettings(workers, method)
+                    if not _timed(results.start, name, settings):
+                        yield _start(options, files, name, settings, drop_ins, results.start)
     if "turns" in options.axes and drop_ins:
         for name in options.workloads["turns"]:
             for workers in options.workers["turns"]:
-                yield _turns(options, files, name, workers, drop_ins, results.turns)
+                settings = LoaderSettings(workers, options.start_method)
+                if not _timed(results.turns, name, settings):
+                    yield _turns(options, files, name, settings, drop_ins, results.turns)
+
+
+def _measured(results: list[WorkloadResult], name: str, workers: int) -> bool:
+    return any(result.name == name and result.num_workers == workers for result in results)
+
+
+def _timed(results: list[MomentResult], name: str, settings: LoaderSettings) -> bool:
+    asked = (name, settings.num_workers, settings.start_method)
+    return any((each.workload, each.num_workers, each.start_method) == asked for each in results)
+
+
+def _fitting(peers: tuple[str, ...], batch_bytes: int, memory: int) -> tuple[tuple[str, ...], str | None]:
+    """The first peers whose batches fit into half of the memory together, and what to say of the others."""
+    count = memory // 2 // (batch_bytes * BATCHES_ALIVE)
+    if count >= len(peers):
+        return peers, None
+    left = "; ".join(PEERS[name].label for name in peers[count:])
+    return peers[:count], f"not measured, for want of memory for all at once: {left}"
 
 
 def _steady(
@@ -86,12 +115,10 @@ def _steady(
     name: str,
     workers: int,
     into: list[WorkloadResult],
-    *,
-    memory: bool = True,
+    note: str | None = None,
 ) -> Job:
     workload = find_workload(name)
     settings = LoaderSettings(workers, options.start_method)
-    memory = memory and options.memory
 
     def work(tick: Tick) -> list[Outcome]:
         files.prepare(workload)
@@ -102,10 +129,13 @@ def _steady(
         sizes = [nbytes(batch) for batch in load.first_batches(SIZED_BATCHES)]
         batch_size = load.batch_size
         del load  # no other process's memory is measured beside this dataset
-        if memory:
+        if options.memory:
             for peer in options.peers:
                 peers[peer] = _with_peak(peers[peer], name, peer, files.folder, settings)
                 tick(f"{peer}, memory")
+        if note is not None:
+            first = options.peers[0]
+            peers[first] = replace(peers[first], notes=[*peers[first].notes, note])
         result = WorkloadResult(
             name,
             workload.description,
@@ -120,7 +150,7 @@ def _steady(
         into.append(result)
         return [result]
 
-    ticks = (len(options.peers) + 1) * (options.blocks + 1) + memory * len(options.peers)
+    ticks = (len(options.peers) + 1) * (options.blocks + 1) + options.memory * len(options.peers)
     return Job(f"{name}, {workers} workers", ticks, work)
 
 
@@ -159,12 +189,11 @@ def _turns(
     options: Options,
     files: Files,
     name: str,
-    workers: int,
+    settings: LoaderSettings,
     peers: list[str],
     into: list[MomentResult],
 ) -> Job:
     workload = find_workload(name)
-    settings = LoaderSettings(workers, options.start_method)
 
     def work(tick: Tick) -> list[Outcome]:
         files.prepare(workload)
@@ -173,4 +202,4 @@ def _turns(
         into.extend(found)
         return list(found)
 
-    return Job(f"{name}, {workers} workers, turns", len(peers) * options.blocks, work)
+    return Job(f"{name}, {settings.num_workers} workers, turns", len(peers) * options.blocks, work)

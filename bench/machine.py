@@ -17,12 +17,17 @@ def describe(distributions: list[str]) -> dict[str, Any]:
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),  # bytes
+        "memory": machine_bytes(),
         "load_average": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in distributions},
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def machine_bytes() -> int:
+    """The machine's memory, in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def use_one_thread() -> None:
