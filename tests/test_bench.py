@@ -25,6 +25,7 @@ from bench.arguments import AXES, SHORT, parse
 from bench.batches import compare, nbytes
 from bench.ceiling import SMALLEST_BUFFER, WarmBuffers
 from bench.fetch import first_batch, share
+from bench.jobs import Files, _fitting, jobs
 from bench.measure import reason
 from bench.peers import PEERS, LoaderSettings, Unsupported
 from bench.results import (
@@ -162,6 +163,25 @@ def test_what_is_named_is_what_runs() -> None:
     assert options.workers["turns"] == (4,)
     assert options.peers == ("fastq_loader", "torch")
     assert (options.blocks, options.seconds, options.memory) == (3, 0.1, True)
+
+
+def test_what_a_resumed_run_has_is_not_measured_again(tmp_path: Path) -> None:
+    options = parse(["rows", "csv", "--axis", "steady,start,turns"])
+    nothing = Results({}, {})
+    everything = [job.title for job in jobs(options, Files(tmp_path), nothing)]
+    begun = Results({}, {}, workloads=[a_result()], start=[a_moment()], turns=[a_moment()])
+    left = [job.title for job in jobs(options, Files(tmp_path), begun)]
+    # `a_result` is rows with 2 workers under fork; `a_moment` rows with 2 workers under spawn.
+    assert sorted(set(everything) - set(left)) == ["rows, 2 workers", "rows, 2 workers, spawn"]
+
+
+def test_large_batches_are_measured_with_the_peers_that_fit() -> None:
+    peers = ("torch", "fastq_loader", "grain")
+    assert _fitting(peers, batch_bytes=1 << 20, memory=8 << 30) == (peers, None)
+    some, said = _fitting(peers, batch_bytes=256 << 20, memory=16 << 30)
+    assert some == ("torch", "fastq_loader")
+    assert said is not None
+    assert said.endswith(": Grain")
 
 
 @pytest.mark.parametrize(
