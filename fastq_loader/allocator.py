@@ -217,7 +217,8 @@ class Allocator:
     @property
     def untouched(self) -> bool:
         """Whether no block is at hand: a task that uses none has nothing to ship, to return or to tell."""
-        return not (self._open or self._idle or self._promised or self._fresh or self._dropped)
+        with self._lock:  # a thread of the dataset may be taking a promised block
+            return not (self._open or self._idle or self._promised or self._fresh or self._dropped)
 
     def ship(self, used: Sequence[int]) -> None:
         """The batch lies in the blocks at `used`: from here on they are not given out again."""

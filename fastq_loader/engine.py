@@ -90,6 +90,14 @@ class Engine:
         return self._enter(EventLoop.next)
 
     def _enter(self, call: Callable[[EventLoop], T]) -> T:
+        try:
+            return self._call(call)
+        except IteratorInvalid:
+            if self.closed == _EXITING and threading.current_thread() is not threading.main_thread():
+                threading.Event().wait()  # a daemon thread, which the exit leaves behind where it is
+            raise
+
+    def _call(self, call: Callable[[EventLoop], T]) -> T:
         with self._lock:
             loop = self._check_usable()
             failure: BaseException | None = None
@@ -136,8 +144,6 @@ class Engine:
         return self._loop
 
     def _ended(self) -> IteratorInvalid:
-        if self.closed == _EXITING and threading.current_thread() is not threading.main_thread():
-            threading.Event().wait()  # a daemon thread, which the exit leaves behind where it is
         return IteratorInvalid(f"this iterator cannot go on: {self.closed}")
 
     # ---- the end ------------------------------------------------------------------------------

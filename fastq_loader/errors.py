@@ -58,7 +58,7 @@ def shorten(value: Any, limit: int = 80) -> str:
 def describe_index(index: Any) -> str:
     """The index of a batch, short enough for an error's text: a run of integers by its ends."""
     if type(index) is list and len(index) > 4 and all(type(i) is int for i in index):
-        if index == list(range(index[0], index[-1] + 1)):
+        if index[-1] - index[0] + 1 == len(index) and index == list(range(index[0], index[-1] + 1)):
             return f"{index[0]}..{index[-1]}"
         return f"{index[0]}, {index[1]}, … {index[-1]}, {len(index)} in all"
     return shorten(index, 120)

@@ -17,11 +17,12 @@ from torch.utils.data import Dataset, Sampler
 from torch.utils.data.dataloader import _DatasetKind
 
 from fastq_loader import arena, datapipes
+from fastq_loader.cargo import Cargo
 from fastq_loader.engine import Engine
 from fastq_loader.iterator import LoaderIterator, SerialIterator, WorkerIterator
 from fastq_loader.processes import Plan
 from fastq_loader.statistics import Counters, LoaderStatistics
-from fastq_loader.worker import Cargo, Rules
+from fastq_loader.worker import Rules
 
 T_co = TypeVar("T_co", covariant=True)
 

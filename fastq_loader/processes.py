@@ -23,9 +23,12 @@ from multiprocessing.process import BaseProcess
 from pickle import PicklingError
 from typing import Any
 
+import torch
+
 from fastq_loader.arena import Arena, Mapping
+from fastq_loader.cargo import Cargo, Descriptors
 from fastq_loader.pickling import explain, pickles
-from fastq_loader.worker import STACK_SIGNAL, Cargo, Descriptors, Rules, Setup, main
+from fastq_loader.worker import STACK_SIGNAL, Rules, Setup, main
 
 #: Seconds that a stopped worker has to leave on its own, and after SIGTERM. Workers that only wait for
 #: a task leave within milliseconds; one in the middle of a long sample is not waited for.
@@ -90,7 +93,8 @@ class WorkerPool:
 
         Under spawn and forkserver a worker spends seconds of a core on its imports. Eight of them on two
         cores would all be up at the end, and the first batch would wait for that; started one for each core,
-        the first workers load while `start_next` brings up the others.
+        the first workers load while `start_next` brings up the others. What is pickled for each of them is
+        pickled here, so that all see the dataset as it is now.
 
         Args:
             arena: the shared memory they write to.
@@ -125,7 +129,7 @@ class WorkerPool:
         if method == "forkserver":
             _preload(self._context)
         together = plan.workers if method == "fork" else len(os.sched_getaffinity(0))
-        while self._setups and len(self._processes) < together:
+        while self._setups and (len(self._processes) < together or not plan.cargo.sealed):
             self.start_next()
 
     def start_next(self) -> int | None:
@@ -176,6 +180,8 @@ class WorkerPool:
 
     def stacks(self, worker: int) -> str:
         """The Python stacks of a worker as it writes them now, whatever it is doing."""
+        if not self.started(worker):  # its number would be 0, which is everybody
+            return "  (it was not started, or is gone)"
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid(worker), STACK_SIGNAL)
         text, patience = b"", _STACKS
@@ -269,10 +275,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def _preload(context: Any) -> None:
-    """Let the fork server import what every worker needs, unless it runs already or somebody chose for it."""
+    """Let the fork server import torch, unless it runs already or somebody chose for it.
+
+    Not numpy.random, which our own modules need: other children of the server would inherit one state of
+    its global generator, where each seeds its own now.
+    """
     server: Any = forkserver._forkserver
     if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
-        context.set_forkserver_preload(["__main__", main.__module__])
+        context.set_forkserver_preload(["__main__", torch.__name__])
 
 
 def _readable(descriptors: list[int], seconds: float) -> list[int]:

@@ -39,10 +39,7 @@ def _iterate(index_sampler: Any, form: Callable[[torch.Tensor], Any]) -> Iterato
 
 
 def _packed(indices: torch.Tensor) -> Indices:
-    return Indices(indices.numpy().tobytes())
-
-
-_TORCHS = (BatchSampler.__iter__, RandomSampler.__iter__)
+    return Indices(indices.cpu().numpy().tobytes())
 
 
 def _is_shuffle(index_sampler: Any) -> bool:
@@ -50,24 +47,31 @@ def _is_shuffle(index_sampler: Any) -> bool:
         type(index_sampler) is BatchSampler
         and type(index_sampler.sampler) is RandomSampler
         and not index_sampler.sampler.replacement
-        and (BatchSampler.__iter__, RandomSampler.__iter__) == _TORCHS
+        and BatchSampler.__iter__.__module__ == BatchSampler.__module__
+        and RandomSampler.__iter__.__module__ == RandomSampler.__module__
     )
 
 
 def _shuffled(index_sampler: BatchSampler, form: Callable[[torch.Tensor], T]) -> Iterator[T]:
-    size = index_sampler.batch_size
+    drop_last, size = index_sampler.drop_last, index_sampler.batch_size
     permutations = _permutations(index_sampler.sampler)  # type: ignore[arg-type]
-    rest = torch.empty(0, dtype=torch.int64)
+    pieces: list[torch.Tensor] = []
+    drawn = 0
     while True:
-        while len(rest) < size:
+        while drawn < size:
             following = next(permutations, None)
             if following is None:
-                if len(rest) and not index_sampler.drop_last:
-                    yield form(rest)
+                if drawn and not drop_last:
+                    yield form(torch.cat(pieces))
                 return
-            rest = torch.cat((rest, following))
-        yield form(rest[:size])
-        rest = rest[size:]
+            pieces.append(following)
+            drawn += len(following)
+        indices = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        yield form(indices[:size])
+        pieces = [indices[size:]]
+        drawn -= size
+        if not drop_last:
+            size = index_sampler.batch_size  # torch asks for it again before every batch
 
 
 def _permutations(sampler: RandomSampler) -> Iterator[torch.Tensor]:

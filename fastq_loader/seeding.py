@@ -70,7 +70,7 @@ def rewind(state: tuple[Any, ...]) -> tuple[Any, ...]:
     random.setstate(python)
     random.seed(random.getrandbits(64))
     torch.set_rng_state(torch_state)
-    _seed_torch(int(torch.empty((), dtype=torch.int64).random_().item()))
+    _seed_torch(int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()))
     numpy_random.set_state(numpy)
     numpy_random.seed(numpy_random.randint(0, 2**32, size=4, dtype="uint32"))
     return capture()

@@ -47,9 +47,9 @@ class _Leaf:
             return np.ndarray(self.shape, self.dtype, buffer, self.into, self.strides)
         if not self.count:
             return (
-                torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+                torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
                 if self.strides
-                else (torch.empty(self.shape, dtype=self.dtype))
+                else (torch.empty(self.shape, dtype=self.dtype, device="cpu"))
             )
         if self.strides is None:
             flat = torch.frombuffer(buffer, dtype=self.dtype, count=self.count, offset=self.into)
@@ -58,7 +58,7 @@ class _Leaf:
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
         """The leaf as a tensor that shares the storage of a place's bytes."""
-        tensor = torch.empty(0, dtype=self.dtype)
+        tensor = torch.empty(0, dtype=self.dtype, device="cpu")
         strides = self.strides or contiguous_strides(self.shape)
         return tensor.set_(whole.untyped_storage(), self.into // tensor.itemsize, self.shape, strides)
 

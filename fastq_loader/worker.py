@@ -10,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
-import pickle
 import select
 import signal
 import threading
@@ -19,8 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import parent_process
-from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
 import torch
@@ -29,6 +26,7 @@ from torch.utils.data._utils import worker as torch_worker
 from fastq_loader import allocator, collate, datapipes, pickling, seeding
 from fastq_loader.allocator import Allocator
 from fastq_loader.arena import Mapping
+from fastq_loader.cargo import Cargo, Descriptors, SealedCargo
 from fastq_loader.fetch import EndOfStream, Fetcher, make_fetcher
 from fastq_loader.messages import (
     BATCH,
@@ -65,62 +63,6 @@ class Rules:
     drop_last: bool
 
 
-class Cargo:
-    """The user's objects on their way into a worker.
-
-    Under fork they are inherited. Under spawn and forkserver they travel as bytes that the worker opens
-    itself, so that a failure is reported like any other instead of ending the process. The bytes are the same
-    for every worker, and made once, unless descriptors go with them (of a tensor's storage, a queue).
-    """
-
-    def __init__(self, dataset: Any, collate_fn: Any, init_fn: Any) -> None:
-        self.parts = {"dataset": dataset, "collate_fn": collate_fn, "worker_init_fn": init_fn}
-        self._sealed: bytes | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self._sealed is not None:
-            return _SealedCargo, (self._sealed,)
-        descriptors = getattr(get_spawning_popen(), "_fds", None)
-        before = None if descriptors is None else len(descriptors)
-        data = bytes(ForkingPickler.dumps(self.parts))
-        if descriptors is not None and len(descriptors) == before:
-            self._sealed = data
-        return _SealedCargo, (data,)
-
-    def unseal(self) -> None:
-        """Let the bytes go: all workers were started."""
-        self._sealed = None
-
-    def open(self) -> dict[str, Any]:
-        return self.parts
-
-
-class _SealedCargo:
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def open(self) -> dict[str, Any]:
-        parts: dict[str, Any] = pickle.loads(self._data)
-        return parts
-
-
-class Descriptors:
-    """Descriptors that a worker needs, by name: inherited, or sent along under spawn and forkserver."""
-
-    def __init__(self, **descriptors: int) -> None:
-        self._descriptors = descriptors
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, ({name: DupFd(fd) for name, fd in self._descriptors.items()},)
-
-    def __getitem__(self, name: str) -> int:
-        return self._descriptors[name]
-
-
-def _received(duplicates: dict[str, Any]) -> Descriptors:
-    return Descriptors(**{name: duplicate.detach() for name, duplicate in duplicates.items()})
-
-
 @dataclass(frozen=True)
 class Setup:
     """What a worker needs to know besides the user's objects.
@@ -146,7 +88,7 @@ class Setup:
     descriptors: Descriptors
 
 
-def main(setup: Setup, cargo: Cargo | _SealedCargo, mapping: Mapping | None) -> None:
+def main(setup: Setup, cargo: Cargo | SealedCargo, mapping: Mapping | None) -> None:
     """Entry point of a worker process. `mapping` is the consumer's where it was inherited."""
     # What was inherited or imported is not garbage. A forked worker whose collector looked at it would copy
     # every page of it (120 ms, 37 MB with nothing but torch imported).
@@ -200,7 +142,7 @@ class _Worker:
     """The loop of one worker."""
 
     def __init__(
-        self, setup: Setup, cargo: Cargo | _SealedCargo, blocks: Allocator, socket: WorkerSocket
+        self, setup: Setup, cargo: Cargo | SealedCargo, blocks: Allocator, socket: WorkerSocket
     ) -> None:
         self._setup = setup
         self._allocator = blocks
@@ -220,7 +162,7 @@ class _Worker:
         self._streams = seeding.capture()
         self._epochs = 0
 
-    def _start(self, cargo: Cargo | _SealedCargo) -> None:
+    def _start(self, cargo: Cargo | SealedCargo) -> None:
         setup = self._setup
         torch.set_num_threads(1)
         seed = seeding.seed_worker(setup.base_seed, setup.worker)

@@ -23,6 +23,7 @@ ORDER = (
     "loop",
     "processes",
     "worker",
+    "cargo",
     "fetch",
     "collate",
     "datapipes",

@@ -5,6 +5,7 @@ Costs are counted in calls of Python and C functions, not in seconds: the same o
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -41,11 +42,13 @@ def calls(action: Callable[[], object]) -> int:
         count += event in ("call", "c_call")
 
     before = sys.getprofile()
+    gc.disable()  # what the collector calls is not the action's
     sys.setprofile(look)
     try:
         action()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return count
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader
+from fastq_loader.errors import describe_index
 from tests import crimes
 from tests.conftest import descendants, wait_until
 from tests.crimes import Crime, CrimeAt, CrimeInIter, CrimeInStream, FailsToUnpickle, HoldsUnpicklable, Rows
@@ -461,3 +462,18 @@ def test_p12_a_timeout_shows_where_the_slow_worker_is(crime: Callable[[int], Non
     assert crime.__name__ in text
     assert re.search(r"worker 0\b", text)
     assert re.search(r"indices\D*\b4\b\D+\b5\b", text)
+
+
+# E: the index in an error's text
+
+
+@pytest.mark.parametrize(
+    ("index", "text"),
+    [
+        ([3, 4, 5, 6, 7], "3..7"),
+        ([0, 7, 3, 5, 1 << 60], "0, 7, … 1152921504606846976, 5 in all"),  # no list of all between them
+        ([1, 2], "[1, 2]"),
+    ],
+)
+def test_an_index_is_described_briefly(index: list[int], text: str) -> None:
+    assert describe_index(index) == text

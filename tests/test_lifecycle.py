@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, cargo
 from tests import crimes
 from tests.conftest import (
     descendants,
@@ -249,6 +249,26 @@ def ending(source: str, last: str = "") -> tuple[Any, float]:
     return result, result.finished - float(result.stdout.split()[-1])
 
 
+CLOSES_LATE = """
+    import atexit, threading, time
+    atexit.register(lambda: loader.close())  # before ours: it runs after the loaders were ended
+    from fastq_loader import DataLoader
+    from tests.crimes import Slow
+
+    loader = DataLoader(Slow(40, 0.5), num_workers=2)
+    threading.Thread(target=lambda: list(loader), daemon=True).start()
+    time.sleep(0.3)
+    print("end", time.monotonic(), flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_p5_an_exit_handler_may_close_what_a_daemon_thread_is_inside_of() -> None:
+    result = run_script(CLOSES_LATE)
+    assert (result.stderr, result.returncode) == ("", 0)
+    assert result.finished - float(result.stdout.split()[-1]) < 2
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("how", ENDINGS)
 def test_p5_the_end_of_a_script_is_quiet_and_quick(how: str) -> None:
@@ -389,6 +409,41 @@ def test_p6c_the_dataset_is_pickled_once_for_all_workers() -> None:
     assert dataset.pickled == 1
     assert numbers(loader) == [[0], [1], [2], [3]]
     assert dataset.pickled == 2, "workers of another iteration see the dataset as it is then"
+
+
+class Shared(torch.utils.data.Dataset[tuple[int, float, bool]]):
+    """What goes to a spawned worker as descriptors: a tensor and a view of it; and a plain attribute."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.arange(100.0)
+        self.view = self.tensor[10:]
+        self.tag = 1
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[int, float, bool]:
+        self.tensor[10 + index] = -1.0
+        return self.tag, self.view[index].item(), self.tensor.is_shared()
+
+
+@pytest.mark.processes
+@MORE_THAN_CORES
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_p6c_workers_that_start_late_see_the_dataset_as_it_was(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr(cargo, "get_sharing_strategy", lambda: strategy)
+    dataset = Shared()
+    loader = DataLoader(dataset, num_workers=3, collate_fn=list, multiprocessing_context="spawn")
+    batches = iter(loader)
+    # What torch counts for each worker is pickled for each, and then none may start late.
+    assert len(multiprocessing.active_children()) == (1 if strategy == "file_descriptor" else 3)
+    dataset.tag = 2
+    tensor, dataset.tensor, dataset.view = dataset.tensor, torch.zeros(1), torch.zeros(1)
+    assert [batch for batch in batches] == [[(1, -1.0, True)]] * 6  # noqa: C416 - until it is exhausted
+    assert tensor[10:16].tolist() == [-1.0] * 6, "the tensor is shared with the workers, as in torch"
 
 
 @pytest.mark.processes
