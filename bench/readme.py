@@ -116,7 +116,7 @@ _COST = (
     "shared memory, MB",
     "descriptors",
 )
-_MOMENTS = ("moment", "workload", "workers", "torch", OURS, "times shorter", "best other loader")
+_MOMENTS = ("moment", "workload", "workers", "torch", OURS, "times shorter")
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], names: int = 1) -> str:
@@ -204,12 +204,6 @@ def _cost(row: WorkloadResult) -> list[str]:
 
 def _moment(result: MomentResult) -> list[str]:
     ours, torch = result.peers[OURS], result.peers[BASELINE]
-    others = [
-        peer
-        for name, peer in result.peers.items()
-        if name not in (OURS, OURS_INLINE, INLINE) and peer.seconds
-    ]
-    best = min(others, key=lambda peer: spread(peer.seconds).median, default=None)
     return [
         result.moment,
         result.workload,
@@ -217,7 +211,6 @@ def _moment(result: MomentResult) -> list[str]:
         _milliseconds(torch.seconds),
         _milliseconds(ours.seconds),
         ratio(time_ratio(torch.seconds, ours.seconds)) if torch.seconds and ours.seconds else NONE,
-        f"{best.label} {_milliseconds(best.seconds)}" if best else NONE,
     ]
 
 

@@ -91,7 +91,7 @@ def test_moments() -> None:
     row = cells(readme.section(bench_example.run(), SOURCE), "epoch turn")
     assert row == [
         *("epoch turn", "rows", "2, fork"),
-        *("40 (36-44)", "10 (9.0-11)", "4.0 (4.0-4.0)", "torch 40 (36-44)"),
+        *("40 (36-44)", "10 (9.0-11)", "4.0 (4.0-4.0)"),
     ]
 
 
