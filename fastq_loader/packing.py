@@ -201,7 +201,7 @@ class Packer:
                 places.append(self._place_large(start, end, used))
             else:
                 small.append((start, size))
-                parcel_bytes += size + -size % ALIGNMENT
+                parcel_bytes += aligned(size)
         parcel = None
         if pickled is not None or parcel_bytes > INLINE:
             # Pickled bytes never travel through a socket, however few they are (design, rule 10).
@@ -264,7 +264,7 @@ def aligned(nbytes: int) -> int:
 
 def _gather(small: list[tuple[int, int]]) -> bytes:
     copy = ctypes.string_at
-    return b"".join([copy(start, size).ljust(size + -size % ALIGNMENT, b"\0") for start, size in small])
+    return b"".join([copy(start, size).ljust(aligned(size), b"\0") for start, size in small])
 
 
 # ---- extents ----------------------------------------------------------------------------------------

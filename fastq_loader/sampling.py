@@ -24,9 +24,7 @@ def iterate(index_sampler: Any) -> Iterator[Any]:
     A subclass may mean something else, and so may a class whose `__iter__` was replaced: those, and every
     other sampler, are iterated as they are.
     """
-    return (
-        _shuffled(index_sampler, torch.Tensor.tolist) if _is_shuffle(index_sampler) else iter(index_sampler)
-    )
+    return _iterate(index_sampler, torch.Tensor.tolist)
 
 
 def iterate_packed(index_sampler: Any) -> Iterator[Any]:
