@@ -73,9 +73,9 @@ class _Hold:
 class AddressSpace:
     """The ranges of a worker's part of the arena in which it can make new blocks, ascending and apart."""
 
-    def __init__(self, start: int, end: int) -> None:
-        self._starts = [start]
-        self._ends = [end]
+    def __init__(self, ranges: Extents) -> None:
+        self._starts = [offset for offset, _ in ranges]
+        self._ends = [offset + size for offset, size in ranges]
 
     def take(self, size: int) -> int | None:
         """Cut `size` bytes off the first range that has them; their offset, or None."""
@@ -110,11 +110,13 @@ class Allocator:
     Args:
         mapping: the arena in this process.
         worker: the worker's id, which names its part of the arena.
+        space: ranges (offset, size) in which it can make blocks; None is the whole of its part.
     """
 
-    def __init__(self, mapping: Mapping, worker: int) -> None:
+    def __init__(self, mapping: Mapping, worker: int, space: Extents | None = None) -> None:
         self.mapping = mapping
-        self._space = AddressSpace(*mapping.region(worker))
+        start, end = mapping.region(worker)
+        self._space = AddressSpace(((start, end - start),) if space is None else space)
         self._pid = process_id.current()
         self._lock = threading.RLock()
         self._idle: list[tuple[int, int]] = []  # blocks (size, offset) to write to, by size
@@ -127,15 +129,18 @@ class Allocator:
         self._frozen: set[int] = set()  # blocks that a child of user code looks at
         self._fresh: list[tuple[int, int]] = []  # made, and unknown to the consumer
 
-    def begin(self, grants: Extents, promises: Extents = (), space: Extents = ()) -> None:
-        """A task starts with these blocks (offset, size), may use those promised when they are let go, and
-        may make new blocks in `space`."""
-        if not (grants or promises or space or self._promised):
+    def begin(self, grants: Extents, promises: Extents = ()) -> None:
+        """A task starts with these blocks (offset, size), and may use those promised when they are let go."""
+        if not (grants or promises or self._promised):
             return  # as for every batch of small leaves
         with self._lock:
             self._promised = [(size, offset) for offset, size in promises]
             self._idle = sorted([*self._idle, *((size, offset) for offset, size in grants)])
-            for offset, size in space:
+
+    def give(self, ranges: Extents) -> None:
+        """New blocks may be made in these ranges (offset, size) again."""
+        with self._lock:
+            for offset, size in ranges:
                 self._space.give(offset, size)
 
     def take(self, nbytes: int) -> tuple[int, int]:

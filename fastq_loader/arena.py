@@ -44,6 +44,9 @@ _OVERCOMMIT = 4
 _LARGEST = 4 << 40
 _SMALLEST = 64 << 20
 
+#: Words of the table of claims, see `claims`.
+CLAIMS = 1 << 15
+
 # Not every Python knows the names of these; numbers from <linux/fcntl.h> and <asm-generic/mman-common.h>.
 _F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
 _MADV_DONTDUMP, _MADV_REMOVE = 16, 9
@@ -57,6 +60,11 @@ class Mapping:
         length: bytes of address range.
         regions: equal parts that the range is cut into, one for each worker.
 
+    Attributes:
+        base: address of its first byte.
+        memory: its bytes.
+        claims: the table of who loads which batch, 64-bit words.
+
     Raises:
         OSError: there is not enough address space.
     """
@@ -64,14 +72,16 @@ class Mapping:
     def __init__(self, fd: int, length: int, regions: int) -> None:
         self.length = length
         # At the end of the range two words for every possible start of a block: see `was_let_go`.
-        words = (length - length // SMALLEST * 8) // PAGE * PAGE
+        table = length // PAGE * PAGE - CLAIMS * 8
+        words = (table - length // SMALLEST * 8) // PAGE * PAGE
         self._region = words // regions // SMALLEST * SMALLEST
         self._map = mmap.mmap(fd, length)
         self._map.madvise(_MADV_DONTDUMP)
         self._anchor = ctypes.c_char.from_buffer(self._map)  # keeps the address valid
         self.base = ctypes.addressof(self._anchor)
         self.memory = memoryview(self._map)
-        self._words = self.memory[words:].cast("I")
+        self._words = self.memory[words:table].cast("I")
+        self.claims = self.memory[table : table + CLAIMS * 8].cast("Q")
 
     def region(self, worker: int) -> tuple[int, int]:
         """Start and end, in bytes, of the part in which `worker` makes new blocks."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain, pairwise
 
 from fastq_loader.errors import InvalidTransition
@@ -58,28 +58,47 @@ _LOOKED_AT = frozenset((HELD, PROMISED))
 Extents = tuple[tuple[int, int], ...]  # (offset, size in bytes) of blocks
 
 
-class _Block:
+class Block:
+    """One block, as it is now.
+
+    Attributes:
+        offset, size: in bytes.
+        state: by the table above.
+        writer: the worker that holds the grant, or the name of the task that will find one; None: nobody.
+        home: the worker that made it.
+    """
+
     __slots__ = ("home", "offset", "size", "state", "writer")
 
     def __init__(self, offset: int, size: int, writer: int) -> None:
         self.offset = offset
         self.size = size
         self.state = GRANTED
-        self.writer: int | None = writer  # the worker that holds the grant
-        self.home = writer  # the worker that made it
+        self.writer: int | None = writer
+        self.home = writer
+
+
+def _anywhere(worker: int) -> tuple[int, int]:
+    return 0, 1 << 63
 
 
 class BlockLedger:
     """All blocks of one arena, by state.
 
+    Args:
+        region: start and end, in bytes, of the part in which a worker makes blocks.
+
     Attributes:
         grown: blocks adopted since the ledger was made.
         nbytes: bytes of all blocks.
         free_bytes: bytes of the free ones.
+        batch_bytes: of a batch's blocks: a maximum that fades over some hundred batches.
     """
 
-    def __init__(self) -> None:
-        self._blocks: dict[int, _Block] = {}
+    def __init__(self, region: Callable[[int], tuple[int, int]] = _anywhere) -> None:
+        self._region = region
+        self._blocks: dict[int, Block] = {}
+        self._offsets: list[int] = []  # of all blocks, ascending
         self._free: dict[int, deque[int]] = {}  # size → offsets; the warmest at the right end
         self._sizes: list[int] = []  # sizes that have a free list, ascending
         self.grown = 0
@@ -90,7 +109,7 @@ class BlockLedger:
         self._recent: list[int] = []  # the blocks of the batch that was delivered last
         self._space: dict[int, list[tuple[int, int]]] = {}  # worker → trimmed blocks that it gets back
         self._needs: tuple[int, ...] = ()  # bytes of the blocks of the last batch
-        self._batch_bytes = 0.0  # a batch's blocks: a maximum that fades over some hundred batches
+        self.batch_bytes = 0.0
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -99,9 +118,26 @@ class BlockLedger:
     def free_blocks(self) -> int:
         return self._free_blocks
 
+    def look(self, offset: int) -> Block | None:
+        """The block at an offset."""
+        return self._blocks.get(offset)
+
+    def vacant(self, worker: int, offset: int, size: int) -> bool:
+        """Whether `worker` may have made a block of `size` bytes at `offset`, as far as is known here."""
+        start, end = self._region(worker)
+        if not start <= offset <= offset + size <= end:
+            return False
+        at = bisect_left(self._offsets, offset)
+        if at and offset < self._offsets[at - 1] + self._blocks[self._offsets[at - 1]].size:
+            return False
+        if at < len(self._offsets) and self._offsets[at] < offset + size:
+            return False
+        trimmed = self._space.get(worker, ())  # it was not told yet
+        return all(offset + size <= other or other + length <= offset for other, length in trimmed)
+
     # ---- the life of a block ------------------------------------------------------------------
 
-    def _move(self, offset: int, event: str) -> _Block:
+    def _move(self, offset: int, event: str) -> Block:
         block = self._blocks.get(offset)
         if block is None:
             raise InvalidTransition(f"no block at offset {offset} (event {event!r})")
@@ -130,7 +166,8 @@ class BlockLedger:
                 raise InvalidTransition(f"block at {offset} is known already")
             if size != size_class(size):
                 raise InvalidTransition(f"{size} bytes at {offset} are not a block size")
-            self._blocks[offset] = _Block(offset, size, worker)
+            self._blocks[offset] = Block(offset, size, worker)
+            insort(self._offsets, offset)
             if size not in self._free:
                 self._free[size] = deque()
                 insort(self._sizes, size)
@@ -138,7 +175,10 @@ class BlockLedger:
             self.nbytes += size
 
     def grant(self, worker: int) -> tuple[Extents, Extents]:
-        """Blocks for a batch like the last one, as far as there are any: free ones, and promised ones."""
+        """Blocks for a batch like the last one, as far as there are any: free ones, and promised ones.
+
+        `worker` may be any number for a task that is still to find its worker; see `hand_over`.
+        """
         if not self._needs:
             return (), ()
         grants: list[tuple[int, int]] = []
@@ -153,7 +193,7 @@ class BlockLedger:
                 chosen.append((block.offset, block.size))
         return tuple(grants), tuple(promises)
 
-    def _promise(self, wanted: int) -> _Block | None:
+    def _promise(self, wanted: int) -> Block | None:
         if wanted < WORTH_A_PROMISE:
             return None
         for offset in self._recent:
@@ -162,7 +202,7 @@ class BlockLedger:
                 return self._move(offset, "promise")
         return None
 
-    def _take(self, wanted: int) -> _Block | None:
+    def _take(self, wanted: int) -> Block | None:
         # A block up to twice as large will do: with sizes that vary, more would turn small batches
         # into holders of large blocks.
         if not self._free_blocks:
@@ -189,7 +229,7 @@ class BlockLedger:
             needs.append(need)
         if needs:
             self._needs = tuple(needs)
-            self._batch_bytes = max(float(sum(map(size_class, needs))), 0.99 * self._batch_bytes)
+            self.batch_bytes = max(float(sum(map(size_class, needs))), 0.99 * self.batch_bytes)
 
     def deliver(self, offsets: list[int]) -> None:
         """The batch in these blocks is handed out; its views hold leases."""
@@ -213,6 +253,14 @@ class BlockLedger:
             promised = block is not None and block.state == PROMISED
             self._move(offset, "decline" if promised else "return")
 
+    def hand_over(self, holder: int, worker: int, blocks: Extents) -> None:
+        """What was granted or promised to `holder` is `worker`'s from here on."""
+        for offset, _ in blocks:
+            block = self._blocks[offset]
+            if block.writer != holder or block.state not in (GRANTED, PROMISED):
+                raise InvalidTransition(f"block {offset} is {block.state}, and not {holder}'s to hand over")
+            block.writer = worker
+
     def writer_dead(self, worker: int) -> None:
         """`worker` is confirmed dead: what was granted to it can be granted again."""
         for block in self._blocks.values():
@@ -228,7 +276,7 @@ class BlockLedger:
         a loop that kept batches for a while pays their memory back. A trimmed block is a block no more: its
         address range goes back to the worker that made it, see `space`.
         """
-        spare = self.nbytes - self._held_bytes - int(batches * self._batch_bytes)
+        spare = self.nbytes - self._held_bytes - int(batches * self.batch_bytes)
         trimmed: list[tuple[int, int]] = []
         if spare <= 0 or not self.free_bytes:
             return trimmed
@@ -236,6 +284,7 @@ class BlockLedger:
             while self._free[size] and spare >= size:
                 offset = self._free[size].popleft()  # the coldest
                 block = self._blocks.pop(offset)
+                del self._offsets[bisect_left(self._offsets, offset)]
                 spare -= size
                 self.nbytes -= size
                 self.free_bytes -= size
@@ -249,10 +298,18 @@ class BlockLedger:
         """Address ranges (offset, size) of trimmed blocks that `worker` may make new blocks in."""
         return tuple(self._space.pop(worker)) if worker in self._space else ()
 
-    def keep_space(self, worker: int, space: Extents) -> None:
-        """`space` could not be sent: `worker` gets it the next time."""
-        if space:
-            self._space.setdefault(worker, []).extend(space)
+    def forget_space(self, worker: int, start: int, end: int) -> Extents:
+        """`worker` is dead: the ranges (offset, size) of its part of the arena, from `start` to `end`, that
+        are no blocks. A new worker in its place may make blocks there, as if it were the first one."""
+        self._space.pop(worker, None)
+        gaps = []
+        for offset in [offset for offset in self._offsets if start <= offset < end]:
+            if offset > start:
+                gaps.append((start, offset - start))
+            start = offset + self._blocks[offset].size
+        if end > start:
+            gaps.append((start, end - start))
+        return tuple(gaps)
 
     def held(self) -> list[tuple[int, int]]:
         """The blocks (offset, size) that users look at."""
@@ -279,6 +336,7 @@ class BlockLedger:
         assert self.nbytes == sum(b.size for b in blocks)
         assert self.free_bytes == sum(b.size for b in blocks if b.state == FREE)
         assert all(b.writer is not None for b in blocks if b.state in (GRANTED, PROMISED)), "nobody's grant"
+        assert self._offsets == sorted(self._blocks), "a block is not found by its address"
         spans = sorted([(b.offset, b.size) for b in blocks] + list(chain(*self._space.values())))
         for (left, size), (right, _) in pairwise(spans):
             assert left + size <= right, f"blocks {left} and {right} overlap"

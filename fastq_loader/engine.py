@@ -60,8 +60,11 @@ class Engine:
 
     # ---- what iterators call ------------------------------------------------------------------
 
-    def start_epoch(self, sampler: Iterator[Any], shared_seed: int | None) -> int:
-        """Begin an epoch over the indices of `sampler`; an older one of this engine ends.
+    def start_epoch(
+        self, sampler: Iterator[Any], shared_seed: int | None, base_seed: int | None = None
+    ) -> int:
+        """Begin an epoch over the indices of `sampler`; an older one of this engine ends. Every batch is
+        seeded from `base_seed`, if there is one.
 
         Returns:
             The number of the epoch.
@@ -69,7 +72,7 @@ class Engine:
         Raises:
             IteratorInvalid: the engine is closed.
         """
-        return self._enter(lambda loop: loop.begin_epoch(sampler, shared_seed))
+        return self._enter(lambda loop: loop.begin_epoch(sampler, shared_seed, base_seed))
 
     def next_batch(self, epoch: int) -> Any:
         """The next batch of an epoch.

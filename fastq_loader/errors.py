@@ -8,6 +8,8 @@ from the type that torch's DataLoader raises in the same place, so that existing
 from __future__ import annotations
 
 import pickle
+import sys
+import warnings
 from typing import Any
 
 
@@ -21,6 +23,14 @@ class ProtocolError(RuntimeError):
 
 class WorkerDied(RuntimeError):
     """A worker process ended before it answered; torch raises a plain RuntimeError here."""
+
+
+class PoisonousBatch(WorkerDied):
+    """Several workers, one after the other, died while they loaded the same batch."""
+
+
+class WorkerReplaced(RuntimeWarning):
+    """A worker died or hung, and another one does its work; see `max_worker_restarts`."""
 
 
 class LoaderTimeout(RuntimeError):
@@ -44,6 +54,14 @@ class WorkerTraceback(Exception):
 
     def __str__(self) -> str:
         return "\n" + self.text
+
+
+def warn_user(text: str, category: type[Warning]) -> None:
+    """Warn at the line of the user's code from which this package was called, however deep that is."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__ + "."):
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=depth + 1)
 
 
 def shorten(value: Any, limit: int = 80) -> str:

@@ -1,12 +1,14 @@
 """What goes into the scheduler and what comes out: events in, instructions out, all immutable.
 
-Pure, and without behaviour: the scheduler decides, the iterator carries out.
+Pure, and without behaviour: the scheduler decides, the event loop carries out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from fastq_loader.errors import ProtocolError
 from fastq_loader.messages import Answer
 
 # ---- instructions ---------------------------------------------------------------------------------
@@ -17,16 +19,23 @@ class Draw(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send a task to `worker`, with the blocks (offset, size) that it is granted and promised, and with the
-    address ranges that it gets back."""
+    """Send a task to `worker` (None: to all, one of them will claim it), with the blocks (offset, size) that
+    may be written to, and those that may be once they are let go."""
 
-    worker: int
+    worker: int | None
     epoch: int
     seq: int
+    attempt: int
     index: Any
     grants: tuple[tuple[int, int], ...]
     promises: tuple[tuple[int, int], ...]
-    space: tuple[tuple[int, int], ...]
+
+
+class Replace(NamedTuple):
+    """Start a new `worker` in the place of the dead one, which had batch `seq` (None: none) in hand."""
+
+    worker: int
+    seq: int | None
 
 
 class Deliver(NamedTuple):
@@ -39,10 +48,12 @@ class Deliver(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The head of the line, batch `seq`, is with `worker`: wait for an arrival."""
+    """The head of the line, batch `seq`, is with `worker` (None: with whoever claimed it): wait for an
+    arrival. `behind`: batches that are ready and wait for it."""
 
-    worker: int
+    worker: int | None
     seq: int
+    behind: int
 
 
 class Break(NamedTuple):
@@ -57,13 +68,18 @@ class Finish(NamedTuple):
     """The epoch is over."""
 
 
-Instruction = Draw | Send | Deliver | Wait | Break | Finish
+Instruction = Draw | Send | Deliver | Wait | Break | Replace | Finish
 
 # ---- events ---------------------------------------------------------------------------------------
 
 
 class EpochStarted(NamedTuple):
+    """A new epoch begins. Of the tasks for anyone of the one before, the batches in `taken_back` will not be
+    answered any more, and those in `claimed` by the worker that has them."""
+
     epoch: int
+    taken_back: frozenset[int] = frozenset()
+    claimed: Mapping[int, int] = {}
 
 
 class Drawn(NamedTuple):
@@ -86,20 +102,34 @@ class Undeliverable(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """`worker` answered."""
+    """`worker` answered. `fault`: why nothing in the answer can be believed but that it is one."""
 
     worker: int
     answer: Answer
+    fault: ProtocolError | None = None
 
 
 class Died(NamedTuple):
-    """`worker` is confirmed dead, and what it had sent has arrived."""
+    """`worker` is confirmed dead, and what it had sent has arrived.
+
+    Attributes:
+        seq: the batch that it had claimed or, where tasks are addressed, begun; None if there was none.
+        words: how it died.
+        unheard: further batches that it had claimed, whose answers were lost with it.
+    """
 
     worker: int
+    seq: int | None = None
+    words: str = "died"
+    unheard: frozenset[int] = frozenset()
 
 
 class Wanted(NamedTuple):
     """The user waits for the next batch."""
 
 
-Event = EpochStarted | Drawn | DrawFailed | Undeliverable | Arrived | Died | Wanted
+class Idle(NamedTuple):
+    """The head of the line is late, and nothing else has come: the consumer is about to sleep."""
+
+
+Event = EpochStarted | Drawn | DrawFailed | Undeliverable | Arrived | Died | Wanted | Idle

@@ -9,14 +9,15 @@ from __future__ import annotations
 import time
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.autograd import profiler
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from fastq_loader import datapipes, sampling
+from fastq_loader import datapipes, sampling, seeding
 from fastq_loader.engine import Engine
 from fastq_loader.fetch import EndOfStream, make_fetcher
 
@@ -103,23 +104,42 @@ class SerialIterator(LoaderIterator):
         self._dataset = datapipes.apply_seed(self._dataset, shared_seed)
         self._sampler = sampling.iterate(self._index_sampler)
         self._pin_device = _pin_device(loader)
-        draw_base_seed(loader.generator)
+        base_seed = draw_base_seed(loader.generator)
         if loader.timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         datapipes.shard(self._dataset, *datapipes.ranks())
-        self._fetcher = make_fetcher(
-            self._dataset,
-            iterable=self._iterable,
-            auto_collation=loader._auto_collation,
-            collate=loader.collate_fn,
-            drop_last=loader.drop_last,
-        )
+        #: Batches are seeded from it, as in workers; None: they share the consumer's own generators.
+        self._base_seed = base_seed if loader.schedule == "dynamic" else None
+        self._drawn = 0
+        with self._seeded(lambda seed: seeding.seed_worker(seed, 0)):  # for what iter(dataset) draws
+            self._fetcher = make_fetcher(
+                self._dataset,
+                iterable=self._iterable,
+                auto_collation=loader._auto_collation,
+                collate=loader.collate_fn,
+                drop_last=loader.drop_last,
+            )
+
+    @contextmanager
+    def _seeded(self, seed: Callable[[int], int]) -> Iterator[None]:
+        if self._base_seed is None:
+            yield
+        else:
+            with seeding.put_back():
+                seed(self._base_seed)
+                yield
 
     def _next_batch(self) -> Any:
         began = time.monotonic_ns()
+        number = self._drawn
+        self._drawn += 1  # also when the sampler fails: its error has a place
         index = next(self._sampler)
         try:
-            batch = self._fetcher.fetch(index)
+            if self._base_seed is None:
+                batch = self._fetcher.fetch(index)
+            else:
+                with self._seeded(lambda seed: seeding.seed_batch(seed, number)):
+                    batch = self._fetcher.fetch(index)
         except EndOfStream:
             raise StopIteration from None
         finally:
@@ -139,12 +159,33 @@ class WorkerIterator(LoaderIterator):
     engine: Engine
 
     def __init__(self, loader: DataLoader[Any], previous: WorkerIterator | None) -> None:
-        # The order of the draws is torch's: the graph's seed, the sampler's iter(), the base seed, the
-        # workers, and a second iter() of the sampler. A pool that is there already takes a shorter way.
         shared_seed = datapipes.draw_shared_seed(loader.dataset, loader.generator)
         super().__init__(loader)
         self._finished = False
         self._persistent = loader.persistent_workers
+        if loader.schedule == "dynamic":
+            self._start_dynamic(loader, previous, shared_seed)
+        else:
+            self._start_as_torch(loader, previous, shared_seed)
+
+    def _start_dynamic(
+        self, loader: DataLoader[Any], previous: WorkerIterator | None, shared_seed: int | None
+    ) -> None:
+        # The order of the draws is the one without workers, whether there is a pool already or not.
+        sampler = sampling.iterate_packed(self._index_sampler)
+        self._pin_device = previous._pin_device if previous is not None else _pin_device(loader)
+        base_seed = draw_base_seed(loader.generator)
+        if previous is not None:
+            self.engine = previous.engine
+        else:
+            self.engine = Engine(loader._plan(), base_seed, shared_seed, loader._counters)
+        self._epoch = self.engine.start_epoch(sampler, shared_seed, base_seed)
+
+    def _start_as_torch(
+        self, loader: DataLoader[Any], previous: WorkerIterator | None, shared_seed: int | None
+    ) -> None:
+        # The order of the draws is torch's: the graph's seed, the sampler's iter(), the base seed, the
+        # workers, and a second iter() of the sampler. A pool that is there already takes a shorter way.
         if previous is not None:
             engine, self._pin_device = previous.engine, previous._pin_device
         else:

@@ -6,6 +6,7 @@ and the pools of workers that its iterators use; what an iteration does is in `i
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -18,6 +19,7 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from fastq_loader import arena, datapipes
 from fastq_loader.cargo import Cargo
+from fastq_loader.claims import WORKERS
 from fastq_loader.engine import Engine
 from fastq_loader.iterator import LoaderIterator, SerialIterator, WorkerIterator
 from fastq_loader.processes import Plan
@@ -27,6 +29,12 @@ from fastq_loader.worker import Rules
 T_co = TypeVar("T_co", covariant=True)
 
 _LIVE = ("_live", "_counters", "_engines")
+
+SCHEDULES = ("round_robin", "dynamic")
+#: Batches; the table of claims has a word for more than twice as many.
+WIDEST_WINDOW = (arena.CLAIMS - WORKERS) // 2 - 1
+#: How far a window widens on its own: in its own lengths, in bytes, and in parts of the machine's memory.
+_WIDEST, _WIDEST_BYTES, _WIDEST_SHARE = 16, 1 << 30, 16
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -55,11 +63,34 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         worker_init_fn: called with the worker's number in each worker, after its generators are seeded.
         multiprocessing_context: "fork", "spawn", "forkserver" or a context; None is Python's default when
             an iteration starts.
-        generator: where seeds come from; None is torch's global generator.
-        prefetch_factor: batches that each worker works ahead, at least 1; None is 2.
-        persistent_workers: keep the workers from one epoch to the next.
-        pin_memory_device: deprecated by torch.
-        in_order: False hands batches out as they come.
+        generator: where seeds come from; None is torch's global generator. prefetch_factor: batches that each
+        worker works ahead, at least 1; None is 2. persistent_workers: keep the workers from one epoch to the
+        next. pin_memory_device: deprecated by torch. in_order: False hands batches out as they come.
+        schedule: who loads which batch. "round_robin": batch k is worker k mod N's, as in torch, and each
+        worker
+            has one stream of random numbers. "dynamic": any worker takes the next batch as soon as it is
+            free, and before every batch torch's CPU generator, `random`, numpy's global generator and
+            `worker_info.seed` are seeded from the iteration's base seed and the batch's number. The
+            batches are then the same bits for any number of workers (also 0, where the consumer's generators
+            are put back after each batch), any timing and start method, with persistent workers or without,
+            and after a worker's death; the epochs differ. What `worker_init_fn` seeds of these three has no
+            effect; generators that it makes for the dataset's own use stay each worker's own. The base seed
+            is drawn for every iteration, also with persistent workers. An iterable dataset is read as in
+            torch, because each worker has a part of it to itself: its batches are seeded one by one, and
+            depend on the number of workers.
+        reorder_window: batches that may be asked for and not handed out, all in all; memory for as many is
+        the
+            price. None is `prefetch_factor` for each worker, as in torch; with schedule="dynamic" that and,
+            while the next batch is late and workers would idle, up to 16 times as many or 1 GiB (or a
+            sixteenth of the machine's memory, if that is less). A larger one lets workers run further past
+            a slow batch. Without workers it has no effect.
+        max_worker_restarts: workers that may die in an iteration and be replaced, with a `WorkerReplaced`
+            warning; the batches that the dead worker had not answered are loaded again. 0 raises, as torch
+            does. With a `timeout`, a worker that has not answered within it is ended and replaced, and the
+            warning shows its stacks. A batch at which three workers died raises at its place. With
+            "round_robin" order and exactly-once hold, but a new worker's random numbers start anew; an
+            iterable dataset is refused, because a new worker would read it from its beginning. Without
+            workers it has no effect.
 
     Raises:
         ValueError, TypeError: an argument, with torch's texts.
@@ -86,6 +117,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
+        schedule: str = "round_robin",
+        reorder_window: int | None = None,
+        max_worker_restarts: int = 0,
     ) -> None:
         self._forget()
         super().__init__(
@@ -116,6 +150,32 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             raise RuntimeError(
                 f"num_workers={num_workers} needs memfd_create, which this system does not have (Linux has "
                 "it): use num_workers=0"
+            )
+        self.schedule = schedule
+        self.reorder_window = reorder_window
+        self.max_worker_restarts = max_worker_restarts
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(
+                f"schedule={self.schedule!r} is unknown: use one of {', '.join(map(repr, SCHEDULES))}"
+            )
+        window, restarts = self.reorder_window, self.max_worker_restarts
+        if self.num_workers > WORKERS:
+            raise ValueError(f"num_workers={self.num_workers} is too many: use at most {WORKERS}")
+        if window is not None and not _is_int(window):
+            raise TypeError(f"reorder_window={window!r} must be a number of batches, or None")
+        if window is not None and not 1 <= window <= WIDEST_WINDOW:
+            raise ValueError(f"reorder_window={window} must be from 1 to {WIDEST_WINDOW} batches, or None")
+        if not _is_int(restarts):
+            raise TypeError(f"max_worker_restarts={restarts!r} must be a number of workers")
+        if restarts < 0:
+            raise ValueError(f"max_worker_restarts={restarts} must not be negative: use 0 for none")
+        if restarts and self.num_workers and self._iterable:
+            raise ValueError(
+                f"max_worker_restarts={restarts} cannot be kept with an IterableDataset: a new worker would "
+                "read its part from the beginning. Use max_worker_restarts=0, or a dataset with __getitem__"
             )
 
     # Handles of a live loader are set past `__setattr__`, which frameworks replace to record what users
@@ -171,9 +231,28 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             workers=self.num_workers,
             prefetch=self.prefetch_factor,
             in_order=self.in_order,
+            dynamic=self.schedule == "dynamic",
+            window=self._window(),
+            restarts=self.max_worker_restarts,
             timeout=self.timeout,
             context=self.multiprocessing_context,
         )
+
+    def _window(self) -> tuple[int, int, int, int]:
+        """Least and widest number of batches under way, the bytes up to which it widens, and how many batches
+        are asked for together."""
+        assert self.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
+        workers, ahead = self.num_workers, self.prefetch_factor * self.num_workers
+        if self.schedule != "dynamic" or self._iterable:
+            size = ahead if self.reorder_window is None else self.reorder_window
+            return size, size, 0, 1
+        if self.reorder_window is not None:
+            # One batch in work and the next one stay with every worker while a group is asked for.
+            group = min(max(self.reorder_window - 2 * workers, 1), workers)
+            return self.reorder_window, self.reorder_window, 0, group
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        widest = min(_WIDEST * ahead, WIDEST_WINDOW)
+        return ahead + workers, widest, min(_WIDEST_BYTES, memory // _WIDEST_SHARE), workers
 
     @property
     def _iterator(self) -> Any:
@@ -218,6 +297,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             batches=counters.batches,
             bytes=counters.bytes,
             wait_seconds=counters.wait_ns / 1e9,
+            head_of_line_seconds=counters.head_of_line_ns / 1e9,
+            late_batches=counters.late_batches(),
+            reorder_window=counters.window,
+            worker_restarts=sum(worker.restarts for worker in counters.workers),
+            rejected_frames=counters.rejected_frames,
             workers=tuple(worker.snapshot() for worker in counters.workers),
             blocks_in_use=sum(in_use for in_use, _, _ in blocks),
             blocks_free=sum(free for _, free, _ in blocks),
@@ -250,3 +334,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._forget()
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

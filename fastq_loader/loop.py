@@ -1,8 +1,8 @@
 """The consumer's only event loop: ask the scheduler, carry out its instructions, wait for what comes.
 
 Runs in the consumer, inside a call of `next()` or `iter()`, one thread at a time; the engine sees to that.
-Owns everything that belongs to one pool of workers (arena, ledger, scheduler, sockets, processes, endpoint
-folder), makes it together and takes it down together.
+Owns everything that belongs to one pool of workers (arena, ledger, scheduler, crew), makes it together and
+takes it down together.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ from typing import Any, NoReturn
 
 from fastq_loader.arena import Arena
 from fastq_loader.blocks import BlockLedger
-from fastq_loader.errors import LoaderTimeout, WorkerDied, describe_index
+from fastq_loader.crew import Crew
+from fastq_loader.errors import (
+    LoaderTimeout,
+    ProtocolError,
+    WorkerDied,
+    WorkerReplaced,
+    describe_index,
+    warn_user,
+)
 from fastq_loader.events import (
-    Arrived,
     Break,
     Deliver,
     Died,
@@ -24,21 +31,29 @@ from fastq_loader.events import (
     Drawn,
     EpochStarted,
     Finish,
+    Idle,
+    Instruction,
+    Replace,
     Send,
     Undeliverable,
     Wait,
     Wanted,
 )
-from fastq_loader.messages import BATCH, BROKEN, Answer, Epoch, Hello, Stop, Task, load_index
-from fastq_loader.processes import Plan, WorkerPool
+from fastq_loader.inbox import Inbox
+from fastq_loader.messages import BATCH, BROKEN, Epoch, Space, Task, encode, spell_out
+from fastq_loader.processes import Plan
 from fastq_loader.scheduler import Scheduler
-from fastq_loader.statistics import Counters, WorkerCounters
-from fastq_loader.transport import ConsumerSocket, endpoint_folder, remove_folder
+from fastq_loader.statistics import Counters
 from fastq_loader.unpacking import Unpacker
+from fastq_loader.window import Window
 
-#: Seconds without a message after which a dead worker's socket counts as empty: what it sent before its
-#: death is in this process's buffers already, and needs a turn of zmq's own thread.
-_LAST_WORDS = 0.02
+#: Seconds without a message after which a dead worker's socket counts as empty: what it sent before its death
+#: is in this process's buffers already, and needs a turn of zmq's own thread. Where what is not heard is only
+#: loaded again, it is not worth that long a wait.
+_LAST_WORDS, _LAST_WORDS_IF_REPLACED = 0.02, 0.002
+#: Seconds beyond the timeout. A consumer that was stopped for longer than that wakes up together with the
+#: thread of zmq that has its messages.
+_GRACE = 0.05
 #: Batches beyond the window that the pool keeps blocks for: the one the user looks at, and the next.
 _SPARE_BATCHES = 2
 
@@ -76,19 +91,27 @@ class EventLoop:
         self.waiting = False
         self.orderly = False
         self.fatal: str | None = None
-        # Where only the sampler decides on the order, a second look at the socket is saved.
-        self._one_by_one = plan.in_order and not plan.rules.iterable
+        self._widens = Window(*plan.window).widens
         self._counters = counters
         self._sampler: Iterator[Any] = iter(())
-        self._ledger = BlockLedger()
-        self.scheduler = Scheduler(plan.workers, plan.prefetch, plan.in_order, self._ledger)
-        self._greeted: set[int] = set()
-        self._dead: set[int] = set()
         self._arena = Arena(plan.workers)
-        self._unpacker = Unpacker(self._arena, plan.workers)
-        self._pool = WorkerPool(plan)
-        self._folder: str | None = None
-        self._socket: ConsumerSocket | None = None
+        self._ledger = BlockLedger(self._arena.mapping.region)
+        self.scheduler = Scheduler(
+            plan.workers,
+            plan.prefetch,
+            plan.in_order,
+            self._ledger,
+            dynamic=plan.claimed,
+            window=Window(*plan.window),
+            restarts=plan.restarts,
+        )
+        self._crew = Crew(plan, self._arena, counters)
+        self._unpacker = Unpacker(self._arena, plan.workers, self._crew.token)
+        self._inbox = Inbox(plan, self._crew, self.scheduler, self._unpacker, counters)
+        self._epoch: Epoch | None = None
+        self._unsent: list[bytes] = []  # tasks that are anyone's, encoded
+        self._awaited: tuple[int, int, float] | None = None  # head of the line, its attempt, since when
+        self._graced: tuple[int, int, float] | None = None  # the same, once its timeout was over
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:
         """Start the workers. Whatever happens in here, `shut_down` takes it back.
@@ -97,37 +120,27 @@ class EventLoop:
             TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be.
             OSError: descriptors, processes or temporary folders are used up.
         """
-        plan = self.plan
-        self._folder = endpoint_folder()
-        self._pool.start(self._arena, self._folder, base_seed, shared_seed)
-        # The context of zmq has threads: it is made after the forks (design, rule 9).
-        self._socket = ConsumerSocket(self._folder, plan.workers)
-        for descriptor in self._pool.descriptors:
-            self._socket.watch(descriptor)
-        self._counters.workers = [
-            WorkerCounters(worker, self._pool.pid(worker)) for worker in range(plan.workers)
-        ]
+        self._crew.start(base_seed, shared_seed)
 
-    @property
-    def socket(self) -> ConsumerSocket:
-        assert self._socket is not None, "the loop was started, and not shut down"
-        return self._socket
-
-    def begin_epoch(self, sampler: Iterator[Any], shared_seed: int | None) -> int:
+    def begin_epoch(self, sampler: Iterator[Any], shared_seed: int | None, base_seed: int | None) -> int:
         """Begin an epoch over the indices of `sampler`; whatever is left of the one before is dropped.
 
         Returns:
             The number of the epoch.
         """
-        epoch = self.scheduler.epoch + 1
-        message = Epoch(epoch, self.scheduler.undelivered > 0, shared_seed)
+        scheduler = self.scheduler
+        abandoned = scheduler.undelivered > 0
+        taken, claimed = self._crew.take_back(scheduler.unanswered(), scheduler.first_ticket)
+        number = scheduler.epoch + 1
+        draws = scheduler.handle(EpochStarted(number, frozenset(taken), claimed))
+        self._epoch = Epoch(number, abandoned, shared_seed, base_seed, scheduler.first_ticket)
         self._counters.epochs += 1
         self._sampler = sampler
-        for worker in range(self.plan.workers):
-            self.socket.send(worker, message)
-        for _ in self.scheduler.handle(EpochStarted(epoch)):
+        self._crew.socket.send_all(encode(self._epoch))
+        for _ in draws:
             self._draw()
-        return epoch
+        self._flush()
+        return number
 
     def next(self) -> Any:
         """The next batch.
@@ -141,14 +154,16 @@ class EventLoop:
         """
         self.orderly = False
         self._hear_releases()
-        for offset, size in self._ledger.trim(self.scheduler.window + _SPARE_BATCHES):
-            self._arena.mapping.punch(offset, size)
+        self._counters.window = self.scheduler.window.size
+        if trimmed := self._ledger.trim(self.scheduler.window.size + _SPARE_BATCHES):
+            self._trim(trimmed)
         while True:
             for instruction in self.scheduler.handle(_WANTED):
                 kind = type(instruction)
                 if kind is Draw:
                     self._draw()
                 elif kind is Deliver:
+                    self._flush()
                     assert isinstance(instruction, Deliver)
                     return self._deliver(instruction)
                 elif kind is Wait:
@@ -171,13 +186,26 @@ class EventLoop:
         except Exception as error:
             self.scheduler.handle(DrawFailed(error))
             return
-        for send in self.scheduler.handle(Drawn(index)):
-            assert isinstance(send, Send)
-            task = Task(send.epoch, send.seq, 0, send.index, send.grants, send.promises, send.space)
-            try:
-                self.socket.send(send.worker, task)
-            except Exception as error:  # whatever pickling the index raises
-                self.scheduler.handle(Undeliverable(send, error))
+        for instruction in self.scheduler.handle(Drawn(index)):
+            self._send(instruction)
+
+    def _send(self, send: Instruction) -> None:
+        assert isinstance(send, Send)
+        task = Task(*send[1:])
+        try:
+            if send.worker is None:
+                self._unsent.append(encode(task, self._crew.token))
+                self._crew.claims.offer(self.scheduler.first_ticket + send.seq, send.attempt)
+            else:
+                self._crew.socket.send(send.worker, task)
+        except Exception as error:  # whatever pickling the index raises
+            self.scheduler.handle(Undeliverable(send, error))
+
+    def _flush(self) -> None:
+        """Send the tasks that are anyone's, those of one moment together."""
+        if self._unsent:
+            self._crew.socket.send_all(*self._unsent)
+            self._unsent.clear()
 
     def _deliver(self, deliver: Deliver) -> Any:
         self.orderly = True  # what is raised from here on is the user's, and has its place
@@ -187,12 +215,16 @@ class EventLoop:
             raise Failed(deliver.error)
         handle = answer.handle
         assert handle is not None
-        if answer.outcome != BATCH:
-            self._raise(deliver, self._unpacker.exception(handle))
-        leased, copied = self._unpacker.blocks(handle)
+        try:
+            if answer.outcome != BATCH:
+                self._raise(deliver, self._unpacker.exception(handle))
+            leased, copied, pickled = self._unpacker.open(handle)
+        except ProtocolError as error:
+            self._counters.rejected_frames += 1
+            self._raise(deliver, error)
         self._ledger.deliver(leased)
         try:
-            batch = self._unpacker.unpack(handle)
+            batch = self._unpacker.unpack(handle, pickled)
         finally:
             for offset in copied:
                 self._ledger.drop(offset)
@@ -213,125 +245,159 @@ class EventLoop:
             error.__cause__ = stopped
         raise Failed(error)
 
-    def _break(self, lost: Break) -> NoReturn:
-        worker, pid = lost.worker, self._pool.pid(lost.worker)
-        words, torch_text = self._pool.death(worker)
-        doing = "between batches"
-        if lost.seq is not None:
-            doing = f"before it answered batch {lost.seq} (indices {describe_index(load_index(lost.index))})"
-        text = f"DataLoader worker (pid(s) {pid}) exited unexpectedly: worker {worker} {words} {doing}"
-        self.orderly = True
-        self.fatal = text
-        raise WorkerDied(text) from RuntimeError(torch_text)
-
     # ---- waiting ------------------------------------------------------------------------------
 
     def _wait(self, wait: Wait) -> None:
         if self._receive():
             return
+        if self._widens:
+            for _ in self.scheduler.handle(_IDLE):
+                self._draw()
+        self._flush()
+        patience = self._patience(wait)
         began = time.monotonic_ns()
         self.waiting = True
-        ready = self.socket.wait(self.plan.timeout or None)
+        ready = self._crew.socket.wait(patience)
         self.waiting = False
-        self._counters.wait_ns += time.monotonic_ns() - began
-        if self.socket.woken:
+        self._counters.waited(time.monotonic_ns() - began, self.scheduler.epoch, wait.seq, wait.behind)
+        if self._crew.socket.woken:
             self.orderly = True
             raise Woken
+        if not ready and self._is_over():
+            self._give_up(wait)
         self._receive()
-        if not ready:
-            self._raise_timeout(wait)
-        for worker, descriptor in enumerate(self._pool.descriptors):
-            if descriptor in ready and worker not in self._dead:
-                self._bury(worker)
+        for worker in self._crew.ended(ready):
+            self._bury(worker)
+
+    def _patience(self, wait: Wait) -> float | None:
+        """Seconds to wait for a message; torch's timeout is that of one message. Where others may run far
+        past a batch that hangs, it is the time that the head of the line has taken."""
+        timeout = self.plan.timeout
+        if not timeout:
+            return None
+        if not (self.plan.dynamic and self.plan.in_order):
+            return timeout
+        attempt, now = self.scheduler.attempt_of(wait.seq), time.monotonic()
+        if self._awaited is None or self._awaited[:2] != (wait.seq, attempt):
+            self._awaited = (wait.seq, attempt, now)
+        return max(self._awaited[2] + timeout - now, 0)
+
+    def _is_over(self) -> bool:
+        """Whether the timeout was not only that of this process, which was stopped meanwhile."""
+        if not self._crew.socket.wait_for_message(_GRACE):
+            return True
+        again, self._graced = self._graced, self._awaited
+        return self._awaited is not None and again == self._awaited
 
     def _receive(self) -> bool:
         """Hand everything that has come to the scheduler, in the order in which the workers finished."""
-        arrived: list[Arrived] = []
-        while (received := self.socket.receive()) is not None:
-            worker, message = received
-            if isinstance(message, Hello):
-                self._greet(worker)
-                continue
-            arrived.append(Arrived(worker, self._learn(worker, message)))
-            if self._one_by_one:
-                break
+        arrived = self._inbox.take()
         # A promised block's release is in our queue before a worker can see it: hear of it before its answer.
         self._hear_releases()
-        if len(arrived) > 1:
-            arrived.sort(key=_finished)
-        for event in arrived:
-            self.scheduler.handle(event)
-        self._counters.stale_answers += self.scheduler.take_stale()
+        self._inbox.hand_on(arrived)
         return bool(arrived)
-
-    def _learn(self, worker: int, answer: Answer) -> Answer:
-        self._counters.workers[worker].answered(answer.started, answer.finished)
-        self._counters.blocks_grown += len(answer.fresh)
-        if answer.handle is None:
-            return answer
-        return Answer(*answer[:-1], self._unpacker.learn(worker, answer.handle))
-
-    def _greet(self, worker: int) -> None:
-        self._greeted.add(worker)
-        descriptor = self._pool.start_next()
-        if descriptor is not None:
-            started = len(self._pool.descriptors) - 1
-            self.socket.watch(descriptor)
-            self._counters.workers[started].pid = self._pool.pid(started)
-        if len(self._greeted) == self.plan.workers and self._folder is not None:
-            remove_folder(self._folder)  # all are connected: no name is needed any more
-            self._folder = None
-
-    def _bury(self, worker: int) -> None:
-        """A worker has ended. What it answered before counts; the rest is lost."""
-        self.socket.unwatch(self._pool.descriptors[worker])
-        self._dead.add(worker)
-        while self.socket.wait_for_message(_LAST_WORDS):
-            self._receive()
-        self.scheduler.handle(Died(worker))
-
-    def _raise_timeout(self, wait: Wait) -> NoReturn:
-        # Before its hello a worker has no handler for the signal, which would end it.
-        greeted = wait.worker in self._greeted
-        stacks = self._pool.stacks(wait.worker) if greeted else "  (it is still starting)"
-        index = load_index(self.scheduler.index_of(wait.seq))
-        self.orderly = True
-        raise LoaderTimeout(
-            f"DataLoader timed out after {self.plan.timeout:g} seconds: worker {wait.worker} (pid "
-            f"{self._pool.pid(wait.worker)}) has not answered batch {wait.seq} "
-            f"(indices {describe_index(index)}). Its Python stacks:\n{stacks}"
-        )
 
     def _hear_releases(self) -> None:
         for offset in self._arena.released_blocks():
             self._ledger.release(offset)
 
+    def _trim(self, blocks: list[tuple[int, int]]) -> None:
+        for offset, size in blocks:
+            self._arena.mapping.punch(offset, size)
+        for worker in range(self.plan.workers):
+            if not self._crew.buried(worker) and (space := self._ledger.space(worker)):
+                self._crew.socket.send(worker, Space(space))
+
+    # ---- workers that die or hang -------------------------------------------------------------
+
+    def _give_up(self, wait: Wait) -> None:
+        """The timeout is over: replace the worker that hangs, or say who it is."""
+        self._awaited = None
+        worker, timeout = wait.worker, self.plan.timeout
+        if worker is None:
+            worker = self._crew.holder(self.scheduler.first_ticket + wait.seq)
+        if worker is not None and self.scheduler.can_replace and self._crew.greeted(worker):
+            stacks = self._crew.stacks(worker)
+            self._crew.kill(worker)
+            self._bury(worker, f"was ended, because it did not answer within {timeout:g} seconds,", stacks)
+            return
+        self.orderly = True
+        indices = describe_index(spell_out(self.scheduler.index_of(wait.seq)))
+        text = f"DataLoader timed out after {timeout:g} seconds: "
+        if worker is None:
+            raise LoaderTimeout(f"{text}no worker has come to batch {wait.seq} (indices {indices}) yet")
+        raise LoaderTimeout(
+            f"{text}worker {worker} (pid {self._crew.pid(worker)}) has not answered batch {wait.seq} "
+            f"(indices {indices}). Its Python stacks:\n{self._crew.stacks(worker)}"
+        )
+
+    def _bury(self, worker: int, how: str | None = None, stacks: str = "") -> None:
+        """A worker has ended. What it answered before counts; the rest is lost, or another one's to load."""
+        patience = _LAST_WORDS_IF_REPLACED if self.scheduler.can_replace else _LAST_WORDS
+        while self._crew.socket.wait_for_message(patience):
+            self._receive()
+        (seq, claimed), words = self._in_hand(worker), how or self._crew.death(worker)[0]
+        who = self._doing(worker, words, seq, None if seq is None else self.scheduler.index_of(seq))
+        self._crew.bury(worker)
+        for instruction in self.scheduler.handle(Died(worker, seq, words, claimed)):
+            if isinstance(instruction, Replace):
+                self._replace(worker, who)
+            else:
+                self._send(instruction)
+        self._flush()
+        if not self._crew.buried(worker):
+            self.orderly = True  # a warning may be made an error, and the loop can go on after it
+            after = f". Its Python stacks:\n{stacks}" if stacks else ""
+            warn_user(f"{who}; another one was started in its place{after}", WorkerReplaced)
+
+    def _in_hand(self, worker: int) -> tuple[int | None, frozenset[int]]:
+        """The batch that a dead worker was working on, and all that it had and did not answer."""
+        scheduler, crew = self.scheduler, self._crew
+        first = scheduler.first_ticket
+        mine = frozenset(seq for seq, _ in scheduler.unanswered(worker))
+        if self.plan.claimed:
+            mine = frozenset(seq for seq, _ in scheduler.unanswered() if crew.holder(first + seq) == worker)
+        begun = crew.claims.begun(worker)
+        return (begun - first if begun is not None and begun - first in mine else None), mine
+
+    def _replace(self, worker: int, who: str) -> None:
+        assert self._epoch is not None, "batches are loaded in epochs"
+        self._unpacker.forget(worker)
+        try:
+            self._crew.replace(worker, self._ledger, self._epoch)
+        except OSError as error:
+            self.orderly = True
+            self.fatal = f"{who}; no other one could be started in its place: {error}"
+            raise WorkerDied(self.fatal) from error
+
+    def _doing(self, worker: int, words: str, seq: int | None, index: Any) -> str:
+        doing = "between batches"
+        if seq is not None:
+            doing = f"before it answered batch {seq} (indices {describe_index(spell_out(index))})"
+        pid = self._crew.pid(worker)
+        return f"DataLoader worker (pid(s) {pid}) exited unexpectedly: worker {worker} {words} {doing}"
+
+    def _break(self, lost: Break) -> NoReturn:
+        words, torch_text = self._crew.death(lost.worker)
+        self.orderly = True
+        self.fatal = self._doing(lost.worker, words, lost.seq, lost.index)
+        raise WorkerDied(self.fatal) from RuntimeError(torch_text)
+
     # ---- the end ------------------------------------------------------------------------------
 
     def wake(self) -> None:
         """Let the loop raise `Woken` the next time it waits. May be called on any thread."""
-        if self._socket is not None:
-            self._socket.wake()
+        self._crew.wake()
 
     def stop_workers(self, ask: bool) -> None:
         """End the workers; with `ask` they may finish what they do within half a second."""
-        if ask and self._socket is not None:
-            for worker in range(self.plan.workers):
-                self._socket.send(worker, Stop())
-            self._pool.stop()
-        else:
-            self._pool.stop(patience=0)
-        if self._folder is not None:
-            remove_folder(self._folder)
-            self._folder = None
+        self._crew.stop(ask)
 
     def shut_down(self, ask: bool) -> None:
         """End the workers and give everything back but what users look at. May be called again when an
         interrupt cut it short."""
-        self.stop_workers(ask)
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        self._crew.stop(ask)
+        self._crew.close()
         if not self._arena.retired:
             self._hear_releases()
             for worker in range(self.plan.workers):
@@ -346,8 +412,4 @@ class EventLoop:
         return len(self._ledger) - free, free, self._ledger.nbytes
 
 
-_WANTED = Wanted()
-
-
-def _finished(event: Arrived) -> int:
-    return event.answer.finished
+_WANTED, _IDLE = Wanted(), Idle()

@@ -1,29 +1,35 @@
 """The wire protocol: a closed set of immutable messages, each one msgpack array in one frame.
 
-Pure: this module turns messages into bytes and back, and knows no socket. Every frame begins with the
-version and the kind. What the consumer sends: `Task`, `Epoch`, `Stop`; what a worker sends: `Hello`,
-`Answer`. A worker gives exactly one `Answer` to every `Task` it receives, also to those it skips.
+Pure: this module turns messages into bytes and back, and knows no socket. Every frame begins with the version
+and the kind. What the consumer sends: `Task`, `Epoch`, `Space`, `Stop`, and some of these in a `Bundle`; what
+a worker sends: `Hello`, `Answer`. A worker gives exactly one `Answer` to every `Task` that is its own, also
+to those it skips. A task that all workers are sent is the one's that claims it.
 
 An index of plain values travels as msgpack, and a batch of a shuffle as the bytes of its integers. Any other
 one travels as one opaque pickled value, so that `dataset[i]` receives exactly what the sampler yielded
-(msgpack has no np.int64 and no slice, and turns tuples into lists). The pickle is read by the worker only,
-from the process that started it.
+(msgpack has no np.int64 and no slice, and turns tuples into lists).
+
+Nothing that comes out of a frame or out of shared memory is unpickled unless the pool's token stands before
+it: random bytes that the workers were started with. What comes in is checked for its structure here: as many
+fields as there should be, and numbers where there should be numbers, none below 0 or beyond 63 bits. Whether
+they can be true is for others to say.
 """
 
 from __future__ import annotations
 
+import hmac
 import pickle
 from array import array
-from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgpack
 
 from fastq_loader.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 
-_TASK, _EPOCH, _STOP, _HELLO, _ANSWER = range(5)
+_TASK, _EPOCH, _SPACE, _BUNDLE, _STOP, _HELLO, _ANSWER = range(7)
 
 # Outcomes of a task.
 BATCH = 0  # the handle is a batch
@@ -34,18 +40,22 @@ BROKEN = 4  # the handle is the exception that keeps this worker from working at
 
 OUTCOMES = (BATCH, ERROR, ENDED, SKIPPED, BROKEN)
 
+#: Bytes of a pool's token.
+TOKEN_BYTES = 16
+
 _PICKLED_INDEX, _INTEGERS = 1, 2
+_LARGEST = (1 << 63) - 1
 _PLAIN = frozenset((int, str, bytes, bool, float, type(None)))
 
 
 class Pickled(NamedTuple):
-    """An index that has no msgpack form; `load_index` turns it back."""
+    """An index that has no msgpack form, sealed with the pool's token; `load_index` turns it back."""
 
     data: bytes
 
 
 class Indices(NamedTuple):
-    """A list of int as the bytes of 64-bit integers in the machine's order; `load_index` gives the list."""
+    """A list of int as the bytes of 64-bit integers in the machine's order; `spell_out` gives the list."""
 
     data: bytes
 
@@ -54,7 +64,7 @@ class Task(NamedTuple):
     """Fetch one batch.
 
     It may be written to the blocks (offset, size in bytes) of `grants`, and to those of `promises` once
-    they are let go. `space` are ranges in which the worker may make new blocks again.
+    they are let go.
     """
 
     epoch: int
@@ -63,18 +73,35 @@ class Task(NamedTuple):
     index: Any
     grants: tuple[tuple[int, int], ...]
     promises: tuple[tuple[int, int], ...] = ()
-    space: tuple[tuple[int, int], ...] = ()
 
 
 class Epoch(NamedTuple):
     """A new epoch begins: skip the tasks of older ones, make a new fetcher.
 
-    `abandoned`: the epoch before was broken off. `shared_seed`: the seed of datapipe graphs, or None.
+    Attributes:
+        abandoned: the epoch before was broken off.
+        shared_seed: of datapipe graphs, or None.
+        base_seed: every batch is seeded from it and its number; None: a stream for each worker, as in torch.
+        first_ticket: the task of batch `seq` has ticket `first_ticket + seq`.
     """
 
     epoch: int
     abandoned: bool
     shared_seed: int | None
+    base_seed: int | None = None
+    first_ticket: int = 0
+
+
+class Space(NamedTuple):
+    """Ranges (offset, size) of its part of the arena in which the worker may make new blocks again."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+
+class Bundle(NamedTuple):
+    """Messages for a worker, each as the frame that it would be by itself."""
+
+    frames: tuple[bytes, ...]
 
 
 class Stop(NamedTuple):
@@ -132,7 +159,7 @@ class Answer(NamedTuple):
     handle: Handle | None
 
 
-Message = Task | Epoch | Stop | Hello | Answer
+Message = Task | Epoch | Space | Bundle | Stop | Hello | Answer
 
 
 # surrogatepass: str is any sequence of code points in Python (file names give lone surrogates). One packer
@@ -157,16 +184,48 @@ def plain_index(index: Any) -> bool:
     return type(index) in _PLAIN
 
 
-def encode(message: Message) -> bytes:
+def seal(data: bytes, token: bytes) -> bytes:
+    """A pickle with the pool's token before it."""
+    return token + data
+
+
+def unseal(sealed: bytes, token: bytes) -> bytes:
+    """The pickle behind the pool's token.
+
+    Raises:
+        ProtocolError: something else stands before it; nobody must unpickle that.
+    """
+    if not hmac.compare_digest(sealed[:TOKEN_BYTES], token):
+        raise ProtocolError(f"{len(sealed)} bytes that should be a pickle of this pool, and are not")
+    return sealed[TOKEN_BYTES:]
+
+
+def encode(message: Message, token: bytes = b"") -> bytes:
     """One frame for `message`.
+
+    Args:
+        message: the message.
+        token: the pool's, for an index that has to be pickled. Only tasks need it.
 
     Raises:
         Exception: whatever pickling raises for an index that cannot be pickled.
     """
-    return _ENCODERS[type(message)](message)
+    if type(message) is Task:
+        return _encode_task(message, token)
+    return _packb((VERSION, _KINDS[type(message)], *message))
 
 
-def _encode_task(task: Task) -> bytes:
+_KINDS: dict[type, int] = {
+    Epoch: _EPOCH,
+    Space: _SPACE,
+    Bundle: _BUNDLE,
+    Stop: _STOP,
+    Hello: _HELLO,
+    Answer: _ANSWER,
+}
+
+
+def _encode_task(task: Task, token: bytes) -> bytes:
     epoch, seq, attempt, index, *blocks = task
     if type(index) is Indices:
         opaque = msgpack.ExtType(_INTEGERS, index.data)
@@ -175,37 +234,32 @@ def _encode_task(task: Task) -> bytes:
         try:
             return _packb((VERSION, _TASK, epoch, seq, attempt, index, *blocks))
         except OverflowError:  # an int of more than 64 bits
-            index = Pickled(pickle.dumps(index, pickle.HIGHEST_PROTOCOL))
-    else:
-        index = Pickled(pickle.dumps(index, pickle.HIGHEST_PROTOCOL))
-    opaque = msgpack.ExtType(_PICKLED_INDEX, index.data)
+            pass
+    assert len(token) == TOKEN_BYTES, "a pickle travels behind the pool's token"
+    opaque = msgpack.ExtType(_PICKLED_INDEX, seal(pickle.dumps(index, pickle.HIGHEST_PROTOCOL), token))
     return _packb((VERSION, _TASK, epoch, seq, attempt, opaque, *blocks))
 
 
-def _encode_answer(answer: Answer) -> bytes:
-    return _packb((VERSION, _ANSWER, *answer))
-
-
-_ENCODERS: dict[type, Callable[[Any], bytes]] = {
-    Task: _encode_task,
-    Epoch: lambda message: _packb((VERSION, _EPOCH, *message)),
-    Stop: lambda message: _packb((VERSION, _STOP)),
-    Hello: lambda message: _packb((VERSION, _HELLO, *message)),
-    Answer: _encode_answer,
-}
-
-
-def load_index(index: Any) -> Any:
-    """The index as the sampler yielded it.
-
-    Raises:
-        Exception: whatever unpickling raises.
-    """
+def spell_out(index: Any) -> Any:
+    """An index as the sampler yielded it, of one that was not in a frame."""
     if type(index) is Indices:
         integers = array("q")
         integers.frombytes(index.data)
         return integers.tolist()
-    return pickle.loads(index.data) if type(index) is Pickled else index
+    return index
+
+
+def load_index(index: Any, token: bytes) -> Any:
+    """An index as the sampler yielded it, of one that came out of a frame.
+
+    Raises:
+        ProtocolError: it is a pickle, and not this pool's.
+        Exception: whatever unpickling raises.
+    """
+    return pickle.loads(unseal(index.data, token)) if type(index) is Pickled else spell_out(index)
+
+
+# ---- what comes in ----------------------------------------------------------------------------------
 
 
 def _ext_hook(code: int, data: bytes) -> Any:
@@ -216,26 +270,65 @@ def _ext_hook(code: int, data: bytes) -> Any:
     raise ProtocolError(f"unknown extension type {code} of {len(data)} bytes")
 
 
-def decode_for_worker(frame: bytes) -> Task | Epoch | Stop:
+def _check_counts(numbers: Any) -> None:
+    for number in numbers:
+        if type(number) is not int or not 0 <= number <= _LARGEST:
+            raise ProtocolError(f"{number!r:.40} where a number should be")
+
+
+def _check_blocks(blocks: Any, width: int, kind: type[list[Any] | tuple[Any, ...]]) -> None:
+    """Whether these are blocks, each of `width` numbers."""
+    if type(blocks) is not kind:
+        raise ProtocolError(f"a {type(blocks).__name__} where blocks should be")
+    for block in blocks:
+        if type(block) is not kind or len(block) != width:
+            raise ProtocolError(f"{block!r:.40} where a block should be")
+    _check_counts(chain.from_iterable(blocks))
+
+
+def _extents(blocks: Any) -> tuple[tuple[int, int], ...]:
+    """Blocks (offset, size) out of a frame that was read with lists."""
+    if blocks == []:
+        return ()
+    _check_blocks(blocks, 2, list)
+    return tuple(map(tuple, blocks))
+
+
+def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop:
     """The message in a frame that the consumer sent.
 
     Raises:
         ProtocolError: the frame is not such a message.
     """
-    fields = _unpack(frame, use_list=True)
+    kind, *fields = _unpack(frame, use_list=True)
     try:
-        kind = fields[1]
         if kind == _TASK:
-            _, _, epoch, seq, attempt, index, *blocks = fields
-            grants, promises, space = [tuple(map(tuple, extents)) if extents else () for extents in blocks]
-            return Task(epoch, seq, attempt, index, grants, promises, space)
+            epoch, seq, attempt, index, grants, promises = fields
+            _check_counts((epoch, seq, attempt))
+            return Task(epoch, seq, attempt, index, _extents(grants), _extents(promises))
         if kind == _EPOCH:
-            return Epoch(*fields[2:])
+            return _epoch(*fields)
+        if kind == _SPACE:
+            (ranges,) = fields
+            return Space(_extents(ranges))
+        if kind == _BUNDLE:
+            (frames,) = fields
+            if type(frames) is not list or any(type(part) is not bytes for part in frames):
+                raise ProtocolError("a bundle of something else than frames")
+            return Bundle(tuple(frames))
         if kind == _STOP:
-            return Stop(*fields[2:])
+            return Stop(*fields)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"malformed frame: {error}") from error
-    raise ProtocolError(f"unknown message kind {kind!r}")
+    raise ProtocolError(f"unknown message kind {kind!r:.40}")
+
+
+def _epoch(epoch: Any, abandoned: Any, shared_seed: Any, base_seed: Any, first_ticket: Any) -> Epoch:
+    seeds = [seed for seed in (shared_seed, base_seed) if seed is not None]
+    _check_counts((epoch, first_ticket, *seeds))
+    if type(abandoned) is not bool:
+        raise ProtocolError(f"{abandoned!r:.40} where a truth value should be")
+    return Epoch(epoch, abandoned, shared_seed, base_seed, first_ticket)
 
 
 def decode_for_consumer(frame: bytes) -> Hello | Answer:
@@ -244,24 +337,58 @@ def decode_for_consumer(frame: bytes) -> Hello | Answer:
     Raises:
         ProtocolError: the frame is not such a message.
     """
-    fields = _unpack(frame, use_list=False)
+    kind, *fields = _unpack(frame, use_list=False)
     try:
-        kind = fields[1]
         if kind == _ANSWER:
-            *plain, handle = fields[2:]
-            answer = Answer._make((*plain, None if handle is None else Handle(*handle)))
-            if answer.outcome not in OUTCOMES:
-                raise ProtocolError(f"unknown outcome {answer.outcome!r}")
-            return answer
+            return _answer(*fields)
         if kind == _HELLO:
-            return Hello(*fields[2:])
+            (pid,) = fields
+            _check_counts((pid,))
+            return Hello(pid)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"malformed frame: {error}") from error
-    raise ProtocolError(f"unknown message kind {kind!r}")
+    raise ProtocolError(f"unknown message kind {kind!r:.40}")
+
+
+def _answer(
+    epoch: Any,
+    seq: Any,
+    attempt: Any,
+    outcome: Any,
+    started: Any,
+    finished: Any,
+    used: Any,
+    fresh: Any,
+    returned: Any,
+    handle: Any,
+) -> Answer:
+    _check_counts((epoch, seq, attempt, outcome, started, finished))
+    if outcome not in OUTCOMES:
+        raise ProtocolError(f"unknown outcome {outcome}")
+    if not used == fresh == returned == ():
+        _check_blocks(used, 2, tuple)
+        _check_blocks(fresh, 2, tuple)
+        if type(returned) is not tuple:
+            raise ProtocolError(f"a {type(returned).__name__} where blocks should be")
+        _check_counts(returned)
+    if handle is not None:
+        handle = _handle(*handle)
+    return Answer(epoch, seq, attempt, outcome, started, finished, used, fresh, returned, handle)
+
+
+def _handle(spec_id: Any, spec: Any, values: Any, parcel: Any, places: Any) -> Handle:
+    if type(values) is not tuple or not (parcel is None or type(parcel) is bytes):
+        raise ProtocolError("a handle whose values or parcel are none")
+    _check_counts((spec_id,))
+    if places != ():
+        _check_blocks(places, 3, tuple)
+    return Handle(spec_id, spec, values, parcel, places)
 
 
 def _unpack(frame: bytes, *, use_list: bool) -> Any:
+    """The fields of a frame from the kind on."""
     try:
+        # Lengths that a frame declares are bounded by its own.
         fields = msgpack.unpackb(
             frame,
             use_list=use_list,
@@ -269,8 +396,9 @@ def _unpack(frame: bytes, *, use_list: bool) -> Any:
             unicode_errors="surrogatepass",
             strict_map_key=False,
         )
-    except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a list as a map's key
+    # TypeError: a list as a map's key. RecursionError: its hash.
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"not a msgpack frame: {error}") from error
     if not isinstance(fields, (list, tuple)) or len(fields) < 2 or fields[0] != VERSION:
         raise ProtocolError(f"not a frame of protocol version {VERSION}")
-    return fields
+    return fields[1:]

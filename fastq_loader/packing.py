@@ -23,6 +23,7 @@ sent once and named by a number after that:
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +33,7 @@ import torch
 from fastq_loader import pickling
 from fastq_loader.allocator import Allocator, address_of
 from fastq_loader.blocks import SMALLEST
-from fastq_loader.messages import Handle, packs
+from fastq_loader.messages import Handle, packs, seal
 
 #: A parcel up to this many bytes travels inside the message: zmq copies it twice, which is cheaper than
 #: a block's bookkeeping and page faults.
@@ -42,6 +43,9 @@ SPECS = 256
 #: Lists and dicts up to which a tree is walked here. Beyond it pickling the whole tree in C is faster than
 #: this walk, its spec and the way back: 3 times for the annotations of 32 images.
 CONTAINERS = 64
+#: Levels of a tree; a deeper one is pickled whole. Building it takes some Python frames for each level, and
+#: msgpack has bounds of its own.
+DEEPEST = 100
 #: Batches of a worker that are pickled whole after one that had more.
 BATCHES_UNWALKED = 15
 ALIGNMENT = 64  # bytes between the starts of places in a parcel: no element straddles a cache line
@@ -63,7 +67,7 @@ _NAMES = _DtypeNames()
 
 
 class _Unwalkable(Exception):
-    """The tree has a cycle or a shared list or dict: pickle the whole of it."""
+    """The tree is too deep, or has a cycle or a shared list or dict: pickle the whole of it."""
 
 
 class _Sprawling(_Unwalkable):
@@ -75,9 +79,11 @@ class Packer:
 
     Args:
         allocator: where blocks come from.
+        token: the pool's; it stands before what is pickled.
     """
 
-    def __init__(self, allocator: Allocator) -> None:
+    def __init__(self, allocator: Allocator, token: bytes) -> None:
+        self._token = token
         self._allocator = allocator
         self._specs: dict[Any, int] = {}
         self._next_id = 0
@@ -90,6 +96,7 @@ class Packer:
         self._values: list[Any] = []
         self._objects: list[Any] = []
         self._containers: set[int] = set()
+        self._depth = 0
 
     # ---- the tree -----------------------------------------------------------------------------
 
@@ -112,17 +119,25 @@ class Packer:
             if _STRINGS.issuperset(map(type, keys)) or all(
                 type(key) is str or (type(key) is int and packs(key)) for key in keys
             ):
-                return "d", keys, tuple([self._walk(part) for part in value.values()])
+                return "d", keys, self._walk_all(value.values())
         elif kind is list:
             self._enter(value)
             if self._is_flat(value):
                 self._values += value
                 return "v", len(value)
-            return "l", tuple([self._walk(part) for part in value])
+            return "l", self._walk_all(value)
         elif kind is tuple:
-            return "t", tuple([self._walk(part) for part in value])
+            return "t", self._walk_all(value)
         self._objects.append(value)
         return "O"
+
+    def _walk_all(self, parts: Iterable[Any]) -> tuple[Any, ...]:
+        if self._depth == DEEPEST:
+            raise _Unwalkable
+        self._depth += 1
+        trees = tuple([self._walk(part) for part in parts])
+        self._depth -= 1
+        return trees
 
     def _enter(self, container: Any) -> None:
         if id(container) in self._containers:
@@ -245,7 +260,7 @@ class Packer:
         pickled: bytes | None,
         used: list[tuple[int, int]],
     ) -> tuple[int, int, int]:
-        data = pickled or b""
+        data = b"" if pickled is None else seal(pickled, self._token)
         total = parcel_bytes + len(data)
         offset, size = self._allocator.take(max(total, 1))
         at = offset

@@ -1,8 +1,9 @@
 """Pickling with the large parts left out: tensors and arrays inside arbitrary objects become references.
 
 Runs in workers (`dump`, `dump_exception`) and in the consumer (`load`, `load_exception`). The pickled
-bytes travel inside the shared memory; the leaves they refer to are packed like any other leaf of the
-batch. Also owns the search for the part of an object that cannot be pickled.
+bytes travel inside the shared memory, behind the pool's token (see `messages`); the leaves they refer to
+are packed like any other leaf of the batch. Also owns the search for the part of an object that cannot be
+pickled.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.errors import UnpicklableError, WorkerTraceback, shorten
+from fastq_loader.errors import ProtocolError, UnpicklableError, WorkerTraceback, shorten
 
 _COWARDLY = (  # torch/multiprocessing/reductions.py, reduce_tensor
     "Cowardly refusing to serialize non-leaf tensor which requires_grad, "
@@ -100,7 +101,10 @@ def _sparse_compressed(
 
 
 def _take(leaf: int) -> Any:
-    return _building.leaves[leaf]
+    try:
+        return _building.leaves[leaf]
+    except IndexError:
+        raise ProtocolError(f"a pickle that speaks of leaf {leaf}, in a batch without it") from None
 
 
 _building = threading.local()  # `leaves`: of the batch that this thread is putting together

@@ -15,8 +15,8 @@ import signal
 import time
 import warnings
 import weakref
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -26,7 +26,9 @@ from typing import Any
 import torch
 
 from fastq_loader.arena import Arena, Mapping
+from fastq_loader.blocks import Extents
 from fastq_loader.cargo import Cargo, Descriptors
+from fastq_loader.nursery import Nursery
 from fastq_loader.pickling import explain, pickles
 from fastq_loader.worker import STACK_SIGNAL, Rules, Setup, main
 
@@ -56,6 +58,9 @@ class Plan:
         workers: how many.
         prefetch: batches that each works ahead.
         in_order: whether batches are delivered in the order of the sampler.
+        dynamic: whether any worker may load any batch, each seeded for itself.
+        window: the arguments of the pool's `Window`.
+        restarts: how many workers that died are replaced in an epoch.
         timeout: seconds to wait for a message; 0 waits for ever.
         context: multiprocessing's context; None is the default when the pool starts.
     """
@@ -65,8 +70,17 @@ class Plan:
     workers: int
     prefetch: int
     in_order: bool
+    dynamic: bool
+    window: tuple[int, int, int, int]
+    restarts: int
     timeout: float
     context: BaseContext | None
+
+    @property
+    def claimed(self) -> bool:
+        """Whether tasks are claimed. An iterable dataset's are not: each worker has a part of it to
+        itself."""
+        return self.dynamic and not self.rules.iterable
 
 
 class WorkerPool:
@@ -79,15 +93,17 @@ class WorkerPool:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._context: Any = None
-        self._setups: deque[Setup] = deque()  # of the workers that are still to be started
+        self._nursery: Nursery | None = None
+        self._setup: Setup | None = None  # of worker 0; the others differ in their numbers
         self._mapping: Mapping | None = None
         self._processes: list[BaseProcess] = []
         self._descriptors: list[int] = []  # of the processes, as far as they are known to have started
+        self._generations: list[int] = []  # of the workers: how many had the number before
         self._own: set[int] = set()  # descriptors that are ours to close
         self._stacks: tuple[int, ...] = ()  # ends of the pipe for stacks: read, write
         _pools.add(self)
 
-    def start(self, arena: Arena, folder: str, base_seed: int, shared_seed: int | None) -> None:
+    def start(self, arena: Arena, folder: str, token: bytes, base_seed: int, shared_seed: int | None) -> None:
         """Start the first processes, and all of them where that is cheap. Whatever happens in here, `stop`
         takes it back.
 
@@ -99,6 +115,7 @@ class WorkerPool:
         Args:
             arena: the shared memory they write to.
             folder: where they bind their sockets.
+            token: the pool's, see `messages`.
             base_seed, shared_seed: of their generators, and of datapipe graphs.
 
         Raises:
@@ -111,26 +128,31 @@ class WorkerPool:
         method = self._context.get_start_method()
         # Under fork the worker uses the consumer's mapping; under the others it makes its own.
         self._mapping = arena.mapping if method == "fork" else None
-        descriptors = Descriptors(arena=arena.fd, stacks=self._stacks[1])
-        self._setups = deque(
-            Setup(
-                worker=worker,
-                workers=plan.workers,
-                consumer=os.getpid(),
-                base_seed=base_seed,
-                shared_seed=shared_seed,
-                rules=plan.rules,
-                folder=folder,
-                arena_length=arena.mapping.length,
-                descriptors=descriptors,
-            )
-            for worker in range(plan.workers)
+        self._setup = Setup(
+            worker=0,
+            generation=0,
+            workers=plan.workers,
+            consumer=os.getpid(),
+            base_seed=base_seed,
+            shared_seed=shared_seed,
+            rules=plan.rules,
+            claimed=plan.claimed,
+            folder=folder,
+            token=token,
+            arena_length=arena.mapping.length,
+            space=None,
+            descriptors=Descriptors(arena=arena.fd, stacks=self._stacks[1]),
         )
         if method == "forkserver":
             _preload(self._context)
+        if method == "fork" and plan.restarts and _knows_pidfd():
+            self._nursery = Nursery(self._context, self._process)
         together = plan.workers if method == "fork" else len(os.sched_getaffinity(0))
-        while self._setups and (len(self._processes) < together or not plan.cargo.sealed):
+        while self._left() and (len(self._processes) < together or not plan.cargo.sealed):
             self.start_next()
+
+    def _left(self) -> bool:
+        return self._setup is not None and len(self._processes) < self._plan.workers
 
     def start_next(self) -> int | None:
         """Start one more worker; its descriptor, or None if all were started.
@@ -138,24 +160,64 @@ class WorkerPool:
         Raises:
             what `start` raises.
         """
-        if not self._setups:
+        if not self._left():
             return None
-        # A Ctrl-C between the fork and the worker's own handler would print a traceback there.
-        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            arguments = (self._setups.popleft(), self._plan.cargo, self._mapping)
-            process = self._context.Process(target=main, args=arguments, daemon=True)
+        assert self._setup is not None
+        with _uninterrupted():
+            process = self._process(len(self._processes), 0, self._setup.folder, None)
             self._processes.append(process)
-            process.start()
+            self._generations.append(0)
+            self._start(process)
             self._descriptors.append(self._descriptor(process))
+        return self._descriptors[-1]
+
+    def replace(self, worker: int, folder: str, space: Extents) -> int:
+        """Start a new process in the place of one that has ended; its generation.
+
+        Args:
+            worker: its number.
+            folder: where it binds its socket.
+            space: ranges (offset, size) of its part of the arena that it can make blocks in.
+
+        Raises:
+            what `start` raises; OSError also when the process that forks workers has ended.
+        """
+        generation = self._generations[worker] + 1
+        make = self._process if self._nursery is None else self._nursery.process
+        with _uninterrupted():
+            process = make(worker, generation, folder, space)
+            self._start(process)
+            self._let_go(worker)
+            self._processes[worker], self._descriptors[worker] = process, self._descriptor(process)
+            self._generations[worker] = generation
+        return generation
+
+    def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
+        assert self._setup is not None, "the pool was started"
+        setup = replace(self._setup, worker=worker, generation=generation, folder=folder, space=space)
+        arguments = (setup, self._plan.cargo, self._mapping)
+        process: BaseProcess = self._context.Process(target=main, args=arguments, daemon=True)
+        return process
+
+    def _start(self, process: BaseProcess) -> None:
+        try:
+            process.start()
         except (TypeError, AttributeError, PicklingError) as error:
             warnings.warn(_PICKLE_WARNING, stacklevel=3)
             raise _named(error, self._plan.cargo.parts) from error
         finally:
-            if not self._setups:
+            if not self._left() and not self._plan.restarts:
                 self._plan.cargo.unseal()
-            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-        return self._descriptors[-1]
+
+    def _let_go(self, worker: int) -> None:
+        """Give back what is left of a process that has ended."""
+        process, descriptor = self._processes[worker], self._descriptors[worker]
+        process.join()
+        if descriptor in self._own:
+            self._own.discard(descriptor)
+            os.close(descriptor)
+        with contextlib.suppress(ValueError):  # its end was not seen: SIGCHLD is ignored
+            process.close()
 
     def _descriptor(self, process: BaseProcess) -> int:
         assert process.pid is not None, "the process was started"
@@ -190,6 +252,16 @@ class WorkerPool:
             patience = _NEXT_LINE
         return text.decode(errors="replace") or "  (it did not write them)"
 
+    def kill(self, worker: int) -> None:
+        """End a worker that does not answer; returns when it has ended."""
+        self._processes[worker].kill()
+        _readable([self._descriptors[worker]], None)
+
+    def killed(self, worker: int) -> bool:
+        """Whether an ended worker was ended by a signal, and not by itself."""
+        code = self._processes[worker].exitcode
+        return code is not None and code < 0
+
     def death(self, worker: int) -> tuple[str, str]:
         """How an ended worker died: in our words, and in torch's (its SIGCHLD handler's texts)."""
         process = self._processes[worker]
@@ -216,7 +288,7 @@ class WorkerPool:
         Whoever wants them to leave on their own has told them before. May be called again, also when an
         interrupt cut it short.
         """
-        self._setups.clear()
+        self._setup = None
         self._plan.cargo.unseal()
         self._wait_for_all(patience)
         for process in self._running():
@@ -234,6 +306,9 @@ class WorkerPool:
         self._descriptors = []
         while self._own:
             os.close(self._own.pop())
+        nursery, self._nursery = self._nursery, None
+        if nursery is not None:
+            nursery.close()
         stacks, self._stacks = self._stacks, ()
         for end in stacks:
             os.close(end)
@@ -241,6 +316,8 @@ class WorkerPool:
     def forget(self) -> None:
         """This process is a forked copy: the workers are its siblings."""
         multiprocessing.process._children.difference_update(self._processes)  # type: ignore[attr-defined]
+        if self._nursery is not None:
+            self._nursery.forget()
 
     def _running(self) -> list[BaseProcess]:
         ended = set(_readable(self._descriptors, 0))
@@ -274,6 +351,25 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A Ctrl-C in here comes after it: between the fork and the worker's own handler it would print a
+    traceback there, and between the start of a process and the note of it here it would leave it behind."""
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+
+
+def _knows_pidfd() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:  # not in this kernel or sandbox
+        return False
+    return True
+
+
 def _preload(context: Any) -> None:
     """Let the fork server import torch, unless it runs already or somebody chose for it.
 
@@ -285,11 +381,11 @@ def _preload(context: Any) -> None:
         context.set_forkserver_preload(["__main__", torch.__name__])
 
 
-def _readable(descriptors: list[int], seconds: float) -> list[int]:
+def _readable(descriptors: list[int], seconds: float | None) -> list[int]:
     poller = select.poll()  # select() is limited to descriptors below 1024
     for descriptor in descriptors:
         poller.register(descriptor, select.POLLIN)
-    return [descriptor for descriptor, _ in poller.poll(seconds * 1000)]
+    return [descriptor for descriptor, _ in poller.poll(None if seconds is None else seconds * 1000)]
 
 
 def _named(error: Exception, parts: dict[str, Any]) -> Exception:

@@ -1,26 +1,32 @@
-"""The life of a batch, of a worker and of a grant, as one state machine: events in, instructions out.
+"""Who loads what next, and what is handed out next, as one state machine: events in, instructions out.
 
-Pure: no socket, clock or process; the iterator carries the instructions out on the consumer's thread.
-The order of everything is torch's (`_MultiProcessingDataLoaderIter`): tasks go to the active workers in
-turn, one index is drawn for every batch delivered and before it is handed out, arrivals are processed
-one at a time and only while the wanted batch is not here, and a worker whose stream ended gives its turn
-away. What differs on purpose: an error of the sampler or of an index takes the place of its batch instead
-of overtaking the batches before it, and a dead worker is reported at the place of the batch that it lost.
+Pure: no socket, clock or process; the event loop carries the instructions out on the consumer's thread. The
+records and the tables that they move by are in `states`.
 
-How an epoch runs: `EpochStarted` answers with as many `Draw` as the window is wide. Each `Draw` asks for
-one index of the sampler, which comes back as `Drawn` or `DrawFailed`, or not at all when the sampler is
-exhausted. `Wanted` (the user called `next()`) answers with `Draw` and `Deliver`, or with `Draw` alone
-(ask again), `Wait`, `Break` or `Finish`.
-"""
+The order is torch's (`_MultiProcessingDataLoaderIter`): tasks go to the active workers in turn, one index is
+drawn for every batch delivered and before it is handed out, arrivals are processed one at a time and only
+while the wanted batch is not here, and a worker whose stream ended gives its turn away. What differs on
+purpose: an error of the sampler or of an index takes the place of its batch instead of overtaking the batches
+before it, and a dead worker is reported at the place of the batch that it lost.
+
+With `dynamic` a task is nobody's: it is sent to all workers, the first that is free claims it, and who that
+was is known when the answer comes, or when the worker has died. With `restarts` a dead worker is replaced
+and what it had not answered is sent again, as the next attempt; nothing of an older attempt counts any more.
+
+`EpochStarted` answers with as many `Draw` as the window is wide. Each asks for one index of the sampler,
+which comes back as `Drawn` or `DrawFailed`, or not at all when the sampler is exhausted. `Wanted` (the user
+called `next()`) answers with `Draw` and `Deliver`, or with `Draw` alone (ask again), `Wait`, `Break` or
+`Finish`."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+from fastq_loader import audit, invariants
 from fastq_loader.blocks import BlockLedger
-from fastq_loader.errors import InvalidTransition
+from fastq_loader.errors import InvalidTransition, PoisonousBatch, ProtocolError
 from fastq_loader.events import (
     Arrived,
     Break,
@@ -32,64 +38,25 @@ from fastq_loader.events import (
     EpochStarted,
     Event,
     Finish,
+    Idle,
     Instruction,
+    Replace,
     Send,
     Undeliverable,
     Wait,
     Wanted,
 )
-from fastq_loader.messages import ENDED, SKIPPED, Answer
-from fastq_loader.ring import ReorderRing
+from fastq_loader.line import Line, Outcome, Unanswered
+from fastq_loader.messages import BROKEN, ENDED, SKIPPED, Answer
+from fastq_loader.roster import Roster
+from fastq_loader.states import LOST, Batch
+from fastq_loader.window import Window
 
-# ---- transition tables: state → event → next state; what is not listed is a defect ------------------
-
-NEW, SENT, READY, LOST, GONE = "new", "sent", "ready", "lost", "gone"
-
-BATCH_TRANSITIONS: dict[str, dict[str, str]] = {
-    NEW: {"send": SENT, "fail": READY, "send_to_dead": LOST},
-    SENT: {"answer": READY, "end": GONE, "skip": GONE, "fail": READY, "die": LOST},
-    READY: {"deliver": GONE},
-    LOST: {"break": GONE},
-    GONE: {},
-}
-
-#: A dry worker's part of an iterable dataset is exhausted: its death hurts nobody in this epoch.
-ACTIVE, DRY, DEAD, DRY_DEAD = "active", "dry", "dead", "dry_dead"
-
-WORKER_TRANSITIONS: dict[str, dict[str, str]] = {
-    ACTIVE: {"end": DRY, "die": DEAD, "epoch": ACTIVE},
-    DRY: {"die": DRY_DEAD, "epoch": ACTIVE},
-    DEAD: {"end": DRY_DEAD, "epoch": DEAD},  # its last word came in before its death was noticed
-    DRY_DEAD: {"epoch": DEAD},
-}
+#: A batch that has cost so many workers their lives is given up.
+DEADLY = 3
 
 _DRAW = Draw()
-_EXHAUSTED = frozenset((DRY, DRY_DEAD))
-
-
-class _Failed(NamedTuple):
-    """In the inbox: a batch that failed before any worker saw it."""
-
-    seq: int
-    error: BaseException
-
-
-class _Batch:
-    """A sequence number between its task and its delivery."""
-
-    __slots__ = ("index", "seq", "state", "worker")
-
-    def __init__(self, seq: int, worker: int | None, index: Any) -> None:
-        self.seq = seq
-        self.worker = worker  # None: its index could not be drawn
-        self.index = index
-        self.state = NEW
-
-    def move(self, event: str) -> None:
-        state = BATCH_TRANSITIONS[self.state].get(event)
-        if state is None:
-            raise InvalidTransition(f"batch {self.seq} is {self.state}: event {event!r} is not allowed")
-        self.state = state
+_ENDINGS = (ENDED, SKIPPED)  # outcomes of a worker whose part of an iterable dataset has ended
 
 
 class Scheduler:
@@ -100,53 +67,91 @@ class Scheduler:
         prefetch: batches each worker works ahead (torch's `prefetch_factor`), at least 1.
         in_order: deliver in the order of the sampler; False delivers in the order of arrival.
         ledger: the blocks of the arena.
+        dynamic: tasks are anyone's. Not for iterable datasets: their workers cannot stand in for each other.
+        window: batches asked for and not delivered, at most; None is `prefetch * workers`.
+        restarts: how many dead workers are replaced in an epoch.
 
     Attributes:
-        window: batches asked for and not delivered, at most: `prefetch * workers`.
-        stale: answers dropped because their epoch was over, since they were last taken.
+        first_ticket: of the epoch; batch `seq` of it has ticket `first_ticket + seq`, which no other has.
+        stale: answers dropped because their epoch or attempt was over, since they were last taken.
+        refused: answers that could not be true, since it was made.
     """
 
-    def __init__(self, workers: int, prefetch: int, in_order: bool, ledger: BlockLedger) -> None:
+    def __init__(
+        self,
+        workers: int,
+        prefetch: int,
+        in_order: bool,
+        ledger: BlockLedger,
+        *,
+        dynamic: bool = False,
+        window: Window | None = None,
+        restarts: int = 0,
+    ) -> None:
         self.workers = workers
-        self.window = prefetch * workers
+        self.window = Window(prefetch * workers) if window is None else window
         self.in_order = in_order
         self.ledger = ledger
         self.epoch = 0
-        self.stale = 0
-        self._states = [ACTIVE] * workers
-        self._owed: set[tuple[int, int, int]] = set()  # (worker, epoch, seq): tasks without an answer
+        self.first_ticket = 0
+        self.stale = self.refused = 0
+        self.dynamic = dynamic
+        self._restarts = restarts
+        self._roster = Roster(workers)
+        self._owed: dict[tuple[int, int], Batch] = {}  # (epoch, seq) → what a worker has still to answer
         self._reset()
 
     def _reset(self) -> None:
-        self._batches: dict[int, _Batch] = {}
         # A worker whose stream ends makes room for one more draw, so up to `workers` places beyond
         # the window may be waiting at once.
-        self._ring: ReorderRing[tuple[Answer | None, BaseException | None]]
-        self._ring = ReorderRing(self.window + self.workers)
-        self._inbox: deque[Arrived | Died | _Failed] = deque()
-        self._next_seq = 0
-        self._turn = 0  # the worker whose turn it is
-        self._undelivered = [0] * self.workers  # tasks of a worker that were not handed out yet
-
-    @property
-    def head(self) -> int:
-        """The lowest sequence number that was not delivered."""
-        return self._ring.head
+        self._line = Line(self.window.widest + self.workers)
+        self._inbox: deque[Arrived | Died | Unanswered] = deque()
+        self._restarts_left = self._restarts
+        self._quiet: set[int] = set()  # workers that said that nothing more comes of them
+        self._deaths: dict[int, int] = {}  # seq → workers that died of it
+        self._idle_deaths: list[int] = []  # workers that died with nothing in hand, and were not replaced
+        self._grown_at = -1  # how many were drawn when the window was found too narrow last
 
     @property
     def undelivered(self) -> int:
         """Batches of this epoch that were asked for and not handed out."""
-        return len(self._batches)
+        return len(self._line)
+
+    @property
+    def can_replace(self) -> bool:
+        """Whether a worker that dies now is replaced."""
+        return self._restarts_left > 0
+
+    def unanswered(self, worker: int | None = None) -> list[tuple[int, int]]:
+        """(seq, attempt) of this epoch's tasks that `worker` (None: anyone) has to answer, ascending."""
+        return sorted(
+            (seq, batch.attempt)
+            for (epoch, seq), batch in self._owed.items()
+            if epoch == self.epoch and batch.worker == worker
+        )
 
     def take_stale(self) -> int:
         """Answers that were dropped as stale since the last call."""
         stale, self.stale = self.stale, 0
         return stale
 
+    def expects(self, worker: int, answer: Answer) -> bool:
+        """Whether `worker` may give this answer: this attempt is its own, or could have been claimed."""
+        batch = self._owed.get((answer.epoch, answer.seq))
+        return batch is not None and batch.worker in (None, worker) and batch.attempt == answer.attempt
+
     def index_of(self, seq: int) -> Any:
         """The index of a batch that is not delivered yet, for error texts; None if it is unknown."""
-        batch = self._batches.get(seq)
+        batch = self._line.get(seq)
         return None if batch is None else batch.index
+
+    def attempt_of(self, seq: int) -> int:
+        """How often a batch that is not delivered yet was sent again."""
+        return self._line[seq].attempt
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold; called after every step of the tests."""
+        invariants.check(self)
 
     def handle(self, event: Event) -> list[Instruction]:
         """The only thing that changes the schedule."""
@@ -157,225 +162,248 @@ class Scheduler:
     def _epoch_started(self, event: EpochStarted) -> list[Instruction]:
         if event.epoch <= self.epoch:
             raise InvalidTransition(f"epoch {event.epoch} follows epoch {self.epoch}")
+        for seq in event.taken_back:
+            self._give_back(self._owed.pop((self.epoch, seq)))
+        for seq, worker in event.claimed.items():
+            self._claimed(self._owed[self.epoch, seq], worker)
         self.abandon()
         self.epoch = event.epoch
-        self._states = [self._worker_after(worker, "epoch") for worker in range(self.workers)]
+        self._roster.begin_epoch()
+        self.first_ticket += self._line.drawn
         self._reset()
-        return [_DRAW] * self.window
+        if self.dynamic:  # else a dead worker is missed at the first batch that is its own
+            self._idle_deaths = [worker for worker in range(self.workers) if self._roster.dead(worker)]
+        return [_DRAW] * self.window.size
 
     def abandon(self) -> None:
         """Drop what arrived and was not delivered; answers that are still to come will be stale."""
-        self._batches.clear()
-        for arrived in self._inbox:
-            if type(arrived) is Arrived:
-                self._drop(arrived.answer)
+        answers = self._line.clear() + [event.answer for event in self._inbox if type(event) is Arrived]
         self._inbox.clear()
-        for answer, _ in self._ring.drain():
-            if answer is not None:
-                self._drop(answer)
+        for answer in answers:
+            self._drop(answer)
 
     def _drop(self, answer: Answer) -> None:
         for offset, _ in answer.used:
             self.ledger.drop(offset)
 
-    def _worker_after(self, worker: int, event: str) -> str:
-        state = WORKER_TRANSITIONS[self._states[worker]].get(event)
-        if state is None:
-            raise InvalidTransition(
-                f"worker {worker} is {self._states[worker]}: event {event!r} is not allowed"
-            )
-        return state
-
     # ---- indices in ---------------------------------------------------------------------------
 
     def _drawn(self, event: Drawn) -> list[Instruction]:
-        worker = self._next_worker()
-        if worker is None:  # torch loses the index here too: nobody is left, or nobody has room
-            return []
+        worker = None
+        if not self.dynamic:
+            worker = self._roster.take_turn(None if self.in_order else self.window.size)
+            if worker is None:  # torch loses the index here too: nobody is left, or nobody has room
+                return []
         batch = self._new_batch(worker, event.index)
-        self._undelivered[worker] += 1
-        if self._states[worker] == DEAD:
+        if self._roster.nobody_for(worker):
             batch.move("send_to_dead")
+            batch.worker = 0 if worker is None else worker
             return []
         batch.move("send")
-        self._owed.add((worker, self.epoch, batch.seq))
-        ledger = self.ledger
-        grants, promises = ledger.grant(worker)
-        return [Send(worker, self.epoch, batch.seq, event.index, grants, promises, ledger.space(worker))]
+        return [self._send(batch)]
 
-    def _new_batch(self, worker: int | None, index: Any) -> _Batch:
-        batch = self._batches[self._next_seq] = _Batch(self._next_seq, worker, index)
-        self._next_seq += 1
+    def _send(self, batch: Batch) -> Send:
+        self._owed[self.epoch, batch.seq] = batch
+        batch.holder = -1 - self.first_ticket - batch.seq if batch.worker is None else batch.worker
+        batch.grants, batch.promises = self.ledger.grant(batch.holder)
+        return self._send_to(batch.worker, batch)
+
+    def _send_to(self, worker: int | None, batch: Batch) -> Send:
+        return Send(worker, self.epoch, batch.seq, batch.attempt, batch.index, batch.grants, batch.promises)
+
+    def _claimed(self, batch: Batch, worker: int) -> None:
+        if batch.worker is None:
+            self.ledger.hand_over(batch.holder, worker, batch.grants + batch.promises)
+            batch.worker = batch.holder = worker
+
+    def _give_back(self, batch: Batch) -> None:
+        blocks = [offset for offset, _ in batch.grants + batch.promises]
+        self.ledger.give_back(batch.holder, blocks)
+
+    def _new_batch(self, worker: int | None, index: Any) -> Batch:
+        batch = self._line.new(worker, index)
+        if self.dynamic:
+            self.window.asked(len(self._line))
         return batch
-
-    def _next_worker(self) -> int | None:
-        for _ in range(self.workers):
-            worker = self._turn
-            self._turn = (worker + 1) % self.workers
-            if self._states[worker] not in _EXHAUSTED and (self.in_order or self._has_room(worker)):
-                return worker
-        return None
-
-    def _has_room(self, worker: int) -> bool:
-        going = sum(state not in _EXHAUSTED for state in self._states)
-        return self._undelivered[worker] < self.window // going
 
     def _draw_failed(self, event: DrawFailed) -> list[Instruction]:
         self._fail(self._new_batch(None, None), event.error)
         return []
 
     def _undeliverable(self, event: Undeliverable) -> list[Instruction]:
-        send = event.send
-        self._owed.discard((send.worker, send.epoch, send.seq))
-        self.ledger.give_back(send.worker, [offset for offset, _ in send.grants + send.promises])
-        self.ledger.keep_space(send.worker, send.space)
-        self._fail(self._batches[send.seq], event.error)
+        batch = self._owed.pop((event.send.epoch, event.send.seq))
+        self._give_back(batch)
+        self._fail(batch, event.error)
         return []
 
-    def _fail(self, batch: _Batch, error: BaseException) -> None:
+    def _fail(self, batch: Batch, error: BaseException) -> None:
         batch.move("fail")
-        self._inbox.append(_Failed(batch.seq, error))
+        self._inbox.append(Unanswered(batch.seq, error))
 
     # ---- answers in ---------------------------------------------------------------------------
 
     def _arrived(self, event: Arrived) -> list[Instruction]:
-        worker, answer = event
-        owed = (worker, answer.epoch, answer.seq)
-        if owed not in self._owed:
-            raise InvalidTransition(
-                f"worker {worker} answered {answer.epoch, answer.seq}, which it does not owe"
-            )
-        self._owed.remove(owed)
-        self.ledger.adopt(worker, answer.fresh)
-        self.ledger.give_back(worker, answer.returned)
-        self.ledger.fill(worker, answer.used)
+        worker, answer, fault = event
+        batch = self._owed.get((answer.epoch, answer.seq))
+        if batch is None or batch.worker not in (None, worker):
+            raise InvalidTransition(f"worker {worker} does not owe {answer.epoch, answer.seq}")
+        if answer.attempt != batch.attempt:
+            self.stale += 1  # its blocks are the next attempt's
+            return []
+        del self._owed[answer.epoch, answer.seq]
+        blocks = answer.used or answer.fresh or answer.returned
+        if blocks or answer.outcome in _ENDINGS:
+            fault = fault or audit.objection(self, worker, batch, answer)
+        if batch.worker is None:
+            self._claimed(batch, worker)
+        if fault is not None:
+            return self._refuse(batch, fault)
+        if blocks:
+            self.ledger.adopt(worker, answer.fresh)
+            self.ledger.give_back(worker, answer.returned)
+            self.ledger.fill(worker, answer.used)
         if answer.epoch != self.epoch:
             self.stale += 1
             self._drop(answer)
         elif answer.outcome != SKIPPED:  # else its batch goes when the head of the line comes by
             self._inbox.append(event)
+            if answer.outcome in (ENDED, BROKEN):
+                self._quiet.add(worker)
         return []
+
+    def _refuse(self, batch: Batch, fault: ProtocolError) -> list[Instruction]:
+        """Its blocks stay the worker's until that has ended: who knows what it is writing to."""
+        self.refused += 1
+        if self._line.get(batch.seq) is batch:
+            self._fail(batch, fault)
+        return []
+
+    # ---- deaths -------------------------------------------------------------------------------
 
     def _died(self, event: Died) -> list[Instruction]:
         worker = event.worker
-        self._states[worker] = self._worker_after(worker, "die")
-        arrived = {e.answer.seq for e in self._inbox if type(e) is Arrived}
-        for batch in self._batches.values():
-            if batch.worker == worker and batch.state == SENT and batch.seq not in arrived:
-                batch.move("die")
-        self._owed = {owed for owed in self._owed if owed[0] != worker}
+        self._roster.move(worker, "die")
+        lost = self._lose(worker, {event.seq, *event.unheard})
         self.ledger.writer_dead(worker)
+        if self._restarts_left:
+            return self._replace(event, lost)
         self._inbox.append(event)
+        if self.dynamic and not lost:
+            self._idle_deaths.append(worker)
         return []
+
+    def _lose(self, worker: int, claimed: set[int | None]) -> list[Batch]:
+        """What nobody will answer any more now that `worker` is dead; of this epoch, ascending."""
+        last = self._roster.nobody_left and not self._restarts_left
+        lost = []
+        for (epoch, at), batch in list(self._owed.items()):
+            mine = batch.worker == worker
+            if batch.worker is None and epoch == self.epoch and (at in claimed or last):
+                self._give_back(batch)
+                mine, batch.worker = True, worker
+            if mine:
+                del self._owed[epoch, at]
+                if self._line.get(at) is batch:  # else of an older epoch, or past the end of its stream
+                    batch.move("die")
+                    lost.append(batch)
+        return sorted(lost, key=lambda batch: batch.seq)
+
+    def _replace(self, event: Died, lost: list[Batch]) -> list[Instruction]:
+        worker = event.worker
+        self._restarts_left -= 1
+        self._roster.move(worker, "replace")
+        self._quiet.discard(worker)
+        if event.seq is not None:
+            self._deaths[event.seq] = self._deaths.get(event.seq, 0) + 1
+        instructions: list[Instruction] = [Replace(worker, event.seq)]
+        if self.dynamic:  # what the others have been sent already
+            others = [self._line[seq] for seq, _ in self.unanswered()]
+            instructions += [self._send_to(worker, batch) for batch in others]
+        for batch in lost:
+            if self._deaths.get(batch.seq, 0) >= DEADLY:
+                deaths = f"{self._deaths[batch.seq]} workers died of it, and the last {event.words}"
+                self._fail(batch, PoisonousBatch(f"{batch} was given up: {deaths}"))
+                continue
+            batch.move("replay")
+            batch.attempt += 1
+            if self.dynamic:
+                batch.worker = None
+            instructions.append(self._send(batch))
+        return instructions
 
     # ---- batches out --------------------------------------------------------------------------
 
     def _wanted(self, event: Wanted) -> list[Instruction]:
         while True:
-            head = self._head_batch()
+            head = self._line.head_batch(self._roster.exhausted)
             if head is None:
                 return [Finish()]
-            if self._ring.ready():
-                return self._deliver(head, *self._ring.pop_ready())
+            outcome = self._line.pop()
+            if outcome is not None:
+                return self._deliver(head, outcome)
             if head.state == LOST and (self.in_order or not self._inbox):
                 return [self._break(head)]
             if not self._inbox:
-                assert head.worker is not None, "a batch without a worker has failed, and is in the inbox"
-                return [Wait(head.worker, head.seq)]
+                if self._idle_deaths:
+                    return [Break(self._idle_deaths.pop(), None, None)]
+                return [Wait(head.worker, head.seq, self._line.waiting)]
             instructions = self._process(self._inbox.popleft())
             if instructions:
                 return instructions
 
-    def _process(self, arrival: Arrived | Died | _Failed) -> list[Instruction]:
+    def _idle(self, event: Idle) -> list[Instruction]:
+        if self._grown_at == self._line.drawn:  # the sampler had nothing more
+            return []
+        unanswered = sum(epoch == self.epoch for epoch, _ in self._owed)
+        room = self.window.room(len(self._line), unanswered, self.ledger.batch_bytes)
+        if room:
+            self._grown_at = self._line.drawn
+        return [_DRAW] * room
+
+    def _process(self, arrival: Arrived | Died | Unanswered) -> list[Instruction]:
         """One arrival, as torch takes one item off its result queue; no instruction: look again."""
         if type(arrival) is Died:
-            if self.in_order or self._states[arrival.worker] in _EXHAUSTED:
+            if self.in_order or self._roster.exhausted(arrival.worker):
                 return []
-            return [self._break_out_of_order(arrival.worker)]
-        if type(arrival) is _Failed:
-            return self._put(self._batches[arrival.seq], None, arrival.error)
+            lost = self._line.lost_by(arrival.worker)
+            return [Break(arrival.worker, None, None) if lost is None else self._break(lost)]
+        if type(arrival) is Unanswered:
+            return self._put(self._line[arrival.seq], (None, arrival.error))
         assert type(arrival) is Arrived
-        worker, answer = arrival
-        batch = self._batches[answer.seq]
+        worker, answer, _ = arrival
+        batch = self._line[answer.seq]
         if answer.outcome == ENDED:
-            batch.move("end")
-            del self._batches[answer.seq]
-            self._states[worker] = self._worker_after(worker, "end")
+            self._line.leave(batch, "end")
+            self._roster.move(worker, "end")
             return [_DRAW]
         batch.move("answer")
-        return self._put(batch, answer, None)
+        return self._put(batch, (answer, None))
 
-    def _put(self, batch: _Batch, answer: Answer | None, error: BaseException | None) -> list[Instruction]:
-        if not self.in_order:
-            return self._deliver(batch, answer, error)
-        self._ring.push(batch.seq, (answer, error))
-        return []
+    def _put(self, batch: Batch, outcome: Outcome) -> list[Instruction]:
+        if self.in_order:
+            if batch.seq != self._line.head:
+                self._line.push(batch, outcome)
+                return []
+            self._line.skip()
+        return self._deliver(batch, outcome)
 
-    def _head_batch(self) -> _Batch | None:
-        """The batch at the head of the line, past those that will never come; None at the end."""
-        ring, batches = self._ring, self._batches
-        while ring.head < self._next_seq:
-            batch = batches.get(ring.head)
-            if batch is not None:
-                if batch.state != SENT or self._states[batch.worker or 0] not in _EXHAUSTED:
-                    return batch
-                batch.move("skip")
-                del batches[ring.head]
-            ring.skip()
-        return None
+    def _deliver(self, batch: Batch, outcome: Outcome) -> list[Instruction]:
+        self._leave(batch, "deliver")
+        deliver = Deliver(batch.seq, batch.worker, *outcome)
+        if not self.dynamic:
+            return [_DRAW, deliver]
+        self.window.delivered()
+        return [*[_DRAW] * self.window.refill(len(self._line)), deliver]
 
-    def _deliver(
-        self, batch: _Batch, answer: Answer | None, error: BaseException | None
-    ) -> list[Instruction]:
-        batch.move("deliver")
-        del self._batches[batch.seq]
-        if batch.worker is not None:
-            self._undelivered[batch.worker] -= 1
-        return [_DRAW, Deliver(batch.seq, batch.worker, answer, error)]
+    def _leave(self, batch: Batch, event: str) -> None:
+        self._line.leave(batch, event)
+        if batch.worker is not None and not self.dynamic:
+            self._roster.gave(batch.worker)
 
-    def _break(self, batch: _Batch) -> Break:
-        assert batch.worker is not None
-        batch.move("break")
-        del self._batches[batch.seq]
-        self._undelivered[batch.worker] -= 1
+    def _break(self, batch: Batch) -> Break:
+        assert batch.worker is not None, "a lost batch is a worker's"
+        self._leave(batch, "break")
         return Break(batch.worker, batch.seq, batch.index)
-
-    def _break_out_of_order(self, worker: int) -> Break:
-        for batch in self._batches.values():
-            if batch.worker == worker and batch.state == LOST:
-                return self._break(batch)
-        return Break(worker, None, None)
-
-    # ---- invariants ---------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Raise AssertionError unless the invariants hold; called after every step of the tests."""
-        self.ledger.check()
-        ring, batches = self._ring, self._batches
-        assert len(batches) <= self.window + self.workers, "more batches under way than the window allows"
-        arrived = {e.answer.seq for e in self._inbox if type(e) is Arrived}
-        failed = {e.seq for e in self._inbox if type(e) is _Failed}
-        # Their end waits in the inbox: until it is processed, what they skipped after it is still SENT.
-        ending = {e.worker for e in self._inbox if type(e) is Arrived and e.answer.outcome == ENDED}
-        for seq, batch in batches.items():
-            assert ring.head <= seq < self._next_seq, f"batch {seq} was delivered, or never drawn"
-            assert batch.state in (SENT, READY, LOST), f"batch {seq} is {batch.state}"
-            if batch.state == SENT and self._states[batch.worker or 0] not in _EXHAUSTED:
-                to_come = ((batch.worker, self.epoch, seq) in self._owed) + (seq in arrived)
-                assert to_come == 1 or (to_come == 0 and batch.worker in ending), (
-                    f"batch {seq} will be answered {to_come} times"
-                )
-        ready = sum(batch.state == READY for batch in batches.values())
-        assert ready == len(ring) + len(failed), "a ready batch is not in the ring"
-        waiting = [e.answer for e in self._inbox if type(e) is Arrived]
-        waiting += [answer for answer, _ in ring.items() if answer is not None]
-        filled = sorted(offset for answer in waiting for offset, _ in answer.used)
-        assert filled == self.ledger.filled(), "a filled block belongs to no batch that waits"
-        for worker in range(self.workers):
-            mine = sum(batch.worker == worker for batch in batches.values())
-            assert self._states[worker] in _EXHAUSTED or self._undelivered[worker] == mine
-        dead = {w for w, state in enumerate(self._states) if state in (DEAD, DRY_DEAD)}
-        assert not any(owed[0] in dead for owed in self._owed), "a dead worker owes an answer"
 
 
 _HANDLERS: dict[type, Callable[[Scheduler, Any], list[Instruction]]] = {
@@ -385,5 +413,6 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any], list[Instruction]]] = {
     DrawFailed: Scheduler._draw_failed,
     Undeliverable: Scheduler._undeliverable,
     Died: Scheduler._died,
+    Idle: Scheduler._idle,
     EpochStarted: Scheduler._epoch_started,
 }

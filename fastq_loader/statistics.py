@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+#: Batches that `statistics()` names as late.
+_LATE = 10
+
 
 @dataclass(frozen=True)
 class WorkerStatistics:
@@ -16,6 +19,7 @@ class WorkerStatistics:
     Attributes:
         id: position of the worker, 0 … num_workers-1.
         pid: process id.
+        restarts: how often its process died and another one took its place.
         batches: answers it gave (batches and errors).
         work_seconds: wall time between receiving a task and answering it, in seconds, summed.
         idle_seconds: wall time between an answer and the start of the next task, in seconds, summed.
@@ -23,9 +27,24 @@ class WorkerStatistics:
 
     id: int
     pid: int
+    restarts: int
     batches: int
     work_seconds: float
     idle_seconds: float
+
+
+@dataclass(frozen=True)
+class LateBatch:
+    """A batch that others, which were ready, had to wait for.
+
+    Attributes:
+        epoch, batch: its number.
+        seconds: wall time that `next()` waited for it while others were ready.
+    """
+
+    epoch: int
+    batch: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -39,6 +58,11 @@ class LoaderStatistics:
             num_workers=0, which uses none).
         wait_seconds: wall time that `next()` spent waiting for workers, in seconds; with num_workers=0
             the time spent loading.
+        head_of_line_seconds: the part of it in which later batches were ready and the next one was not.
+        late_batches: the batches that caused most of that, the worst first, ten at most.
+        reorder_window: batches that may be under way now; of the live pool, or of the last one.
+        worker_restarts: workers that died or hung and were replaced.
+        rejected_frames: what came over the sockets and was no answer to any task.
         workers: one entry for each worker of the live pool, or of the last one.
         blocks_in_use: blocks of shared memory that are granted, filled or looked at now.
         blocks_free: blocks that are free now.
@@ -52,6 +76,11 @@ class LoaderStatistics:
     batches: int = 0
     bytes: int = 0
     wait_seconds: float = 0.0
+    head_of_line_seconds: float = 0.0
+    late_batches: tuple[LateBatch, ...] = ()
+    reorder_window: int = 0
+    worker_restarts: int = 0
+    rejected_frames: int = 0
     workers: tuple[WorkerStatistics, ...] = ()
     blocks_in_use: int = 0
     blocks_free: int = 0
@@ -66,6 +95,7 @@ class WorkerCounters:
 
     id: int
     pid: int
+    restarts: int = 0
     batches: int = 0
     work_ns: int = 0
     idle_ns: int = 0
@@ -78,8 +108,16 @@ class WorkerCounters:
             self.idle_ns += started_ns - self.last_finished_ns
         self.last_finished_ns = finished_ns
 
+    def replaced(self, pid: int) -> None:
+        """Another process has its number from here on."""
+        self.pid = pid
+        self.restarts += 1
+        self.last_finished_ns = 0
+
     def snapshot(self) -> WorkerStatistics:
-        return WorkerStatistics(self.id, self.pid, self.batches, self.work_ns / 1e9, self.idle_ns / 1e9)
+        return WorkerStatistics(
+            self.id, self.pid, self.restarts, self.batches, self.work_ns / 1e9, self.idle_ns / 1e9
+        )
 
 
 @dataclass
@@ -92,4 +130,23 @@ class Counters:
     wait_ns: int = 0
     blocks_grown: int = 0
     stale_answers: int = 0
+    rejected_frames: int = 0
+    head_of_line_ns: int = 0
+    window: int = 0
+    late: dict[tuple[int, int], int] = field(default_factory=dict)  # (epoch, batch) → nanoseconds
     workers: list[WorkerCounters] = field(default_factory=list)
+
+    def waited(self, nanoseconds: int, epoch: int, batch: int, behind: int) -> None:
+        """`next()` waited for a batch while `behind` others were ready."""
+        self.wait_ns += nanoseconds
+        if behind:
+            self.head_of_line_ns += nanoseconds
+            self.late[epoch, batch] = self.late.get((epoch, batch), 0) + nanoseconds
+            if len(self.late) > 2 * _LATE:
+                self.late = dict(self._latest())
+
+    def _latest(self) -> list[tuple[tuple[int, int], int]]:
+        return sorted(self.late.items(), key=lambda entry: -entry[1])[:_LATE]
+
+    def late_batches(self) -> tuple[LateBatch, ...]:
+        return tuple(LateBatch(epoch, batch, ns / 1e9) for (epoch, batch), ns in self._latest())

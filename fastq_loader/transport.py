@@ -1,9 +1,10 @@
 """Sockets: one ROUTER in the consumer, one DEALER in each worker, and the folder where they meet.
 
-`ConsumerSocket` runs in the consumer, `WorkerSocket` in a worker; both on one thread each. Each worker
-binds an ipc endpoint of its own and the consumer connects to it under the worker's number as routing id,
-so tasks can be queued before the worker is up. The folder is private to the user (0700), and is gone as
-soon as every worker is connected.
+`ConsumerSocket` runs in the consumer, `WorkerSocket` in a worker; both on one thread each. Each worker binds
+an ipc endpoint of its own and the consumer connects to it under the worker's number as routing id, so tasks
+can be queued before the worker is up. A worker that takes the place of a dead one has an endpoint and a
+routing id that nobody had before it, so nothing that was meant for the dead one reaches it. The folder is
+private to the user (0700), and is gone as soon as every worker is connected.
 
 One `wait` serves everything (design, rule 7): the socket, the workers' process descriptors, a wake-up.
 """
@@ -16,15 +17,19 @@ import os
 import shutil
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Sequence
 
 import zmq
 
+from fastq_loader.errors import ProtocolError
 from fastq_loader.messages import (
     Answer,
+    Bundle,
     Epoch,
     Hello,
     Message,
+    Space,
     Stop,
     Task,
     decode_for_consumer,
@@ -38,6 +43,7 @@ _LONGEST_PATH = 107
 _RECONNECT_MS, _RECONNECT_MAX_MS = 2, 100
 #: As numbers: the enum's own `|` takes a microsecond.
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_RCVMORE = int(zmq.RCVMORE)
 #: Descriptors that zmq takes (its threads' epolls and mailboxes; a connection and an attempt at one for each
 #: worker). Without them it ends the process, or tries to connect in silence for ever.
 _OWN_DESCRIPTORS, _DESCRIPTORS_PER_WORKER = 12, 2
@@ -52,10 +58,10 @@ def endpoint_folder() -> str:
     failure: OSError | None = None
     places = (_temp_folder(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/var/tmp", "/dev/shm")
     for place in places:
-        # mkdtemp adds eight characters to the prefix, a socket's name at most eight more.
+        # mkdtemp adds eight characters to the prefix; the socket's name is the longest there could be.
         try:
             # zmq takes endpoints as UTF-8.
-            if not place or len(place.encode()) + len("/fastq-12345678/w1234567") > _LONGEST_PATH:
+            if not place or len(place.encode()) + len("/fastq-12345678/w12345.123456") > _LONGEST_PATH:
                 continue
             return tempfile.mkdtemp(prefix="fastq-", dir=place)
         except UnicodeEncodeError:
@@ -92,12 +98,23 @@ def _expect_descriptors(count: int) -> None:
             os.close(descriptor)
 
 
-def endpoint(folder: str, worker: int) -> str:
-    return f"ipc://{folder}/w{worker}"
+def endpoint(folder: str, name: str) -> str:
+    return f"ipc://{folder}/{name}"
+
+
+def socket_name(worker: int, generation: int) -> str:
+    """What the socket of a worker is called; `generation` counts those that had its number before."""
+    return f"w{worker}.{generation}"
 
 
 def remove_folder(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _drop_rest(socket: zmq.Socket[bytes]) -> None:
+    """Receive what is left of a message that has more parts than ours have."""
+    while socket.getsockopt(_RCVMORE):
+        socket.recv()
 
 
 class ConsumerSocket:
@@ -106,32 +123,54 @@ class ConsumerSocket:
     Args:
         folder: where the workers bind.
         workers: how many there are.
+        token: the pool's, see `messages`.
+
+    Attributes:
+        woken: `wake` was called.
+        rejected: frames that were no message, or nobody's that it knows, since they were last taken.
     """
 
-    def __init__(self, folder: str, workers: int) -> None:
+    def __init__(self, folder: str, workers: int, token: bytes) -> None:
         _expect_descriptors(_OWN_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * workers)
         self.woken = False
+        self.rejected = 0
+        self._token = token
         self._waking = threading.RLock()  # no wake-up is written to a descriptor that was closed
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
+        self._names: dict[int, bytes] = {}  # worker → its routing id
+        self._numbers: dict[bytes, int] = {}
+        self._endpoints: dict[int, str] = {}
         try:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.SNDHWM, 0)  # the scheduler's window is the bound
             self._socket.setsockopt(zmq.RCVHWM, 0)
             self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-            self._names = [b"w%d" % worker for worker in range(workers)]
-            self._numbers = {name: worker for worker, name in enumerate(self._names)}
-            for worker, name in enumerate(self._names):
-                self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, name)
-                self._socket.connect(endpoint(folder, worker))
+            for worker in range(workers):
+                self.connect(folder, worker, 0)
         except BaseException:
             self.close()
             raise
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
+
+    def connect(self, folder: str, worker: int, generation: int) -> None:
+        """Expect a worker; what is sent to it from here on waits until it is up."""
+        name = socket_name(worker, generation)
+        self._endpoints[worker] = endpoint(folder, name)
+        self._names[worker] = name.encode()
+        self._numbers[self._names[worker]] = worker
+        self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, self._names[worker])
+        self._socket.connect(self._endpoints[worker])
+
+    def disconnect(self, worker: int) -> None:
+        """`worker` is dead: nothing is sent to it any more, and nothing that it sent is received."""
+        del self._numbers[self._names.pop(worker)]
+        with contextlib.suppress(zmq.ZMQError):  # its end was noticed here already
+            self._socket.disconnect(self._endpoints.pop(worker))
 
     def send(self, worker: int, message: Message) -> None:
         """Queue a message.
@@ -139,22 +178,41 @@ class ConsumerSocket:
         Raises:
             Exception: whatever pickling raises for the index of a task.
         """
-        frame = encode(message)
+        frame = encode(message, self._token)
         self._socket.send(self._names[worker], _NOBLOCK_MORE)
         self._socket.send(frame, _NOBLOCK)
 
-    def receive(self) -> tuple[int, Hello | Answer] | None:
-        """The next message and the worker that sent it; None if there is none now.
+    def send_all(self, *frames: bytes) -> None:
+        """Queue the same messages, encoded, for every worker, in one go."""
+        frame = frames[0] if len(frames) == 1 else encode(Bundle(frames))
+        for name in self._names.values():
+            self._socket.send(name, _NOBLOCK_MORE)
+            self._socket.send(frame, _NOBLOCK)
 
-        Raises:
-            ProtocolError: a frame that is no message.
-        """
-        try:
-            name = self._socket.recv(_NOBLOCK)
-        except zmq.Again:
-            return None
-        frame = self._socket.recv()
-        return self._numbers[name], decode_for_consumer(frame)
+    def receive(self) -> tuple[int, Hello | Answer | None] | None:
+        """The next message and the worker that sent it; None if there is none now. What is no message is
+        counted in `rejected` and dropped; of a worker that is known, None says so."""
+        while True:
+            try:
+                name = self._socket.recv(_NOBLOCK)
+            except zmq.Again:
+                return None
+            frame, worker = self._socket.recv(), self._numbers.get(name)
+            if self._socket.getsockopt(_RCVMORE):
+                _drop_rest(self._socket)
+            elif worker is not None:
+                try:
+                    return worker, decode_for_consumer(frame)
+                except ProtocolError:
+                    pass
+            self.rejected += 1
+            if worker is not None:
+                return worker, None
+
+    def take_rejected(self) -> int:
+        """Frames that were rejected since the last call."""
+        rejected, self.rejected = self.rejected, 0
+        return rejected
 
     def watch(self, descriptor: int) -> None:
         """Let `wait` return when `descriptor` becomes readable (a process descriptor: has ended)."""
@@ -199,23 +257,33 @@ class ConsumerSocket:
 class WorkerSocket:
     """A worker's end. Made in the worker process, after it was started (design, rule 9)."""
 
-    def __init__(self, folder: str, worker: int) -> None:
+    def __init__(self, folder: str, name: str) -> None:
         self._context = zmq.Context(io_threads=1)
+        self._frames: deque[bytes] = deque()  # of a bundle, as far as they were not read
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(endpoint(folder, worker))
+        self._socket.bind(endpoint(folder, name))
 
     def send(self, message: Message) -> None:
         self._socket.send(encode(message))
 
-    def receive(self, block: bool) -> Task | Epoch | Stop | None:
-        """The next message; without `block` None if there is none now."""
-        try:
-            return decode_for_worker(self._socket.recv(0 if block else _NOBLOCK))
-        except zmq.Again:
-            return None
+    def receive(self, block: bool) -> Task | Epoch | Space | Stop | None:
+        """The next message; without `block` None if there is none now. What is no message is dropped."""
+        while True:
+            try:
+                frame = (
+                    self._frames.popleft() if self._frames else self._socket.recv(0 if block else _NOBLOCK)
+                )
+                message = decode_for_worker(frame)
+            except zmq.Again:
+                return None
+            except ProtocolError:
+                continue
+            if not isinstance(message, Bundle):
+                return message
+            self._frames.extend(message.frames)
 
     def close(self) -> None:
         self._socket.close(linger=0)

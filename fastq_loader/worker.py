@@ -2,7 +2,7 @@
 
 Everything here runs in a worker: the loop on its main thread, and one thread that only waits for the
 consumer's death. The worker reads tasks from its socket, looks ahead for a new epoch before each one (so
-that nothing of an abandoned epoch is fetched any more), and answers every task exactly once.
+that nothing of an abandoned epoch is fetched any more), and answers every task that is its own exactly once.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import select
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from typing import Any
 
@@ -26,7 +25,9 @@ from torch.utils.data._utils import worker as torch_worker
 from fastq_loader import allocator, collate, datapipes, pickling, seeding
 from fastq_loader.allocator import Allocator
 from fastq_loader.arena import Mapping
+from fastq_loader.blocks import PAGE, Extents, size_class
 from fastq_loader.cargo import Cargo, Descriptors, SealedCargo
+from fastq_loader.claims import Claims
 from fastq_loader.fetch import EndOfStream, Fetcher, make_fetcher
 from fastq_loader.messages import (
     BATCH,
@@ -38,12 +39,14 @@ from fastq_loader.messages import (
     Epoch,
     Handle,
     Hello,
+    Space,
     Stop,
     Task,
     load_index,
 )
 from fastq_loader.packing import Packer
-from fastq_loader.transport import WorkerSocket, remove_folder
+from fastq_loader.tasks import Tasks
+from fastq_loader.transport import WorkerSocket, remove_folder, socket_name
 
 #: Makes a worker write its Python stacks to the pool's pipe. A real-time signal, because user code has
 #: uses of its own for the named ones.
@@ -69,22 +72,30 @@ class Setup:
 
     Attributes:
         worker: its number; `workers`: how many there are.
+        generation: how many had its number before it.
         consumer: process id of the consumer.
         base_seed, shared_seed: see `seeding` and `datapipes`.
         rules: how the dataset is read.
+        claimed: whether tasks are claimed.
         folder: where the sockets are.
+        token: the pool's, see `messages`.
         arena_length: bytes of address range of the shared memory.
+        space: ranges (offset, size) of its part of that in which it can make blocks; None is all of it.
         descriptors: `arena` (the memfd) and `stacks` (a pipe for the Python stacks of hung workers).
     """
 
     worker: int
+    generation: int
     workers: int
     consumer: int
     base_seed: int
     shared_seed: int | None
     rules: Rules
+    claimed: bool
     folder: str
+    token: bytes = field(repr=False)
     arena_length: int
+    space: Extents | None
     descriptors: Descriptors
 
 
@@ -95,16 +106,20 @@ def main(setup: Setup, cargo: Cargo | SealedCargo, mapping: Mapping | None) -> N
     gc.freeze()
     _prepare_signals(setup)
     threading.Thread(target=_leave_with_consumer, args=(setup,), daemon=True).start()
+    arena = setup.descriptors["arena"]
+    inherited = mapping is not None
     if mapping is None:
-        mapping = Mapping(setup.descriptors["arena"], setup.arena_length, setup.workers)
-        os.close(setup.descriptors["arena"])
-    blocks = Allocator(mapping, setup.worker)
+        mapping = Mapping(arena, setup.arena_length, setup.workers)
+    claims = Claims(arena, mapping.claims)
+    if not inherited:
+        os.close(arena)
+    blocks = Allocator(mapping, setup.worker, setup.space)
     allocator.install(blocks)
     collate.install()
-    socket = WorkerSocket(setup.folder, setup.worker)
+    socket = WorkerSocket(setup.folder, socket_name(setup.worker, setup.generation))
     socket.send(Hello(os.getpid()))
     try:
-        _Worker(setup, cargo, blocks, socket).run()
+        _Worker(setup, cargo, blocks, socket, claims).run()
     except KeyboardInterrupt:
         return  # user code raised it; as in torch the consumer's own interrupt is the one to show
     finally:
@@ -142,14 +157,20 @@ class _Worker:
     """The loop of one worker."""
 
     def __init__(
-        self, setup: Setup, cargo: Cargo | SealedCargo, blocks: Allocator, socket: WorkerSocket
+        self,
+        setup: Setup,
+        cargo: Cargo | SealedCargo,
+        blocks: Allocator,
+        socket: WorkerSocket,
+        claims: Claims,
     ) -> None:
         self._setup = setup
+        self._tasks = Tasks(claims, setup.claimed, setup.worker)
         self._allocator = blocks
         self._socket = socket
-        self._packer = Packer(blocks)
-        self._tasks: deque[Task] = deque()
+        self._packer = Packer(blocks, setup.token)
         self._quick = False  # the last task took no time worth mentioning
+        self._base_seed: int | None = None  # every batch is seeded from it; None: they share one stream
         self._ended = False  # the rest of this epoch is skipped
         self._failure: Exception | None = None  # what keeps this worker from working
         self._fetcher: Fetcher | None = None
@@ -177,40 +198,80 @@ class _Worker:
             parts["worker_init_fn"](setup.worker)
 
     def run(self) -> None:
-        while self._look_ahead():
-            self._work(self._tasks.popleft())
+        while (task := self._next_task()) is not None:
+            self._work(task)
+            self._tasks.answered()
+
+    def _next_task(self) -> Task | None:
+        """Read what has come, and wait while there is no task; None: stop."""
+        tasks = self._tasks
+        while True:
+            # After a task that took no time, looking takes as long as loading what may be stale.
+            if not (self._quick and tasks) and not self._look_ahead():
+                return None
+            task = tasks.take()
+            if task is not None:
+                return task
 
     def _look_ahead(self) -> bool:
-        """Read what has come, and wait while there is no task; False: stop."""
+        """Read what has come, and wait for something if there is no task; False: stop."""
         while True:
-            if self._tasks and self._quick:  # looking takes as long as loading what may be stale
-                return True
             message = self._socket.receive(block=not self._tasks)
             if message is None:
                 return True
             if isinstance(message, Task):
-                self._tasks.append(message)
+                if self._can_write(message):
+                    self._tasks.add(message)
+                    if self._quick:
+                        return True
             elif isinstance(message, Epoch):
-                while self._tasks:
-                    self._skip(self._tasks.popleft())
+                for task in self._tasks.drop():
+                    self._skip(task)
                 self._begin_epoch(message)
+            elif isinstance(message, Space):
+                if self._can_own(message.ranges):
+                    self._allocator.give(message.ranges)
             else:
                 assert isinstance(message, Stop)
                 return False
 
+    def _can_write(self, task: Task) -> bool:
+        """Whether the blocks of a task are blocks of the arena. One that names others, or comes before any
+        epoch, is as good as no message."""
+        blocks = task.grants + task.promises
+        if not blocks:
+            return self._epochs > 0
+        _, end = self._allocator.mapping.region(self._setup.workers - 1)
+        return self._epochs > 0 and all(
+            offset % PAGE == 0 and size == size_class(size) and offset + size <= end
+            for offset, size in blocks
+        )
+
+    def _can_own(self, ranges: Extents) -> bool:
+        """Whether these ranges lie in this worker's part of the arena."""
+        start, end = self._allocator.mapping.region(self._setup.worker)
+        return all(
+            offset % PAGE == size % PAGE == 0 and start <= offset <= offset + size <= end
+            for offset, size in ranges
+        )
+
     def _begin_epoch(self, message: Epoch) -> None:
         self._ended = False
         self._epochs += 1
-        if message.abandoned:
+        self._tasks.begin(message)
+        self._base_seed = message.base_seed
+        if message.base_seed is not None:
+            seeding.seed_worker(message.base_seed, self._setup.worker)  # for what iter(dataset) draws
+        elif message.abandoned:
             self._streams = seeding.rewind(self._streams)
         elif self._epochs > 1:
             self._streams = seeding.capture()
         if self._failure is not None:
             return
-        if self._epochs > 1:
-            self._dataset = datapipes.apply_seed(self._dataset, message.shared_seed)
         rules = self._setup.rules
         try:
+            if self._epochs > 1:
+                self._dataset = datapipes.apply_seed(self._dataset, message.shared_seed)
             self._fetcher = make_fetcher(
                 self._dataset,
                 iterable=rules.iterable,
@@ -225,7 +286,7 @@ class _Worker:
 
     def _skip(self, task: Task) -> None:
         now = time.monotonic_ns()
-        self._allocator.begin(task.grants, task.promises, task.space)
+        self._allocator.begin(task.grants, task.promises)
         self._answer(task, SKIPPED, now, None, [])
 
     def _work(self, task: Task) -> None:
@@ -233,9 +294,10 @@ class _Worker:
             self._skip(task)
             return
         started = time.monotonic_ns()
-        self._allocator.begin(task.grants, task.promises, task.space)
+        self._allocator.begin(task.grants, task.promises)
         if self._failure is not None:
             self._ended = True
+            self._tasks.retire()
             self._answer(task, BROKEN, started, *self._pack_exception(self._failure))
         else:
             outcome, handle, used = self._load(task)
@@ -244,7 +306,9 @@ class _Worker:
     def _load(self, task: Task) -> tuple[int, Handle | None, list[tuple[int, int]]]:
         assert self._fetcher is not None, "an epoch comes before its tasks"
         try:
-            batch = self._fetcher.fetch(load_index(task.index))
+            if self._base_seed is not None:
+                self._seed(seeding.seed_batch(self._base_seed, task.seq))
+            batch = self._fetcher.fetch(load_index(task.index, self._setup.token))
             handle, used = self._packer.pack(batch)
             if used:
                 self._allocator.ship([offset for offset, _ in used])
@@ -255,6 +319,10 @@ class _Worker:
             return ERROR, *self._pack_exception(error)
         del batch
         return BATCH, *self._settle(handle, used)
+
+    def _seed(self, seed: int) -> None:
+        # torch's class lets nobody set its attributes; who asked for it before sees the new seed too.
+        object.__setattr__(torch_worker._worker_info, "seed", seed)
 
     def _pack_exception(self, error: Exception) -> tuple[Handle, list[tuple[int, int]]]:
         return self._packer.pack_exception(pickling.dump_exception(error, self._setup.worker))

@@ -251,6 +251,15 @@ def pytest_runtest_makereport(
     return report
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--chaos-seconds", type=float, default=6.0, help="how long each run of tests marked chaos may go on"
+    )
+    parser.addoption(
+        "--chaos-seed", type=int, default=None, help="of the first run; drawn if it is not given"
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Python 3.12 warns at every fork beside a thread; pytest's own threads are no fault of the loader."""
     for item in items:

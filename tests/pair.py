@@ -18,11 +18,12 @@ from fastq_loader import worker
 from fastq_loader.allocator import Allocator, install
 from fastq_loader.arena import Arena
 from fastq_loader.blocks import FREE, SMALLEST, BlockLedger
-from fastq_loader.messages import BATCH, Answer, Handle, decode_for_consumer, encode
+from fastq_loader.messages import BATCH, TOKEN_BYTES, Answer, Handle, decode_for_consumer, encode
 from fastq_loader.packing import Packer
 from fastq_loader.unpacking import Unpacker
 
 LARGE = SMALLEST // 4 + 100  # float32 elements of a tensor that is worth a block
+TOKEN = bytes(range(TOKEN_BYTES))
 SPARE_BATCHES = 3  # as many batches' blocks are kept
 
 DTYPES = [
@@ -58,8 +59,8 @@ class Pair:
         self.arena = Arena(1)
         self.ledger = BlockLedger()
         self.allocator = Allocator(self.arena.mapping, 0)
-        self.packer = Packer(self.allocator)
-        self.unpacker = Unpacker(self.arena, 1)
+        self.packer = Packer(self.allocator, TOKEN)
+        self.unpacker = Unpacker(self.arena, 1, TOKEN)
         self.frames: list[bytes] = []
 
     def pack(self, make: Callable[[], Any]) -> Answer:
@@ -67,7 +68,8 @@ class Pair:
         self.hear_releases()
         for offset, size in self.ledger.trim(SPARE_BATCHES):
             self.arena.mapping.punch(offset, size)
-        self.allocator.begin(*self.ledger.grant(0), self.ledger.space(0))
+        self.allocator.give(self.ledger.space(0))
+        self.allocator.begin(*self.ledger.grant(0))
         batch = make()
         handle, used = self.packer.pack(batch)
         self.allocator.ship([offset for offset, _ in used])
@@ -100,9 +102,9 @@ class Pair:
         return self.unpacker.learn(0, self.account(answer))
 
     def deliver(self, handle: Handle) -> Any:
-        leased, copied = self.unpacker.blocks(handle)
+        leased, copied, pickled = self.unpacker.open(handle)
         self.ledger.deliver(leased)
-        batch = self.unpacker.unpack(handle)
+        batch = self.unpacker.unpack(handle, pickled)
         for offset in copied:
             self.ledger.drop(offset)
         self.ledger.check()

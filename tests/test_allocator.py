@@ -259,7 +259,7 @@ def test_a_promised_block_is_taken_when_it_was_let_go(pair: Pair) -> None:
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 20)), max_size=40))
 def test_the_address_space_gives_each_byte_once(steps: list[tuple[bool, int, int]]) -> None:
-    space = AddressSpace(10, 110)
+    space = AddressSpace(((10, 100),))
     taken: list[tuple[int, int]] = []
     for take, size, which in steps:
         if take:
@@ -303,9 +303,18 @@ def test_blocks_that_a_child_of_user_code_sees_are_not_written_again(
 def test_new_blocks_are_made_in_space_that_came_back(pair: Pair) -> None:
     blocks = [pair.allocator.take(SMALLEST) for _ in range(3)]
     pair.allocator.finish([offset for offset, _ in blocks])
-    pair.allocator.begin((), (), tuple(blocks[:2]))
+    pair.allocator.give(tuple(blocks[:2]))
     assert pair.allocator.take(2 * SMALLEST) == (0, 2 * SMALLEST)
     assert pair.allocator.take(SMALLEST) == (3 * SMALLEST, SMALLEST)
+
+
+def test_a_worker_makes_blocks_in_the_ranges_that_it_was_given(pair: Pair) -> None:
+    """Who takes a dead worker's place must not write where the dead one's batches still lie."""
+    blocks = Allocator(pair.arena.mapping, 0, ((SMALLEST, SMALLEST), (4 * SMALLEST, 2 * SMALLEST)))
+    assert blocks.take(2 * SMALLEST) == (4 * SMALLEST, 2 * SMALLEST)
+    assert blocks.take(SMALLEST) == (SMALLEST, SMALLEST)
+    with pytest.raises(MemoryError, match="do not fit"):
+        blocks.take(SMALLEST)
 
 
 def test_a_worker_stays_in_its_own_part() -> None:

@@ -21,8 +21,12 @@ ORDER = (
     "sampling",
     "engine",
     "loop",
+    "inbox",
+    "crew",
     "processes",
+    "nursery",
     "worker",
+    "tasks",
     "cargo",
     "fetch",
     "collate",
@@ -31,8 +35,15 @@ ORDER = (
     "packing",
     "allocator",
     "arena",
+    "claims",
     "transport",
     "scheduler",
+    "audit",
+    "invariants",
+    "line",
+    "roster",
+    "states",
+    "window",
     "events",
     "messages",
     "ring",
@@ -43,7 +54,19 @@ ORDER = (
     "process_id",
     "errors",
 )
-PURE = ("scheduler", "events", "messages", "ring", "blocks")
+PURE = (
+    "scheduler",
+    "audit",
+    "invariants",
+    "line",
+    "roster",
+    "states",
+    "window",
+    "events",
+    "messages",
+    "ring",
+    "blocks",
+)
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}
 LONGEST = 420  # lines: a file stays readable in one sitting
 

@@ -366,10 +366,6 @@ def test_a_trimmed_block_is_a_range_for_the_worker_that_made_it() -> None:
     assert ledger.space(1) == ()
     assert ledger.space(0) == trimmed
     assert ledger.space(0) == ()
-    ledger.keep_space(0, trimmed)
-    ledger.keep_space(0, ())
-    ledger.check()
-    assert ledger.space(0) == trimmed
     ledger.adopt(0, [(0, 2 * SMALLEST)])
     ledger.check()
     with pytest.raises(InvalidTransition, match="no block"):
@@ -400,6 +396,72 @@ def test_after_its_block_was_trimmed_a_batch_has_nothing_to_promise() -> None:
     assert ledger.trim(0) == [(0, 2 * SMALLEST)]
     assert ledger.grant(0) == ((), ())
     ledger.check()
+
+
+# ---- tasks for anyone, and workers in a dead one's place ------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [GRANTED, PROMISED])
+def test_blocks_of_a_task_for_anyone_are_handed_over_to_who_claimed_it(state: str) -> None:
+    ledger = block_in(FREE if state == GRANTED else HELD)
+    ledger.adopt(0, [(REGION, SMALLEST)])
+    ledger.fill(0, [(REGION, 10)])  # so that a batch's needs are known
+    (block,) = (blocks := ledger.grant(-7))[0] + blocks[1]
+    assert ledger.states()[0] == state
+    with pytest.raises(InvalidTransition, match="0, which -7 holds"):
+        ledger.give_back(1, [0])
+    ledger.hand_over(-7, 1, (block,))
+    assert ledger.states()[0] == state
+    with pytest.raises(InvalidTransition, match="0, which 1 holds"):
+        ledger.give_back(-7, [0])
+    ledger.writer_dead(1)
+    assert ledger.states()[0] == BLOCK_TRANSITIONS[state]["writer_dead"]
+    ledger.check()
+
+
+@pytest.mark.parametrize("state", list(BLOCK_TRANSITIONS))
+def test_only_what_was_granted_to_its_holder_is_handed_over(state: str) -> None:
+    ledger = block_in(state)
+    with pytest.raises(InvalidTransition, match="not 1's to hand over"):
+        ledger.hand_over(1, 2, ((0, SMALLEST),))
+    if state not in (GRANTED, PROMISED):
+        with pytest.raises(InvalidTransition, match=f"block 0 is {state}"):
+            ledger.hand_over(0, 2, ((0, SMALLEST),))
+
+
+def test_a_new_worker_makes_blocks_where_none_of_the_dead_one_lie() -> None:
+    ledger = BlockLedger()
+    first = 3 * SMALLEST
+    ledger.adopt(1, [(REGION + first, SMALLEST), (REGION + first + SMALLEST, 2 * SMALLEST)])
+    ledger.adopt(0, [(0, SMALLEST)])
+    assert ledger.forget_space(1, REGION, 2 * REGION) == (
+        (REGION, first),
+        (REGION + first + 3 * SMALLEST, REGION - first - 3 * SMALLEST),
+    )
+    assert ledger.forget_space(0, 0, REGION) == ((SMALLEST, REGION - SMALLEST),)
+    assert ledger.forget_space(2, 2 * REGION, 3 * REGION) == ((2 * REGION, REGION),)
+
+
+def test_a_part_that_is_full_of_blocks_has_no_space() -> None:
+    ledger = block_in(HELD)
+    assert ledger.forget_space(0, 0, SMALLEST) == ()
+
+
+def test_what_a_dead_worker_would_have_got_back_is_part_of_its_successors_space() -> None:
+    ledger = kept_batches(2)
+    assert ledger.trim(1) == [(0, SMALLEST)]
+    assert ledger.forget_space(0, 0, REGION) == ((0, SMALLEST), (2 * SMALLEST, REGION - 2 * SMALLEST))
+    assert ledger.space(0) == ()
+
+
+def test_the_bytes_of_a_batch_fade_slowly_from_their_maximum() -> None:
+    ledger = BlockLedger()
+    assert ledger.batch_bytes == 0
+    ledger.adopt(0, [(0, 4 * SMALLEST), (4 * SMALLEST, SMALLEST)])
+    ledger.fill(0, [(0, 4 * SMALLEST)])
+    assert ledger.batch_bytes == 4 * SMALLEST
+    ledger.fill(0, [(4 * SMALLEST, 10)])
+    assert SMALLEST < ledger.batch_bytes < 4 * SMALLEST
 
 
 # ---- everything at once -----------------------------------------------------------------------------
@@ -446,8 +508,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.adopt(worker, fresh)
         self.grown += len(fresh)
 
-    @rule(worker=st.integers(0, WORKERS - 1))
+    @rule(worker=st.integers(-2, WORKERS - 1))
     def grant(self, worker: int) -> None:
+        """To a worker, or to a task that is still to find one."""
         granted, promised = self.ledger.grant(worker)
         offsets = [offset for offset, _ in granted + promised]
         assert len(offsets) <= len(self.last)
@@ -535,13 +598,33 @@ class LedgerMachine(RuleBasedStateMachine):
             if known.state == FREE:
                 assert after - known.size < needed, "a spare block was kept"
 
-    @rule(worker=st.integers(0, WORKERS - 1), sent=st.booleans())
-    def hand_back_space(self, worker: int, sent: bool) -> None:
+    @precondition(lambda self: any((known.writer or 0) < 0 for known in self.model.values()))
+    @rule(worker=st.integers(0, WORKERS - 1), holder=st.integers(-2, -1))
+    def hand_over(self, worker: int, holder: int) -> None:
+        """A task found its worker."""
+        mine = [o for o, k in self.model.items() if k.state in (GRANTED, PROMISED) and k.writer == holder]
+        self.ledger.hand_over(holder, worker, tuple((offset, self.model[offset].size) for offset in mine))
+        for offset in mine:
+            self.model[offset].writer = worker
+
+    @rule(worker=st.integers(0, WORKERS - 1))
+    def replace(self, worker: int) -> None:
+        """A new worker in a dead one's place may make blocks wherever none lies."""
+        self.writer_dead(worker)
+        start, end = worker * REGION, (worker + 1) * REGION
+        spans = sorted((offset, known.size) for offset, known in self.model.items() if start <= offset < end)
+        spans += self.ledger.forget_space(worker, start, end)
+        at = start
+        for offset, size in sorted(spans):
+            assert offset == at, "space overlaps a block, or some was forgotten"
+            at += size
+        assert at == end
+        self.space[worker] = []
+
+    @rule(worker=st.integers(0, WORKERS - 1))
+    def hand_back_space(self, worker: int) -> None:
         space = self.ledger.space(worker)
         assert sorted(space) == sorted(self.space[worker])
-        if not sent:
-            self.ledger.keep_space(worker, space)
-            return
         self.space[worker] = []
         for offset, size in space:  # the worker makes the same blocks again
             self.ledger.adopt(worker, [(offset, size)])

@@ -79,8 +79,9 @@ def test_a_batch_costs_what_its_leaves_cost(pair: Pair, elements: int) -> None:
     assert costs[3] - costs[2] <= 18 * ten * 1.1
 
 
-def test_scheduling_a_batch_costs_the_same_all_epoch_long() -> None:
-    scheduler = Scheduler(workers=2, prefetch=2, in_order=True, ledger=BlockLedger())
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_scheduling_a_batch_costs_the_same_all_epoch_long(dynamic: bool) -> None:
+    scheduler = Scheduler(workers=2, prefetch=2, in_order=True, ledger=BlockLedger(), dynamic=dynamic)
     sends: list[Any] = []
     for index, _ in enumerate(scheduler.handle(EpochStarted(1))):
         sends += scheduler.handle(Drawn(index))
@@ -89,7 +90,7 @@ def test_scheduling_a_batch_costs_the_same_all_epoch_long() -> None:
         send = sends.pop(0)
         assert isinstance(send, Send)
         answer = Answer(send.epoch, send.seq, 0, BATCH, 0, 0, (), (), (), None)
-        scheduler.handle(Arrived(send.worker, answer))
+        scheduler.handle(Arrived(send.worker or 0, answer))
         assert len(scheduler.handle(Wanted())) == 2
         sends.extend(scheduler.handle(Drawn(send.seq)))
 

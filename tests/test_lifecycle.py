@@ -82,7 +82,7 @@ KILLED_PARENT = """
     # Worker 0 hangs in a sample, worker 1 waits for work.
     loader = DataLoader(
         CrimeAt(dawdle, at=2), num_workers=2, prefetch_factor=1, persistent_workers=True,
-        multiprocessing_context="{method}",
+        multiprocessing_context="{method}", {options}
     )
     batches = iter(loader)
     kept = [next(batches), next(batches)]
@@ -91,22 +91,56 @@ KILLED_PARENT = """
 """
 
 
+RESTARTS = "schedule='dynamic', max_worker_restarts=3, reorder_window=2"
+
+
 @pytest.mark.processes
+@pytest.mark.parametrize("options", ["", RESTARTS], ids=["as torch", "with restarts"])
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_p3_a_killed_parent_leaves_nothing_after_a_second(method: str, tmp_path: Path) -> None:
+def test_p3_a_killed_parent_leaves_nothing_after_a_second(method: str, options: str, tmp_path: Path) -> None:
     memory = set(os.listdir("/dev/shm"))
 
     def files() -> set[str]:
         # A killed program cannot remove the folder of multiprocessing's own fork server ("pymp-…").
         return {name for name in os.listdir(tmp_path) if not name.startswith("pymp-")}
 
-    with running_script(KILLED_PARENT.format(method=method), env={"TMPDIR": str(tmp_path)}) as script:
+    with running_script(
+        KILLED_PARENT.format(method=method, options=options), env={"TMPDIR": str(tmp_path)}
+    ) as script:
         script.wait_for("ready")
         assert len(script.processes()) >= 3
         os.kill(script.pid, signal.SIGKILL)
         assert wait_until(lambda: not script.processes(), 1), script.processes()
         assert wait_until(lambda: not files(), 1), files()
         assert wait_until(lambda: not new_shared_memory(memory), 1), new_shared_memory(memory)
+
+
+STOPPED_PARENT = """
+    import time
+    from fastq_loader import DataLoader
+    from tests.crimes import Slow
+
+    loader = DataLoader(Slow(60, 0.05), batch_size=4, num_workers=2, timeout=1, {options})
+    for number, batch in enumerate(loader):
+        print("ready", batch.tolist(), flush=True)
+    print("done", loader.statistics().worker_restarts)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("options", ["", RESTARTS], ids=["as torch", "with restarts"])
+def test_p3_a_parent_that_is_stopped_and_continued_goes_on(options: str) -> None:
+    """For longer than its timeout: that is not its workers' fault."""
+    with running_script(STOPPED_PARENT.format(options=options)) as script:
+        script.wait_for("ready")
+        os.kill(script.pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(script.pid, signal.SIGCONT)
+        result = script.finish()
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("ready") == 15
+    assert result.stdout.endswith("done 0\n")
+    assert result.left == ()
 
 
 # P4: signals
@@ -116,7 +150,9 @@ INTERRUPTED = """
     from fastq_loader import DataLoader
     from tests.crimes import Slow
 
-    loader = DataLoader(Slow(1000, {sample}), num_workers=2, persistent_workers={persistent})
+    loader = DataLoader(
+        Slow(1000, {sample}), num_workers=2, persistent_workers={persistent}, {options}
+    )
     for batch in loader:
         print("ready", flush=True)
         time.sleep({step})
@@ -131,8 +167,9 @@ INTERRUPTED = """
         pytest.param(0, 60, False, id="while workers wait"),
     ],
 )
-def test_p4_ctrl_c_shows_one_traceback(sample: float, step: float, persistent: bool) -> None:
-    source = INTERRUPTED.format(sample=sample, step=step, persistent=persistent)
+@pytest.mark.parametrize("options", ["", RESTARTS], ids=["as torch", "with restarts"])
+def test_p4_ctrl_c_shows_one_traceback(sample: float, step: float, persistent: bool, options: str) -> None:
+    source = INTERRUPTED.format(sample=sample, step=step, persistent=persistent, options=options)
     with running_script(source) as script:
         script.wait_for("ready")
         time.sleep(0.3)

@@ -19,13 +19,16 @@ from fastq_loader import messages
 from fastq_loader.errors import ProtocolError
 from fastq_loader.messages import (
     OUTCOMES,
+    TOKEN_BYTES,
     VERSION,
     Answer,
+    Bundle,
     Epoch,
     Handle,
     Hello,
     Indices,
     Pickled,
+    Space,
     Stop,
     Task,
     decode_for_consumer,
@@ -37,10 +40,12 @@ from fastq_loader.messages import (
 )
 from tests.datasets import assert_same
 
+TOKEN = bytes(range(TOKEN_BYTES))
+
 # Code points without an exception: file names give lone surrogates.
 TEXT = st.text(st.characters(), max_size=8)
 SMALL_INTS = st.integers(-(1 << 63), (1 << 64) - 1)
-COUNTS = st.integers(0, (1 << 64) - 1)
+COUNTS = st.integers(0, (1 << 63) - 1)
 PLAIN = st.one_of(st.none(), st.booleans(), SMALL_INTS, st.floats(), TEXT, st.binary(max_size=8))
 PAIRS = st.lists(st.tuples(COUNTS, COUNTS), max_size=4).map(tuple)
 
@@ -86,8 +91,9 @@ ANSWERS = st.builds(
     st.none() | HANDLES,
 )
 HELLOS = st.builds(Hello, st.integers(1, 1 << 22))
-TASKS = st.builds(Task, COUNTS, COUNTS, COUNTS, PLAIN | st.lists(PLAIN, max_size=5), PAIRS, PAIRS, PAIRS)
-EPOCHS = st.builds(Epoch, COUNTS, st.booleans(), st.none() | COUNTS)
+TASKS = st.builds(Task, COUNTS, COUNTS, COUNTS, PLAIN | st.lists(PLAIN, max_size=5), PAIRS, PAIRS)
+EPOCHS = st.builds(Epoch, COUNTS, st.booleans(), st.none() | COUNTS, st.none() | COUNTS, COUNTS)
+SPACES = st.builds(Space, PAIRS)
 STOPS = st.builds(Stop)
 
 
@@ -108,8 +114,8 @@ def exactly(one: Any, other: Any) -> bool:
 
 
 @settings(deadline=None, max_examples=120)
-@given(TASKS | EPOCHS | STOPS)
-def test_consumers_messages_survive(message: Task | Epoch | Stop) -> None:
+@given(TASKS | EPOCHS | SPACES | STOPS)
+def test_consumers_messages_survive(message: Task | Epoch | Space | Stop) -> None:
     assert exactly(decode_for_worker(encode(message)), message)
 
 
@@ -132,9 +138,9 @@ def test_a_spec_comes_back_hashable_and_equal(spec: tuple[Any, ...]) -> None:
 
 def travel(index: Any) -> Any:
     """An index as the dataset receives it."""
-    task = decode_for_worker(encode(Task(1, 2, 3, index, ())))
+    task = decode_for_worker(encode(Task(1, 2, 3, index, ()), TOKEN))
     assert isinstance(task, Task)
-    return load_index(task.index)
+    return load_index(task.index, TOKEN)
 
 
 @pytest.mark.parametrize(
@@ -274,12 +280,16 @@ class Trap:
     """Unpickling one leaves a trace."""
 
     def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
-        return opened.append, (1,)
+        return _open, (1,)
+
+
+def _open(trace: int) -> None:
+    opened.append(trace)
 
 
 def test_decoding_opens_no_pickle() -> None:
     opened.clear()
-    frame = encode(Task(0, 0, 0, [Trap()], ((0, 65536),)))
+    frame = encode(Task(0, 0, 0, [Trap()], ((0, 65536),)), TOKEN)
     task = decode_for_worker(frame)
     assert isinstance(task, Task)
     assert type(task.index) is Pickled
@@ -289,10 +299,26 @@ def test_decoding_opens_no_pickle() -> None:
     assert opened == []
 
 
+def test_a_pickle_of_another_pool_stays_closed() -> None:
+    opened.clear()
+    own = decode_for_worker(encode(Task(0, 0, 0, Trap(), ()), TOKEN))
+    assert isinstance(own, Task)
+    bare = pickle.dumps(Trap())
+    for token in (bytes(TOKEN_BYTES), TOKEN[:-1], b""):
+        with pytest.raises(ProtocolError):
+            load_index(own.index, token)
+    for data in (bare, b"", TOKEN[:-1] + bare, bytes(TOKEN_BYTES) + bare):
+        with pytest.raises(ProtocolError):
+            load_index(Pickled(data), TOKEN)
+    assert opened == []
+    load_index(own.index, TOKEN)
+    assert opened == [1]
+
+
 def test_load_index_opens_it() -> None:
-    task = decode_for_worker(encode(Task(0, 0, 0, Pair(1, 2), ())))
+    task = decode_for_worker(encode(Task(0, 0, 0, Pair(1, 2), ()), TOKEN))
     assert isinstance(task, Task)
-    assert load_index(task.index) == Pair(1, 2)
+    assert load_index(task.index, TOKEN) == Pair(1, 2)
 
 
 class Pair(tuple):
@@ -305,16 +331,16 @@ class Pair(tuple):
 
 def test_an_index_that_cannot_be_pickled_raises() -> None:
     with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
-        encode(Task(0, 0, 0, lambda: None, ()))
+        encode(Task(0, 0, 0, lambda: None, ()), TOKEN)
     with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
-        encode(Task(0, 0, 0, [1, lambda: None], ()))
+        encode(Task(0, 0, 0, [1, lambda: None], ()), TOKEN)
 
 
 def test_a_pickle_that_fails_to_open_raises_in_load_index_only() -> None:
-    task = decode_for_worker(encode(Task(0, 0, 0, Refusing(), ())))
+    task = decode_for_worker(encode(Task(0, 0, 0, Refusing(), ()), TOKEN))
     assert isinstance(task, Task)
     with pytest.raises(ZeroDivisionError):
-        load_index(task.index)
+        load_index(task.index, TOKEN)
 
 
 class Refusing:
@@ -334,46 +360,87 @@ def test_a_workers_frame_is_none_of_the_consumers_and_the_other_way_round() -> N
     for frame in (encode(Hello(1)), encode(Answer(0, 0, 0, 2, 0, 0, (), (), (), None))):
         with pytest.raises(ProtocolError, match="kind"):
             decode_for_worker(frame)
-    for frame in (encode(Stop()), encode(Epoch(0, False, None)), encode(Task(0, 0, 0, [1], ()))):
+    consumers = (Stop(), Epoch(0, False, None), Space(((0, 65536),)), Task(0, 0, 0, [1], ()))
+    for frame in map(encode, consumers):
         with pytest.raises(ProtocolError, match="kind"):
             decode_for_consumer(frame)
 
 
-ANSWER_FIELDS = (VERSION, 4, 0, 0, 0, 0, 0, 0, [], [], [])
+ANSWER_FIELDS = (VERSION, messages._ANSWER, 0, 0, 0, 0, 0, 0, [], [], [])
 MALFORMED = {
     "nothing": b"",
     "no array": msgpack.packb(7),
     "an empty array": packed(),
     "a version alone": packed(VERSION),
-    "another version": packed(VERSION + 1, 2),
-    "no version": packed(None, 2),
+    "another version": packed(VERSION + 1, 3),
+    "no version": packed(None, 3),
     "an unknown kind": packed(VERSION, 17),
     "a kind that is a list": packed(VERSION, [2]),
     "a kind that is a map": packed(VERSION, {}),
     "a task without index": packed(VERSION, 0, 1, 2, 3),
     "a task without grants": packed(VERSION, 0, 1, 2, 3, 4),
-    "a task with too much": packed(VERSION, 0, 1, 2, 3, 4, [], [], [], 7),
+    "a task with too much": packed(VERSION, 0, 1, 2, 3, 4, [], [], []),
     "grants that are a number": packed(VERSION, 0, 1, 2, 3, 4, 5, []),
     "grants that are numbers": packed(VERSION, 0, 1, 2, 3, 4, [5], []),
+    "a grant of three numbers": packed(VERSION, 0, 1, 2, 3, 4, [[1, 2, 3]], []),
+    "a grant that is a map": packed(VERSION, 0, 1, 2, 3, 4, [{1: 2, 3: 4}], []),
+    "grants that are a map": packed(VERSION, 0, 1, 2, 3, 4, {}, []),
+    "grants that are bytes": packed(VERSION, 0, 1, 2, 3, 4, [b"ab"], []),
+    "a grant before the arena": packed(VERSION, 0, 1, 2, 3, 4, [[-1, 2]], []),
+    "a grant of more than 63 bits": packed(VERSION, 0, 1, 2, 3, 4, [[1 << 63, 2]], []),
+    "a task whose number is true": packed(VERSION, 0, 1, True, 3, 4, [], []),
+    "a task whose number is half": packed(VERSION, 0, 1, 0.5, 3, 4, [], []),
+    "a task whose number is text": packed(VERSION, 0, 1, "2", 3, 4, [], []),
+    "a task before the first": packed(VERSION, 0, 1, -1, 3, 4, [], []),
+    "an epoch that is neither abandoned nor not": packed(VERSION, 1, 1, 0, None, None, 0),
+    "a seed that is text": packed(VERSION, 1, 1, False, "1", None, 0),
+    "a seed that is negative": packed(VERSION, 1, 1, False, None, -1, 0),
+    "an epoch without tickets": packed(VERSION, 1, 1, False, None, None, None),
     "promises that are numbers": packed(VERSION, 0, 1, 2, 3, 4, [], [5]),
     "an epoch without seed": packed(VERSION, 1, 1, False),
-    "a stop with a field": packed(VERSION, 2, 1),
-    "a hello without pid": packed(VERSION, 3),
+    "an epoch with too much": packed(VERSION, 1, 1, False, None, None, None, None),
+    "space without ranges": packed(VERSION, 2),
+    "space with too much": packed(VERSION, 2, [], []),
+    "ranges that are a number": packed(VERSION, 2, 5),
+    "ranges that are numbers": packed(VERSION, 2, [5]),
+    "a bundle of nothing": packed(VERSION, messages._BUNDLE),
+    "a bundle that is a number": packed(VERSION, messages._BUNDLE, 5),
+    "a bundle of numbers": packed(VERSION, messages._BUNDLE, [5]),
+    "a bundle of text": packed(VERSION, messages._BUNDLE, ["a"]),
+    "a stop with a field": packed(VERSION, messages._STOP, 1),
+    "a hello without pid": packed(VERSION, messages._HELLO),
     "an answer cut short": packed(*ANSWER_FIELDS),
-    "an unknown outcome": packed(VERSION, 4, 0, 0, 0, 99, 0, 0, [], [], [], None),
-    "an outcome that is a list": packed(VERSION, 4, 0, 0, 0, [0], 0, 0, [], [], [], None),
+    "an unknown outcome": packed(VERSION, messages._ANSWER, 0, 0, 0, 99, 0, 0, [], [], [], None),
+    "an outcome that is a list": packed(VERSION, messages._ANSWER, 0, 0, 0, [0], 0, 0, [], [], [], None),
+    "an outcome that is true": packed(VERSION, messages._ANSWER, 0, 0, 0, True, 0, 0, [], [], [], None),
+    "a time that is none": packed(VERSION, messages._ANSWER, 0, 0, 0, 2, None, 0, [], [], [], None),
+    "a negative attempt": packed(VERSION, messages._ANSWER, 0, 0, -1, 2, 0, 0, [], [], [], None),
+    "used blocks of one number": packed(VERSION, messages._ANSWER, 0, 0, 0, 2, 0, 0, [[1]], [], [], None),
+    "used blocks that are none": packed(VERSION, messages._ANSWER, 0, 0, 0, 2, 0, 0, None, [], [], None),
+    "new blocks that are true": packed(
+        VERSION, messages._ANSWER, 0, 0, 0, 2, 0, 0, [], [[True, 1]], [], None
+    ),
+    "a returned block that is text": packed(VERSION, messages._ANSWER, 0, 0, 0, 2, 0, 0, [], [], ["a"], None),
+    "returned blocks that are text": packed(VERSION, messages._ANSWER, 0, 0, 0, 2, 0, 0, [], [], "", None),
+    "a pid that is text": packed(VERSION, messages._HELLO, "1"),
+    "a handle with a negative spec": packed(*ANSWER_FIELDS, [-1, None, [], None, []]),
+    "a handle whose values are text": packed(*ANSWER_FIELDS, [1, None, "", None, []]),
+    "a handle whose parcel is text": packed(*ANSWER_FIELDS, [1, None, [], "", []]),
+    "a handle with places of two numbers": packed(*ANSWER_FIELDS, [1, None, [], None, [[1, 2]]]),
+    "a handle with no places": packed(*ANSWER_FIELDS, [1, None, [], None, None]),
+    "a handle that is text": packed(*ANSWER_FIELDS, "abcde"),
     "a handle that is a number": packed(*ANSWER_FIELDS, 3),
     "a handle cut short": packed(*ANSWER_FIELDS, [1, None, []]),
     "bytes behind the message": encode(Stop()) + b"\x00",
     "a message cut short": encode(Task(0, 0, 0, list(range(20)), ()))[:-3],
     "an unknown extension": msgpack.packb((VERSION, msgpack.ExtType(9, b""))),
-    "a broken timestamp": b"\x93\x01\x02\xd4\xff\x00",
+    "a broken timestamp": b"\x93\x02\x03\xd4\xff\x00",
     "an array of 4 billion": b"\xdd\xff\xff\xff\xff",
-    "bytes of 4 billion": b"\x92\x01\xc6\xff\xff\xff\xff",
+    "bytes of 4 billion": b"\x92\x02\xc6\xff\xff\xff\xff",
     "arrays in arrays": b"\x91" * 5000,
     "maps in maps": b"\x81\x01" * 5000,
-    "a list as a map's key": b"\x92\x01\x81\x91\x01\x02",
-    "a map as a map's key": b"\x92\x01\x81\x81\x01\x02\x03",
+    "a list as a map's key": b"\x92\x02\x81\x91\x01\x02",
+    "a map as a map's key": b"\x92\x02\x81\x81\x01\x02\x03",
     "a byte that msgpack never uses": b"\xc1",
 }
 
@@ -388,7 +455,7 @@ def test_malformed_frames_are_named_as_such(frame: bytes) -> None:
 
 def decodes_or_refuses(frame: bytes) -> None:
     decoders: tuple[tuple[Callable[[bytes], Any], tuple[type, ...]], ...] = (
-        (decode_for_worker, (Task, Epoch, Stop)),
+        (decode_for_worker, (Task, Epoch, Space, Bundle, Stop)),
         (decode_for_consumer, (Hello, Answer)),
     )
     for decode, kinds in decoders:
@@ -403,7 +470,7 @@ def decodes_or_refuses(frame: bytes) -> None:
 @given(st.binary(max_size=40))
 def test_random_bytes_raise_nothing_else(junk: bytes) -> None:
     decodes_or_refuses(junk)
-    decodes_or_refuses(b"\x92\x01" + junk)
+    decodes_or_refuses(b"\x92\x02" + junk)
 
 
 MSGPACK_VALUES = st.recursive(
@@ -414,14 +481,14 @@ MSGPACK_VALUES = st.recursive(
 
 
 @settings(deadline=None, max_examples=250)
-@given(st.integers(0, 5), st.lists(MSGPACK_VALUES, max_size=12))
+@given(st.integers(0, 6), st.lists(MSGPACK_VALUES, max_size=12))
 def test_well_formed_msgpack_of_another_shape_raises_nothing_else(kind: int, fields: list[Any]) -> None:
     decodes_or_refuses(msgpack.packb((VERSION, kind, *fields), unicode_errors="surrogatepass"))
 
 
 @settings(deadline=None, max_examples=250)
 @given(
-    TASKS | EPOCHS | ANSWERS | HELLOS,
+    TASKS | EPOCHS | SPACES | ANSWERS | HELLOS,
     st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=4),
     st.sampled_from(("replace", "insert", "delete")),
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from fastq_loader import sampling
-from fastq_loader.messages import Indices, load_index
+from fastq_loader.messages import Indices, spell_out
 
 
 def story(batches: Iterator[Any], generator: torch.Generator | None) -> list[Any]:
@@ -44,7 +44,7 @@ def test_a_shuffle_is_torchs(
     length: int, batch_size: int, drop_last: bool, num_samples: int | None, seed: int | None
 ) -> None:
     told = []
-    for iterate in (iter, sampling.iterate, lambda it: map(load_index, sampling.iterate_packed(it))):
+    for iterate in (iter, sampling.iterate, lambda it: map(spell_out, sampling.iterate_packed(it))):
         torch.manual_seed(7)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         sampler = RandomSampler(range(length), num_samples=num_samples, generator=generator)

@@ -1,365 +1,41 @@
-"""The scheduler under random arrival orders, delays, deaths, epochs, abandoned iterators and held blocks.
-
-No process is started: a simulation plays the workers (each a queue of tasks and a part of the address
-range), the sampler, and a user who keeps some batches. After every step the invariants are checked:
-exactly once, in order, bounded, alive, errors in their place, and no block granted while it is looked at.
-"""
+"""The scheduler under random orders of events (see `scheduler_machine`), and case by case."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fastq_loader.blocks import BlockLedger, size_class
-from fastq_loader.errors import InvalidTransition
+from fastq_loader.errors import InvalidTransition, PoisonousBatch
 from fastq_loader.events import (
     Arrived,
     Break,
     Deliver,
     Died,
     Draw,
-    DrawFailed,
     Drawn,
     EpochStarted,
     Finish,
+    Idle,
+    Instruction,
+    Replace,
     Send,
     Undeliverable,
     Wait,
     Wanted,
 )
-from fastq_loader.messages import BATCH, BROKEN, ENDED, ERROR, SKIPPED, Answer
-from fastq_loader.scheduler import BATCH_TRANSITIONS, WORKER_TRANSITIONS, Scheduler
-
-REGION = 1 << 40
-
-
-class SimulatedWorker:
-    """Answers tasks in order, as the real loop does; writes to granted blocks or makes new ones."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.tasks: deque[Send] = deque()
-        self.answers: deque[Answer] = deque()  # sent, and not received yet
-        self.bump = number * REGION
-        self.let_go: set[int] = set()  # promised blocks whose flag is up
-        self.epoch = 0
-        self.ended = False
-        self.alive = True
-        self.clock = 0
-
-    def new_epoch(self, epoch: int) -> None:
-        while self.tasks:
-            self._answer(self.tasks.popleft(), SKIPPED, ())
-        self.epoch, self.ended = epoch, False
-
-    def work(self, outcome: int, sizes: tuple[int, ...]) -> None:
-        task = self.tasks.popleft()
-        if self.ended:
-            outcome, sizes = SKIPPED, ()
-        if outcome == ENDED:
-            self.ended, sizes = True, ()
-        self._answer(task, outcome, sizes)
-
-    def _answer(self, task: Send, outcome: int, sizes: tuple[int, ...]) -> None:
-        grants, used, fresh = list(task.grants), [], []
-        grants += [promise for promise in task.promises if promise[0] in self.let_go]
-        declined = [offset for offset, _ in task.promises if offset not in self.let_go]
-        self.let_go.difference_update(offset for offset, _ in task.promises)
-        for nbytes in sizes:
-            fits = [grant for grant in grants if size_class(nbytes) <= grant[1] <= 2 * size_class(nbytes)]
-            if fits:
-                grants.remove(fits[0])
-                used.append((fits[0][0], nbytes))
-            else:
-                fresh.append((self.bump, size_class(nbytes)))
-                used.append((self.bump, nbytes))
-                self.bump += size_class(nbytes)
-        self.clock += 1
-        returned = (*(offset for offset, _ in grants), *declined)
-        self.answers.append(
-            Answer(
-                task.epoch,
-                task.seq,
-                0,
-                outcome,
-                self.clock,
-                self.clock,
-                tuple(used),
-                tuple(fresh),
-                returned,
-                None,
-            )
-        )
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """One scheduler with its simulated surroundings."""
-
-    @initialize(
-        workers=st.integers(1, 4),
-        prefetch=st.integers(1, 3),
-        in_order=st.booleans(),
-        iterable=st.booleans(),
-    )
-    def start(self, workers: int, prefetch: int, in_order: bool, iterable: bool) -> None:
-        self.ledger = BlockLedger()
-        self.scheduler = Scheduler(workers, prefetch, in_order, self.ledger)
-        self.in_order, self.iterable = in_order, iterable
-        self.workers = [SimulatedWorker(number) for number in range(workers)]
-        self.window = workers * prefetch
-        self.epoch = 0
-        self.held: list[int] = []  # offsets that the user looks at
-        self.promised: dict[int, int] = {}  # offset → the worker it was promised to
-        self.granted: dict[int, tuple[int, int]] = {}  # offset → the task (epoch, seq) it was granted to
-        self.broken = False
-        self.new_epoch(length=10, failing=set())
-
-    # ---- the surroundings ---------------------------------------------------------------------
-
-    def draw(self) -> None:
-        """The sampler is asked for one index."""
-        if self.next_index >= self.length:
-            return
-        index = self.next_index
-        self.next_index += 1
-        if index in self.failing:
-            self.scheduler.handle(DrawFailed(LookupError(index)))
-            self.drawn[self.seqs] = index
-            self.seqs += 1
-            return
-        sends = self.scheduler.handle(Drawn(index))
-        for send in sends:
-            assert isinstance(send, Send)
-            assert send.index == index
-            assert send.epoch == self.epoch
-            assert self.workers[send.worker].alive
-            for offset, _ in send.grants:
-                assert offset not in self.held, "granted while somebody looks"
-                assert offset not in self.granted, "granted twice"
-                self.granted[offset] = (send.epoch, send.seq)
-            for offset, _ in send.promises:
-                assert offset in self.held, "promised though nobody looks: it could have been granted"
-                assert offset not in self.promised, "promised twice"
-                self.promised[offset] = send.worker
-            if index % 17 == 13:
-                for offset, _ in send.grants:
-                    del self.granted[offset]
-                for offset, _ in send.promises:
-                    del self.promised[offset]
-                self.scheduler.handle(Undeliverable(send, TypeError(index)))
-                self.undeliverable.add(send.seq)
-            else:
-                self.workers[send.worker].tasks.append(send)
-            self.owner[send.seq] = send.worker
-        before, self.seqs = self.seqs, self.seqs + self.taken()
-        if self.seqs > before:
-            self.drawn[before] = index
-
-    def taken(self) -> int:
-        """Whether the last index got a place: torch drops it when nobody is left to take it."""
-        return int(self.scheduler.index_of(self.seqs) is not None)
-
-    @rule(length=st.integers(0, 40), failing=st.sets(st.integers(0, 40), max_size=2))
-    def new_epoch(self, length: int, failing: set[int]) -> None:
-        """iter(): the epoch before may be finished, or abandoned with any number of tasks out."""
-        if getattr(self, "broken", False):
-            return
-        self.epoch += 1
-        self.length, self.failing, self.next_index = length, failing, 0
-        self.drawn: dict[int, int] = {}
-        self.owner: dict[int, int] = {}
-        self.seqs = 0
-        self.undeliverable: set[int] = set()
-        self.delivered: list[int] = []
-        self.expected_error: dict[int, int] = {}
-        self.finished = False
-        self.lost_owner: set[int] = {w.number for w in self.workers if not w.alive}
-        for worker in self.workers:
-            if worker.alive:
-                worker.new_epoch(self.epoch)
-        instructions = self.scheduler.handle(EpochStarted(self.epoch))
-        assert instructions == [Draw()] * self.window
-        for _ in instructions:
-            self.draw()
-
-    @rule(data=st.data(), sizes=st.lists(st.sampled_from([1000, 70_000, 90_000, 5_000_000]), max_size=3))
-    def work(self, data: st.DataObject, sizes: list[int]) -> None:
-        """Some worker finishes its next task."""
-        busy = [worker for worker in self.workers if worker.alive and worker.tasks]
-        if not busy:
-            return
-        worker = data.draw(st.sampled_from(busy))
-        outcomes = [BATCH, BATCH, BATCH, ERROR, BROKEN] + [ENDED] * self.iterable
-        worker.work(data.draw(st.sampled_from(outcomes)), tuple(sizes))
-
-    @rule(data=st.data())
-    def receive(self, data: st.DataObject) -> None:
-        """One answer arrives; different workers' answers in any order."""
-        senders = [worker for worker in self.workers if worker.answers]
-        if senders and not self.broken:
-            self.take_in(data.draw(st.sampled_from(senders)))
-
-    def take_in(self, worker: SimulatedWorker) -> None:
-        answer = worker.answers.popleft()
-        for offset in [offset for offset, _ in answer.used] + list(answer.returned):
-            if self.promised.pop(offset, None) is not None:
-                continue  # declined: the user still looks
-            assert self.granted.pop(offset, (answer.epoch, answer.seq)) == (answer.epoch, answer.seq)
-        assert self.scheduler.handle(Arrived(worker.number, answer)) == []
-
-    @rule(data=st.data())
-    def die(self, data: st.DataObject) -> None:
-        """A worker dies; what it had sent still arrives first."""
-        alive = [worker for worker in self.workers if worker.alive]
-        if not alive or self.broken or data.draw(st.integers(0, 9)):
-            return
-        worker = data.draw(st.sampled_from(alive))
-        while worker.answers:
-            self.take_in(worker)
-        worker.alive = False
-        for task in worker.tasks:
-            for offset, _ in task.grants:
-                del self.granted[offset]
-            for offset, _ in task.promises:
-                if self.promised.pop(offset, None) is None:
-                    del self.granted[offset]
-        worker.tasks.clear()
-        self.lost_owner.add(worker.number)
-        assert self.scheduler.handle(Died(worker.number)) == []
-
-    @precondition(lambda self: not self.broken and not self.finished)
-    @rule(keep=st.booleans())
-    def ask(self, keep: bool) -> None:
-        """The user calls next(), and may keep the batch."""
-        while True:
-            instructions = self.scheduler.handle(Wanted())
-            for instruction in instructions:
-                if isinstance(instruction, Draw):
-                    self.draw()
-                elif isinstance(instruction, Deliver):
-                    self.deliver(instruction, keep)
-                    return
-                elif isinstance(instruction, Wait):
-                    self.check_wait(instruction)
-                    return
-                elif isinstance(instruction, Break):
-                    assert not self.workers[instruction.worker].alive, "a living worker was given up"
-                    if self.in_order:
-                        assert instruction.seq is not None
-                        self.check_order(instruction.seq)
-                    self.broken = True
-                    return
-                else:
-                    assert isinstance(instruction, Finish)
-                    self.check_finish()
-                    return
-
-    def deliver(self, deliver: Deliver, keep: bool) -> None:
-        seq = deliver.seq
-        assert seq not in self.delivered, "delivered twice"
-        if self.in_order:
-            self.check_order(seq)
-        self.delivered.append(seq)
-        index = self.drawn[seq]
-        if deliver.answer is None:
-            if index in self.failing:
-                assert isinstance(deliver.error, LookupError)
-            else:
-                assert seq in self.undeliverable
-                assert isinstance(deliver.error, TypeError)
-            assert deliver.error.args == (index,), "an error at another batch's place"
-            return
-        assert (deliver.answer.epoch, deliver.answer.seq) == (self.epoch, seq)
-        assert deliver.answer.outcome in (BATCH, ERROR, BROKEN), "there is nothing to hand out"
-        assert deliver.worker == self.owner[seq]
-        offsets = [offset for offset, _ in deliver.answer.used]
-        if deliver.answer.outcome == BATCH and keep:
-            self.ledger.deliver(offsets)
-            self.held += offsets
-        else:
-            for offset in offsets:
-                self.ledger.drop(offset)
-
-    def check_order(self, seq: int) -> None:
-        assert all(earlier < seq for earlier in self.delivered), "out of order"
-        for skipped in range(seq):
-            if skipped not in self.delivered:
-                owner = self.owner.get(skipped)
-                assert owner is not None, "the place of a sampler's error was skipped"
-                assert self.iterable, f"batch {skipped} was skipped"
-
-    def check_wait(self, wait: Wait) -> None:
-        """Liveness: what is waited for is really under way, and with a living worker."""
-        worker = self.workers[wait.worker]
-        assert worker.alive, "waits for a dead worker"
-        under_way = [task.seq for task in worker.tasks if task.epoch == self.epoch]
-        under_way += [answer.seq for answer in worker.answers if answer.epoch == self.epoch]
-        assert wait.seq in under_way, "waits for what nobody loads"
-
-    def check_finish(self) -> None:
-        self.finished = True
-        if not self.iterable:
-            assert sorted(self.delivered) == sorted(self.drawn), "a batch is missing"
-            assert self.in_order is False or self.next_index >= self.length or not self.drawn
-
-    @rule(data=st.data())
-    def let_go(self, data: st.DataObject) -> None:
-        """The last view of some block dies."""
-        if self.held:
-            offset = data.draw(st.sampled_from(self.held))
-            self.held.remove(offset)
-            self.ledger.release(offset)
-            worker = self.promised.pop(offset, None)
-            if worker is not None:  # the flag goes up, and the promise is a grant
-                self.workers[worker].let_go.add(offset)
-                self.granted[offset] = self.task_of_promise(worker, offset)
-
-    def task_of_promise(self, worker: int, offset: int) -> tuple[int, int]:
-        for task in self.workers[worker].tasks:
-            if offset in [promised for promised, _ in task.promises]:
-                return task.epoch, task.seq
-        for answer in self.workers[worker].answers:  # declined a moment ago
-            if offset in answer.returned:
-                return answer.epoch, answer.seq
-        raise AssertionError(f"block {offset} was promised to no task")
-
-    @rule()
-    def trim(self) -> None:
-        for offset, _ in self.ledger.trim(self.window + 2):
-            assert offset not in self.held
-            assert offset not in self.granted
-
-    # ---- after every step ---------------------------------------------------------------------
-
-    @invariant()
-    def invariants_hold(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        self.scheduler.check()
-        states = self.ledger.states()
-        assert all(states[offset] in ("held", "promised") for offset in self.held)
-        assert all(states[offset] == "promised" for offset in self.promised)
-        assert all(states[offset] == "granted" for offset in self.granted)
-
-    @invariant()
-    def memory_is_bounded(self) -> None:
-        """What is neither held by the user nor cold is bounded by the window (here: 3 blocks a batch)."""
-        if not hasattr(self, "scheduler"):
-            return
-        outstanding = sum(len(w.tasks) + len(w.answers) for w in self.workers)
-        current = sum(task.epoch == self.epoch for w in self.workers for task in w.tasks)
-        assert current <= self.window + len(self.workers)
-        assert sum(state == "granted" for state in self.ledger.states().values()) <= 3 * outstanding
-
+from fastq_loader.messages import BATCH, ENDED, SKIPPED, Answer
+from fastq_loader.scheduler import Scheduler
+from fastq_loader.states import BATCH_TRANSITIONS, WORKER_TRANSITIONS
+from fastq_loader.window import Window
+from tests.scheduler_machine import SchedulerMachine
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=150,
+    max_examples=300,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -370,18 +46,46 @@ TestScheduler.settings = settings(
 
 
 def started(
-    workers: int = 2, prefetch: int = 2, in_order: bool = True, length: int = 100
+    workers: int = 2, prefetch: int = 2, in_order: bool = True, length: int = 100, **keywords: Any
 ) -> tuple[Scheduler, list[Send]]:
     """A scheduler at the beginning of an epoch, and the tasks it sent."""
-    scheduler = Scheduler(workers, prefetch, in_order, BlockLedger())
+    scheduler = Scheduler(workers, prefetch, in_order, BlockLedger(), **keywords)
+    return scheduler, begin(scheduler, length)
+
+
+def begin(scheduler: Scheduler, length: int = 100, **keywords: Any) -> list[Send]:
+    """A new epoch over so many indices; the tasks that were sent."""
+    draws = scheduler.handle(EpochStarted(scheduler.epoch + 1, **keywords))
+    return draw(scheduler, draws, range(length))
+
+
+def draw(scheduler: Scheduler, draws: Sequence[Instruction], indices: Iterable[int]) -> list[Send]:
+    """Give the scheduler the indices that it asked for, as far as there are any."""
     sends: list[Any] = []
-    for index, _ in zip(range(length), scheduler.handle(EpochStarted(1)), strict=False):
+    for index, _ in zip(indices, [one for one in draws if one == Draw()], strict=False):
         sends += scheduler.handle(Drawn(index))
-    return scheduler, sends
+    return sends
 
 
-def answer(send: Send, outcome: int = BATCH) -> Arrived:
-    return Arrived(send.worker, Answer(send.epoch, send.seq, 0, outcome, 0, 0, (), (), (), None))
+def answer(
+    send: Send, outcome: int = BATCH, worker: int | None = None, nbytes: int = 0, at: int = 0
+) -> Arrived:
+    """The answer of the task's worker or of `worker`, with a batch of `nbytes` in a new block at `at`."""
+    worker = send.worker if worker is None else worker
+    assert worker is not None
+    used, fresh = (((at, nbytes),), ((at, size_class(nbytes)),)) if nbytes else ((), ())
+    return Arrived(worker, Answer(send.epoch, send.seq, send.attempt, outcome, 0, 0, used, fresh, (), None))
+
+
+def delivered(scheduler: Scheduler) -> int:
+    """The batch that next() hands out."""
+    deliver = scheduler.handle(Wanted())[-1]
+    assert isinstance(deliver, Deliver)
+    return deliver.seq
+
+
+def of(sends: Sequence[Instruction]) -> list[tuple[int | None, int, int]]:
+    return [(send.worker, send.seq, send.attempt) for send in sends if isinstance(send, Send)]
 
 
 def test_the_window_is_sent_round_robin_when_the_epoch_starts() -> None:
@@ -399,10 +103,9 @@ def test_one_index_is_drawn_for_every_batch_and_before_it_is_handed_out() -> Non
 def test_a_batch_that_came_early_waits_for_the_ones_before_it() -> None:
     scheduler, sends = started()
     scheduler.handle(answer(sends[1]))
-    assert scheduler.handle(Wanted()) == [Wait(0, 0)]
+    assert scheduler.handle(Wanted()) == [Wait(0, 0, 1)]
     scheduler.handle(answer(sends[0]))
-    delivered = [scheduler.handle(Wanted())[-1], scheduler.handle(Wanted())[-1]]
-    assert [d.seq for d in delivered if isinstance(d, Deliver)] == [0, 1]
+    assert [delivered(scheduler), delivered(scheduler)] == [0, 1]
 
 
 def test_what_a_worker_skipped_may_come_before_its_end_was_looked_at() -> None:
@@ -412,18 +115,14 @@ def test_what_a_worker_skipped_may_come_before_its_end_was_looked_at() -> None:
     scheduler.check()
     scheduler.handle(answer(sends[1]))
     assert scheduler.handle(Wanted()) == [Draw()]  # for the end
-    delivered = scheduler.handle(Wanted())[-1]
-    assert isinstance(delivered, Deliver)
-    assert delivered.seq == 1
+    assert delivered(scheduler) == 1
     scheduler.check()
 
 
 def test_out_of_order_hands_out_what_came() -> None:
     scheduler, sends = started(in_order=False)
     scheduler.handle(answer(sends[3]))
-    delivered = scheduler.handle(Wanted())[-1]
-    assert isinstance(delivered, Deliver)
-    assert delivered.seq == 3
+    assert delivered(scheduler) == 3
 
 
 def test_out_of_order_gives_the_next_index_to_a_worker_with_room() -> None:
@@ -445,9 +144,7 @@ def test_a_worker_whose_stream_ended_gives_its_turn_away() -> None:
     assert send.worker == 1
     scheduler.handle(answer(sends[2], SKIPPED))
     scheduler.handle(answer(sends[1]))
-    delivered = scheduler.handle(Wanted())[-1]
-    assert isinstance(delivered, Deliver)
-    assert delivered.seq == 1
+    assert delivered(scheduler) == 1
 
 
 def test_a_dead_worker_is_reported_at_the_batch_it_lost() -> None:
@@ -477,6 +174,52 @@ def test_the_death_of_an_exhausted_worker_hurts_nobody_in_this_epoch() -> None:
     assert scheduler.handle(Wanted()) == [Finish()]
 
 
+def test_the_end_of_a_stream_may_be_looked_at_after_its_workers_death() -> None:
+    """And in the next epoch it is dead, and no longer excused."""
+    scheduler, sends = started(prefetch=1, length=2)
+    scheduler.handle(answer(sends[0], ENDED))
+    scheduler.handle(Died(0))
+    scheduler.check()
+    assert scheduler.handle(Wanted()) == [Draw()]
+    scheduler.handle(answer(sends[1]))
+    assert delivered(scheduler) == 1
+    assert scheduler.handle(Wanted()) == [Finish()]
+    begin(scheduler)
+    assert scheduler.handle(Wanted()) == [Break(0, 0, 0)]
+
+
+def test_what_a_worker_skipped_after_its_end_leaves_the_line() -> None:
+    scheduler, sends = started()
+    scheduler.handle(answer(sends[0], ENDED))
+    scheduler.handle(answer(sends[2], SKIPPED))
+    scheduler.handle(answer(sends[1]))
+    scheduler.handle(answer(sends[3]))
+    assert scheduler.handle(Wanted()) == [Draw()]
+    assert [delivered(scheduler), delivered(scheduler)] == [1, 3]
+    scheduler.check()
+    assert scheduler.undelivered == 0
+    assert scheduler.handle(Wanted()) == [Finish()]
+
+
+def test_an_exhausted_worker_may_die_before_it_has_said_what_it_skipped() -> None:
+    scheduler, sends = started(length=4)
+    scheduler.handle(answer(sends[0], ENDED))
+    scheduler.handle(answer(sends[1]))
+    assert scheduler.handle(Wanted()) == [Draw()]
+    assert delivered(scheduler) == 1
+    assert scheduler.handle(Wanted()) == [Wait(1, 3, 0)]  # past batch 2, which will never come
+    assert scheduler.handle(Died(0)) == []
+    scheduler.check()
+    scheduler.handle(answer(sends[3]))
+    assert delivered(scheduler) == 3
+    assert scheduler.handle(Wanted()) == [Finish()]
+
+
+def test_every_epoch_begins_with_the_first_worker() -> None:
+    scheduler, _ = started(workers=3, prefetch=1, length=2)
+    assert of(begin(scheduler)) == [(0, 0, 0), (1, 1, 0), (2, 2, 0)]
+
+
 def test_answers_of_an_abandoned_epoch_are_counted_and_dropped() -> None:
     scheduler, sends = started(workers=1, prefetch=1)
     scheduler.handle(EpochStarted(2))
@@ -500,10 +243,381 @@ def test_an_answer_that_is_not_owed_is_refused() -> None:
         scheduler.handle(answer(sends[1]._replace(worker=0)))
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_answer_is_expected_of_who_may_give_it_and_of_this_attempt(dynamic: bool) -> None:
+    scheduler, sends = started(dynamic=dynamic, restarts=1)
+    here = answer(sends[0], worker=0).answer
+    assert scheduler.expects(0, here)
+    assert scheduler.expects(1, here) == dynamic
+    assert not scheduler.expects(0, here._replace(attempt=1))
+    assert not scheduler.expects(0, here._replace(epoch=2))
+    scheduler.handle(Died(0, 0))
+    assert not scheduler.expects(0, here)
+    assert scheduler.expects(0, here._replace(attempt=1))
+    scheduler.handle(Arrived(0, here._replace(attempt=1)))
+    assert not scheduler.expects(0, here._replace(attempt=1))
+
+
 def test_epochs_only_go_up() -> None:
     scheduler, _ = started()
     with pytest.raises(InvalidTransition, match="epoch 1 follows epoch 1"):
         scheduler.handle(EpochStarted(1))
+
+
+# ---- any other window -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_no_index_is_lost_in_a_window_that_is_no_multiple_of_the_workers(size: int, in_order: bool) -> None:
+    scheduler, sends = started(workers=3, in_order=in_order, window=Window(size))
+    assert [send.index for send in sends] == list(range(size))
+    for index in range(size, 30):
+        scheduler.handle(answer(sends.pop(0)))
+        sends += draw(scheduler, scheduler.handle(Wanted()), [index])
+        assert sends[-1].index == index
+
+
+def test_a_worker_has_no_more_than_its_part_of_torchs_window() -> None:
+    """The part is rounded down when others have nothing left to read, as in torch."""
+    scheduler, sends = started(workers=3, prefetch=1, in_order=False)
+    scheduler.handle(answer(sends[0], ENDED))
+    assert scheduler.handle(Wanted()) == [Draw()]
+    assert scheduler.handle(Drawn(3)) == []
+
+
+def grown(least: int = 2, widest: int = 8, budget: int = 1 << 30) -> tuple[Scheduler, list[Send], int]:
+    """A scheduler whose head is late: all that the others can do for it. Also how far they got."""
+    scheduler, sends = started(workers=2, dynamic=True, window=Window(least, widest, budget))
+    done = 1
+    while done < len(sends):
+        scheduler.handle(answer(sends[done], worker=1))
+        done += 1
+        assert scheduler.handle(Wanted()) == [Wait(None, 0, done - 1)]
+        sends += draw(scheduler, scheduler.handle(Idle()), range(len(sends), 100))
+        scheduler.check()
+    return scheduler, sends, done
+
+
+def test_a_window_grows_while_the_head_of_the_line_is_late() -> None:
+    scheduler, sends, done = grown()
+    assert done == len(sends) == scheduler.window.size == 8
+
+
+def test_a_window_that_was_full_of_unanswered_tasks_grows_when_they_were_answered() -> None:
+    """The first look finds every worker busy, and must not be the last one."""
+    scheduler, sends = started(workers=2, prefetch=1, dynamic=True, window=Window(2, 8, 1 << 30))
+    scheduler.handle(Wanted())
+    assert scheduler.handle(Idle()) == []
+    scheduler.handle(answer(sends[1], worker=1))
+    scheduler.handle(Wanted())
+    assert scheduler.handle(Idle()) == [Draw()]
+
+
+def test_a_window_stays_within_its_budget() -> None:
+    scheduler, sends = started(workers=2, dynamic=True, window=Window(2, 64, 5 * size_class(100_000)))
+    scheduler.handle(answer(sends[1], worker=1, nbytes=100_000))
+    for seq in range(2, 20):
+        scheduler.handle(Wanted())
+        sends += draw(scheduler, scheduler.handle(Idle()), range(len(sends), 100))
+        if seq < len(sends):
+            block = seq * size_class(100_000)
+            scheduler.handle(answer(sends[seq], worker=1, nbytes=100_000, at=block))
+    assert len(sends) == scheduler.window.size == 5
+
+
+def test_a_sampler_that_has_nothing_more_is_not_asked_again_and_again() -> None:
+    scheduler, sends = started(workers=2, length=2, dynamic=True, window=Window(2, 8, 1 << 30))
+    scheduler.handle(answer(sends[1], worker=1))
+    scheduler.handle(Wanted())
+    assert scheduler.handle(Idle()) == [Draw()]
+    scheduler.handle(Wanted())
+    assert scheduler.handle(Idle()) == []
+
+
+def test_a_fixed_window_never_grows() -> None:
+    scheduler, sends = started(dynamic=True)
+    for send in sends[1:]:
+        scheduler.handle(answer(send, worker=1))
+    assert scheduler.handle(Wanted()) == [Wait(None, 0, 3)]
+    assert scheduler.handle(Idle()) == []
+
+
+def test_a_window_shrinks_when_the_line_moves_again() -> None:
+    scheduler, sends, _ = grown()
+    scheduler.handle(answer(sends[0], worker=0))
+    under_way = []
+    for seq in range(200):
+        instructions = scheduler.handle(Wanted())
+        assert isinstance(instructions[-1], Deliver)
+        assert instructions[-1].seq == seq
+        for send in draw(scheduler, instructions, [seq]):
+            scheduler.handle(answer(send, worker=0))
+        under_way.append(scheduler.undelivered)
+        scheduler.check()
+    assert under_way[0] == 8
+    assert under_way[-1] == scheduler.window.size == 2
+    assert under_way == sorted(under_way, reverse=True)
+
+
+def test_a_window_that_has_just_shrunk_does_not_grow_past_its_widest() -> None:
+    """What is under way is more than the window then: it counts from there."""
+    scheduler, sends, _ = grown(least=4, widest=16)
+    scheduler.handle(answer(sends[0], worker=0))
+    seq = 0
+    while scheduler.window.size == 16:
+        for send in draw(scheduler, scheduler.handle(Wanted()), range(100)):
+            if send.seq != 64:  # four windows
+                scheduler.handle(answer(send, worker=0))
+        seq += 1
+    assert (seq, scheduler.window.size, scheduler.undelivered) == (64, 13, 15)
+    assert scheduler.handle(Wanted()) == [Wait(None, 64, 14)]
+    assert scheduler.handle(Idle()) == [Draw()]
+
+
+# ---- claims -----------------------------------------------------------------------------------------
+
+
+def test_a_task_for_anyone_is_sent_to_all_and_answered_by_one() -> None:
+    scheduler, sends = started(dynamic=True)
+    assert of(sends) == [(None, seq, 0) for seq in range(4)]
+    assert scheduler.unanswered() == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    scheduler.handle(answer(sends[0], worker=1))
+    with pytest.raises(InvalidTransition, match="does not owe"):
+        scheduler.handle(answer(sends[0], worker=0))
+    assert scheduler.unanswered() == [(1, 0), (2, 0), (3, 0)]
+    assert delivered(scheduler) == 0
+
+
+def test_tickets_are_never_used_twice() -> None:
+    scheduler, sends = started(dynamic=True, length=3)
+    assert (scheduler.first_ticket, len(sends)) == (0, 3)
+    begin(scheduler)
+    assert scheduler.first_ticket == 3
+    begin(scheduler)
+    assert scheduler.first_ticket == 7
+
+
+def granted(**keywords: Any) -> tuple[Scheduler, Send, int]:
+    """A scheduler with a task under way that was granted a block, at the returned offset."""
+    scheduler, sends = started(workers=2, prefetch=1, dynamic=True, **keywords)
+    scheduler.handle(answer(sends[0], worker=0, nbytes=100_000))
+    instructions = scheduler.handle(Wanted())
+    scheduler.ledger.drop(0)
+    (send,) = draw(scheduler, instructions, [2])
+    assert send.grants == ((0, size_class(100_000)),)
+    scheduler.handle(answer(sends[1], worker=0))
+    delivered(scheduler)
+    return scheduler, send, 0
+
+
+def used_grant(send: Send, worker: int) -> Arrived:
+    ((offset, _),) = send.grants
+    return Arrived(worker, answer(send, worker=worker).answer._replace(used=((offset, 1),)))
+
+
+def test_a_task_that_nobody_has_is_taken_back_with_its_blocks() -> None:
+    scheduler, send, block = granted()
+    begin(scheduler, length=0, taken_back=frozenset([send.seq]))
+    assert scheduler.ledger.states() == {block: "free"}
+    with pytest.raises(InvalidTransition, match="does not owe"):
+        scheduler.handle(used_grant(send, 0))
+
+
+def test_a_task_of_an_older_epoch_is_its_claimants_and_its_blocks_too() -> None:
+    scheduler, send, block = granted()
+    begin(scheduler, length=0, claimed={send.seq: 1})
+    with pytest.raises(InvalidTransition, match="does not owe"):
+        scheduler.handle(used_grant(send, 0))
+    assert scheduler.handle(Died(0)) == []
+    assert scheduler.ledger.states() == {block: "granted"}
+    scheduler.handle(used_grant(send, 1))
+    assert scheduler.take_stale() == 1
+    assert scheduler.ledger.states() == {block: "free"}
+
+
+def test_the_blocks_of_an_older_epochs_task_go_with_the_worker_that_claimed_it() -> None:
+    scheduler, send, block = granted(restarts=1)
+    begin(scheduler, length=0, claimed={send.seq: 1})
+    assert scheduler.handle(Died(1)) == [Replace(1, None)]
+    assert scheduler.ledger.states() == {block: "free"}
+
+
+def test_who_claimed_a_task_of_an_older_epoch_may_be_unknown_until_it_answers() -> None:
+    scheduler, send, block = granted()
+    begin(scheduler)
+    scheduler.handle(used_grant(send, 1))
+    assert scheduler.take_stale() == 1
+    assert scheduler.ledger.states() == {block: "free"}
+
+
+# ---- deaths with restarts ---------------------------------------------------------------------------
+
+
+def test_a_dead_workers_batches_are_sent_again_in_their_order() -> None:
+    scheduler, sends = started(restarts=1)
+    scheduler.handle(answer(sends[1]))
+    instructions = scheduler.handle(Died(0, 0))
+    assert instructions[0] == Replace(0, 0)
+    assert of(instructions) == [(0, 0, 1), (0, 2, 1)]
+    assert scheduler.unanswered(0) == [(0, 1), (2, 1)]
+    assert scheduler.attempt_of(2) == 1
+    scheduler.check()
+    for send in instructions[1:]:
+        assert isinstance(send, Send)
+        scheduler.handle(answer(send))
+    assert [delivered(scheduler) for _ in range(3)] == [0, 1, 2]
+
+
+def test_of_claimed_tasks_only_the_dead_workers_own_is_sent_again() -> None:
+    scheduler, sends = started(dynamic=True, restarts=1)
+    scheduler.handle(answer(sends[0], worker=1))
+    instructions = scheduler.handle(Died(1, 2))
+    assert instructions[0] == Replace(1, 2)
+    assert of(instructions) == [(1, 1, 0), (1, 3, 0), (None, 2, 1)]
+    assert scheduler.unanswered() == [(1, 0), (2, 1), (3, 0)]
+
+
+def test_answers_that_were_lost_with_a_claimant_are_sent_again_too() -> None:
+    """It may have claimed its next task while its last answer was still in its socket."""
+    scheduler, _ = started(dynamic=True, restarts=1)
+    instructions = scheduler.handle(Died(1, 0, "died", frozenset([2])))
+    assert of(instructions) == [(1, 1, 0), (1, 3, 0), (None, 0, 1), (None, 2, 1)]
+
+
+def test_a_task_that_is_sent_again_has_blocks_anew() -> None:
+    scheduler, send, _ = granted(restarts=1)
+    *_, again = scheduler.handle(Died(1, send.seq))
+    assert isinstance(again, Send)
+    assert (again.seq, again.attempt, again.grants) == (send.seq, 1, send.grants)
+    scheduler.handle(used_grant(again, 0))
+    scheduler.check()
+
+
+def test_an_answer_of_an_older_attempt_is_counted_and_changes_nothing() -> None:
+    scheduler, sends = started(restarts=1)
+    _, again, *_ = scheduler.handle(Died(0, 0))
+    assert isinstance(again, Send)
+    scheduler.handle(answer(sends[0], nbytes=100_000))
+    assert scheduler.take_stale() == 1
+    assert scheduler.ledger.states() == {}
+    assert scheduler.handle(Wanted()) == [Wait(0, 0, 0)]
+    scheduler.handle(answer(again))
+    assert delivered(scheduler) == 0
+
+
+def test_restarts_are_counted_and_every_epoch_has_its_own() -> None:
+    scheduler, _ = started(restarts=1, length=0)
+    assert scheduler.can_replace
+    assert scheduler.handle(Died(0)) == [Replace(0, None)]
+    assert not scheduler.can_replace
+    begin(scheduler)
+    assert scheduler.can_replace
+    scheduler.handle(Died(0, 0))
+    assert scheduler.handle(Died(0, 0)) == []
+    assert scheduler.handle(Wanted()) == [Break(0, 0, 0)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_batch_of_which_three_workers_died_fails_at_its_place(dynamic: bool, in_order: bool) -> None:
+    scheduler, sends = started(dynamic=dynamic, in_order=in_order, restarts=5)
+    for deaths in (1, 2, 3):
+        instructions = scheduler.handle(Died(1, 1, f"died for the {deaths}. time"))
+        assert ((1, deaths) in [(seq, attempt) for _, seq, attempt in of(instructions)]) == (deaths < 3)
+    scheduler.check()
+    assert 1 not in [seq for seq, _ in scheduler.unanswered(None if dynamic else 1)]
+    scheduler.handle(answer(sends[0], worker=0))
+    places = [scheduler.handle(Wanted())[-1] for _ in range(2)]
+    error = next(place.error for place in places if isinstance(place, Deliver) and place.seq == 1)
+    assert isinstance(error, PoisonousBatch)
+    assert str(error) == (
+        "batch 1 (indices 1) was given up: 3 workers died of it, and the last died for the 3. time"
+    )
+    if in_order:
+        assert [place.seq for place in places if isinstance(place, Deliver)] == [0, 1]
+
+
+def test_three_deaths_at_three_batches_poison_none() -> None:
+    scheduler, _ = started(workers=1, prefetch=3, restarts=3)
+    for seq in range(3):
+        instructions = scheduler.handle(Died(0, seq))
+        assert of(instructions) == [(0, lost, seq + 1) for lost in range(3)]
+
+
+def test_deaths_are_forgotten_with_the_epoch() -> None:
+    scheduler, _ = started(workers=1, prefetch=1, restarts=2)
+    for _ in range(2):
+        scheduler.handle(Died(0, 0))
+    begin(scheduler)
+    assert of(scheduler.handle(Died(0, 0))) == [(0, 0, 1)]
+
+
+# ---- deaths without restarts ------------------------------------------------------------------------
+
+
+def test_an_idle_workers_death_is_reported_when_there_is_nothing_else_to_do() -> None:
+    scheduler, sends = started(dynamic=True)
+    assert scheduler.handle(Died(1)) == []
+    scheduler.handle(answer(sends[0], worker=0))
+    assert delivered(scheduler) == 0
+    assert scheduler.handle(Wanted()) == [Break(1, None, None)]
+
+
+def test_a_claimants_death_is_reported_at_the_batch_it_lost() -> None:
+    scheduler, sends = started(dynamic=True)
+    assert scheduler.handle(Died(1, 1)) == []
+    scheduler.handle(answer(sends[2], worker=0))
+    scheduler.handle(answer(sends[0], worker=0))
+    assert delivered(scheduler) == 0
+    assert scheduler.handle(Wanted()) == [Break(1, 1, 1)]
+
+
+def test_when_the_last_worker_is_dead_nobody_comes_to_any_task() -> None:
+    scheduler, sends = started(dynamic=True)
+    scheduler.handle(Died(1))
+    scheduler.handle(answer(sends[0], worker=0))
+    scheduler.handle(Died(0, 3))
+    scheduler.check()
+    assert scheduler.unanswered() == []
+    assert delivered(scheduler) == 0
+    assert scheduler.handle(Drawn(4)) == []
+    assert scheduler.handle(Wanted()) == [Break(0, 1, 1)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_when_the_last_worker_is_dead_and_replaced_the_new_one_does_it_all(dynamic: bool) -> None:
+    scheduler, _ = started(workers=1, prefetch=3, dynamic=dynamic, restarts=1)
+    instructions = scheduler.handle(Died(0, 1 if dynamic else 0))
+    again = [send for send in instructions if isinstance(send, Send)]
+    for send in sorted(again, key=lambda send: send.seq):
+        scheduler.handle(answer(send, worker=0))
+    assert [delivered(scheduler) for _ in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_out_of_order_a_death_is_reported_when_it_is_heard_of(lost: int) -> None:
+    """Neither before what came earlier, nor only when nothing else is left."""
+    scheduler, sends = started(dynamic=True, in_order=False)
+    scheduler.handle(answer(sends[3], worker=0))
+    scheduler.handle(Died(1, lost))
+    assert delivered(scheduler) == 3
+    assert scheduler.handle(Wanted()) == [Break(1, lost, lost)]
+
+
+def test_a_task_that_could_not_be_sent_gives_its_blocks_back() -> None:
+    scheduler, sends = started(workers=2, prefetch=1, dynamic=True)
+    scheduler.handle(answer(sends[0], worker=0, nbytes=100_000))
+    instructions = scheduler.handle(Wanted())
+    scheduler.ledger.drop(0)
+    (send,) = draw(scheduler, instructions, [2])
+    scheduler.handle(Undeliverable(send, TypeError("a lambda")))
+    assert scheduler.ledger.states() == {0: "free"}
+    scheduler.handle(answer(sends[1], worker=0))
+    assert delivered(scheduler) == 1
+    deliver = scheduler.handle(Wanted())[-1]
+    assert isinstance(deliver, Deliver)
+    assert isinstance(deliver.error, TypeError)
 
 
 @pytest.mark.parametrize("table", [BATCH_TRANSITIONS, WORKER_TRANSITIONS])

@@ -15,11 +15,11 @@ from fastq_loader.allocator import Allocator
 from fastq_loader.arena import AVAILABLE, Arena
 from fastq_loader.blocks import SMALLEST, size_class
 from fastq_loader.errors import ProtocolError
-from fastq_loader.messages import Handle
-from fastq_loader.packing import ALIGNMENT, INLINE, SPECS, Packer
+from fastq_loader.messages import TOKEN_BYTES, Handle
+from fastq_loader.packing import ALIGNMENT, DEEPEST, INLINE, SPECS, Packer
 from fastq_loader.unpacking import Unpacker
 from tests.datasets import Opaque, Record, assert_same
-from tests.pair import LARGE, Pair, noise, paired
+from tests.pair import LARGE, TOKEN, Pair, noise, paired
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
@@ -39,9 +39,12 @@ def handle_of(pair: Pair, batch: Any) -> Handle:
 
 
 def receive(pair: Pair, handle: Handle) -> Any:
-    learned = pair.unpacker.learn(0, handle)
-    pair.unpacker.blocks(learned)
-    return pair.unpacker.unpack(learned)
+    return put_together(pair.unpacker, pair.unpacker.learn(0, handle))
+
+
+def put_together(unpacker: Unpacker, handle: Handle) -> Any:
+    _, _, pickled = unpacker.open(handle)
+    return unpacker.unpack(handle, pickled)
 
 
 def test_a_spec_is_sent_once(pair: Pair) -> None:
@@ -80,20 +83,20 @@ def test_a_spec_is_remembered_until_the_batches_that_name_it_are_put_together(pa
         arrive(size)
     sizes = [0, 1, 2, *range(SPECS, SPECS + 4)]
     waiting = [arrive(size) for size in sizes]
-    assert [pair.unpacker.unpack(handle).numel() for handle in waiting] == sizes
+    assert [put_together(pair.unpacker, handle).numel() for handle in waiting] == sizes
 
 
 def test_the_workers_specs_are_told_apart() -> None:
     arena = Arena(2)
     try:
-        unpacker = Unpacker(arena, 2)
+        unpacker = Unpacker(arena, 2, TOKEN)
         for number in range(2):
-            handle, _ = Packer(Allocator(arena.mapping, number)).pack([number] * (number + 1))
+            handle, _ = Packer(Allocator(arena.mapping, number), TOKEN).pack([number] * (number + 1))
             assert handle.spec_id == 0
             unpacker.learn(number, handle)
         for number, values in ((0, (5,)), (1, (5, 6))):
             named = unpacker.learn(number, Handle(0, None, values, None, ()))
-            assert unpacker.unpack(named) == list(values)
+            assert put_together(unpacker, named) == list(values)
     finally:
         arena.retire([])
 
@@ -163,6 +166,25 @@ def change_leaf(handle: Handle, at: int, **changes: Any) -> Handle:
     return handle._replace(spec=spec)
 
 
+def change_sizes(handle: Handle, size: Any) -> Handle:
+    """One place more."""
+    assert handle.spec is not None
+    tree, leaves, sizes = handle.spec
+    return handle._replace(spec=(tree, leaves, (*sizes, size)))
+
+
+def change_tree(handle: Handle, tree: Any) -> Handle:
+    """Another tree, that has the same values in it."""
+    assert handle.spec is not None
+    return handle._replace(spec=(("l", (handle.spec[0], tree)), *handle.spec[1:]))
+
+
+def nested(tree: Any, depth: int) -> Any:
+    for _ in range(depth):
+        tree = ("l", (tree,))
+    return tree
+
+
 LIES: dict[str, Callable[[Handle], Handle]] = {
     "a leaf behind the end of its block": lambda h: replace_place(h, 1, *h.places[1][:2], h.places[1][1]),
     "a leaf that begins before its block": lambda h: replace_place(h, 1, h.places[1][0], h.places[1][1], -8),
@@ -197,6 +219,45 @@ LIES: dict[str, Callable[[Handle], Handle]] = {
     "a tree with a leaf that is not there": lambda h: h._replace(spec=(("L", 7), *(h.spec or ())[1:])),
     "a tree of an unknown kind": lambda h: h._replace(spec=(("x", ()), *(h.spec or ())[1:])),
     "a tree that is a number": lambda h: h._replace(spec=(3, *(h.spec or ())[1:])),
+    "an array of records": lambda h: change_leaf(h, 1, dtype="i4,i4"),
+    "an array of arrays": lambda h: change_leaf(h, 1, dtype="(2,2)<i2"),
+    "an array of a dtype without a size": lambda h: change_leaf(h, 1, dtype="|S0"),
+    "an array of voids": lambda h: change_leaf(h, 1, dtype="|V8"),
+    "an array of a dtype by another name": lambda h: change_leaf(h, 1, dtype="f8"),
+    "an array of a dtype that is a number": lambda h: change_leaf(h, 1, dtype=3),
+    "a dtype that would be a module": lambda h: change_leaf(h, 0, dtype="onnx"),
+    "a quantized dtype": lambda h: change_leaf(h, 0, dtype="quint8"),
+    "a dtype that cannot be looked up": lambda h: change_leaf(h, 0, dtype=()),
+    "a tensor between two elements": lambda h: change_leaf(h, 0, shape=(1,), into=4),
+    "a shape of half a row": lambda h: change_leaf(h, 0, shape=(0.5,)),
+    "a shape that is true": lambda h: change_leaf(h, 0, shape=(True,)),
+    "a shape that is text": lambda h: change_leaf(h, 0, shape="ab"),
+    "more dimensions than arrays have": lambda h: change_leaf(h, 0, shape=(1,) * 65),
+    "more dimensions than can be multiplied": lambda h: change_leaf(h, 0, shape=((1 << 64) - 1,) * 100_000),
+    "nothing, in dimensions beyond 64 bits": lambda h: change_leaf(h, 0, shape=(0, 1 << 40, 1 << 40)),
+    "an array of nothing, beyond 64 bits": lambda h: change_leaf(h, 1, shape=(0, 1 << 40, 1 << 40)),
+    "nothing, with other strides": lambda h: change_leaf(h, 0, shape=(0, 1), strides=(1,)),
+    "a stride beyond 64 bits": lambda h: change_leaf(h, 0, shape=(1,), strides=((1 << 64) - 1,)),
+    "an array's stride beyond 64 bits": lambda h: change_leaf(h, 1, shape=(1,), strides=(1 << 63,)),
+    "as many elements as bits, in no memory": lambda h: change_leaf(h, 0, shape=(1 << 62,), strides=(0,)),
+    "a place that is true": lambda h: change_leaf(h, 0, place=False),
+    "a place that nobody looks at": lambda h: change_sizes(h, SMALLEST),
+    "a small place that nobody looks at": lambda h: change_sizes(h, 8),
+    "a size that is half": lambda h: change_sizes(h, 0.5),
+    "a size below nothing": lambda h: change_sizes(h, -8),
+    "two leaves of one place, one an array": lambda h: change_leaf(h, 0, place=1),
+    "a tree that counts from the end": lambda h: change_tree(h, ("L", -1)),
+    "a tree with a leaf that is true": lambda h: change_tree(h, ("L", True)),
+    "a tree with a leaf that is half": lambda h: change_tree(h, ("L", 0.0)),
+    "fewer values than none": lambda h: change_tree(h, ("v", -1)),
+    "a number of values that is text": lambda h: change_tree(h, ("v", "2")),
+    "a dict with a key too few": lambda h: change_tree(h, ("d", (), (("L", 0),))),
+    "a dict with a key that is a dict": lambda h: change_tree(h, ("d", ({},), (("L", 0),))),
+    "a dict with a key that is half": lambda h: change_tree(h, ("d", (0.5,), (("L", 0),))),
+    "a list of text": lambda h: change_tree(h, ("l", "VVV")),
+    "a tree too deep": lambda h: change_tree(h, nested(("l", ()), DEEPEST)),
+    "a tree deeper than Python's stack": lambda h: change_tree(h, nested(("l", ()), 5000)),
+    "another number of objects": lambda h: change_tree(h, "O"),
     "a spec cut short": lambda h: h._replace(spec=(h.spec or ())[:2]),
     "a spec that was never sent": lambda h: h._replace(spec=None),
 }  # fmt: skip
@@ -210,6 +271,81 @@ def test_a_handle_that_does_not_fit_is_refused(pair: Pair, lie: Callable[[Handle
         receive(pair, lie(true)._replace(spec_id=999))
 
 
+#: (leaves, sizes of their places): each fits its place, and would not do all the same.
+SPECS_THAT_LIE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    "nothing, in dimensions beyond 64 bits": ((("T", "float32", (0, 1 << 40, 1 << 40), None, 0, 0),), (0,)),
+    "an array of nothing": ((("A", "<f4", (0, 1 << 40, 1 << 40), None, 0, 0),), (0,)),
+    "nothing, with few strides": ((("T", "float32", (0, 1), (1,), 0, 0),), (0,)),
+    "nothing, in too many dimensions": ((("T", "float32", (0,) * 70, None, 0, 0),), (0,)),
+    "an element in too many dimensions": ((("T", "float32", (1,) * 70, None, 0, 0),), (4,)),
+    "an array in too many dimensions": ((("A", "<f4", (1,) * 70, None, 0, 0),), (4,)),
+    "a stride beyond 64 bits": ((("T", "float32", (1,), ((1 << 63) - 1,), 0, 0),), (4,)),
+    "an array's stride beyond 64 bits": ((("A", "<f4", (1,), (1 << 63,), 0, 0),), (4,)),
+    "as many elements as bits": ((("T", "uint8", (1 << 62,), (0,), 0, 0),), (1,)),
+    "an array of as many": ((("A", "|u1", (1 << 63,), (0,), 0, 0),), (1,)),
+    "a tensor between two elements": ((("T", "int32", (2,), (1,), 0, 2),), (10,)),
+    "a place of half a size": ((("T", "float32", (1,), None, 0, 0),), (4.0,)),
+    "a quantized dtype": ((("T", "quint8", (4,), None, 0, 0),), (4,)),
+    "two leaves in no bytes": ((("T", "uint8", (0,), None, 0, 0), ("T", "uint8", (0,), None, 0, 0)), (0,)),
+    "an array beside a tensor": ((("T", "uint8", (8,), None, 0, 0), ("A", "|u1", (8,), None, 0, 0)), (8,)),
+    "two arrays": ((("A", "|u1", (8,), None, 0, 0), ("A", "|u1", (4,), None, 0, 0)), (8,)),
+    "an array without a size": ((("A", "|S0", (4,), None, 0, 0),), (0,)),
+    "an array of another byte order": ((("A", "=f4", (1,), None, 0, 0),), (4,)),
+    "an array of records": ((("A", "i4,i4", (1,), None, 0, 0),), (8,)),
+    "an array of arrays": ((("A", "(2,)i4", (1,), None, 0, 0),), (8,)),
+    "an array of voids": ((("A", "|V8", (1,), None, 0, 0),), (8,)),
+    "an array of pointers": ((("A", "|O", (1,), None, 0, 0),), (8,)),
+    "a leaf of an unknown kind": ((("", "<f4", (1,), None, 0, 0),), (4,)),
+    "a shape that is true": ((("T", "float32", (True,), None, 0, 0),), (4,)),
+    "a leaf shorter than its place": ((("T", "float32", (1,), None, 0, 0),), (8,)),
+    "a place that nobody looks at": ((("T", "float32", (1,), None, 0, 0),), (4, 0)),
+}
+
+
+@pytest.mark.parametrize(("leaves", "sizes"), SPECS_THAT_LIE.values(), ids=SPECS_THAT_LIE.keys())
+def test_a_spec_of_leaves_that_cannot_be_is_refused(
+    pair: Pair, leaves: tuple[Any, ...], sizes: tuple[Any, ...]
+) -> None:
+    tree = ("l", tuple(("L", number) for number in range(len(leaves))))
+    with pytest.raises(ProtocolError):
+        receive(pair, Handle(0, (tree, leaves, sizes), (), bytes(256), ()))
+
+
+@pytest.mark.parametrize("tree", [("l", "VV"), ("l", ["V", "V"]), ("t", {0: "V"}), ("v", True), ("v", 2.0)])
+def test_a_tree_of_another_kind_is_refused(pair: Pair, tree: Any) -> None:
+    for values in ((), (1,), (1, 2)):
+        with pytest.raises(ProtocolError):
+            receive(pair, Handle(0, (tree, (), ()), values, None, ()))
+
+
+def test_a_block_among_the_tables_is_refused(pair: Pair) -> None:
+    handle = handle_of(pair, torch.arange(LARGE))
+    _, end = pair.arena.mapping.region(0)
+    size = handle.places[0][1]
+    assert end + size < pair.arena.mapping.length
+    with pytest.raises(ProtocolError):
+        receive(pair, replace_place(handle, 0, end, size, 0))
+
+
+def test_a_pickle_that_speaks_of_a_leaf_that_was_taken_away_is_refused(pair: Pair) -> None:
+    handle = handle_of(pair, Opaque(torch.arange(LARGE)))
+    assert handle.spec is not None
+    lie = handle._replace(spec=(handle.spec[0], (), ()), places=handle.places[:1])
+    with pytest.raises(ProtocolError, match="leaf 0"):
+        receive(pair, lie)
+
+
+def test_a_dtype_is_not_looked_up_among_the_modules(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(name: str) -> None:
+        raise AssertionError(f"torch was asked for {name}, and may import it")
+
+    monkeypatch.setattr(torch, "__getattr__", ask)
+    with pytest.raises(ProtocolError):
+        receive(
+            pair, Handle(0, (("L", 0), (("T", "not_imported", (1,), None, 0, 0),), (4,)), (), bytes(64), ())
+        )
+
+
 def test_an_inline_parcel_that_is_too_short_is_refused(pair: Pair) -> None:
     handle = handle_of(pair, [torch.rand(4), torch.rand(100)])
     assert handle.parcel is not None
@@ -220,9 +356,19 @@ def test_an_inline_parcel_that_is_too_short_is_refused(pair: Pair) -> None:
 
 def test_a_packed_exception_that_lies_is_refused(pair: Pair) -> None:
     handle, used = pair.packer.pack_exception(b"x" * 100)
-    assert used == [(0, 100)]
-    assert handle.places == ((0, size_class(100), 100),)
-    with pytest.raises(ProtocolError):
-        pair.unpacker.exception(handle._replace(places=((0, SMALLEST, SMALLEST + 1),)))
-    with pytest.raises(ProtocolError):
-        pair.unpacker.exception(handle._replace(places=((0, SMALLEST, -1),)))
+    total = TOKEN_BYTES + 100
+    assert used == [(0, total)]
+    assert handle.places == ((0, size_class(total), total),)
+    tail = handle.spec[1:] if handle.spec else ()
+    for lie in (
+        {"places": ((0, SMALLEST, SMALLEST + 1),)},
+        {"places": ((0, SMALLEST, -1),)},
+        {"places": ()},
+        {"places": ((0, SMALLEST, total), (0, SMALLEST, total))},
+        {"places": ((SMALLEST, SMALLEST, total),)},  # no token there
+        {"spec": ("V", *tail), "values": (1,), "places": ()},
+        {"spec": (("l", ("O", "V")), *tail), "values": (1,)},
+        {"spec": (("l", ("O", "O")), *tail)},
+    ):
+        with pytest.raises(ProtocolError):
+            pair.unpacker.exception(pair.unpacker.learn(0, handle._replace(**lie)))

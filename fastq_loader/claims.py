@@ -1,0 +1,112 @@
+"""Who loads which batch, where any worker may: a table in shared memory that every process of a pool can
+write.
+
+Runs in the consumer and in the workers. A task that all workers were sent belongs to the one that claims it
+first, without asking anybody: the consumer may be in the middle of a training step and hold the GIL. So no
+worker idles while there is a task that nobody has, and no task waits behind another one's.
+
+A word of the table stands for one ticket (a batch of an epoch) and holds the number of the attempt and who
+has it. A claim is made under a lock on one byte, the ticket's, of the arena's memfd. It is an
+open-file-description lock: the kernel lets it go when its holder dies, so a worker that is killed in the
+middle of a claim either has left its name or has claimed nothing. The consumer reads from the table what a
+dead worker had in hand, and takes tasks back by claiming them itself."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import sys
+
+if sys.platform != "win32":
+    import fcntl
+
+#: A claim by the consumer: the task is taken back.
+CONSUMER = 0xFFFF
+
+#: <fcntl.h>; Python knows the name from 3.9 on where the system has it.
+_SET_LOCK = getattr(fcntl, "F_OFD_SETLK", 37)
+_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
+_WRITE, _UNLOCK = fcntl.F_WRLCK, fcntl.F_UNLCK
+
+_WHO, _ATTEMPT = 16, 8  # bits of a word; the ticket has the rest
+
+#: Words at the end of the table for what each worker works on; the others are claims.
+WORKERS = 4096
+
+
+class Busy(Exception):
+    """Somebody is claiming this ticket right now."""
+
+
+class Claims:
+    """One process's access to the table.
+
+    Args:
+        fd: the arena's memfd; it is opened anew, because a lock belongs to an open file.
+        words: the table, 64 bits each: the claims, and then a word for each worker.
+
+    Raises:
+        OSError: descriptors are used up, or there is no /proc.
+    """
+
+    def __init__(self, fd: int, words: memoryview) -> None:
+        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._words = words
+        self._size = len(words) - WORKERS
+
+    def offer(self, ticket: int, attempt: int) -> None:
+        """Anybody may claim this attempt at a ticket, and no older one. Only the consumer offers, and only
+        what nobody can be working on."""
+        self._words[ticket % self._size] = _word(ticket, attempt)
+
+    def claim(self, ticket: int, attempt: int, who: int) -> bool:
+        """Take an attempt that was offered and that nobody has.
+
+        Raises:
+            Busy: somebody else is about to take it, or has died while it did.
+        """
+        at, word = ticket % self._size, _word(ticket, attempt)
+        if self._words[at] != word:
+            return False
+        try:
+            fcntl.fcntl(self._fd, _SET_LOCK, _FLOCK.pack(_WRITE, 0, ticket, 1, 0))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise Busy from None
+            raise
+        try:
+            free: bool = self._words[at] == word
+            if free:
+                self._words[at] = word | who
+        finally:
+            fcntl.fcntl(self._fd, _SET_LOCK, _FLOCK.pack(_UNLOCK, 0, ticket, 1, 0))
+        return free
+
+    def holder(self, ticket: int) -> int | None:
+        """Who claimed the last attempt at a ticket, as it called itself; None if nobody did."""
+        word = self._words[ticket % self._size]
+        if word >> (_WHO + _ATTEMPT) != ticket:
+            return None
+        return (word & CONSUMER) or None
+
+    def begin(self, worker: int, ticket: int | None) -> None:
+        """`worker` starts to work on a ticket, or has given its answer (None)."""
+        self._words[self._size + worker] = 0 if ticket is None else ticket + 1
+
+    def begun(self, worker: int) -> int | None:
+        """The ticket that a worker works on, or died at."""
+        return (self._words[self._size + worker] - 1) if self._words[self._size + worker] else None
+
+    def close(self) -> None:
+        fd, self._fd = getattr(self, "_fd", -1), -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        # Whoever made it closes it; this is for one whose maker was interrupted.
+        self.close()
+
+
+def _word(ticket: int, attempt: int) -> int:
+    return ticket << (_WHO + _ATTEMPT) | attempt << _WHO

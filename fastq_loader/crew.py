@@ -1,0 +1,248 @@
+"""The workers as the event loop sees them: their processes, their sockets and what they have claimed.
+
+Runs in the consumer, on the thread that calls `next()`, except for `wake`. Owns everything that a worker's
+number stands for: the process that has it now, its socket, the folder where they meet. It decides nothing;
+what becomes of the batches of a worker that died is the scheduler's."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+
+from fastq_loader.arena import Arena
+from fastq_loader.blocks import BlockLedger
+from fastq_loader.claims import CONSUMER, Busy, Claims
+from fastq_loader.messages import TOKEN_BYTES, Answer, Epoch, Stop, encode
+from fastq_loader.processes import Plan, WorkerPool
+from fastq_loader.statistics import Counters, WorkerCounters
+from fastq_loader.transport import ConsumerSocket, endpoint_folder, remove_folder
+
+#: Processes of one worker that may end on their own before they are up, one after the other: the next would
+#: fare no better.
+_STILLBORN = 3
+#: Seconds that a claim in the making is waited for; it takes two microseconds unless its maker is stopped.
+_CLAIMING = 0.5
+
+
+class Crew:
+    """The workers of one pool.
+
+    Args:
+        plan: what they do.
+        arena: the shared memory they write to.
+        counters: the loader's.
+
+    Attributes:
+        token: what only these workers know, see `messages`.
+    """
+
+    def __init__(self, plan: Plan, arena: Arena, counters: Counters) -> None:
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._plan = plan
+        self._arena = arena
+        self._counters = counters
+        self._pool = WorkerPool(plan)
+        self._socket: ConsumerSocket | None = None
+        self._claims: Claims | None = None
+        self._expected: dict[str, set[int]] = {}  # folder → workers that have still to connect there
+        self._greeted: set[int] = set()
+        self._dead: set[int] = set()
+        self._distrusted: set[int] = set()  # workers that were ended for what they sent
+        self._stillborn: dict[int, int] = {}  # worker → processes that ended before they were up
+
+    def start(self, base_seed: int, shared_seed: int | None) -> None:
+        """Start the workers. Whatever happens in here, `stop` and `close` take it back.
+
+        Raises:
+            TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be.
+            OSError: descriptors, processes or temporary folders are used up.
+        """
+        workers = self._plan.workers
+        folder = self._new_folder(set(range(workers)))
+        self._claims = Claims(self._arena.fd, self._arena.mapping.claims)
+        self._pool.start(self._arena, folder, self.token, base_seed, shared_seed)
+        # The context of zmq has threads: it is made after the forks (design, rule 9).
+        self._socket = ConsumerSocket(folder, workers, self.token)
+        for descriptor in self._pool.descriptors:
+            self._socket.watch(descriptor)
+        self._counters.workers = [WorkerCounters(worker, self._pool.pid(worker)) for worker in range(workers)]
+
+    def _new_folder(self, workers: set[int]) -> str:
+        folder = endpoint_folder()
+        self._expected[folder] = workers
+        return folder
+
+    def _connected(self, worker: int) -> None:
+        """A worker has connected, or never will."""
+        for folder, missing in list(self._expected.items()):
+            missing.discard(worker)
+            if not missing:  # no name is needed any more
+                remove_folder(folder)
+                del self._expected[folder]
+
+    @property
+    def socket(self) -> ConsumerSocket:
+        assert self._socket is not None, "the crew was started, and not closed"
+        return self._socket
+
+    # ---- one worker ---------------------------------------------------------------------------
+
+    def receive(self) -> tuple[int, Answer] | None:
+        """The next answer and who gave it; None if there is none now."""
+        while (received := self.socket.receive()) is not None:
+            worker, message = received
+            if isinstance(message, Answer):
+                return worker, message
+            if message is None:
+                self.distrust(worker)
+            else:
+                self._greet(worker)
+        self._counters.rejected_frames += self.socket.take_rejected()
+        return None
+
+    def _greet(self, worker: int) -> None:
+        self._greeted.add(worker)
+        self._connected(worker)
+        descriptor = self._pool.start_next()
+        if descriptor is not None:
+            started = len(self._pool.descriptors) - 1
+            self.socket.watch(descriptor)
+            self._counters.workers[started].pid = self._pool.pid(started)
+
+    def greeted(self, worker: int) -> bool:
+        """Whether a worker is up: before its hello it has nothing in hand, and no handler for signals."""
+        return worker in self._greeted
+
+    def pid(self, worker: int) -> int:
+        return self._pool.pid(worker)
+
+    def stacks(self, worker: int) -> str:
+        """The Python stacks of a worker as it writes them now."""
+        return self._pool.stacks(worker) if self.greeted(worker) else "  (it is still starting)"
+
+    # ---- deaths -------------------------------------------------------------------------------
+
+    def ended(self, ready: Sequence[object]) -> list[int]:
+        """The workers that have ended, by what `socket.wait` found readable, and are not buried yet."""
+        descriptors = self._pool.descriptors
+        return [
+            worker
+            for worker, descriptor in enumerate(descriptors)
+            if descriptor in ready and worker not in self._dead
+        ]
+
+    def kill(self, worker: int) -> None:
+        """End a worker that does not answer."""
+        self._pool.kill(worker)
+
+    def distrust(self, worker: int) -> None:
+        """A worker sent what is no answer of its own: what it had to say will never come. End it."""
+        if worker not in self._distrusted:
+            self._distrusted.add(worker)
+            self._pool.kill(worker)
+
+    def death(self, worker: int) -> tuple[str, str]:
+        """How an ended worker died, in our words and in torch's."""
+        words, torch_text = self._pool.death(worker)
+        if worker in self._distrusted:
+            words = "was ended, because it sent what is no answer to any of its tasks,"
+        return words, torch_text
+
+    def bury(self, worker: int) -> None:
+        """A worker has ended, and what it had sent was received: nothing of it comes in any more."""
+        self._dead.add(worker)
+        if worker in self._greeted:
+            self._stillborn[worker] = 0
+        elif not self._pool.killed(worker):
+            self._stillborn[worker] = self._stillborn.get(worker, 0) + 1
+        self.socket.unwatch(self._pool.descriptors[worker])
+        self.socket.disconnect(worker)
+        self._connected(worker)
+
+    def buried(self, worker: int) -> bool:
+        """Whether a worker is dead, and nobody has taken its place."""
+        return worker in self._dead
+
+    def replace(self, worker: int, ledger: BlockLedger, epoch: Epoch) -> None:
+        """Start a new worker in the place of a buried one, and let it begin the epoch.
+
+        Raises:
+            OSError: it could not be started, or one after the other ends before it is up.
+        """
+        if self._stillborn.get(worker, 0) >= _STILLBORN:
+            raise OSError(f"{_STILLBORN} processes in a row ended before they were up")
+        mapping = self._arena.mapping
+        space = ledger.forget_space(worker, *mapping.region(worker))
+        for offset, size in space:  # what the dead one had written, and nobody heard of
+            mapping.punch(offset, size)
+        folder = self._new_folder({worker})
+        generation = self._pool.replace(worker, folder, space)
+        self._dead.discard(worker)
+        self._distrusted.discard(worker)
+        self._greeted.discard(worker)
+        self.socket.watch(self._pool.descriptors[worker])
+        self.socket.connect(folder, worker, generation)
+        self.claims.begin(worker, None)  # what the dead one had begun
+        self._counters.workers[worker].replaced(self._pool.pid(worker))
+        self.socket.send(worker, epoch)
+
+    # ---- claims -------------------------------------------------------------------------------
+
+    @property
+    def claims(self) -> Claims:
+        assert self._claims is not None, "the crew was started, and not closed"
+        return self._claims
+
+    def holder(self, ticket: int) -> int | None:
+        """The worker that claimed a ticket last; None if nobody did."""
+        holder = self.claims.holder(ticket)
+        return None if holder is None or holder == CONSUMER else holder - 1
+
+    def take_back(self, tasks: list[tuple[int, int]], first_ticket: int) -> tuple[set[int], dict[int, int]]:
+        """Of the tasks (seq, attempt) of an abandoned epoch: those that nobody has, which nobody will get,
+        and the workers of the others."""
+        taken: set[int] = set()
+        claimed: dict[int, int] = {}
+        for seq, attempt in tasks:
+            ticket = first_ticket + seq
+            if self._take_back(ticket, attempt):
+                taken.add(seq)
+            elif (worker := self.holder(ticket)) is not None:
+                claimed[seq] = worker
+        return taken, claimed
+
+    def _take_back(self, ticket: int, attempt: int) -> bool:
+        deadline = time.monotonic() + _CLAIMING
+        while True:
+            try:
+                return self.claims.claim(ticket, attempt, CONSUMER)
+            except Busy:
+                if time.monotonic() > deadline:  # its maker is stopped: it will answer when it goes on
+                    return False
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Let `socket.wait` return from now on. May be called on any thread."""
+        if self._socket is not None:
+            self._socket.wake()
+
+    def stop(self, ask: bool) -> None:
+        """End the workers; with `ask` they may finish what they do within half a second."""
+        if ask and self._socket is not None:
+            self._socket.send_all(encode(Stop()))
+            self._pool.stop()
+        else:
+            self._pool.stop(patience=0)
+        while self._expected:
+            remove_folder(self._expected.popitem()[0])
+
+    def close(self) -> None:
+        """Close the sockets; the workers were stopped."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._claims is not None:
+            self._claims.close()
+            self._claims = None

@@ -1,0 +1,199 @@
+"""A process that waits to fork new workers: what the fork server is for the other start methods.
+
+`serve` runs in the nursery, which is forked together with the first workers where dead ones are to be
+replaced; `Nursery` and `NurseryProcess` run in the consumer. A worker that was forked from the consumer in
+the middle of a training run would see the dataset as it is then, copy the page tables of a process that has
+grown meanwhile, and inherit its sockets, threads' locks and devices. The nursery is a copy of the consumer as
+it was at the start, with one thread and nothing open."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import multiprocessing.process
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+#: Makes the process object of a worker, from the arguments that `Nursery.process` was called with.
+Make = Callable[..., BaseProcess]
+
+_FORK, _REAP, _QUIT = "fork", "reap", "quit"
+
+#: Seconds that the nursery has to end in.
+_PATIENCE = 1.0
+
+#: The exit code of a worker whose parent, the nursery, ended before it (multiprocessing's number for that).
+_UNKNOWN = 255
+
+
+class Nursery:
+    """The consumer's end.
+
+    Args:
+        context: multiprocessing's, of start method fork.
+        make: in the nursery, makes the process object of a worker.
+    """
+
+    def __init__(self, context: Any, make: Make) -> None:
+        self._lock = threading.RLock()  # active_children() of another thread asks too
+        self._connection, other = context.Pipe()
+        self._process = context.Process(
+            target=serve, args=(other, self._connection, os.getpid(), make), daemon=True
+        )
+        try:
+            self._process.start()
+        except BaseException:
+            self._connection.close()
+            raise
+        finally:
+            other.close()
+
+    def process(self, *arguments: Any) -> NurseryProcess:
+        """A worker, to be started like any other process."""
+        return NurseryProcess(self, arguments)
+
+    def ask(self, *request: Any) -> Any:
+        """The nursery's answer to a request.
+
+        Raises:
+            OSError: it is gone, or could not fork.
+        """
+        try:
+            with self._lock:
+                self._connection.send(request)
+                answer = self._connection.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            raise OSError("the process that starts new workers has ended") from error
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """End the nursery; its workers have ended."""
+        with contextlib.suppress(OSError), self._lock:
+            self._connection.send((_QUIT,))  # a child of the user's may hold this end too
+        self._connection.close()
+        self._process.join(_PATIENCE)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+
+    def forget(self) -> None:
+        """This process is a forked copy: the nursery is its sibling."""
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
+
+
+class NurseryProcess(BaseProcess):
+    """A worker that the nursery forks; in the consumer it behaves like a process of its own."""
+
+    _start_method = "fork"
+
+    def __init__(self, nursery: Nursery, arguments: tuple[Any, ...]) -> None:
+        super().__init__(daemon=True)
+        self._nursery = nursery
+        self._arguments = arguments
+
+    # The name that BaseProcess calls.
+    def _Popen(self, process: NurseryProcess) -> _Popen:
+        return _Popen(self._nursery, self._arguments)
+
+
+class _Popen:
+    """What BaseProcess asks for: the interface of multiprocessing's popen_fork.Popen."""
+
+    method = "fork"
+
+    def __init__(self, nursery: Nursery, arguments: tuple[Any, ...]) -> None:
+        self._nursery = nursery
+        self.pid: int = nursery.ask(_FORK, *arguments)
+        self.returncode: int | None = None
+        self.sentinel = os.pidfd_open(self.pid)  # its parent has not reaped it, so the number is its own
+
+    def poll(self, flag: int = 0) -> int | None:
+        return self.wait(0)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        if self.returncode is None:
+            poller = select.poll()
+            poller.register(self.sentinel, select.POLLIN)
+            if poller.poll(None if timeout is None else timeout * 1000):
+                try:
+                    self.returncode = self._nursery.ask(_REAP, self.pid)
+                except OSError:  # the nursery is gone, and with it the exit code
+                    self.returncode = _UNKNOWN
+        return self.returncode
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self.returncode is None:
+            signal.pidfd_send_signal(self.sentinel, number)
+
+    def close(self) -> None:
+        os.close(self.sentinel)
+
+
+# ---- in the nursery -------------------------------------------------------------------------------
+
+
+def serve(connection: Connection, other: Connection, consumer: int, make: Make) -> None:
+    """Fork workers until the consumer closes its end, or dies."""
+    other.close()
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers set a handler of their own
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # multiprocessing lets no daemon have children, because nobody would end them: these leave with the
+    # consumer.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    children: dict[int, BaseProcess] = {}
+    try:
+        death = os.pidfd_open(consumer)
+    except ProcessLookupError:
+        return
+    poller = select.poll()
+    poller.register(connection.fileno(), select.POLLIN)
+    poller.register(death, select.POLLIN)
+    while death not in [ready for ready, _ in poller.poll()]:
+        try:
+            kind, *arguments = connection.recv()
+        except (EOFError, ConnectionResetError):
+            break
+        if kind == _QUIT:
+            break
+        try:
+            answer: Any = _fork(children, make, arguments) if kind == _FORK else _reap(children, *arguments)
+        except OSError as error:
+            answer = error
+        connection.send(answer)
+    # Workers that still run have been told, or see for themselves that the consumer is gone. Nobody is waited
+    # for: that would be this process's exit handlers' doing.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _fork(children: dict[int, BaseProcess], make: Make, arguments: list[Any]) -> int:
+    process = make(*arguments)
+    process.start()
+    assert process.pid is not None, "it was started"
+    children[process.pid] = process
+    return process.pid
+
+
+def _reap(children: dict[int, BaseProcess], pid: int) -> int | None:
+    process = children.pop(pid)
+    process.join()
+    return process.exitcode

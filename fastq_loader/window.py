@@ -1,0 +1,73 @@
+"""The reorder window: how many batches may be asked for and not handed out, all in all.
+
+Pure. A fixed window is torch's: what waits behind a late batch fills it, and the workers stop. One that may
+widen goes by what the workers still have to do: while the consumer waits for the head of the line, batches
+that are ready behind it do not count, up to a number of batches and of bytes. When the line moves again
+without the consumer having to wait, the window shrinks back to its least, slowly, because the next late batch
+is not far as a rule.
+"""
+
+from __future__ import annotations
+
+#: A quarter of what the window has grown by goes after this many of its own lengths without a late head.
+_CALM_WINDOWS = 4
+
+
+class Window:
+    """How many batches may be under way.
+
+    Args:
+        least: in batches, at least 1.
+        widest: up to which it grows; None: it stays at `least`.
+        budget: bytes of shared memory up to which it grows.
+        group: batches that are asked for together, to be sent in one message.
+
+    Attributes:
+        size: in batches, now.
+    """
+
+    def __init__(self, least: int, widest: int | None = None, budget: int = 0, group: int = 1) -> None:
+        self.size = self.least = least
+        self.group = group
+        self.widest = least if widest is None else max(widest, least)
+        self.budget = budget
+        self._calm = 0  # batches delivered since the head was late
+
+    @property
+    def widens(self) -> bool:
+        return self.widest > self.least
+
+    def room(self, under_way: int, unanswered: int, batch_bytes: float) -> int:
+        """How many more batches to ask for, now that the consumer is about to sleep because the head of the
+        line is late.
+
+        Args:
+            under_way: batches asked for and not handed out; more than `size` where it has just shrunk.
+            unanswered: tasks that the workers have still to answer.
+            batch_bytes: what a batch takes of the shared memory.
+        """
+        now = max(self.size, under_way)
+        wider = min(now + self.least - unanswered, self.widest)
+        if batch_bytes > 0:
+            wider = min(wider, int(self.budget / batch_bytes))
+        return max(wider - now, 0)
+
+    def asked(self, under_way: int) -> None:
+        """A batch was asked for, and so many are under way now."""
+        if self.size < under_way <= self.widest:
+            self.size = under_way
+            self._calm = 0
+
+    def refill(self, under_way: int) -> int:
+        """How many batches to ask for now that one was handed out; 0 until it is a group."""
+        room = self.size - under_way
+        return room if room >= self.group else 0
+
+    def delivered(self) -> None:
+        """A batch was handed out."""
+        if self.size == self.least:
+            return
+        self._calm += 1
+        if self._calm >= _CALM_WINDOWS * self.size:
+            self._calm = 0
+            self.size -= -(-(self.size - self.least) // 4)
