@@ -17,19 +17,19 @@ from bench import files, machine, report
 from bench.arguments import AXES, Options, parse
 from bench.jobs import Files, Job, Outcome, jobs
 from bench.peers import PEERS, peer_class
-from bench.results import Results, WorkloadResult
+from bench.results import Results
 from bench.workloads import all_workloads
 
 
 def run(options: Options, results: Results, output: Console, progress: Progress) -> None:
-    """Do all jobs, show the steady ones as they come, and keep the file up to date."""
+    """Do all jobs, show those that have a table of their own as they come, and keep the file up to date."""
     with tempfile.TemporaryDirectory(prefix="fastq-bench-") as folder:
         todo = list(jobs(options, Files(Path(folder)), results))
         task = progress.add_task("starting", total=len(todo))
         for number, job in enumerate(todo):
             for outcome in _work(job, number, progress, task):
-                if isinstance(outcome, WorkloadResult):
-                    output.print(report.workload_table(outcome))
+                if (table := report.table(outcome)) is not None:
+                    output.print(table)
             if options.json is not None:
                 files.write(options.json, results)
 
@@ -110,6 +110,8 @@ def main() -> int:
         output.print(report.LEGEND, highlight=False, soft_wrap=True)
     for moments in filter(None, (results.start, results.turns)):
         output.print(report.moments_table(moments))
+    if results.schedule or results.kills:
+        output.print(report.SCHEDULE_LEGEND, highlight=False, soft_wrap=True)
     if options.plot is not None and not interrupted:
         _plot(options.plot, results)
     return 130 if interrupted else 0  # the shell's 128 + SIGINT

@@ -18,6 +18,7 @@ AXES = {
     "workers": "the same for a growing number of workers",
     "start": "time to the first batch, by start method and number of workers",
     "turns": "first batch, cold first epoch, epoch turns, break and restart, torch against fastq_loader",
+    "schedule": "order without the stall: slow samples, a slow consumer, killed workers; 1 to 4 workers",
 }
 # One of each kind, for a run of a few minutes; --full takes all.
 SHORT = ("jpeg", "csv", "large_u8", "rows", "tokens")
@@ -40,7 +41,7 @@ class Options:
         workloads: names, for each axis that has any.
         workers: numbers of worker processes, for each axis.
         peers: names.
-        blocks: timed blocks of a peer, and repetitions of a turn.
+        blocks: timed blocks of a peer, and repetitions of a turn and of an epoch.
         seconds: length of a block.
         memory: also measure peak memory and descriptors.
         json: the file to write; None is no file.

@@ -45,5 +45,12 @@ def _restored(kind: Any, value: Any) -> Any:
         return {key: _restored(arguments[1], item) for key, item in value.items()}
     if isinstance(kind, type) and is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        return kind(**{part.name: _restored(hints[part.name], value[part.name]) for part in fields(kind)})
+        # An older file lacks what was not measured then; where that has no default it is no file of ours.
+        return kind(
+            **{
+                part.name: _restored(hints[part.name], value[part.name])
+                for part in fields(kind)
+                if part.name in value
+            }
+        )
     return value

@@ -8,13 +8,17 @@ from pathlib import Path
 
 from bench.arguments import Options
 from bench.batches import nbytes
+from bench.cases import VARIANTS, Case, cases
+from bench.kills import KILLS, Setting, measure_kills
 from bench.machine import machine_bytes
 from bench.measure import Tick, measure
 from bench.memory import peak_memory
 from bench.peers import PEERS, LoaderSettings
-from bench.results import MomentResult, PeerResult, Results, WorkloadResult
+from bench.results import KillsResult, MomentResult, PeerResult, Results, ScheduleResult, WorkloadResult
+from bench.schedule import measure_schedule
 from bench.start import measure_start
 from bench.turns import DROP_INS, measure_turns
+from bench.words import worker_count
 from bench.workloads import Workload, find_workload
 
 BATCH_BYTES = tuple(1 << power for power in range(10, 29, 3))  # 1 KiB to 256 MiB
@@ -24,7 +28,7 @@ BATCHES_ALIVE = 16
 MOST_STARTS = 3  # repetitions in fresh processes, each of which takes seconds
 START_METHODS = ("fork", "spawn", "forkserver")
 
-Outcome = WorkloadResult | MomentResult
+Outcome = WorkloadResult | MomentResult | ScheduleResult | KillsResult
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,20 @@ def jobs(options: Options, files: Files, results: Results) -> Iterator[Job]:
                 settings = LoaderSettings(workers, options.start_method)
                 if not _timed(results.turns, name, settings):
                     yield _turns(options, files, name, settings, drop_ins, results.turns)
+    if "schedule" in options.axes:
+        yield from _schedule_jobs(options, drop_ins, results)
+
+
+def _schedule_jobs(options: Options, peers: list[str], results: Results) -> Iterator[Job]:
+    method = options.start_method
+    for case in cases():
+        names = [name for name in case.contenders if VARIANTS[name].peer in peers]
+        done = any((each.case, each.start_method) == (case.name, method) for each in results.schedule)
+        if names and not done:
+            yield _schedule(options, case, names, results.schedule)
+    for workers, kills in KILLS.items() if "fastq_loader" in peers else ():
+        if not any((each.num_workers, each.start_method) == (workers, method) for each in results.kills):
+            yield _kills(options, Setting(workers, kills, method), results.kills)
 
 
 def _measured(results: list[WorkloadResult], name: str, workers: int) -> bool:
@@ -203,3 +221,23 @@ def _turns(
         return list(found)
 
     return Job(f"{name}, {settings.num_workers} workers, turns", len(peers) * options.blocks, work)
+
+
+def _schedule(options: Options, case: Case, names: list[str], into: list[ScheduleResult]) -> Job:
+    rounds = min(options.blocks, case.most_rounds or options.blocks)
+
+    def work(tick: Tick) -> list[Outcome]:
+        result = measure_schedule(case, names, options.start_method, rounds, tick)
+        into.append(result)
+        return [result]
+
+    return Job(f"{case.name}, {worker_count(case.workers)}", len(names) * rounds, work)
+
+
+def _kills(options: Options, setting: Setting, into: list[KillsResult]) -> Job:
+    def work(tick: Tick) -> list[Outcome]:
+        result = measure_kills(setting, options.blocks, tick)
+        into.append(result)
+        return [result]
+
+    return Job(f"kills, {worker_count(setting.workers)}", 3 * options.blocks, work)

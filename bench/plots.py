@@ -13,18 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench import timeline
+from bench.drawing import DOTS_PER_INCH, SMALL, TEXT, TIMES, WIDTH, Picture, finish, plain_decades
 from bench.results import BASELINE, Block, PeerResult, Results, Spread, WorkloadResult, cpu, rate, rate_ratio
 from bench.words import number, size, worker_count
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
-
-WIDTH = 9.0  # inches: at the width of a README, some 900 pixels, text keeps its size in points as pixels
-DOTS_PER_INCH = 160
-TEXT, SMALL = 9, 8  # points
 
 # Okabe and Ito's colours, which are told apart with any kind of colour blindness; without their yellow, which
 # is faint on white. Lines have markers besides.
@@ -42,24 +39,7 @@ BY_HAND = "#A6761D"  # loops that are no peers of every workload
 CEILING = "#B0B0B0"
 MARKERS = dict(zip(COLOURS, "osv^DPX*", strict=True))
 
-TIMES = "\N{MULTIPLICATION SIGN}"
-
 REASON_WIDTH = 44  # characters of a failure that fit into a panel
-
-
-@dataclass(frozen=True)
-class Picture:
-    """One file to draw.
-
-    Attributes:
-        name: of the file.
-        title: what it shows, in a line; also its text for those who cannot see it.
-        draw: puts it into an empty figure.
-    """
-
-    name: str
-    title: str
-    draw: Callable[[Figure], None]
 
 
 @dataclass(frozen=True)
@@ -106,7 +86,7 @@ def pictures(results: Results) -> list[Picture]:
                 partial(_over_workers, results.by_workers),
             )
         )
-    return found
+    return found + timeline.pictures(results.schedule)
 
 
 def write(results: Results, folder: Path) -> list[Path]:
@@ -214,7 +194,7 @@ def _panel(axes: Axes, bars: Sequence[Bar], centre: float | None, suffix: str) -
     start = 0.0 if centre is None else centre
     if centre is not None:
         axes.set_xscale("log")
-        _plain_decades(axes.xaxis, (1, 3))
+        plain_decades(axes.xaxis, (1, 3))
         axes.axvline(centre, color="black", linewidth=1)
     else:
         axes.axvline(100, color="black", linewidth=1)
@@ -270,11 +250,11 @@ def _over_bytes(rows: Sequence[WorkloadResult], figure: Figure) -> None:
     _lines(axes, rows, sizes, rate, scale=1)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    _plain_decades(axes.yaxis, (1,))
+    plain_decades(axes.yaxis, (1,))
     axes.set_xticks(sizes, [size(count, 1024) for count in sizes])
     axes.set_xlabel("bytes of a batch")
     axes.set_ylabel("batches per second")
-    _finish(axes)
+    finish(axes)
     axes.legend(loc="lower left", fontsize=SMALL, frameon=False)
 
 
@@ -291,11 +271,11 @@ def _over_workers(rows: Sequence[WorkloadResult], figure: Figure) -> None:
         numbers = [row.num_workers for row in same]
         _lines(axes, same, numbers, cpu, scale=1e6)
         axes.set_yscale("log")
-        _plain_decades(axes.yaxis, (1, 2, 5))
+        plain_decades(axes.yaxis, (1, 2, 5))
         axes.set_xticks(numbers, [str(count) for count in numbers])
         axes.set_title(f"{name}: {size(same[0].batch_bytes)} a batch", loc="left", fontweight="bold")
         axes.set_xlabel("workers")
-        _finish(axes)
+        finish(axes)
     for axes in grid.flat[len(workloads) :]:
         axes.set_axis_off()
     for line in grid:
@@ -348,19 +328,3 @@ def _lines(
             linewidth=1.5,
             elinewidth=0.9,
         )
-
-
-def _plain_decades(axis: Axis, digits: Sequence[float]) -> None:
-    """Ticks of a log scale at these digits of every decade, written out: 10,000 instead of a power of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    axis.set_major_locator(LogLocator(subs=digits))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axis.set_minor_locator(NullLocator())
-
-
-def _finish(axes: Axes) -> None:
-    axes.grid(color="#DDDDDD")
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=SMALL)
-    axes.spines[["top", "right"]].set_visible(False)

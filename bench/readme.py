@@ -9,17 +9,20 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from bench import files, plots
+from bench.goals import goal, goal_reached, kill_bound, seconds_per_kill, times_of, verdict
 from bench.peers import PEERS
 from bench.results import (
     BASELINE,
+    BOUND,
+    KillsResult,
     MomentResult,
     PeerResult,
     Results,
-    Spread,
+    ScheduleResult,
     WorkloadResult,
     cpu,
     rate,
@@ -28,7 +31,7 @@ from bench.results import (
     switches,
     time_ratio,
 )
-from bench.words import number, ratio, size, worker_count
+from bench.words import milliseconds, number, ratio, size, times, worker_count
 
 README = Path("README.md")
 OURS = "fastq_loader"
@@ -90,7 +93,13 @@ def section(results: Results, source: str) -> str:
     if moments := [*results.start, *results.turns]:
         parts.append("Moments in a loader's life, in milliseconds:")
         parts.append(_table(_MOMENTS, map(_moment, moments), names=3))
-    parts.append(_remarks(results.workloads))
+    if results.schedule:
+        parts.append(_SCHEDULE_HEAD)
+        parts.append(_table(_SCHEDULE, (row for result in results.schedule for row in _schedule(result)), 2))
+    if results.kills:
+        parts.append("What the death of a worker costs an epoch, with `max_worker_restarts`:")
+        parts.append(_table(_KILLS, map(_kills, results.kills)))
+    parts += [_remarks(results.workloads), _not_measured(results.schedule)]
     folder = PurePosixPath(source).with_suffix("")
     parts += [f"![{picture.title}]({folder / picture.name})" for picture in plots.pictures(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -115,6 +124,21 @@ _COST = (
     "PSS, MB",
     "shared memory, MB",
     "descriptors",
+)
+_SCHEDULE_HEAD = (
+    "Order without the stall: seconds of an epoch whose workers were up. The bound is what no order of "
+    "loading can do without; in a list schedule whoever is free takes the next batch, and nothing else takes "
+    "time. The head of the line is late while later batches are ready and the next one is not."
+)
+_SCHEDULE = ("case", "loader", "seconds", "÷ bound", "÷ the goal's base", "late head, s", "goal")
+_KILLS = (
+    "workers; batches",
+    "undisturbed, s",
+    "with kills, s",
+    "kills",
+    "ms a kill",
+    "a worker's start and one batch, ms",
+    "goal: at most that",
 )
 _MOMENTS = ("moment", "workload", "workers", "torch", OURS, "times shorter")
 
@@ -214,12 +238,55 @@ def _moment(result: MomentResult) -> list[str]:
     ]
 
 
+def _schedule(result: ScheduleResult) -> Iterator[list[str]]:
+    """The bound, and a row for every contender; the case is described in the first."""
+    head = (
+        f"**{result.case}**: {result.description}; {worker_count(result.num_workers)}, {result.start_method}"
+    )
+    if result.bound is not None:
+        yield [head, f"bound: {result.bounded_by}", f"{result.bound:.2f}", "1.00", "", "", ""]
+        head = ""
+    if result.bound is not None and result.list_schedule is not None:
+        listed = result.list_schedule
+        yield ["", "list schedule, computed", f"{listed:.2f}", f"{listed / result.bound:.2f}", "", "", ""]
+    for name, contender in result.contenders.items():
+        bound = times_of(result, name, BOUND)
+        base = times_of(result, name, result.goal.base) if result.goal.base not in (BOUND, name) else None
+        late = [epoch.head_of_line for epoch in contender.epochs if epoch.head_of_line is not None]
+        wanted = f"{goal(result)}: {goal_reached(result)}" if name == result.goal.of else ""
+        yield [
+            head,
+            contender.label,
+            times(spread([epoch.seconds for epoch in contender.epochs])) if contender.epochs else NONE,
+            times(bound) if bound else "",
+            times(base) if base else "",
+            f"{spread(late).median:.2f}" if late else "",
+            wanted,
+        ]
+        head = ""
+
+
+def _kills(result: KillsResult) -> list[str]:
+    workers = f"{worker_count(result.num_workers)}, {result.start_method}"
+    name = f"{workers}; {result.batches} batches, {result.description}"
+    if result.failure is not None:
+        return [name, *[NONE] * (len(_KILLS) - 2), f"not measured: {_in_a_line(result.failure)}"]
+    cost = seconds_per_kill(result)
+    return [
+        name,
+        times(spread(result.undisturbed)),
+        times(spread(result.killed)),
+        number(spread(result.kills).median),
+        milliseconds(cost),
+        number(1e3 * kill_bound(result)),
+        verdict(cost, kill_bound(result)),
+    ]
+
+
 def _milliseconds(seconds: Sequence[float]) -> str:
     if not seconds:
         return NONE
-    value = spread(seconds)
-    value = Spread(value.median * 1e3, value.low * 1e3, value.high * 1e3)
-    return f"{number(value.median)} ({number(value.low)}-{number(value.high)})"
+    return milliseconds(spread(seconds))
 
 
 def _remarks(rows: Sequence[WorkloadResult]) -> str:
@@ -236,6 +303,15 @@ def _remarks(rows: Sequence[WorkloadResult]) -> str:
             where = [workload for workload, peer in asked.items() if peer.failure == failure]
             lines.append(f"- {label}: not measured, {_in_a_line(failure)}{_where(where, asked)}")
     return "\n".join(lines)
+
+
+def _not_measured(cases: Sequence[ScheduleResult]) -> str:
+    return "\n".join(
+        f"- {contender.label}: not measured, {_in_a_line(contender.failure)} ({result.case})"
+        for result in cases
+        for contender in result.contenders.values()
+        if contender.failure is not None
+    )
 
 
 def _where(workloads: Sequence[str], of: Collection[str]) -> str:

@@ -147,6 +147,129 @@ class MomentResult:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a worker did for one batch: their numbers, and seconds since the clock of the epoch started."""
+
+    batch: int
+    worker: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What took place in one epoch.
+
+    Attributes:
+        work: by batch, ascending.
+        deliveries: when the consumer had each batch, in seconds as in `Work`, ascending.
+    """
+
+    work: list[Work]
+    deliveries: list[float]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch with workers that were up, from `iter()` until the consumer was done with the last batch.
+
+    Attributes:
+        seconds: of wall clock.
+        waited: seconds of it within `next()`.
+        worked: seconds that workers spent on samples, all together; None when samples do not tell.
+        head_of_line: seconds of `waited` in which later batches were ready; None when a loader does not tell.
+        window: batches that could be under way at its end; None when a loader does not tell.
+    """
+
+    seconds: float
+    waited: float
+    worked: float | None = None
+    head_of_line: float | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A loader, with the arguments that decide on its order.
+
+    Attributes:
+        label: the name to show.
+        epochs: one of each round; empty when it has none, and `failure` says why.
+        timeline: of the median epoch; None where no picture is drawn.
+    """
+
+    label: str
+    epochs: list[Epoch] = field(default_factory=list)
+    timeline: Timeline | None = None
+    failure: str | None = None
+
+
+BOUND = "bound"
+"""What a goal is in multiples of, if it is no contender."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """An epoch of the contender `of` is to take at most `times` as long as one of `base`: a contender's
+    name, or `BOUND`."""
+
+    of: str
+    times: float
+    base: str
+
+
+@dataclass(frozen=True)
+class ScheduleResult:
+    """Epochs of the same batches by several contenders: epoch k of each of them ran in round k.
+
+    Attributes:
+        case: a word for it.
+        batches: in an epoch.
+        bound: seconds that no schedule can do without; None when it is not known.
+        bounded_by: what the bound is, in words.
+        list_schedule: seconds when whoever is free takes the next batch, and nothing else takes time; None
+            when it is not known.
+        contenders: by name, in the order of the report.
+    """
+
+    case: str
+    description: str
+    batches: int
+    num_workers: int
+    start_method: str
+    bound: float | None
+    bounded_by: str
+    list_schedule: float | None
+    goal: Goal
+    contenders: dict[str, Contender]
+
+
+@dataclass(frozen=True)
+class KillsResult:
+    """Epochs in which workers were killed, beside ones in which they were not: both of round k ran in turn.
+
+    Attributes:
+        batches: in an epoch.
+        batch_seconds: what a batch costs.
+        start: seconds to the first batch of a fresh loader with one worker and a batch that costs nothing.
+        undisturbed, killed: seconds of an epoch.
+        kills: workers that died and were replaced in each of `killed`.
+        failure: why there are no figures.
+    """
+
+    description: str
+    batches: int
+    batch_seconds: float
+    num_workers: int
+    start_method: str
+    start: list[float] = field(default_factory=list)
+    undisturbed: list[float] = field(default_factory=list)
+    killed: list[float] = field(default_factory=list)
+    kills: list[int] = field(default_factory=list)
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
 class Results:
     """A whole run; what was not asked for is empty.
 
@@ -158,6 +281,8 @@ class Results:
         by_workers: the same for a few workloads with a growing number of workers.
         start: time to the first batch, by start method and number of workers.
         turns: first batch, cold first epoch, epoch turns, break and restart.
+        schedule: epochs with slow samples, with a slow consumer, with samples that cost nothing.
+        kills: epochs in which workers were killed.
     """
 
     arguments: dict[str, Any]
@@ -167,6 +292,8 @@ class Results:
     by_workers: list[WorkloadResult] = field(default_factory=list)
     start: list[MomentResult] = field(default_factory=list)
     turns: list[MomentResult] = field(default_factory=list)
+    schedule: list[ScheduleResult] = field(default_factory=list)
+    kills: list[KillsResult] = field(default_factory=list)
     version: int = VERSION
 
 

@@ -30,3 +30,13 @@ def ratio(value: Spread) -> str:
     """The median with the range of the rounds, and whether they agree on which is faster."""
     text = f"{number(value.median)} ({number(value.low)}-{number(value.high)})"
     return f"{text}, within noise" if within_noise(value) else text
+
+
+def times(value: Spread) -> str:
+    """Multiples of something close to 1, where the second digit after the point counts."""
+    return f"{value.median:.2f} ({value.low:.2f}-{value.high:.2f})"
+
+
+def milliseconds(value: Spread) -> str:
+    """A time in seconds, as milliseconds with its range."""
+    return f"{number(value.median * 1e3)} ({number(value.low * 1e3)}-{number(value.high * 1e3)})"

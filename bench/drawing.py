@@ -1,0 +1,51 @@
+"""What all pictures have in common: their size, their text, and how axes look.
+
+matplotlib is imported when something is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+WIDTH = 9.0  # inches: at the width of a README, some 900 pixels, text keeps its size in points as pixels
+DOTS_PER_INCH = 160
+TEXT, SMALL = 9, 8  # points
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One file to draw.
+
+    Attributes:
+        name: of the file.
+        title: what it shows, in a line; also its text for those who cannot see it.
+        draw: puts it into an empty figure.
+    """
+
+    name: str
+    title: str
+    draw: Callable[[Figure], None]
+
+
+def plain_decades(axis: Axis, digits: Sequence[float]) -> None:
+    """Ticks of a log scale at these digits of every decade, written out: 10,000 instead of a power of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=digits))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def finish(axes: Axes) -> None:
+    axes.grid(color="#DDDDDD")
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=SMALL)
+    axes.spines[["top", "right"]].set_visible(False)
