@@ -25,11 +25,22 @@ def objection(scheduler: Scheduler, worker: int, batch: Batch, answer: Answer) -
         ended = worker in scheduler._quiet
         if ended != (answer.outcome == SKIPPED):
             return _refusal(worker, answer, "its part of the dataset has ended already, or has not")
-    if answer.used or answer.fresh or answer.returned:
+    if (answer.used or answer.fresh or answer.returned) and not _as_granted(batch, answer):
         reason = _unlikely_blocks(scheduler, worker, batch, answer)
         if reason is not None:
             return _refusal(worker, answer, reason)
     return None
+
+
+def _as_granted(batch: Batch, answer: Answer) -> bool:
+    """Whether the batch lies in all the blocks that were granted for it, as nearly every one does."""
+    grants = dict(batch.grants)
+    return (
+        not answer.fresh
+        and not answer.returned
+        and len(answer.used) == len(grants)
+        and all(0 < need <= grants.pop(offset, 0) for offset, need in answer.used)
+    )
 
 
 def _refusal(worker: int, answer: Answer, reason: str) -> ProtocolError:

@@ -46,9 +46,10 @@ class Inbox:
     def take(self) -> list[Arrived]:
         """What has come, in the order in which the workers finished."""
         arrived: list[Arrived] = []
+        scheduler = self._scheduler
         while (received := self._crew.receive()) is not None:
             worker, answer = received
-            if not self._is_due(worker, answer):
+            if not scheduler.expects(worker, answer) or (scheduler.dynamic and not self._has(worker, answer)):
                 self._counters.rejected_frames += 1
                 self._crew.distrust(worker)
                 continue
@@ -75,15 +76,14 @@ class Inbox:
                 if self._iterable:  # how far it has come, or whether it has ended, nobody knows now
                     self._crew.distrust(event.worker)
         counters.blocks_grown += scheduler.ledger.grown - grown
-        counters.stale_answers += scheduler.take_stale()
+        if scheduler.stale:
+            counters.stale_answers += scheduler.take_stale()
 
-    def _is_due(self, worker: int, answer: Answer) -> bool:
+    def _has(self, worker: int, answer: Answer) -> bool:
+        """Whether it is this worker that claimed the task; of an older epoch that is known already."""
         scheduler = self._scheduler
-        if not scheduler.expects(worker, answer):
-            return False
-        if not scheduler.dynamic or answer.epoch != scheduler.epoch:
-            return True
-        return self._crew.holder(scheduler.first_ticket + answer.seq) == worker
+        ticket = scheduler.first_ticket + answer.seq
+        return answer.epoch != scheduler.epoch or self._crew.holder(ticket) == worker
 
     def _learn(self, worker: int, answer: Answer) -> Answer:
         """The answer with its handle ready to be unpacked.

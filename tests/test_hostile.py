@@ -495,7 +495,7 @@ def lie_about_blocks(noise: random.Random, fields: list[Any]) -> list[Any]:
         block = noise.choice(fields[8])
         block[noise.randrange(2)] += noise.choice((1, 1 << 20, 1 << 40))
     elif what == "fresh":
-        fields[9].append(noise.choice(([0, 7], [1 << 50, SMALLEST], [0, SMALLEST])))
+        fields[9].append(noise.choice(([0, 7], [1 << 50, SMALLEST])))
     else:
         fields[10].append(noise.choice((7, 1 << 50)))
     return fields
