@@ -260,9 +260,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Python 3.12 warns at every fork beside a thread; pytest's own threads are no fault of the loader."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Python 3.12 warns at every fork beside a thread; pytest's own threads are no fault of the loader. A chaos
+    test may take as long as it was told to, and hang for no more than two minutes."""
     for item in items:
+        if item.get_closest_marker("chaos") is not None:
+            item.add_marker(pytest.mark.timeout(config.getoption("--chaos-seconds") + 120))
         if item.get_closest_marker("processes") is not None:
             text = "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning"
             item.add_marker(pytest.mark.filterwarnings(text))
