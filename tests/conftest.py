@@ -261,8 +261,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Python 3.12 warns at every fork beside a thread; pytest's own threads are no fault of the loader. A chaos
-    test may take as long as it was told to, and hang for no more than two minutes."""
+    """Python 3.12 warns at every fork beside a thread; pytest's own threads are no fault of the loader. A
+    chaos test may take as long as it was told to, and hang for no more than two minutes."""
     for item in items:
         if item.get_closest_marker("chaos") is not None:
             item.add_marker(pytest.mark.timeout(config.getoption("--chaos-seconds") + 120))
