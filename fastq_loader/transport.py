@@ -15,6 +15,7 @@ import contextlib
 import math
 import os
 import shutil
+import signal
 import tempfile
 import threading
 from collections import deque
@@ -247,7 +248,12 @@ class ConsumerSocket:
         # when the garbage collector ends a loader, and would wait for the socket for ever.
         self._poller = zmq.Poller()
         self._socket.close(linger=0)
-        self._context.term()
+        # pyzmq gives a term() up that a signal interrupts, and leaves the context's thread and descriptors.
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            self._context.term()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         with self._waking:
             wake, self._wake = self._wake, -1
         if wake >= 0:
