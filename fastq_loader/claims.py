@@ -9,7 +9,8 @@ A word of the table stands for one ticket (a batch of an epoch) and holds the nu
 has it. A claim is made under a lock on one byte, the ticket's, of the arena's memfd. It is an
 open-file-description lock: the kernel lets it go when its holder dies, so a worker that is killed in the
 middle of a claim either has left its name or has claimed nothing. The consumer reads from the table what a
-dead worker had in hand, and takes tasks back by claiming them itself."""
+dead worker had in hand, and takes tasks back by claiming them itself.
+"""
 
 from __future__ import annotations
 

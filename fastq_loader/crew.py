@@ -2,7 +2,8 @@
 
 Runs in the consumer, on the thread that calls `next()`, except for `wake`. Owns everything that a worker's
 number stands for: the process that has it now, its socket, the folder where they meet. It decides nothing;
-what becomes of the batches of a worker that died is the scheduler's."""
+what becomes of the batches of a worker that died is the scheduler's.
+"""
 
 from __future__ import annotations
 

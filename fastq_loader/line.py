@@ -1,7 +1,8 @@
 """The line of an epoch's batches: from the draw of their indices to their place at the head.
 
 Pure. What is ready waits in the reorder ring; what will never come (a worker's part of an iterable dataset
-had ended) is passed over."""
+had ended) is passed over.
+"""
 
 from __future__ import annotations
 

@@ -91,7 +91,6 @@ class EventLoop:
         self.waiting = False
         self.orderly = False
         self.fatal: str | None = None
-        self._widens = Window(*plan.window).widens
         self._counters = counters
         self._sampler: Iterator[Any] = iter(())
         self._arena = Arena(plan.workers)
@@ -250,7 +249,7 @@ class EventLoop:
     def _wait(self, wait: Wait) -> None:
         if self._receive():
             return
-        if self._widens:
+        if self.scheduler.window.widens:
             for _ in self.scheduler.handle(_IDLE):
                 self._draw()
         self._flush()

@@ -4,7 +4,8 @@
 replaced; `Nursery` and `NurseryProcess` run in the consumer. A worker that was forked from the consumer in
 the middle of a training run would see the dataset as it is then, copy the page tables of a process that has
 grown meanwhile, and inherit its sockets, threads' locks and devices. The nursery is a copy of the consumer as
-it was at the start, with one thread and nothing open."""
+it was at the start, with one thread and nothing open.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The workers of a pool as the scheduler sees them: how each of them is, and whose turn it is.
 
 Pure. The turn is torch's: it goes around the workers that have something left to read, and in an epoch
-without order it passes those that have their share of the window already."""
+without order it passes those that have their share of the window already.
+"""
 
 from __future__ import annotations
 

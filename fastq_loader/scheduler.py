@@ -16,7 +16,8 @@ and what it had not answered is sent again, as the next attempt; nothing of an o
 `EpochStarted` answers with as many `Draw` as the window is wide. Each asks for one index of the sampler,
 which comes back as `Drawn` or `DrawFailed`, or not at all when the sampler is exhausted. `Wanted` (the user
 called `next()`) answers with `Draw` and `Deliver`, or with `Draw` alone (ask again), `Wait`, `Break` or
-`Finish`."""
+`Finish`.
+"""
 
 from __future__ import annotations
 
