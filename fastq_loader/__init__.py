@@ -2,28 +2,37 @@
 
 The way of a batch, and the module of each station: `loader` (arguments) → `iterator` → `engine` (the gate) →
 `loop` (the event loop) → `processes` → `worker` → `fetch` and `collate` → `packing` → `allocator` and
-`arena` (shared memory) → `transport` → `messages` → `scheduler` with `ring` and `blocks` → `unpacking`.
+`arena` (shared memory) → `transport` → `messages` → `scheduler` with `ring` and `blocks` → `delivery` →
+`unpacking`; and on to a device: `link` → `staging` → `pinning` → `copies` → `device` → `transforms`.
 """
 
 from fastq_loader.allocator import empty
 from fastq_loader.errors import (
     IteratorInvalid,
     LoaderTimeout,
+    PinFailed,
+    PinFallback,
     UnpicklableError,
     WorkerDied,
     WorkerTraceback,
 )
 from fastq_loader.loader import DataLoader
-from fastq_loader.statistics import LoaderStatistics, WorkerStatistics
+from fastq_loader.statistics import LoaderStatistics, StagingStatistics, WorkerStatistics
+from fastq_loader.transforms import copy_into, normalize
 
 __all__ = [
     "DataLoader",
     "IteratorInvalid",
     "LoaderStatistics",
     "LoaderTimeout",
+    "PinFailed",
+    "PinFallback",
+    "StagingStatistics",
     "UnpicklableError",
     "WorkerDied",
     "WorkerStatistics",
     "WorkerTraceback",
+    "copy_into",
     "empty",
+    "normalize",
 ]

@@ -4,6 +4,9 @@ Runs in a worker process. During a task the worker owns the blocks granted with 
 itself in its own part of the arena when none fits. With the answer all of them pass to the consumer,
 except blocks that user code still looks at: a dataset that keeps a tensor it allocated here keeps its
 block, and the batch is shipped in a copy.
+
+Where batches go on to a device, one copy has to take the whole batch: the results of a task are then cut out
+of one block, one behind the other, as large as the batch before needed.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ import torch
 
 from fastq_loader import process_id
 from fastq_loader.arena import Mapping
-from fastq_loader.blocks import SMALLEST, Extents, size_class
+from fastq_loader.blocks import SMALLEST, Extents, device_aligned, size_class
 
 #: New pages are filled at 1.3 GB/s (design.md, "Why this wins"): waiting takes at most a quarter of that.
 _WAIT_BYTES_PER_SECOND = 5e9
 _GLANCE = 20e-6  # seconds between two looks
+#: Bytes left in the first such block for the small fields that come last.
+_SLACK = 64 * 1024
 
 
 Array = np.ndarray[Any, Any]
@@ -111,10 +116,19 @@ class Allocator:
         mapping: the arena in this process.
         worker: the worker's id, which names its part of the arena.
         space: ranges (offset, size) in which it can make blocks; None is the whole of its part.
+        together: cut the results of a task out of one block; else each has one of its own.
+
+    Attributes:
+        expected: bytes of a batch, so far as one can tell from the one before.
     """
 
-    def __init__(self, mapping: Mapping, worker: int, space: Extents | None = None) -> None:
+    def __init__(
+        self, mapping: Mapping, worker: int, space: Extents | None = None, together: bool = False
+    ) -> None:
         self.mapping = mapping
+        self.together = together
+        self.expected = 0
+        self._rest: tuple[int, int, int] | None = None  # (block, start and end of what is left in it)
         start, end = mapping.region(worker)
         self._space = AddressSpace(((start, end - start),) if space is None else space)
         self._pid = process_id.current()
@@ -123,7 +137,7 @@ class Allocator:
         self._promised: list[tuple[int, int]] = []  # the same, once they are let go
         self._open: dict[int, int] = {}  # offset → size of the blocks in use by this task
         self._offsets: list[int] = []  # of the open blocks, ascending
-        self._holds: dict[int, weakref.ref[_Hold]] = {}  # offset → what user code may look through
+        self._holds: dict[int, list[weakref.ref[_Hold]]] = {}  # offset → what user code may look through
         self._dropped: deque[int] = deque()
         self._shipping: frozenset[int] = frozenset()  # blocks that the answer names, held or not
         self._frozen: set[int] = set()  # blocks that a child of user code looks at
@@ -183,14 +197,27 @@ class Allocator:
         return found
 
     def empty_array(self, shape: tuple[int, ...], typestr: str, nbytes: int) -> Array | None:
-        """An uninitialised array in a block of its own; None where a block is not worth it."""
+        """An uninitialised array in a block; None where a block is not worth it."""
         if nbytes < SMALLEST or process_id.current() != self._pid:
             return None
         with self._lock:
-            offset, _ = self.take(nbytes)
-            hold = _Hold(self.mapping.base + offset, shape, typestr, offset, self._dropped)
-            self._holds[offset] = weakref.ref(hold)
+            offset, start = self._cut(nbytes)
+            hold = _Hold(self.mapping.base + start, shape, typestr, offset, self._dropped)
+            self._holds.setdefault(offset, []).append(weakref.ref(hold))
         return np.asarray(hold)
+
+    def _cut(self, nbytes: int) -> tuple[int, int]:
+        """A block's offset, and that of `nbytes` in it."""
+        if not self.together:
+            offset, _ = self.take(nbytes)
+            return offset, offset
+        rest = self._rest
+        if rest is None or rest[2] - rest[1] < nbytes:
+            offset, size = self.take(max(nbytes + _SLACK, self.expected))
+            rest = offset, offset, offset + size
+        block, start, end = rest
+        self._rest = block, min(start + device_aligned(nbytes), end), end
+        return block, start
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """The same as a tensor."""
@@ -240,8 +267,8 @@ class Allocator:
             return [offset for offset in self._shipping if self._is_held(offset)]
 
     def _is_held(self, offset: int) -> bool:
-        hold = self._holds.get(offset)
-        return offset in self._frozen or (hold is not None and hold() is not None)
+        holds = self._holds.get(offset, ())
+        return offset in self._frozen or any(hold() is not None for hold in holds)
 
     def finish(self, used: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
         """The task is answered with the blocks at `used`.
@@ -252,6 +279,7 @@ class Allocator:
         """
         with self._lock:
             self._shipping = frozenset()
+            self._rest = None
             for offset in used:
                 del self._open[offset]
                 self._holds.pop(offset, None)
@@ -274,6 +302,8 @@ class Allocator:
                 del self._holds[offset]
                 self._idle.append((self._open.pop(offset), offset))
                 self._offsets.remove(offset)
+                if self._rest is not None and self._rest[0] == offset:
+                    self._rest = None
         self._idle.sort()
 
     def forking(self) -> None:

@@ -15,6 +15,7 @@ nobody else can reach any more.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -49,7 +50,7 @@ CLAIMS = 1 << 15
 
 # Not every Python knows the names of these; numbers from <linux/fcntl.h> and <asm-generic/mman-common.h>.
 _F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
-_MADV_DONTDUMP, _MADV_REMOVE = 16, 9
+_MADV_DONTDUMP, _MADV_REMOVE, _MADV_POPULATE_WRITE = 16, 9, 23
 
 
 class Mapping:
@@ -106,6 +107,11 @@ class Mapping:
         """Give pages back to the system; the range reads as zeros and can be written again."""
         if size > 0:
             self._map.madvise(_MADV_REMOVE, offset, size)
+
+    def populate(self, offset: int, size: int) -> None:
+        """Make this process see the pages of a range, and have them be there."""
+        with contextlib.suppress(OSError):  # Linux before 5.14: they come when they are looked at
+            self._map.madvise(_MADV_POPULATE_WRITE, offset, size)
 
 
 class Arena:

@@ -37,6 +37,8 @@ PAGE = 4096
 #: Bytes from which a block less in the pool is worth a worker's glances at the promise. Below it a further
 #: block is made once, and the next tasks find it free.
 WORTH_A_PROMISE = 4 << 20
+#: Where fields begin in a batch that goes to a device in one piece: what CUDA's own allocator aligns to.
+DEVICE_ALIGNMENT = 256
 SMALLEST = 64 * 1024  # bytes; smaller leaves travel in a parcel and are copied out (design, rule 2)
 
 
@@ -51,6 +53,11 @@ def size_class(nbytes: int) -> int:
     step = 1 << max((nbytes - 1).bit_length() - 3, 0)
     step = max(step, PAGE)
     return -(-nbytes // step) * step
+
+
+def device_aligned(nbytes: int) -> int:
+    """Bytes that a field takes up in a batch that goes to a device."""
+    return -(-nbytes // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT
 
 
 _LOOKED_AT = frozenset((HELD, PROMISED))

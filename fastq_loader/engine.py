@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from fastq_loader import process_id
+from fastq_loader.delivery import Failed
 from fastq_loader.errors import IteratorInvalid
-from fastq_loader.loop import EventLoop, Failed, Woken
+from fastq_loader.link import Link
+from fastq_loader.loop import EventLoop, Woken
 from fastq_loader.processes import Plan
 from fastq_loader.statistics import Counters
 
@@ -31,6 +33,7 @@ class Engine:
         plan: what the workers do.
         base_seed, shared_seed: of their generators, and of datapipe graphs.
         counters: the loader's; they outlive this engine.
+        link: the loader's way to a device, or None.
 
     Attributes:
         closed: why, once it is.
@@ -41,7 +44,14 @@ class Engine:
         OSError: descriptors, processes, memory or temporary folders are used up.
     """
 
-    def __init__(self, plan: Plan, base_seed: int, shared_seed: int | None, counters: Counters) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        base_seed: int,
+        shared_seed: int | None,
+        counters: Counters,
+        link: Link | None = None,
+    ) -> None:
         self._pid = process_id.current()
         self.closed: str | None = None
         self.failed = False
@@ -49,7 +59,7 @@ class Engine:
         self._lock = threading.RLock()
         self._inside = False
         self._cut_short = False  # an interrupt left the loop half-way through something
-        self._loop: EventLoop | None = EventLoop(plan, counters)
+        self._loop: EventLoop | None = EventLoop(plan, counters, link)
         try:
             self._loop.start(base_seed, shared_seed)
         except BaseException:
@@ -84,13 +94,25 @@ class Engine:
             LoaderTimeout: no message came within the timeout; the next call waits again.
             Exception: what the user's code raised at this place.
         """
+        self._check_epoch(epoch)
+        return self._enter(EventLoop.next)
+
+    def poll(self, epoch: int) -> None:
+        """Begin the copies of batches that have become ready; see `EventLoop.poll`.
+
+        Raises:
+            IteratorInvalid: the epoch was ended by a newer one, or the engine was closed.
+        """
+        self._check_epoch(epoch)
+        self._enter(EventLoop.poll)
+
+    def _check_epoch(self, epoch: int) -> None:
         loop = self._loop
         if loop is not None and epoch != loop.scheduler.epoch and self.closed is None:
             raise IteratorInvalid(
                 "this iterator ended when a newer iteration of the same persistent_workers=True loader "
                 "began; use a loader of its own, or persistent_workers=False, to iterate twice at once"
             )
-        return self._enter(EventLoop.next)
 
     def _enter(self, call: Callable[[EventLoop], T]) -> T:
         try:

@@ -41,6 +41,14 @@ class IteratorInvalid(RuntimeError):
     """`next()` on an iterator whose workers were closed, or that a newer one has replaced."""
 
 
+class PinFailed(RuntimeError):
+    """Host memory could not be page-locked for copies to a device, and `pin` does not allow less."""
+
+
+class PinFallback(RuntimeWarning):
+    """`pin="auto"` goes on with a slower way of copying to the device; `statistics()` says which and why."""
+
+
 class UnpicklableError(pickle.PicklingError):
     """Something that has to travel to or from a worker cannot be pickled; the text names where it lies."""
 

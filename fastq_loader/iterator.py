@@ -20,6 +20,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from fastq_loader import datapipes, sampling, seeding
 from fastq_loader.engine import Engine
 from fastq_loader.fetch import EndOfStream, make_fetcher
+from fastq_loader.staging import SerialStaging
+from fastq_loader.transforms import copy_into
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
@@ -47,6 +49,9 @@ class LoaderIterator(Iterator[Any]):
         self._length = loader._IterableDataset_len_called
         self._workers = loader.num_workers
         self._yielded = 0
+        self._link = loader._way_to_device()
+        #: With device="cpu" the host is where a transform for the device runs.
+        self._transform = loader.device_transform if self._link is None else None
 
     def __iter__(self) -> LoaderIterator:
         return self
@@ -64,7 +69,23 @@ class LoaderIterator(Iterator[Any]):
                 return self._next_and_count()
         return self._next_and_count()
 
+    def poll(self) -> None:
+        """Begin the copies of batches that have become ready since the last `next()`. With a `device`, for
+        loops whose steps take so long that workers fall idle and copies begin late; waits for nothing."""
+
+    def copy_into(self, static_batch: Any) -> None:
+        """Take the next batch, and copy it into the tensors that a captured step reads; see
+        `fastq_loader.copy_into`.
+
+        Raises:
+            StopIteration: there is none.
+            ValueError: its structure, shapes or dtypes differ; the batch is gone.
+        """
+        copy_into(static_batch, next(self))
+
     def _next_and_count(self) -> Any:
+        if self._link is not None:
+            self._link.refuse_capture()
         batch = self._next_batch()
         self._yielded += 1
         if self._iterable and self._length is not None and self._yielded > self._length:
@@ -74,7 +95,10 @@ class LoaderIterator(Iterator[Any]):
     @abstractmethod
     def _next_batch(self) -> Any: ...
 
-    def _pinned(self, batch: Any) -> Any:
+    def _finished(self, batch: Any) -> Any:
+        """What a batch that stays on the host goes through last."""
+        if self._transform is not None:
+            batch = self._transform(batch)
         return batch if self._pin_device is None else pin_memory(batch, self._pin_device)  # type: ignore[no-untyped-call]
 
     def _warn_about_length(self) -> None:
@@ -110,6 +134,7 @@ class SerialIterator(LoaderIterator):
         datapipes.shard(self._dataset, *datapipes.ranks())
         #: Batches are seeded from it, as in workers; None: they share the consumer's own generators.
         self._base_seed = base_seed if loader.schedule == "dynamic" else None
+        self._staging = None if self._link is None else SerialStaging.of(self._link)
         self._drawn = 0
         with self._seeded(lambda seed: seeding.seed_worker(seed, 0)):  # for what iter(dataset) draws
             self._fetcher = make_fetcher(
@@ -119,6 +144,10 @@ class SerialIterator(LoaderIterator):
                 collate=loader.collate_fn,
                 drop_last=loader.drop_last,
             )
+
+    def __del__(self) -> None:
+        if getattr(self, "_staging", None) is not None and self._link is not None:
+            self._link.idle.append(self._staging)
 
     @contextmanager
     def _seeded(self, seed: Callable[[int], int]) -> Iterator[None]:
@@ -145,7 +174,7 @@ class SerialIterator(LoaderIterator):
         finally:
             self._counters.wait_ns += time.monotonic_ns() - began
         self._counters.batches += 1
-        return self._pinned(batch)
+        return self._finished(batch) if self._staging is None else self._staging.stage(batch)
 
 
 class WorkerIterator(LoaderIterator):
@@ -161,7 +190,7 @@ class WorkerIterator(LoaderIterator):
     def __init__(self, loader: DataLoader[Any], previous: WorkerIterator | None) -> None:
         shared_seed = datapipes.draw_shared_seed(loader.dataset, loader.generator)
         super().__init__(loader)
-        self._finished = False
+        self._exhausted = False
         self._persistent = loader.persistent_workers
         if loader.schedule == "dynamic":
             self._start_dynamic(loader, previous, shared_seed)
@@ -178,7 +207,7 @@ class WorkerIterator(LoaderIterator):
         if previous is not None:
             self.engine = previous.engine
         else:
-            self.engine = Engine(loader._plan(), base_seed, shared_seed, loader._counters)
+            self.engine = Engine(loader._plan(), base_seed, shared_seed, loader._counters, self._link)
         self._epoch = self.engine.start_epoch(sampler, shared_seed, base_seed)
 
     def _start_as_torch(
@@ -191,7 +220,9 @@ class WorkerIterator(LoaderIterator):
         else:
             self._pin_device = _pin_device(loader)
             iter(self._index_sampler)
-            engine = Engine(loader._plan(), draw_base_seed(loader.generator), shared_seed, loader._counters)
+            engine = Engine(
+                loader._plan(), draw_base_seed(loader.generator), shared_seed, loader._counters, self._link
+            )
         self.engine = engine
         sampler = sampling.iterate_packed(self._index_sampler)
         if previous is None:
@@ -200,24 +231,29 @@ class WorkerIterator(LoaderIterator):
         self._epoch = engine.start_epoch(sampler, shared_seed)
 
     def _next_batch(self) -> Any:
-        if self._finished:
+        if self._exhausted:
             raise StopIteration
         try:
             batch = self.engine.next_batch(self._epoch)
         except StopIteration:
-            self._finished = True
+            self._exhausted = True
             if not self._persistent:
                 self.engine.close("it was exhausted")
             raise
         except Exception:
-            self._finished = self.engine.failed
+            self._exhausted = self.engine.failed
             raise
-        return self._pinned(batch)
+        return self._finished(batch)
+
+    def poll(self) -> None:
+        if self._link is not None and not self._exhausted:
+            self._link.refuse_capture()
+            self.engine.poll(self._epoch)
 
 
 def _pin_device(loader: DataLoader[Any]) -> str | None:
     """The device to pin for, with torch's warnings; None: do not pin."""
-    if not loader.pin_memory:
+    if not loader.pin_memory or loader._link is not None:
         return None
     if loader.pin_memory_device:
         warnings.warn(

@@ -6,10 +6,11 @@ had ended) is passed over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from fastq_loader.messages import Answer
+from fastq_loader.events import Arrived
+from fastq_loader.messages import BATCH, Answer
 from fastq_loader.ring import ReorderRing
 from fastq_loader.states import LOST, SENT, Batch
 
@@ -73,6 +74,21 @@ class Line:
     def pop(self) -> Outcome | None:
         """What is ready at the head, which moves on; None if it is not."""
         return self._ring.pop_ready() if self._ring.ready() else None
+
+    def upcoming(self, inbox: Iterable[Any], count: int, in_order: bool) -> list[Answer]:
+        """The answers with a batch among the next `count` to be handed out, so far as they are ready or among
+        the events of `inbox`."""
+        arrived = [event.answer for event in inbox if type(event) is Arrived]
+        batches = [answer for answer in arrived if answer.outcome == BATCH]
+        if not in_order:
+            return batches[:count]
+        places = range(self.head, self.head + count)
+        ready = {answer.seq: answer for answer in batches}
+        for seq in places:
+            answer, _ = self._ring.peek(seq) or (None, None)
+            if answer is not None and answer.outcome == BATCH:
+                ready[seq] = answer
+        return [ready[seq] for seq in places if seq in ready]
 
     def skip(self) -> None:
         """The batch at the head is handed out without having waited."""

@@ -22,13 +22,14 @@ from fastq_loader.cargo import Cargo
 from fastq_loader.claims import WORKERS
 from fastq_loader.engine import Engine
 from fastq_loader.iterator import LoaderIterator, SerialIterator, WorkerIterator
+from fastq_loader.link import DeviceOptions, Link, read_options
 from fastq_loader.processes import Plan
 from fastq_loader.statistics import Counters, LoaderStatistics
 from fastq_loader.worker import Rules
 
 T_co = TypeVar("T_co", covariant=True)
 
-_LIVE = ("_live", "_counters", "_engines")
+_LIVE = ("_live", "_counters", "_engines", "_link")
 
 SCHEDULES = ("round_robin", "dynamic")
 #: Batches; the table of claims has a word for more than twice as many.
@@ -50,6 +51,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     cannot be pickled raises instead of hanging; StopIteration in a dataset is an error; a second iteration
     of a persistent loader ends the first with a RuntimeError.
 
+    With a `device`, batches arrive there: tensors wherever they are in the batch, in containers of the same
+    types; arrays, numbers, strings and objects without tensors stay on the host. One copy for each batch
+    runs on a stream of its own beside the step before; whatever is queued on the stream that is current in
+    `next()` finds the batch there. All tensors of a batch share one piece of device memory.
+
     Args:
         dataset: map-style or iterable.
         batch_size: samples in a batch; None turns batching off.
@@ -63,13 +69,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         worker_init_fn: called with the worker's number in each worker, after its generators are seeded.
         multiprocessing_context: "fork", "spawn", "forkserver" or a context; None is Python's default when
             an iteration starts.
-        generator: where seeds come from; None is torch's global generator. prefetch_factor: batches that each
-        worker works ahead, at least 1; None is 2. persistent_workers: keep the workers from one epoch to the
-        next. pin_memory_device: deprecated by torch. in_order: False hands batches out as they come.
+        generator: where seeds come from; None is torch's global generator.
+        prefetch_factor: batches that each worker works ahead, at least 1; None is 2.
+        persistent_workers: keep the workers from one epoch to the next.
+        pin_memory_device: deprecated by torch.
+        in_order: False hands batches out as they come.
         schedule: who loads which batch. "round_robin": batch k is worker k mod N's, as in torch, and each
-        worker
-            has one stream of random numbers. "dynamic": any worker takes the next batch as soon as it is
-            free, and before every batch torch's CPU generator, `random`, numpy's global generator and
+            worker has one stream of random numbers. "dynamic": any worker takes the next batch as soon as it
+            is free, and before every batch torch's CPU generator, `random`, numpy's global generator and
             `worker_info.seed` are seeded from the iteration's base seed and the batch's number. The
             batches are then the same bits for any number of workers (also 0, where the consumer's generators
             are put back after each batch), any timing and start method, with persistent workers or without,
@@ -79,9 +86,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             torch, because each worker has a part of it to itself: its batches are seeded one by one, and
             depend on the number of workers.
         reorder_window: batches that may be asked for and not handed out, all in all; memory for as many is
-        the
-            price. None is `prefetch_factor` for each worker, as in torch; with schedule="dynamic" that and,
-            while the next batch is late and workers would idle, up to 16 times as many or 1 GiB (or a
+            the price. None is `prefetch_factor` for each worker, as in torch; with schedule="dynamic" that
+            and, while the next batch is late and workers would idle, up to 16 times as many or 1 GiB (or a
             sixteenth of the machine's memory, if that is less). A larger one lets workers run further past
             a slow batch. Without workers it has no effect.
         max_worker_restarts: workers that may die in an iteration and be replaced, with a `WorkerReplaced`
@@ -91,9 +97,23 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "round_robin" order and exactly-once hold, but a new worker's random numbers start anew; an
             iterable dataset is refused, because a new worker would read it from its beginning. Without
             workers it has no effect.
+        device: where batches go: an accelerator of torch's that has streams ("cuda", "cuda:1", a
+            torch.device). None and "cpu" leave them on the host. It is initialised after the workers of the
+            first epoch were started. `pin_memory` is not needed with it.
+        device_prefetch: batches that are copied before they are asked for, at least 1.
+        device_transform: applied to every batch on the device, for example `normalize(mean, std)`; with
+            device="cpu" on the host.
+        transform_stream: "consumer" applies it on the stream that is current in `next()`; "side" on that of
+            the copies, beside the step before.
+        device_buffers: "fresh" copies each batch to memory of its own; "reuse" to `device_prefetch + 1`
+            buffers in turn, and a batch is valid until the next `next()`.
+        pin: how host memory is page-locked. "register" locks the workers' blocks where they are; "bounce"
+            copies batches to a few locked buffers first; "pageable" locks nothing; "auto" takes the first of
+            these that works, with a `PinFallback` warning. `statistics()` says which it is and why.
+        pin_limit_bytes: bytes that may be page-locked; None is any number.
 
     Raises:
-        ValueError, TypeError: an argument, with torch's texts.
+        ValueError, TypeError: an argument, with torch's texts; an unknown or absent device.
         RuntimeError: `num_workers > 0` on a system without memfd (Linux has it).
     """
 
@@ -120,6 +140,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         schedule: str = "round_robin",
         reorder_window: int | None = None,
         max_worker_restarts: int = 0,
+        device: str | int | torch.device | None = None,
+        device_prefetch: int = 2,
+        device_transform: Callable[[Any], Any] | None = None,
+        transform_stream: str = "consumer",
+        device_buffers: str = "fresh",
+        pin: str = "auto",
+        pin_limit_bytes: int | None = None,
     ) -> None:
         self._forget()
         super().__init__(
@@ -155,6 +182,25 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.reorder_window = reorder_window
         self.max_worker_restarts = max_worker_restarts
         self._check_schedule()
+        self.device = device
+        self.device_prefetch = device_prefetch
+        self.device_transform = device_transform
+        self.transform_stream = transform_stream
+        self.device_buffers = device_buffers
+        self.pin = pin
+        self.pin_limit_bytes = pin_limit_bytes
+        self._device_options()
+
+    def _device_options(self) -> DeviceOptions | None:
+        return read_options(
+            self.device,
+            self.device_prefetch,
+            self.device_transform,
+            self.transform_stream,
+            self.device_buffers,
+            self.pin,
+            self.pin_limit_bytes,
+        )
 
     def _check_schedule(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -184,10 +230,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         object.__setattr__(self, "_live", None)  # the last iterator of a persistent loader
         object.__setattr__(self, "_counters", Counters())
         object.__setattr__(self, "_engines", weakref.WeakSet())
+        object.__setattr__(self, "_link", None)
 
     _live: WorkerIterator | None
     _counters: Counters
     _engines: weakref.WeakSet[Engine]
+    _link: Link | None
 
     # ---- iterating ----------------------------------------------------------------------------
 
@@ -215,6 +263,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._engines.add(iterator.engine)
         return iterator
 
+    def _way_to_device(self) -> Link | None:
+        """Made when the first iteration begins, and kept: a stream for each epoch would strand memory."""
+        options = self._device_options()
+        if options is not None and (self._link is None or self._link.options != options):
+            object.__setattr__(self, "_link", Link(options))
+        return None if options is None else self._link
+
     @property
     def _iterable(self) -> bool:
         return bool(self._dataset_kind == _DatasetKind.Iterable)
@@ -236,6 +291,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             restarts=self.max_worker_restarts,
             timeout=self.timeout,
             context=self.multiprocessing_context,
+            to_device=self._link is not None,
         )
 
     def _window(self) -> tuple[int, int, int, int]:
@@ -308,6 +364,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             blocks_grown=counters.blocks_grown,
             arena_bytes=sum(nbytes for _, _, nbytes in blocks),
             stale_answers=counters.stale_answers,
+            staging=None if self._link is None else self._link.snapshot(),
         )
 
     def __repr__(self) -> str:

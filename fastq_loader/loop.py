@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 from fastq_loader.arena import Arena
 from fastq_loader.blocks import BlockLedger
 from fastq_loader.crew import Crew
+from fastq_loader.delivery import Delivery
 from fastq_loader.errors import (
     LoaderTimeout,
-    ProtocolError,
     WorkerDied,
     WorkerReplaced,
     describe_index,
@@ -40,9 +40,11 @@ from fastq_loader.events import (
     Wanted,
 )
 from fastq_loader.inbox import Inbox
-from fastq_loader.messages import BATCH, BROKEN, Epoch, Space, Task, encode, spell_out
+from fastq_loader.link import Link
+from fastq_loader.messages import Epoch, Space, Task, encode, spell_out
 from fastq_loader.processes import Plan
 from fastq_loader.scheduler import Scheduler
+from fastq_loader.staging import Staging
 from fastq_loader.statistics import Counters
 from fastq_loader.unpacking import Unpacker
 from fastq_loader.window import Window
@@ -62,35 +64,25 @@ class Woken(Exception):
     """`wake` was called: the engine is closing."""
 
 
-class Failed(Exception):
-    """The next thing to hand out is `error`, which user code raised.
-
-    The engine raises it, outside of the loop's frames: they look at it, and in its traceback they would
-    make a cycle that keeps the loop and its memory until the garbage collector comes.
-    """
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
 class EventLoop:
     """One pool of workers, from their start to their end.
 
     Args:
         plan: what they do.
         counters: the loader's; they outlive this pool.
+        link: the loader's way to a device, or None.
 
     Attributes:
         waiting: whether the loop sleeps: nothing is half done then.
         orderly: whether the last exception came out at a place where the loop can go on, or has ended.
-        fatal: why the iteration is over, once a worker's failure has ended it.
     """
 
-    def __init__(self, plan: Plan, counters: Counters) -> None:
+    def __init__(self, plan: Plan, counters: Counters, link: Link | None = None) -> None:
         self.plan = plan
+        self._link = link
         self.waiting = False
         self.orderly = False
-        self.fatal: str | None = None
+        self._fatal: str | None = None
         self._counters = counters
         self._sampler: Iterator[Any] = iter(())
         self._arena = Arena(plan.workers)
@@ -105,12 +97,18 @@ class EventLoop:
             restarts=plan.restarts,
         )
         self._crew = Crew(plan, self._arena, counters)
-        self._unpacker = Unpacker(self._arena, plan.workers, self._crew.token)
+        self._unpacker = Unpacker(self._arena, plan.workers, self._crew.token, plan.to_device)
+        self._delivery = Delivery(self._unpacker, self._ledger, counters)
         self._inbox = Inbox(plan, self._crew, self.scheduler, self._unpacker, counters)
         self._epoch: Epoch | None = None
         self._unsent: list[bytes] = []  # tasks that are anyone's, encoded
         self._awaited: tuple[int, int, float] | None = None  # head of the line, its attempt, since when
         self._graced: tuple[int, int, float] | None = None  # the same, once its timeout was over
+
+    @property
+    def fatal(self) -> str | None:
+        """Why the iteration is over, once a worker's failure has ended it."""
+        return self._fatal or self._delivery.fatal
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:
         """Start the workers. Whatever happens in here, `shut_down` takes it back.
@@ -118,8 +116,11 @@ class EventLoop:
         Raises:
             TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be.
             OSError: descriptors, processes or temporary folders are used up.
+            RuntimeError: the device cannot be initialised.
         """
         self._crew.start(base_seed, shared_seed)
+        if self._link is not None:  # after the workers, which must not inherit anything of the device
+            self._delivery.staging = Staging(self._link, self._unpacker, self._arena.mapping)
 
     def begin_epoch(self, sampler: Iterator[Any], shared_seed: int | None, base_seed: int | None) -> int:
         """Begin an epoch over the indices of `sampler`; whatever is left of the one before is dropped.
@@ -128,6 +129,8 @@ class EventLoop:
             The number of the epoch.
         """
         scheduler = self.scheduler
+        if self._delivery.staging is not None:  # before the blocks of what is dropped go to others
+            self._delivery.free(self._delivery.staging.drain())
         abandoned = scheduler.undelivered > 0
         taken, claimed = self._crew.take_back(scheduler.unanswered(), scheduler.first_ticket)
         number = scheduler.epoch + 1
@@ -153,8 +156,12 @@ class EventLoop:
         """
         self.orderly = False
         self._hear_releases()
+        spare = _SPARE_BATCHES
+        if self._delivery.staging is not None:
+            self._delivery.free(self._delivery.staging.turn())
+            spare += 2 * self._delivery.staging.ahead
         self._counters.window = self.scheduler.window.size
-        if trimmed := self._ledger.trim(self.scheduler.window.size + _SPARE_BATCHES):
+        if trimmed := self._ledger.trim(self.scheduler.window.size + spare):
             self._trim(trimmed)
         while True:
             for instruction in self.scheduler.handle(_WANTED):
@@ -208,41 +215,26 @@ class EventLoop:
 
     def _deliver(self, deliver: Deliver) -> Any:
         self.orderly = True  # what is raised from here on is the user's, and has its place
-        answer = deliver.answer
-        if answer is None:
-            assert deliver.error is not None
-            raise Failed(deliver.error)
-        handle = answer.handle
-        assert handle is not None
-        try:
-            if answer.outcome != BATCH:
-                self._raise(deliver, self._unpacker.exception(handle))
-            leased, copied, pickled = self._unpacker.open(handle)
-        except ProtocolError as error:
-            self._counters.rejected_frames += 1
-            self._raise(deliver, error)
-        self._ledger.deliver(leased)
-        try:
-            batch = self._unpacker.unpack(handle, pickled)
-        finally:
-            for offset in copied:
-                self._ledger.drop(offset)
-        self._counters.batches += 1
-        self._counters.bytes += handle.spec.nbytes
+        batch = self._delivery.hand_out(deliver)
+        if self._delivery.staging is not None:
+            self._stage_ahead(self._delivery.staging)
         return batch
 
-    def _raise(self, deliver: Deliver, error: BaseException) -> NoReturn:
-        answer = deliver.answer
-        assert answer is not None
-        for offset, _ in answer.used:
-            self._ledger.drop(offset)
-        if answer.outcome == BROKEN:
-            # torch's worker goes on after a failed worker_init_fn, and fails at every batch.
-            self.fatal = f"worker {deliver.worker} could not start: {error!r}"
-        if isinstance(error, StopIteration):  # out of next() it would end the epoch without a word
-            stopped, error = error, RuntimeError(f"a worker raised StopIteration: {error}")
-            error.__cause__ = stopped
-        raise Failed(error)
+    # ---- on to the device ---------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Begin the copies of batches that have become ready, without waiting for anything."""
+        staging = self._delivery.staging
+        if staging is not None:
+            self.orderly = False
+            self._delivery.free(staging.reap())
+            self._stage_ahead(staging)
+            self.orderly = True
+
+    def _stage_ahead(self, staging: Staging) -> None:
+        while self._receive():
+            continue
+        staging.begin(self.scheduler.upcoming(staging.ahead))
 
     # ---- waiting ------------------------------------------------------------------------------
 
@@ -302,6 +294,10 @@ class EventLoop:
 
     def _trim(self, blocks: list[tuple[int, int]]) -> None:
         for offset, size in blocks:
+            if (
+                self._delivery.staging is not None
+            ):  # a device reads the pages that were locked, and not new ones
+                self._delivery.staging.forget(offset)
             self._arena.mapping.punch(offset, size)
         for worker in range(self.plan.workers):
             if not self._crew.buried(worker) and (space := self._ledger.space(worker)):
@@ -366,8 +362,8 @@ class EventLoop:
             self._crew.replace(worker, self._ledger, self._epoch)
         except OSError as error:
             self.orderly = True
-            self.fatal = f"{who}; no other one could be started in its place: {error}"
-            raise WorkerDied(self.fatal) from error
+            self._fatal = f"{who}; no other one could be started in its place: {error}"
+            raise WorkerDied(self._fatal) from error
 
     def _doing(self, worker: int, words: str, seq: int | None, index: Any) -> str:
         doing = "between batches"
@@ -379,8 +375,8 @@ class EventLoop:
     def _break(self, lost: Break) -> NoReturn:
         words, torch_text = self._crew.death(lost.worker)
         self.orderly = True
-        self.fatal = self._doing(lost.worker, words, lost.seq, lost.index)
-        raise WorkerDied(self.fatal) from RuntimeError(torch_text)
+        self._fatal = self._doing(lost.worker, words, lost.seq, lost.index)
+        raise WorkerDied(self._fatal) from RuntimeError(torch_text)
 
     # ---- the end ------------------------------------------------------------------------------
 
@@ -397,7 +393,13 @@ class EventLoop:
         interrupt cut it short."""
         self._crew.stop(ask)
         self._crew.close()
-        if not self._arena.retired:
+        if self._arena.retired:
+            return
+        staging, self._delivery.staging = self._delivery.staging, None
+        try:
+            if staging is not None:  # copies read the blocks until they have run
+                self._delivery.free(staging.close())
+        finally:
             self._hear_releases()
             for worker in range(self.plan.workers):
                 self._ledger.writer_dead(worker)

@@ -9,30 +9,38 @@ on the other side as well; a place covers the bytes that are looked at and not t
 place of 64 KiB or more lies in a block of its own, so that whoever keeps the labels does not keep the
 images; smaller ones, and the pickled bytes, are put together in a parcel that the consumer copies out.
 
+A batch that goes on to a device is laid out for one copy instead: all places of tensors, small ones too, lie
+in one block at multiples of 256 bytes. Arrays, plain values and objects stay on the host and are packed as
+ever.
+
 The spec is everything that stays the same from batch to batch: tree, dtypes, shapes, strides, sizes. It is
 sent once and named by a number after that:
 
-    (tree, leaves, sizes)
+    (tree, leaves, sizes) or, for a device, (tree, leaves, sizes, starts)
     tree    ('L', number) leaf | 'V' plain value | 'O' pickled object | ('v', n) list of n plain values
             | ('d', keys, trees) | ('l', trees) | ('t', trees)
     leaves  (kind, dtype, shape, strides or None, place, bytes into the place), kind 'T' or 'A'; strides in
             elements for tensors, in bytes for arrays
     sizes   bytes of each place; the large ones are those of SMALLEST bytes or more
+    starts  of each place: bytes into the part of the batch that goes to the device; -1: it stays on the host
+
+A handle's places are those of the parcel, of the part for the device, and of the large ones, so far as there
+are any.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from fastq_loader import pickling
-from fastq_loader.allocator import Allocator, address_of
-from fastq_loader.blocks import SMALLEST
+from fastq_loader.allocator import Allocator
+from fastq_loader.blocks import DEVICE_ALIGNMENT, SMALLEST, device_aligned
+from fastq_loader.extents import bound_places, extents_of, total_bytes
 from fastq_loader.messages import Handle, packs, seal
 
 #: A parcel up to this many bytes travels inside the message: zmq copies it twice, which is cheaper than
@@ -55,17 +63,6 @@ _STRINGS, _INTEGERS = frozenset((str,)), frozenset((int,))
 _TENSOR, _ARRAY = torch.Tensor, np.ndarray
 
 
-class _DtypeNames(dict[torch.dtype, str]):
-    """The name by which `torch` knows a dtype."""
-
-    def __missing__(self, dtype: torch.dtype) -> str:
-        name = self[dtype] = str(dtype).removeprefix("torch.")
-        return name
-
-
-_NAMES = _DtypeNames()
-
-
 class _Unwalkable(Exception):
     """The tree is too deep, or has a cycle or a shared list or dict: pickle the whole of it."""
 
@@ -74,31 +71,45 @@ class _Sprawling(_Unwalkable):
     """The tree has more lists and dicts than are worth a walk."""
 
 
-class Packer:
-    """Packs the batches of one worker.
+class Walker:
+    """Takes batches apart, one after the other.
 
-    Args:
-        allocator: where blocks come from.
-        token: the pool's; it stands before what is pickled.
+    Attributes:
+        leaves, values, objects: of the batch that was walked last, in the order in which its tree names them.
+        containers: ids of its lists and dicts.
     """
 
-    def __init__(self, allocator: Allocator, token: bytes) -> None:
-        self._token = token
-        self._allocator = allocator
-        self._specs: dict[Any, int] = {}
-        self._next_id = 0
+    def __init__(self) -> None:
         self._sprawling = 0  # so many batches are not walked any more
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
-        self._leaves: list[Any] = []
+    def clear(self) -> None:
+        """Forget the batch."""
+        self.leaves: list[Any] = []
         self._leaf_of: dict[int, int] = {}  # id of a tensor or array → leaf
-        self._values: list[Any] = []
-        self._objects: list[Any] = []
-        self._containers: set[int] = set()
+        self.values: list[Any] = []
+        self.objects: list[Any] = []
+        self.containers: set[int] = set()
         self._depth = 0
 
-    # ---- the tree -----------------------------------------------------------------------------
+    def walk(self, batch: Any) -> Any:
+        """The tree of a batch; one that cannot be walked, or is not worth it, is a single object."""
+        if not self._sprawling:
+            try:
+                return self._walk(batch)
+            except _Sprawling:
+                self._sprawling = BATCHES_UNWALKED
+            except (_Unwalkable, RecursionError):
+                pass
+        else:
+            self._sprawling -= 1
+        return self.whole(batch)
+
+    def whole(self, batch: Any) -> Any:
+        """The tree of a batch that is a single object."""
+        self.clear()
+        self.objects.append(batch)
+        return "O"
 
     def _walk(self, value: Any) -> Any:
         kind = type(value)
@@ -107,10 +118,10 @@ class Packer:
                 return "L", self.add_leaf(value)
         elif kind is int:
             if packs(value):
-                self._values.append(value)
+                self.values.append(value)
                 return "V"
         elif kind in _SCALARS:
-            self._values.append(value)
+            self.values.append(value)
             return "V"
         elif kind is dict:
             self._enter(value)
@@ -123,12 +134,12 @@ class Packer:
         elif kind is list:
             self._enter(value)
             if self._is_flat(value):
-                self._values += value
+                self.values += value
                 return "v", len(value)
             return "l", self._walk_all(value)
         elif kind is tuple:
             return "t", self._walk_all(value)
-        self._objects.append(value)
+        self.objects.append(value)
         return "O"
 
     def _walk_all(self, parts: Iterable[Any]) -> tuple[Any, ...]:
@@ -140,11 +151,11 @@ class Packer:
         return trees
 
     def _enter(self, container: Any) -> None:
-        if id(container) in self._containers:
+        if id(container) in self.containers:
             raise _Unwalkable
-        if len(self._containers) == CONTAINERS:
+        if len(self.containers) == CONTAINERS:
             raise _Sprawling
-        self._containers.add(id(container))
+        self.containers.add(id(container))
 
     def _is_flat(self, values: list[Any]) -> bool:
         """Whether a list holds nothing but plain values."""
@@ -157,11 +168,25 @@ class Packer:
         """The number of a leaf; the same object gets the same number."""
         number = self._leaf_of.get(id(leaf))
         if number is None:
-            number = self._leaf_of[id(leaf)] = len(self._leaves)
-            self._leaves.append(leaf)
+            number = self._leaf_of[id(leaf)] = len(self.leaves)
+            self.leaves.append(leaf)
         return number
 
-    # ---- the handle ---------------------------------------------------------------------------
+
+class Packer:
+    """Packs the batches of one worker.
+
+    Args:
+        allocator: where blocks come from. Batches go on to a device if it keeps them together.
+        token: the pool's; it stands before what is pickled.
+    """
+
+    def __init__(self, allocator: Allocator, token: bytes) -> None:
+        self._token = token
+        self._allocator = allocator
+        self._walker = Walker()
+        self._specs: dict[Any, int] = {}
+        self._next_id = 0
 
     def pack(self, batch: Any) -> tuple[Handle, list[tuple[int, int]]]:
         """Put a batch into blocks.
@@ -177,41 +202,41 @@ class Packer:
         try:
             return self._place(*self._describe(batch))
         finally:
-            self._clear()
+            self._walker.clear()
 
     def _describe(self, batch: Any) -> tuple[Any, bytes | None]:
         """The tree, and the bytes of what is pickled in it."""
-        if not self._sprawling:
-            try:
-                tree = self._walk(batch)
-                return tree, self._pickle(batch) if self._objects else None
-            except _Sprawling:
-                self._sprawling = BATCHES_UNWALKED
-            except (_Unwalkable, RecursionError, pickling.SharedContainer):
-                pass
-            self._clear()
-        else:
-            self._sprawling -= 1
-        self._objects.append(batch)
-        return "O", self._pickle(batch)
+        walker = self._walker
+        tree = walker.walk(batch)
+        try:
+            return tree, self._pickle(batch) if walker.objects else None
+        except (RecursionError, pickling.SharedContainer):
+            return walker.whole(batch), self._pickle(batch)
 
     def pack_exception(self, data: bytes) -> tuple[Handle, list[tuple[int, int]]]:
         """Put a pickled exception where pickled objects lie."""
         return self._place("O", data)
 
     def _pickle(self, batch: Any) -> bytes:
-        objects = self._objects
+        objects = self._walker.objects
         value = objects[0] if len(objects) == 1 else tuple(objects)
-        return pickling.dump(value, self.add_leaf, batch, self._containers)
+        return pickling.dump(value, self._walker.add_leaf, batch, self._walker.containers)
 
     def _place(self, tree: Any, pickled: bytes | None) -> tuple[Handle, list[tuple[int, int]]]:
-        metas, extents = _extents(self._leaves)
+        metas, extents = extents_of(self._walker.leaves)
         sizes = tuple([end - start for start, end in extents])
         places: list[tuple[int, int, int]] = []
         used: list[tuple[int, int]] = []
+        key: tuple[Any, ...] = (tree, metas, sizes)
+        starts: tuple[int, ...] = ()
+        if self._allocator.together and (bound := bound_places(metas)):
+            starts = self._assemble(extents, bound, places, used)
+            key = (*key, starts)
         small: list[tuple[int, int]] = []
         parcel_bytes = 0
-        for (start, end), size in zip(extents, sizes, strict=True):
+        for at, ((start, end), size) in enumerate(zip(extents, sizes, strict=True)):
+            if starts and starts[at] >= 0:
+                continue
             if size >= SMALLEST:
                 places.append(self._place_large(start, end, used))
             else:
@@ -223,13 +248,66 @@ class Packer:
             places.insert(0, self._fill_block(small, parcel_bytes, pickled, used))
         elif small:
             parcel = _gather(small)
-        key = (tree, metas, sizes)
         spec_id = self._specs.get(key)
         spec = None
         if spec_id is None:
             spec_id = self._remember(key)
             spec = key
-        return Handle(spec_id, spec, tuple(self._values), parcel, tuple(places)), used
+        return Handle(spec_id, spec, tuple(self._walker.values), parcel, tuple(places)), used
+
+    def _assemble(
+        self,
+        extents: list[tuple[int, int]],
+        bound: list[int],
+        places: list[tuple[int, int, int]],
+        used: list[tuple[int, int]],
+    ) -> tuple[int, ...]:
+        """Bring the places in `bound` together in one block, where most of them may lie already.
+
+        Returns:
+            The spec's `starts`.
+        """
+        allocator = self._allocator
+        block, at = self._together(extents, bound)
+        if block is None:
+            block, at = allocator.take(max(total_bytes(extents, bound), 1)), {}
+        offset, size = block
+        begin = min(at.values(), default=0)
+        end = max([at[place] + extents[place][1] - extents[place][0] for place in at], default=0)
+        for place in bound:
+            if place not in at:
+                start, nbytes = extents[place][0], extents[place][1] - extents[place][0]
+                at[place] = device_aligned(end)
+                allocator.write(offset + at[place], start, nbytes)
+                end = at[place] + nbytes
+        places.append((offset, size, begin))
+        used.append((offset, max(end, 1)))
+        allocator.expected = max(end - begin, 1)
+        return tuple([at[place] - begin if place in at else -1 for place in range(len(extents))])
+
+    def _together(
+        self, extents: list[tuple[int, int]], bound: list[int]
+    ) -> tuple[tuple[int, int] | None, dict[int, int]]:
+        """The block of the largest place, with where in it those places begin that may stay there; None if
+        there is none, the others do not fit behind them, or too much would be copied that is not theirs."""
+        start, _ = max([extents[place] for place in bound], key=lambda extent: extent[1] - extent[0])
+        block = self._allocator.block_at(start)
+        if block is None:
+            return None, {}
+        base = self._allocator.mapping.base + block[0]
+        at: dict[int, int] = {}
+        end = 0
+        for place in bound:
+            first, last = extents[place][0] - base, extents[place][1] - base
+            if 0 <= first < last <= block[1] and first % DEVICE_ALIGNMENT == 0:
+                at[place] = first
+                end = max(end, last)
+        others = total_bytes(extents, [place for place in bound if place not in at])
+        if not at or device_aligned(end) + others > block[1]:
+            return None, {}
+        if end - min(at.values()) > 2 * total_bytes(extents, list(at)):
+            return None, {}
+        return block, at
 
     def _remember(self, key: Any) -> int:
         spec_id = self._specs[key] = self._next_id
@@ -280,106 +358,3 @@ def aligned(nbytes: int) -> int:
 def _gather(small: list[tuple[int, int]]) -> bytes:
     copy = ctypes.string_at
     return b"".join([copy(start, size).ljust(aligned(size), b"\0") for start, size in small])
-
-
-# ---- extents ----------------------------------------------------------------------------------------
-
-
-def _extents(leaves: list[Any]) -> tuple[tuple[Any, ...], list[tuple[int, int]]]:
-    """The spec's `leaves`, and the places as address ranges [start, end)."""
-    metas: list[tuple[Any, ...]] = []
-    spans: list[tuple[int, int]] = []
-    for number, leaf in enumerate(leaves):
-        if type(leaf) is _TENSOR:
-            start = leaf.data_ptr()
-            shape = leaf.shape
-            if leaf.is_contiguous():
-                spans.append((start, start + leaf.nbytes))
-                plain = (1 not in shape and 0 not in shape) or leaf.stride() == contiguous_strides(shape)
-                strides = None if plain else leaf.stride()
-            else:
-                spans.append((start, start + _reach(leaf)))
-                strides = leaf.stride()
-            metas.append(("T", _NAMES[leaf.dtype], shape, strides, number, 0))
-            continue
-        flags = leaf.flags
-        if not (flags.c_contiguous or flags.f_contiguous):
-            leaf = leaves[number] = np.ascontiguousarray(leaf)
-            flags = leaf.flags
-        start = address_of(leaf)
-        spans.append((start, start + leaf.nbytes))
-        strides = None if flags.c_contiguous else leaf.strides
-        metas.append(("A", leaf.dtype.str, leaf.shape, strides, number, 0))
-    if _apart(spans):
-        return tuple(metas), spans
-    return _shared(leaves, metas, spans)
-
-
-def _apart(spans: list[tuple[int, int]]) -> bool:
-    """Whether no two leaves overlap: each is a place of its own, as in nearly every batch."""
-    return all(left[1] <= right[0] for left, right in pairwise(sorted(spans)))
-
-
-def _shared(
-    leaves: list[Any], metas: list[tuple[Any, ...]], spans: list[tuple[int, int]]
-) -> tuple[tuple[Any, ...], list[tuple[int, int]]]:
-    """`_extents` where leaves overlap: those of one storage share a place."""
-    storages: dict[int, list[int]] = {}
-    for number, leaf in enumerate(leaves):
-        if type(leaf) is _TENSOR:
-            storages.setdefault(leaf.untyped_storage().data_ptr(), []).append(number)
-    place_of, extents = _group(spans, storages)
-    for place, members in _members(place_of).items():
-        # Views of other element sizes count in elements from the start of the place.
-        if len(members) > 1 and len({leaves[number].itemsize for number in members}) > 1:
-            start, end = extents[place]
-            extents[place] = (start - (start - leaves[members[0]].untyped_storage().data_ptr()) % 16, end)
-    placed = [
-        (*meta[:4], place, span[0] - extents[place][0])
-        for meta, place, span in zip(metas, place_of, spans, strict=True)
-    ]
-    return tuple(placed), extents
-
-
-def _members(place_of: list[int]) -> dict[int, list[int]]:
-    members: dict[int, list[int]] = {}
-    for number, place in enumerate(place_of):
-        members.setdefault(place, []).append(number)
-    return members
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """What torch gives a new tensor of this shape, in elements."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides)) if shape else ()
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from the first element of a tensor that is not contiguous to the end of its last one."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize if tensor.numel() else 0
-
-
-def _group(
-    spans: list[tuple[int, int]], storages: dict[int, list[int]]
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Merge the spans of tensors that overlap within one storage; every other span is its own place."""
-    place_of = [-1] * len(spans)
-    extents: list[tuple[int, int]] = []
-    for members in storages.values():
-        open_end = -1
-        for number in sorted(members, key=spans.__getitem__):
-            start, end = spans[number]
-            if start < open_end:
-                extents[-1] = (extents[-1][0], max(open_end, end))
-            else:
-                extents.append((start, end))
-            open_end = extents[-1][1]
-            place_of[number] = len(extents) - 1
-    for number, span in enumerate(spans):
-        if place_of[number] < 0:
-            extents.append(span)
-            place_of[number] = len(extents) - 1
-    return place_of, extents

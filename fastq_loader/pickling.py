@@ -67,19 +67,26 @@ def _resolved(value: torch.Tensor) -> torch.Tensor:
     return value.detach().resolve_conj().resolve_neg()
 
 
+def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The strided tensors that a sparse one is made of: its indices, and its values last."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []  # mkldnn, which has none
+
+
 def _reduce_sparse(tensor: torch.Tensor) -> Any:
     # Not by torch's own __reduce_ex__: what rebuilds it keeps every tensor in a list until the next
     # torch.load, and its memory with it.
-    if tensor.layout is torch.sparse_coo:
-        parts = tensor._indices(), tensor._values(), tensor.shape, tensor.is_coalesced()
-        return _sparse_coo, parts
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        inner = tensor.crow_indices(), tensor.col_indices()
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        inner = tensor.ccol_indices(), tensor.row_indices()
-    else:  # mkldnn: as torch does it
+    parts = parts_of_sparse(tensor)
+    if not parts:  # as torch does it
         return NotImplemented
-    return _sparse_compressed, (*inner, tensor.values(), tensor.shape, tensor.layout)
+    if tensor.layout is torch.sparse_coo:
+        return _sparse_coo, (*parts, tensor.shape, tensor.is_coalesced())
+    return _sparse_compressed, (*parts, tensor.shape, tensor.layout)
 
 
 def _sparse_coo(

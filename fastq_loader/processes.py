@@ -63,6 +63,7 @@ class Plan:
         restarts: how many workers that died are replaced in an epoch.
         timeout: seconds to wait for a message; 0 waits for ever.
         context: multiprocessing's context; None is the default when the pool starts.
+        to_device: whether batches go on to a device, and are laid out for it.
     """
 
     cargo: Cargo
@@ -75,6 +76,7 @@ class Plan:
     restarts: int
     timeout: float
     context: BaseContext | None
+    to_device: bool = False
 
     @property
     def claimed(self) -> bool:
@@ -137,6 +139,7 @@ class WorkerPool:
             shared_seed=shared_seed,
             rules=plan.rules,
             claimed=plan.claimed,
+            to_device=plan.to_device,
             folder=folder,
             token=token,
             arena_length=arena.mapping.length,

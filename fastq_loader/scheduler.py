@@ -125,11 +125,8 @@ class Scheduler:
 
     def unanswered(self, worker: int | None = None) -> list[tuple[int, int]]:
         """(seq, attempt) of this epoch's tasks that `worker` (None: anyone) has to answer, ascending."""
-        return sorted(
-            (seq, batch.attempt)
-            for (epoch, seq), batch in self._owed.items()
-            if epoch == self.epoch and batch.worker == worker
-        )
+        owed = [(seq, batch) for (epoch, seq), batch in self._owed.items() if epoch == self.epoch]
+        return sorted((seq, batch.attempt) for seq, batch in owed if batch.worker == worker)
 
     def take_stale(self) -> int:
         """Answers that were dropped as stale since the last call."""
@@ -149,6 +146,10 @@ class Scheduler:
     def attempt_of(self, seq: int) -> int:
         """How often a batch that is not delivered yet was sent again."""
         return self._line[seq].attempt
+
+    def upcoming(self, count: int) -> list[Answer]:
+        """The answers with a batch among the next `count` to be handed out, so far as they came."""
+        return self._line.upcoming(self._inbox, count, self.in_order)
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold; called after every step of the tests."""

@@ -48,6 +48,38 @@ class LateBatch:
 
 
 @dataclass(frozen=True)
+class StagingStatistics:
+    """What was copied to the device, since the loader was made unless said otherwise.
+
+    Attributes:
+        device: which.
+        pin: "register" (blocks are page-locked in place), "bounce" (batches are copied to page-locked buffers
+            first) or "pageable"; "" before the first epoch.
+        pin_reason: why that.
+        pinned_bytes: bytes of host memory that are page-locked now.
+        populate_seconds: wall time spent on mapping the pages of blocks before they were locked, in seconds.
+        register_seconds: wall time spent on locking pages and making page-locked buffers, in seconds.
+        copies, copied_bytes: copies to the device, one for each batch with tensors, and their bytes.
+        late_copies: batches handed out before they had arrived: the device's stream waits for them.
+        copy_wait_seconds: wall time that `next()` waited for a bounce buffer, in seconds.
+        block_wait_seconds: wall time that `next()` waited for copies because the device was behind by twice
+            `device_prefetch` batches, whose blocks cannot be written again before, in seconds.
+    """
+
+    device: str
+    pin: str = ""
+    pin_reason: str = ""
+    pinned_bytes: int = 0
+    populate_seconds: float = 0.0
+    register_seconds: float = 0.0
+    copies: int = 0
+    copied_bytes: int = 0
+    late_copies: int = 0
+    copy_wait_seconds: float = 0.0
+    block_wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class LoaderStatistics:
     """A snapshot of what a loader did; all counts since the loader was made unless said otherwise.
 
@@ -70,6 +102,7 @@ class LoaderStatistics:
             batches are being kept, or that their sizes keep growing.
         arena_bytes: bytes of shared memory behind the blocks that are not free and cold.
         stale_answers: answers that came after their epoch had been abandoned, and were dropped.
+        staging: copies to the device; None without one.
     """
 
     epochs: int = 0
@@ -87,6 +120,26 @@ class LoaderStatistics:
     blocks_grown: int = 0
     arena_bytes: int = 0
     stale_answers: int = 0
+    staging: StagingStatistics | None = None
+
+
+@dataclass
+class StagingCounters:
+    """The mutable side of `StagingStatistics`."""
+
+    pin: str = ""
+    pin_reason: str = ""
+    pinned_bytes: int = 0
+    populate_seconds: float = 0.0
+    register_seconds: float = 0.0
+    copies: int = 0
+    copied_bytes: int = 0
+    late_copies: int = 0
+    copy_wait_seconds: float = 0.0
+    block_wait_seconds: float = 0.0
+
+    def snapshot(self, device: str) -> StagingStatistics:
+        return StagingStatistics(device=device, **vars(self))
 
 
 @dataclass

@@ -82,6 +82,7 @@ class Setup:
         arena_length: bytes of address range of the shared memory.
         space: ranges (offset, size) of its part of that in which it can make blocks; None is all of it.
         descriptors: `arena` (the memfd) and `stacks` (a pipe for the Python stacks of hung workers).
+        to_device: whether batches go on to a device, each in one piece.
     """
 
     worker: int
@@ -97,6 +98,7 @@ class Setup:
     arena_length: int
     space: Extents | None
     descriptors: Descriptors
+    to_device: bool = False
 
 
 def main(setup: Setup, cargo: Cargo | SealedCargo, mapping: Mapping | None) -> None:
@@ -113,7 +115,7 @@ def main(setup: Setup, cargo: Cargo | SealedCargo, mapping: Mapping | None) -> N
     claims = Claims(arena, mapping.claims)
     if not inherited:
         os.close(arena)
-    blocks = Allocator(mapping, setup.worker, setup.space)
+    blocks = Allocator(mapping, setup.worker, setup.space, setup.to_device)
     allocator.install(blocks)
     collate.install()
     socket = WorkerSocket(setup.folder, socket_name(setup.worker, setup.generation))
