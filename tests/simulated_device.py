@@ -1,0 +1,279 @@
+"""A device without a device: streams as queues that a seed drives, and memory that is handed out again.
+
+What is queued runs when the seed says so, in any order that streams and events allow. So a copy reads what
+its source holds when it runs, a read sees what memory holds by then, and memory that its owner let go of
+comes back at once. Whoever forgot to wait is found out: `Breach`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from fastq_loader.errors import PinFailed
+
+SIDE, HOME, OTHER = "side", "home", "other"
+Value = Hashable
+
+
+class Breach(AssertionError):
+    """A rule was broken, as seen by the device."""
+
+
+class OutOfMemory(RuntimeError):
+    """The device has no memory left, for now."""
+
+
+class Token:
+    """A place in a stream's queue."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+
+class Event:
+    """What it stands for changes when it is recorded again, as a CUDA event's does."""
+
+    def __init__(self) -> None:
+        self.token = Token()
+
+
+class Cell:
+    """A piece of device memory.
+
+    Attributes:
+        home: the stream that it was allocated on.
+        value: what it holds.
+        shared: streams that looked at it as well.
+    """
+
+    def __init__(self, nbytes: int, home: str) -> None:
+        self.nbytes = nbytes
+        self.home = home
+        self.value: Value = "never written"
+        self.shared: set[str] = set()
+
+
+class Memory:
+    """An owner's name for a cell; when the last one is gone, the device hands the cell out again."""
+
+    def __init__(self, device: SimulatedDevice, cell: Cell) -> None:
+        self._device = device
+        self.cell = cell
+
+    def __del__(self) -> None:
+        self._device.freed(self.cell)
+
+
+class Host:
+    """Host memory that a copy may read from. `address`: of a block; None: a buffer."""
+
+    def __init__(self, address: int | None = None) -> None:
+        self.address = address
+        self.value: Value = "never filled"
+
+
+class Batch:
+    """What a consumer looks at: memories, and what each should hold."""
+
+    def __init__(self, parts: list[tuple[Memory, Value]]) -> None:
+        self.parts = parts
+
+
+class SimulatedDevice:
+    """See `copies.Stager` for what the methods promise.
+
+    Args:
+        seed: of what runs when.
+        refuse: what does not work: "register", "register later" (from the third block on), "pinned", and
+            "memory" (now and then the device has none).
+
+    Attributes:
+        current: the consumer's stream.
+        blocks: what the blocks hold, by address; workers write to it.
+        registered: address → bytes.
+        most: copies that were queued at once, at most.
+    """
+
+    def __init__(self, seed: int, refuse: tuple[str, ...] = ()) -> None:
+        self.side = SIDE
+        self.current = HOME
+        self.blocks: dict[int, Value] = {}
+        self.registered: dict[int, int] = {}
+        self.most = 0
+        self._queued_copies = 0
+        self._refuse = refuse
+        self._random = random.Random(seed)
+        self._queues: dict[str, deque[Token | Callable[[], None]]] = {
+            stream: deque() for stream in (SIDE, HOME, OTHER)
+        }
+        self._cells: list[tuple[Cell, list[Token]]] = []  # free ones, and what has to run before
+
+    # ---- running what is queued ---------------------------------------------------------------
+
+    def run(self, most: int) -> bool:
+        """Run up to `most` of what is queued; whether anything could."""
+        ran = False
+        first = self._random.choice((SIDE, HOME, OTHER))  # one that is ahead of the others for a while
+        for _ in range(most):
+            ready = [stream for stream, queue in self._queues.items() if queue and self._may_run(queue[0])]
+            if not ready:
+                break
+            stream = first if first in ready and self._random.random() < 0.8 else self._random.choice(ready)
+            action = self._queues[stream].popleft()
+            if not isinstance(action, Token):
+                action()
+            ran = True
+        return ran
+
+    def catch_up(self, stream: str) -> None:
+        """Run what is queued on one stream, and nothing else."""
+        queue = self._queues[stream]
+        while queue and self._may_run(queue[0]):
+            action = queue.popleft()
+            if not isinstance(action, Token):
+                action()
+
+    def _may_run(self, action: Token | Callable[[], None]) -> bool:
+        return not isinstance(action, Token) or action.over
+
+    def finish(self) -> None:
+        """Run everything."""
+        while self.run(100):
+            continue
+        if any(self._queues.values()):
+            raise Breach("streams wait for each other")
+
+    def queue(self, action: Callable[[], None]) -> None:
+        """On the current stream."""
+        self._queues[self.current].append(action)
+
+    # ---- what users do ------------------------------------------------------------------------
+
+    def read(self, batch: Batch) -> None:
+        """Queue a look at a batch."""
+        for memory, value in batch.parts:
+            self.queue(self._reader(memory.cell, value))
+
+    def _reader(self, cell: Cell, value: Value) -> Callable[[], None]:
+        def read() -> None:
+            if cell.value != value:
+                raise Breach(f"{value} was expected, and {cell.value} is there")
+
+        return read
+
+    def write(self, memory: Memory, value: Callable[[], Value]) -> None:
+        """Queue a kernel that writes."""
+        cell = memory.cell
+
+        def write() -> None:
+            cell.value = value()
+
+        self.queue(write)
+
+    def freed(self, cell: Cell) -> None:
+        tokens = [self._mark(stream) for stream in cell.shared - {cell.home}]
+        cell.shared = set()
+        self._cells.append((cell, tokens))
+
+    # ---- the protocol -------------------------------------------------------------------------
+
+    def current_stream(self) -> str:
+        return self.current
+
+    def capturing(self) -> bool:
+        return False
+
+    def prove(self) -> None:
+        if "register" in self._refuse:
+            raise PinFailed("refused")
+
+    def empty(self, nbytes: int) -> Memory:
+        if "memory" in self._refuse and self._random.random() < 0.1:
+            raise OutOfMemory
+        for at in reversed(range(len(self._cells))):
+            cell, tokens = self._cells[at]
+            if cell.home == self.current and cell.nbytes >= nbytes and all(token.over for token in tokens):
+                del self._cells[at]
+                return Memory(self, cell)
+        return Memory(self, Cell(nbytes, self.current))
+
+    def copy_async(self, memory: Memory, source: Host, nbytes: int) -> None:
+        cell, address = memory.cell, source.address
+        locked = address in self.registered
+        self._queued_copies += 1
+        self.most = max(self.most, self._queued_copies)
+
+        def copy() -> None:
+            self._queued_copies -= 1
+            if locked and address not in self.registered:
+                raise Breach(f"the block at {address} was unregistered before its copy ran")
+            if nbytes > cell.nbytes:
+                raise Breach(f"{nbytes} bytes were copied to {cell.nbytes}")
+            cell.value = source.value if address is None else self.blocks[address]
+
+        self._queues[SIDE].append(copy)
+
+    def _mark(self, stream: str) -> Token:
+        token = Token()
+        self._queues[stream].append(lambda: setattr(token, "over", True))
+        return token
+
+    def record(self, stream: str, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.token = self._mark(stream)
+        return event
+
+    def wait(self, stream: str, event: Event) -> None:
+        self._queues[stream].append(event.token)
+
+    def query(self, event: Event) -> bool:
+        self.run(self._random.randrange(3))
+        return event.token.over
+
+    def synchronize(self, event: Event) -> None:
+        while not event.token.over:
+            if not self.run(1):
+                raise Breach("what is waited for never comes")
+
+    def share(self, memory: Any, stream: str) -> None:
+        if isinstance(memory, Memory):
+            memory.cell.shared.add(stream)
+        elif isinstance(memory, tuple) and memory[0] is not None:
+            for part, _ in memory[0].parts:
+                part.cell.shared.add(stream)
+
+    def on_side(self, call: Callable[[], Any]) -> Any:
+        before, self.current = self.current, SIDE
+        try:
+            return call()
+        finally:
+            self.current = before
+
+    def register(self, address: int, nbytes: int) -> None:
+        later = "register later" in self._refuse and len(self.registered) == 2
+        if later or "register" in self._refuse:
+            raise PinFailed("refused")
+        if address in self.registered:
+            raise Breach(f"the block at {address} is registered already")
+        self.registered[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
+    def pinned(self, nbytes: int) -> Host:
+        if "pinned" in self._refuse:
+            raise PinFailed("refused")
+        return Host()
+
+    def pageable(self, nbytes: int) -> Host:
+        return Host()
+
+    def view(self, address: int, nbytes: int) -> Host:
+        return Host(address)
+
+    def fill(self, memory: Host, source: Host, nbytes: int) -> None:
+        assert source.address is not None
+        memory.value = self.blocks[source.address]
