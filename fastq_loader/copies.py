@@ -205,8 +205,6 @@ class Copies:
         self._running.append(copy)
         self._staged[key] = copy
         if then is not None:
-            # Its owner may let go of the memory while the side stream still reads it.
-            stager.share(copy.memory, stager.side)
             copy.result = stager.on_side(lambda: then(copy.memory))
             copy.ready = self._record(stager.side)
         return copy

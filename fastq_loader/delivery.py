@@ -68,7 +68,7 @@ class Delivery:
         except ProtocolError as error:
             self._counters.rejected_frames += 1
             raise Failed(error) from None
-        except StopIteration as stopped:  # out of next() it would end the epoch without a word
+        except StopIteration as stopped:  # of a user's __setstate__; it would end the epoch without a word
             raise RuntimeError(
                 f"what makes a batch of an answer raised StopIteration: {stopped}"
             ) from stopped

@@ -20,6 +20,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from fastq_loader import datapipes, sampling, seeding
 from fastq_loader.engine import Engine
 from fastq_loader.fetch import EndOfStream, make_fetcher
+from fastq_loader.link import apply
 from fastq_loader.staging import SerialStaging
 from fastq_loader.transforms import copy_into
 
@@ -97,8 +98,7 @@ class LoaderIterator(Iterator[Any]):
 
     def _finished(self, batch: Any) -> Any:
         """What a batch that stays on the host goes through last."""
-        if self._transform is not None:
-            batch = self._transform(batch)
+        batch = apply(self._transform, batch)
         return batch if self._pin_device is None else pin_memory(batch, self._pin_device)  # type: ignore[no-untyped-call]
 
     def _warn_about_length(self) -> None:

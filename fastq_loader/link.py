@@ -181,8 +181,22 @@ class Link:
 
     def finish(self, batch: Any) -> Any:
         """Apply the user's transform, on the stream that is current."""
-        transform = self.options.transform
-        return batch if transform is None else transform(batch)
+        return apply(self.options.transform, batch)
+
+
+def apply(transform: Callable[[Any], Any] | None, batch: Any) -> Any:
+    """What a `device_transform` makes of a batch.
+
+    Raises:
+        RuntimeError: it raised StopIteration, which out of `next()` would end the epoch without a word.
+        Exception: whatever else it raises.
+    """
+    if transform is None:
+        return batch
+    try:
+        return transform(batch)
+    except StopIteration as stopped:
+        raise RuntimeError(f"device_transform raised StopIteration: {stopped}") from stopped
 
 
 def open_stager(device: torch.device) -> TorchStager:

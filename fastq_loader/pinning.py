@@ -158,7 +158,7 @@ class Pinner:
         assert self._at is not None
         offset, size = place.offset, place.size
         if self._limit is not None and self._counters.pinned_bytes + size > self._limit:
-            self.fall_back(BOUNCE, f"pin_limit_bytes={self._limit} leaves no room for {size} bytes more")
+            self.fall_back(BOUNCE, f"pin_limit_bytes={self._limit} leaves no room for more blocks")
             return False
         began = self._clock()
         self._at.populate(offset, size)
@@ -203,7 +203,7 @@ class Pinner:
     def _lock(self, buffer: Buffer, nbytes: int) -> None:
         pinned_bytes = self._counters.pinned_bytes - buffer.locked + nbytes
         if self._limit is not None and pinned_bytes > self._limit:
-            self.fall_back(PAGEABLE, f"pin_limit_bytes={self._limit} leaves no room for {nbytes} bytes more")
+            self.fall_back(PAGEABLE, f"pin_limit_bytes={self._limit} leaves no room for buffers")
             return
         began = self._clock()
         try:
