@@ -156,6 +156,8 @@ def _is_captured(pixels: torch.Tensor) -> bool:
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} of {len(value)}"
     return type(value).__name__
 
 
@@ -214,7 +216,9 @@ def _pair(static: Any, new: Any, path: str, pairs: list[tuple[torch.Tensor, torc
             _pair(value, new[key], f"{path}[{key!r}]", pairs)
     elif isinstance(static, (list, tuple)):
         if not isinstance(new, (list, tuple)) or len(static) != len(new):
-            raise ValueError(f"static_batch and {path} differ: {_describe(static)} and {_describe(new)}")
+            raise ValueError(
+                f"static_batch and {path} differ: {_describe(static)} was captured, and {_describe(new)} came"
+            )
         for at, (mine, other) in enumerate(zip(static, new, strict=True)):
             _pair(mine, other, f"{path}[{at}]", pairs)
 

@@ -1,0 +1,222 @@
+"""normalize and copy_into, on the CPU; what only a GPU can show is in test_gpu."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastq_loader
+from fastq_loader import DataLoader, copy_into, normalize
+from tests.datasets import Keyed, Made, Point
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def by_hand(pixels: torch.Tensor, limit: float = 255.0) -> torch.Tensor:
+    """torchvision's ToTensor and Normalize, in double."""
+    shape = (-1, *[1] * (pixels.dim() - 2))
+    mean = torch.tensor(MEAN, dtype=torch.float64).view(shape)
+    std = torch.tensor(STD, dtype=torch.float64).view(shape)
+    return (pixels.double() / limit - mean) / std
+
+
+def images(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+# ---- normalize --------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    shape=st.sampled_from([(1, 3, 1, 1), (4, 3, 8, 5), (2, 3, 7), (2, 3, 4, 5, 6), (0, 3, 2, 2), (5, 3)]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_it_is_what_torchvision_computes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    pixels = images(*shape)
+    result = normalize(MEAN, STD, dtype).image(pixels)
+    assert result.dtype is dtype
+    assert result.shape == pixels.shape
+    eps = torch.finfo(torch.float32 if dtype is torch.float32 else dtype).eps
+    torch.testing.assert_close(result.double(), by_hand(pixels), rtol=2 * eps, atol=4 * eps)
+
+
+def test_apex_example_in_one_line() -> None:
+    """examples/imagenet/main_amp.py: mean and std times 255, subtracted and divided."""
+    pixels = images(8, 3, 16, 16)
+    mean = torch.tensor([value * 255 for value in MEAN]).view(1, 3, 1, 1)
+    std = torch.tensor([value * 255 for value in STD]).view(1, 3, 1, 1)
+    expected = pixels.float().sub_(mean).div_(std)
+    torch.testing.assert_close(normalize(MEAN, STD)(pixels), expected)
+
+
+def test_floating_point_images_are_between_0_and_1() -> None:
+    pixels = torch.rand(2, 3, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(normalize(MEAN, STD, torch.float64).image(pixels), by_hand(pixels, 1.0))
+    scaled = normalize(MEAN, STD, torch.float64, max_value=1023.0).image(pixels * 1023)
+    torch.testing.assert_close(scaled, by_hand(pixels, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"), [((2, 3, 8, 8), "channels_last"), ((2, 3, 4, 4, 4), "channels_last_3d")]
+)
+def test_channels_last(shape: tuple[int, ...], layout: str) -> None:
+    pixels = images(*shape)
+    result = normalize(MEAN, STD, channels_last=True)(pixels)
+    assert result.is_contiguous(memory_format=getattr(torch, layout))
+    torch.testing.assert_close(result, normalize(MEAN, STD)(pixels))
+    with pytest.raises(ValueError, match="channels_last=True needs 4 or 5 dimensions, and got 3"):
+        normalize(MEAN, STD, channels_last=True)(images(2, 3, 8))
+
+
+def test_the_images_of_a_batch_are_found_and_the_rest_is_passed_on() -> None:
+    apply = normalize(MEAN, STD)
+    pixels, mask, labels = images(4, 3, 8, 8), images(4, 1, 8, 8), torch.arange(4)
+    batch = {"image": pixels, "mask": mask, "label": labels, "name": ["a"] * 4, "pair": (pixels,)}
+    result = apply(batch)
+    assert list(result) == list(batch)
+    assert result["image"].dtype is torch.float32
+    assert all(result[key] is batch[key] for key in ("mask", "label", "name", "pair"))
+    assert batch["image"] is pixels
+    assert pixels.dtype is torch.uint8  # the batch itself stays as it was
+
+
+@pytest.mark.parametrize("kind", [list, tuple, Point, Keyed])
+def test_containers_keep_their_types(kind: type) -> None:
+    pixels, labels = images(2, 3, 4, 4), torch.arange(2)
+    if kind is Keyed:
+        batch: Any = Keyed({"x": pixels, "y": labels})
+    else:
+        batch = Point(pixels, labels) if kind is Point else kind([pixels, labels])
+    result = normalize(MEAN, STD)(batch)
+    assert type(result) is kind
+    first, second = result.values() if isinstance(result, dict) else result
+    torch.testing.assert_close(first, by_hand(pixels).float())
+    assert second is labels
+
+
+def test_which_names_what_is_normalised() -> None:
+    left, right = torch.rand(2, 3, 4, 4), images(2, 3, 4, 4)
+    result = normalize(MEAN, STD, which=("left",))({"left": left, "right": right})
+    torch.testing.assert_close(result["left"], by_hand(left, 1.0).float())
+    assert result["right"] is right
+    assert normalize(MEAN, STD, which=[1])([left, right])[0] is left
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        (
+            [torch.rand(2, 3, 4, 4), "x"],
+            r"found no image with 3 channels among torch.float32 \(2, 3, 4, 4\), str",
+        ),
+        ({"image": images(2, 1, 4, 4)}, r"found no image with 3 channels among torch.uint8 \(2, 1, 4, 4\)"),
+        (images(2, 4, 4, 3), r"an image of shape \(2, 4, 4, 3\) has not: images are \(N, C, ...\)"),
+        ("text", "normalize got a str"),
+    ],
+)
+def test_a_batch_without_an_image_is_an_error(batch: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        normalize(MEAN, STD)(batch)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"mean=\(0.5,\) and std=\(1, 2\)"):
+        normalize((0.5,), (1, 2))
+    with pytest.raises(ValueError, match=r"std=\(1, 0, 1\) must not be 0"):
+        normalize(MEAN, (1, 0, 1))
+    with pytest.raises(TypeError, match=r"dtype=torch.int32 must be floating-point"):
+        normalize(MEAN, STD, torch.int32)
+
+
+def test_it_can_be_pickled_and_shown() -> None:
+    apply = normalize(MEAN, STD, torch.float16)
+    pixels = images(2, 3, 4, 4)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(apply))(pixels), apply(pixels))
+    assert repr(apply).startswith("normalize(mean=(0.485")
+
+
+def test_in_a_compiled_step() -> None:
+    apply = normalize(MEAN, STD)
+
+    def step(pixels: torch.Tensor) -> torch.Tensor:
+        return apply(pixels) * 2
+
+    # "eager" runs what was traced: that there is no graph break is what is tested.
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    pixels = images(2, 3, 4, 4)
+    torch.testing.assert_close(compiled(pixels), step(pixels))
+
+
+# ---- copy_into --------------------------------------------------------------------------------------
+
+
+def batch_of(value: float, size: int = 4) -> Any:
+    return {"x": torch.full((size, 2), float(value)), "rest": [Point(torch.full((size,), value).long(), "text"), 3]}
+
+
+def test_every_tensor_is_copied_in_place() -> None:
+    static, addresses = batch_of(0), []
+    addresses = [static["x"].data_ptr(), static["rest"][0].x.data_ptr()]
+    copy_into(static, batch_of(7))
+    assert static["x"].unique().tolist() == static["rest"][0].x.unique().tolist() == [7]
+    assert addresses == [static["x"].data_ptr(), static["rest"][0].x.data_ptr()]
+
+
+def test_into_tensors_that_require_grad() -> None:
+    static = torch.zeros(3, requires_grad=True)
+    copy_into(static, torch.ones(3))
+    assert static.tolist() == [1, 1, 1]
+    assert static.is_leaf
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (
+            batch_of(1, size=3),
+            r"batch\['x'\] differ: torch.float32 \(4, 2\) .* torch.float32 \(3, 2\) .*drop_last",
+        ),
+        ({"x": torch.ones(4, 2)}, r"differ in their keys: \['x', 'rest'\] and \['x'\]"),
+        ({"x": torch.ones(4, 2).double(), "rest": []}, r"batch\['x'\] differ: torch.float32"),
+        ({"x": torch.ones(4, 2), "rest": []}, r"batch\['rest'\] differ: list of 2 .* list of 0 came"),
+        (torch.ones(4, 2), "differ in their keys"),
+    ],
+)
+def test_a_batch_of_another_form_is_refused_whole(other: Any, text: str) -> None:
+    static = batch_of(5)
+    with pytest.raises(ValueError, match=text):
+        copy_into(static, other)
+    assert static["x"].unique().tolist() == [5]
+
+
+def sample(index: int) -> Any:
+    return {"x": torch.full((3,), float(index)), "name": str(index)}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iterators_copy_their_next_batch(workers: int) -> None:
+    loader = DataLoader(Made(sample, 9), 2, num_workers=workers)
+    static = {"x": torch.empty(2, 3)}
+    with pytest.raises(ValueError, match="differ in their keys"):
+        iter(loader).copy_into(static)
+    static["name"] = None  # type: ignore[assignment]
+    iterator, seen = iter(loader), []
+    for _ in range(4):
+        iterator.copy_into(static)
+        seen.append(static["x"][:, 0].tolist())
+    assert seen == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ValueError, match="drop_last=True leaves out the short last batch"):
+        iterator.copy_into(static)
+    with pytest.raises(StopIteration):
+        iterator.copy_into(static)
+
+
+def test_they_are_part_of_the_package() -> None:
+    assert {"normalize", "copy_into"} <= set(fastq_loader.__all__)
