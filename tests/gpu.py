@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, StagingStatistics
 from fastq_loader.device import TorchStager
 
 CYCLES = 200_000_000  # of the GPU's clock: about 0.1 s
@@ -32,11 +32,11 @@ WIDTH = 3 << 18
 BATCH_BYTES = BATCH * WIDTH * 4
 
 #: The filters and limits of all GPU tests; with the fixture that skips, each module has its own.
-MARKS = (
+MARKS = [
     pytest.mark.gpu,
     pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-)
+]
 
 
 class Guard(NamedTuple):
@@ -67,7 +67,7 @@ def device_or_skip() -> Iterator[None]:
     """For a fixture around every GPU test: skips without a GPU, and leaves the GPU idle for the next one."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     looks_right(torch.zeros(BATCH, 8, dtype=torch.int32, device="cuda"), 0).item()  # loads its kernels
     yield
     torch.cuda.synchronize()
@@ -98,7 +98,7 @@ def lag(stream: Any = None, times: int = 1) -> None:
     """Let a stream (default: the current one) sleep for `times` 0.1 s or so before what is queued next."""
     with torch.cuda.stream(stream):
         for _ in range(times):
-            torch.cuda._sleep(CYCLES)
+            torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
 
 
 def wrong_batches(batches: Iterable[torch.Tensor], then: Callable[[], None] = lambda: None) -> list[int]:
@@ -149,6 +149,13 @@ def waits_of(side: bool) -> Callable[[TorchStager, Any, Any], None]:
             stream.wait_event(event)
 
     return wait
+
+
+def staging_of(loader: DataLoader[Any]) -> StagingStatistics:
+    """What a loader with a device did so far."""
+    staging = loader.statistics().staging
+    assert staging is not None
+    return staging
 
 
 class Runtime:

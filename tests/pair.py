@@ -17,7 +17,7 @@ import torch
 from fastq_loader import worker
 from fastq_loader.allocator import Allocator, install
 from fastq_loader.arena import Arena
-from fastq_loader.blocks import FREE, SMALLEST, BlockLedger
+from fastq_loader.blocks import FREE, SMALLEST, BlockLedger, device_aligned
 from fastq_loader.messages import BATCH, TOKEN_BYTES, Answer, Handle, decode_for_consumer, encode
 from fastq_loader.packing import Packer
 from fastq_loader.unpacking import Unpacker
@@ -53,14 +53,18 @@ def noise(nbytes: int, seed: int) -> np.ndarray:
 
 
 class Pair:
-    """A worker and its consumer."""
+    """A worker and its consumer.
 
-    def __init__(self) -> None:
+    Args:
+        to_device: whether batches are laid out for one copy to a device.
+    """
+
+    def __init__(self, to_device: bool = False) -> None:
         self.arena = Arena(1)
         self.ledger = BlockLedger()
-        self.allocator = Allocator(self.arena.mapping, 0)
+        self.allocator = Allocator(self.arena.mapping, 0, together=to_device)
         self.packer = Packer(self.allocator, TOKEN)
-        self.unpacker = Unpacker(self.arena, 1, TOKEN)
+        self.unpacker = Unpacker(self.arena, 1, TOKEN, to_device)
         self.frames: list[bytes] = []
 
     def pack(self, make: Callable[[], Any]) -> Answer:
@@ -102,6 +106,12 @@ class Pair:
         return self.unpacker.learn(0, self.account(answer))
 
     def deliver(self, handle: Handle) -> Any:
+        if self.allocator.together:
+            batch = put_on_device(self.unpacker, self.arena, handle)
+            for offset, _ in self.unpacker.used(handle):
+                self.ledger.drop(offset)
+            self.ledger.check()
+            return batch
         leased, copied, pickled = self.unpacker.open(handle)
         self.ledger.deliver(leased)
         batch = self.unpacker.unpack(handle, pickled)
@@ -123,9 +133,22 @@ class Pair:
         return set(self.ledger.states().values()) <= {FREE}
 
 
+def put_on_device(unpacker: Unpacker, arena: Arena, handle: Handle) -> Any:
+    """What the consumer does with a batch that goes to a device, which is memory like any other here."""
+    _, _, pickled = unpacker.open(handle)
+    memory = torch.full((256,), 0xEE, dtype=torch.uint8)
+    part = unpacker.part(handle)
+    if part is not None:
+        offset, _, into, nbytes = part
+        memory = torch.full((device_aligned(max(nbytes, 1)),), 0xEE, dtype=torch.uint8)
+        copied = bytearray(arena.mapping.memory[offset + into : offset + into + nbytes])
+        memory[:nbytes] = torch.frombuffer(copied, dtype=torch.uint8) if copied else 0
+    return unpacker.unpack(handle, pickled, memory)
+
+
 @contextmanager
-def paired() -> Iterator[Pair]:
-    pair = Pair()
+def paired(to_device: bool = False) -> Iterator[Pair]:
+    pair = Pair(to_device)
     install(pair.allocator)
     try:
         yield pair

@@ -157,7 +157,8 @@ def test_in_a_compiled_step() -> None:
 
 
 def batch_of(value: float, size: int = 4) -> Any:
-    return {"x": torch.full((size, 2), float(value)), "rest": [Point(torch.full((size,), value).long(), "text"), 3]}
+    labels = torch.full((size,), value).long()
+    return {"x": torch.full((size, 2), float(value)), "rest": [Point(labels, "text"), 3]}
 
 
 def test_every_tensor_is_copied_in_place() -> None:

@@ -35,7 +35,7 @@ from fastq_loader.packing import DEEPEST
 from fastq_loader.transport import ConsumerSocket, WorkerSocket, endpoint, endpoint_folder, remove_folder
 from fastq_loader.unpacking import Unpacker
 from tests.datasets import Opaque, assert_same
-from tests.pair import LARGE, TOKEN, Pair, paired
+from tests.pair import LARGE, TOKEN, Pair, paired, put_on_device
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
@@ -129,13 +129,17 @@ def genuine(pair: Pair, objects: bool) -> list[Answer]:
     return answers
 
 
-def put_together(unpacker: Unpacker, frame: bytes) -> Any:
+def put_together(pair: Pair, frame: bytes) -> Any:
     """The consumer's way with a frame, and what it may look at on it."""
+    to_device = pair.allocator.together
+    unpacker = Unpacker(pair.arena, 1, TOKEN, to_device)
     answer = decode_for_consumer(frame)
     assert isinstance(answer, Answer)
     if answer.handle is None:
         return None
     handle = unpacker.learn(0, answer.handle)
+    if to_device:
+        return put_on_device(unpacker, pair.arena, handle)
     _, _, pickled = unpacker.open(handle)
     return unpacker.unpack(handle, pickled)
 
@@ -164,9 +168,11 @@ def look_at(pair: Pair, value: Any) -> None:
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.data(), st.integers(0, 4), st.integers(1, 3))
-def test_handles_that_were_tampered_with(data: st.DataObject, which: int, edits: int) -> None:
-    with paired() as pair:
+@given(st.data(), st.booleans(), st.integers(0, 4), st.integers(1, 3))
+def test_handles_that_were_tampered_with(
+    data: st.DataObject, to_device: bool, which: int, edits: int
+) -> None:
+    with paired(to_device) as pair:
         bomb = pickle.dumps(Booby())
         answer = genuine(pair, objects=False)[which]
         pair.arena.mapping.memory[: len(bomb)] = bomb
@@ -175,9 +181,8 @@ def test_handles_that_were_tampered_with(data: st.DataObject, which: int, edits:
         for _ in range(edits):
             fields = replaced(fields, data.draw(st.sampled_from(ways)), data.draw(st.sampled_from(CHANGES)))
         frame = msgpack.packb(fields)
-        unpacker = Unpacker(pair.arena, 1, TOKEN)
         with watched_pickles() as opened, suppress(ProtocolError):
-            look_at(pair, put_together(unpacker, frame))
+            look_at(pair, put_together(pair, frame))
         assert opened == []
 
 
@@ -194,7 +199,7 @@ def test_handles_with_objects_that_were_tampered_with(data: st.DataObject, which
         offset, _, total = answer.handle.places[0]
         _, _, ours = bytes(pair.arena.mapping.memory[offset : offset + total]).partition(TOKEN)
         with watched_pickles() as opened, suppress(ProtocolError, EOFError, pickle.UnpicklingError):
-            look_at(pair, put_together(Unpacker(pair.arena, 1, TOKEN), frame))
+            look_at(pair, put_together(pair, frame))
         # Cut short, or with a tail, which pickle does not look at.
         assert all(read.startswith(ours) or ours.startswith(read) for read in opened)
 
@@ -224,7 +229,13 @@ TREES = st.recursive(
 )
 RANDOM_HANDLES = st.tuples(
     NUMBERS,
-    st.tuples(TREES, st.lists(LEAVES, max_size=3).map(tuple), st.lists(NUMBERS, max_size=3).map(tuple)),
+    st.tuples(TREES, st.lists(LEAVES, max_size=3).map(tuple), st.lists(NUMBERS, max_size=3).map(tuple))
+    | st.tuples(
+        TREES,
+        st.lists(LEAVES, max_size=3).map(tuple),
+        st.lists(NUMBERS, max_size=3).map(tuple),
+        st.lists(NUMBERS | st.just(-1), max_size=3).map(tuple),
+    ),
     st.lists(NUMBERS, max_size=3).map(tuple),
     st.none() | st.binary(max_size=300),
     st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), max_size=3).map(tuple),
@@ -232,9 +243,9 @@ RANDOM_HANDLES = st.tuples(
 
 
 @settings(deadline=None, max_examples=400)
-@given(RANDOM_HANDLES)
-def test_random_handles(handle: Any) -> None:
-    with paired() as pair:
+@given(RANDOM_HANDLES, st.booleans())
+def test_random_handles(handle: Any, to_device: bool) -> None:
+    with paired(to_device) as pair:
         bomb = pickle.dumps(Booby())
         pair.arena.mapping.memory[: len(bomb)] = bomb
         try:
@@ -244,7 +255,7 @@ def test_random_handles(handle: Any) -> None:
         with watched_pickles() as opened:
             tracemalloc.start()
             try:
-                look_at(pair, put_together(Unpacker(pair.arena, 1, TOKEN), frame))
+                look_at(pair, put_together(pair, frame))
             except ProtocolError:
                 pass
             finally:
