@@ -68,7 +68,9 @@ def device_or_skip() -> Iterator[None]:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    looks_right(torch.zeros(BATCH, 8, dtype=torch.int32, device="cuda"), 0).item()  # loads its kernels
+    # Loads their kernels, which the driver would else do in the middle of a race.
+    torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+    looks_right(torch.zeros(BATCH, 8, dtype=torch.int32, device="cuda"), 0).item()
     yield
     torch.cuda.synchronize()
 

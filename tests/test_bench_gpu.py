@@ -600,14 +600,18 @@ def test_the_version_of_the_driver_is_found() -> None:
 # ---- runs ---------------------------------------------------------------------------------------
 
 
-def test_each_shape_has_its_share_of_the_time() -> None:
-    options = parse(["gpu"])
-    began = time.monotonic()
-    given = list(gpu.shape_settings(SHAPES, options, 3, "fork", 540.0))
-    assert [shape for shape, _ in given] == list(SHAPES)
-    assert [setting.until - began for _, setting in given] == pytest.approx([180, 360, 540], abs=1)
-    assert not given[0][1].over
-    assert replace(given[0][1], until=began).over
+def test_each_shape_has_its_share_of_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    settings = gpu.shape_settings(SHAPES, parse(["gpu"]), 3, "fork", 540.0)
+    shape, setting = next(settings)
+    assert (shape, setting.until) == (SHAPES[0], 1180)
+    now[0] = 1060.0  # it left some
+    shape, setting = next(settings)
+    assert (shape, setting.until, setting.over) == (SHAPES[1], 1300, False)
+    now[0] = 1400.0  # it took longer
+    assert setting.over
+    assert next(settings)[1].until == 1540
 
 
 def quick(rounds: int = 1, limit: float = 60.0) -> gpu.Setting:

@@ -22,9 +22,10 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from fastq_loader import DataLoader, PinFailed, PinFallback
+from fastq_loader.arena import Mapping
 from fastq_loader.blocks import DEVICE_ALIGNMENT
 from fastq_loader.errors import WorkerReplaced
 from tests.conftest import run_script
@@ -329,6 +330,75 @@ def test_memory_does_not_grow_with_the_epoch(pin: str, late: Callable[..., LateS
         assert blocks <= 2 * 2 + 2 + 2 * 2 + 2
 
 
+def shrinking(index: int) -> torch.Tensor:
+    return torch.full((400_000 if index < 20 else 90_000,), index % 256, dtype=torch.uint8)
+
+
+def test_pages_go_back_to_the_system_only_when_they_are_not_locked(
+    late: Callable[..., LateStager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the device would read the locked ones, and workers write to new ones."""
+    device = late()
+    punched = []
+    punch = Mapping.punch
+
+    def watch(self: Mapping, offset: int, size: int) -> None:
+        punched.append(size)
+        assert self.base + offset not in device.registered
+        punch(self, offset, size)
+
+    monkeypatch.setattr(Mapping, "punch", watch)
+    with DataLoader(Made(shrinking, 300), 2, num_workers=2, device="cuda") as loader:
+        for at, batch in enumerate(loader):
+            assert batch[:, 0].tolist() == [2 * at % 256, (2 * at + 1) % 256]
+        assert 800 * 1024 < sum(punched) < 20 << 20
+
+
+def test_what_is_locked_stays_locked_while_batches_are_alike(
+    late: Callable[..., LateStager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = late()
+    undone = []
+    undo = device.unregister
+    monkeypatch.setattr(device, "unregister", lambda address: (undone.append(address), undo(address)))
+    options: Any = {"num_workers": 2, "device": "cuda", "device_prefetch": 4, "prefetch_factor": 1}
+    with DataLoader(Made(image_and_label, 600), 2, **options) as loader:
+        iterator = iter(loader)
+        for at in range(299):
+            next(iterator)
+            if at % 20 == 0:
+                device.synchronize(device.record(device.side))  # everything arrives at once
+        assert undone == [0]  # that of the proof that it works
+
+
+@pytest.mark.parametrize("kind", ["objects", "text"])
+def test_batches_without_tensors_leave_no_blocks_behind(kind: str, late: Callable[..., LateStager]) -> None:
+    device = late()
+    with DataLoader(
+        MapDataset(kind, 400), 2, num_workers=2, collate_fn=identity, device="cuda", persistent_workers=True
+    ) as loader:
+        assert len(list(loader)) == 200
+        assert loader.statistics().blocks_grown < 20
+    assert device.copies == []
+
+
+def test_buffers_are_kept_from_epoch_to_epoch_without_workers(
+    late: Callable[..., LateStager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = late()
+    made = []
+    pinned = device.pinned
+    monkeypatch.setattr(device, "pinned", lambda nbytes: made.append(nbytes) or pinned(nbytes))
+    loader = DataLoader(Made(image_and_label, 20), 2, device="cuda")
+    for _ in range(5):
+        next(iter(loader))
+        assert len(list(loader)) == 10
+    staging = loader.statistics().staging
+    assert staging is not None
+    assert len(made) == 3  # device_prefetch + 1
+    assert staging.pinned_bytes == sum(made)
+
+
 def test_reuse_overwrites_a_batch_after_the_next_one_was_asked_for(late: Callable[..., LateStager]) -> None:
     late()
     with DataLoader(
@@ -345,6 +415,17 @@ def test_reuse_overwrites_a_batch_after_the_next_one_was_asked_for(late: Callabl
 # ---- ends -------------------------------------------------------------------------------------------
 
 
+class Reordered(Sampler[int]):
+    """Another order in each epoch."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.epoch).sample(range(self.size), self.size))
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("beside", ["consumer", "side"])
 def test_an_epoch_that_is_broken_off_leaves_nothing_under_way(
@@ -354,15 +435,18 @@ def test_an_epoch_that_is_broken_off_leaves_nothing_under_way(
     loader = DataLoader(
         Made(image_and_label, 60),
         2,
+        sampler=Reordered(60),
         num_workers=2,
         persistent_workers=persistent,
         device="cuda",
         transform_stream=beside,
         device_transform=identity,
     )
-    for _ in range(4):
+    for epoch in range(4):
+        loader.sampler.epoch = epoch
+        order = list(loader.sampler)
         for at, (images, labels) in enumerate(loader):
-            assert labels.tolist() == [2 * at, 2 * at + 1]
+            assert labels.tolist() == order[2 * at : 2 * at + 2]
             assert images[:, 0, 0, 0].tolist() == labels.tolist()
             if at == 3:
                 break
@@ -475,6 +559,21 @@ def test_a_device_without_memory_is_an_error_at_its_place(
         assert [labels.tolist() for _, labels in iterator] == [[at, at + 1] for at in range(8, 30, 2)]
 
 
+def test_batches_that_could_not_be_copied_leave_no_blocks_behind(
+    late: Callable[..., LateStager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = late()
+    monkeypatch.setattr(device, "empty", _no_memory)
+    with DataLoader(Made(image_and_label, 200), 2, num_workers=2, device="cuda") as loader:
+        iterator = iter(loader)
+        for _ in range(100):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                next(iterator)
+        with pytest.raises(StopIteration):
+            next(iterator)
+        assert loader.statistics().blocks_grown < 15
+
+
 def _no_memory(nbytes: int) -> torch.Tensor:
     raise RuntimeError("CUDA out of memory")
 
@@ -548,6 +647,14 @@ def test_auto_falls_back_and_says_so_once(late: Callable[..., LateStager]) -> No
     staging = loader.statistics().staging
     assert staging is not None
     assert (staging.pin, staging.pin_reason) == ("bounce", "the driver refuses")
+
+
+def test_a_limit_is_said_once_however_many_pools_come_to_it(late: Callable[..., LateStager]) -> None:
+    late()
+    loader = DataLoader(Made(image_and_label, 20), 2, num_workers=2, device="cuda", pin_limit_bytes=0)
+    with pytest.warns(PinFallback) as caught:
+        assert [len(list(loader)) for _ in range(3)] == [10] * 3
+    assert len(caught) == len({str(warning.message) for warning in caught}) == 2
 
 
 def test_auto_falls_back_to_the_end(late: Callable[..., LateStager]) -> None:

@@ -181,7 +181,7 @@ def test_11_twenty_epochs_take_no_more_device_memory_than_two(
             for batch in loader:
                 assert batch.dtype is torch.float16
                 torch.cuda.synchronize()
-                time.sleep(0.005)  # the next batches are ready by then
+                time.sleep(0.02)  # the next batches are ready by then
             if not guard.kept:
                 assert loader._link is not None
                 loader._link._stager = None

@@ -198,6 +198,16 @@ def test_a_batch_without_tensors_has_no_part(pair: Pair) -> None:
     assert_same(["a", np.arange(3)], pair.deliver(handle))
 
 
+def test_tensors_that_are_no_leaves_are_moved(pair: Pair) -> None:
+    batch = [torch.arange(3), torch.nn.Parameter(torch.ones(3)), Opaque(torch.arange(4))]
+    handle = pair.arrive(pair.pack(lambda: batch))
+    _, _, pickled = pair.unpacker.open(handle)
+    result = pair.unpacker.unpack(handle, pickled, torch.empty(1024, dtype=torch.uint8, device="meta"))
+    assert [part.device.type for part in (*result[:2], result[2].value)] == ["meta"] * 3
+    assert type(result[1]) is torch.nn.Parameter
+    assert result[1].requires_grad
+
+
 def test_a_batch_of_empty_tensors(pair: Pair) -> None:
     batch = [torch.empty(0), torch.empty(0, 3, dtype=torch.int8), torch.empty(2, 0).t()]
     assert_same(batch, pair.trip(batch))
