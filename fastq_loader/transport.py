@@ -19,7 +19,7 @@ import signal
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import zmq
 
@@ -118,6 +118,22 @@ def _drop_rest(socket: zmq.Socket[bytes]) -> None:
         socket.recv()
 
 
+@contextlib.contextmanager
+def _yielding_threads() -> Iterator[None]:
+    """Threads that are started in here do not take a core from one that is busy, and wait for a free one or
+    their turn. (zmq's own option for this ends the process where the system does not let it.)"""
+    yielding = False
+    with contextlib.suppress(OSError, AttributeError):  # a sandbox; a system without these
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            yielding = True
+    try:
+        yield
+    finally:
+        if yielding:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 class ConsumerSocket:
     """The consumer's end, for all workers of one pool.
 
@@ -139,7 +155,11 @@ class ConsumerSocket:
         self._waking = threading.RLock()  # no wake-up is written to a descriptor that was closed
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.ROUTER)
+        # A message that comes while all cores are busy need not stop a worker or a training step: zmq's
+        # thread then finds several at once, with half as many switches. (A worker's cannot wait: its answer
+        # would come after the worker's next batch.)
+        with _yielding_threads():
+            self._socket = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
         self._names: dict[int, bytes] = {}  # worker → its routing id
         self._numbers: dict[bytes, int] = {}
