@@ -1,13 +1,15 @@
 """torch's default collate, writing into shared memory.
 
 Runs in workers. The rules stay torch's: its own `default_collate` walks the samples, whether the loader
-calls it or a user's collate does. Only the functions that stack tensors and arrays are replaced, in torch's
-table of collate functions (`default_collate_fn_map`) and in the worker process: torch's would make a fresh
-shared-memory segment for every result, ours stack into a block that was used before, in one pass.
+calls it or a user's collate does. Only the functions that stack tensors, arrays and Python's numbers are
+replaced, in torch's table of collate functions (`default_collate_fn_map`) and in the worker process. torch's
+would make a fresh shared-memory segment for every tensor, ours stack into a block that was used before, in
+one pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -69,7 +71,13 @@ def stack_arrays(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     ):
         shape = (len(batch), *first.shape)
         out = out_array(shape, first.dtype)
-        return torch.from_numpy(np.stack(batch, out=np.empty(shape, first.dtype) if out is None else out))
+        if out is None:
+            out = np.empty(shape, first.dtype)
+        if first.ndim:  # the same bytes as np.stack, which makes a view of every array first
+            np.concatenate(batch, out=out.reshape(-1, *first.shape[1:]))
+        else:
+            np.stack(batch, out=out)
+        return torch.from_numpy(out)
     stacked: torch.Tensor = torch_arrays(batch, collate_fn_map=collate_fn_map)
     return stacked
 
@@ -78,6 +86,31 @@ def _kind_of(array: np.ndarray[Any, Any]) -> tuple[type, np.dtype[Any], tuple[in
     return np.ndarray, array.dtype, array.shape
 
 
+def stack_ints(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """A tensor of Python's bools or ints. torch looks at each of them several times to find a dtype."""
+    return _of_numbers(batch, torch_ints)
+
+
+def stack_floats(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """A tensor of Python's floats."""
+    return _of_numbers(batch, torch_floats)
+
+
+def _of_numbers(batch: Any, torchs_own: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    kinds = set(map(type, batch))
+    dtype = _NUMBERS.get(kinds.pop()) if len(kinds) == 1 else None
+    if dtype is not None:
+        try:
+            return torch.from_numpy(np.array(batch, dtype))
+        except OverflowError:  # an int of more than 64 bits: torch has an error for it
+            pass
+    return torchs_own(batch)
+
+
+#: What torch makes of lists of these; a list of several kinds is left to torch.
+_NUMBERS: dict[type, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
+
+torch_ints, torch_floats = torch_collate.collate_int_fn, torch_collate.collate_float_fn
 torch_arrays = torch_collate.collate_numpy_array_fn
 _TORCH_TYPES = frozenset(TYPESTR.values())
 
@@ -85,7 +118,14 @@ _TORCH_TYPES = frozenset(TYPESTR.values())
 def install() -> None:
     """Let torch's default collate of this process stack into blocks; a user's own entries stay."""
     table = torch_collate.default_collate_fn_map
-    if table.get(torch.Tensor) is torch_tensors:
-        table[torch.Tensor] = stack_tensors
-    if table.get(np.ndarray) is torch_arrays:
-        table[np.ndarray] = stack_arrays
+    for kind, (torchs_own, ours) in _REPLACED.items():
+        if table.get(kind) is torchs_own:
+            table[kind] = ours
+
+
+_REPLACED: dict[type, tuple[Any, Any]] = {
+    torch.Tensor: (torch_tensors, stack_tensors),
+    np.ndarray: (torch_arrays, stack_arrays),
+    int: (torch_ints, stack_ints),
+    float: (torch_floats, stack_floats),
+}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -150,7 +152,12 @@ def test_a_subclass_goes_the_way_torch_has_for_it(pair: Pair) -> None:
 
 
 def test_install_replaces_torchs_function_once(table: dict[Any, Any]) -> None:
-    ours = {torch.Tensor: collate.stack_tensors, np.ndarray: collate.stack_arrays}
+    ours = {
+        torch.Tensor: collate.stack_tensors,
+        np.ndarray: collate.stack_arrays,
+        int: collate.stack_ints,
+        float: collate.stack_floats,
+    }
     expected = table | ours
     collate.install()
     assert table == expected
@@ -189,6 +196,46 @@ def test_arrays_become_what_torch_makes_of_them(name: str, table: dict[Any, Any]
     def outcome() -> Any:
         try:
             return default_collate([{"x": array} for array in ARRAYS[name]])
+        except (TypeError, RuntimeError, ValueError) as error:
+            return type(error), str(error)
+
+    expected = outcome()
+    collate.install()
+    assert_same(expected, outcome())
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+NUMBERS: dict[str, list[Any]] = {
+    "ints": [3, -(1 << 63), (1 << 63) - 1],
+    "one int": [0],
+    "bools": [True, False, True],
+    "floats": [1.5, -0.0, math.inf, math.nan, 5e-324],
+    "ints and bools": [2, True],
+    "bools and ints": [True, 2],
+    "ints and floats": [1, 2.5],
+    "floats and ints": [2.5, 1],
+    "floats and bools": [2.5, True],
+    "ints and a complex number": [1, 2j],
+    "ints and numpy's": [1, np.int8(2)],
+    "ints and a tensor": [1, torch.tensor(2)],
+    "floats and a tensor": [1.5, torch.tensor(2.5)],
+    "an enumeration's": [Level.HIGH, Level.HIGH],
+    "an int of more than 63 bits": [1, 1 << 63],
+    "an int below 63 bits": [-(1 << 63) - 1],
+    "an int of more than 64 bits": [1 << 200],
+    "ints and text": [1, "2"],
+    "floats and nothing": [1.5, None],
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_become_what_torch_makes_of_them(name: str, table: dict[Any, Any]) -> None:
+    def outcome() -> Any:
+        try:
+            return default_collate([{"x": number} for number in NUMBERS[name]])
         except (TypeError, RuntimeError, ValueError) as error:
             return type(error), str(error)
 
