@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from bench import files, machine, report
+from bench import files, gpu, machine, report
 from bench.arguments import AXES, Options, parse
 from bench.jobs import Files, Job, Outcome, jobs
 from bench.peers import PEERS, peer_class
@@ -82,6 +82,8 @@ def main() -> int:
             import matplotlib  # noqa: F401  # asked for before the run, not after it
         except ImportError:
             sys.exit("--plot needs matplotlib: install the package's 'bench' extra")
+    if options.gpu:
+        return gpu.main(options)
     machine.use_one_thread()
     # More workers than cores are what the axis of workers is for.
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)

@@ -20,6 +20,9 @@ AXES = {
     "turns": "first batch, cold first epoch, epoch turns, break and restart, torch against fastq_loader",
     "schedule": "order without the stall: slow samples, a slow consumer, killed workers; 1 to 4 workers",
 }
+# In place of workloads: a run of its own, onto a GPU.
+GPU = "gpu"
+GPU_SECONDS = 0.4  # some 500 blocks have to fit into nine minutes
 # One of each kind, for a run of a few minutes; --full takes all.
 SHORT = ("jpeg", "csv", "large_u8", "rows", "tokens")
 # What an axis runs when no workload is named: bound by messages, by memory and by the dataset.
@@ -47,6 +50,7 @@ class Options:
         json: the file to write; None is no file.
         resume: go on with what that file holds.
         plot: the folder to draw into; None is no picture.
+        gpu: measure batches on their way to a GPU, and none of the axes.
     """
 
     axes: tuple[str, ...]
@@ -61,13 +65,18 @@ class Options:
     resume: bool
     plot: Path | None
     list_only: bool = False
+    gpu: bool = False
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """The options of a command line, `sys.argv` by default; argparse's SystemExit when it is wrong."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    gpu = given.workloads == [GPU]
+    if GPU in given.workloads and not gpu:
+        parser.error(f"'{GPU}' is a run of its own, without workloads")
     axes = tuple(AXES) if given.full else tuple(dict.fromkeys(given.axis or ("steady",)))
-    named = tuple(dict.fromkeys(given.workloads))
+    named = () if gpu else tuple(dict.fromkeys(given.workloads))
     everything = tuple(all_workloads()) if given.full else SHORT
     return Options(
         axes=axes,
@@ -83,16 +92,18 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
             "workers": given.workers or WORKER_AXIS,
             "start": tuple(filter(None, given.workers or START_WORKERS)),
             "turns": tuple(filter(None, given.workers or STEADY_WORKERS)),
+            "gpu": tuple(filter(None, given.workers or ())),
         },
         peers=tuple(dict.fromkeys(given.peers or PEERS)),
         blocks=given.blocks or (FULL_BLOCKS if given.full else SHORT_BLOCKS),
-        seconds=given.seconds or (FULL_SECONDS if given.full else SHORT_SECONDS),
+        seconds=given.seconds or (GPU_SECONDS if gpu else FULL_SECONDS if given.full else SHORT_SECONDS),
         start_method=given.start_method,
         memory=given.full if given.memory is None else given.memory,
         json=given.json,
         resume=given.resume,
         plot=given.plot,
         list_only=given.list,
+        gpu=gpu,
     )
 
 
@@ -106,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         type=_workload,
         metavar="workload",
-        help=f"what to load (default: {' '.join(SHORT)})",
+        help=f"what to load (default: {' '.join(SHORT)}), or '{GPU}': batches onto a GPU, in ten minutes",
     )
     parser.add_argument("--list", action="store_true", help="list workloads, peers and axes, and stop")
     parser.add_argument("--full", action="store_true", help="every axis and workload, memory, longer blocks")
@@ -145,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _workload(text: str) -> str:
-    return _one_of(text, all_workloads(), "a workload")
+    return text if text == GPU else _one_of(text, all_workloads(), "a workload")
 
 
 def _peers(text: str) -> tuple[str, ...]:

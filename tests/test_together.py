@@ -198,13 +198,18 @@ def test_a_batch_without_tensors_has_no_part(pair: Pair) -> None:
     assert_same(["a", np.arange(3)], pair.deliver(handle))
 
 
+class Marked(torch.Tensor):
+    """A subclass, which is pickled with its storage."""
+
+
 def test_tensors_that_are_no_leaves_are_moved(pair: Pair) -> None:
-    batch = [torch.arange(3), torch.nn.Parameter(torch.ones(3)), Opaque(torch.arange(4))]
+    whole = torch.ones(3).as_subclass(Marked)
+    batch = [torch.arange(3), torch.nn.Parameter(torch.ones(3)), Opaque(torch.arange(4)), whole]
     handle = pair.arrive(pair.pack(lambda: batch))
     _, _, pickled = pair.unpacker.open(handle)
     result = pair.unpacker.unpack(handle, pickled, torch.empty(1024, dtype=torch.uint8, device="meta"))
-    assert [part.device.type for part in (*result[:2], result[2].value)] == ["meta"] * 3
-    assert type(result[1]) is torch.nn.Parameter
+    assert [part.device.type for part in (*result[:2], result[2].value, result[3])] == ["meta"] * 4
+    assert [type(part) for part in result] == [torch.Tensor, torch.nn.Parameter, Opaque, Marked]
     assert result[1].requires_grad
 
 
