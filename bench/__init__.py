@@ -29,6 +29,6 @@ and what these share: batches.py (what is in a batch), fetch.py (a worker's shar
 drawing.py (what all pictures have in common).
 
 `python -m bench gpu` is a run of its own: gpu.py (the command), gpu_arms.py (shapes, and who brings them to
-the device), gpu_measure.py (events, steps, the link's peak), gpu_results.py (figures and goals), gpu_report.py
+the device), gpu_measure.py (events, steps, the link's peak), gpu_results.py (figures, goals), gpu_report.py
 (the tables), gpu_plots.py (the pictures).
 """
