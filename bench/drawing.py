@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,6 +34,29 @@ class Picture:
     name: str
     title: str
     draw: Callable[[Figure], None]
+
+
+def write_pictures(pictures: Sequence[Picture], caption: str, folder: Path) -> list[Path]:
+    """Draw pictures into a folder, each under its title and a caption; the files, in the same order.
+
+    Raises:
+        ImportError: matplotlib is not installed; it comes with the package's 'bench' extra.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for picture in pictures:
+        with rc_context({"font.size": TEXT, "axes.titlesize": TEXT, "axes.labelsize": SMALL}):
+            figure = Figure(layout="constrained")
+            picture.draw(figure)
+            figure.suptitle(f"{picture.title}\n{caption}", fontsize=TEXT + 1)
+            path = folder / picture.name
+            # Without the version of matplotlib in it, the same figures give the same file.
+            figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})
+        paths.append(path)
+    return paths
 
 
 def plain_decades(axis: Axis, digits: Sequence[float]) -> None:

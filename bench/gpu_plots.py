@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.drawing import DOTS_PER_INCH, SMALL, TEXT, WIDTH, Picture, finish, plain_decades
+from bench.drawing import SMALL, WIDTH, Picture, finish, plain_decades, write_pictures
 from bench.gpu_results import (
     BOUNCE,
     LABELS,
@@ -81,25 +81,12 @@ def pictures(results: GpuResults) -> list[Picture]:
 
 
 def write(results: GpuResults, folder: Path) -> list[Path]:
-    """Draw every picture; the files, in the order of `pictures`.
+    """Draw every picture there are figures for; the files, in the order of `pictures`.
 
     Raises:
         ImportError: matplotlib is not installed; it comes with the package's 'bench' extra.
     """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    paths = []
-    for picture in pictures(results):
-        with rc_context({"font.size": TEXT, "axes.titlesize": TEXT, "axes.labelsize": SMALL}):
-            figure = Figure(layout="constrained")
-            picture.draw(figure)
-            figure.suptitle(f"{picture.title}\n{caption(results)}", fontsize=TEXT + 1)
-            path = folder / picture.name
-            # Without the version of matplotlib in it, the same figures give the same file.
-            figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})
-        paths.append(path)
-    return paths
+    return write_pictures(pictures(results), caption(results), folder)
 
 
 def caption(results: GpuResults) -> str:

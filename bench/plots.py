@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench import timeline
-from bench.drawing import DOTS_PER_INCH, SMALL, TEXT, TIMES, WIDTH, Picture, finish, plain_decades
+from bench.drawing import (
+    SMALL,
+    TIMES,
+    WIDTH,
+    Picture,
+    finish,
+    plain_decades,
+    write_pictures,
+)
 from bench.results import BASELINE, Block, PeerResult, Results, Spread, WorkloadResult, cpu, rate, rate_ratio
 from bench.words import number, size, worker_count
 
@@ -95,21 +103,7 @@ def write(results: Results, folder: Path) -> list[Path]:
     Raises:
         ImportError: matplotlib is not installed; it comes with the package's 'bench' extra.
     """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for picture in pictures(results):
-        with rc_context({"font.size": TEXT, "axes.titlesize": TEXT, "axes.labelsize": SMALL}):
-            figure = Figure(layout="constrained")
-            picture.draw(figure)
-            figure.suptitle(f"{picture.title}\n{caption(results)}", fontsize=TEXT + 1)
-            path = folder / picture.name
-            # Without the version of matplotlib in it, the same figures give the same file.
-            figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})
-        paths.append(path)
-    return paths
+    return write_pictures(pictures(results), caption(results), folder)
 
 
 def caption(results: Results) -> str:
