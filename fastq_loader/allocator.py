@@ -128,6 +128,7 @@ class Allocator:
         self.mapping = mapping
         self.together = together
         self.expected = 0
+        self._cuts: dict[int, int] = {}  # block → bytes of it that are cut out, from its start
         self._rest: tuple[int, int, int] | None = None  # (block, start and end of what is left in it)
         start, end = mapping.region(worker)
         self._space = AddressSpace(((start, end - start),) if space is None else space)
@@ -217,6 +218,7 @@ class Allocator:
             rest = offset, offset, offset + size
         block, start, end = rest
         self._rest = block, min(start + device_aligned(nbytes), end), end
+        self._cuts[block] = start + nbytes - block
         return block, start
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
@@ -241,6 +243,11 @@ class Allocator:
             offset = self._offsets[place]
             size = self._open[offset]
             return (offset, size) if at < offset + size else None
+
+    def cut(self, block: int) -> int:
+        """Bytes of a block, from its start, that results of this task or kept ones were cut out of."""
+        with self._lock:
+            return self._cuts.get(block, 0)
 
     def write(self, offset: int, source: int, nbytes: int) -> None:
         """Copy `nbytes` from an address into the arena."""
@@ -288,6 +295,7 @@ class Allocator:
                 self._holds.pop(offset, None)
                 self._idle.append((self._open.pop(offset), offset))
             self._offsets = sorted(self._open)
+            self._cuts = {offset: end for offset, end in self._cuts.items() if offset in self._open}
             returned = [offset for _, offset in self._idle + self._promised]
             self._idle.clear()
             self._promised.clear()
@@ -302,6 +310,7 @@ class Allocator:
                 del self._holds[offset]
                 self._idle.append((self._open.pop(offset), offset))
                 self._offsets.remove(offset)
+                self._cuts.pop(offset, None)
                 if self._rest is not None and self._rest[0] == offset:
                     self._rest = None
         self._idle.sort()

@@ -192,7 +192,7 @@ class Copies:
             host: what `reap` gives back when the batch was handed out and has arrived.
             then: runs on the side stream after the copy; what it returns is the batch's `result`.
         """
-        if len(self._running) >= self._most:
+        if self.full:
             began = self._clock()
             self.wait_for(self._running[0])
             self._counters.block_wait_seconds += self._clock() - began
@@ -205,9 +205,25 @@ class Copies:
         self._running.append(copy)
         self._staged[key] = copy
         if then is not None:
-            copy.result = stager.on_side(lambda: then(copy.memory))
+            try:
+                copy.result = stager.on_side(lambda: then(copy.memory))
+            except BaseException:  # an interrupt: nobody will ask for this batch
+                self._forget(key)
+                raise
             copy.ready = self._record(stager.side)
         return copy
+
+    def _forget(self, key: int) -> None:
+        copy = self._staged.pop(key)
+        if copy.slab is not None:
+            self._free.append(copy.slab)  # what is written to it next is queued behind what runs there now
+        else:
+            self._stager.share(copy.memory, self._stager.side)
+
+    @property
+    def full(self) -> bool:
+        """Whether `begin` would wait."""
+        return len(self._running) >= self._most
 
     def take(self, key: int) -> Copy:
         """Hand a batch out: what the consumer queues on its current stream from here on finds it there."""
@@ -251,8 +267,9 @@ class Copies:
         Returns:
             The `host` of batches that were handed out; of the others nobody looks at theirs any more.
         """
-        for copy in [*self._running, *self._staged.values()]:
-            self._stager.synchronize(copy.ready)
+        # Not the copies' own events: an interrupt may have come between a copy and its entry here.
+        self._stager.synchronize(self._record(self._stager.side))
+        for copy in self._running:
             copy.over = True
         self._running.clear()
         self._free += [copy.slab for copy in self._staged.values() if copy.slab is not None]

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader import pickling
 from fastq_loader.blocks import device_aligned
 from fastq_loader.errors import PinFailed
+from fastq_loader.tensors import tensors_of
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")  # one entry for each GPU that the driver knows
 _NEEDED = ("Stream", "Event", "current_stream", "stream")
@@ -166,11 +166,11 @@ class TorchStager:
         memory[:nbytes].copy_(source[:nbytes])
 
     def pageable(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except (RuntimeError, NotImplementedError) as error:
             self._clear_error()
             raise PinFailed(f"torch could not page-lock {nbytes} bytes: {error}") from error
@@ -184,7 +184,9 @@ class TorchStager:
             raise PinFailed(f"cudaHostRegister of {nbytes} bytes failed with error {code}")
 
     def unregister(self, address: int) -> None:
-        if int(self._runtime().cudaHostUnregister(address)):
+        with self._module.device(self.device):
+            code = int(self._runtime().cudaHostUnregister(address))
+        if code:
             self._clear_error()
 
     def _runtime(self) -> Any:
@@ -211,7 +213,7 @@ class TorchStager:
         anchor = ctypes.c_char.from_buffer(shared)
         address = ctypes.addressof(anchor)
         host = self.view(address, _PROBE_BYTES)
-        pattern = (torch.arange(_PROBE_BYTES) * 31 % 251).to(torch.uint8)
+        pattern = (torch.arange(_PROBE_BYTES, device="cpu") * 31 % 251).to(torch.uint8)
         host.copy_(pattern)
         self.register(address, _PROBE_BYTES)
         try:
@@ -236,33 +238,3 @@ class _At:
             "shape": (nbytes,),
             "typestr": "|u1",
         }
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """A tensor that is no leaf of a batch (sparse, of a subclass, …) on the device; others as they are."""
-    if not isinstance(value, torch.Tensor) or value.device == device:
-        return value
-    return value.detach().to(device, non_blocking=True).requires_grad_(value.requires_grad)
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in a tree of dicts, lists and tuples, and in objects with attributes."""
-    found: list[torch.Tensor] = []
-    todo, seen = [value], set()
-    while todo:
-        part = todo.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, torch.Tensor):
-            if part.layout is torch.strided:
-                found.append(part)
-            else:
-                todo += pickling.parts_of_sparse(part)
-        elif isinstance(part, Mapping):
-            todo += part.values()
-        elif isinstance(part, (list, tuple, set, frozenset)):
-            todo += part
-        elif not isinstance(part, (str, bytes, type)) and hasattr(part, "__dict__"):
-            todo += vars(part).values()
-    return found

@@ -134,7 +134,8 @@ class SerialIterator(LoaderIterator):
         datapipes.shard(self._dataset, *datapipes.ranks())
         #: Batches are seeded from it, as in workers; None: they share the consumer's own generators.
         self._base_seed = base_seed if loader.schedule == "dynamic" else None
-        self._staging = None if self._link is None else SerialStaging.of(self._link)
+        self._idle = loader._idle
+        self._staging = None if self._link is None else SerialStaging.of(self._link, self._idle)
         self._drawn = 0
         with self._seeded(lambda seed: seeding.seed_worker(seed, 0)):  # for what iter(dataset) draws
             self._fetcher = make_fetcher(
@@ -146,8 +147,9 @@ class SerialIterator(LoaderIterator):
             )
 
     def __del__(self) -> None:
-        if getattr(self, "_staging", None) is not None and self._link is not None:
-            self._link.idle.append(self._staging)
+        staging = getattr(self, "_staging", None)
+        if staging is not None:
+            self._idle.append(staging)
 
     @contextmanager
     def _seeded(self, seed: Callable[[int], int]) -> Iterator[None]:

@@ -109,8 +109,6 @@ class Link:
         self._stager: TorchStager | None = None  # once it was opened
         self._refused: dict[str, str] = {}
         self._said: set[str] = set()
-        #: What iterations without workers have left behind, buffers and all, for the next one.
-        self.idle: list[Any] = []
 
     def open(self, blocks: Blocks | None) -> tuple[Copies, Pinner]:
         """The copies of a new pool. The first time, this initialises the device.
@@ -125,9 +123,10 @@ class Link:
         options = self.options
         stager = self._stager
         if stager is None:
-            stager = self._stager = open_stager(options.device)
+            stager = open_stager(options.device)
             if blocks is not None and options.pin in ("auto", REGISTER):
                 self._prove(stager)
+            self._stager = stager
         copies = Copies(stager, options.ahead, options.reuse, self.counters, time.monotonic)
         pinner = Pinner(
             stager,
@@ -159,7 +158,6 @@ class Link:
             stager.prove()
         except PinFailed as error:
             if self.options.pin == REGISTER:
-                self._stager = None
                 raise PinFailed(cannot_keep(REGISTER, str(error))) from error
             self._refused[REGISTER] = str(error)
             self.say(f"batches go to the device with pin={BOUNCE!r}: {error}")

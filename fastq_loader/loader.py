@@ -24,12 +24,13 @@ from fastq_loader.engine import Engine
 from fastq_loader.iterator import LoaderIterator, SerialIterator, WorkerIterator
 from fastq_loader.link import DeviceOptions, Link, read_options
 from fastq_loader.processes import Plan
+from fastq_loader.staging import SerialStaging
 from fastq_loader.statistics import Counters, LoaderStatistics
 from fastq_loader.worker import Rules
 
 T_co = TypeVar("T_co", covariant=True)
 
-_LIVE = ("_live", "_counters", "_engines", "_link")
+_LIVE = ("_live", "_counters", "_engines", "_link", "_idle")
 
 SCHEDULES = ("round_robin", "dynamic")
 #: Batches; the table of claims has a word for more than twice as many.
@@ -231,11 +232,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         object.__setattr__(self, "_counters", Counters())
         object.__setattr__(self, "_engines", weakref.WeakSet())
         object.__setattr__(self, "_link", None)
+        object.__setattr__(self, "_idle", [])
 
     _live: WorkerIterator | None
     _counters: Counters
     _engines: weakref.WeakSet[Engine]
     _link: Link | None
+    _idle: list[SerialStaging]  # what iterations without workers have left behind, buffers and all
 
     # ---- iterating ----------------------------------------------------------------------------
 
@@ -249,6 +252,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not self.persistent_workers:
             self.check_worker_number_rationality()
             return self._watch(WorkerIterator(self, None))
+        self._way_to_device()  # which ends the pool if it is another one now
         previous = self._live
         if previous is not None and not previous.engine.usable:
             previous.engine.close("a new iteration began")
@@ -264,11 +268,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return iterator
 
     def _way_to_device(self) -> Link | None:
-        """Made when the first iteration begins, and kept: a stream for each epoch would strand memory."""
+        """Made when the first iteration begins, and kept: a stream for each epoch would strand memory. A new
+        one, and new workers, if the user has set other arguments since."""
         options = self._device_options()
-        if options is not None and (self._link is None or self._link.options != options):
-            object.__setattr__(self, "_link", Link(options))
-        return None if options is None else self._link
+        if options != (None if self._link is None else self._link.options):
+            if self._live is not None:
+                self._live.engine.close("its loader's device, or what goes with it, was changed")
+            object.__setattr__(self, "_link", None if options is None else Link(options))
+        return self._link
 
     @property
     def _iterable(self) -> bool:
@@ -331,6 +338,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         for engine in list(self._engines):
             engine.close("its loader was closed")
+        while self._idle:
+            self._idle.pop().close()
         object.__setattr__(self, "_live", None)
 
     def __enter__(self) -> DataLoader[T_co]:

@@ -228,13 +228,13 @@ class EventLoop:
         if staging is not None:
             self.orderly = False
             self._delivery.free(staging.reap())
-            self._stage_ahead(staging)
+            self._stage_ahead(staging, wait=False)
             self.orderly = True
 
-    def _stage_ahead(self, staging: Staging) -> None:
+    def _stage_ahead(self, staging: Staging, wait: bool = True) -> None:
         while self._receive():
             continue
-        staging.begin(self.scheduler.upcoming(staging.ahead))
+        staging.begin(self.scheduler.upcoming(staging.ahead), wait)
 
     # ---- waiting ------------------------------------------------------------------------------
 
@@ -395,16 +395,20 @@ class EventLoop:
         self._crew.close()
         if self._arena.retired:
             return
-        staging, self._delivery.staging = self._delivery.staging, None
-        try:
-            if staging is not None:  # copies read the blocks until they have run
-                self._delivery.free(staging.close())
-        finally:
-            self._hear_releases()
-            for worker in range(self.plan.workers):
-                self._ledger.writer_dead(worker)
-            self.scheduler.abandon()
-            self._arena.retire(self._ledger.held())
+        failure: Exception | None = None
+        if self._delivery.staging is not None:  # copies read the blocks until they have run
+            try:
+                self._delivery.free(self._delivery.staging.close())
+            except Exception as error:  # the device's; an interrupt leaves the rest to the next call
+                failure = error
+            self._delivery.staging = None
+        self._hear_releases()
+        for worker in range(self.plan.workers):
+            self._ledger.writer_dead(worker)
+        self.scheduler.abandon()
+        self._arena.retire(self._ledger.held())
+        if failure is not None:
+            raise failure
 
     def blocks(self) -> tuple[int, int, int]:
         """Blocks in use, blocks free, and bytes of shared memory behind them."""

@@ -79,6 +79,8 @@ class Walker:
         containers: ids of its lists and dicts.
     """
 
+    is_leaf = staticmethod(pickling.is_leaf)
+
     def __init__(self) -> None:
         self._sprawling = 0  # so many batches are not walked any more
         self.clear()
@@ -114,7 +116,7 @@ class Walker:
     def _walk(self, value: Any) -> Any:
         kind = type(value)
         if kind is _TENSOR or kind is _ARRAY:
-            if pickling.is_leaf(value):
+            if self.is_leaf(value):
                 return "L", self.add_leaf(value)
         elif kind is int:
             if packs(value):
@@ -307,6 +309,11 @@ class Packer:
             return None, {}
         if end - min(at.values()) > 2 * total_bytes(extents, list(at)):
             return None, {}
+        if others and self._allocator.cut(block[0]) > device_aligned(end):
+            return (
+                None,
+                {},
+            )  # something else lies where they would go: an array, a view, what the dataset keeps
         return block, at
 
     def _remember(self, key: Any) -> int:

@@ -110,12 +110,17 @@ class Pinner:
         counters.pin, counters.pin_reason = self._choose()
 
     def _choose(self) -> tuple[str, str]:
-        if self._at is None and self._wish in ("auto", REGISTER) and BOUNCE not in self._refused:
-            return BOUNCE, "without workers, batches are packed into page-locked buffers"
-        if self._wish != "auto":
-            return self._wish, f"pin={self._wish!r} was asked for"
-        reason = "; ".join(self._refused.values()) or "it is the fastest here"
-        return next(mode for mode in (REGISTER, BOUNCE, PAGEABLE) if mode not in self._refused), reason
+        wish = self._wish
+        if wish == "auto":
+            modes = [mode for mode in (REGISTER, BOUNCE, PAGEABLE) if mode not in self._refused]
+            wish, reason = modes[0], "; ".join(self._refused.values()) or "it is the fastest here"
+        else:
+            reason = f"pin={wish!r} was asked for"
+        if wish != REGISTER or self._at is not None:
+            return wish, reason
+        if self._wish == "auto" and BOUNCE in self._refused:
+            return PAGEABLE, reason
+        return BOUNCE, "without workers, batches are packed into page-locked buffers"
 
     def _refuse(self, mode: str, instead: str, error: PinFailed) -> None:
         self._refused[mode] = str(error)
@@ -146,6 +151,12 @@ class Pinner:
         self._stager.fill(buffer.memory, view, place.nbytes)
         return buffer.memory, buffer
 
+    @property
+    def busy(self) -> bool:
+        """Whether a buffer would have to be waited for."""
+        copy = self._buffers[0].copy
+        return self._counters.pin == BOUNCE and copy is not None and not copy.over
+
     def sent(self, buffer: Buffer, copy: Copy) -> None:
         """A copy from `buffer` was begun."""
         buffer.copy = copy
@@ -164,15 +175,18 @@ class Pinner:
         self._at.populate(offset, size)
         populated = self._clock()
         self._counters.populate_seconds += populated - began
+        # Entered first: an interrupt must not leave a registration that nobody knows of.
+        self._registered[offset] = size
+        self._counters.pinned_bytes += size
         try:
             self._stager.register(self._at.base + offset, size)
         except PinFailed as error:
+            del self._registered[offset]
+            self._counters.pinned_bytes -= size
             self.close()  # half a pool that is locked is memory that nobody gets anything for
             self._refuse(REGISTER, BOUNCE, error)
             return False
         self._counters.register_seconds += self._clock() - populated
-        self._registered[offset] = size
-        self._counters.pinned_bytes += size
         return True
 
     # ---- buffers ------------------------------------------------------------------------------
@@ -201,6 +215,7 @@ class Pinner:
         return True
 
     def _lock(self, buffer: Buffer, nbytes: int) -> None:
+        nbytes = 1 << (nbytes - 1).bit_length()  # as torch's allocator of such memory rounds it
         pinned_bytes = self._counters.pinned_bytes - buffer.locked + nbytes
         if self._limit is not None and pinned_bytes > self._limit:
             self.fall_back(PAGEABLE, f"pin_limit_bytes={self._limit} leaves no room for buffers")
@@ -219,11 +234,10 @@ class Pinner:
 
     def forget(self, offset: int) -> None:
         """The pages of a block are about to go back to the system."""
-        size = self._registered.pop(offset, None)
-        if size is not None:
+        if offset in self._registered:
             assert self._at is not None
             self._stager.unregister(self._at.base + offset)
-            self._counters.pinned_bytes -= size
+            self._counters.pinned_bytes -= self._registered.pop(offset)
 
     def close(self) -> None:
         """Undo every registration and let the buffers go, after the copies that are under way."""

@@ -20,7 +20,6 @@ from fastq_loader import pickling
 from fastq_loader.arena import Mapping
 from fastq_loader.blocks import device_aligned
 from fastq_loader.copies import Copy
-from fastq_loader.device import moved
 from fastq_loader.errors import ProtocolError, UnpicklableError
 from fastq_loader.extents import bound_places, extents_of
 from fastq_loader.link import Link
@@ -28,6 +27,7 @@ from fastq_loader.messages import Answer
 from fastq_loader.packing import SPECS, Walker
 from fastq_loader.pinning import Blocks, Buffer, Place
 from fastq_loader.specs import Spec
+from fastq_loader.tensors import moved
 from fastq_loader.unpacking import Unpacker
 
 
@@ -70,10 +70,13 @@ class Staging:
             free += offsets
         return free
 
-    def begin(self, answers: Iterable[Answer]) -> None:
-        """Begin the copies of these batches, where that is still to be done. One that cannot be begun is
-        tried again when it is its turn, where its error has a place."""
+    def begin(self, answers: Iterable[Answer], wait: bool = True) -> None:
+        """Begin the copies of these batches, where that is still to be done; with `wait`, also where an older
+        copy has to be waited for. One that cannot be begun is tried again when it is its turn, where its
+        error has a place."""
         for answer in answers:
+            if not wait and (self._copies.full or self._pinner.busy):
+                return
             if answer.seq not in self._copies and self._unpacker.part(_handle(answer)) is not None:
                 try:
                     self._copy(answer)
@@ -87,17 +90,13 @@ class Staging:
         offset, size, into, nbytes = part
         source, buffer = self._pinner.source(Place(offset, size, into, nbytes))
         blocks = tuple(offset for offset, _ in answer.used)
-        then = (lambda memory: self._on_side(answer, memory)) if self._link.options.beside else None
+        then = _attempt(lambda memory: self._link.finish(self._build(answer, memory)))
+        if not self._link.options.beside:
+            then = None
         copy = self._copies.begin(answer.seq, source, nbytes, blocks, then)
         if buffer is not None:
             self._pinner.sent(buffer, copy)
         return copy
-
-    def _on_side(self, answer: Answer, memory: Any) -> tuple[Any, Exception | None]:
-        try:
-            return self._link.finish(self._build(answer, memory)), None
-        except Exception as error:  # it has a place, which is not here
-            return None, error
 
     def _build(self, answer: Answer, memory: torch.Tensor) -> Any:
         handle = _handle(answer)
@@ -114,7 +113,7 @@ class Staging:
         blocks = [offset for offset, _ in answer.used]
         if self._unpacker.part(_handle(answer)) is None:  # nothing of it goes over
             self._free += blocks
-            nothing = torch.empty(0, dtype=torch.uint8, device=self._link.options.device)
+            nothing = torch.empty(0, dtype=torch.uint8, device=self._link.stager.device)
             return self._link.finish(self._build(answer, nothing))
         if answer.seq not in self._copies:
             try:
@@ -125,10 +124,7 @@ class Staging:
         copy = self._copies.take(answer.seq)
         if copy.result is None:
             return self._link.finish(self._build(answer, copy.memory))
-        batch, error = copy.result
-        if error is not None:
-            raise error
-        return batch
+        return _result(copy)
 
     def drain(self) -> list[int]:
         """Wait for every copy, and forget what was not handed out: its blocks are somebody else's to free.
@@ -155,6 +151,37 @@ def _handle(answer: Answer) -> Any:
     return answer.handle
 
 
+def _attempt(build: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, Exception | None]] | None:
+    """`build`, with its error beside its result: it has a place, which is not where it runs."""
+
+    def attempt(memory: Any) -> tuple[Any, Exception | None]:
+        try:
+            return build(memory), None
+        except Exception as error:
+            return None, error
+
+    return attempt
+
+
+def _result(copy: Copy) -> Any:
+    """What `_attempt` has come to, which the copy forgets: an error holds the frames that look at it."""
+    (batch, error), copy.result = copy.result, (None, None)
+    try:
+        if error is not None:
+            raise error
+        return batch
+    finally:
+        del batch, error
+
+
+class _Walker(Walker):
+    """Lets tensors pass that only workers cannot hand over: those of a graph."""
+
+    @staticmethod
+    def is_leaf(value: Any) -> bool:
+        return not getattr(value, "requires_grad", False) and pickling.is_leaf(value)
+
+
 class SerialStaging:
     """The same without workers: each batch is put together in a buffer, and its copy begins at once.
 
@@ -165,14 +192,24 @@ class SerialStaging:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._copies, self._pinner = link.open(None)
-        self._walker = Walker()
+        self._walker = _Walker()
         self._specs: dict[Any, Spec] = {}
         self._batches = 0
 
     @classmethod
-    def of(cls, link: Link) -> SerialStaging:
-        """One that no iteration uses any more, or a new one."""
-        return link.idle.pop() if link.idle else cls(link)
+    def of(cls, link: Link, idle: list[SerialStaging]) -> SerialStaging:
+        """One of `idle`, which no iteration uses any more, or a new one."""
+        while idle:
+            staging = idle.pop()
+            if staging._link is link:
+                return staging
+            staging.close()
+        return cls(link)
+
+    def close(self) -> None:
+        """Wait for every copy, and let the buffers go."""
+        self._copies.drain()
+        self._pinner.close()
 
     def stage(self, batch: Any) -> Any:
         """A batch with its tensors on the device, ready for what is queued on the current stream from here
@@ -210,7 +247,7 @@ class SerialStaging:
             return self._link.finish(spec.build(leaves, iter(values), there))
 
         if not bound:
-            return lambda: build(torch.empty(0, dtype=torch.uint8, device=self._link.options.device))
+            return lambda: build(torch.empty(0, dtype=torch.uint8, device=self._link.stager.device))
         buffer = self._gather(extents, bound, starts, nbytes)
         return lambda: self._send(buffer, spec.device_bytes, build)
 
@@ -257,8 +294,8 @@ class SerialStaging:
 
     def _send(self, buffer: Buffer, nbytes: int, build: Callable[[torch.Tensor], Any]) -> Any:
         key = self._batches = self._batches + 1
-        then = build if self._link.options.beside else None
+        then = _attempt(build) if self._link.options.beside else None
         copy = self._copies.begin(key, buffer.memory, nbytes, (), then)
         self._pinner.sent(buffer, copy)
         self._copies.take(key)
-        return build(copy.memory) if then is None else copy.result
+        return build(copy.memory) if then is None else _result(copy)

@@ -1,6 +1,6 @@
 """What users do with a batch once it is on its device: normalise images, fill the inputs of a captured step.
 
-Runs in the consumer, on whatever stream is current; imports torch and nothing of this package.
+Runs in the consumer, on whatever stream is current.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from fastq_loader.tensors import tensors_of
 
 
 class normalize:
@@ -33,7 +35,7 @@ class normalize:
 
     Raises:
         ValueError: `mean` and `std` differ in length or a `std` is 0; in a call, a batch has no image.
-        TypeError: `dtype` is not floating-point.
+        TypeError: `dtype` is not floating-point, or `which` is a single name.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class normalize:
             raise ValueError(f"mean={mean!r} and std={std!r} must have one number for each channel")
         if not all(self.std):
             raise ValueError(f"std={std!r} must not be 0: it is divided by")
+        if isinstance(which, (str, int)):
+            raise TypeError(f"which={which!r} must be a list of keys or positions: which=[{which!r}]")
         if not dtype.is_floating_point:
             raise TypeError(f"dtype={dtype} must be floating-point, such as torch.float16")
         self.dtype = dtype
@@ -84,6 +88,9 @@ class normalize:
             raise ValueError(
                 f"normalize got a {type(batch).__name__}, and looks for images in dicts and lists"
             )
+        if self.which is not None and not self.which <= parts.keys():
+            missing = sorted(self.which - parts.keys(), key=str)
+            raise ValueError(f"which names {missing}, and the batch has {list(parts)}")
         if all(part is old for part, old in zip(parts.values(), _values(batch), strict=True)):
             raise ValueError(
                 f"normalize found no image with {len(self.mean)} channels among "
@@ -128,12 +135,18 @@ class normalize:
         if limit is None:
             limit = 1.0 if pixels.dtype.is_floating_point else 255.0
         wide = torch.float64 if torch.float64 in (self.dtype, pixels.dtype) else torch.float32
-        key = (pixels.device, wide, limit, pixels.dim())
+        form = (pixels.device, wide, limit, pixels.dim())
         # A graph keeps what it captured to itself, and a compiler folds it: neither may be kept here.
         if torch.compiler.is_compiling() or _is_captured(pixels):
-            return self._make(*key)
+            return self._make(*form)
+        # By stream, because another one would have to wait for the kernels that fill them.
+        key = (*form, torch.cuda.current_stream(pixels.device) if pixels.is_cuda else None)
         if key not in self._factors:
-            self._factors[key] = self._make(*key)
+            with torch.inference_mode(False):  # else no later step could save them for its gradient
+                made = self._make(*form)
+            if type(made[0]) is not torch.Tensor:  # of a fake mode, which only looks at shapes
+                return made
+            self._factors[key] = made
         return self._factors[key]
 
     def _make(
@@ -188,15 +201,15 @@ def copy_into(static_batch: Any, batch: Any) -> None:
 
     Raises:
         ValueError: structure, a shape or a dtype differ (the short last batch of an epoch: use
-            drop_last=True); nothing was copied.
+            drop_last=True), or `static_batch` has no tensors, some in objects of another kind, or one that is
+            expanded; nothing was copied.
     """
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     _pair(static_batch, batch, "batch", pairs)
-    if pairs:
-        with torch.no_grad():
-            torch._foreach_copy_(
-                [static for static, _ in pairs], [new for _, new in pairs], non_blocking=True
-            )
+    if not pairs:
+        raise ValueError(f"static_batch is a {_describe(static_batch)}, and has no tensors to copy into")
+    with torch.no_grad():
+        torch._foreach_copy_([static for static, _ in pairs], [new for _, new in pairs], non_blocking=True)
 
 
 def _pair(static: Any, new: Any, path: str, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -206,6 +219,8 @@ def _pair(static: Any, new: Any, path: str, pairs: list[tuple[torch.Tensor, torc
                 f"static_batch and {path} differ: {_describe(static)} was captured, and {_describe(new)} came"
                 + ("; drop_last=True leaves out the short last batch" if _is_shorter(static, new) else "")
             )
+        if any(step == 0 and size > 1 for size, step in zip(static.shape, static.stride(), strict=True)):
+            raise ValueError(f"static_batch has an expanded tensor at {path}: make it contiguous()")
         pairs.append((static, new))
     elif isinstance(static, Mapping):
         if not isinstance(new, Mapping) or set(static) != set(new):
@@ -221,6 +236,10 @@ def _pair(static: Any, new: Any, path: str, pairs: list[tuple[torch.Tensor, torc
             )
         for at, (mine, other) in enumerate(zip(static, new, strict=True)):
             _pair(mine, other, f"{path}[{at}]", pairs)
+    elif tensors_of(static):
+        raise ValueError(
+            f"static_batch has a {type(static).__name__} with tensors at {path}: use dicts, lists and tuples"
+        )
 
 
 def _is_shorter(static: torch.Tensor, new: Any) -> bool:

@@ -19,11 +19,11 @@ import torch
 from fastq_loader import pickling
 from fastq_loader.allocator import TYPESTR
 from fastq_loader.arena import Arena
-from fastq_loader.device import moved
 from fastq_loader.errors import ProtocolError
 from fastq_loader.messages import Handle, unseal
 from fastq_loader.packing import SPECS
 from fastq_loader.specs import Spec, cut
+from fastq_loader.tensors import moved
 
 _from_numpy, _ndarray = torch.from_numpy, np.ndarray
 

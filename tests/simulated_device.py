@@ -95,6 +95,7 @@ class SimulatedDevice:
         blocks: what the blocks hold, by address; workers write to it.
         registered: address → bytes.
         most: copies that were queued at once, at most.
+        may_wait: whether the host may wait for an event now. `waited`: it did although it may not.
     """
 
     def __init__(self, seed: int, refuse: tuple[str, ...] = ()) -> None:
@@ -103,6 +104,8 @@ class SimulatedDevice:
         self.blocks: dict[int, Value] = {}
         self.registered: dict[int, int] = {}
         self.most = 0
+        self.may_wait = True
+        self.waited = False
         self._queued_copies = 0
         self._refuse = refuse
         self._random = random.Random(seed)
@@ -234,6 +237,7 @@ class SimulatedDevice:
         return event.token.over
 
     def synchronize(self, event: Event) -> None:
+        self.waited = self.waited or not (self.may_wait or event.token.over)
         while not event.token.over:
             if not self.run(1):
                 raise Breach("what is waited for never comes")

@@ -203,6 +203,9 @@ class Run:
                 del held[draw.randrange(len(held))]
             self.look_again(held)
             if draw.random() < 0.2:
+                while loaded < min(seq + WINDOW, batches):
+                    self.load(loaded)
+                    loaded += 1
                 self.poll(seq + 1)
             if draw.random() < 0.1:
                 self.trim()
@@ -231,8 +234,17 @@ class Run:
             raise Breach(f"{locked} bytes stayed registered when the driver refused the rest")
 
     def poll(self, head: int) -> None:
+        """Waits for nothing; so some copies may not be begun."""
         self.let_go(self.staging.reap())
-        self.begin(head)
+        self.device.may_wait = False
+        for seq in range(head, head + self.choice.ahead):
+            if seq in self.answers:
+                self.unpacking = seq
+                self.staging.begin([self.answers[seq]], wait=False)
+        self.device.may_wait = True
+        falls_back = self.choice.refuse or self.choice.limit is not None  # which waits, once
+        if self.device.waited and not falls_back:
+            raise Breach("poll waited for the device")
 
     def look_again(self, held: list[tuple[str, Batch]]) -> None:
         """On the stream that a batch was handed out on: others are the user's to synchronise."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 import torch
 
 from fastq_loader import device
-from fastq_loader.device import TorchStager, moved, parse, tensors_of, visible
+from fastq_loader.device import TorchStager, parse, visible
 from fastq_loader.errors import PinFailed
+from fastq_loader.tensors import moved, tensors_of
 from tests.conftest import run_script
-from tests.datasets import Opaque, Point
+from tests.datasets import Opaque, Point, Slotted
 
 # ---- which devices there are ------------------------------------------------------------------------
 
@@ -205,6 +207,18 @@ def test_the_proof_fails_where_copies_do_nothing(
         stager.prove()
 
 
+def test_a_default_device_changes_nothing(
+    runtime: Runtime, stager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stager.device = torch.device("cpu")
+    monkeypatch.setattr(stager, "_runtime", lambda: runtime)
+    for name in ("wait", "synchronize", "record", "current_stream"):
+        monkeypatch.setattr(stager, name, lambda *_: None)
+    with torch.device("meta"):
+        assert stager.pageable(8).device.type == "cpu"
+        stager.prove()
+
+
 # ---- what a batch is made of ------------------------------------------------------------------------
 
 
@@ -213,6 +227,22 @@ def test_tensors_are_found_wherever_they_are() -> None:
     tree = {"a": [one, "text"], "b": Point(two, Opaque({"inner": (three,)})), "c": {1, 2}, "again": one}
     tree["self"] = tree
     assert {id(part) for part in tensors_of((tree, four))} == {id(part) for part in (one, two, three, four)}
+
+
+def test_tensors_are_found_in_slots_and_in_what_is_made_when_it_is_asked_for() -> None:
+    class Lazy(Mapping[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            return [torch.zeros(1)]
+
+        def __iter__(self) -> Iterator[str]:
+            return iter("abcdefgh")
+
+        def __len__(self) -> int:
+            return 8
+
+    assert len(tensors_of([Lazy(), Slotted(torch.zeros(2))])) == 9
+    jagged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+    assert [part.numel() for part in tensors_of(jagged)] == [3, 5]
 
 
 @pytest.mark.filterwarnings("ignore:.*(beta state|Sparse invariant checks).*:UserWarning")

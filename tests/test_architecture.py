@@ -57,6 +57,7 @@ ORDER = (
     "ring",
     "blocks",
     "transforms",
+    "tensors",
     "pickling",
     "seeding",
     "statistics",

@@ -28,7 +28,7 @@ from fastq_loader import DataLoader, PinFailed, PinFallback
 from fastq_loader.arena import Mapping
 from fastq_loader.blocks import DEVICE_ALIGNMENT
 from fastq_loader.errors import WorkerReplaced
-from tests.conftest import run_script
+from tests.conftest import descendants, run_script, wait_until
 from tests.datasets import (
     SAMPLES,
     Echo,
@@ -401,6 +401,11 @@ def test_buffers_are_kept_from_epoch_to_epoch_without_workers(
     assert staging is not None
     assert len(made) == 3  # device_prefetch + 1
     assert staging.pinned_bytes == sum(made)
+    loader.close()
+    staging = loader.statistics().staging
+    assert staging is not None
+    assert staging.pinned_bytes == 0
+    assert len(list(loader)) == 10
 
 
 def test_reuse_overwrites_a_batch_after_the_next_one_was_asked_for(late: Callable[..., LateStager]) -> None:
@@ -615,6 +620,118 @@ def test_what_a_dead_worker_left_half_written_is_never_copied(
             assert [image.unique().tolist() for image in images] == [[2 * at], [2 * at + 1]]
 
 
+@pytest.mark.parametrize("reuse", ["fresh", "reuse"])
+@WORKERS
+def test_a_loader_lives_through_any_number_of_failing_transforms(
+    workers: int, reuse: str, late: Callable[..., LateStager]
+) -> None:
+    late()
+    failing = {"errors": 12}
+
+    def fail(batch: Any) -> Any:
+        failing["errors"] -= 1
+        if failing["errors"] >= 0:
+            raise KeyError("not yet")
+        return batch
+
+    options: Any = {"device": "cuda", "device_buffers": reuse, "transform_stream": "side"}
+    with DataLoader(
+        Made(image_and_label, 48), 2, num_workers=workers, device_transform=fail, **options
+    ) as loader:
+        iterator = iter(loader)
+        for _ in range(12):
+            with pytest.raises(KeyError, match="not yet"):
+                next(iterator)
+        assert [labels.tolist() for _, labels in iterator] == [[at, at + 1] for at in range(24, 48, 2)]
+
+
+def test_an_error_of_the_transform_does_not_keep_the_workers(late: Callable[..., LateStager]) -> None:
+    late()
+    loader = DataLoader(
+        Made(image_and_label, 8),
+        2,
+        num_workers=1,
+        device="cuda",
+        device_transform=stop,
+        transform_stream="side",
+    )
+    iterator = iter(loader)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        next(iterator)
+    gc.disable()
+    try:
+        del iterator, loader
+        assert wait_until(lambda: not descendants(), 3)
+    finally:
+        gc.enable()
+
+
+def test_an_interrupt_while_copies_are_drained_leaves_the_rest_to_the_next_close(
+    late: Callable[..., LateStager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = late()
+    loader = DataLoader(MapDataset("large", 40), 2, num_workers=2, device="cuda")
+    iterator = iter(loader)
+    next(iterator)
+    time.sleep(0.3)
+    iterator.poll()
+    synchronize = device.synchronize
+    monkeypatch.setattr(device, "synchronize", _interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loader.close()
+    monkeypatch.setattr(device, "synchronize", synchronize)
+    assert device.registered
+    iterator.engine.close()
+    assert not device._queue
+    assert not device.registered
+
+
+def _interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_a_block_is_locked_leaves_no_lock(
+    late: Callable[..., LateStager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = late()
+    register = device.register
+    monkeypatch.setattr(device, "register", lambda *at: (register(*at), _interrupted()) if at[0] else None)
+    monkeypatch.setattr(device, "prove", lambda: None)
+    loader = DataLoader(MapDataset("large", 8), 2, num_workers=1, device="cuda")
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(loader))
+    loader.close()
+    assert not device.registered
+
+
+@WORKERS
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_is_set_later_holds_from_the_next_epoch_on(
+    persistent: bool, workers: int, late: Callable[..., LateStager]
+) -> None:
+    late()
+    loader = DataLoader(
+        Made(image_and_label, 8),
+        2,
+        num_workers=workers,
+        persistent_workers=persistent and workers > 0,
+        device="cuda",
+    )
+    expected = list(TorchDataLoader(Made(image_and_label, 8), 2))
+    for device, transform in (
+        ("cuda", None),
+        ("cuda", add_one),
+        (None, None),
+        ("cpu", add_one),
+        ("cuda", None),
+    ):
+        loader.device, loader.device_transform = device, transform
+        found = list(loader)
+        wanted = expected if transform is None else [add_one(batch) for batch in expected]
+        assert_same(wanted, found, f"{device} {transform}")
+    loader.close()
+
+
 @WORKERS
 def test_next_is_refused_while_a_graph_is_captured(workers: int, late: Callable[..., LateStager]) -> None:
     device = late()
@@ -670,6 +787,22 @@ def test_auto_falls_back_to_the_end(late: Callable[..., LateStager]) -> None:
     assert ["bounce" in str(warning.message) for warning in caught] == [True, False]
     assert staging is not None
     assert (staging.pin, staging.pinned_bytes) == ("pageable", 0)
+
+
+def test_without_page_locked_memory_batches_still_come(late: Callable[..., LateStager]) -> None:
+    late(refuse=("register", "pinned"))
+    loader = DataLoader(Made(image_and_label, 8), 2, device="cuda")
+    first = iter(loader)
+    with pytest.warns(PinFallback, match="pageable"):
+        next(first)
+    second = iter(loader)  # a staging of its own, that knows
+    assert next(second)[1].tolist() == [0, 1]
+    assert next(first)[1].tolist() == [2, 3]
+    for pin in ("register", "bounce"):
+        refused = DataLoader(Made(image_and_label, 8), 2, device="cuda", pin=pin)
+        for _ in range(2):
+            with pytest.raises(PinFailed, match=f"pin='{pin}' cannot be kept"):
+                next(iter(refused))
 
 
 def test_register_raises_rather_than_degrade(late: Callable[..., LateStager]) -> None:

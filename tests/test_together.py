@@ -168,6 +168,39 @@ def test_what_the_dataset_keeps_is_shipped_in_a_copy(pair: Pair) -> None:
         assert pair.deliver(handle)[0].unique().tolist() == [number]
 
 
+def beside(kind: str) -> Any:
+    """A large tensor, a small one that is not in its block, and something else that is."""
+    whole = empty((400_000,), torch.uint8).fill_(1)
+    label = torch.full((9,), 5)
+    if kind == "array":
+        return whole, empty((70_000,), torch.uint8).fill_(2).numpy(), label
+    if kind == "views":
+        return (
+            whole[:100_000].fill_(3),
+            whole[200_001:300_001].fill_(4),
+            whole[300_017:300_100].fill_(6),
+            label,
+        )
+    kept.append(empty((70_000,), torch.uint8).fill_(7))
+    return whole, label
+
+
+kept: list[torch.Tensor] = []
+
+
+@pytest.mark.parametrize("kind", ["array", "views", "kept"])
+def test_what_lies_beside_a_tensor_in_its_block_is_not_overwritten(kind: str, pair: Pair) -> None:
+    kept.clear()
+    for _ in range(4):
+        result = pair.deliver(pair.arrive(pair.pack(lambda: beside(kind))))
+        if kind == "array":
+            assert np.unique(result[1]).tolist() == [2]
+        elif kind == "views":
+            assert [part.unique().tolist() for part in result[:3]] == [[3], [4], [6]]
+        assert result[-1].tolist() == [5] * 9
+        assert all(tensor.unique().tolist() == [7] for tensor in kept)
+
+
 def test_blocks_are_free_again_when_all_that_was_cut_from_them_is_gone(pair: Pair) -> None:
     def make() -> Any:
         for _ in range(40):

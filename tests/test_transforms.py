@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fastq_loader
 from fastq_loader import DataLoader, copy_into, normalize
-from tests.datasets import Keyed, Made, Point
+from tests.datasets import Keyed, Made, Point, Record
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -125,6 +125,25 @@ def test_a_batch_without_an_image_is_an_error(batch: Any, text: str) -> None:
         normalize(MEAN, STD)(batch)
 
 
+def test_a_wrong_name_among_several_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"which names \['imgae'\], and the batch has \['image', 'label'\]"):
+        normalize(MEAN, STD, which=["image", "imgae"])(
+            {"image": images(2, 3, 4, 4), "label": torch.arange(2)}
+        )
+    with pytest.raises(TypeError, match=r"which='image' must be a list .*: which=\['image'\]"):
+        normalize(MEAN, STD, which="image")
+
+
+def test_what_it_keeps_serves_steps_with_and_without_gradients() -> None:
+    apply = normalize(MEAN, STD)
+    with torch.inference_mode():
+        apply(images(1, 3, 2, 2))
+    pixels = torch.rand(1, 3, 2, 2, requires_grad=True)
+    apply(images(1, 3, 2, 2))
+    apply.image(pixels).sum().backward()
+    assert pixels.grad is not None
+
+
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"mean=\(0.5,\) and std=\(1, 2\)"):
         normalize((0.5,), (1, 2))
@@ -194,6 +213,15 @@ def test_a_batch_of_another_form_is_refused_whole(other: Any, text: str) -> None
     with pytest.raises(ValueError, match=text):
         copy_into(static, other)
     assert static["x"].unique().tolist() == [5]
+
+
+def test_what_cannot_be_filled_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no tensors to copy into"):
+        copy_into({"a": 1}, {"a": 2})
+    with pytest.raises(ValueError, match=r"expanded tensor at batch\[1\]"):
+        copy_into([torch.zeros(2), torch.zeros(1).expand(3)], [torch.ones(2), torch.ones(3)])
+    with pytest.raises(ValueError, match=r"has a Record with tensors at batch\[0\]"):
+        copy_into([Record("r", torch.zeros(2)), torch.zeros(2)], [Record("r", torch.ones(2)), torch.ones(2)])
 
 
 def sample(index: int) -> Any:
