@@ -90,9 +90,11 @@ class Staging:
         offset, size, into, nbytes = part
         source, buffer = self._pinner.source(Place(offset, size, into, nbytes))
         blocks = tuple(offset for offset, _ in answer.used)
-        then = _attempt(lambda memory: self._link.finish(self._build(answer, memory)))
-        if not self._link.options.beside:
-            then = None
+
+        def finish(memory: torch.Tensor) -> Any:
+            return self._link.finish(self._build(answer, memory))
+
+        then = _attempt(finish) if self._link.options.beside else None
         copy = self._copies.begin(answer.seq, source, nbytes, blocks, then)
         if buffer is not None:
             self._pinner.sent(buffer, copy)
@@ -122,9 +124,9 @@ class Staging:
                 self._free += blocks
                 raise
         copy = self._copies.take(answer.seq)
-        if copy.result is None:
-            return self._link.finish(self._build(answer, copy.memory))
-        return _result(copy)
+        if self._link.options.beside:
+            return _result(copy)
+        return self._link.finish(self._build(answer, copy.memory))
 
     def drain(self) -> list[int]:
         """Wait for every copy, and forget what was not handed out: its blocks are somebody else's to free.
@@ -151,7 +153,7 @@ def _handle(answer: Answer) -> Any:
     return answer.handle
 
 
-def _attempt(build: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, Exception | None]] | None:
+def _attempt(build: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, Exception | None]]:
     """`build`, with its error beside its result: it has a place, which is not where it runs."""
 
     def attempt(memory: Any) -> tuple[Any, Exception | None]:
