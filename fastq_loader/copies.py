@@ -78,6 +78,13 @@ class Stager(Protocol):
     def unregister(self, address: int) -> None:
         """Undo `register`."""
 
+    def prove(self) -> None:
+        """Send something there and back through registered memory.
+
+        Raises:
+            PinFailed: it cannot be registered, or something else comes back.
+        """
+
     def pinned(self, nbytes: int) -> Memory:
         """New page-locked host memory.
 

@@ -171,7 +171,7 @@ class TorchStager:
     def pinned(self, nbytes: int) -> torch.Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             self._clear_error()
             raise PinFailed(f"torch could not page-lock {nbytes} bytes: {error}") from error
 

@@ -1,4 +1,4 @@
-"""The exceptions that this package defines, and how their texts show what users handed in.
+"""The exceptions of this package, how their texts show what users handed in, and checks of arguments.
 
 Owns no state; imported by every other module. What a user's own code raises keeps its own type
 (see `pickling.dump_exception`); the classes here are for failures of the loader itself. They derive
@@ -70,6 +70,17 @@ def warn_user(text: str, category: type[Warning]) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__ + "."):
         depth, frame = depth + 1, frame.f_back
     warnings.warn(text, category, stacklevel=depth + 1)
+
+
+def is_int(value: Any) -> bool:
+    """Whether an argument is a whole number, which True is not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless the argument `name` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, allowed))}")
 
 
 def shorten(value: Any, limit: int = 80) -> str:

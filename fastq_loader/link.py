@@ -15,8 +15,8 @@ import torch
 
 from fastq_loader.copies import Copies
 from fastq_loader.device import TorchStager, parse
-from fastq_loader.errors import PinFailed, PinFallback, warn_user
-from fastq_loader.pinning import BOUNCE, PIN_MODES, REGISTER, Blocks, Pinner, cannot_keep
+from fastq_loader.errors import PinFallback, check_choice, is_int, warn_user
+from fastq_loader.pinning import PIN_MODES, Blocks, Pinner
 from fastq_loader.statistics import StagingCounters, StagingStatistics
 
 STREAMS = ("consumer", "side")  # of `transform_stream`
@@ -59,16 +59,12 @@ def read_options(
         TypeError, ValueError: an argument, with its name, its value and what it may be.
     """
     parsed = parse(device)
-    for name, value, allowed in (
-        ("transform_stream", transform_stream, STREAMS),
-        ("device_buffers", device_buffers, BUFFERS),
-        ("pin", pin, PIN_MODES),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, allowed))}")
-    if not _is_int(device_prefetch) or device_prefetch < 1:
+    check_choice("transform_stream", transform_stream, STREAMS)
+    check_choice("device_buffers", device_buffers, BUFFERS)
+    check_choice("pin", pin, PIN_MODES)
+    if not is_int(device_prefetch) or device_prefetch < 1:
         raise ValueError(f"device_prefetch={device_prefetch!r} must be a number of batches, at least 1")
-    if pin_limit_bytes is not None and (not _is_int(pin_limit_bytes) or pin_limit_bytes < 0):
+    if pin_limit_bytes is not None and (not is_int(pin_limit_bytes) or pin_limit_bytes < 0):
         raise ValueError(f"pin_limit_bytes={pin_limit_bytes!r} must be a number of bytes, or None for any")
     if device_transform is not None and not callable(device_transform):
         raise TypeError(f"device_transform={device_transform!r} must be a function of a batch, or None")
@@ -87,10 +83,6 @@ def read_options(
         pin,
         pin_limit_bytes,
     )
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class Link:
@@ -121,12 +113,7 @@ class Link:
             RuntimeError: the device cannot be initialised, with torch's text.
         """
         options = self.options
-        stager = self._stager
-        if stager is None:
-            stager = open_stager(options.device)
-            if blocks is not None and options.pin in ("auto", REGISTER):
-                self._prove(stager)
-            self._stager = stager
+        stager = self._stager or open_stager(options.device)
         copies = Copies(stager, options.ahead, options.reuse, self.counters, time.monotonic)
         pinner = Pinner(
             stager,
@@ -140,6 +127,9 @@ class Link:
             self.say,
             time.monotonic,
         )
+        if self._stager is None:
+            pinner.prove()
+        self._stager = stager
         return copies, pinner
 
     @property
@@ -152,15 +142,6 @@ class Link:
         """What went over."""
         device = self.options.device if self._stager is None else self._stager.device
         return self.counters.snapshot(str(device))
-
-    def _prove(self, stager: TorchStager) -> None:
-        try:
-            stager.prove()
-        except PinFailed as error:
-            if self.options.pin == REGISTER:
-                raise PinFailed(cannot_keep(REGISTER, str(error))) from error
-            self._refused[REGISTER] = str(error)
-            self.say(f"batches go to the device with pin={BOUNCE!r}: {error}")
 
     def say(self, text: str) -> None:
         """Warn, once."""

@@ -21,6 +21,7 @@ from fastq_loader import arena, datapipes
 from fastq_loader.cargo import Cargo
 from fastq_loader.claims import WORKERS
 from fastq_loader.engine import Engine
+from fastq_loader.errors import check_choice, is_int
 from fastq_loader.iterator import LoaderIterator, SerialIterator, WorkerIterator
 from fastq_loader.link import DeviceOptions, Link, read_options
 from fastq_loader.processes import Plan
@@ -204,18 +205,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         )
 
     def _check_schedule(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ValueError(
-                f"schedule={self.schedule!r} is unknown: use one of {', '.join(map(repr, SCHEDULES))}"
-            )
+        check_choice("schedule", self.schedule, SCHEDULES)
         window, restarts = self.reorder_window, self.max_worker_restarts
         if self.num_workers > WORKERS:
             raise ValueError(f"num_workers={self.num_workers} is too many: use at most {WORKERS}")
-        if window is not None and not _is_int(window):
+        if window is not None and not is_int(window):
             raise TypeError(f"reorder_window={window!r} must be a number of batches, or None")
         if window is not None and not 1 <= window <= WIDEST_WINDOW:
             raise ValueError(f"reorder_window={window} must be from 1 to {WIDEST_WINDOW} batches, or None")
-        if not _is_int(restarts):
+        if not is_int(restarts):
             raise TypeError(f"max_worker_restarts={restarts!r} must be a number of workers")
         if restarts < 0:
             raise ValueError(f"max_worker_restarts={restarts} must not be negative: use 0 for none")
@@ -400,7 +398,3 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._forget()
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

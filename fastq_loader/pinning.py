@@ -62,11 +62,6 @@ class Buffer:
         self.copy: Copy | None = None
 
 
-def cannot_keep(wish: str, reason: str) -> str:
-    """The text of the error that a user gets who asked for a mode that does not work."""
-    return f"pin={wish!r} cannot be kept: {reason}; pin='auto' would fall back to another mode"
-
-
 class Pinner:
     """The host side of one pool's copies.
 
@@ -122,6 +117,18 @@ class Pinner:
             return PAGEABLE, reason
         return BOUNCE, "without workers, batches are packed into page-locked buffers"
 
+    def prove(self) -> None:
+        """Find out whether copies from registered memory arrive, if that is what is to be done.
+
+        Raises:
+            PinFailed: they do not, and the user asked for them.
+        """
+        if self._counters.pin == REGISTER:
+            try:
+                self._stager.prove()
+            except PinFailed as error:
+                self._refuse(REGISTER, BOUNCE, error)
+
     def _refuse(self, mode: str, instead: str, error: PinFailed) -> None:
         self._refused[mode] = str(error)
         self.fall_back(instead, str(error))
@@ -133,7 +140,9 @@ class Pinner:
             PinFailed: the user asked for the mode that does not work.
         """
         if self._wish != "auto":
-            raise PinFailed(cannot_keep(self._wish, reason))
+            raise PinFailed(
+                f"pin={self._wish!r} cannot be kept: {reason}; pin='auto' would fall back to another mode"
+            )
         self._counters.pin, self._counters.pin_reason = mode, reason
         self._say(f"batches go to the device with pin={mode!r} from here on: {reason}")
 
