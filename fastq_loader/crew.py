@@ -10,11 +10,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from fastq_loader.arena import Arena
 from fastq_loader.blocks import BlockLedger
 from fastq_loader.claims import CONSUMER, Busy, Claims
-from fastq_loader.messages import TOKEN_BYTES, Answer, Epoch, Stop, encode
+from fastq_loader.errors import describe_index
+from fastq_loader.messages import TOKEN_BYTES, Answer, Epoch, Stop, encode, spell_out
 from fastq_loader.processes import Plan, WorkerPool
 from fastq_loader.statistics import Counters, WorkerCounters
 from fastq_loader.transport import ConsumerSocket, endpoint_folder, remove_folder
@@ -150,6 +152,14 @@ class Crew:
             words = "was ended, because it sent what is no answer to any of its tasks,"
         return words, torch_text
 
+    def report(self, worker: int, words: str, seq: int | None, index: Any) -> str:
+        """The text for an ended worker: how it died (`words`), and at which batch, if at any."""
+        doing = "between batches"
+        if seq is not None:
+            doing = f"before it answered batch {seq} (indices {describe_index(spell_out(index))})"
+        pid = self.pid(worker)
+        return f"DataLoader worker (pid(s) {pid}) exited unexpectedly: worker {worker} {words} {doing}"
+
     def bury(self, worker: int) -> None:
         """A worker has ended, and what it had sent was received: nothing of it comes in any more."""
         self._dead.add(worker)
@@ -229,10 +239,14 @@ class Crew:
         if self._socket is not None:
             self._socket.wake()
 
+    def dismiss(self) -> None:
+        """Let the workers leave; whoever is told so has answered everything. `stop` waits for them."""
+        self.socket.send_all(encode(Stop()))
+
     def stop(self, ask: bool) -> None:
         """End the workers; with `ask` they may finish what they do within half a second."""
         if ask and self._socket is not None:
-            self._socket.send_all(encode(Stop()))
+            self.dismiss()
             self._pool.stop()
         else:
             self._pool.stop(patience=0)

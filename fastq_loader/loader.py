@@ -295,6 +295,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             window=self._window(),
             restarts=self.max_worker_restarts,
             timeout=self.timeout,
+            persistent=self.persistent_workers,
             context=self.multiprocessing_context,
             to_device=self._link is not None,
         )

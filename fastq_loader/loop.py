@@ -214,6 +214,8 @@ class EventLoop:
             self._unsent.clear()
 
     def _deliver(self, deliver: Deliver) -> Any:
+        if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
+            self._crew.dismiss()  # they end, which takes a while, beside the last step of the epoch
         self.orderly = True  # what is raised from here on is the user's, and has its place
         batch = self._delivery.hand_out(deliver)
         if self._delivery.staging is not None:
@@ -294,9 +296,7 @@ class EventLoop:
 
     def _trim(self, blocks: list[tuple[int, int]]) -> None:
         for offset, size in blocks:
-            if (
-                self._delivery.staging is not None
-            ):  # a device reads the pages that were locked, and not new ones
+            if self._delivery.staging is not None:  # a device would go on to read the pages that it locked
                 self._delivery.staging.forget(offset)
             self._arena.mapping.punch(offset, size)
         for worker in range(self.plan.workers):
@@ -332,7 +332,8 @@ class EventLoop:
         while self._crew.socket.wait_for_message(patience):
             self._receive()
         (seq, claimed), words = self._in_hand(worker), how or self._crew.death(worker)[0]
-        who = self._doing(worker, words, seq, None if seq is None else self.scheduler.index_of(seq))
+        index = None if seq is None else self.scheduler.index_of(seq)
+        who = self._crew.report(worker, words, seq, index)
         self._crew.bury(worker)
         for instruction in self.scheduler.handle(Died(worker, seq, words, claimed)):
             if isinstance(instruction, Replace):
@@ -365,17 +366,10 @@ class EventLoop:
             self._fatal = f"{who}; no other one could be started in its place: {error}"
             raise WorkerDied(self._fatal) from error
 
-    def _doing(self, worker: int, words: str, seq: int | None, index: Any) -> str:
-        doing = "between batches"
-        if seq is not None:
-            doing = f"before it answered batch {seq} (indices {describe_index(spell_out(index))})"
-        pid = self._crew.pid(worker)
-        return f"DataLoader worker (pid(s) {pid}) exited unexpectedly: worker {worker} {words} {doing}"
-
     def _break(self, lost: Break) -> NoReturn:
         words, torch_text = self._crew.death(lost.worker)
         self.orderly = True
-        self._fatal = self._doing(lost.worker, words, lost.seq, lost.index)
+        self._fatal = self._crew.report(lost.worker, words, lost.seq, lost.index)
         raise WorkerDied(self._fatal) from RuntimeError(torch_text)
 
     # ---- the end ------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ class Plan:
         window: the arguments of the pool's `Window`.
         restarts: how many workers that died are replaced in an epoch.
         timeout: seconds to wait for a message; 0 waits for ever.
+        persistent: whether the pool serves one epoch after the other, and not one.
         context: multiprocessing's context; None is the default when the pool starts.
         to_device: whether batches go on to a device, and are laid out for it.
     """
@@ -75,6 +76,7 @@ class Plan:
     window: tuple[int, int, int, int]
     restarts: int
     timeout: float
+    persistent: bool
     context: BaseContext | None
     to_device: bool = False
 

@@ -538,6 +538,57 @@ def test_p6c_dropping_a_loader_frees_everything(advance: int) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"in_order": False},
+        {"schedule": "dynamic"},
+        {"max_worker_restarts": 1},
+        {"batch_sampler": [[0, 1], [2], [3, 4, 5], [6, 7]]},
+        {"sampler": [0] * 7, "batch_size": 2, "prefetch_factor": 8},
+        {"multiprocessing_context": "spawn"},
+    ],
+    ids=str,
+)
+def test_p6c_workers_end_beside_the_last_step(options: dict[str, Any]) -> None:
+    loader = DataLoader(Rows(8), num_workers=2, **options)
+    iterator = iter(loader)
+    others = running() - workers_of(loader)  # a nursery, where workers are replaced
+    for batch in range(len(loader)):
+        next(iterator)
+        if batch < len(loader) - 1:
+            time.sleep(0.05)  # longer than it takes to leave
+            assert workers_of(loader) <= running()
+    assert wait_until(lambda: running() == others, 5)
+    assert next(iterator, None) is None
+    assert len(list(loader)) == len(loader)
+
+
+@pytest.mark.processes
+def test_p6c_persistent_workers_outlive_the_last_step() -> None:
+    loader = DataLoader(Rows(8), num_workers=2, persistent_workers=True)
+    iterator = iter(loader)
+    for _ in range(8):
+        next(iterator)
+    time.sleep(0.05)
+    assert workers_of(loader) == running()
+    assert next(iterator, None) is None
+    pids = workers_of(loader)
+    assert len(list(loader)) == 8
+    assert workers_of(loader) == pids == running()
+
+
+def workers_of(loader: DataLoader[Any]) -> set[int]:
+    return {worker.pid for worker in loader.statistics().workers}
+
+
+def running() -> set[int]:
+    """The processes below this one that have not ended."""
+    return {pid for pid, entry in descendants().items() if not entry.zombie}
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("persistent", [False, True])
 def test_p6c_a_process_exits_with_huge_indices_in_flight(persistent: bool) -> None:
     result = run_script(
