@@ -247,7 +247,7 @@ class Packer:
         parcel = None
         if pickled is not None or parcel_bytes > INLINE:
             # Pickled bytes never travel through a socket, however few they are (design, rule 10).
-            places.insert(0, self._fill_block(small, parcel_bytes, pickled, used))
+            places.insert(0, self._fill_block(small, pickled, used))
         elif small:
             parcel = _gather(small)
         spec_id = self._specs.get(key)
@@ -341,18 +341,13 @@ class Packer:
     def _fill_block(
         self,
         small: list[tuple[int, int]],
-        parcel_bytes: int,
         pickled: bytes | None,
         used: list[tuple[int, int]],
     ) -> tuple[int, int, int]:
-        data = b"" if pickled is None else seal(pickled, self._token)
-        total = parcel_bytes + len(data)
+        data = _gather(small) + (b"" if pickled is None else seal(pickled, self._token))
+        total = len(data)
         offset, size = self._allocator.take(max(total, 1))
-        at = offset
-        for start, nbytes in small:
-            self._allocator.write(at, start, nbytes)
-            at += aligned(nbytes)
-        self._allocator.mapping.memory[at : at + len(data)] = data
+        self._allocator.mapping.memory[offset : offset + total] = data
         used.insert(0, (offset, max(total, 1)))
         return offset, size, total
 
