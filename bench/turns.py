@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 from bench.measure import Tick, reason, time_limit
@@ -21,11 +21,13 @@ DROP_INS = ("torch", "fastq_loader")
 EPOCH = 64  # batches
 DEEP_PREFETCH = 8
 LIMIT_S = 120.0
+STEP_S = 0.05  # of a training step, which workers that are not needed any more can use to end
 
 FIRST_BATCH = "first batch"
 FIRST_EPOCH = "first epoch, from its first batch to its last"
 TURN_PERSISTENT = "epoch turn, persistent workers"
 TURN_NEW_WORKERS = "epoch turn, new workers"
+TURN_AFTER_STEP = f"epoch turn, new workers, after a step of {STEP_S * 1e3:.0f} ms"
 RESTART = f"break at batch 1, prefetch {DEEP_PREFETCH}: first batch of the next epoch"
 
 
@@ -44,13 +46,16 @@ def _persistent(load: Load, settings: LoaderSettings, make: type[Peer]) -> dict[
 
 
 def _new_workers(load: Load, settings: LoaderSettings, make: type[Peer]) -> dict[str, float]:
-    with _peer(make, load, replace(settings, persistent=False)) as peer:
-        batches = peer.epoch()
-        for _ in range(EPOCH):
-            next(batches)
-        turn = _turn(peer, batches)
-        del batches
-    return {TURN_NEW_WORKERS: turn}
+    turns = {}
+    for moment, step in ((TURN_NEW_WORKERS, 0.0), (TURN_AFTER_STEP, STEP_S)):
+        with _peer(make, load, replace(settings, persistent=False)) as peer:
+            batches = peer.epoch()
+            for _ in range(EPOCH):
+                next(batches)
+            sleep(step)
+            turns[moment] = _turn(peer, batches)
+            del batches
+    return turns
 
 
 def _break(load: Load, settings: LoaderSettings, make: type[Peer]) -> dict[str, float]:

@@ -23,6 +23,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
+from warnings import WarningMessage
 
 import pytest
 import torch
@@ -179,6 +180,11 @@ class Belongings:
         if new["shared_memory"]:
             new["shared_memory"] = sorted(new_shared_memory(before.shared_memory))
         return {kind: names for kind, names in new.items() if names}
+
+
+def of_kind(caught: Iterable[WarningMessage], kind: type[Warning]) -> list[WarningMessage]:
+    """The warnings of a kind: Python 3.12 and later have one more for every fork beside threads."""
+    return [warning for warning in caught if issubclass(warning.category, kind)]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

@@ -144,6 +144,10 @@ def put_together(pair: Pair, frame: bytes) -> Any:
     return unpacker.unpack(handle, pickled)
 
 
+#: Under numpy 1 it is one of numpy's own names.
+byte_bounds = getattr(getattr(np.lib, "array_utils", np), "byte_bounds")  # noqa: B009
+
+
 def addresses(value: Any) -> Iterator[tuple[int, int]]:
     """Where the tensors and arrays of a batch lie: first byte, end."""
     if isinstance(value, dict):
@@ -155,7 +159,7 @@ def addresses(value: Any) -> Iterator[tuple[int, int]]:
         last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
         yield value.data_ptr(), value.data_ptr() + (last + 1) * value.itemsize
     elif isinstance(value, np.ndarray) and value.size:
-        yield np.lib.array_utils.byte_bounds(value)
+        yield byte_bounds(value)
 
 
 def look_at(pair: Pair, value: Any) -> None:
