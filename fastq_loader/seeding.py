@@ -20,23 +20,23 @@ import torch
 from numpy import random as numpy_random
 
 
-def _has_devices() -> bool:
-    """Whether this build of torch knows another device than the CPU, whose generators have seeds too."""
-    return (
-        torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
-        or torch.backends.mps.is_built()
+def _seed_torch(seed: int) -> None:
+    """torch.manual_seed, for the devices that this build of torch knows.
+
+    For every kind of device that is not in use yet, known or not, torch formats the stack of the call, and
+    reads the source files of its frames: milliseconds in a worker that was just forked.
+    """
+    if (
+        torch.backends.mps.is_built()
         or torch.xpu._is_compiled()
         or torch._C._get_privateuse1_backend_name() != "privateuseone"
-    )
-
-
-def _seed_torch(seed: int) -> None:
-    """torch.manual_seed. For devices that are not in use yet it formats the stack of the call, reading the
-    source files of every frame: 12 ms in a worker that was just forked, for nothing in a CPU build."""
-    if _has_devices():
+    ):
         torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+        return
+    torch.default_generator.manual_seed(seed)
+    # torch's own condition: forked from a process that uses CUDA, this one cannot.
+    if torch.backends.cuda.is_built() and not torch.cuda._is_in_bad_fork():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
 
 
 def seed_worker(base_seed: int, worker_id: int) -> int:

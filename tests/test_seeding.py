@@ -56,6 +56,36 @@ def test_the_generators_are_seeded_as_torchs_worker_does(base_seed: int, worker:
     assert draw() == expected
 
 
+@pytest.mark.parametrize(
+    ("built", "in_bad_fork", "expected"),
+    [
+        ((), False, []),
+        (("cuda",), False, ["cuda"]),
+        (("cuda",), True, []),
+        (("mps",), False, ["all"]),
+        (("xpu",), False, ["all"]),
+        (("custom",), False, ["all"]),
+        (("cuda", "xpu"), False, ["all"]),
+    ],
+    ids=str,
+)
+def test_the_devices_of_the_build_are_seeded(
+    built: tuple[str, ...], in_bad_fork: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeded: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: "cuda" in built)
+    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: "mps" in built)
+    monkeypatch.setattr(torch.xpu, "_is_compiled", lambda: "xpu" in built)
+    name = "mine" if "custom" in built else "privateuseone"
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: in_bad_fork)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: seeded.append(("cuda", seed)))
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeded.append(("all", seed)))
+    assert seeding.seed_worker(40, 2) == 42
+    assert seeded == [(what, 42) for what in expected]
+    assert torch.initial_seed() == 42 or expected == ["all"]
+
+
 @settings(deadline=None, max_examples=30)
 @given(BASE_SEEDS, st.lists(WORKERS, min_size=2, max_size=4, unique=True))
 def test_workers_draw_different_numbers(base_seed: int, workers: list[int]) -> None:
