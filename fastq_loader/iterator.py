@@ -50,7 +50,7 @@ class LoaderIterator(Iterator[Any]):
         self._length = loader._IterableDataset_len_called
         self._workers = loader.num_workers
         self._yielded = 0
-        self._link = loader._way_to_device()
+        self._link = loader._link
         #: With device="cpu" the host is where a transform for the device runs.
         self._transform = loader.device_transform if self._link is None else None
 

@@ -245,12 +245,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         With `persistent_workers` the workers go on, and an older iterator of this loader ends.
         """
+        self._find_way_to_device()
         if self.num_workers == 0:
             return SerialIterator(self)
         if not self.persistent_workers:
             self.check_worker_number_rationality()
             return self._watch(WorkerIterator(self, None))
-        self._way_to_device()  # which ends the pool if it is another one now
         previous = self._live
         if previous is not None and not previous.engine.usable:
             previous.engine.close("a new iteration began")
@@ -265,15 +265,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._engines.add(iterator.engine)
         return iterator
 
-    def _way_to_device(self) -> Link | None:
-        """Made when the first iteration begins, and kept: a stream for each epoch would strand memory. A new
-        one, and new workers, if the user has set other arguments since."""
+    def _find_way_to_device(self) -> None:
+        """Make the link when the first iteration begins, and keep it: a stream for each epoch would strand
+        memory. A new one, and new workers, if the user has set other arguments since."""
         options = self._device_options()
         if options != (None if self._link is None else self._link.options):
             if self._live is not None:
                 self._live.engine.close("its loader's device, or what goes with it, was changed")
             object.__setattr__(self, "_link", None if options is None else Link(options))
-        return self._link
 
     @property
     def _iterable(self) -> bool:

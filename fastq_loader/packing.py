@@ -310,10 +310,8 @@ class Packer:
         if end - min(at.values()) > 2 * total_bytes(extents, list(at)):
             return None, {}
         if others and self._allocator.cut(block[0]) > device_aligned(end):
-            return (
-                None,
-                {},
-            )  # something else lies where they would go: an array, a view, what the dataset keeps
+            # Something else lies where they would go: an array, a view, what the dataset keeps.
+            return None, {}
         return block, at
 
     def _remember(self, key: Any) -> int:

@@ -145,7 +145,7 @@ def put_together(pair: Pair, frame: bytes) -> Any:
 
 
 #: Under numpy 1 it is one of numpy's own names.
-byte_bounds = getattr(getattr(np.lib, "array_utils", np), "byte_bounds")  # noqa: B009
+byte_bounds = getattr(np.lib, "array_utils", np).byte_bounds
 
 
 def addresses(value: Any) -> Iterator[tuple[int, int]]:
