@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from bench import files, gpu, machine, report
+from bench import files, gpu, machine, plots, report
 from bench.arguments import AXES, Options, parse
 from bench.jobs import Files, Job, Outcome, jobs
 from bench.peers import PEERS, peer_class
@@ -66,12 +66,6 @@ def _list() -> None:
         print(f"{axis:16} {meaning}")
 
 
-def _plot(folder: Path, results: Results) -> None:
-    from bench import plots  # matplotlib takes a second to import, and a run without pictures needs none
-
-    plots.write(results, folder)
-
-
 def main() -> int:
     options = parse()
     if options.list_only:
@@ -115,7 +109,7 @@ def main() -> int:
     if results.schedule or results.kills:
         output.print(report.SCHEDULE_LEGEND, highlight=False, soft_wrap=True)
     if options.plot is not None and not interrupted:
-        _plot(options.plot, results)
+        plots.write(results, options.plot)
     return 130 if interrupted else 0  # the shell's 128 + SIGINT
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.results import Spread
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
@@ -66,6 +68,45 @@ def plain_decades(axis: Axis, digits: Sequence[float]) -> None:
     axis.set_major_locator(LogLocator(subs=digits))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axis.set_minor_locator(NullLocator())
+
+
+def curve(
+    axes: Axes,
+    points: Sequence[tuple[float, Spread]],
+    label: str,
+    colour: str,
+    marker: str,
+    linestyle: str = "-",
+) -> None:
+    """A line through the medians at these places, with the spread as error bars."""
+    error = (
+        [max(0, value.median - value.low) for _, value in points],
+        [max(0, value.high - value.median) for _, value in points],
+    )
+    axes.errorbar(
+        [place for place, _ in points],
+        [value.median for _, value in points],
+        yerr=error,
+        label=label,
+        color=colour,
+        marker=marker,
+        linestyle=linestyle,
+        markersize=5,
+        capsize=2,
+        linewidth=1.5,
+        elinewidth=0.9,
+    )
+
+
+def name_lines(axes: Axes, labels: Sequence[str]) -> None:
+    """Lines of bars, one below the other, each with its name at the left."""
+    axes.set_yticks(range(len(labels)), labels, fontsize=SMALL)
+    axes.set_ylim(len(labels) - 0.4, -0.6)  # the first on top
+    axes.grid(axis="x", color="#DDDDDD")
+    axes.set_axisbelow(True)
+    axes.tick_params(axis="x", labelsize=SMALL)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def finish(axes: Axes) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 import fastq_loader.device
-from bench import gpu_report, machine, report
+from bench import gpu_plots, gpu_report, machine, report
 from bench.arguments import Options
 from bench.gpu_arms import SHAPES, START_METHOD, Arm, ReadyMade, Shape, host_only, leaves, make
 from bench.gpu_measure import PAUSE_S, CudaDevice, Device, Pace, peak_rate, timed_block
@@ -210,7 +211,7 @@ def measure_shape(shape: Shape, device: Device, setting: Setting, tick: Tick) ->
     copy_seconds = device.copy_seconds(BOUNCE, shape.nbytes, 1)
     peaks = [peak_rate(device)]
     supply = _supply(shape, device, setting)
-    unit = step_unit(copy_seconds, sorted(supply)[len(supply) // 2])
+    unit = step_unit(copy_seconds, statistics.median(supply))
     tick(f"{shape.name}: supply")
     run = ShapeRun(shape, device, setting, tick)
     with ExitStack() as stack:
@@ -303,10 +304,6 @@ def run(options: Options, device: Device, shapes: Sequence[Shape], start_method:
     output.print(gpu_report.LEGEND, highlight=False, soft_wrap=True)
     output.print(gpu_report.goals_table(results))
     if options.plot is not None:
-        from bench import (
-            gpu_plots,
-        )  # matplotlib takes a second to import, and a run without pictures needs none
-
         gpu_plots.write(results, options.plot)
     return results
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -89,7 +90,7 @@ class CudaDevice:
             end = self.mark()
             self.wait(end)
             rates.append(_CALIBRATION_CYCLES / self.between(start, end))
-        return sorted(rates[1:])[len(rates[1:]) // 2]
+        return statistics.median_high(rates[1:])
 
     def mark(self) -> Mark:
         # Waiting for an event that is not "blocking" spins, and would be counted as the consumer's CPU time.

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.drawing import SMALL, WIDTH, Picture, finish, plain_decades, write_pictures
+from bench.drawing import SMALL, WIDTH, Picture, curve, finish, name_lines, plain_decades, write_pictures
 from bench.gpu_results import (
     BOUNCE,
     LABELS,
@@ -111,13 +111,7 @@ def _rows(shapes: Sequence[ShapeResult], figure: Figure) -> list[Axes]:
     panels = list(figure.subplots(len(shapes), 1, squeeze=False, sharex=True).flat)
     for axes, shape in zip(panels, shapes, strict=True):
         axes.set_title(_title(shape), loc="left", fontweight="bold")
-        axes.set_yticks(range(len(ARMS)), [LABELS[name] for name in ARMS], fontsize=SMALL)
-        axes.set_ylim(len(ARMS) - 0.4, -0.6)  # the first on top
-        axes.grid(axis="x", color="#DDDDDD")
-        axes.set_axisbelow(True)
-        axes.tick_params(axis="x", labelsize=SMALL)
-        axes.tick_params(axis="y", length=0)
-        axes.spines[["top", "right", "left"]].set_visible(False)
+        name_lines(axes, [LABELS[name] for name in ARMS])
     return panels
 
 
@@ -147,7 +141,7 @@ def _eta(shapes: Sequence[ShapeResult], figure: Figure) -> None:
         for line, name in enumerate(ARMS):
             arm = shape.arms[name]
             drain, copies = (
-                _percent(share_of_peak(shape, each)) for each in (rates(shape, arm.drain), arm.copy_rates)
+                _scaled(share_of_peak(shape, each), 100) for each in (rates(shape, arm.drain), arm.copy_rates)
             )
             _bar(axes, line, name, drain, "" if drain is None else f"{number(drain.median)} %")
             _mark(axes, line, copies)
@@ -159,8 +153,8 @@ def _eta(shapes: Sequence[ShapeResult], figure: Figure) -> None:
     )
 
 
-def _percent(value: Spread | None) -> Spread | None:
-    return None if value is None else Spread(100 * value.median, 100 * value.low, 100 * value.high)
+def _scaled(value: Spread | None, by: float) -> Spread | None:
+    return None if value is None else value.scaled(by)
 
 
 def _next(shapes: Sequence[ShapeResult], figure: Figure) -> None:
@@ -168,7 +162,7 @@ def _next(shapes: Sequence[ShapeResult], figure: Figure) -> None:
     for axes, shape in zip(panels, shapes, strict=True):
         for line, name in enumerate(ARMS):
             blocks = shape.arms[name].ready
-            p50, p99 = (_microseconds(next_times(blocks, each)) for each in ("p50", "p99"))
+            p50, p99 = (_scaled(next_times(blocks, each), 1e6) for each in ("p50", "p99"))
             _bar(axes, line, name, p50, "" if p50 is None else f"{number(p50.median)} µs")
             _mark(axes, line, p99)
     panels[-1].set_xscale("log")
@@ -176,10 +170,6 @@ def _next(shapes: Sequence[ShapeResult], figure: Figure) -> None:
     plain_decades(panels[-1].xaxis, (1,))
     panels[-1].set_xlabel("microseconds of the host's time")
     _legend(figure, "bar: p50, median and range of the blocks", "p99", None)
-
-
-def _microseconds(value: Spread | None) -> Spread | None:
-    return None if value is None else Spread(1e6 * value.median, 1e6 * value.low, 1e6 * value.high)
 
 
 def _legend(figure: Figure, bar: str, mark: str, dashed: str | None) -> None:
@@ -211,23 +201,7 @@ def _stall(shapes: Sequence[ShapeResult], figure: Figure) -> None:
                 if (value := stall_points(shape, name, length)) is not None
             ]
             if points:
-                medians = [value.median for _, value in points]
-                error = (
-                    [value.median - value.low for _, value in points],
-                    [value.high - value.median for _, value in points],
-                )
-                axes.errorbar(
-                    [length for length, _ in points],
-                    medians,
-                    yerr=error,
-                    label=LABELS[name],
-                    color=COLOURS[name],
-                    marker=MARKERS[name],
-                    markersize=5,
-                    capsize=2,
-                    linewidth=1.5,
-                    elinewidth=0.9,
-                )
+                curve(axes, points, LABELS[name], COLOURS[name], MARKERS[name])
         axes.axhline(GOAL_STALL, color="#404040", linestyle="--", linewidth=1)
         axes.set_yscale("symlog", linthresh=GOAL_STALL)  # what matters is near 0, and what is bad near 100
         axes.set_yticks(STALL_TICKS, [str(points) for points in STALL_TICKS])

@@ -58,7 +58,7 @@ def machine_line(machine: dict[str, Any]) -> str:
 
 def shape_tables(shape: ShapeResult) -> Group:
     """A title, speed, costs, and notes below."""
-    supply = sorted(shape.supply)[len(shape.supply) // 2]
+    supply = statistics.median(shape.supply)
     source = "the copy of a batch" if shape.unit == shape.copy_seconds else f"{SUPPLY:g} x the workers' time"
     title = (
         f"{shape.name}: {shape.description}; {size(shape.batch_bytes)} a batch, "

@@ -19,7 +19,9 @@ from bench.drawing import (
     TIMES,
     WIDTH,
     Picture,
+    curve,
     finish,
+    name_lines,
     plain_decades,
     write_pictures,
 )
@@ -146,8 +148,7 @@ def _bars(peers: dict[str, PeerResult], baseline: Sequence[Block], scale: float)
     bars = []
     for name, peer in peers.items():
         if peer.blocks and baseline:
-            ratio = rate_ratio(peer.blocks, baseline)
-            figure = Spread(ratio.median * scale, ratio.low * scale, ratio.high * scale)
+            figure = rate_ratio(peer.blocks, baseline).scaled(scale)
             bars.append(Bar(peer.label, colour(name), figure))
         else:
             bars.append(Bar(peer.label, colour(name), None, peer.failure or "nothing to compare to"))
@@ -217,13 +218,7 @@ def _panel(axes: Axes, bars: Sequence[Bar], centre: float | None, suffix: str) -
             va="center",
             fontsize=SMALL,
         )
-    axes.set_yticks(range(len(bars)), [bar.label for bar in bars], fontsize=SMALL)
-    axes.set_ylim(len(bars) - 0.4, -0.6)  # the first on top
-    axes.grid(axis="x", color="#DDDDDD")
-    axes.set_axisbelow(True)
-    axes.tick_params(axis="x", labelsize=SMALL)
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    name_lines(axes, [bar.label for bar in bars])
 
 
 # ---- lines ------------------------------------------------------------------------------------
@@ -298,27 +293,10 @@ def _lines(
     labels = {name: peer.label for row in rows for name, peer in row.peers.items()}
     for name, label in labels.items():
         points = [
-            (place, figure_of(row.peers[name].blocks))
+            (place, figure_of(row.peers[name].blocks).scaled(scale))
             for place, row in zip(places, rows, strict=True)
             if name in row.peers and row.peers[name].blocks
         ]
-        if not points:
-            continue
-        medians = [value.median * scale for _, value in points]
-        error = (
-            [max(0, value.median - value.low) * scale for _, value in points],
-            [max(0, value.high - value.median) * scale for _, value in points],
-        )
-        axes.errorbar(
-            [place for place, _ in points],
-            medians,
-            yerr=error,
-            label=label,
-            color=colour(name),
-            marker=MARKERS.get(name, "<"),
-            linestyle="--" if name.endswith("_0") else "-",  # no worker processes
-            markersize=5,
-            capsize=2,
-            linewidth=1.5,
-            elinewidth=0.9,
-        )
+        if points:
+            linestyle = "--" if name.endswith("_0") else "-"  # no worker processes
+            curve(axes, points, label, colour(name), MARKERS.get(name, "<"), linestyle)

@@ -318,6 +318,10 @@ class Spread:
     low: float
     high: float
 
+    def scaled(self, by: float) -> Spread:
+        """The same in another unit."""
+        return Spread(self.median * by, self.low * by, self.high * by)
+
 
 def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bench.drawing import SMALL, TIMES, WIDTH, Picture
+from bench.drawing import SMALL, TIMES, WIDTH, Picture, name_lines
 from bench.results import Contender, ScheduleResult, Timeline, Work
 from bench.words import worker_count
 
@@ -137,10 +137,4 @@ def _panel(
         title += f", {timeline.deliveries[-1] / result.bound:.2f} {TIMES} the ideal"
     axes.set_title(title, loc="left", fontweight="bold")
     labels = [*(f"worker {worker}" for worker in range(result.num_workers)), "delivered"]
-    axes.set_yticks(range(len(labels)), labels, fontsize=SMALL)
-    axes.set_ylim(len(labels) - 0.4, -0.6)  # the first worker on top
-    axes.grid(axis="x", color="#DDDDDD")
-    axes.set_axisbelow(True)
-    axes.tick_params(axis="x", labelsize=SMALL)
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    name_lines(axes, labels)
