@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader import process_id
+from fastq_loader import process_id, streaming
 from fastq_loader.arena import Mapping
 from fastq_loader.blocks import SMALLEST, Extents, device_aligned, size_class
 
@@ -117,16 +117,24 @@ class Allocator:
         worker: the worker's id, which names its part of the arena.
         space: ranges (offset, size) in which it can make blocks; None is the whole of its part.
         together: cut the results of a task out of one block; else each has one of its own.
+        stream_from: bytes of a batch from which on the next one is written past the caches.
 
     Attributes:
         expected: bytes of a batch, so far as one can tell from the one before.
     """
 
     def __init__(
-        self, mapping: Mapping, worker: int, space: Extents | None = None, together: bool = False
+        self,
+        mapping: Mapping,
+        worker: int,
+        space: Extents | None = None,
+        together: bool = False,
+        stream_from: float = math.inf,
     ) -> None:
         self.mapping = mapping
         self.together = together
+        self._stream_from = stream_from if streaming.AVAILABLE else math.inf
+        self._large = self._stream_from <= 0  # the last batch was as large as that
         self.expected = 0
         self._cuts: dict[int, int] = {}  # block → bytes of it that are cut out, from its start
         self._rest: tuple[int, int, int] | None = None  # (block, start and end of what is left in it)
@@ -249,9 +257,16 @@ class Allocator:
         with self._lock:
             return self._cuts.get(block, 0)
 
+    def streams(self, nbytes: int) -> bool:
+        """Whether pieces of `nbytes` are better written to a block past the caches."""
+        return self._large and nbytes >= streaming.SMALLEST_PIECE
+
     def write(self, offset: int, source: int, nbytes: int) -> None:
-        """Copy `nbytes` from an address into the arena."""
-        ctypes.memmove(self.mapping.base + offset, source, nbytes)
+        """Copy `nbytes` from an address elsewhere into the arena."""
+        if self.streams(nbytes):
+            streaming.copy(self.mapping.base + offset, [source], nbytes)
+        else:
+            ctypes.memmove(self.mapping.base + offset, source, nbytes)
 
     @property
     def untouched(self) -> bool:
@@ -287,6 +302,7 @@ class Allocator:
         with self._lock:
             self._shipping = frozenset()
             self._rest = None
+            self._large = sum([self._open[offset] for offset in used]) >= self._stream_from
             for offset in used:
                 del self._open[offset]
                 self._holds.pop(offset, None)
@@ -377,6 +393,11 @@ def out_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
     if _current is None:
         return None
     return _current.empty_array(shape, dtype.str, math.prod(shape) * dtype.itemsize)
+
+
+def streams(nbytes: int) -> bool:
+    """Whether pieces of `nbytes` are better written past the caches to what the functions above gave out."""
+    return _current is not None and _current.streams(nbytes)
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:

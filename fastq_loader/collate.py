@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
-from fastq_loader.allocator import TYPESTR, out_array, out_tensor
+from fastq_loader import streaming
+from fastq_loader.allocator import TYPESTR, address_of, out_array, out_tensor, streams
 
 torch_tensors = torch_collate.collate_tensor_fn
 
@@ -46,7 +47,26 @@ def stack_tensors(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         # torch's worker stacks into a contiguous tensor of the first sample's dtype, whatever the
         # others are and in whatever order the memory of the samples lies.
         out = torch.empty(shape, dtype=first.dtype)
+    elif streams(first.nbytes) and _lie_as_stacked(batch):
+        streaming.copy(out.data_ptr(), [tensor.data_ptr() for tensor in batch], first.nbytes)
+        return out
     return torch.stack(batch, 0, out=out)
+
+
+def _lie_as_stacked(batch: Any) -> bool:
+    """Whether the memory of each tensor is byte for byte what stacking writes for it."""
+    dtype, shape = batch[0].dtype, batch[0].shape
+    return all(
+        type(tensor) is torch.Tensor
+        and tensor.dtype is dtype
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.is_nested
+        and tensor.shape == shape
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_neg() or tensor.is_conj())
+        for tensor in batch
+    )
 
 
 def stack_arrays(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
@@ -73,7 +93,9 @@ def stack_arrays(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         out = out_array(shape, first.dtype)
         if out is None:
             out = np.empty(shape, first.dtype)
-        if first.ndim:  # the same bytes as np.stack, which makes a view of every array first
+        if streams(first.nbytes) and all(array.flags.c_contiguous for array in batch):
+            streaming.copy(address_of(out), [address_of(array) for array in batch], first.nbytes)
+        elif first.ndim:  # the same bytes as np.stack, which makes a view of every array first
             np.concatenate(batch, out=out.reshape(-1, *first.shape[1:]))
         else:
             np.stack(batch, out=out)

@@ -30,6 +30,7 @@ from fastq_loader.blocks import Extents
 from fastq_loader.cargo import Cargo, Descriptors
 from fastq_loader.nursery import Nursery
 from fastq_loader.pickling import explain, pickles
+from fastq_loader.streaming import CACHED
 from fastq_loader.worker import STACK_SIGNAL, Rules, Setup, main
 
 #: Seconds that a stopped worker has to leave on its own, and after SIGTERM. Workers that only wait for
@@ -142,6 +143,8 @@ class WorkerPool:
             rules=plan.rules,
             claimed=plan.claimed,
             to_device=plan.to_device,
+            # The window's batches go around, and the one that is looked at.
+            stream_from=CACHED / (plan.workers * plan.prefetch + 1),
             folder=folder,
             token=token,
             arena_length=arena.mapping.length,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import math
 import os
 import select
 import signal
@@ -83,6 +84,7 @@ class Setup:
         space: ranges (offset, size) of its part of that in which it can make blocks; None is all of it.
         descriptors: `arena` (the memfd) and `stacks` (a pipe for the Python stacks of hung workers).
         to_device: whether batches go on to a device, each in one piece.
+        stream_from: bytes of a batch from which on the next one is written past the caches.
     """
 
     worker: int
@@ -99,6 +101,7 @@ class Setup:
     space: Extents | None
     descriptors: Descriptors
     to_device: bool = False
+    stream_from: float = math.inf
 
 
 def main(setup: Setup, cargo: Cargo | SealedCargo, mapping: Mapping | None) -> None:
@@ -115,7 +118,7 @@ def main(setup: Setup, cargo: Cargo | SealedCargo, mapping: Mapping | None) -> N
     claims = Claims(arena, mapping.claims)
     if not inherited:
         os.close(arena)
-    blocks = Allocator(mapping, setup.worker, setup.space, setup.to_device)
+    blocks = Allocator(mapping, setup.worker, setup.space, setup.to_device, setup.stream_from)
     allocator.install(blocks)
     collate.install()
     socket = WorkerSocket(setup.folder, socket_name(setup.worker, setup.generation))

@@ -6,6 +6,7 @@ every handle travels as a frame between them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -57,12 +58,13 @@ class Pair:
 
     Args:
         to_device: whether batches are laid out for one copy to a device.
+        stream_from: bytes of a batch from which on the next one is written past the caches.
     """
 
-    def __init__(self, to_device: bool = False) -> None:
+    def __init__(self, to_device: bool = False, stream_from: float = math.inf) -> None:
         self.arena = Arena(1)
         self.ledger = BlockLedger()
-        self.allocator = Allocator(self.arena.mapping, 0, together=to_device)
+        self.allocator = Allocator(self.arena.mapping, 0, together=to_device, stream_from=stream_from)
         self.packer = Packer(self.allocator, TOKEN)
         self.unpacker = Unpacker(self.arena, 1, TOKEN, to_device)
         self.frames: list[bytes] = []
@@ -147,8 +149,8 @@ def put_on_device(unpacker: Unpacker, arena: Arena, handle: Handle) -> Any:
 
 
 @contextmanager
-def paired(to_device: bool = False) -> Iterator[Pair]:
-    pair = Pair(to_device)
+def paired(to_device: bool = False, stream_from: float = math.inf) -> Iterator[Pair]:
+    pair = Pair(to_device, stream_from)
     install(pair.allocator)
     try:
         yield pair

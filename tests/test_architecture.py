@@ -39,6 +39,7 @@ ORDER = (
     "packing",
     "extents",
     "allocator",
+    "streaming",
     "arena",
     "claims",
     "transport",
@@ -84,6 +85,7 @@ IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os",
 LONGEST = 420  # lines: a file stays readable in one sitting
 
 FILES = sorted(PACKAGE.glob("*.py"))
+EXTENSIONS = {path.stem for path in PACKAGE.glob("*.c")}
 MODULES = [path.stem for path in FILES if path.stem != "__init__"]
 
 
@@ -139,7 +141,13 @@ def test_the_order_lists_the_modules_and_no_others() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_down_the_order(module: str) -> None:
     below = ORDER[ORDER.index(module) + 1 :]
-    assert siblings(module) <= set(below)
+    assert siblings(module) <= {*below, *EXTENSIONS}
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_what_is_in_c_is_used_by_the_module_that_says_why(extension: str) -> None:
+    users = [module for module in MODULES if extension in siblings(module)]
+    assert users == [extension.removeprefix("_")]
 
 
 @pytest.mark.parametrize("module", PURE)
