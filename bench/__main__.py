@@ -57,13 +57,13 @@ def _distributions(names: tuple[str, ...]) -> list[str]:
 
 def _list() -> None:
     for workload in all_workloads().values():
-        print(f"{workload.name:16} {workload.description}")
+        print(f"{workload.name:19} {workload.description}")
     print()
     for name, entry in PEERS.items():
-        print(f"{name:16} {entry.label}")
+        print(f"{name:19} {entry.label}{'' if entry.usual else ' (only where it is named)'}")
     print()
     for axis, meaning in AXES.items():
-        print(f"{axis:16} {meaning}")
+        print(f"{axis:19} {meaning}")
 
 
 def main() -> int:
@@ -114,13 +114,15 @@ def main() -> int:
 
 
 def _results(options: Options, here: dict[str, Any]) -> Results:
-    """Empty ones, or those of the run to go on with; the machine and date are those of its beginning."""
+    """Empty ones, or those of the run to go on with; the machine is that of its beginning."""
     if not options.resume or options.json is None or not options.json.exists():
         return Results(_settings(options), here)
     try:
-        return files.read(options.json)
+        results = files.read(options.json)
     except ValueError as error:
         sys.exit(str(error))
+    results.machine["resumed"] = here["date"]
+    return results
 
 
 def _settings(options: Options) -> dict[str, object]:

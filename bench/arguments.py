@@ -94,7 +94,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
             "turns": tuple(filter(None, given.workers or STEADY_WORKERS)),
             "gpu": tuple(filter(None, given.workers or ())),
         },
-        peers=tuple(dict.fromkeys(given.peers or PEERS)),
+        peers=tuple(dict.fromkeys(given.peers or (name for name, entry in PEERS.items() if entry.usual))),
         blocks=given.blocks or (FULL_BLOCKS if given.full else SHORT_BLOCKS),
         seconds=given.seconds or (GPU_SECONDS if gpu else FULL_SECONDS if given.full else SHORT_SECONDS),
         start_method=given.start_method,
@@ -122,7 +122,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="list workloads, peers and axes, and stop")
     parser.add_argument("--full", action="store_true", help="every axis and workload, memory, longer blocks")
     parser.add_argument("--axis", type=_axes, metavar="A,B", help=f"of {', '.join(AXES)} (default: steady)")
-    parser.add_argument("--peers", type=_peers, metavar="A,B", help="who loads (default: all)")
+    parser.add_argument(
+        "--peers", type=_peers, metavar="A,B", help="who loads (default: all but those marked in --list)"
+    )
     parser.add_argument(
         "--workers", type=_counts, metavar="N,M", help="worker processes, also several numbers (default: 2)"
     )

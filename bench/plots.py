@@ -25,6 +25,7 @@ from bench.drawing import (
     plain_decades,
     write_pictures,
 )
+from bench.machine import days
 from bench.results import BASELINE, Block, PeerResult, Results, Spread, WorkloadResult, cpu, rate, rate_ratio
 from bench.words import number, size, worker_count
 
@@ -112,7 +113,7 @@ def caption(results: Results) -> str:
     """The machine and the date in a line."""
     machine = results.machine
     torch = machine["versions"]["torch"]
-    return f"{machine['cpu']}, {machine['cores']} cores, torch {torch}, {machine['date'][:10]}"
+    return f"{machine['cpu']}, {machine['cores']} cores, torch {torch}, {days(machine)}"
 
 
 def by_number_of_workers(rows: Sequence[WorkloadResult]) -> dict[int, list[WorkloadResult]]:

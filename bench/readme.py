@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from bench import files, plots
 from bench.goals import goal, goal_reached, kill_bound, seconds_per_kill, times_of, verdict
+from bench.machine import days
 from bench.peers import PEERS
 from bench.results import (
     BASELINE,
@@ -151,7 +152,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], names: int = 1) -
 
 def _run(results: Results, source: str) -> str:
     machine = results.machine
-    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}, {machine['date'][:10]}"
+    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}, {days(machine)}"
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     rounds = max((len(row.peers[BASELINE].blocks) for row in results.workloads), default=0)
     return (

@@ -275,7 +275,7 @@ class Results:
 
     Attributes:
         arguments: the command line's settings, by name.
-        machine: CPU, cores, memory, system, versions and date.
+        machine: CPU, cores, memory, system, versions and date; `resumed` is when it was last gone on with.
         workloads: the steady state of each workload, for each number of workers asked for.
         by_bytes: the same for one dataset with batches of growing size.
         by_workers: the same for a few workloads with a growing number of workers.

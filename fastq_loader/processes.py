@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
+from fastq_loader import streaming
 from fastq_loader.arena import Arena, Mapping
 from fastq_loader.blocks import Extents
 from fastq_loader.cargo import Cargo, Descriptors
 from fastq_loader.nursery import Nursery
 from fastq_loader.pickling import explain, pickles
-from fastq_loader.streaming import CACHED
 from fastq_loader.worker import STACK_SIGNAL, Rules, Setup, main
 
 #: Seconds that a stopped worker has to leave on its own, and after SIGTERM. Workers that only wait for
@@ -144,7 +144,7 @@ class WorkerPool:
             claimed=plan.claimed,
             to_device=plan.to_device,
             # The window's batches go around, and the one that is looked at.
-            stream_from=CACHED / (plan.workers * plan.prefetch + 1),
+            stream_from=streaming.CACHED / (plan.workers * plan.prefetch + 1),
             folder=folder,
             token=token,
             arena_length=arena.mapping.length,

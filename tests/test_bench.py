@@ -21,11 +21,13 @@ pytest.importorskip("PIL", reason="the bench extra is not installed")
 from rich.console import Console
 
 from bench import files, report, results
+from bench.__main__ import _results
 from bench.arguments import AXES, SHORT, parse
 from bench.batches import compare, nbytes
 from bench.ceiling import SMALLEST_BUFFER, WarmBuffers
 from bench.fetch import first_batch, share
 from bench.jobs import Files, _fitting, jobs
+from bench.machine import days
 from bench.measure import reason
 from bench.peers import PEERS, LoaderSettings, Unsupported
 from bench.results import (
@@ -141,7 +143,7 @@ def test_a_bare_command_is_a_short_run() -> None:
     assert options.axes == ("steady",)
     assert options.workloads["steady"] == SHORT
     assert options.workers["steady"] == (2,)
-    assert options.peers == tuple(PEERS)
+    assert options.peers == tuple(name for name in PEERS if name != "fastq_loader_cached")
     assert not options.memory
     assert options.json is None
 
@@ -173,6 +175,24 @@ def test_what_a_resumed_run_has_is_not_measured_again(tmp_path: Path) -> None:
     left = [job.title for job in jobs(options, Files(tmp_path), begun)]
     # `a_result` is rows with 2 workers under fork; `a_moment` rows with 2 workers under spawn.
     assert sorted(set(everything) - set(left)) == ["rows, 2 workers", "rows, 2 workers, spawn"]
+
+
+def test_a_resumed_run_says_from_when_to_when_it_was_measured() -> None:
+    assert days({"date": "2026-11-20T14:21:36+00:00"}) == "2026-11-20"
+    resumed = {"date": "2026-11-20T14:21:36+00:00", "resumed": "2026-11-20T23:00:00+00:00"}
+    assert days(resumed) == "2026-11-20"
+    assert days(resumed | {"resumed": "2026-11-21T00:58:25+00:00"}) == "2026-11-20 to 2026-11-21"
+
+
+def test_going_on_with_a_file_is_noted_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    first, later = {"date": "2026-11-20T14:21:36+00:00"}, {"date": "2026-11-21T00:58:25+00:00"}
+    files.write(path, Results({}, dict(first), workloads=[a_result()]))
+    fresh = _results(parse(["--json", str(path)]), dict(later))
+    assert (fresh.machine, fresh.workloads) == (later, [])
+    gone_on = _results(parse(["--json", str(path), "--resume"]), dict(later))
+    assert gone_on.machine == first | {"resumed": later["date"]}
+    assert gone_on.workloads == [a_result()]
 
 
 def test_large_batches_are_measured_with_the_peers_that_fit() -> None:

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, default_collate
 
-from fastq_loader import DataLoader, allocator, collate, processes, streaming
+from bench.peers import LoaderSettings, Unsupported
+from bench.peers.fastq import FastqCached, FastqLoader
+from bench.workloads import Load
+from fastq_loader import DataLoader, allocator, collate, streaming
 from fastq_loader import arena as arenas
 from fastq_loader.allocator import address_of
 from fastq_loader.blocks import size_class
@@ -260,7 +263,7 @@ def test_a_loader_writes_so_when_the_batches_that_go_around_fill_a_cache(
 @BUILT
 @pytest.mark.processes
 def test_batches_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "CACHED", 0)
+    monkeypatch.setattr(streaming, "CACHED", 0)
     dataset = Images(100_001)
     arguments: dict[str, Any] = {"batch_size": 5, "num_workers": 2}
     for (images, streamed), (expected, _) in zip(
@@ -270,6 +273,26 @@ def test_batches_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(expected, images)
 
 
+@BUILT
+@pytest.mark.processes
+@pytest.mark.parametrize(("peer", "expected"), [(FastqLoader, True), (FastqCached, False)])
+def test_the_bench_can_do_without(
+    peer: type[FastqLoader], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "CACHED", 0)
+    loader = peer(Load(Images(100_000), batch_size=4), LoaderSettings(2, "fork"))
+    flags = [flags for _, flags in loader.epoch()]
+    loader.close()
+    assert all(bool(flag) is expected for batch in flags for flag in batch)
+    assert streaming.CACHED == 0
+
+
+def test_the_bench_says_where_everything_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "AVAILABLE", False)
+    with pytest.raises(Unsupported, match="through the caches"):
+        FastqCached(Load(Images(1), batch_size=4), LoaderSettings(2, "fork"))
+
+
 @pytest.mark.processes
 def test_an_installation_without_the_c_does_without_it() -> None:
     result = run_script(
@@ -277,14 +300,14 @@ def test_an_installation_without_the_c_does_without_it() -> None:
         import sys
         sys.modules["fastq_loader._streaming"] = None  # the import fails
         import torch
-        from fastq_loader import DataLoader, processes, streaming
+        from fastq_loader import DataLoader, streaming
 
         assert not streaming.AVAILABLE
         try:
             streaming.copy(0, [], 0)
         except NotImplementedError as error:
             assert "streaming.AVAILABLE" in str(error)
-        processes.CACHED = 0
+        streaming.CACHED = 0
         samples = torch.arange(8 * 100_000).view(8, 100_000)
         batches = list(DataLoader(samples, 2, num_workers=2))
         assert torch.equal(torch.cat(batches), samples)

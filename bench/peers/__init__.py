@@ -23,11 +23,16 @@ logging.getLogger("absl").setLevel(logging.ERROR)
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a peer is to be found, and what it is called in tables and plots."""
+    """Where a peer is to be found, and what it is called in tables and plots.
+
+    Attributes:
+        usual: whether it is measured when no peers are named.
+    """
 
     module: str
     class_name: str
     label: str
+    usual: bool = True
 
 
 PEERS = {
@@ -39,6 +44,7 @@ PEERS = {
     "grain": Entry("grain_processes", "GrainProcesses", "Grain"),
     "torch_0": Entry("torch_loader", "TorchInline", "torch, 0 workers"),
     "fastq_loader_0": Entry("fastq", "FastqInline", "fastq_loader, 0 workers"),
+    "fastq_loader_cached": Entry("fastq", "FastqCached", "fastq_loader, through caches", usual=False),
 }
 
 

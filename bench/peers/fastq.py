@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
-from bench.peers import LoaderSettings, Peer
+from bench.peers import LoaderSettings, Peer, Unsupported
 from bench.peers.torch_loader import inline_arguments, loader_arguments, refuse_no_workers
 from bench.workloads import Load
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, streaming
 
 
 class FastqLoader(Peer):
@@ -30,3 +31,19 @@ class FastqInline(FastqLoader):
     def __init__(self, load: Load, settings: LoaderSettings) -> None:
         refuse_no_workers(settings)
         self._loader = DataLoader(**inline_arguments(load))
+
+
+class FastqCached(FastqLoader):
+    """With every batch written through the caches, however large: what stores past them gain."""
+
+    def __init__(self, load: Load, settings: LoaderSettings) -> None:
+        if not streaming.AVAILABLE:
+            raise Unsupported("this installation writes everything through the caches")
+        super().__init__(load, settings)
+
+    def epoch(self) -> Iterator[Any]:
+        usual, streaming.CACHED = streaming.CACHED, math.inf
+        try:
+            return super().epoch()  # the workers start here
+        finally:
+            streaming.CACHED = usual
