@@ -35,6 +35,10 @@ settings.register_profile("repeatable", derandomize=True)
 settings.register_profile("search", derandomize=False, print_blob=True)
 settings.load_profile("repeatable")
 
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and their scripts inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 ROOT = Path(__file__).resolve().parents[1]
 SETTLE_SECONDS = 3.0
 
