@@ -133,7 +133,7 @@ class Allocator:
     ) -> None:
         self.mapping = mapping
         self.together = together
-        self._stream_from = stream_from if streaming.AVAILABLE else math.inf
+        self._stream_from = stream_from
         self._large = self._stream_from <= 0  # the last batch was as large as that
         self.expected = 0
         self._cuts: dict[int, int] = {}  # block → bytes of it that are cut out, from its start

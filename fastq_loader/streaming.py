@@ -16,6 +16,7 @@ False and batches are written as torch writes them.
 from __future__ import annotations
 
 import ctypes
+import math
 
 try:
     from fastq_loader._streaming import copy as copy
@@ -29,8 +30,9 @@ except ImportError:
 else:
     AVAILABLE = True
 
-#: Bytes that blocks may have all together and still be found in a cache. What a few cores share is of this
-#: order, and virtual machines do not tell what they have (one says 32 MiB here and 320 MiB there).
-CACHED: float = 32 << 20
+#: Bytes that blocks may have all together and still be found in a cache; without such stores that is all the
+#: same. What a few cores share is of this order, and virtual machines do not tell what they have (one says 32
+#: MiB here and 320 MiB there).
+CACHED = 32 << 20 if AVAILABLE else math.inf
 #: Pieces below this many bytes are written as ever: looking at a sample takes as long as copying 8 KiB.
 SMALLEST_PIECE = 32 << 10
