@@ -28,6 +28,7 @@ from bench.gpu_results import (
     stall_points,
     supplied,
 )
+from bench.machine import days
 from bench.results import Spread
 from bench.words import number, size
 
@@ -94,7 +95,7 @@ def caption(results: GpuResults) -> str:
     machine = results.machine
     return (
         f"{machine['device']}, driver {machine['driver']}, torch {machine['versions']['torch']}, "
-        f"{machine['cores']} cores, {machine['date'][:10]}"
+        f"{machine['cores']} cores, {days(machine)}"
     )
 
 
