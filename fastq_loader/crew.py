@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader.arena import Arena
@@ -119,6 +120,10 @@ class Crew:
 
     def pid(self, worker: int) -> int:
         return self._pool.pid(worker)
+
+    def processes(self) -> list[BaseProcess]:
+        """The workers' processes, so far as they were started."""
+        return self._pool.processes
 
     def stacks(self, worker: int) -> str:
         """The Python stacks of a worker as it writes them now."""

@@ -11,6 +11,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from fastq_loader import process_id
@@ -59,6 +60,7 @@ class Engine:
         self._lock = threading.RLock()
         self._inside = False
         self._cut_short = False  # an interrupt left the loop half-way through something
+        self._processes: list[BaseProcess] = []  # the workers, once the loop is gone
         self._loop: EventLoop | None = EventLoop(plan, counters, link)
         try:
             self._loop.start(base_seed, shared_seed)
@@ -194,6 +196,7 @@ class Engine:
 
     def _shut_down(self) -> None:
         if self._loop is not None:
+            self._processes = self.processes()
             self._loop.shut_down(ask=not self._cut_short)
             self._loop = None
         _engines.discard(self)
@@ -218,6 +221,11 @@ class Engine:
         except BaseException:  # an interrupt: nobody else would finish it
             self.close()
             raise
+
+    def processes(self) -> list[BaseProcess]:
+        """The workers, so far as they were started; also those that have ended."""
+        loop = self._loop
+        return self._processes if loop is None else loop.processes()
 
     def blocks(self) -> tuple[int, int, int]:
         """Blocks in use, blocks free, and bytes of shared memory behind them; zeros once closed."""

@@ -20,6 +20,9 @@ class EndOfStream(Exception):
 
 
 class Fetcher(Protocol):
+    """Loads the batches of one epoch. The attributes of both kinds have torch's names, because code outside
+    reads them from an iterator's `_dataset_fetcher`."""
+
     def fetch(self, index: Any) -> Any:
         """The batch for an index.
 
@@ -45,54 +48,56 @@ def _has_getitems(dataset: Any) -> bool:
 
 
 class _MapFetcher:
-    def __init__(self, dataset: Any, auto_collation: bool, collate: Collate) -> None:
-        self._dataset = dataset
-        self._auto_collation = auto_collation
-        self._collate = collate
+    def __init__(self, dataset: Any, auto_collation: bool, collate: Collate, drop_last: bool) -> None:
+        self.dataset = dataset
+        self.auto_collation = auto_collation
+        self.collate_fn = collate
+        self.drop_last = drop_last
         self._getitems = auto_collation and _has_getitems(dataset)
 
     def fetch(self, index: Any) -> Any:
         try:
             if self._getitems:
-                data = self._dataset.__getitems__(index)
-            elif self._auto_collation:
-                dataset = self._dataset
+                data = self.dataset.__getitems__(index)
+            elif self.auto_collation:
+                dataset = self.dataset
                 data = [dataset[i] for i in index]
             else:
-                data = self._dataset[index]
-            return self._collate(data)
+                data = self.dataset[index]
+            return self.collate_fn(data)
         except StopIteration as stop:
             raise RuntimeError("dataset or collate_fn raised StopIteration") from stop
 
 
 class _IterableFetcher:
     def __init__(self, dataset: Any, auto_collation: bool, collate: Collate, drop_last: bool) -> None:
-        self._iterator = iter(dataset)
-        self._auto_collation = auto_collation
-        self._collate = collate
-        self._drop_last = drop_last
-        self._ended = False
+        self.dataset = dataset
+        self.dataset_iter = iter(dataset)
+        self.auto_collation = auto_collation
+        self.collate_fn = collate
+        self.drop_last = drop_last
+        self.ended = False
 
     def fetch(self, index: Any) -> Any:
-        if self._ended:
+        if self.ended:
             raise EndOfStream
-        if self._auto_collation:
+        if self.auto_collation:
             data: Any = []
             for _ in index:
                 try:
-                    data.append(next(self._iterator))
+                    data.append(next(self.dataset_iter))
                 except StopIteration:
-                    self._ended = True
+                    self.ended = True
                     break
-            if not data or (self._drop_last and len(data) < len(index)):
+            if not data or (self.drop_last and len(data) < len(index)):
                 raise EndOfStream
         else:
             try:
-                data = next(self._iterator)
+                data = next(self.dataset_iter)
             except StopIteration:
                 raise EndOfStream from None
         try:
-            return self._collate(data)
+            return self.collate_fn(data)
         except StopIteration as stop:
             raise RuntimeError("collate_fn raised StopIteration") from stop
 
@@ -101,6 +106,5 @@ def make_fetcher(
     dataset: Any, *, iterable: bool, auto_collation: bool, collate: Collate, drop_last: bool
 ) -> Fetcher:
     """The fetcher of one epoch; for an iterable dataset this calls `iter(dataset)`."""
-    if iterable:
-        return _IterableFetcher(dataset, auto_collation, collate, drop_last)
-    return _MapFetcher(dataset, auto_collation, collate)
+    kind = _IterableFetcher if iterable else _MapFetcher
+    return kind(dataset, auto_collation, collate, drop_last)

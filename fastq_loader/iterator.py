@@ -2,30 +2,61 @@
 
 Runs in the consumer. An iterator knows the loader's arguments, the order in which torch draws random
 numbers, the warnings about lengths, and pinning; everything about workers is the engine's.
+
+Both are subclasses of torch's iterators, because code outside tests for those classes and reads their
+attributes. Nothing of torch's runs in them: every method is ours, and the attributes have torch's names and
+meaning (torch/utils/data/dataloader.py).
 """
 
 from __future__ import annotations
 
 import time
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.autograd import profiler
 from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _DatasetKind,
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
 
 from fastq_loader import datapipes, sampling, seeding
 from fastq_loader.engine import Engine
+from fastq_loader.errors import warn_user
 from fastq_loader.fetch import EndOfStream, make_fetcher
 from fastq_loader.link import apply
+from fastq_loader.messages import spell_out
 from fastq_loader.staging import SerialStaging
 from fastq_loader.transforms import copy_into
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
+
+#: What torch's iterators with workers have, and ours could only pretend to.
+_MACHINERY = frozenset(
+    (
+        "_data_queue",
+        "_index_queues",
+        "_pin_memory_thread",
+        "_rcvd_idx",
+        "_send_idx",
+        "_task_info",
+        "_tasks_outstanding",
+        "_worker_pids_set",
+        "_worker_queue_idx_cycle",
+        "_worker_result_queue",
+        "_workers_done_event",
+        "_workers_num_tasks",
+        "_workers_status",
+    )
+)
 
 
 def draw_base_seed(generator: torch.Generator | None) -> int:
@@ -33,7 +64,7 @@ def draw_base_seed(generator: torch.Generator | None) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
-class LoaderIterator(Iterator[Any]):
+class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     """What both kinds have in common.
 
     Args:
@@ -41,18 +72,31 @@ class LoaderIterator(Iterator[Any]):
     """
 
     _profile_name = ""
-    _pin_device: str | None
+    _base_seed: int
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._iterable = loader._iterable
         self._dataset = loader.dataset
+        self._pg = None
+        self._share_seed(loader)
+        self._dataset_kind = loader._dataset_kind
+        self._IterableDataset_len_called = loader._IterableDataset_len_called
+        self._auto_collation = loader._auto_collation
+        self._drop_last = loader.drop_last
         self._index_sampler = loader._index_sampler
-        self._length = loader._IterableDataset_len_called
-        self._workers = loader.num_workers
-        self._yielded = 0
-        self._link = loader._link
+        self._num_workers = loader.num_workers
+        self._world_size, self._rank = datapipes.ranks()
+        self._link = loader._find_way_to_device()
         #: With device="cpu" the host is where a transform for the device runs.
         self._transform = loader.device_transform if self._link is None else None
+        # What goes to a device is page-locked on its way there.
+        self._pin_memory, self._pin_memory_device = _pinning(loader) if self._link is None else (False, None)
+        self._timeout = loader.timeout
+        self._collate_fn = loader.collate_fn
+        self._dynamic = loader.schedule == "dynamic"
+        self._restart_sampler()
+        self._base_seed = draw_base_seed(loader.generator)
+        self._persistent_workers = loader.persistent_workers
+        self._num_yielded = 0
 
     def __iter__(self) -> LoaderIterator:
         return self
@@ -84,66 +128,81 @@ class LoaderIterator(Iterator[Any]):
         """
         copy_into(static_batch, next(self))
 
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        """Begin a new epoch. A persistent loader calls it for whatever `_get_iterator` returned, so wrappers
+        forward it."""
+        self._restart_sampler()
+        self._num_yielded = 0
+        self._IterableDataset_len_called = loader._IterableDataset_len_called
+        self._share_seed(loader)
+
+    def _share_seed(self, loader: DataLoader[Any]) -> None:
+        self._shared_seed = datapipes.draw_shared_seed(self._dataset, loader.generator)
+        self._dataset = datapipes.apply_seed(self._dataset, self._shared_seed)
+
+    @abstractmethod
+    def _restart_sampler(self) -> None: ...
+
+    def _next_index(self) -> Any:
+        return next(self._sampler_iter)
+
     def _next_and_count(self) -> Any:
         if self._link is not None:
             self._link.refuse_capture()
-        batch = self._next_batch()
-        self._yielded += 1
-        if self._iterable and self._length is not None and self._yielded > self._length:
-            self._warn_about_length()
+        batch = self._next_data()
+        self._num_yielded += 1
+        if self._dataset_kind == _DatasetKind.Iterable and self._IterableDataset_len_called is not None:
+            self._check_length(self._IterableDataset_len_called)
         return batch
 
     @abstractmethod
-    def _next_batch(self) -> Any: ...
+    def _next_data(self) -> Any: ...
 
     def _finished(self, batch: Any) -> Any:
         """What a batch that stays on the host goes through last."""
         batch = apply(self._transform, batch)
-        return batch if self._pin_device is None else pin_memory(batch, self._pin_device)  # type: ignore[no-untyped-call]
+        return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch  # type: ignore[no-untyped-call]
 
-    def _warn_about_length(self) -> None:
+    def _check_length(self, length: int) -> None:
+        if self._num_yielded <= length:
+            return
         text = (
-            f"Length of IterableDataset {self._dataset} was reported to be {self._length}"
-            f"(when accessing len(dataloader)), but {self._yielded} samples have been fetched. "
+            f"Length of IterableDataset {self._dataset} was reported to be {length}"
+            f"(when accessing len(dataloader)), but {self._num_yielded} samples have been fetched. "
         )
-        if self._workers > 0:
+        if self._num_workers > 0:
             text += (
                 "For multiprocessing data-loading, this could be caused by not properly configuring the "
                 "IterableDataset replica at each worker. Please see "
                 "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
             )
-        warnings.warn(text, stacklevel=4)
+        warn_user(text, UserWarning)
 
 
-class SerialIterator(LoaderIterator):
+class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     """num_workers=0: loads on the consumer's thread. No process, thread, socket or shared memory."""
 
     _profile_name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        shared_seed = datapipes.draw_shared_seed(loader.dataset, loader.generator)
-        self._counters = loader._counters
+        self._counters = loader._runtime.counters
         self._counters.epochs += 1
         super().__init__(loader)
-        self._dataset = datapipes.apply_seed(self._dataset, shared_seed)
-        self._sampler = sampling.iterate(self._index_sampler)
-        self._pin_device = _pin_device(loader)
-        base_seed = draw_base_seed(loader.generator)
-        if loader.timeout != 0:
+        if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        datapipes.shard(self._dataset, *datapipes.ranks())
-        #: Batches are seeded from it, as in workers; None: they share the consumer's own generators.
-        self._base_seed = base_seed if loader.schedule == "dynamic" else None
-        self._idle = loader._idle
+        if self._num_workers != 0:
+            raise AssertionError("_SingleProcessDataLoaderIter requires num_workers == 0")
+        datapipes.shard(self._dataset, self._world_size, self._rank)
+        self._idle = loader._runtime.idle
         self._staging = None if self._link is None else SerialStaging.of(self._link, self._idle)
         self._drawn = 0
         with self._seeded(lambda seed: seeding.seed_worker(seed, 0)):  # for what iter(dataset) draws
-            self._fetcher = make_fetcher(
+            self._dataset_fetcher = make_fetcher(
                 self._dataset,
-                iterable=self._iterable,
-                auto_collation=loader._auto_collation,
-                collate=loader.collate_fn,
-                drop_last=loader.drop_last,
+                iterable=self._dataset_kind == _DatasetKind.Iterable,
+                auto_collation=self._auto_collation,
+                collate=self._collate_fn,
+                drop_last=self._drop_last,
             )
 
     def __del__(self) -> None:
@@ -151,26 +210,34 @@ class SerialIterator(LoaderIterator):
         if staging is not None:
             self._idle.append(staging)
 
+    def _restart_sampler(self) -> None:
+        self._sampler_iter = sampling.iterate(self._index_sampler)
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)
+        self._drawn = 0
+
     @contextmanager
     def _seeded(self, seed: Callable[[int], int]) -> Iterator[None]:
-        if self._base_seed is None:
-            yield
-        else:
+        """Batches are seeded as in workers, and the consumer's own generators are put back."""
+        if self._dynamic:
             with seeding.put_back():
                 seed(self._base_seed)
                 yield
+        else:
+            yield
 
-    def _next_batch(self) -> Any:
+    def _next_data(self) -> Any:
         began = time.monotonic_ns()
         number = self._drawn
         self._drawn += 1  # also when the sampler fails: its error has a place
-        index = next(self._sampler)
+        index = self._next_index()
         try:
-            if self._base_seed is None:
-                batch = self._fetcher.fetch(index)
-            else:
+            if self._dynamic:
                 with self._seeded(lambda seed: seeding.seed_batch(seed, number)):
-                    batch = self._fetcher.fetch(index)
+                    batch = self._dataset_fetcher.fetch(index)
+            else:
+                batch = self._dataset_fetcher.fetch(index)
         except EndOfStream:
             raise StopIteration from None
         finally:
@@ -179,67 +246,70 @@ class SerialIterator(LoaderIterator):
         return self._finished(batch) if self._staging is None else self._staging.stage(batch)
 
 
-class WorkerIterator(LoaderIterator):
+class WorkerIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
     """One epoch of a pool of workers.
 
-    With persistent workers the pool belongs to the loader and serves one iterator after the other;
-    otherwise this iterator is its only owner, and takes it down when it is exhausted or dropped.
+    With persistent workers the pool serves one epoch after the other, and lives as long as an iterator that
+    knows it; otherwise this iterator is its only owner, and takes it down when it is exhausted or dropped.
     """
 
     _profile_name = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
     engine: Engine
 
-    def __init__(self, loader: DataLoader[Any], previous: WorkerIterator | None) -> None:
-        shared_seed = datapipes.draw_shared_seed(loader.dataset, loader.generator)
+    def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader)
+        self._prefetch_factor = loader.prefetch_factor
+        self._in_order = loader.in_order
+        self._worker_init_fn = datapipes.sharding_init_fn(self._dataset, loader.worker_init_fn)
+        if self._num_workers <= 0:
+            raise AssertionError("num_workers must be greater than 0 for MultiProcessingDataLoaderIter")
+        if self._prefetch_factor <= 0:
+            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
+        self.engine = loader._start_engine(self._base_seed, self._shared_seed)
         self._exhausted = False
-        self._persistent = loader.persistent_workers
-        if loader.schedule == "dynamic":
-            self._start_dynamic(loader, previous, shared_seed)
+        if self._dynamic:  # the draws are those without workers
+            self._epoch = self.engine.start_epoch(self._source, self._shared_seed, self._base_seed)
         else:
-            self._start_as_torch(loader, previous, shared_seed)
+            # torch resets a new iterator, and draws once more: a second iter() of the sampler, and a second
+            # seed for a graph, which is not used in this epoch.
+            shared_seed = self._shared_seed
+            super()._reset(loader, first_iter=True)
+            self._epoch = self.engine.start_epoch(self._source, shared_seed)
 
-    def _start_dynamic(
-        self, loader: DataLoader[Any], previous: WorkerIterator | None, shared_seed: int | None
-    ) -> None:
-        # The order of the draws is the one without workers, whether there is a pool already or not.
-        sampler = sampling.iterate_packed(self._index_sampler)
-        self._pin_device = previous._pin_device if previous is not None else _pin_device(loader)
-        base_seed = draw_base_seed(loader.generator)
-        if previous is not None:
-            self.engine = previous.engine
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        loader._find_way_to_device()  # which ends the workers if another device was asked for
+        if not self.engine.usable:
+            self.engine.close("a new iteration began")
+            loader.check_worker_number_rationality()
+            WorkerIterator.__init__(self, loader)
+            return
+        super()._reset(loader, first_iter)
+        self._exhausted = False
+        if self._dynamic:
+            self._base_seed = draw_base_seed(loader.generator)
+            self._epoch = self.engine.start_epoch(self._source, self._shared_seed, self._base_seed)
         else:
-            self.engine = Engine(loader._plan(), base_seed, shared_seed, loader._counters, self._link)
-        self._epoch = self.engine.start_epoch(sampler, shared_seed, base_seed)
+            self._epoch = self.engine.start_epoch(self._source, self._shared_seed)
 
-    def _start_as_torch(
-        self, loader: DataLoader[Any], previous: WorkerIterator | None, shared_seed: int | None
-    ) -> None:
-        # The order of the draws is torch's: the graph's seed, the sampler's iter(), the base seed, the
-        # workers, and a second iter() of the sampler. A pool that is there already takes a shorter way.
-        if previous is not None:
-            engine, self._pin_device = previous.engine, previous._pin_device
-        else:
-            self._pin_device = _pin_device(loader)
-            iter(self._index_sampler)
-            engine = Engine(
-                loader._plan(), draw_base_seed(loader.generator), shared_seed, loader._counters, self._link
-            )
-        self.engine = engine
-        sampler = sampling.iterate_packed(self._index_sampler)
-        if previous is None:
-            # torch draws once more when it resets a new iterator, and does not use it in this epoch.
-            datapipes.draw_shared_seed(loader.dataset, loader.generator)
-        self._epoch = engine.start_epoch(sampler, shared_seed)
+    def successor(self) -> WorkerIterator:
+        """The iterator of the next epoch, to be reset. Its own object, so that `next()` on this one can say
+        that it has ended, where torch's two epochs would share one iterator and lose batches."""
+        successor = object.__new__(type(self))
+        vars(successor).update(vars(self))
+        return successor
 
-    def _next_batch(self) -> Any:
+    def _restart_sampler(self) -> None:
+        self._source = sampling.iterate_packed(self._index_sampler)
+        self._spelled: Iterator[Any] = map(spell_out, self._source)
+
+    def _next_data(self) -> Any:
         if self._exhausted:
             raise StopIteration
         try:
             batch = self.engine.next_batch(self._epoch)
         except StopIteration:
             self._exhausted = True
-            if not self._persistent:
+            if not self._persistent_workers:
                 self.engine.close("it was exhausted")
             raise
         except Exception:
@@ -252,32 +322,68 @@ class WorkerIterator(LoaderIterator):
             self._link.refuse_capture()
             self.engine.poll(self._epoch)
 
+    # ---- what code outside reads and calls ----------------------------------------------------
 
-def _pin_device(loader: DataLoader[Any]) -> str | None:
-    """The device to pin for, with torch's warnings; None: do not pin."""
-    if not loader.pin_memory or loader._link is not None:
-        return None
+    @property
+    def _sampler_iter(self) -> Iterator[Any]:
+        return self._spelled
+
+    @_sampler_iter.setter
+    def _sampler_iter(self, indices: Iterator[Any]) -> None:
+        self._spelled = self._source.drawn = indices
+
+    @property
+    def _workers(self) -> list[BaseProcess]:  # type: ignore[override]
+        """The processes, so far as they were started; also after they have ended."""
+        return self.engine.processes()
+
+    @property
+    def _shutdown(self) -> bool:  # type: ignore[override]
+        return self.engine.closed is not None
+
+    def _shutdown_workers(self) -> None:
+        self.engine.close("_shutdown_workers() was called")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _MACHINERY:
+            raise AttributeError(f"{name} is torch's machinery, and nothing of that runs under this iterator")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError("torch's queues and tasks are not there: nothing of torch's iterators runs")
+
+    _get_data = _try_get_data = _try_put_index = _process_data = _refuse
+    _mark_worker_as_unavailable = _register_persistent_workers_atexit = _refuse
+
+    def __del__(self) -> None:
+        """Not torch's, which ends the workers: they may be at an epoch that another iterator is for. They end
+        with the engine, when nobody knows it any more."""
+
+
+def _pinning(loader: DataLoader[Any]) -> tuple[bool, str | None]:
+    """Whether to copy batches into page-locked memory, and the type of device that it is for; with torch's
+    warnings."""
+    if not loader.pin_memory:
+        return False, None
     if loader.pin_memory_device:
-        warnings.warn(
+        warn_user(
             "pin_memory_device is deprecated, the current accelerator will be used as the device,"
             f"ignore pin_memory_device='{loader.pin_memory_device}'.",
-            stacklevel=4,
+            UserWarning,
         )
-    if not torch.accelerator.is_available():
-        warnings.warn(
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        warn_user(
             "'pin_memory' argument is set as true but no accelerator is found, "
             "then device pinned memory won't be used.",
-            stacklevel=4,
+            UserWarning,
         )
-        return None
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return None
+        return False, None
     if accelerator.type == "mps":
-        warnings.warn(
+        warn_user(
             "'pin_memory' argument is set as true but not supported on MPS now, "
             "device pinned memory won't be used.",
-            stacklevel=4,
+            UserWarning,
         )
-        return None
-    return accelerator.type
+        return False, "mps"
+    return True, accelerator.type

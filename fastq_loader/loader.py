@@ -6,8 +6,6 @@ and the pools of workers that its iterators use; what an iteration does is in `i
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, TypeVar
@@ -15,29 +13,18 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
-from torch.utils.data.dataloader import _DatasetKind
 
-from fastq_loader import arena, datapipes
+from fastq_loader import arguments, datapipes
 from fastq_loader.cargo import Cargo
-from fastq_loader.claims import WORKERS
 from fastq_loader.engine import Engine
-from fastq_loader.errors import check_choice, is_int
-from fastq_loader.iterator import LoaderIterator, SerialIterator, WorkerIterator
-from fastq_loader.link import DeviceOptions, Link, read_options
+from fastq_loader.iterator import SerialIterator, WorkerIterator
+from fastq_loader.link import Link
 from fastq_loader.processes import Plan
-from fastq_loader.staging import SerialStaging
-from fastq_loader.statistics import Counters, LoaderStatistics
+from fastq_loader.runtime import Runtime
+from fastq_loader.statistics import LoaderStatistics
 from fastq_loader.worker import Rules
 
 T_co = TypeVar("T_co", covariant=True)
-
-_LIVE = ("_live", "_counters", "_engines", "_link", "_idle")
-
-SCHEDULES = ("round_robin", "dynamic")
-#: Batches; the table of claims has a word for more than twice as many.
-WIDEST_WINDOW = (arena.CLAIMS - WORKERS) // 2 - 1
-#: How far a window widens on its own: in its own lengths, in bytes, and in parts of the machine's memory.
-_WIDEST, _WIDEST_BYTES, _WIDEST_SHARE = 16, 1 << 30, 16
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -150,7 +137,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         pin: str = "auto",
         pin_limit_bytes: int | None = None,
     ) -> None:
-        self._forget()
         super().__init__(
             dataset,
             batch_size,
@@ -175,108 +161,82 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 "prefetch_factor=0 with num_workers > 0 would never load a batch: use 1 or more, or None, "
                 "which is 2"
             )
-        if num_workers > 0 and not arena.AVAILABLE:
-            raise RuntimeError(
-                f"num_workers={num_workers} needs memfd_create, which this system does not have (Linux has "
-                "it): use num_workers=0"
-            )
+        arguments.check_workers(self)
         self.schedule = schedule
         self.reorder_window = reorder_window
         self.max_worker_restarts = max_worker_restarts
-        self._check_schedule()
-        self.device = device
+        self.device = device  # before the options that need one
         self.device_prefetch = device_prefetch
         self.device_transform = device_transform
         self.transform_stream = transform_stream
         self.device_buffers = device_buffers
         self.pin = pin
         self.pin_limit_bytes = pin_limit_bytes
-        self._device_options()
 
-    def _device_options(self) -> DeviceOptions | None:
-        return read_options(
-            self.device,
-            self.device_prefetch,
-            self.device_transform,
-            self.transform_stream,
-            self.device_buffers,
-            self.pin,
-            self.pin_limit_bytes,
-        )
+    # Of an instance that this constructor did not make.
+    schedule: str = "round_robin"
+    reorder_window: int | None = None
+    max_worker_restarts: int = 0
+    device: str | int | torch.device | None = None
+    device_prefetch: int = 2
+    device_transform: Callable[[Any], Any] | None = None
+    transform_stream: str = "consumer"
+    device_buffers: str = "fresh"
+    pin: str = "auto"
+    pin_limit_bytes: int | None = None
 
-    def _check_schedule(self) -> None:
-        check_choice("schedule", self.schedule, SCHEDULES)
-        window, restarts = self.reorder_window, self.max_worker_restarts
-        if self.num_workers > WORKERS:
-            raise ValueError(f"num_workers={self.num_workers} is too many: use at most {WORKERS}")
-        if window is not None and not is_int(window):
-            raise TypeError(f"reorder_window={window!r} must be a number of batches, or None")
-        if window is not None and not 1 <= window <= WIDEST_WINDOW:
-            raise ValueError(f"reorder_window={window} must be from 1 to {WIDEST_WINDOW} batches, or None")
-        if not is_int(restarts):
-            raise TypeError(f"max_worker_restarts={restarts!r} must be a number of workers")
-        if restarts < 0:
-            raise ValueError(f"max_worker_restarts={restarts} must not be negative: use 0 for none")
-        if restarts and self.num_workers and self._iterable:
-            raise ValueError(
-                f"max_worker_restarts={restarts} cannot be kept with an IterableDataset: a new worker would "
-                "read its part from the beginning. Use max_worker_restarts=0, or a dataset with __getitem__"
-            )
-
-    # Handles of a live loader are set past `__setattr__`, which frameworks replace to record what users
-    # set, and which is torch's contract for public attributes only.
-    def _forget(self) -> None:
-        object.__setattr__(self, "_live", None)  # the last iterator of a persistent loader
-        object.__setattr__(self, "_counters", Counters())
-        object.__setattr__(self, "_engines", weakref.WeakSet())
-        object.__setattr__(self, "_link", None)
-        object.__setattr__(self, "_idle", [])
-
-    _live: WorkerIterator | None
-    _counters: Counters
-    _engines: weakref.WeakSet[Engine]
-    _link: Link | None
-    _idle: list[SerialStaging]  # what iterations without workers have left behind, buffers and all
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in arguments.SCHEDULE:
+            arguments.check_schedule(self, **{name: value})
+        elif name in arguments.DEVICE:
+            arguments.device_options(self, **{name: value})
+        super().__setattr__(name, value)
 
     # ---- iterating ----------------------------------------------------------------------------
 
     def __iter__(self) -> Any:
-        """A new epoch.
+        """A new epoch, by an iterator of `_get_iterator`.
 
-        With `persistent_workers` the workers go on, and an older iterator of this loader ends.
+        With `persistent_workers` that is called once, and every further epoch begins by a `_reset` of what it
+        returned. An older iterator of ours ends then.
         """
-        self._find_way_to_device()
+        if not self.persistent_workers or self.num_workers == 0:
+            return self._get_iterator()
+        iterator = self._iterator
+        if iterator is None:
+            iterator = self._get_iterator()
+        else:
+            if isinstance(iterator, WorkerIterator):
+                iterator = iterator.successor()
+            iterator._reset(self)
+        object.__setattr__(self, "_iterator", iterator)
+        return iterator
+
+    def _get_iterator(self) -> Any:
+        """The only maker of iterators; subclasses wrap what it returns (torch_geometric, litdata)."""
+        arguments.check_workers(self)
+        arguments.check_schedule(self)
         if self.num_workers == 0:
             return SerialIterator(self)
-        if not self.persistent_workers:
-            self.check_worker_number_rationality()
-            return self._watch(WorkerIterator(self, None))
-        previous = self._live
-        if previous is not None and not previous.engine.usable:
-            previous.engine.close("a new iteration began")
-            previous = None
-        if previous is None:
-            self.check_worker_number_rationality()
-        iterator = self._watch(WorkerIterator(self, previous))
-        object.__setattr__(self, "_live", iterator)
-        return iterator
+        self.check_worker_number_rationality()
+        return WorkerIterator(self)
 
-    def _watch(self, iterator: WorkerIterator) -> LoaderIterator:
-        self._engines.add(iterator.engine)
-        return iterator
+    def _start_engine(self, base_seed: int, shared_seed: int | None) -> Engine:
+        """A pool of workers, for an iterator."""
+        runtime = self._runtime
+        engine = Engine(self._plan(), base_seed, shared_seed, runtime.counters, runtime.link)
+        runtime.engines.add(engine)
+        return engine
 
-    def _find_way_to_device(self) -> None:
+    def _find_way_to_device(self) -> Link | None:
         """Make the link when the first iteration begins, and keep it: a stream for each epoch would strand
         memory. A new one, and new workers, if the user has set other arguments since."""
-        options = self._device_options()
-        if options != (None if self._link is None else self._link.options):
-            if self._live is not None:
-                self._live.engine.close("its loader's device, or what goes with it, was changed")
-            object.__setattr__(self, "_link", None if options is None else Link(options))
-
-    @property
-    def _iterable(self) -> bool:
-        return bool(self._dataset_kind == _DatasetKind.Iterable)
+        runtime, options = self._runtime, arguments.device_options(self)
+        if options != (None if runtime.link is None else runtime.link.options):
+            if self.persistent_workers:
+                runtime.close_engines("its loader's device, or what goes with it, was changed")
+            runtime.link = None if options is None else Link(options)
+        return runtime.link
 
     def _plan(self) -> Plan:
         assert self.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
@@ -286,45 +246,42 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 self.collate_fn,
                 datapipes.sharding_init_fn(self.dataset, self.worker_init_fn),
             ),
-            rules=Rules(self._iterable, self._auto_collation, self.drop_last),
+            rules=Rules(arguments.iterable(self), self._auto_collation, self.drop_last),
             workers=self.num_workers,
             prefetch=self.prefetch_factor,
             in_order=self.in_order,
             dynamic=self.schedule == "dynamic",
-            window=self._window(),
+            window=arguments.window(self),
             restarts=self.max_worker_restarts,
             timeout=self.timeout,
             persistent=self.persistent_workers,
             context=self.multiprocessing_context,
-            to_device=self._link is not None,
+            to_device=self._runtime.link is not None,
         )
 
-    def _window(self) -> tuple[int, int, int, int]:
-        """Least and widest number of batches under way, the bytes up to which it widens, and how many batches
-        are asked for together."""
-        assert self.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
-        workers, ahead = self.num_workers, self.prefetch_factor * self.num_workers
-        if self.schedule != "dynamic" or self._iterable:
-            size = ahead if self.reorder_window is None else self.reorder_window
-            return size, size, 0, 1
-        if self.reorder_window is not None:
-            # One batch in work and the next one stay with every worker while a group is asked for.
-            group = min(max(self.reorder_window - 2 * workers, 1), workers)
-            return self.reorder_window, self.reorder_window, 0, group
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        widest = min(_WIDEST * ahead, WIDEST_WINDOW)
-        return ahead + workers, widest, min(_WIDEST_BYTES, memory // _WIDEST_SHARE), workers
+    # ---- what frameworks reach for -----------------------------------------------------------
+
+    @property
+    def _runtime(self) -> Runtime:
+        """What this loader has besides its arguments. Made when it is first used: not every instance went
+        through the constructor (torchdata's subclass never calls it), and what was copied from another
+        loader's attributes is that one's."""
+        runtime: Runtime | None = vars(self).get("_runtime")
+        if runtime is None or runtime.owner() is not self:
+            runtime = vars(self)["_runtime"] = Runtime(self)
+        return runtime
 
     @property
     def _iterator(self) -> Any:
-        """The iterator of a persistent loader; frameworks set it to None to end the workers."""
-        return self._live
+        """What `_get_iterator` returned, of a persistent loader; frameworks set it to None to end the
+        workers."""
+        return vars(self).get("_iterator")
 
     @_iterator.setter
     def _iterator(self, value: Any) -> None:
-        if value is None and self._live is not None:
-            self._live.engine.close("its loader's _iterator was set to None")
-        object.__setattr__(self, "_live", value)
+        previous, vars(self)["_iterator"] = self._iterator, value
+        if value is None and isinstance(previous, WorkerIterator):
+            previous.engine.close("its loader's _iterator was set to None")
 
     # ---- beyond torch -------------------------------------------------------------------------
 
@@ -334,11 +291,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Batches stay valid; iterators that were cut off raise RuntimeError in `next()`. The loader can be
         iterated again. Closing twice does nothing.
         """
-        for engine in list(self._engines):
-            engine.close("its loader was closed")
-        while self._idle:
-            self._idle.pop().close()
-        object.__setattr__(self, "_live", None)
+        runtime = self._runtime
+        runtime.close_engines("its loader was closed")
+        while runtime.idle:
+            runtime.idle.pop().close()
+        object.__setattr__(self, "_iterator", None)
 
     def __enter__(self) -> DataLoader[T_co]:
         return self
@@ -353,8 +310,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def statistics(self) -> LoaderStatistics:
         """What this loader did so far, as an immutable snapshot."""
-        counters = self._counters
-        blocks = [engine.blocks() for engine in list(self._engines)]
+        runtime = self._runtime
+        counters = runtime.counters
+        blocks = [engine.blocks() for engine in list(runtime.engines)]
         return LoaderStatistics(
             epochs=counters.epochs,
             batches=counters.batches,
@@ -371,11 +329,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             blocks_grown=counters.blocks_grown,
             arena_bytes=sum(nbytes for _, _, nbytes in blocks),
             stale_answers=counters.stale_answers,
-            staging=None if self._link is None else self._link.snapshot(),
+            staging=None if runtime.link is None else runtime.link.snapshot(),
         )
 
     def __repr__(self) -> str:
-        live = [engine for engine in list(self._engines) if engine.closed is None]
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        try:
+            return f"<{name} {self._describe()}>"
+        except Exception as error:  # an attribute is not there yet, or a subclass's property raises
+            return f"<{name} object at {id(self):#x}, not initialised ({type(error).__name__}: {error})>"
+
+    def _describe(self) -> str:
+        runtime = self._runtime
+        live = [engine for engine in list(runtime.engines) if engine.closed is None]
         if self.num_workers == 0:
             state = "loads on the calling thread"
         elif live:
@@ -383,18 +349,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         else:
             state = "no workers running"
         return (
-            f"<{type(self).__module__}.{type(self).__qualname__} dataset={type(self.dataset).__name__} "
-            f"batch_size={self.batch_size} num_workers={self.num_workers} "
-            f"persistent_workers={self.persistent_workers}: {state}, {self._counters.epochs} epochs begun, "
-            f"{self._counters.batches} batches delivered>"
+            f"dataset={type(self.dataset).__name__} batch_size={self.batch_size} "
+            f"num_workers={self.num_workers} persistent_workers={self.persistent_workers}: {state}, "
+            f"{runtime.counters.epochs} epochs begun, {runtime.counters.batches} batches delivered"
         )
 
     # ---- copies -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """The arguments; workers and counters stay behind, so a copy starts idle."""
-        return {name: value for name, value in vars(self).items() if name not in _LIVE}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._forget()
+        state = {name: value for name, value in vars(self).items() if name != "_runtime"}
+        return {**state, "_iterator": None}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 from fastq_loader.arena import Arena
@@ -403,6 +404,10 @@ class EventLoop:
         self._arena.retire(self._ledger.held())
         if failure is not None:
             raise failure
+
+    def processes(self) -> list[BaseProcess]:
+        """The workers, so far as they were started."""
+        return self._crew.processes()
 
     def blocks(self) -> tuple[int, int, int]:
         """Blocks in use, blocks free, and bytes of shared memory behind them."""

@@ -31,8 +31,8 @@ _FORK, _REAP, _QUIT = "fork", "reap", "quit"
 #: Seconds that the nursery has to end in.
 _PATIENCE = 1.0
 
-#: The exit code of a worker whose parent, the nursery, ended before it (multiprocessing's number for that).
-_UNKNOWN = 255
+#: The exit code of a process that nobody here could ask for its own (multiprocessing's number for that).
+UNKNOWN_EXIT = 255
 
 
 class Nursery:
@@ -130,7 +130,7 @@ class _Popen:
                 try:
                     self.returncode = self._nursery.ask(_REAP, self.pid)
                 except OSError:  # the nursery is gone, and with it the exit code
-                    self.returncode = _UNKNOWN
+                    self.returncode = UNKNOWN_EXIT
         return self.returncode
 
     def terminate(self) -> None:

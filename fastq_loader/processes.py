@@ -29,7 +29,7 @@ from fastq_loader import streaming
 from fastq_loader.arena import Arena, Mapping
 from fastq_loader.blocks import Extents
 from fastq_loader.cargo import Cargo, Descriptors
-from fastq_loader.nursery import Nursery
+from fastq_loader.nursery import UNKNOWN_EXIT, Nursery
 from fastq_loader.pickling import explain, pickles
 from fastq_loader.worker import STACK_SIGNAL, Rules, Setup, main
 
@@ -224,8 +224,7 @@ class WorkerPool:
         if descriptor in self._own:
             self._own.discard(descriptor)
             os.close(descriptor)
-        with contextlib.suppress(ValueError):  # its end was not seen: SIGCHLD is ignored
-            process.close()
+        _release(process)
 
     def _descriptor(self, process: BaseProcess) -> int:
         assert process.pid is not None, "the process was started"
@@ -235,6 +234,11 @@ class WorkerPool:
             return process.sentinel
         self._own.add(descriptor)
         return descriptor
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """The workers, so far as they were started."""
+        return [process for process in self._processes if process.pid is not None]
 
     @property
     def descriptors(self) -> list[int]:
@@ -309,8 +313,7 @@ class WorkerPool:
             if process.pid is not None:  # else it was never started
                 process.join()
             self._processes.pop()
-            with contextlib.suppress(ValueError):  # not started, or its end was not seen (SIGCHLD is ignored)
-                process.close()
+            _release(process)
         self._descriptors = []
         while self._own:
             os.close(self._own.pop())
@@ -387,6 +390,18 @@ def _preload(context: Any) -> None:
     server: Any = forkserver._forkserver
     if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
         context.set_forkserver_preload(["__main__", torch.__name__])
+
+
+def _release(process: BaseProcess) -> None:
+    """Close what a process that has ended holds here. Not by its own close(): code outside may ask it for its
+    number and its exit code still."""
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    popen: Any = process._popen  # type: ignore[attr-defined]
+    if popen is None:  # it was never started
+        return
+    if popen.returncode is None:  # somebody else reaped it: SIGCHLD is ignored
+        popen.returncode = UNKNOWN_EXIT
+    popen.close()
 
 
 def _readable(descriptors: list[int], seconds: float | None) -> list[int]:

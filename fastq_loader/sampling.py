@@ -18,6 +18,21 @@ from fastq_loader.messages import Indices
 T = TypeVar("T")
 
 
+class IndexSource(Iterator[Any]):
+    """The indices of an epoch with workers, as the event loop draws them.
+
+    Args:
+        drawn: yields an index, or `Indices` in place of a list of int. May be replaced in the middle of an
+            epoch, as an iterator's `_sampler_iter` may.
+    """
+
+    def __init__(self, drawn: Iterator[Any]) -> None:
+        self.drawn = drawn
+
+    def __next__(self) -> Any:
+        return next(self.drawn)
+
+
 def iterate(index_sampler: Any) -> Iterator[Any]:
     """`iter(index_sampler)`, faster where the sampler is torch's own shuffle.
 
@@ -27,9 +42,9 @@ def iterate(index_sampler: Any) -> Iterator[Any]:
     return _iterate(index_sampler, torch.Tensor.tolist)
 
 
-def iterate_packed(index_sampler: Any) -> Iterator[Any]:
-    """The same for an index that goes into a message: a batch of a shuffle is never made a list here."""
-    return _iterate(index_sampler, _packed)
+def iterate_packed(index_sampler: Any) -> IndexSource:
+    """The same for indices that go into messages: a batch of a shuffle is never made a list here."""
+    return IndexSource(_iterate(index_sampler, _packed))
 
 
 def _iterate(index_sampler: Any, form: Callable[[torch.Tensor], Any]) -> Iterator[Any]:

@@ -17,7 +17,9 @@ PACKAGE = Path(fastq_loader.__file__).parent
 #: Imports point down this list.
 ORDER = (
     "loader",
+    "arguments",
     "iterator",
+    "runtime",
     "sampling",
     "engine",
     "loop",

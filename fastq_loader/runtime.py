@@ -1,0 +1,47 @@
+"""What a loader has besides its arguments.
+
+Runs in the consumer; made when a loader first needs it, because frameworks make loaders without running the
+constructor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fastq_loader.engine import Engine
+from fastq_loader.link import Link
+from fastq_loader.staging import SerialStaging
+from fastq_loader.statistics import Counters
+
+if TYPE_CHECKING:
+    from fastq_loader.loader import DataLoader
+
+
+class Runtime:
+    """The live side of one loader: none of it is copied or pickled with the arguments.
+
+    Args:
+        owner: the loader.
+
+    Attributes:
+        counters: of everything that it did.
+        engines: the pools of workers that its iterators use.
+        link: its way to a device, once an iteration has begun, or None.
+        idle: what iterations without workers have left behind, buffers and all.
+    """
+
+    def __init__(self, owner: DataLoader[Any] | None = None) -> None:
+        self.owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
+        self.counters = Counters()
+        self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self.link: Link | None = None
+        self.idle: list[SerialStaging] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Runtime, ()  # nobody's: a subclass has copied all attributes of its loader
+
+    def close_engines(self, reason: str) -> None:
+        for engine in list(self.engines):
+            engine.close(reason)
