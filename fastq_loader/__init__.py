@@ -8,28 +8,37 @@ The way of a batch, and the module of each station: `loader` (arguments) → `it
 
 from fastq_loader.allocator import empty
 from fastq_loader.errors import (
+    InvalidTransition,
     IteratorInvalid,
     LoaderTimeout,
     PinFailed,
     PinFallback,
+    PoisonousBatch,
+    ProtocolError,
     UnpicklableError,
     WorkerDied,
+    WorkerReplaced,
     WorkerTraceback,
 )
 from fastq_loader.loader import DataLoader
-from fastq_loader.statistics import LoaderStatistics, StagingStatistics, WorkerStatistics
+from fastq_loader.statistics import LateBatch, LoaderStatistics, StagingStatistics, WorkerStatistics
 from fastq_loader.transforms import copy_into, normalize
 
 __all__ = [
     "DataLoader",
+    "InvalidTransition",
     "IteratorInvalid",
+    "LateBatch",
     "LoaderStatistics",
     "LoaderTimeout",
     "PinFailed",
     "PinFallback",
+    "PoisonousBatch",
+    "ProtocolError",
     "StagingStatistics",
     "UnpicklableError",
     "WorkerDied",
+    "WorkerReplaced",
     "WorkerStatistics",
     "WorkerTraceback",
     "copy_into",

@@ -222,7 +222,8 @@ class Packer:
     def _pickle(self, batch: Any) -> bytes:
         objects = self._walker.objects
         value = objects[0] if len(objects) == 1 else tuple(objects)
-        return pickling.dump(value, self._walker.add_leaf, batch, self._walker.containers)
+        walker = self._walker
+        return pickling.dump(value, walker.add_leaf, batch, walker.containers, self._allocator.together)
 
     def _place(self, tree: Any, pickled: bytes | None) -> tuple[Handle, list[tuple[int, int]]]:
         metas, extents = extents_of(self._walker.leaves)

@@ -8,6 +8,7 @@ pickled.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import dataclasses
 import functools
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.multiprocessing import reductions
 
 from fastq_loader.errors import ProtocolError, UnpicklableError, WorkerTraceback, shorten
 
@@ -117,13 +119,26 @@ def _take(leaf: int) -> Any:
 _building = threading.local()  # `leaves`: of the batch that this thread is putting together
 
 
+def _storage(leaf: int) -> torch.UntypedStorage:
+    taken = _take(leaf)
+    tensor: torch.Tensor = torch.from_numpy(taken) if type(taken) is _ARRAY else taken
+    return tensor.untyped_storage()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+
 def _dispatch_table() -> dict[type, Callable[[Any], Any]]:
-    # multiprocessing's own reducers (connections, partial methods, …) but not torch's: those would hand
-    # every storage to the consumer as a descriptor of its own.
+    # What was registered with multiprocessing (by itself, by libraries for their tensors, by torch for typed
+    # storages) but not torch's own for what holds memory: those would hand every storage to the consumer as a
+    # descriptor of its own.
     extra: dict[type, Callable[[Any], Any]] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
-    torch_module = "torch.multiprocessing.reductions"
-    others = {kind: reduce for kind, reduce in extra.items() if reduce.__module__ != torch_module}
+    others = {kind: reduce for kind, reduce in extra.items() if reduce not in _SHARING}
     return {**copyreg.dispatch_table, **others}
+
+
+_SHARING = (reductions.reduce_tensor, reductions.reduce_storage, reductions.reduce_event)
 
 
 class SharedContainer(Exception):
@@ -131,17 +146,18 @@ class SharedContainer(Exception):
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, add_leaf: Callable[[Any], int]) -> None:
+    def __init__(self, file: io.BytesIO, add_leaf: Callable[[Any], int], storages_stay: bool = False) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.dispatch_table = _dispatch_table()
         self._add_leaf = add_leaf
+        self._storages_stay = storages_stay
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if is_leaf(value):
                 return _take, (self._add_leaf(value),)
             if value.device.type not in ("cpu", "meta"):
-                return torch.multiprocessing.reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
+                return reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
             if type(value) is torch.Tensor:
                 if value.requires_grad and not value.is_nested:
                     return _require_grad, (value.detach(),)
@@ -151,14 +167,20 @@ class _Pickler(pickle.Pickler):
                     return _identity, (_resolved(value),)
         elif type(value) is np.ndarray and is_leaf(value):
             return _take, (self._add_leaf(value),)
+        elif isinstance(value, torch.UntypedStorage):
+            if value.device.type != "cpu":
+                return reductions.reduce_storage(value)  # type: ignore[no-untyped-call]
+            # A tensor of all its bytes shares memory with the tensors over it; an array stays on the host.
+            whole = _bytes_of(value)
+            return _storage, (self._add_leaf(whole.numpy() if self._storages_stay else whole),)
         return NotImplemented
 
 
 class _WatchfulPickler(_Pickler):
     """Watches out for lists and dicts that are not to be copied; a call for every object costs its time."""
 
-    def __init__(self, file: io.BytesIO, add_leaf: Callable[[Any], int], outside: Container[int]) -> None:
-        super().__init__(file, add_leaf)
+    def __init__(self, outside: Container[int], *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._outside = outside
 
     def persistent_id(self, value: Any) -> None:
@@ -171,15 +193,21 @@ def _identity(value: Any) -> Any:
 
 
 def dump(
-    value: Any, add_leaf: Callable[[Any], int], whole: Any = None, outside: Collection[int] = ()
+    value: Any,
+    add_leaf: Callable[[Any], int],
+    whole: Any = None,
+    outside: Collection[int] = (),
+    storages_stay: bool = False,
 ) -> bytes:
-    """Pickle `value`; every tensor and array that `is_leaf` goes to `add_leaf`, which numbers it.
+    """Pickle `value`; every tensor and array that `is_leaf` goes to `add_leaf`, which numbers it, and every
+    storage as a tensor of its bytes.
 
     Args:
         value: what to pickle.
         add_leaf: takes a leaf, returns its number.
         whole: the batch that `value` is part of, for the path in an error's text; None: itself.
         outside: ids of lists and dicts that are not pickled here and must not be copied.
+        storages_stay: tensors go on to a device and storages do not: they are leaves as arrays.
 
     Raises:
         SharedContainer: `value` refers to one of `outside`.
@@ -188,7 +216,8 @@ def dump(
     """
     file = io.BytesIO()
     try:
-        pickler = _WatchfulPickler(file, add_leaf, outside) if outside else _Pickler(file, add_leaf)
+        arguments = (file, add_leaf, storages_stay)
+        pickler = _WatchfulPickler(outside, *arguments) if outside else _Pickler(*arguments)
         pickler.dump(value)
     except SharedContainer:
         raise
@@ -329,5 +358,9 @@ def load_exception(data: bytes) -> BaseException:
         error, where = _rebuild(data)
     except Exception as reason:
         return RuntimeError(f"a DataLoader worker raised what cannot be unpickled here: {reason!r}")
-    error.__cause__ = WorkerTraceback(where)
+    # Past the class's own __setattr__: a frozen dataclass may be an exception.
+    BaseException.__setattr__(error, "__cause__", WorkerTraceback(where))
+    if hasattr(error, "add_note"):  # Python 3.11; what torch writes into the text
+        with contextlib.suppress(Exception):  # whatever the class does when an attribute is set
+            error.add_note(where.partition("\n")[0])
     return error

@@ -143,6 +143,7 @@ class WorkerPool:
             rules=plan.rules,
             claimed=plan.claimed,
             to_device=plan.to_device,
+            persistent=plan.persistent,
             # The window's batches go around, and the one that is looked at.
             stream_from=streaming.CACHED / (plan.workers * plan.prefetch + 1),
             folder=folder,

@@ -8,10 +8,12 @@ to the bit; and a seed for each batch, which does not depend on who loads it, or
 from __future__ import annotations
 
 import hashlib
+import pickle
 import random
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -91,25 +93,47 @@ def put_back() -> Iterator[None]:
 
 
 def capture() -> tuple[Any, ...]:
-    """The state of the three generators, for `rewind`."""
+    """The state of the three generators."""
     return random.getstate(), torch.get_rng_state(), numpy_random.get_state()
 
 
-def rewind(state: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Continue after an abandoned epoch with a stream that does not depend on how far it came.
+#: Objects that `states` looks at, and members of a container: generators of a dataset's own are few and near.
+_MOST_OBJECTS, _MOST_MEMBERS = 1000, 100
 
-    How many batches of an epoch that the consumer broke off were fetched is a matter of timing, and so
-    is the generators' state after it. The next epoch therefore starts from the state at the beginning of
-    the abandoned one, stepped once: each generator is seeded with a draw from that state.
 
-    Returns:
-        The new state, as `capture` would give it.
-    """
-    python, torch_state, numpy = state
-    random.setstate(python)
-    random.seed(random.getrandbits(64))
-    torch.set_rng_state(torch_state)
-    _seed_torch(int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()))
-    numpy_random.set_state(numpy)
-    numpy_random.seed(numpy_random.randint(0, 2**32, size=4, dtype="uint32"))
-    return capture()
+def states(*roots: Any) -> tuple[Any, ...]:
+    """What user code draws from, to be compared: the state of the three generators, and of those that are
+    attributes of `roots` (a dataset, a collate function) or of something in them."""
+    python, torch_state, numpy = capture()
+    own = [_state(generator) for generator in _generators(list(roots))]
+    return python, torch_state.numpy().tobytes(), pickle.dumps(numpy), *own
+
+
+def _generators(todo: list[Any]) -> list[Any]:
+    found: list[Any] = []
+    seen: set[int] = set()
+    while todo and len(seen) < _MOST_OBJECTS:
+        part = todo.pop()
+        if id(part) in seen or isinstance(part, (type, ModuleType)):
+            continue
+        seen.add(id(part))
+        if isinstance(part, _GENERATORS):
+            found.append(part)
+        elif isinstance(part, (dict, list, tuple, set)):
+            if len(part) <= _MOST_MEMBERS:
+                todo += part.values() if isinstance(part, dict) else part
+        else:
+            todo += getattr(part, "__dict__", {}).values()
+    return found
+
+
+_GENERATORS = (random.Random, torch.Generator, numpy_random.Generator, numpy_random.RandomState)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().cpu().numpy().tobytes()
+    try:
+        return pickle.dumps(generator)
+    except Exception:  # a class of the user's: nobody can tell whether it was drawn from
+        return object()

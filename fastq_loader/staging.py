@@ -272,7 +272,7 @@ class SerialStaging:
             return self._walker.add_leaf(leaf)
 
         try:
-            data = pickling.dump(value, add_leaf)
+            data = pickling.dump(value, add_leaf, storages_stay=True)
         except UnpicklableError:
             if any(isinstance(leaf, torch.Tensor) for leaf in found):
                 raise

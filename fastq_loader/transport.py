@@ -50,6 +50,9 @@ _RCVMORE = int(zmq.RCVMORE)
 _OWN_DESCRIPTORS, _DESCRIPTORS_PER_WORKER = 12, 2
 
 
+_STOP = encode(Stop())
+
+
 def endpoint_folder() -> str:
     """A fresh 0700 folder whose socket paths are short enough, whatever TMPDIR says.
 
@@ -285,7 +288,7 @@ class WorkerSocket:
 
     def __init__(self, folder: str, name: str) -> None:
         self._context = zmq.Context(io_threads=1)
-        self._frames: deque[bytes] = deque()  # of a bundle, as far as they were not read
+        self._frames: deque[bytes] = deque()  # received, or of a bundle, as far as they were not read
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -309,7 +312,14 @@ class WorkerSocket:
                 continue
             if not isinstance(message, Bundle):
                 return message
-            self._frames.extend(message.frames)
+            self._frames.extendleft(reversed(message.frames))
+
+    def told_to_stop(self) -> bool:
+        """Whether a Stop is among what has come and was not read; it stays there."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._frames.append(self._socket.recv(_NOBLOCK))
+        return _STOP in self._frames
 
     def close(self) -> None:
         self._socket.close(linger=0)

@@ -1,12 +1,14 @@
 """The worker process: seeds, worker info, fetch, collate, answer.
 
 Everything here runs in a worker: the loop on its main thread, and one thread that only waits for the
-consumer's death. The worker reads tasks from its socket, looks ahead for a new epoch before each one (so
-that nothing of an abandoned epoch is fetched any more), and answers every task that is its own exactly once.
+consumer's death. The worker reads tasks from its socket, looks ahead for a new epoch before each one, and
+answers every task that is its own exactly once. Of an epoch that was broken off it loads what torch's workers
+would, if the random numbers that come after can tell, and skips it otherwise.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import math
@@ -85,6 +87,7 @@ class Setup:
         descriptors: `arena` (the memfd) and `stacks` (a pipe for the Python stacks of hung workers).
         to_device: whether batches go on to a device, each in one piece.
         stream_from: bytes of a batch from which on the next one is written past the caches.
+        persistent: whether the worker is there for more than one epoch.
     """
 
     worker: int
@@ -102,6 +105,7 @@ class Setup:
     descriptors: Descriptors
     to_device: bool = False
     stream_from: float = math.inf
+    persistent: bool = True
 
 
 def main(setup: Setup, cargo: Cargo | SealedCargo, mapping: Mapping | None) -> None:
@@ -185,8 +189,10 @@ class _Worker:
             self._start(cargo)
         except Exception as error:
             self._failure = error
-        self._streams = seeding.capture()
         self._epochs = 0
+        self._fetched = False  # it has loaded something since it was started
+        # Of every generator that user code may draw from, before it did.
+        self._untouched = self._random_states() if setup.persistent else ()
 
     def _start(self, cargo: Cargo | SealedCargo) -> None:
         setup = self._setup
@@ -230,8 +236,8 @@ class _Worker:
                     if self._quick:
                         return True
             elif isinstance(message, Epoch):
-                for task in self._tasks.drop():
-                    self._skip(task)
+                if not self._break_off():
+                    return False
                 self._begin_epoch(message)
             elif isinstance(message, Space):
                 if self._can_own(message.ranges):
@@ -267,10 +273,6 @@ class _Worker:
         self._base_seed = message.base_seed
         if message.base_seed is not None:
             seeding.seed_worker(message.base_seed, self._setup.worker)  # for what iter(dataset) draws
-        elif message.abandoned:
-            self._streams = seeding.rewind(self._streams)
-        elif self._epochs > 1:
-            self._streams = seeding.capture()
         if self._failure is not None:
             return
         rules = self._setup.rules
@@ -287,12 +289,41 @@ class _Worker:
         except Exception as error:
             self._failure = error
 
+    # ---- what is left of an epoch that was broken off -----------------------------------------
+
+    def _break_off(self) -> bool:
+        """Answer the tasks of the epoch that are left; False: stop."""
+        tasks = self._tasks.drop()
+        missed = bool(tasks) and self._is_missed()
+        for task in tasks:
+            if missed and self._socket.told_to_stop():
+                return False
+            self._skip(task, load=missed)
+            missed = missed and self._is_missed()
+        return True
+
+    def _is_missed(self) -> bool:
+        """Whether a batch that nobody will get has to be loaded all the same. torch's workers load whatever
+        was dispatched, which decides on what the next epoch draws. Where nothing was ever drawn from any
+        generator, nobody can tell; the first batch of all has to show it."""
+        if self._base_seed is not None or self._ended or self._failure is not None:
+            return False
+        if not self._fetched or getattr(self._fetcher, "dataset_iter", None) is self._dataset:
+            return True  # a dataset that is its own iterator goes on where it stopped
+        return self._random_states() != self._untouched
+
+    def _random_states(self) -> tuple[Any, ...]:
+        return seeding.states(self._dataset, self._collate_fn)
+
     # ---- one task -----------------------------------------------------------------------------
 
-    def _skip(self, task: Task) -> None:
-        now = time.monotonic_ns()
+    def _skip(self, task: Task, load: bool = False) -> None:
+        started = time.monotonic_ns()
         self._allocator.begin(task.grants, task.promises)
-        self._answer(task, SKIPPED, now, None, [])
+        if load:
+            with contextlib.suppress(Exception):  # whatever user code raises is nobody's any more
+                self._fetch(task)
+        self._answer(task, SKIPPED, started, None, [])
 
     def _work(self, task: Task) -> None:
         if self._ended:
@@ -309,21 +340,28 @@ class _Worker:
             self._answer(task, outcome, started, handle, used)
 
     def _load(self, task: Task) -> tuple[int, Handle | None, list[tuple[int, int]]]:
-        assert self._fetcher is not None, "an epoch comes before its tasks"
         try:
             if self._base_seed is not None:
                 self._seed(seeding.seed_batch(self._base_seed, task.seq))
-            batch = self._fetcher.fetch(load_index(task.index, self._setup.token))
+            batch = self._fetch(task)
             handle, used = self._packer.pack(batch)
             if used:
                 self._allocator.ship([offset for offset, _ in used])
         except EndOfStream:
-            self._ended = True
             return ENDED, None, []
         except Exception as error:
             return ERROR, *self._pack_exception(error)
         del batch
         return BATCH, *self._settle(handle, used)
+
+    def _fetch(self, task: Task) -> Any:
+        assert self._fetcher is not None, "an epoch comes before its tasks"
+        self._fetched = True
+        try:
+            return self._fetcher.fetch(load_index(task.index, self._setup.token))
+        except EndOfStream:
+            self._ended = True
+            raise
 
     def _seed(self, seed: int) -> None:
         # torch's class lets nobody set its attributes; who asked for it before sees the new seed too.

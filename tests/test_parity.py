@@ -236,8 +236,7 @@ def draw_config(seed: int) -> Config:
             config = replace(config, dataset="tensors")
         if config.collate == "wrap and draw":
             config = replace(config, collate="wrap")
-    if not config.persistent_workers and not config.unordered:
-        # After a persistent epoch is broken off, torch's workers have drawn as far as their prefetch got.
+    if not config.unordered:
         stops = (rng.choice([None, None, None, 0, 1, 2, 5]) for _ in range(3))
         config = replace(config, stop_after=tuple(stops))
     return config

@@ -1,4 +1,4 @@
-"""Seeds of the workers' generators: torch's to the bit, and what an abandoned epoch leaves behind."""
+"""Seeds of the workers' generators: torch's to the bit, and how a worker sees that one was drawn from."""
 
 from __future__ import annotations
 
@@ -105,40 +105,79 @@ def test_capturing_changes_nothing() -> None:
     assert draw() == expected
 
 
-@settings(deadline=None, max_examples=30)
-@given(BASE_SEEDS, st.integers(0, 5), st.integers(0, 5))
-def test_after_an_abandoned_epoch_it_does_not_matter_how_far_it_came(
-    base_seed: int, first: int, second: int
-) -> None:
-    after = []
-    for count in (first, second):
-        seeding.seed_worker(base_seed, 0)
-        state = seeding.capture()
-        for _ in range(count):
-            draw()
-        state = seeding.rewind(state)
-        after.append(draw())
-        seeding.rewind(state)  # a second epoch abandoned in a row
-        after.append(draw())
-    assert after[:2] == after[2:]
-    assert after[0] != after[1]
+# ---- what a worker looks at to know whether anything was drawn ---------------------------------------
 
 
-def test_the_next_epoch_repeats_no_number_of_the_abandoned_one() -> None:
-    seeding.seed_worker(3, 0)
-    state = seeding.capture()
-    abandoned = [draw() for _ in range(50)]
-    seeding.rewind(state)
-    following = [draw() for _ in range(50)]
-    for position in (0, 1, 3, 5):
-        assert not {drawn[position] for drawn in abandoned} & {drawn[position] for drawn in following}
+class Holder:
+    """An object with attributes, as datasets and transforms are."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
 
 
-def test_what_rewind_returns_is_the_state_that_it_set() -> None:
-    seeding.seed_worker(3, 0)
-    python, torch_state, numpy_state = seeding.rewind(seeding.capture())
-    expected = draw()
-    random.setstate(python)
-    torch.set_rng_state(torch_state)
-    np.random.set_state(numpy_state)
-    assert draw() == expected
+class Unpicklable(random.Random):
+    def __reduce__(self) -> Any:
+        raise TypeError("not today")
+
+
+GENERATORS: dict[str, tuple[Any, Any]] = {
+    "torch": (torch.Generator().manual_seed(1), lambda g: torch.rand(1, generator=g)),
+    "random": (random.Random(1), lambda g: g.random()),
+    "numpy": (np.random.default_rng(1), lambda g: g.random()),
+    "numpy, legacy": (np.random.RandomState(1), lambda g: g.rand()),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda g: Holder(generator=g),
+        lambda g: Holder(dataset=Holder(transforms=[Holder(), {"crop": (Holder(rng=g),)}])),
+        lambda g: [g],
+    ],
+    ids=["attribute", "deep inside", "in a list"],
+)
+def test_a_draw_from_a_generator_of_the_datasets_own_is_seen(kind: str, put: Any) -> None:
+    generator, advance = GENERATORS[kind]
+    dataset = put(generator)
+    before = seeding.states(dataset, None)
+    assert seeding.states(dataset, None) == before
+    advance(generator)
+    assert seeding.states(dataset, None) != before
+
+
+@pytest.mark.parametrize(
+    "advance",
+    [lambda: random.random(), lambda: torch.rand(1), lambda: np.random.rand()],
+    ids=["random", "torch", "numpy"],
+)
+def test_a_draw_from_a_global_generator_is_seen(advance: Any) -> None:
+    before = seeding.states(None)
+    assert seeding.states(None) == before
+    advance()
+    assert seeding.states(None) != before
+
+
+def test_a_generator_made_later_is_seen() -> None:
+    dataset = Holder(rng=None)
+    before = seeding.states(dataset)
+    dataset.rng = random.Random(1)
+    assert seeding.states(dataset) != before
+
+
+def test_a_generator_that_cannot_be_looked_at_counts_as_drawn_from() -> None:
+    dataset = Holder(rng=Unpicklable(1))
+    assert seeding.states(dataset) != seeding.states(dataset)
+
+
+def test_looking_for_generators_ends_and_passes_over_data() -> None:
+    ring: list[Any] = []
+    ring.append(ring)
+    deep: Any = random.Random(1)
+    for _ in range(5000):
+        deep = Holder(inner=deep)
+    large = [random.Random(1)] * 1000
+    quick = seeding.states(None)
+    for dataset in (ring, deep, large, Holder(module=np, kind=dict, text="x" * 10**6, ring=ring)):
+        assert seeding.states(dataset) == quick

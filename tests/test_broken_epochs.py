@@ -1,0 +1,201 @@
+"""Persistent workers after an epoch that was broken off: torch's numbers to the bit, beside torch's loader.
+
+torch's workers load whatever was dispatched, also what nobody will get, and draw their random numbers for it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from fastq_loader import DataLoader
+
+SIZE = 48
+
+
+class Draws(Dataset[float]):
+    """Every sample draws from one of the global generators."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> float:
+        if self.kind == "torch":
+            return torch.rand(()).item()
+        return random.random() if self.kind == "random" else np.random.rand()
+
+
+class Jitter:
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __call__(self, value: float) -> float:
+        if isinstance(self.generator, torch.Generator):
+            return value + torch.rand((), generator=self.generator).item()
+        return value + self.generator.random()
+
+
+class OwnGenerator(Dataset[float]):
+    """A transform somewhere inside has a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        self.transforms = [abs, Jitter(generator)]
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> float:
+        value: float = index
+        for transform in self.transforms:
+            value = transform(value)
+        return value
+
+
+class LazyGenerator(Draws):
+    """Makes a generator when it is first asked for a sample."""
+
+    def __getitem__(self, index: int) -> float:
+        if not hasattr(self, "rng"):
+            self.rng = np.random.default_rng(3)
+        return float(self.rng.random())
+
+
+class FaultyDraws(Draws):
+    """Some samples raise after they have drawn."""
+
+    def __getitem__(self, index: int) -> float:
+        value = super().__getitem__(index)
+        if index % 7 == 5:
+            raise ValueError(f"sample {index}")
+        return value
+
+
+class Stream(IterableDataset[float]):
+    """Each worker's part draws, and one is shorter."""
+
+    def __iter__(self) -> Iterator[float]:
+        info = get_worker_info()
+        assert info is not None
+        for _ in range(20 if info.id else 7):
+            yield torch.rand(()).item()
+
+
+class OnePass(IterableDataset[int]):
+    """Is its own iterator: what was read is gone, and no random number tells."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        if self.at > 60:
+            raise StopIteration
+        return self.at
+
+
+def draw_in_collate(samples: list[Any]) -> tuple[Any, float]:
+    return torch.as_tensor(samples), torch.rand(()).item()
+
+
+def start_slowly(worker: int) -> None:
+    """Tasks and the next epoch wait for the worker together."""
+    time.sleep(0.2)
+
+
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "torch": (lambda: Draws("torch"), {}),
+    "random": (lambda: Draws("random"), {}),
+    "numpy": (lambda: Draws("numpy"), {}),
+    "collate": (lambda: list(range(SIZE)), {"collate_fn": draw_in_collate}),
+    "own torch generator": (lambda: OwnGenerator(torch.Generator().manual_seed(5)), {}),
+    "own numpy generator": (lambda: OwnGenerator(np.random.default_rng(5)), {}),
+    "own random generator": (lambda: OwnGenerator(random.Random(5)), {}),
+    "lazy generator": (lambda: LazyGenerator("none"), {}),
+    "errors": (lambda: FaultyDraws("torch"), {}),
+    "stream": (Stream, {}),
+    "one pass": (OnePass, {}),
+    "slow start": (lambda: Draws("torch"), {"worker_init_fn": start_slowly}),
+}
+
+
+def epochs(kind: type, case: str, stops: Sequence[int | None], **arguments: Any) -> list[Any]:
+    """What each epoch gave, broken off after so many batches (None: not at all)."""
+    dataset, more = CASES[case]
+    torch.manual_seed(7)
+    loader: Any = kind(dataset(), 2, persistent_workers=True, **arguments, **more)
+    seen: list[Any] = []
+    for stop in stops:
+        iterator = iter(loader)
+        batches: list[Any] = []
+        while stop is None or len(batches) < stop:
+            try:
+                batches.append(repr(next(iterator)))
+            except StopIteration:
+                break
+            except ValueError as error:
+                batches.append(type(error))
+        seen.append(batches)
+    loader._iterator = None
+    return seen
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("workers", "prefetch", "stops"),
+    [(2, 2, (1, 0, 3, None)), (1, 4, (2, 2, None)), (2, 3, (0, 4, 1, None, 2, None))],
+    ids=str,
+)
+def test_i4_the_numbers_after_a_break_are_torchs(
+    case: str, workers: int, prefetch: int, stops: Sequence[int | None]
+) -> None:
+    torchs, ours = (
+        epochs(kind, case, stops, num_workers=workers, prefetch_factor=prefetch)
+        for kind in (TorchDataLoader, DataLoader)
+    )
+    assert torchs == ours
+
+
+class SlowDraws(Dataset[float]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> float:
+        time.sleep(0.3)
+        return torch.rand(()).item()
+
+
+@pytest.mark.processes
+def test_i4_workers_that_load_what_nobody_will_get_can_be_closed() -> None:
+    loader = DataLoader(SlowDraws(), 1, num_workers=2, prefetch_factor=16, persistent_workers=True)
+    next(iter(loader))
+    iter(loader)
+    start = time.monotonic()
+    loader.close()
+    assert time.monotonic() - start < 3, "16 samples of 0.3 s were waited for"
+
+
+@pytest.mark.processes
+def test_i4_with_dynamic_nothing_is_loaded_for_nobody() -> None:
+    loader = DataLoader(
+        SlowDraws(), 1, num_workers=2, prefetch_factor=16, persistent_workers=True, schedule="dynamic"
+    )
+    with loader:
+        next(iter(loader))
+        start = time.monotonic()
+        next(iter(loader))
+        assert time.monotonic() - start < 2
