@@ -344,7 +344,7 @@ def _rebuild(data: bytes) -> tuple[BaseException, str]:
     else:
         kind, args, attributes = content
         error = kind.__new__(kind, *args)
-        error.args = args
+        BaseException.__setattr__(error, "args", args)  # past the class's own: it may be a frozen dataclass
         error.__dict__.update(attributes)
     return error, where
 
@@ -358,7 +358,6 @@ def load_exception(data: bytes) -> BaseException:
         error, where = _rebuild(data)
     except Exception as reason:
         return RuntimeError(f"a DataLoader worker raised what cannot be unpickled here: {reason!r}")
-    # Past the class's own __setattr__: a frozen dataclass may be an exception.
     BaseException.__setattr__(error, "__cause__", WorkerTraceback(where))
     if hasattr(error, "add_note"):  # Python 3.11; what torch writes into the text
         with contextlib.suppress(Exception):  # whatever the class does when an attribute is set
