@@ -1,6 +1,6 @@
-"""The tensors of a batch, whatever it is made of.
+"""The tensors of a batch, whatever it is made of, and the streams that work on them is queued on.
 
-Runs in the consumer; owns nothing.
+Runs in the consumer; owns nothing. Asking for the stream of the host's tensors asks no accelerator.
 """
 
 from __future__ import annotations
@@ -11,6 +11,31 @@ from typing import Any
 import torch
 
 from fastq_loader import pickling
+
+
+def accelerator() -> str | None:
+    """The kind of device behind `torch.accelerator`: a build of torch has at most one."""
+    try:
+        found = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 has no None for none
+        return None
+    return None if found is None else found.type
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream that work on a device is queued on now. None on the host, which has no streams, and on a
+    device of another kind than torch's accelerator, whose streams torch has no common way to ask for."""
+    if device.type == "cpu" or device.type != accelerator():
+        return None
+    return torch.accelerator.current_stream(device)
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what is queued on a device's current stream becomes part of a graph."""
+    if device.type == "cuda":
+        return torch.cuda.is_current_stream_capturing()
+    # Streams of other devices cannot be asked in torch 2.6, where only CUDA has graphs.
+    return bool(getattr(current_stream(device), "is_capturing", bool)())
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastq_loader.tensors import tensors_of
+from fastq_loader.tensors import current_stream, is_captured, tensors_of
 
 
 class normalize:
@@ -137,10 +137,10 @@ class normalize:
         wide = torch.float64 if torch.float64 in (self.dtype, pixels.dtype) else torch.float32
         form = (pixels.device, wide, limit, pixels.dim())
         # A graph keeps what it captured to itself, and a compiler folds it: neither may be kept here.
-        if torch.compiler.is_compiling() or _is_captured(pixels):
+        if torch.compiler.is_compiling() or is_captured(pixels.device):
             return self._make(*form)
         # By stream, because another one would have to wait for the kernels that fill them.
-        key = (*form, torch.cuda.current_stream(pixels.device) if pixels.is_cuda else None)
+        key = (*form, current_stream(pixels.device))
         if key not in self._factors:
             with torch.inference_mode(False):  # else no later step could save them for its gradient
                 made = self._make(*form)
@@ -160,10 +160,6 @@ class normalize:
         scale = of([1 / (limit * std) for std in self.std])
         shift = of([-mean / std for mean, std in zip(self.mean, self.std, strict=True)])
         return scale, shift
-
-
-def _is_captured(pixels: torch.Tensor) -> bool:
-    return pixels.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _describe(value: Any) -> str:

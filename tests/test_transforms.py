@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 import fastq_loader
 from fastq_loader import DataLoader, copy_into, normalize
 from tests.datasets import Keyed, Made, Point, Record
+from tests.fake_accelerator import KIND, FakeAccelerator, fake_accelerator
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -158,6 +160,70 @@ def test_it_can_be_pickled_and_shown() -> None:
     pixels = images(2, 3, 4, 4)
     torch.testing.assert_close(pickle.loads(pickle.dumps(apply))(pixels), apply(pixels))
     assert repr(apply).startswith("normalize(mean=(0.485")
+
+
+class Late:
+    """A normalize on a fake accelerator: its factors are there once the stream that made them has run."""
+
+    def __init__(self, fake: FakeAccelerator, patch: pytest.MonkeyPatch) -> None:
+        self.apply = normalize(MEAN, STD)
+        self.fake = fake
+        self.made = 0
+        self.seen: list[float] = []
+        patch.setattr(self.apply, "_make", self.make)
+
+    def make(self, *form: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.made += 1
+        scale, shift = torch.full((), -1.0), torch.full((), -1.0)
+        self.fake.queue(lambda: (scale.fill_(1), shift.fill_(1)))
+        return scale, shift
+
+    def use(self, device: str = f"{KIND}:0") -> None:
+        """Queue a look at the factors on the current stream."""
+        pixels: Any = SimpleNamespace(device=torch.device(device), dtype=torch.uint8, dim=lambda: 4)
+        scale, shift = self.apply._scale_and_shift(pixels)
+        self.fake.queue(lambda: self.seen.extend((scale.item(), shift.item())))
+
+
+def test_a_stream_reads_only_factors_that_it_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_accelerator(monkeypatch) as fake:
+        late = Late(fake, monkeypatch)
+        first, second = fake.current_stream(), fake.Stream(torch.device(KIND, 0))
+        late.use()
+        fake.set_stream(second)
+        late.use()
+        fake.run(second)  # while the first has not run yet
+        assert late.seen == [1, 1]
+        late.use()
+        fake.set_stream(first)
+        late.use()
+        fake.finish()
+        assert (late.seen, late.made) == ([1] * 8, 2)
+        late.use(f"{KIND}:1")  # whose current stream is another
+        assert late.made == 3
+
+
+def test_what_a_graph_captured_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_accelerator(monkeypatch) as fake:
+        late = Late(fake, monkeypatch)
+        stream = fake.Stream(torch.device(KIND, 0))
+        monkeypatch.setattr(fake, "current_stream", lambda device=None: stream)
+        monkeypatch.setattr(torch.accelerator, "current_stream", fake.current_stream)
+        stream.capturing = True
+        late.use()
+        late.use()
+        stream.capturing = False
+        late.use()
+        late.use()
+        assert late.made == 3
+
+
+def test_on_the_host_no_accelerator_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply, pixels = normalize(MEAN, STD), images(2, 3, 4, 4)
+    for name in ("current_accelerator", "current_stream"):
+        monkeypatch.setattr(torch.accelerator, name, lambda *_: pytest.fail("an accelerator was asked"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("CUDA was asked"))
+    torch.testing.assert_close(apply(pixels), by_hand(pixels).float())
 
 
 def test_in_a_compiled_step() -> None:
