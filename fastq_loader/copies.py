@@ -12,7 +12,7 @@ The rules, each with the wait that keeps it:
   later copy;
 - host memory is written again once its copy has run: `reap` asks the event, `drain` waits for it;
 - device memory that another stream than its own looks at is shared with that stream, so that it is not
-  handed out again under its feet;
+  handed out again under its feet; where nothing can be shared, the batch moves to memory of that stream;
 - a slab of the ring (`device_buffers="reuse"`) is written again after what the consumer had queued when it
   asked for the next batch.
 """
@@ -46,7 +46,7 @@ class Stager(Protocol):
         """Device memory, ready for whatever is queued on the current stream from here on."""
 
     def copy_async(self, memory: Memory, source: Memory, nbytes: int) -> None:
-        """Queue a copy of the first `nbytes` of host memory on the side stream."""
+        """Queue a copy of the first `nbytes` on the side stream, from host memory or from the device's."""
 
     def record(self, stream: Stream, event: Event | None = None) -> Event:
         """An event (the one given, if nobody waits for it any more) that is over when all that is queued on
@@ -106,17 +106,19 @@ class Copy:
     """One batch on its way to the device, or there.
 
     Attributes:
-        memory: where on the device. `home`: the stream that it was allocated on.
+        memory: where on the device. `nbytes`: how much was copied. `home`: the stream that the memory was
+            allocated on.
         result: what ran on the side stream after the copy made of it.
         done: event: its bytes have arrived. `ready`: and `result` is there.
         host: host memory that may be written again once it was handed out and has arrived.
         over: its bytes are known to have arrived.
     """
 
-    __slots__ = ("done", "home", "host", "memory", "over", "ready", "result", "slab")
+    __slots__ = ("done", "home", "host", "memory", "nbytes", "over", "ready", "result", "slab")
 
-    def __init__(self, memory: Memory, home: Stream, host: Any, slab: _Slab | None) -> None:
+    def __init__(self, memory: Memory, nbytes: int, home: Stream, host: Any, slab: _Slab | None) -> None:
         self.memory = memory
+        self.nbytes = nbytes
         self.home = home
         self.host = host
         self.slab = slab
@@ -148,6 +150,7 @@ class Copies:
         reuse: copy to a ring of `ahead + 1` slabs in turn; else to new memory for each batch.
         counters: the loader's.
         clock: seconds, for the waits that are counted.
+        shares: the stager can share memory; without it no `then` may be given to `begin`.
     """
 
     def __init__(
@@ -157,11 +160,13 @@ class Copies:
         reuse: bool,
         counters: StagingCounters,
         clock: Callable[[], float],
+        shares: bool = True,
     ) -> None:
         self._stager = stager
         self._counters = counters
         self._clock = clock
         self._reuse = reuse
+        self._shares = shares
         self._slabs = ahead + 1  # those that are on their way, and the one that is looked at
         # A consumer that never waits for its device would run ahead of it for ever, and hold as many blocks.
         self._most = 2 * ahead
@@ -233,21 +238,42 @@ class Copies:
         return len(self._running) >= self._most
 
     def take(self, key: int) -> Copy:
-        """Hand a batch out: what the consumer queues on its current stream from here on finds it there."""
+        """Hand a batch out: what the consumer queues on its current stream from here on finds it there.
+
+        Raises:
+            RuntimeError: the memory that the batch has to be moved to cannot be had.
+        """
         copy = self._staged.pop(key)
+        self._taken.append(copy)  # whatever happens here, its host memory comes back
         stager = self._stager
         stream = stager.current_stream()
         self._counters.late_copies += not (copy.over or stager.query(copy.done))
         stager.wait(stream, copy.ready)
         if stream != copy.home:
-            stager.share(copy.memory, stream)
+            self._show(copy, stream)
         if copy.result is not None:
             stager.share(copy.result, stream)
-        self._taken.append(copy)
         if copy.slab is not None:
             copy.slab.shown_on = stream
             self._shown = copy.slab
         return copy
+
+    def _show(self, copy: Copy, stream: Stream) -> None:
+        """Let the current stream, which is not the one that a batch's memory belongs to, look at it."""
+        stager = self._stager
+        if self._shares:
+            stager.share(copy.memory, stream)
+            return
+        if copy.slab is not None:  # what is written to it next is queued behind the move
+            self._free.append(copy.slab)
+            copy.slab = None
+        memory = self._fenced(copy.nbytes, stream)
+        stager.copy_async(memory, copy.memory, copy.nbytes)
+        moved = self._record(stager.side)
+        stager.wait(stream, moved)
+        stager.wait(copy.home, moved)  # where the old memory is handed out again
+        self._events.append(moved)
+        copy.memory = memory
 
     def reap(self) -> list[Any]:
         """The `host` of batches that were handed out and have arrived since the last call."""
@@ -300,7 +326,7 @@ class Copies:
 
     def _on_new_memory(self, nbytes: int, host: Any) -> Copy:
         home = self._stager.current_stream()
-        return Copy(self._fenced(nbytes, home), home, host, None)
+        return Copy(self._fenced(nbytes, home), nbytes, home, host, None)
 
     def _fenced(self, nbytes: int, home: Stream) -> Memory:
         """New memory, which the side stream does not write to before what used it last has run."""
@@ -321,4 +347,4 @@ class Copies:
             self._stager.wait(self._stager.side, fence)
         self._events += slab.fences
         slab.fences = []
-        return Copy(slab.memory, slab.home, host, slab)
+        return Copy(slab.memory, nbytes, slab.home, host, slab)

@@ -1,8 +1,12 @@
 """The accelerator as torch offers it: its streams, events and page-locking behind the `Stager` protocol.
 
 Runs in the consumer, on the thread that calls `next()`. What initialises the device is done when the first
-epoch begins, after its workers were started: forked workers inherit nothing of it. Nothing of torch.cuda is
-touched at import; in a CPU build of torch its streams and events raise.
+epoch begins, after its workers were started: forked workers inherit nothing of it. Nothing of an accelerator
+is touched at import; in a CPU build of torch its streams and events raise.
+
+Every accelerator is used through what torch has for all of them: `torch.Stream`, `torch.Event` and
+`torch.accelerator`. What is CUDA's own stands behind a look at the kind of the device: page-locking in place,
+events that let a thread sleep, and a count of the devices without the runtime.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ import ctypes
 import mmap
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +25,9 @@ import torch
 
 from fastq_loader.blocks import device_aligned
 from fastq_loader.errors import PinFailed
-from fastq_loader.tensors import tensors_of
+from fastq_loader.tensors import accelerator, is_captured, tensors_of
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")  # one entry for each GPU that the driver knows
-_NEEDED = ("Stream", "Event", "current_stream", "stream")
 _PROBE_BYTES = 64 * 1024
 
 
@@ -32,7 +36,7 @@ def parse(device: Any) -> torch.device | None:
 
     Raises:
         TypeError: `device` is no device.
-        ValueError: it is unknown, not there, or torch has no streams for it.
+        ValueError: it is unknown, not there, or not the accelerator of this build of torch.
     """
     if device is None:
         return None
@@ -53,13 +57,18 @@ def parse(device: Any) -> torch.device | None:
 
 
 def _absence(device: torch.device) -> str:
-    module = getattr(torch, device.type, None)
-    lacking = [name for name in _NEEDED if not hasattr(module, name)]
-    if lacking:
-        return f"torch.{device.type} has no {' and no '.join(lacking)}, which copies beside a step need"
-    if device.type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        return f"torch {torch.__version__} was built without CUDA"
-    count = device_count(device.type)
+    if device.type == "cuda":  # which torch 2.6 would open to say whether it is the accelerator
+        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+            return f"torch {torch.__version__} was built without CUDA"
+    elif device.type != (current := accelerator()):
+        return (
+            f"copies beside a step need the streams and events of torch's accelerator, and that of "
+            f"torch {torch.__version__} here is {current or 'none'}"
+        )
+    try:
+        count = device_count(device.type)
+    except (AttributeError, RuntimeError) as error:  # the module torch.<kind> is the backend's to give
+        return f"torch cannot count the {device.type} devices: {error}"
     if not count:
         return f"no {device.type} device is there"
     if device.index is not None and device.index >= count:
@@ -70,11 +79,12 @@ def _absence(device: torch.device) -> str:
 def device_count(kind: str) -> int:
     """Devices of a kind. For NVIDIA's, /proc is read where the driver fills it: the runtime's own count opens
     descriptors that forked workers would inherit."""
-    module: Any = getattr(torch, kind)
-    initialized = getattr(module, "is_initialized", bool)
-    if kind == "cuda" and not torch.version.hip and not initialized() and _NVIDIA.is_dir():
+    if kind != "cuda":
+        return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    asleep = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if asleep and not torch.version.hip and _NVIDIA.is_dir():
         return visible(len(os.listdir(_NVIDIA)), os.environ)
-    return int(module.device_count()) if module.is_available() else 0
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def visible(count: int, environment: Mapping[str, str]) -> int:
@@ -92,13 +102,23 @@ def visible(count: int, environment: Mapping[str, str]) -> int:
     return taken
 
 
+def can_share(device: torch.device) -> bool:
+    """Whether torch can keep memory of a device that a second stream reads from being handed out again, by
+    `Tensor.record_stream`. Asks torch's table of kernels, and so initialises nothing."""
+    if device.type == "cpu":  # has no streams
+        return True
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::record_stream", key)
+
+
 class TorchStager:
     """An accelerator behind torch's stream API; see `copies.Stager` for what the methods promise.
 
-    Memory is a uint8 tensor.
+    Memory is a uint8 tensor. Streams are `torch.Stream`, which are equal where device and number are; a
+    `torch.cuda.Stream` is equal to none of them, so one that is to be compared is asked for here.
 
     Args:
-        device: with or without an index; without one it is the current device of its kind.
+        device: torch's accelerator, with or without an index; without one it is the current device.
 
     Attributes:
         device: with its index.
@@ -107,36 +127,62 @@ class TorchStager:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._module: Any = getattr(torch, device.type)
-        index = self._module.current_device() if device.index is None else device.index
-        self.device = torch.device(device.type, index)
-        self.side = self._module.Stream(self.device)
+        # Asked for first, because this initialises the device as torch does; making a stream does not.
+        self.device = torch.accelerator.current_stream(device).device
+        self.side: Any = torch.Stream(device=self.device)
 
     def current_stream(self) -> Any:
-        return self._module.current_stream(self.device)
+        return torch.accelerator.current_stream(self.device)
 
     def capturing(self) -> bool:
         """Whether the current stream is captured into a graph; events cannot be asked then."""
-        if self.device.type != "cuda":
-            return False
-        return torch.cuda.is_current_stream_capturing()
+        return is_captured(self.device)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         # Rounded up, so that it can be looked at as any dtype.
         return torch.empty(device_aligned(max(nbytes, 1)), dtype=torch.uint8, device=self.device)
 
     def copy_async(self, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
-        with self._module.stream(self.side):
+        with self._beside():
             memory[:nbytes].copy_(source[:nbytes], non_blocking=True)
 
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Inside, the side stream is the current one. `torch.Stream` is no context in torch 2.6."""
+        before = torch.accelerator.current_stream()
+        there = torch.accelerator.current_stream(self.device)
+        try:
+            torch.accelerator.set_stream(self.side)  # makes its device the current one, too
+            yield
+        finally:
+            torch.accelerator.set_stream(there)
+            if before.device != self.device:
+                torch.accelerator.set_stream(before)
+
     def record(self, stream: Any, event: Any = None) -> Any:
-        if event is None:  # one that lets this thread sleep while it waits, where there is a choice
-            event = self._module.Event(**({"blocking": True} if self.device.type == "cuda" else {}))
-        event.record(stream)
+        if event is None:
+            event = self._event()
+        event.record(self._own(stream))
         return event
 
+    def _event(self) -> Any:
+        """One that lets this thread sleep while it waits, where there is a choice. On CUDA a `torch.Event`
+        takes the argument and spins (c10/cuda/impl/CUDAGuardImpl.h, torch 2.6 to 2.13)."""
+        if self.device.type == "cuda":
+            return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        return torch.Event(device=self.device, blocking=True)
+
+    def _own(self, stream: Any) -> Any:
+        """A stream as the events of `_event` take it: torch 2.6 reads whatever it gets for an event of CUDA
+        as a stream of CUDA, unchecked."""
+        if self.device.type != "cuda":
+            return stream
+        return torch.cuda.Stream(  # type: ignore[no-untyped-call]
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+
     def wait(self, stream: Any, event: Any) -> None:
-        stream.wait_event(event)
+        event.wait(self._own(stream))
 
     def query(self, event: Any) -> bool:
         return bool(event.query())
@@ -153,7 +199,7 @@ class TorchStager:
             tensor.record_stream(stream)
 
     def on_side(self, call: Callable[[], Any]) -> Any:
-        with self._module.stream(self.side):
+        with self._beside():
             return call()
 
     # ---- host memory --------------------------------------------------------------------------
@@ -177,14 +223,14 @@ class TorchStager:
 
     def register(self, address: int, nbytes: int) -> None:
         runtime = self._runtime()
-        with self._module.device(self.device):
+        with torch.cuda.device(self.device):
             code = int(runtime.cudaHostRegister(address, nbytes, 1))  # 1: for every context of the process
         if code:
             self._clear_error()
             raise PinFailed(f"cudaHostRegister of {nbytes} bytes failed with error {code}")
 
     def unregister(self, address: int) -> None:
-        with self._module.device(self.device):
+        with torch.cuda.device(self.device):
             code = int(self._runtime().cudaHostUnregister(address))
         if code:
             self._clear_error()

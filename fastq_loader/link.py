@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastq_loader.copies import Copies
-from fastq_loader.device import TorchStager, parse
+from fastq_loader.device import TorchStager, can_share, parse
 from fastq_loader.errors import PinFallback, check_choice, is_int, warn_user
 from fastq_loader.pinning import PIN_MODES, Blocks, Pinner
 from fastq_loader.statistics import StagingCounters, StagingStatistics
@@ -74,6 +74,12 @@ def read_options(
         )
     if parsed is None:
         return None
+    if transform_stream == "side" and not can_share(parsed):
+        raise ValueError(
+            f"transform_stream='side' cannot be used with device={device!r}: {parsed.type} tensors have no "
+            "record_stream, which keeps what the side stream made while another stream reads it; "
+            "transform_stream='consumer' does not need it"
+        )
     return DeviceOptions(
         parsed,
         device_prefetch,
@@ -114,7 +120,8 @@ class Link:
         """
         options = self.options
         stager = self._stager or open_stager(options.device)
-        copies = Copies(stager, options.ahead, options.reuse, self.counters, time.monotonic)
+        shares = can_share(options.device)
+        copies = Copies(stager, options.ahead, options.reuse, self.counters, time.monotonic, shares)
         pinner = Pinner(
             stager,
             copies,

@@ -86,14 +86,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "round_robin" order and exactly-once hold, but a new worker's random numbers start anew; an
             iterable dataset is refused, because a new worker would read it from its beginning. Without
             workers it has no effect.
-        device: where batches go: an accelerator of torch's that has streams ("cuda", "cuda:1", a
-            torch.device). None and "cpu" leave them on the host. It is initialised after the workers of the
-            first epoch were started. `pin_memory` is not needed with it.
+        device: where batches go: torch's accelerator ("cuda", "cuda:1", "xpu", a torch.device), whatever its
+            kind, through `torch.Stream` and `torch.Event`. None and "cpu" leave them on the host. It is
+            initialised after the workers of the first epoch were started. `pin_memory` is not needed with it.
         device_prefetch: batches that are copied before they are asked for, at least 1.
         device_transform: applied to every batch on the device, for example `normalize(mean, std)`; with
             device="cpu" on the host.
         transform_stream: "consumer" applies it on the stream that is current in `next()`; "side" on that of
-            the copies, beside the step before.
+            the copies, beside the step before, and needs a device whose tensors have `record_stream`.
         device_buffers: "fresh" copies each batch to memory of its own; "reuse" to `device_prefetch + 1`
             buffers in turn, and a batch is valid until the next `next()`.
         pin: how host memory is page-locked. "register" locks the workers' blocks where they are; "bounce"

@@ -88,13 +88,13 @@ class SimulatedDevice:
     Args:
         seed: of what runs when.
         refuse: what does not work: "register", "register later" (from the third block on), "pinned", and
-            "memory" (now and then the device has none).
+            "memory" (now and then the device has none), "share".
 
     Attributes:
         current: the consumer's stream.
         blocks: what the blocks hold, by address; workers write to it.
         registered: address → bytes.
-        most: copies that were queued at once, at most.
+        most: copies from the host that were queued at once, at most.
         may_wait: whether the host may wait for an event now. `waited`: it did although it may not.
     """
 
@@ -203,7 +203,10 @@ class SimulatedDevice:
                 return Memory(self, cell)
         return Memory(self, Cell(nbytes, self.current))
 
-    def copy_async(self, memory: Memory, source: Host, nbytes: int) -> None:
+    def copy_async(self, memory: Memory, source: Host | Memory, nbytes: int) -> None:
+        if isinstance(source, Memory):
+            self._move(memory.cell, source.cell, nbytes)
+            return
         cell, address = memory.cell, source.address
         locked = address in self.registered
         self._queued_copies += 1
@@ -218,6 +221,14 @@ class SimulatedDevice:
             cell.value = source.value if address is None else self.blocks[address]
 
         self._queues[SIDE].append(copy)
+
+    def _move(self, cell: Cell, source: Cell, nbytes: int) -> None:
+        def move() -> None:
+            if nbytes > min(cell.nbytes, source.nbytes):
+                raise Breach(f"{nbytes} bytes were moved from {source.nbytes} to {cell.nbytes}")
+            cell.value = source.value
+
+        self._queues[SIDE].append(move)
 
     def _mark(self, stream: str) -> Token:
         token = Token()
@@ -243,6 +254,8 @@ class SimulatedDevice:
                 raise Breach("what is waited for never comes")
 
     def share(self, memory: Any, stream: str) -> None:
+        if "share" in self._refuse:
+            raise Breach("memory was shared that cannot be")
         if isinstance(memory, Memory):
             memory.cell.shared.add(stream)
         elif isinstance(memory, tuple) and memory[0] is not None:

@@ -46,6 +46,7 @@ class Choice(NamedTuple):
     limit: int | None
     refuse: tuple[str, ...]
     seed: int
+    shares: bool
 
 
 def choose(seed: int) -> Choice:
@@ -59,7 +60,10 @@ def choose(seed: int) -> Choice:
         limit=draw.choice((None, None, 0, 3 * SIZE)),
         refuse=draw.choice(REFUSALS),
         seed=seed,
+        shares=draw.random() < 0.6,
     )
+    if not choice.shares:  # a transform on the side stream is refused before
+        choice = choice._replace(beside=False)
     # What was asked for by name is refused with an error, at every batch.
     return choice if choice.pin == "auto" else choice._replace(limit=None, refuse=())
 
@@ -82,7 +86,7 @@ class Run:
     def __init__(self, choice: Choice, staging: type[staging_module.Staging]) -> None:
         self.choice = choice
         self.random = random.Random(choice.seed)
-        self.device = SimulatedDevice(choice.seed, choice.refuse)
+        self.device = SimulatedDevice(choice.seed, choice.refuse + (() if choice.shares else ("share",)))
         options = DeviceOptions(
             torch.device("cpu"),
             choice.ahead,
@@ -92,7 +96,10 @@ class Run:
             choice.pin,
             choice.limit,
         )
-        with patch.object(link_module, "open_stager", lambda device: self.device):
+        with (
+            patch.object(link_module, "open_stager", lambda device: self.device),
+            patch.object(link_module, "can_share", lambda device: choice.shares),
+        ):
             self.link = QuietLink(options)
             mapping: Any = SimpleNamespace(base=BASE, populate=lambda offset, size: None)
             unpacker: Any = SimpleNamespace(

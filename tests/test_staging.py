@@ -54,6 +54,22 @@ MUTANTS = (
         "stager.wait(stream, copy.done)",
     ),
     Mutant("a stream looks at memory that is let go of", copies, "if stream != copy.home:", "if False:"),
+    Mutant("memory is shared that cannot be", copies, "if self._shares:", "if True:"),
+    Mutant("a batch that moves is read on its way", copies, "stager.wait(stream, moved)\n", "\n"),
+    Mutant("the place a batch moved from is let go of", copies, "stager.wait(copy.home, moved)", "pass"),
+    Mutant(
+        "a batch moves into memory in use",
+        copies,
+        "self._fenced(copy.nbytes, stream)",
+        "stager.empty(copy.nbytes)",
+    ),
+    Mutant(
+        "the slab of a batch that moved is lost",
+        copies,
+        "self._free.append(copy.slab)\n            copy.slab = None",
+        "copy.slab = None",
+    ),
+    Mutant("a batch that moved is not the consumer's", copies, "copy.memory = memory\n", "pass"),
     Mutant("what the side stream made is let go of", copies, "if copy.result is not None:", "if False:"),
     Mutant("a slab is written while it is read", copies, "in slab.fences:", "in slab.fences[:0]:"),
     Mutant(
