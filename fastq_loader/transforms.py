@@ -140,7 +140,10 @@ class normalize:
         if torch.compiler.is_compiling() or is_captured(pixels.device):
             return self._make(*form)
         # By stream, because another one would have to wait for the kernels that fill them.
-        key = (*form, current_stream(pixels.device))
+        stream = current_stream(pixels.device)
+        if stream is None and pixels.device.type != "cpu":  # it has streams that cannot be told apart here
+            return self._make(*form)
+        key = (*form, stream)
         if key not in self._factors:
             with torch.inference_mode(False):  # else no later step could save them for its gradient
                 made = self._make(*form)

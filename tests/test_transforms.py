@@ -203,6 +203,15 @@ def test_a_stream_reads_only_factors_that_it_made(monkeypatch: pytest.MonkeyPatc
         assert late.made == 3
 
 
+def test_where_streams_cannot_be_told_apart_factors_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device that torch was built with, where another backend has made itself torch's accelerator."""
+    with fake_accelerator(monkeypatch) as fake:
+        late = Late(fake, monkeypatch)
+        for device in ("xpu:0", "xpu:0", "cpu", "cpu"):
+            late.use(device)
+        assert late.made == 3
+
+
 def test_what_a_graph_captured_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_accelerator(monkeypatch) as fake:
         late = Late(fake, monkeypatch)
