@@ -283,6 +283,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if value is None and isinstance(previous, WorkerIterator):
             previous.engine.close("its loader's _iterator was set to None")
 
+    @_iterator.deleter
+    def _iterator(self) -> None:
+        self._iterator = None
+
     # ---- beyond torch -------------------------------------------------------------------------
 
     def close(self) -> None:

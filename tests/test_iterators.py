@@ -7,11 +7,13 @@ import dataclasses
 import gc
 import os
 import pickle
+import re
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
-from fastq_loader import DataLoader
+import fastq_loader
+from fastq_loader import DataLoader, errors, statistics
 from tests.conftest import descendants, open_descriptors, wait_until
 from tests.crimes import CrimeAt, Rows, Slow, dawdle, ignore_sigterm_and_hang
 
@@ -433,6 +436,62 @@ def test_i9_attributes_that_can_be_set_later() -> None:
     loader.an_attribute_of_the_users = 1
     assert (loader.num_workers, loader.collate_fn, loader.timeout) == (2, list, 5)
     assert loader.an_attribute_of_the_users == 1
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "kind", "text"),
+    [
+        ("schedule", "bogus", ValueError, "schedule='bogus' is unknown: use one of 'round_robin', 'dynamic'"),
+        ("reorder_window", 0, ValueError, "reorder_window=0 must be from 1 to"),
+        ("reorder_window", "many", TypeError, "reorder_window='many' must be a number of batches"),
+        ("max_worker_restarts", -1, ValueError, "max_worker_restarts=-1 must not be negative"),
+        ("device", "toaster", ValueError, "device='toaster' is unknown"),
+        ("device_prefetch", 0, ValueError, "device_prefetch=0 must be a number of batches, at least 1"),
+        ("device_transform", abs, ValueError, "device_transform needs a device"),
+        ("transform_stream", "main", ValueError, "transform_stream='main' is unknown"),
+        ("device_buffers", None, ValueError, "device_buffers=None is unknown"),
+        ("pin", "yes", ValueError, "pin='yes' is unknown"),
+        ("pin_limit_bytes", -1, ValueError, "pin_limit_bytes=-1 must be a number of bytes"),
+    ],
+)
+def test_i9_arguments_beyond_torchs_are_checked_when_they_are_set_later(
+    attribute: str, value: Any, kind: type[Exception], text: str
+) -> None:
+    loader = DataLoader(range(4))
+    before = getattr(loader, attribute)
+    with pytest.raises(kind, match=re.escape(text)):
+        setattr(loader, attribute, value)
+    assert getattr(loader, attribute) == before
+    object.__setattr__(loader, attribute, value)  # past the check, as frameworks may
+    with pytest.raises(kind, match=re.escape(text)):
+        iter(loader)
+
+
+class ThreadContext(SpawnContext):
+    """MONAI's `_ProcessThreadContext` (data/thread_buffer.py): its processes are threads."""
+
+    Process = threading.Thread  # type: ignore[assignment]
+
+
+def test_h5_a_context_whose_processes_are_threads_is_refused_at_construction() -> None:
+    threads = threading.active_count()
+    with pytest.raises(TypeError, match=r"multiprocessing_context=.* starts workers as threading.Thread"):
+        DataLoader(range(4), num_workers=2, multiprocessing_context=ThreadContext())
+    loader = DataLoader(range(4), num_workers=2)
+    loader.multiprocessing_context = ThreadContext()
+    with pytest.raises(TypeError, match="which is no process"):
+        iter(loader)
+    assert threading.active_count() == threads
+
+
+def test_whatever_can_be_raised_or_warned_is_exported() -> None:
+    kinds = {
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, BaseException) and kind.__module__ == errors.__name__
+    }
+    assert kinds <= set(fastq_loader.__all__)
+    assert fastq_loader.LateBatch in vars(statistics).values()
 
 
 def test_i9b_the_class_can_be_subscripted() -> None:
