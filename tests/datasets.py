@@ -435,6 +435,13 @@ def alias(batch: Any) -> Any:
     return {"a": whole, "b": whole, "t": whole.t(), "row": whole[1], "batch": list(batch)}
 
 
+def storages(batch: Any) -> Any:
+    """A tensor, its storage, and a typed one of another tensor."""
+    whole = torch.arange(60, dtype=torch.float32) + len(batch)
+    typed = torch.arange(len(batch), dtype=torch.int16)._typed_storage()
+    return [whole, whole.untyped_storage(), whole[3:9], {"typed": typed, "batch": list(batch)}]
+
+
 # What came out of a loader, in plain values that can be compared and printed
 
 
@@ -496,6 +503,10 @@ class _Describer:
             return self.tensor(kind, value)
         if isinstance(value, np.ndarray):
             return self.array(kind, value)
+        if isinstance(value, torch.UntypedStorage):
+            return (kind, self.walk(torch.empty(0, dtype=torch.uint8).set_(value)))
+        if isinstance(value, torch.TypedStorage):
+            return (kind, str(value.dtype), self.walk(value._untyped_storage))
         if value is None or isinstance(
             value,
             str | bytes | bytearray | bool | int | float | complex | np.generic | type | enum.Enum | range,

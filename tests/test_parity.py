@@ -75,6 +75,7 @@ class Config:
     batch_size: int | None = 4
     sampler: str = "default"
     collate: str = "default"
+    subclass: str = "none"
     num_workers: int = 2
     persistent_workers: bool = False
     prefetch_factor: int | None = None
@@ -164,6 +165,73 @@ COLLATES: dict[str, Callable[[Any], Any] | None] = {
     "wrap": datasets.wrap,
     "alias": datasets.alias,
     "wrap and draw": datasets.wrap_and_draw,
+    "storages": datasets.storages,
+}
+
+
+class Forwards:
+    """What `_get_iterator` of torch_geometric's loaders returns: it forwards, and changes the batch."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.iterator = iterator
+
+    def __iter__(self) -> Any:
+        return self
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self.iterator._reset(loader, first_iter)
+
+    def __next__(self) -> Any:
+        return "wrapped", next(self.iterator)
+
+
+def wrapped(kind: Any) -> Any:
+    class Wrapped(kind):  # type: ignore[misc]
+        def _get_iterator(self) -> Any:
+            return Forwards(super()._get_iterator())
+
+    return Wrapped
+
+
+def generating(kind: Any) -> Any:
+    class Generating(kind):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            iterator = super().__iter__()
+            return (("generated", batch) for batch in iterator)
+
+    return Generating
+
+
+def resampled(kind: Any) -> Any:
+    class Resampled(kind):  # type: ignore[misc]
+        """Sets its sampler past the class, and draws for every index."""
+
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            name = "sampler" if self.batch_sampler is None else "batch_sampler"
+            object.__setattr__(self, name, Drawn(getattr(self, name)))
+
+    return Resampled
+
+
+class Drawn:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in self.sampler:
+            torch.rand(1)
+            yield index
+
+
+SUBCLASSES: dict[str, Callable[[Any], Any]] = {
+    "none": lambda kind: kind,
+    "wrapped": wrapped,
+    "generating": generating,
+    "resampled": resampled,
 }
 
 
@@ -239,7 +307,12 @@ def draw_config(seed: int) -> Config:
     if not config.unordered:
         stops = (rng.choice([None, None, None, 0, 1, 2, 5]) for _ in range(3))
         config = replace(config, stop_after=tuple(stops))
-    return config
+    if rng.random() < 0.15 and config.collate in ("default", "wrap"):
+        config = replace(config, collate="storages")
+    subclass = rng.choice(["none", "none", *sorted(SUBCLASSES)])
+    if subclass == "generating" and config.unordered:  # a generator ends at an error, whichever comes first
+        subclass = "none"
+    return replace(config, subclass=subclass)
 
 
 # Running one loader
@@ -346,7 +419,7 @@ def observe(kind: type, config: Config) -> Trace:
     generators: dict[str, torch.Generator] = {}
     try:
         with recorded(trace, "constructor"):
-            loader = kind(**make_arguments(config, generators))
+            loader = SUBCLASSES[config.subclass](kind)(**make_arguments(config, generators))
     except Exception as error:
         trace.add("constructor: error", (type(error).__name__, str(error)))
         return trace
@@ -557,11 +630,13 @@ def test_drawn_configurations_cover_the_space() -> None:
     assert {config.dataset for config in drawn} == {*MAP_DATASETS, *STREAMS}
     assert {config.sampler for config in drawn} == {"default", "shuffle", *SAMPLERS, *BATCH_SAMPLERS}
     assert {config.collate for config in drawn} == set(COLLATES)
+    assert {config.subclass for config in drawn} == set(SUBCLASSES)
     assert {config.num_workers for config in drawn} == {0, 1, 2, 3}
     assert {config.start_method for config in drawn} == {None, "fork", "spawn", "forkserver"}
     assert {config.init for config in drawn} == {None, *INITS}
     assert any(config.unordered and config.persistent_workers for config in drawn)
     assert any(config.stop_after[0] == 1 and config.num_workers for config in drawn)
+    assert any(config.stop_after[0] == 1 and config.persistent_workers for config in drawn)
 
 
 def test_a_difference_is_found_and_named() -> None:
