@@ -312,6 +312,8 @@ def draw_config(seed: int) -> Config:
     subclass = rng.choice(["none", "none", *sorted(SUBCLASSES)])
     if subclass == "generating" and config.unordered:  # a generator ends at an error, whichever comes first
         subclass = "none"
+    if subclass == "resampled" and stream and workers > 1:  # torch draws when a worker's end arrives
+        subclass = "none"
     return replace(config, subclass=subclass)
 
 
