@@ -10,11 +10,12 @@ import os
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data.dataloader import _DatasetKind
 
 from fastq_loader import arena
 from fastq_loader.claims import WORKERS
-from fastq_loader.errors import check_choice, is_int
+from fastq_loader.errors import check_choice, is_int, warn_user
 from fastq_loader.link import DeviceOptions, read_options
 
 if TYPE_CHECKING:
@@ -123,3 +124,32 @@ def window(loader: DataLoader[Any]) -> tuple[int, int, int, int]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     widest = min(_WIDEST * ahead, WIDEST_WINDOW)
     return ahead + workers, widest, min(_WIDEST_BYTES, memory // _WIDEST_SHARE), workers
+
+
+def pinning(loader: DataLoader[Any]) -> tuple[bool, str | None]:
+    """Whether to copy batches into page-locked memory, and the type of device that it is for; with torch's
+    warnings."""
+    if not loader.pin_memory:
+        return False, None
+    if loader.pin_memory_device:
+        warn_user(
+            "pin_memory_device is deprecated, the current accelerator will be used as the device,"
+            f"ignore pin_memory_device='{loader.pin_memory_device}'.",
+            UserWarning,
+        )
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        warn_user(
+            "'pin_memory' argument is set as true but no accelerator is found, "
+            "then device pinned memory won't be used.",
+            UserWarning,
+        )
+        return False, None
+    if accelerator.type == "mps":
+        warn_user(
+            "'pin_memory' argument is set as true but not supported on MPS now, "
+            "device pinned memory won't be used.",
+            UserWarning,
+        )
+        return False, "mps"
+    return True, accelerator.type

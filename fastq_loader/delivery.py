@@ -7,7 +7,7 @@ of the batches, and no block stays behind for it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from fastq_loader.blocks import BlockLedger
 from fastq_loader.errors import ProtocolError
@@ -18,10 +18,27 @@ from fastq_loader.statistics import Counters
 from fastq_loader.unpacking import Unpacker
 
 
-class Failed(Exception):
-    """The next thing to hand out is `error`, which user code raised.
+class Outcome(NamedTuple):
+    """What a call of `next()` has come to: a batch, or what to raise."""
 
-    The engine raises it, outside of the loop's frames: they look at it, and in its traceback they would
+    batch: Any
+    error: BaseException | type[BaseException] | None
+
+
+#: There is no further batch. The class, because an instance would gather the tracebacks of all its raises.
+END = Outcome(None, StopIteration)
+
+
+class Receiver(Protocol):
+    """Where an outcome is put down."""
+
+    outcome: Outcome | None
+
+
+class Failed(Exception):
+    """The next thing to hand out is `error`.
+
+    The iterator raises it, outside of the loop's frames: they look at it, and in its traceback they would
     make a cycle that keeps the loop and its memory until the garbage collector comes.
     """
 

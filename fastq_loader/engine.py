@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from fastq_loader import process_id
-from fastq_loader.delivery import Failed
+from fastq_loader.delivery import Receiver
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.link import Link
 from fastq_loader.loop import EventLoop, Woken
@@ -58,8 +58,6 @@ class Engine:
         self.failed = False
         # Reentrant, because a signal handler may call close() in the middle of next().
         self._lock = threading.RLock()
-        self._inside = False
-        self._cut_short = False  # an interrupt left the loop half-way through something
         self._processes: list[BaseProcess] = []  # the workers, once the loop is gone
         self._loop: EventLoop | None = EventLoop(plan, counters, link)
         try:
@@ -86,18 +84,18 @@ class Engine:
         """
         return self._enter(lambda loop: loop.begin_epoch(sampler, shared_seed, base_seed))
 
-    def next_batch(self, epoch: int) -> Any:
-        """The next batch of an epoch.
+    def advance(self, epoch: int, into: Receiver, finish: Callable[[Any], Any]) -> None:
+        """Put the next outcome of an epoch down in `into`: a batch, after `finish`; or what to raise:
+        StopIteration (there is none), WorkerDied (the engine is closed), LoaderTimeout (the next call waits
+        again), or what the user's code raised at this place.
 
         Raises:
-            StopIteration: there is none.
             IteratorInvalid: the epoch was ended by a newer one, or the engine was closed.
-            WorkerDied: a worker died before it answered; the engine is closed.
-            LoaderTimeout: no message came within the timeout; the next call waits again.
-            Exception: what the user's code raised at this place.
+            BaseException: what a handler of a signal raised meanwhile. The next call goes on where this one
+                was, or says that it cannot.
         """
         self._check_epoch(epoch)
-        return self._enter(EventLoop.next)
+        self._enter(lambda loop: loop.next(into, finish))
 
     def poll(self, epoch: int) -> None:
         """Begin the copies of batches that have become ready; see `EventLoop.poll`.
@@ -125,40 +123,41 @@ class Engine:
             raise
 
     def _call(self, call: Callable[[EventLoop], T]) -> T:
+        nested = self._inside
         with self._lock:
-            loop = self._check_usable()
-            failure: BaseException | None = None
-            self._inside = True
+            loop = self._check_usable(nested)
+            loop.busy, loop.waiting = True, False
             try:
-                return call(loop)
-            except Woken:
-                pass
-            except Failed as failed:
-                failure = failed.error
+                result = call(loop)
                 if loop.fatal is not None:
                     self.failed, self.closed = True, loop.fatal
+                return result
+            except Woken:
+                pass
             except Exception as error:
                 # At the exit its workers are ended under its feet: what it stumbles over then is no news.
                 if self.closed != _EXITING:
-                    if not loop.orderly:  # ours, not the user's: what was in hand is lost
-                        self.failed, self.closed = True, f"an internal error ended it: {error!r}"
-                    elif loop.fatal is not None:
-                        self.failed, self.closed = True, loop.fatal
+                    if self._cut_short:  # whatever it is: what was in hand is lost
+                        self.closed = f"{error!r} came in the middle of a call"
                     raise
-            except BaseException:
-                self._cut_short = not loop.waiting
-                raise
             finally:
-                loop.waiting = False
-                self._inside = False
                 if self.closed is not None and self.closed != _EXITING:
                     self._shut_down()
-            try:
-                raise self._ended() if failure is None else failure
-            finally:
-                del failure  # it holds this frame by its traceback
+            raise self._ended()
 
-    def _check_usable(self) -> EventLoop:
+    @property
+    def _inside(self) -> bool:
+        """Whether this thread is inside a call: a handler of a signal has called."""
+        return self._lock._is_owned()  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def _cut_short(self) -> bool:
+        """Whether an exception left the loop in the middle of something. While a call is under way it may be
+        in the middle of something, too."""
+        loop = self._loop
+        return loop is not None and loop.busy and not loop.waiting
+
+    def _check_usable(self, nested: bool) -> EventLoop:
         if self._pid != process_id.current():
             raise IteratorInvalid(
                 f"this iterator belongs to process {self._pid}; a forked child needs one of its own: "
@@ -167,7 +166,11 @@ class Engine:
         if self.closed is not None or self._loop is None:
             raise self._ended()
         if self._cut_short:
-            raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
+            raise IteratorInvalid(
+                "next() was called in the middle of another call of it"
+                if nested
+                else "this iterator cannot go on: an interrupt cut a call of next() short"
+            )
         return self._loop
 
     def _ended(self) -> IteratorInvalid:
@@ -190,9 +193,10 @@ class Engine:
         if self.closed is None:
             self.closed = reason
         self._loop.wake()
+        if self._inside:  # a handler of a signal called: the call that it is in will do it
+            return
         with self._lock:
-            if not self._inside:  # else a signal handler called: the call that it is in will do it
-                self._shut_down()
+            self._shut_down()
 
     def _shut_down(self) -> None:
         if self._loop is not None:
@@ -228,11 +232,18 @@ class Engine:
         return self._processes if loop is None else loop.processes()
 
     def blocks(self) -> tuple[int, int, int]:
-        """Blocks in use, blocks free, and bytes of shared memory behind them; zeros once closed."""
-        if self._pid != process_id.current():
+        """Blocks in use, blocks free, and bytes of shared memory behind them; zeros once closed. Waits for
+        nobody: while another call is under way, blocks that were let go since it began count as in use."""
+        loop = self._loop
+        if loop is None or self._pid != process_id.current():
             return 0, 0, 0
-        with self._lock:
-            return (0, 0, 0) if self._loop is None else self._loop.blocks()
+        if not self._inside and self._lock.acquire(blocking=False):
+            try:
+                if self._loop is not None:
+                    loop.hear_releases()
+            finally:
+                self._lock.release()
+        return loop.blocks()
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

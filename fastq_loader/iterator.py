@@ -27,10 +27,12 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
-from fastq_loader import datapipes, sampling, seeding
+from fastq_loader import arguments, datapipes, sampling, seeding
+from fastq_loader.delivery import END, Outcome
 from fastq_loader.engine import Engine
-from fastq_loader.errors import warn_user
+from fastq_loader.errors import IteratorInvalid, warn_user
 from fastq_loader.fetch import EndOfStream, make_fetcher
+from fastq_loader.interrupts import refuse_interrupt
 from fastq_loader.link import apply
 from fastq_loader.messages import spell_out
 from fastq_loader.staging import SerialStaging
@@ -89,7 +91,9 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         #: With device="cpu" the host is where a transform for the device runs.
         self._transform = loader.device_transform if self._link is None else None
         # What goes to a device is page-locked on its way there.
-        self._pin_memory, self._pin_memory_device = _pinning(loader) if self._link is None else (False, None)
+        self._pin_memory, self._pin_memory_device = (
+            arguments.pinning(loader) if self._link is None else (False, None)
+        )
         self._timeout = loader.timeout
         self._collate_fn = loader.collate_fn
         self._dynamic = loader.schedule == "dynamic"
@@ -97,6 +101,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._base_seed = draw_base_seed(loader.generator)
         self._persistent_workers = loader.persistent_workers
         self._num_yielded = 0
+        self.outcome: Outcome | None = None  # what `next()` gives next, once it is there
 
     def __iter__(self) -> LoaderIterator:
         return self
@@ -109,10 +114,26 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         raise NotImplementedError("{} cannot be pickled", type(self).__name__)
 
     def __next__(self) -> Any:
-        if profiler._is_profiler_enabled:
-            with profiler.record_function(self._profile_name):
-                return self._next_and_count()
-        return self._next_and_count()
+        # A handler of a signal may raise wherever there is a call. So an outcome is put down where it comes
+        # about, and from where it is taken here to the end there is none: what was made is never lost.
+        outcome, self.outcome = self.outcome, None
+        while outcome is None:  # another thread may be quicker to take it
+            if profiler._is_profiler_enabled:
+                with profiler.record_function(self._profile_name):
+                    self._advance()
+            else:
+                self._advance()
+            outcome, self.outcome = self.outcome, None
+        if outcome.error is not None:
+            try:
+                raise outcome.error
+            finally:
+                del outcome  # the error holds this frame by its traceback
+        self._num_yielded += 1
+        length = self._IterableDataset_len_called
+        if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
+            self._warn_about_length(length, outcome)
+        return outcome.batch
 
     def poll(self) -> None:
         """Begin the copies of batches that have become ready since the last `next()`. With a `device`, for
@@ -131,6 +152,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Begin a new epoch. A persistent loader calls it for whatever `_get_iterator` returned, so wrappers
         forward it."""
+        self.outcome = None
         self._restart_sampler()
         self._num_yielded = 0
         self._IterableDataset_len_called = loader._IterableDataset_len_called
@@ -146,26 +168,22 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def _next_index(self) -> Any:
         return next(self._sampler_iter)
 
-    def _next_and_count(self) -> Any:
-        if self._link is not None:
-            self._link.refuse_capture()
-        batch = self._next_data()
-        self._num_yielded += 1
-        if self._dataset_kind == _DatasetKind.Iterable and self._IterableDataset_len_called is not None:
-            self._check_length(self._IterableDataset_len_called)
+    def _next_data(self) -> Any:
+        """The next batch, not counted."""
+        batch = next(self)
+        self._num_yielded -= 1
         return batch
 
     @abstractmethod
-    def _next_data(self) -> Any: ...
+    def _advance(self) -> None:
+        """Put the next outcome down in `outcome`."""
 
     def _finished(self, batch: Any) -> Any:
         """What a batch that stays on the host goes through last."""
         batch = apply(self._transform, batch)
         return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch  # type: ignore[no-untyped-call]
 
-    def _check_length(self, length: int) -> None:
-        if self._num_yielded <= length:
-            return
+    def _warn_about_length(self, length: int, outcome: Outcome) -> None:
         text = (
             f"Length of IterableDataset {self._dataset} was reported to be {length}"
             f"(when accessing len(dataloader)), but {self._num_yielded} samples have been fetched. "
@@ -176,7 +194,13 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                 "IterableDataset replica at each worker. Please see "
                 "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
             )
-        warn_user(text, UserWarning)
+        self.outcome = outcome  # it is on its way, and this is a call
+        try:
+            warn_user(text, UserWarning)
+        except Warning:  # made an error; torch has lost the batch then
+            self.outcome = None
+            raise
+        self.outcome = None
 
 
 class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
@@ -196,6 +220,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._idle = loader._runtime.idle
         self._staging = None if self._link is None else SerialStaging.of(self._link, self._idle)
         self._drawn = 0
+        self._index: tuple[Any] | None = None  # drawn, and not loaded yet
+        self._busy = False  # in the middle of something that cannot be done again
         with self._seeded(lambda seed: seeding.seed_worker(seed, 0)):  # for what iter(dataset) draws
             self._dataset_fetcher = make_fetcher(
                 self._dataset,
@@ -215,7 +241,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
-        self._drawn = 0
+        self._drawn, self._index, self._busy = 0, None, False
 
     @contextmanager
     def _seeded(self, seed: Callable[[int], int]) -> Iterator[None]:
@@ -227,23 +253,54 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         else:
             yield
 
-    def _next_data(self) -> Any:
+    def _advance(self) -> None:
+        if self._link is not None:
+            self._link.refuse_capture()
+        if self._busy:
+            raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
+        if self._index is None and not self._draw():
+            return
+        try:
+            outcome = Outcome(self._load(), None)
+            self._counters.batches += 1
+        except EndOfStream:
+            outcome = END
+        except Exception as error:
+            refuse_interrupt(error)  # which leaves the index to the next call
+            outcome = Outcome(None, error)
+        self.outcome, self._index, self._busy = outcome, None, False
+        self._drawn += 1
+
+    def _draw(self) -> bool:
+        """Draw an index; False if that is an outcome."""
+        self._busy = True
+        try:
+            index = self._next_index()
+        except Exception as error:
+            refuse_interrupt(error)
+            self.outcome, self._busy = Outcome(None, error), False
+            self._drawn += 1  # also when the sampler fails: its error has a place
+            return False
+        self._index, self._busy = (index,), False
+        return True
+
+    def _load(self) -> Any:
+        assert self._index is not None
         began = time.monotonic_ns()
-        number = self._drawn
-        self._drawn += 1  # also when the sampler fails: its error has a place
-        index = self._next_index()
+        # A generator that an exception went through has ended, and a copy to a device is under way.
+        self._busy = self._dataset_kind == _DatasetKind.Iterable
         try:
             if self._dynamic:
-                with self._seeded(lambda seed: seeding.seed_batch(seed, number)):
-                    batch = self._dataset_fetcher.fetch(index)
+                with self._seeded(lambda seed: seeding.seed_batch(seed, self._drawn)):
+                    batch = self._dataset_fetcher.fetch(self._index[0])
             else:
-                batch = self._dataset_fetcher.fetch(index)
-        except EndOfStream:
-            raise StopIteration from None
+                batch = self._dataset_fetcher.fetch(self._index[0])
         finally:
             self._counters.wait_ns += time.monotonic_ns() - began
-        self._counters.batches += 1
-        return self._finished(batch) if self._staging is None else self._staging.stage(batch)
+        if self._staging is None:
+            return self._finished(batch)
+        self._busy = True
+        return self._staging.stage(batch)
 
 
 class WorkerIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
@@ -302,20 +359,21 @@ class WorkerIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         self._source = sampling.iterate_packed(self._index_sampler)
         self._spelled: Iterator[Any] = map(spell_out, self._source)
 
-    def _next_data(self) -> Any:
-        if self._exhausted:
-            raise StopIteration
-        try:
-            batch = self.engine.next_batch(self._epoch)
-        except StopIteration:
+    def _advance(self) -> None:
+        if self._link is not None:
+            self._link.refuse_capture()
+        if not (self._exhausted or self.engine.failed):
+            try:
+                self.engine.advance(self._epoch, self, self._finished)
+            except IteratorInvalid:
+                if not self._exhausted:  # else another thread has come to the end meanwhile
+                    raise
+        if self._exhausted or self.engine.failed:
+            self.outcome = self.outcome or END
+        if self.outcome is END:
             self._exhausted = True
             if not self._persistent_workers:
                 self.engine.close("it was exhausted")
-            raise
-        except Exception:
-            self._exhausted = self.engine.failed
-            raise
-        return self._finished(batch)
 
     def poll(self) -> None:
         if self._link is not None and not self._exhausted:
@@ -358,32 +416,3 @@ class WorkerIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
     def __del__(self) -> None:
         """Not torch's, which ends the workers: they may be at an epoch that another iterator is for. They end
         with the engine, when nobody knows it any more."""
-
-
-def _pinning(loader: DataLoader[Any]) -> tuple[bool, str | None]:
-    """Whether to copy batches into page-locked memory, and the type of device that it is for; with torch's
-    warnings."""
-    if not loader.pin_memory:
-        return False, None
-    if loader.pin_memory_device:
-        warn_user(
-            "pin_memory_device is deprecated, the current accelerator will be used as the device,"
-            f"ignore pin_memory_device='{loader.pin_memory_device}'.",
-            UserWarning,
-        )
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        warn_user(
-            "'pin_memory' argument is set as true but no accelerator is found, "
-            "then device pinned memory won't be used.",
-            UserWarning,
-        )
-        return False, None
-    if accelerator.type == "mps":
-        warn_user(
-            "'pin_memory' argument is set as true but not supported on MPS now, "
-            "device pinned memory won't be used.",
-            UserWarning,
-        )
-        return False, "mps"
-    return True, accelerator.type

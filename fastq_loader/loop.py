@@ -3,19 +3,24 @@
 Runs in the consumer, inside a call of `next()` or `iter()`, one thread at a time; the engine sees to that.
 Owns everything that belongs to one pool of workers (arena, ledger, scheduler, crew), makes it together and
 takes it down together.
+
+A handler of a signal may raise between any two steps of a call. The loop says at every moment whether it
+could be left there: it is `busy` from the beginning of a call to its end, except while it is `waiting`. The
+outcome of a call is put down for the iterator in the same moment in which `busy` ends, so it is never lost on
+its way up.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 from fastq_loader.arena import Arena
 from fastq_loader.blocks import BlockLedger
 from fastq_loader.crew import Crew
-from fastq_loader.delivery import Delivery
+from fastq_loader.delivery import END, Delivery, Failed, Outcome, Receiver
 from fastq_loader.errors import (
     LoaderTimeout,
     WorkerDied,
@@ -41,6 +46,7 @@ from fastq_loader.events import (
     Wanted,
 )
 from fastq_loader.inbox import Inbox
+from fastq_loader.interrupts import refuse_interrupt
 from fastq_loader.link import Link
 from fastq_loader.messages import Epoch, Space, Task, encode, spell_out
 from fastq_loader.processes import Plan
@@ -74,15 +80,15 @@ class EventLoop:
         link: the loader's way to a device, or None.
 
     Attributes:
-        waiting: whether the loop sleeps: nothing is half done then.
-        orderly: whether the last exception came out at a place where the loop can go on, or has ended.
+        busy: a call is under way, or was left by an exception in the middle of something.
+        waiting: the loop sleeps: nothing is half done.
     """
 
     def __init__(self, plan: Plan, counters: Counters, link: Link | None = None) -> None:
         self.plan = plan
         self._link = link
+        self.busy = False
         self.waiting = False
-        self.orderly = False
         self._fatal: str | None = None
         self._counters = counters
         self._sampler: Iterator[Any] = iter(())
@@ -143,20 +149,29 @@ class EventLoop:
         for _ in draws:
             self._draw()
         self._flush()
+        self.busy = False
         return number
 
-    def next(self) -> Any:
-        """The next batch.
+    def next(self, into: Receiver, finish: Callable[[Any], Any]) -> None:
+        """Put the next outcome down: a batch, or what is to be raised in its place.
+
+        Args:
+            into: where.
+            finish: what a batch goes through last.
 
         Raises:
-            StopIteration: there is none.
-            WorkerDied: a worker died before it answered.
-            LoaderTimeout: no message came within the timeout; the next call waits again.
             Woken: the engine is closing.
-            Failed: user code raised at this place.
         """
-        self.orderly = False
-        self._hear_releases()
+        try:
+            outcome = self._next(finish)
+        except Failed as failed:
+            outcome = Outcome(None, failed.error)
+        # One moment: there is no call in here, and only a call can be cut short.
+        into.outcome = outcome
+        self.busy = False
+
+    def _next(self, finish: Callable[[Any], Any]) -> Outcome:
+        self.hear_releases()
         spare = _SPARE_BATCHES
         if self._delivery.staging is not None:
             self._delivery.free(self._delivery.staging.turn())
@@ -172,13 +187,12 @@ class EventLoop:
                 elif kind is Deliver:
                     self._flush()
                     assert isinstance(instruction, Deliver)
-                    return self._deliver(instruction)
+                    return self._deliver(instruction, finish)
                 elif kind is Wait:
                     assert isinstance(instruction, Wait)
                     self._wait(instruction)
                 elif kind is Finish:
-                    self.orderly = True
-                    raise StopIteration
+                    return END
                 else:
                     assert isinstance(instruction, Break)
                     self._break(instruction)
@@ -191,6 +205,7 @@ class EventLoop:
         except StopIteration:
             return
         except Exception as error:
+            refuse_interrupt(error)
             self.scheduler.handle(DrawFailed(error))
             return
         for instruction in self.scheduler.handle(Drawn(index)):
@@ -206,6 +221,7 @@ class EventLoop:
             else:
                 self._crew.socket.send(send.worker, task)
         except Exception as error:  # whatever pickling the index raises
+            refuse_interrupt(error)
             self.scheduler.handle(Undeliverable(send, error))
 
     def _flush(self) -> None:
@@ -214,14 +230,19 @@ class EventLoop:
             self._crew.socket.send_all(*self._unsent)
             self._unsent.clear()
 
-    def _deliver(self, deliver: Deliver) -> Any:
+    def _deliver(self, deliver: Deliver, finish: Callable[[Any], Any]) -> Outcome:
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
             self._crew.dismiss()  # they end, which takes a while, beside the last step of the epoch
-        self.orderly = True  # what is raised from here on is the user's, and has its place
-        batch = self._delivery.hand_out(deliver)
-        if self._delivery.staging is not None:
-            self._stage_ahead(self._delivery.staging)
-        return batch
+        try:
+            batch = self._delivery.hand_out(deliver)
+            if self._delivery.staging is not None:
+                self._stage_ahead(self._delivery.staging)
+            return Outcome(finish(batch), None)
+        except Failed:
+            raise
+        except Exception as error:  # the user's, and it has its place
+            refuse_interrupt(error)
+            raise Failed(error) from None
 
     # ---- on to the device ---------------------------------------------------------------------
 
@@ -229,10 +250,9 @@ class EventLoop:
         """Begin the copies of batches that have become ready, without waiting for anything."""
         staging = self._delivery.staging
         if staging is not None:
-            self.orderly = False
             self._delivery.free(staging.reap())
             self._stage_ahead(staging, wait=False)
-            self.orderly = True
+        self.busy = False
 
     def _stage_ahead(self, staging: Staging, wait: bool = True) -> None:
         while self._receive():
@@ -252,10 +272,9 @@ class EventLoop:
         began = time.monotonic_ns()
         self.waiting = True
         ready = self._crew.socket.wait(patience)
-        self.waiting = False
+        self.busy, self.waiting = True, False  # a handler of a signal may have called meanwhile
         self._counters.waited(time.monotonic_ns() - began, self.scheduler.epoch, wait.seq, wait.behind)
         if self._crew.socket.woken:
-            self.orderly = True
             raise Woken
         if not ready and self._is_over():
             self._give_up(wait)
@@ -287,11 +306,12 @@ class EventLoop:
         """Hand everything that has come to the scheduler, in the order in which the workers finished."""
         arrived = self._inbox.take()
         # A promised block's release is in our queue before a worker can see it: hear of it before its answer.
-        self._hear_releases()
+        self.hear_releases()
         self._inbox.hand_on(arrived)
         return bool(arrived)
 
-    def _hear_releases(self) -> None:
+    def hear_releases(self) -> None:
+        """Blocks whose last view has died are free again."""
         for offset in self._arena.released_blocks():
             self._ledger.release(offset)
 
@@ -317,15 +337,16 @@ class EventLoop:
             self._crew.kill(worker)
             self._bury(worker, f"was ended, because it did not answer within {timeout:g} seconds,", stacks)
             return
-        self.orderly = True
         indices = describe_index(spell_out(self.scheduler.index_of(wait.seq)))
         text = f"DataLoader timed out after {timeout:g} seconds: "
         if worker is None:
-            raise LoaderTimeout(f"{text}no worker has come to batch {wait.seq} (indices {indices}) yet")
-        raise LoaderTimeout(
-            f"{text}worker {worker} (pid {self._crew.pid(worker)}) has not answered batch {wait.seq} "
-            f"(indices {indices}). Its Python stacks:\n{self._crew.stacks(worker)}"
-        )
+            text += f"no worker has come to batch {wait.seq} (indices {indices}) yet"
+        else:
+            text += (
+                f"worker {worker} (pid {self._crew.pid(worker)}) has not answered batch {wait.seq} "
+                f"(indices {indices}). Its Python stacks:\n{self._crew.stacks(worker)}"
+            )
+        raise Failed(LoaderTimeout(text))
 
     def _bury(self, worker: int, how: str | None = None, stacks: str = "") -> None:
         """A worker has ended. What it answered before counts; the rest is lost, or another one's to load."""
@@ -343,9 +364,11 @@ class EventLoop:
                 self._send(instruction)
         self._flush()
         if not self._crew.buried(worker):
-            self.orderly = True  # a warning may be made an error, and the loop can go on after it
             after = f". Its Python stacks:\n{stacks}" if stacks else ""
-            warn_user(f"{who}; another one was started in its place{after}", WorkerReplaced)
+            try:
+                warn_user(f"{who}; another one was started in its place{after}", WorkerReplaced)
+            except WorkerReplaced as warning:  # it was made an error, and the loop can go on after it
+                raise Failed(warning) from None
 
     def _in_hand(self, worker: int) -> tuple[int | None, frozenset[int]]:
         """The batch that a dead worker was working on, and all that it had and did not answer."""
@@ -363,15 +386,19 @@ class EventLoop:
         try:
             self._crew.replace(worker, self._ledger, self._epoch)
         except OSError as error:
-            self.orderly = True
+            refuse_interrupt(error)
             self._fatal = f"{who}; no other one could be started in its place: {error}"
-            raise WorkerDied(self._fatal) from error
+            self._end(error)
 
     def _break(self, lost: Break) -> NoReturn:
         words, torch_text = self._crew.death(lost.worker)
-        self.orderly = True
         self._fatal = self._crew.report(lost.worker, words, lost.seq, lost.index)
-        raise WorkerDied(self._fatal) from RuntimeError(torch_text)
+        self._end(RuntimeError(torch_text))
+
+    def _end(self, cause: Exception) -> NoReturn:
+        died = WorkerDied(self._fatal)
+        died.__cause__ = cause
+        raise Failed(died)
 
     # ---- the end ------------------------------------------------------------------------------
 
@@ -397,7 +424,7 @@ class EventLoop:
             except Exception as error:  # the device's; an interrupt leaves the rest to the next call
                 failure = error
             self._delivery.staging = None
-        self._hear_releases()
+        self.hear_releases()
         for worker in range(self.plan.workers):
             self._ledger.writer_dead(worker)
         self.scheduler.abandon()
@@ -410,8 +437,7 @@ class EventLoop:
         return self._crew.processes()
 
     def blocks(self) -> tuple[int, int, int]:
-        """Blocks in use, blocks free, and bytes of shared memory behind them."""
-        self._hear_releases()
+        """Blocks in use, blocks free, and bytes of shared memory behind them. May be asked on any thread."""
         free = self._ledger.free_blocks
         return len(self._ledger) - free, free, self._ledger.nbytes
 

@@ -26,6 +26,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from fastq_loader.errors import ProtocolError, UnpicklableError, WorkerTraceback, shorten
+from fastq_loader.interrupts import refuse_interrupt
 
 _COWARDLY = (  # torch/multiprocessing/reductions.py, reduce_tensor
     "Cowardly refusing to serialize non-leaf tensor which requires_grad, "
@@ -357,6 +358,7 @@ def load_exception(data: bytes) -> BaseException:
     try:
         error, where = _rebuild(data)
     except Exception as reason:
+        refuse_interrupt(reason)
         return RuntimeError(f"a DataLoader worker raised what cannot be unpickled here: {reason!r}")
     BaseException.__setattr__(error, "__cause__", WorkerTraceback(where))
     if hasattr(error, "add_note"):  # Python 3.11; what torch writes into the text

@@ -19,6 +19,7 @@ from fastq_loader.allocator import TYPESTR
 from fastq_loader.blocks import SMALLEST
 from fastq_loader.errors import ProtocolError
 from fastq_loader.extents import contiguous_strides
+from fastq_loader.interrupts import refuse_interrupt
 from fastq_loader.packing import DEEPEST, aligned
 
 #: The dtypes of dense tensors by name. A closed set: asking the module `torch` for a name may import things.
@@ -101,6 +102,7 @@ class Spec:
         except ProtocolError:
             raise
         except Exception as error:  # whatever a malformed spec leads to
+            refuse_interrupt(error)
             raise ProtocolError(f"malformed spec: {error!r}") from error
 
     def _read(self, spec: tuple[Any, ...]) -> None:

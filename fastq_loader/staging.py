@@ -22,6 +22,7 @@ from fastq_loader.blocks import device_aligned
 from fastq_loader.copies import Copy
 from fastq_loader.errors import ProtocolError, UnpicklableError
 from fastq_loader.extents import bound_places, extents_of
+from fastq_loader.interrupts import refuse_interrupt
 from fastq_loader.link import Link
 from fastq_loader.messages import Answer
 from fastq_loader.packing import SPECS, Walker
@@ -80,7 +81,8 @@ class Staging:
             if answer.seq not in self._copies and self._unpacker.part(_handle(answer)) is not None:
                 try:
                     self._copy(answer)
-                except Exception:
+                except Exception as error:
+                    refuse_interrupt(error)
                     return
 
     def _copy(self, answer: Answer) -> Copy:
@@ -160,6 +162,7 @@ def _attempt(build: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, Exceptio
         try:
             return build(memory), None
         except Exception as error:
+            refuse_interrupt(error)
             return None, error
 
     return attempt

@@ -17,8 +17,8 @@ PACKAGE = Path(fastq_loader.__file__).parent
 #: Imports point down this list.
 ORDER = (
     "loader",
-    "arguments",
     "iterator",
+    "arguments",
     "runtime",
     "sampling",
     "engine",
@@ -65,6 +65,7 @@ ORDER = (
     "seeding",
     "statistics",
     "process_id",
+    "interrupts",
     "errors",
 )
 PURE = (

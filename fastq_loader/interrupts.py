@@ -1,0 +1,44 @@
+"""Exceptions that a handler of a signal raised in the middle of something.
+
+Used in the consumer, around code of the user's. A watchdog's TimeoutError that comes while a sampler draws is
+not the sampler's error: it must not take the place of a batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import signal
+import threading
+from typing import Any
+
+
+def refuse_interrupt(error: Exception) -> None:
+    """Raise an exception that came out of user code if a handler of a signal raised it in the middle: then it
+    is not that code's error, and does not stand for a batch."""
+    if raised_by_handler(error):
+        raise error
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """Whether an exception was raised by a handler of a signal, and not by the code that it came through."""
+    if threading.current_thread() is not threading.main_thread():  # handlers run on no other
+        return False
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {code for handler in handlers if callable(handler) for code in _codes(handler)}
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code in codes:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _codes(handler: Any) -> list[Any]:
+    """The code that a handler may be: of a function, a method, a partial, or an object that can be called."""
+    handler = inspect.unwrap(handler)
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    called = vars(type(handler)).get("__call__")
+    found = [getattr(getattr(what, "__func__", what), "__code__", None) for what in (handler, called)]
+    return [code for code in found if code is not None]
