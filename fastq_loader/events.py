@@ -88,6 +88,10 @@ class Drawn(NamedTuple):
     index: Any
 
 
+class Exhausted(NamedTuple):
+    """The sampler has nothing more."""
+
+
 class DrawFailed(NamedTuple):
     """The sampler raised `error` instead of yielding an index."""
 
@@ -132,4 +136,4 @@ class Idle(NamedTuple):
     """The head of the line is late, and nothing else has come: the consumer is about to sleep."""
 
 
-Event = EpochStarted | Drawn | DrawFailed | Undeliverable | Arrived | Died | Wanted | Idle
+Event = EpochStarted | Drawn | Exhausted | DrawFailed | Undeliverable | Arrived | Died | Wanted | Idle

@@ -7,6 +7,7 @@ had ended) is passed over.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 from fastq_loader.events import Arrived
@@ -76,19 +77,15 @@ class Line:
         return self._ring.pop_ready() if self._ring.ready() else None
 
     def upcoming(self, inbox: Iterable[Any], count: int, in_order: bool) -> list[Answer]:
-        """The answers with a batch among the next `count` to be handed out, so far as they are ready or among
-        the events of `inbox`."""
-        arrived = [event.answer for event in inbox if type(event) is Arrived]
-        batches = [answer for answer in arrived if answer.outcome == BATCH]
-        if not in_order:
-            return batches[:count]
-        places = range(self.head, self.head + count)
-        ready = {answer.seq: answer for answer in batches}
-        for seq in places:
-            answer, _ = self._ring.peek(seq) or (None, None)
-            if answer is not None and answer.outcome == BATCH:
-                ready[seq] = answer
-        return [ready[seq] for seq in places if seq in ready]
+        """The answers with a batch among the next `count` to be handed out, as far as they came: in order the
+        first ones of the line, else those in `inbox`. What else is ready is not looked at, because this
+        is asked for at every batch."""
+        if in_order:
+            batches = [self._batches.get(seq) for seq in range(self.head, self.head + count)]
+            answers = (batch.answer for batch in batches if batch is not None and batch.answer is not None)
+        else:
+            answers = (event.answer for event in inbox if type(event) is Arrived)
+        return list(islice((answer for answer in answers if answer.outcome == BATCH), count))
 
     def skip(self) -> None:
         """The batch at the head is handed out without having waited."""

@@ -36,6 +36,7 @@ from fastq_loader.events import (
     DrawFailed,
     Drawn,
     EpochStarted,
+    Exhausted,
     Finish,
     Idle,
     Instruction,
@@ -203,6 +204,7 @@ class EventLoop:
         try:
             index = next(self._sampler)
         except StopIteration:
+            self.scheduler.handle(Exhausted())
             return
         except Exception as error:
             refuse_interrupt(error)

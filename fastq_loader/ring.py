@@ -68,11 +68,6 @@ class ReorderRing(Generic[T]):
         self.head += 1
         return item
 
-    def peek(self, seq: int) -> T | None:
-        """The item under `seq`, which stays; None if it is not here."""
-        item = self._slots[seq % self.capacity] if self.head <= seq < self.head + self.capacity else _EMPTY
-        return None if item is _EMPTY else item
-
     def items(self) -> list[T]:
         """What is in the ring, in no particular order."""
         return [item for item in self._slots if item is not _EMPTY]

@@ -14,9 +14,8 @@ was is known when the answer comes, or when the worker has died. With `restarts`
 and what it had not answered is sent again, as the next attempt; nothing of an older attempt counts any more.
 
 `EpochStarted` answers with as many `Draw` as the window is wide. Each asks for one index of the sampler,
-which comes back as `Drawn` or `DrawFailed`, or not at all when the sampler is exhausted. `Wanted` (the user
-called `next()`) answers with `Draw` and `Deliver`, or with `Draw` alone (ask again), `Wait`, `Break` or
-`Finish`.
+which comes back as `Drawn` or `DrawFailed`, or as `Exhausted` if there is none. `Wanted` (the user called
+`next()`) answers with `Draw` and `Deliver`, or with `Draw` alone (ask again), `Wait`, `Break` or `Finish`.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from fastq_loader.events import (
     Drawn,
     EpochStarted,
     Event,
+    Exhausted,
     Finish,
     Idle,
     Instruction,
@@ -111,7 +111,7 @@ class Scheduler:
         self._quiet: set[int] = set()  # workers that said that nothing more comes of them
         self._deaths: dict[int, int] = {}  # seq → workers that died of it
         self._idle_deaths: list[int] = []  # workers that died with nothing in hand, and were not replaced
-        self._grown_at = -1  # how many were drawn when the window was found too narrow last
+        self.window.begin_epoch()
 
     @property
     def undelivered(self) -> int:
@@ -219,14 +219,17 @@ class Scheduler:
             batch.worker = batch.holder = worker
 
     def _give_back(self, batch: Batch) -> None:
-        blocks = [offset for offset, _ in batch.grants + batch.promises]
-        self.ledger.give_back(batch.holder, blocks)
+        self.ledger.give_back(batch.holder, [offset for offset, _ in batch.grants + batch.promises])
 
     def _new_batch(self, worker: int | None, index: Any) -> Batch:
         batch = self._line.new(worker, index)
         if self.dynamic:
             self.window.asked(len(self._line))
         return batch
+
+    def _exhausted(self, event: Exhausted) -> list[Instruction]:
+        self.window.close()
+        return []
 
     def _draw_failed(self, event: DrawFailed) -> list[Instruction]:
         self._fail(self._new_batch(None, None), event.error)
@@ -268,6 +271,7 @@ class Scheduler:
             self.stale += 1
             self._drop(answer)
         elif answer.outcome != SKIPPED:  # else its batch goes when the head of the line comes by
+            batch.answer = answer
             self._inbox.append(event)
             if answer.outcome in (ENDED, BROKEN):
                 self._quiet.add(worker)
@@ -354,13 +358,8 @@ class Scheduler:
                 return instructions
 
     def _idle(self, event: Idle) -> list[Instruction]:
-        if self._grown_at == self._line.drawn:  # the sampler had nothing more
-            return []
         unanswered = sum(epoch == self.epoch for epoch, _ in self._owed)
-        room = self.window.room(len(self._line), unanswered, self.ledger.batch_bytes)
-        if room:
-            self._grown_at = self._line.drawn
-        return [_DRAW] * room
+        return [_DRAW] * self.window.room(len(self._line), unanswered, self.ledger.batch_bytes)
 
     def _process(self, arrival: Arrived | Died | Unanswered) -> list[Instruction]:
         """One arrival, as torch takes one item off its result queue; no instruction: look again."""
@@ -392,7 +391,7 @@ class Scheduler:
     def _deliver(self, batch: Batch, outcome: Outcome) -> list[Instruction]:
         self._leave(batch, "deliver")
         deliver = Deliver(batch.seq, batch.worker, *outcome)
-        if not self.dynamic:
+        if not self.dynamic:  # torch asks a sampler again that has nothing more
             return [_DRAW, deliver]
         self.window.delivered()
         return [*[_DRAW] * self.window.refill(len(self._line)), deliver]
@@ -413,6 +412,7 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any], list[Instruction]]] = {
     Arrived: Scheduler._arrived,
     Drawn: Scheduler._drawn,
     DrawFailed: Scheduler._draw_failed,
+    Exhausted: Scheduler._exhausted,
     Undeliverable: Scheduler._undeliverable,
     Died: Scheduler._died,
     Idle: Scheduler._idle,

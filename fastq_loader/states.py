@@ -9,7 +9,7 @@ from typing import Any
 
 from fastq_loader.blocks import Extents
 from fastq_loader.errors import InvalidTransition, describe_index
-from fastq_loader.messages import spell_out
+from fastq_loader.messages import Answer, spell_out
 
 NEW, SENT, READY, LOST, GONE = "new", "sent", "ready", "lost", "gone"
 
@@ -41,11 +41,12 @@ class Batch:
     Attributes:
         worker: whose task it is. None: anyone's, or its index could not be drawn.
         attempt: how often it was sent again.
+        answer: what it was answered with, from its arrival on.
         grants, promises: the blocks that its task names.
         holder: in whose name the ledger keeps them: its worker's, or its ticket's until it is claimed.
     """
 
-    __slots__ = ("attempt", "grants", "holder", "index", "promises", "seq", "state", "worker")
+    __slots__ = ("answer", "attempt", "grants", "holder", "index", "promises", "seq", "state", "worker")
 
     def __init__(self, seq: int, worker: int | None, index: Any) -> None:
         self.seq = seq
@@ -53,6 +54,7 @@ class Batch:
         self.index = index
         self.state = NEW
         self.attempt = 0
+        self.answer: Answer | None = None
         self.grants: Extents = ()
         self.promises: Extents = ()
         self.holder = -1

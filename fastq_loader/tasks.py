@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from collections import deque
 
 from fastq_loader.claims import Busy, Claims
 from fastq_loader.messages import Epoch, Task
@@ -31,7 +32,7 @@ class Tasks:
         self._claimed = claimed
         self._worker = worker
         self._first_ticket = 0
-        self._tasks: list[Task] = []
+        self._tasks: deque[Task] = deque()  # a wide window is taken from its left end, task by task
         self._retired = False
 
     def __len__(self) -> int:
@@ -53,8 +54,8 @@ class Tasks:
 
     def drop(self) -> list[Task]:
         """Forget all tasks; those that wait for an answer of this worker."""
-        tasks, self._tasks = self._tasks, []
-        return [] if self._claimed else tasks
+        tasks, self._tasks = self._tasks, deque()
+        return [] if self._claimed else list(tasks)
 
     def retire(self) -> None:
         """This worker cannot work: it leaves what is claimed to the others."""
@@ -74,7 +75,7 @@ class Tasks:
         self._claims.begin(self._worker, None)
 
     def _next(self) -> Task | None:
-        return self._tasks.pop(0) if self._tasks else None
+        return self._tasks.popleft() if self._tasks else None
 
     def _claim(self) -> Task | None:
         at = 0

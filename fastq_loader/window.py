@@ -32,6 +32,16 @@ class Window:
         self.widest = least if widest is None else max(widest, least)
         self.budget = budget
         self._calm = 0  # batches delivered since the head was late
+        self._closed = False
+
+    def begin_epoch(self) -> None:
+        self._closed = False
+
+    def close(self) -> None:
+        """The sampler has nothing more: no more batches are asked for in this epoch. The window empties now,
+        and to ask for all that it has room for, at every batch, would be 100 million questions where it is
+        14,335 batches wide."""
+        self._closed = True
 
     @property
     def widens(self) -> bool:
@@ -46,6 +56,8 @@ class Window:
             unanswered: tasks that the workers have still to answer.
             batch_bytes: what a batch takes of the shared memory.
         """
+        if self._closed:
+            return 0
         now = max(self.size, under_way)
         wider = min(now + self.least - unanswered, self.widest)
         if batch_bytes > 0:
@@ -59,9 +71,10 @@ class Window:
             self._calm = 0
 
     def refill(self, under_way: int) -> int:
-        """How many batches to ask for now that one was handed out; 0 until it is a group."""
+        """How many batches to ask for now that one was handed out; 0 until it is a group, and when
+        the sampler has nothing more."""
         room = self.size - under_way
-        return room if room >= self.group else 0
+        return room if room >= self.group and not self._closed else 0
 
     def delivered(self) -> None:
         """A batch was handed out."""

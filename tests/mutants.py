@@ -181,17 +181,15 @@ MUTANTS = (
     # ---- draws and the window
     Mutant("scheduler", "a draw follows its batch", "return [_DRAW, deliver]", "return [deliver, _DRAW]"),
     Mutant(
-        "scheduler",
-        "a window that found no room once stays narrow",
-        "        if room:\n            self._grown_at",
-        "        if True:\n            self._grown_at",
+        "scheduler", "an empty sampler is asked in every epoch again", "self.window.begin_epoch()", "pass"
     ),
     Mutant(
-        "scheduler",
-        "an empty sampler is asked for ever",
-        "if self._grown_at == self._line.drawn:",
-        "if self._grown_at == -2:",
+        "window",
+        "an empty sampler is asked at every batch",
+        "if room >= self.group and not self._closed else 0",
+        "if room >= self.group else 0",
     ),
+    Mutant("window", "an empty sampler is asked when the head is late", "if self._closed:", "if False:"),
     Mutant(
         "window",
         "the window has no cap",
@@ -276,8 +274,8 @@ MUTANTS = (
     Mutant(
         "tasks",
         "claimed tasks are answered with the epoch",
-        "return [] if self._claimed else tasks",
-        "return tasks",
+        "return [] if self._claimed else list(tasks)",
+        "return list(tasks)",
     ),
     Mutant("tasks", "an answered task is still in hand", "self._claims.begin(self._worker, None)", "pass"),
     Mutant("tasks", "worker 0 is nobody", "task.attempt, self._worker + 1)", "task.attempt, self._worker)"),

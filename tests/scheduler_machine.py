@@ -26,6 +26,7 @@ from fastq_loader.events import (
     DrawFailed,
     Drawn,
     EpochStarted,
+    Exhausted,
     Finish,
     Idle,
     Instruction,
@@ -115,6 +116,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def draw(self) -> None:
         """The sampler is asked for one index."""
         if self.next_index >= self.length:
+            self.exhausted = True
+            assert self.scheduler.handle(Exhausted()) == []
             return
         index, seq = self.next_index, self.seqs
         self.next_index += 1
@@ -243,7 +246,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.lost: set[int] = set()  # with a worker that nobody replaced
         self.deaths: dict[int, int] = {}
         self.restarts_left = self.restarts
-        self.finished = False
+        self.finished = self.exhausted = False
         for worker in self.workers:
             if worker.alive:
                 worker.inbox.append(self.epoch_message())
@@ -455,7 +458,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def ask(self, keep: bool) -> None:
         """The user calls next(), and may keep the batch."""
         while True:
+            exhausted = self.exhausted
             instructions = self.scheduler.handle(Wanted())
+            if self.kind == CLAIMED and exhausted:
+                assert Draw not in map(type, instructions), "a sampler was asked that has nothing more"
             for instruction in instructions:
                 if isinstance(instruction, Draw):
                     self.draw()
@@ -477,9 +483,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def sleep(self) -> None:
         """The consumer is about to sleep: a window that may grow does, before a worker idles."""
         window, each = self.scheduler.window, self.ledger.batch_bytes
-        size = max(window.size, self.scheduler.undelivered)
+        size, exhausted = max(window.size, self.scheduler.undelivered), self.exhausted
         draws = self.scheduler.handle(Idle())
         assert draws == [Draw()] * len(draws)
+        assert not (draws and exhausted), "a sampler was asked that has nothing more"
         assert size + len(draws) <= self.widest
         assert not draws or (size + len(draws)) * each <= window.budget
         if len(self.unanswered()) < self.least and self.next_index < self.length:

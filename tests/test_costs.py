@@ -17,9 +17,11 @@ import torch
 from fastq_loader.allocator import Allocator, empty
 from fastq_loader.arena import AVAILABLE
 from fastq_loader.blocks import BlockLedger
-from fastq_loader.events import Arrived, Drawn, EpochStarted, Send, Wanted
+from fastq_loader.events import Arrived, Deliver, Draw, Drawn, EpochStarted, Exhausted, Send, Wanted
+from fastq_loader.line import Line
 from fastq_loader.messages import BATCH, Answer
 from fastq_loader.scheduler import Scheduler
+from fastq_loader.window import Window
 from tests.pair import LARGE, Pair, paired
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
@@ -115,3 +117,52 @@ def test_a_users_tensor_is_copied_once_and_one_of_ours_not_at_all(
     handle = pair.arrive(pair.pack(lambda: empty((LARGE,)).fill_(1)))
     assert torch.equal(pair.deliver(handle), torch.ones(LARGE))
     assert copied == [LARGE * 4], "what was allocated in a block was copied"
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_an_epoch_in_one_wide_window_costs_what_its_batches_cost(in_order: bool) -> None:
+    """Also when it ends: the window empties, and the sampler has nothing more to fill it with."""
+
+    def epoch(batches: int) -> int:
+        scheduler = Scheduler(2, 2, in_order, BlockLedger(), dynamic=True, window=Window(batches, group=2))
+        indices = iter(range(2 * batches))
+
+        def draw() -> list[Any]:
+            index = next(indices, None)
+            return scheduler.handle(Exhausted() if index is None else Drawn(index))
+
+        def play() -> None:
+            sends = [send for _ in scheduler.handle(EpochStarted(1)) for send in draw()]
+            handed_out = 0
+            while handed_out < 2 * batches:
+                if sends:
+                    send = sends.pop()  # the last one first: all of them wait for the head of the line
+                    answer = Answer(send.epoch, send.seq, 0, BATCH, 0, 0, (), (), (), None)
+                    scheduler.handle(Arrived(0, answer))
+                for instruction in scheduler.handle(Wanted()):
+                    if type(instruction) is Draw:
+                        sends += draw()
+                    handed_out += type(instruction) is Deliver
+                scheduler.upcoming(2)
+
+        return calls(play)
+
+    assert epoch(1000) <= 10 * epoch(100) * 1.1
+
+
+@pytest.mark.parametrize(("in_order", "looks"), [(True, 0), (False, 3)])
+def test_what_goes_to_a_device_next_is_found_without_a_look_at_all_that_is_ready(
+    in_order: bool, looks: int
+) -> None:
+    answers = [Answer(1, seq, 0, BATCH, 0, 0, (), (), (), None) for seq in range(100)]
+    line, looked = Line(100), []
+    for answer in answers:
+        line.new(0, answer.seq).answer = answer
+
+    def inbox() -> Iterator[Arrived]:
+        for answer in answers:
+            looked.append(answer)
+            yield Arrived(0, answer)
+
+    assert line.upcoming(inbox(), 3, in_order) == answers[:3]
+    assert len(looked) == looks

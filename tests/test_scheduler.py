@@ -18,6 +18,7 @@ from fastq_loader.events import (
     Draw,
     Drawn,
     EpochStarted,
+    Exhausted,
     Finish,
     Idle,
     Instruction,
@@ -331,8 +332,19 @@ def test_a_sampler_that_has_nothing_more_is_not_asked_again_and_again() -> None:
     scheduler.handle(answer(sends[1], worker=1))
     scheduler.handle(Wanted())
     assert scheduler.handle(Idle()) == [Draw()]
-    scheduler.handle(Wanted())
+    scheduler.handle(Exhausted())
+    assert scheduler.handle(Wanted()) == [Wait(None, 0, 1)]
     assert scheduler.handle(Idle()) == []
+    scheduler.handle(answer(sends[0], worker=1))
+    for seq in range(2):
+        (deliver,) = scheduler.handle(Wanted())
+        assert isinstance(deliver, Deliver)
+        assert deliver.seq == seq
+    draws = scheduler.handle(EpochStarted(2))
+    assert len(draws) == scheduler.window.size, "there is a new sampler"
+    draw(scheduler, draws, range(2))
+    scheduler.handle(Arrived(0, Answer(2, 0, 0, BATCH, 0, 0, (), (), (), None)))
+    assert Draw in map(type, scheduler.handle(Wanted()))
 
 
 def test_a_fixed_window_never_grows() -> None:
