@@ -88,7 +88,7 @@ def _unlikely_fresh(scheduler: Scheduler, worker: int, fresh: Extents) -> str | 
 def _is_another_tasks(scheduler: Scheduler, batch: Batch, offset: int) -> bool:
     return any(
         offset == at
-        for other in scheduler._owed.values()
+        for other in scheduler.owed.values()
         if other is not batch
         for at, _ in other.grants + other.promises
     )

@@ -5,8 +5,8 @@ Runs in the consumer and in the workers. A task that all workers were sent belon
 first, without asking anybody: the consumer may be in the middle of a training step and hold the GIL. So no
 worker idles while there is a task that nobody has, and no task waits behind another one's.
 
-A word of the table stands for one ticket (a batch of an epoch) and holds the number of the attempt and who
-has it. A claim is made under a lock on one byte, the ticket's, of the arena's memfd. It is an
+A word of the table stands for one ticket (an attempt at a batch, see `owed`) and holds its number and who has
+it. A claim is made under a lock on one byte, the ticket's, of the arena's memfd. It is an
 open-file-description lock: the kernel lets it go when its holder dies, so a worker that is killed in the
 middle of a claim either has left its name or has claimed nothing. The consumer reads from the table what a
 dead worker had in hand, and takes tasks back by claiming them itself.
@@ -30,10 +30,15 @@ _SET_LOCK = getattr(fcntl, "F_OFD_SETLK", 37)
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 _WRITE, _UNLOCK = fcntl.F_WRLCK, fcntl.F_UNLCK
 
-_WHO, _ATTEMPT = 16, 8  # bits of a word; the ticket has the rest
+_WHO = 16  # bits of a word; the ticket has the rest, which at a million batches a second is nine years
 
 #: Words at the end of the table for what each worker works on; the others are claims.
 WORKERS = 4096
+
+
+def places(words: memoryview) -> int:
+    """How many claims a table has room for."""
+    return len(words) - WORKERS
 
 
 class Busy(Exception):
@@ -54,20 +59,20 @@ class Claims:
     def __init__(self, fd: int, words: memoryview) -> None:
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         self._words = words
-        self._size = len(words) - WORKERS
+        self._size = places(words)
 
-    def offer(self, ticket: int, attempt: int) -> None:
-        """Anybody may claim this attempt at a ticket, and no older one. Only the consumer offers, and only
-        what nobody can be working on."""
-        self._words[ticket % self._size] = _word(ticket, attempt)
+    def offer(self, ticket: int) -> None:
+        """Anybody may claim a ticket. Only the consumer offers, and only where nobody can claim any more what
+        stood in its place, and nobody asks who did."""
+        self._words[ticket % self._size] = ticket << _WHO
 
-    def claim(self, ticket: int, attempt: int, who: int) -> bool:
-        """Take an attempt that was offered and that nobody has.
+    def claim(self, ticket: int, who: int) -> bool:
+        """Take a ticket that was offered and that nobody has.
 
         Raises:
             Busy: somebody else is about to take it, or has died while it did.
         """
-        at, word = ticket % self._size, _word(ticket, attempt)
+        at, word = ticket % self._size, ticket << _WHO
         if self._words[at] != word:
             return False
         try:
@@ -85,9 +90,9 @@ class Claims:
         return free
 
     def holder(self, ticket: int) -> int | None:
-        """Who claimed the last attempt at a ticket, as it called itself; None if nobody did."""
+        """Who claimed a ticket, as it called itself; None if nobody did."""
         word = self._words[ticket % self._size]
-        if word >> (_WHO + _ATTEMPT) != ticket:
+        if word >> _WHO != ticket:
             return None
         return (word & CONSUMER) or None
 
@@ -107,7 +112,3 @@ class Claims:
     def __del__(self) -> None:
         # Whoever made it closes it; this is for one whose maker was interrupted.
         self.close()
-
-
-def _word(ticket: int, attempt: int) -> int:
-    return ticket << (_WHO + _ATTEMPT) | attempt << _WHO

@@ -211,28 +211,26 @@ class Crew:
         return self._claims
 
     def holder(self, ticket: int) -> int | None:
-        """The worker that claimed a ticket last; None if nobody did."""
+        """The worker that has claimed a ticket; None if nobody has."""
         holder = self.claims.holder(ticket)
         return None if holder is None or holder == CONSUMER else holder - 1
 
-    def take_back(self, tasks: list[tuple[int, int]], first_ticket: int) -> tuple[set[int], dict[int, int]]:
-        """Of the tasks (seq, attempt) of an abandoned epoch: those that nobody has, which nobody will get,
-        and the workers of the others."""
+    def take_back(self, tickets: list[int]) -> tuple[set[int], dict[int, int]]:
+        """Of these tickets those that nobody has, which nobody will get, and the workers of the others."""
         taken: set[int] = set()
         claimed: dict[int, int] = {}
-        for seq, attempt in tasks:
-            ticket = first_ticket + seq
-            if self._take_back(ticket, attempt):
-                taken.add(seq)
+        for ticket in tickets:
+            if self._take_back(ticket):
+                taken.add(ticket)
             elif (worker := self.holder(ticket)) is not None:
-                claimed[seq] = worker
+                claimed[ticket] = worker
         return taken, claimed
 
-    def _take_back(self, ticket: int, attempt: int) -> bool:
+    def _take_back(self, ticket: int) -> bool:
         deadline = time.monotonic() + _CLAIMING
         while True:
             try:
-                return self.claims.claim(ticket, attempt, CONSUMER)
+                return self.claims.claim(ticket, CONSUMER)
             except Busy:
                 if time.monotonic() > deadline:  # its maker is stopped: it will answer when it goes on
                     return False

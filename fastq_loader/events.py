@@ -19,8 +19,8 @@ class Draw(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send a task to `worker` (None: to all, one of them will claim it), with the blocks (offset, size) that
-    may be written to, and those that may be once they are let go."""
+    """Send a task to `worker` (None: to all, one of them will claim it under the ticket), with the blocks
+    (offset, size) that may be written to, and those that may be once they are let go."""
 
     worker: int | None
     epoch: int
@@ -29,6 +29,7 @@ class Send(NamedTuple):
     index: Any
     grants: tuple[tuple[int, int], ...]
     promises: tuple[tuple[int, int], ...]
+    ticket: int
 
 
 class Replace(NamedTuple):
@@ -74,8 +75,8 @@ Instruction = Draw | Send | Deliver | Wait | Break | Replace | Finish
 
 
 class EpochStarted(NamedTuple):
-    """A new epoch begins. Of the tasks for anyone of the one before, the batches in `taken_back` will not be
-    answered any more, and those in `claimed` by the worker that has them."""
+    """A new epoch begins. Of the tasks for anyone that came before it, those with the tickets in `taken_back`
+    will not be answered any more, and those in `claimed` by the worker that has them."""
 
     epoch: int
     taken_back: frozenset[int] = frozenset()
@@ -119,7 +120,7 @@ class Died(NamedTuple):
     Attributes:
         seq: the batch that it had claimed or, where tasks are addressed, begun; None if there was none.
         words: how it died.
-        unheard: further batches that it had claimed, whose answers were lost with it.
+        unheard: tickets of all that it had claimed, whose answers were lost with it.
     """
 
     worker: int

@@ -80,10 +80,9 @@ class Inbox:
             counters.stale_answers += scheduler.take_stale()
 
     def _has(self, worker: int, answer: Answer) -> bool:
-        """Whether it is this worker that claimed the task; of an older epoch that is known already."""
-        scheduler = self._scheduler
-        ticket = scheduler.first_ticket + answer.seq
-        return answer.epoch != scheduler.epoch or self._crew.holder(ticket) == worker
+        """Whether it is this worker that has claimed the task, which is its own or anyone's."""
+        ticket = self._scheduler.owed.ticket_of(answer.epoch, answer.seq)
+        return ticket is None or self._crew.holder(ticket) == worker
 
     def _learn(self, worker: int, answer: Answer) -> Answer:
         """The answer with its handle ready to be unpacked.

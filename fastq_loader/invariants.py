@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def check(scheduler: Scheduler) -> None:
     """Raise AssertionError unless the invariants hold."""
     scheduler.ledger.check()
+    scheduler.owed.check()
     _check_batches(scheduler)
     _check_blocks(scheduler)
     _check_workers(scheduler)
@@ -34,7 +35,7 @@ def _check_batches(scheduler: Scheduler) -> None:
     ending = {event.worker for event in arrived if event.answer.outcome == ENDED}
 
     def to_come(batch: Batch) -> int:
-        return (scheduler._owed.get((scheduler.epoch, batch.seq)) is batch) + (batch.seq in ready)
+        return (scheduler.owed.get((scheduler.epoch, batch.seq)) is batch) + (batch.seq in ready)
 
     for batch in line:
         assert line.head <= batch.seq < line.drawn, f"batch {batch.seq} was delivered, or never drawn"
@@ -58,7 +59,7 @@ def _check_blocks(scheduler: Scheduler) -> None:
 
 
 def _check_workers(scheduler: Scheduler) -> None:
-    roster, owed = scheduler._roster, scheduler._owed
+    roster, owed = scheduler._roster, scheduler.owed
     if not scheduler.dynamic:
         for worker in range(scheduler.workers):
             mine = sum(batch.worker == worker for batch in scheduler._line)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from fastq_loader.arena import Arena
 from fastq_loader.blocks import BlockLedger
+from fastq_loader.claims import places
 from fastq_loader.crew import Crew
 from fastq_loader.delivery import END, Delivery, Failed, Outcome, Receiver
 from fastq_loader.errors import (
@@ -103,6 +104,7 @@ class EventLoop:
             dynamic=plan.claimed,
             window=Window(*plan.window),
             restarts=plan.restarts,
+            places=places(self._arena.mapping.claims),
         )
         self._crew = Crew(plan, self._arena, counters)
         self._unpacker = Unpacker(self._arena, plan.workers, self._crew.token, plan.to_device)
@@ -140,10 +142,10 @@ class EventLoop:
         if self._delivery.staging is not None:  # before the blocks of what is dropped go to others
             self._delivery.free(self._delivery.staging.drain())
         abandoned = scheduler.undelivered > 0
-        taken, claimed = self._crew.take_back(scheduler.unanswered(), scheduler.first_ticket)
+        taken, claimed = self._crew.take_back(scheduler.owed.tickets())
         number = scheduler.epoch + 1
         draws = scheduler.handle(EpochStarted(number, frozenset(taken), claimed))
-        self._epoch = Epoch(number, abandoned, shared_seed, base_seed, scheduler.first_ticket)
+        self._epoch = Epoch(number, abandoned, shared_seed, base_seed)
         self._counters.epochs += 1
         self._sampler = sampler
         self._crew.socket.send_all(encode(self._epoch))
@@ -219,7 +221,7 @@ class EventLoop:
         try:
             if send.worker is None:
                 self._unsent.append(encode(task, self._crew.token))
-                self._crew.claims.offer(self.scheduler.first_ticket + send.seq, send.attempt)
+                self._crew.claims.offer(send.ticket)
             else:
                 self._crew.socket.send(send.worker, task)
         except Exception as error:  # whatever pickling the index raises
@@ -333,7 +335,8 @@ class EventLoop:
         self._awaited = None
         worker, timeout = wait.worker, self.plan.timeout
         if worker is None:
-            worker = self._crew.holder(self.scheduler.first_ticket + wait.seq)
+            ticket = self.scheduler.owed.ticket_of(self.scheduler.epoch, wait.seq)
+            worker = None if ticket is None else self._crew.holder(ticket)
         if worker is not None and self.scheduler.can_replace and self._crew.greeted(worker):
             stacks = self._crew.stacks(worker)
             self._crew.kill(worker)
@@ -373,14 +376,10 @@ class EventLoop:
                 raise Failed(warning) from None
 
     def _in_hand(self, worker: int) -> tuple[int | None, frozenset[int]]:
-        """The batch that a dead worker was working on, and all that it had and did not answer."""
-        scheduler, crew = self.scheduler, self._crew
-        first = scheduler.first_ticket
-        mine = frozenset(seq for seq, _ in scheduler.unanswered(worker))
-        if self.plan.claimed:
-            mine = frozenset(seq for seq, _ in scheduler.unanswered() if crew.holder(first + seq) == worker)
-        begun = crew.claims.begun(worker)
-        return (begun - first if begun is not None and begun - first in mine else None), mine
+        """The batch that a dead worker was working on, and the tickets of all that it had claimed."""
+        owed, crew = self.scheduler.owed, self._crew
+        mine = frozenset(ticket for ticket in owed.tickets() if crew.holder(ticket) == worker)
+        return owed.seq_of(self.scheduler.epoch, crew.claims.begun(worker)), mine
 
     def _replace(self, worker: int, who: str) -> None:
         assert self._epoch is not None, "batches are loaded in epochs"

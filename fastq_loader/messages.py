@@ -27,7 +27,7 @@ import msgpack
 
 from fastq_loader.errors import ProtocolError
 
-VERSION = 2
+VERSION = 3
 
 _TASK, _EPOCH, _SPACE, _BUNDLE, _STOP, _HELLO, _ANSWER = range(7)
 
@@ -64,7 +64,7 @@ class Task(NamedTuple):
     """Fetch one batch.
 
     It may be written to the blocks (offset, size in bytes) of `grants`, and to those of `promises` once
-    they are let go.
+    they are let go. Where tasks are claimed, `ticket` is the number for it.
     """
 
     epoch: int
@@ -73,6 +73,7 @@ class Task(NamedTuple):
     index: Any
     grants: tuple[tuple[int, int], ...]
     promises: tuple[tuple[int, int], ...] = ()
+    ticket: int = 0
 
 
 class Epoch(NamedTuple):
@@ -82,14 +83,12 @@ class Epoch(NamedTuple):
         abandoned: the epoch before was broken off.
         shared_seed: of datapipe graphs, or None.
         base_seed: every batch is seeded from it and its number; None: a stream for each worker, as in torch.
-        first_ticket: the task of batch `seq` has ticket `first_ticket + seq`.
     """
 
     epoch: int
     abandoned: bool
     shared_seed: int | None
     base_seed: int | None = None
-    first_ticket: int = 0
 
 
 class Space(NamedTuple):
@@ -226,18 +225,18 @@ _KINDS: dict[type, int] = {
 
 
 def _encode_task(task: Task, token: bytes) -> bytes:
-    epoch, seq, attempt, index, *blocks = task
+    epoch, seq, attempt, index, *others = task
     if type(index) is Indices:
         opaque = msgpack.ExtType(_INTEGERS, index.data)
-        return _packb((VERSION, _TASK, epoch, seq, attempt, opaque, *blocks))
+        return _packb((VERSION, _TASK, epoch, seq, attempt, opaque, *others))
     if plain_index(index):
         try:
-            return _packb((VERSION, _TASK, epoch, seq, attempt, index, *blocks))
+            return _packb((VERSION, _TASK, epoch, seq, attempt, index, *others))
         except OverflowError:  # an int of more than 64 bits
             pass
     assert len(token) == TOKEN_BYTES, "a pickle travels behind the pool's token"
     opaque = msgpack.ExtType(_PICKLED_INDEX, seal(pickle.dumps(index, pickle.HIGHEST_PROTOCOL), token))
-    return _packb((VERSION, _TASK, epoch, seq, attempt, opaque, *blocks))
+    return _packb((VERSION, _TASK, epoch, seq, attempt, opaque, *others))
 
 
 def spell_out(index: Any) -> Any:
@@ -303,9 +302,9 @@ def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop:
     kind, *fields = _unpack(frame, use_list=True)
     try:
         if kind == _TASK:
-            epoch, seq, attempt, index, grants, promises = fields
-            _check_counts((epoch, seq, attempt))
-            return Task(epoch, seq, attempt, index, _extents(grants), _extents(promises))
+            epoch, seq, attempt, index, grants, promises, ticket = fields
+            _check_counts((epoch, seq, attempt, ticket))
+            return Task(epoch, seq, attempt, index, _extents(grants), _extents(promises), ticket)
         if kind == _EPOCH:
             return _epoch(*fields)
         if kind == _SPACE:
@@ -323,12 +322,12 @@ def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop:
     raise ProtocolError(f"unknown message kind {kind!r:.40}")
 
 
-def _epoch(epoch: Any, abandoned: Any, shared_seed: Any, base_seed: Any, first_ticket: Any) -> Epoch:
+def _epoch(epoch: Any, abandoned: Any, shared_seed: Any, base_seed: Any) -> Epoch:
     seeds = [seed for seed in (shared_seed, base_seed) if seed is not None]
-    _check_counts((epoch, first_ticket, *seeds))
+    _check_counts((epoch, *seeds))
     if type(abandoned) is not bool:
         raise ProtocolError(f"{abandoned!r:.40} where a truth value should be")
-    return Epoch(epoch, abandoned, shared_seed, base_seed, first_ticket)
+    return Epoch(epoch, abandoned, shared_seed, base_seed)
 
 
 def decode_for_consumer(frame: bytes) -> Hello | Answer:

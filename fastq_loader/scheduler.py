@@ -49,6 +49,7 @@ from fastq_loader.events import (
 )
 from fastq_loader.line import Line, Outcome, Unanswered
 from fastq_loader.messages import BROKEN, ENDED, SKIPPED, Answer
+from fastq_loader.owed import Owed
 from fastq_loader.roster import Roster
 from fastq_loader.states import LOST, Batch
 from fastq_loader.window import Window
@@ -71,9 +72,10 @@ class Scheduler:
         dynamic: tasks are anyone's. Not for iterable datasets: their workers cannot stand in for each other.
         window: batches asked for and not delivered, at most; None is `prefetch * workers`.
         restarts: how many dead workers are replaced in an epoch.
+        places: in the table of claims; more than the window is wide and there are workers, together.
 
     Attributes:
-        first_ticket: of the epoch; batch `seq` of it has ticket `first_ticket + seq`, which no other has.
+        owed: what is to be answered.
         stale: answers dropped because their epoch or attempt was over, since they were last taken.
         refused: answers that could not be true, since it was made.
     """
@@ -88,18 +90,18 @@ class Scheduler:
         dynamic: bool = False,
         window: Window | None = None,
         restarts: int = 0,
+        places: int = 1 << 14,
     ) -> None:
         self.workers = workers
         self.window = Window(prefetch * workers) if window is None else window
         self.in_order = in_order
         self.ledger = ledger
         self.epoch = 0
-        self.first_ticket = 0
         self.stale = self.refused = 0
         self.dynamic = dynamic
         self._restarts = restarts
         self._roster = Roster(workers)
-        self._owed: dict[tuple[int, int], Batch] = {}  # (epoch, seq) → what a worker has still to answer
+        self.owed = Owed(places)
         self._reset()
 
     def _reset(self) -> None:
@@ -125,8 +127,7 @@ class Scheduler:
 
     def unanswered(self, worker: int | None = None) -> list[tuple[int, int]]:
         """(seq, attempt) of this epoch's tasks that `worker` (None: anyone) has to answer, ascending."""
-        owed = [(seq, batch) for (epoch, seq), batch in self._owed.items() if epoch == self.epoch]
-        return sorted((seq, batch.attempt) for seq, batch in owed if batch.worker == worker)
+        return self.owed.of(self.epoch, worker)
 
     def take_stale(self) -> int:
         """Answers that were dropped as stale since the last call."""
@@ -135,8 +136,7 @@ class Scheduler:
 
     def expects(self, worker: int, answer: Answer) -> bool:
         """Whether `worker` may give this answer: this attempt is its own, or could have been claimed."""
-        batch = self._owed.get((answer.epoch, answer.seq))
-        return batch is not None and batch.worker in (None, worker) and batch.attempt == answer.attempt
+        return self.owed.expects(worker, answer)
 
     def index_of(self, seq: int) -> Any:
         """The index of a batch that is not delivered yet, for error texts; None if it is unknown."""
@@ -164,14 +164,15 @@ class Scheduler:
     def _epoch_started(self, event: EpochStarted) -> list[Instruction]:
         if event.epoch <= self.epoch:
             raise InvalidTransition(f"epoch {event.epoch} follows epoch {self.epoch}")
-        for seq in event.taken_back:
-            self._give_back(self._owed.pop((self.epoch, seq)))
-        for seq, worker in event.claimed.items():
-            self._claimed(self._owed[self.epoch, seq], worker)
+        for (epoch, seq), batch in list(self.owed.items()):
+            if batch.worker is None and batch.ticket in event.taken_back:
+                self._give_back(self.owed.settle(epoch, seq))
+            elif batch.worker is None and batch.ticket in event.claimed:
+                self.owed.found(batch)
+                self._claimed(batch, event.claimed[batch.ticket])
         self.abandon()
         self.epoch = event.epoch
         self._roster.begin_epoch()
-        self.first_ticket += self._line.drawn
         self._reset()
         if self.dynamic:  # else a dead worker is missed at the first batch that is its own
             self._idle_deaths = [worker for worker in range(self.workers) if self._roster.dead(worker)]
@@ -205,13 +206,14 @@ class Scheduler:
         return [self._send(batch)]
 
     def _send(self, batch: Batch) -> Send:
-        self._owed[self.epoch, batch.seq] = batch
-        batch.holder = -1 - self.first_ticket - batch.seq if batch.worker is None else batch.worker
+        self.owed.add(self.epoch, batch)
+        batch.holder = -batch.ticket if batch.worker is None else batch.worker
         batch.grants, batch.promises = self.ledger.grant(batch.holder)
         return self._send_to(batch.worker, batch)
 
     def _send_to(self, worker: int | None, batch: Batch) -> Send:
-        return Send(worker, self.epoch, batch.seq, batch.attempt, batch.index, batch.grants, batch.promises)
+        blocks = batch.grants, batch.promises
+        return Send(worker, self.epoch, batch.seq, batch.attempt, batch.index, *blocks, batch.ticket)
 
     def _claimed(self, batch: Batch, worker: int) -> None:
         if batch.worker is None:
@@ -236,7 +238,7 @@ class Scheduler:
         return []
 
     def _undeliverable(self, event: Undeliverable) -> list[Instruction]:
-        batch = self._owed.pop((event.send.epoch, event.send.seq))
+        batch = self.owed.settle(event.send.epoch, event.send.seq)
         self._give_back(batch)
         self._fail(batch, event.error)
         return []
@@ -249,13 +251,13 @@ class Scheduler:
 
     def _arrived(self, event: Arrived) -> list[Instruction]:
         worker, answer, fault = event
-        batch = self._owed.get((answer.epoch, answer.seq))
+        batch = self.owed.get((answer.epoch, answer.seq))
         if batch is None or batch.worker not in (None, worker):
             raise InvalidTransition(f"worker {worker} does not owe {answer.epoch, answer.seq}")
         if answer.attempt != batch.attempt:
             self.stale += 1  # its blocks are the next attempt's
             return []
-        del self._owed[answer.epoch, answer.seq]
+        self.owed.settle(answer.epoch, answer.seq)
         blocks = answer.used or answer.fresh or answer.returned
         if blocks or answer.outcome in _ENDINGS:
             fault = fault or audit.objection(self, worker, batch, answer)
@@ -289,7 +291,7 @@ class Scheduler:
     def _died(self, event: Died) -> list[Instruction]:
         worker = event.worker
         self._roster.move(worker, "die")
-        lost = self._lose(worker, {event.seq, *event.unheard})
+        lost = self._lose(event)
         self.ledger.writer_dead(worker)
         if self._restarts_left:
             return self._replace(event, lost)
@@ -298,20 +300,18 @@ class Scheduler:
             self._idle_deaths.append(worker)
         return []
 
-    def _lose(self, worker: int, claimed: set[int | None]) -> list[Batch]:
-        """What nobody will answer any more now that `worker` is dead; of this epoch, ascending."""
+    def _lose(self, event: Died) -> list[Batch]:
+        """What nobody will answer any more now that a worker is dead; of this epoch, ascending."""
         last = self._roster.nobody_left and not self._restarts_left
         lost = []
-        for (epoch, at), batch in list(self._owed.items()):
-            mine = batch.worker == worker
-            if batch.worker is None and epoch == self.epoch and (at in claimed or last):
+        for epoch, at in self.owed.lost_with(event, self.epoch, last):
+            batch = self.owed.settle(epoch, at)
+            if batch.worker is None:
                 self._give_back(batch)
-                mine, batch.worker = True, worker
-            if mine:
-                del self._owed[epoch, at]
-                if self._line.get(at) is batch:  # else of an older epoch, or past the end of its stream
-                    batch.move("die")
-                    lost.append(batch)
+                batch.worker = event.worker
+            if self._line.get(at) is batch:  # else of an older epoch, or past the end of its stream
+                batch.move("die")
+                lost.append(batch)
         return sorted(lost, key=lambda batch: batch.seq)
 
     def _replace(self, event: Died, lost: list[Batch]) -> list[Instruction]:
@@ -358,7 +358,7 @@ class Scheduler:
                 return instructions
 
     def _idle(self, event: Idle) -> list[Instruction]:
-        unanswered = sum(epoch == self.epoch for epoch, _ in self._owed)
+        unanswered = sum(epoch == self.epoch for epoch, _ in self.owed)
         return [_DRAW] * self.window.room(len(self._line), unanswered, self.ledger.batch_bytes)
 
     def _process(self, arrival: Arrived | Died | Unanswered) -> list[Instruction]:

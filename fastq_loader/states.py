@@ -41,12 +41,24 @@ class Batch:
     Attributes:
         worker: whose task it is. None: anyone's, or its index could not be drawn.
         attempt: how often it was sent again.
+        ticket: under which its task is claimed; -1 before it was sent.
         answer: what it was answered with, from its arrival on.
         grants, promises: the blocks that its task names.
         holder: in whose name the ledger keeps them: its worker's, or its ticket's until it is claimed.
     """
 
-    __slots__ = ("answer", "attempt", "grants", "holder", "index", "promises", "seq", "state", "worker")
+    __slots__ = (
+        "answer",
+        "attempt",
+        "grants",
+        "holder",
+        "index",
+        "promises",
+        "seq",
+        "state",
+        "ticket",
+        "worker",
+    )
 
     def __init__(self, seq: int, worker: int | None, index: Any) -> None:
         self.seq = seq
@@ -54,6 +66,7 @@ class Batch:
         self.index = index
         self.state = NEW
         self.attempt = 0
+        self.ticket = -1
         self.answer: Answer | None = None
         self.grants: Extents = ()
         self.promises: Extents = ()

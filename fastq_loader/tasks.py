@@ -12,7 +12,7 @@ from bisect import insort
 from collections import deque
 
 from fastq_loader.claims import Busy, Claims
-from fastq_loader.messages import Epoch, Task
+from fastq_loader.messages import Task
 
 #: Seconds between two looks at a task that another worker is claiming.
 _GLANCE = 50e-6
@@ -31,7 +31,6 @@ class Tasks:
         self._claims = claims
         self._claimed = claimed
         self._worker = worker
-        self._first_ticket = 0
         self._tasks: deque[Task] = deque()  # a wide window is taken from its left end, task by task
         self._retired = False
 
@@ -47,9 +46,8 @@ class Tasks:
         else:
             self._tasks.append(task)
 
-    def begin(self, epoch: Epoch) -> None:
+    def begin_epoch(self) -> None:
         """A new epoch begins; `drop` was called."""
-        self._first_ticket = epoch.first_ticket
         self._retired = False  # it says so again at the first task that it claims
 
     def drop(self) -> list[Task]:
@@ -67,7 +65,7 @@ class Tasks:
         """The next task to work on, which is this worker's from here on; None if there is none now."""
         task = self._claim() if self._claimed else self._next()
         if task is not None:
-            self._claims.begin(self._worker, self._first_ticket + task.seq)
+            self._claims.begin(self._worker, task.ticket)
         return task
 
     def answered(self) -> None:
@@ -82,7 +80,7 @@ class Tasks:
         while at < len(self._tasks):
             task = self._tasks[at]
             try:
-                mine = self._claims.claim(self._first_ticket + task.seq, task.attempt, self._worker + 1)
+                mine = self._claims.claim(task.ticket, self._worker + 1)
             except Busy:  # whoever it is has it in a moment, or dies and nobody has it
                 at += 1
                 continue

@@ -269,7 +269,7 @@ class _Worker:
     def _begin_epoch(self, message: Epoch) -> None:
         self._ended = False
         self._epochs += 1
-        self._tasks.begin(message)
+        self._tasks.begin_epoch()
         self._base_seed = message.base_seed
         if message.base_seed is not None:
             seeding.seed_worker(message.base_seed, self._setup.worker)  # for what iter(dataset) draws

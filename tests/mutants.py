@@ -73,10 +73,10 @@ MUTANTS = (
         "",
     ),
     Mutant(
-        "scheduler",
+        "owed",
         "lost answers of a claimant are not loaded again",
-        "{event.seq, *event.unheard}",
-        "{event.seq}",
+        "or batch.ticket in died.unheard",
+        "",
     ),
     Mutant(
         "scheduler",
@@ -88,7 +88,7 @@ MUTANTS = (
         "scheduler", "replays go backwards", "key=lambda batch: batch.seq)", "key=lambda batch: -batch.seq)"
     ),
     Mutant("scheduler", "an idle death is forgotten", "self._idle_deaths.append(worker)", "pass"),
-    Mutant("scheduler", "tasks outlive the last worker", "(at in claimed or last)", "(at in claimed)"),
+    Mutant("owed", "tasks outlive the last worker", "(last or batch.ticket", "(batch.ticket"),
     Mutant(
         "scheduler",
         "out of order, a death waits for its place",
@@ -117,8 +117,8 @@ MUTANTS = (
     Mutant(
         "scheduler",
         "the blocks of a dead claimant are not given back",
-        "                self._give_back(batch)\n                mine",
-        "                mine",
+        "                self._give_back(batch)\n                batch.worker",
+        "                batch.worker",
     ),
     Mutant("scheduler", "a dead writer keeps its blocks", "self.ledger.writer_dead(worker)", "pass"),
     Mutant(
@@ -143,22 +143,52 @@ MUTANTS = (
     Mutant(
         "scheduler",
         "what is taken back keeps its blocks",
-        "self._give_back(self._owed.pop((self.epoch, seq)))",
-        "self._owed.pop((self.epoch, seq))",
+        "self._give_back(self.owed.settle(epoch, seq))",
+        "self.owed.settle(epoch, seq)",
     ),
     Mutant(
         "scheduler",
         "what is taken back is still owed",
-        "self._give_back(self._owed.pop((self.epoch, seq)))",
-        "self._give_back(self._owed[self.epoch, seq])",
+        "self._give_back(self.owed.settle(epoch, seq))",
+        "self._give_back(batch)",
     ),
     Mutant(
         "scheduler",
         "who has a task of an old epoch is forgotten",
-        "self._claimed(self._owed[self.epoch, seq], worker)",
+        "self._claimed(batch, event.claimed[batch.ticket])",
         "pass",
     ),
-    Mutant("scheduler", "tickets come again", "self.first_ticket += self._line.drawn", "pass"),
+    Mutant(
+        "owed",
+        "tickets come again",
+        "            self._next += 1\n        ticket",
+        "            self._next = 1\n        ticket",
+    ),
+    Mutant(
+        "owed",
+        "numbers come round to a batch that is late",
+        "self._next % self._places in self._taken",
+        "False",
+    ),
+    Mutant(
+        "owed",
+        "a place is given up with the claim",
+        "batch.ticket = self._tickets.take(batch.worker is None)",
+        "batch.ticket = self._tickets.take(False)",
+    ),
+    Mutant(
+        "owed",
+        "an answer leaves its place taken",
+        "        batch = self.pop((epoch, seq))\n        if batch.worker is None:",
+        "        batch = self.pop((epoch, seq))\n        if False:",
+    ),
+    Mutant("scheduler", "a known claim of an old epoch keeps its place", "self.owed.found(batch)", "pass"),
+    Mutant(
+        "scheduler",
+        "what is taken back is only this epoch's",
+        "if batch.worker is None and batch.ticket in event.taken_back:",
+        "if epoch == self.epoch and batch.worker is None and batch.ticket in event.taken_back:",
+    ),
     Mutant(
         "scheduler",
         "anybody may answer",
@@ -166,12 +196,12 @@ MUTANTS = (
         "if batch is None:",
     ),
     Mutant(
-        "scheduler",
+        "owed",
         "anybody is expected to answer",
         "batch is not None and batch.worker in (None, worker) and",
         "batch is not None and",
     ),
-    Mutant("scheduler", "any attempt is expected", " and batch.attempt == answer.attempt", ""),
+    Mutant("owed", "any attempt is expected", " and batch.attempt == answer.attempt", ""),
     Mutant(
         "scheduler",
         "an unbelieved answer of an old epoch fails a new batch",
@@ -180,9 +210,7 @@ MUTANTS = (
     ),
     # ---- draws and the window
     Mutant("scheduler", "a draw follows its batch", "return [_DRAW, deliver]", "return [deliver, _DRAW]"),
-    Mutant(
-        "scheduler", "an empty sampler is asked in every epoch again", "self.window.begin_epoch()", "pass"
-    ),
+    Mutant("scheduler", "after one epoch no sampler is asked again", "self.window.begin_epoch()", "pass"),
     Mutant(
         "window",
         "an empty sampler is asked at every batch",
@@ -278,7 +306,12 @@ MUTANTS = (
         "return list(tasks)",
     ),
     Mutant("tasks", "an answered task is still in hand", "self._claims.begin(self._worker, None)", "pass"),
-    Mutant("tasks", "worker 0 is nobody", "task.attempt, self._worker + 1)", "task.attempt, self._worker)"),
+    Mutant(
+        "tasks",
+        "worker 0 is nobody",
+        "claim(task.ticket, self._worker + 1)",
+        "claim(task.ticket, self._worker)",
+    ),
     Mutant("claims", "two have one ticket", "free: bool = self._words[at] == word", "free: bool = True"),
     Mutant(
         "claims",
@@ -289,7 +322,7 @@ MUTANTS = (
     Mutant(
         "claims",
         "an overwritten slot is believed",
-        "if word >> (_WHO + _ATTEMPT) != ticket:",
+        "if word >> _WHO != ticket:",
         "if word == 0:",
     ),
 )

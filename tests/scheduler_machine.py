@@ -62,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         kind=st.sampled_from([ADDRESSED, CLAIMED, CLAIMED, ITERABLE]),
         window=WINDOWS,
         restarts=st.integers(0, 5),
+        spare=st.integers(0, 3),
     )
     def start(
         self,
@@ -71,17 +72,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         kind: str,
         window: tuple[int, ...] | None,
         restarts: int,
+        spare: int,
     ) -> None:
         if kind != CLAIMED:  # no other window widens, and no batches are asked for together
             window = window and window[:1]
         if kind == ITERABLE:  # the loader refuses them
             restarts = 0
         self.in_order, self.kind, self.restarts = in_order, kind, restarts
-        self.shape = (workers, prefetch, window)
+        self.shape, self.spare = (workers, prefetch, window), spare
         self.new_pool()
 
     def new_pool(self) -> None:
         workers, prefetch, window = self.shape
+        least = workers * prefetch if window is None else window[0]
+        self.widest = max(least, window[1]) if window and len(window) > 1 else least
+        self.least = least
+        places = self.widest + workers + self.spare  # so few that numbers come round soon
         self.ledger = BlockLedger(region)
         self.scheduler = Scheduler(
             workers,
@@ -91,13 +97,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             dynamic=self.kind == CLAIMED,
             window=None if window is None else Window(*window),
             restarts=self.restarts,
+            places=places,
         )
-        least = workers * prefetch if window is None else window[0]
-        self.widest = max(least, window[1]) if window and len(window) > 1 else least
-        self.least = least
-        self.table = Table()
+        self.table = Table(places)
         self.workers = [self.new_worker(number, ((number * REGION, REGION),)) for number in range(workers)]
-        self.epoch = self.first_ticket = self.seqs = 0
+        self.epoch = self.seqs = 0
+        self.tickets: set[int] = set()  # that there were
         self.held: set[int] = set()  # blocks that the user looks at
         self.granted: dict[int, Key] = {}  # block → the task that it was granted to
         self.promised: dict[int, Key] = {}
@@ -167,7 +172,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def offer(self, send: Send) -> None:
         assert (send.worker is None) == (self.kind == CLAIMED)
         if self.kind == CLAIMED:
-            self.table.offer(self.scheduler.first_ticket + send.seq, send.attempt)
+            assert send.ticket not in self.tickets, "a ticket for two attempts"
+            self.tickets.add(send.ticket)
+            place = self.table.place(send.ticket)
+            for key, other in self.owed.items():
+                known = other is send or (key[0] != self.epoch and key not in self.unresolved)
+                assert known or self.table.place(other.ticket) != place, "a claim was overwritten"
+            self.table.offer(send.ticket)
 
     def take_over_blocks(self, send: Send) -> None:
         key = send.epoch, send.seq
@@ -194,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def owner(self, key: Key) -> int | None:
         """Who has a task of this epoch; None: nobody claimed it."""
         if self.kind == CLAIMED:
-            return self.table.holder(self.first_ticket + key[1])
+            return self.table.holder(self.owed[key].ticket)
         return self.owed[key].worker
 
     def unanswered(self) -> list[Key]:
@@ -218,26 +229,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.begin_epoch(length, failing, stopped)
 
     def begin_epoch(self, length: int, failing: set[int], stopped: set[int]) -> None:
-        taken, claimed = [], {}
-        for epoch, seq in self.unanswered() if self.kind == CLAIMED else ():
-            attempt = self.owed[epoch, seq].attempt
-            owner = self.owner((epoch, seq))
-            if self.table.claim(self.first_ticket + seq, attempt, CONSUMER):
-                taken.append(seq)
-            elif owner is not None and owner not in stopped:
-                claimed[seq] = owner
+        taken, claimed = {}, {}
+        anyones = [*self.unresolved, *self.unanswered()] if self.kind == CLAIMED else []
+        tickets = [self.owed[key].ticket for key in anyones]
+        assert sorted(self.scheduler.owed.tickets()) == sorted(tickets)
+        for key, ticket in zip(anyones, tickets, strict=True):
+            owner = self.owner(key)
+            if any(self.is_claiming(number, key, owner) for number in stopped):
+                self.unresolved.add(key)
+                stopped = set()  # it claims one at a time
+                continue
+            self.unresolved.discard(key)
+            if self.table.claim(ticket, CONSUMER):
+                taken[ticket] = key
             else:
-                self.unresolved.add((epoch, seq))
+                assert owner is not None, "nobody has a task, and it cannot be taken back"
+                claimed[ticket] = owner
         assert self.kind != CLAIMED or self.scheduler.unanswered() == [
             (seq, self.owed[epoch, seq].attempt) for epoch, seq in self.unanswered()
         ]
         instructions = self.scheduler.handle(EpochStarted(self.epoch + 1, frozenset(taken), claimed))
         assert instructions == [Draw()] * self.scheduler.window.size
-        for seq in taken:
-            self.forget((self.epoch, seq))
+        for key in taken.values():
+            self.forget(key)
         self.epoch += 1
-        self.first_ticket += self.seqs
-        assert self.scheduler.first_ticket == self.first_ticket
         self.length, self.failing, self.next_index, self.seqs = length, failing, 0, 0
         self.drawn: dict[int, int] = {}  # seq → index
         self.ready: set[int] = set()  # arrived, or failed
@@ -253,8 +268,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in instructions:
             self.draw()
 
+    def is_claiming(self, number: int, key: Key, owner: int | None) -> bool:
+        """Whether a worker that was stopped may be about to claim a task, or has just done so."""
+        if number >= len(self.workers) or not self.workers[number].alive:
+            return False
+        hand = self.workers[number].hand
+        return owner is None if hand is None else key == (hand.epoch, hand.seq)
+
     def epoch_message(self) -> Epoch:
-        return Epoch(self.epoch, True, None, 0, self.first_ticket)
+        return Epoch(self.epoch, True, None, 0)
 
     # ---- workers ------------------------------------------------------------------------------
 
@@ -344,6 +366,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.broken)
     @rule(data=st.data())
+    def go_on_after_all(self, data: st.DataObject) -> None:
+        """Some worker was only very late."""
+        worker = self.pick(data, (worker for worker in self.workers if worker.alive and worker.hung))
+        if worker is not None:
+            worker.hung = False
+
+    @precondition(lambda self: not self.broken)
+    @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
         """Some worker dies. Of what it had answered a part arrives, and the rest never will."""
         worker = self.pick(data, (worker for worker in self.workers if worker.alive))
@@ -369,11 +399,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         here = {seq: self.owed[epoch, seq].attempt for epoch, seq in lost if epoch == self.epoch}
         begun = worker.hand
         blamed = begun.seq if begun is not None and begun.epoch == self.epoch else None
-        event = Died(worker.number, blamed, "died", frozenset(here))
+        tickets = self.scheduler.owed.tickets()
+        claimed = frozenset(ticket for ticket in tickets if self.table.holder(ticket) == worker.number)
+        event = Died(worker.number, blamed, "died", claimed)
         self.remember_ghosts(worker, lost)
         for key in lost + [key for key, whose in self.refused.items() if whose == worker.number]:
             self.forget(key)
             self.refused.pop(key, None)
+            self.unresolved.discard(key)
         assert self.scheduler.can_replace == (self.restarts_left > 0)
         instructions = self.scheduler.handle(event)
         if self.restarts_left:
@@ -396,7 +429,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             mine += worker.unfinished()
         elif worker.hand is not None:
             mine.append(worker.hand)
-        return sorted({(one.epoch, one.seq) for one in mine} - self.unresolved)
+        return sorted({(one.epoch, one.seq) for one in mine})
 
     def remember_ghosts(self, worker: SimulatedWorker, lost: list[Key]) -> None:
         for answer in worker.answers:
@@ -441,7 +474,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         number, answer = data.draw(st.sampled_from(self.ghosts))
         before = self.ledger.states()
         assert not self.scheduler.expects(number, answer)
-        owed = self.scheduler._owed.get((answer.epoch, answer.seq))
+        owed = self.scheduler.owed.get((answer.epoch, answer.seq))
         assert (owed is not None) == ((answer.epoch, answer.seq) in self.owed)
         if owed is not None and owed.worker in (None, number):  # else it is another one's by now
             assert self.scheduler.handle(Arrived(number, answer)) == []

@@ -23,25 +23,28 @@ def region(worker: int) -> tuple[int, int]:
 
 
 class Table:
-    """The table as `claims.Claims` keeps it, in dicts: ticket → (attempt, who; 0 is nobody)."""
+    """The table as `claims.Claims` keeps it, with as few places: each has (ticket, who; 0 is nobody)."""
 
-    def __init__(self) -> None:
-        self._words: dict[int, tuple[int, int]] = {}
+    def __init__(self, places: int) -> None:
+        self._words = [(0, 0)] * places
         self._begun: dict[int, int | None] = {}
 
-    def offer(self, ticket: int, attempt: int) -> None:
-        self._words[ticket] = (attempt, 0)
+    def place(self, ticket: int) -> int:
+        return ticket % len(self._words)
 
-    def claim(self, ticket: int, attempt: int, who: int) -> bool:
-        if self._words.get(ticket) != (attempt, 0):
+    def offer(self, ticket: int) -> None:
+        self._words[self.place(ticket)] = (ticket, 0)
+
+    def claim(self, ticket: int, who: int) -> bool:
+        if self._words[self.place(ticket)] != (ticket, 0):
             return False
-        self._words[ticket] = (attempt, who)
+        self._words[self.place(ticket)] = (ticket, who)
         return True
 
     def holder(self, ticket: int) -> int | None:
         """The number of the worker that has claimed a ticket."""
-        _, who = self._words.get(ticket, (0, 0))
-        return None if who in (0, CONSUMER) else who - 1
+        last, who = self._words[self.place(ticket)]
+        return None if last != ticket or who in (0, CONSUMER) else who - 1
 
     def begin(self, worker: int, ticket: int | None) -> None:
         self._begun[worker] = ticket
@@ -109,7 +112,7 @@ class SimulatedWorker:
             else:
                 for task in self.tasks.drop():
                     self._answer(task, SKIPPED, (), set())
-                self.tasks.begin(message)
+                self.tasks.begin_epoch()
                 self._ended = False
 
     def finish(self, outcome: int, sizes: tuple[int, ...], held: set[int]) -> Answer:

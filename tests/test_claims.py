@@ -17,7 +17,7 @@ import pytest
 
 from fastq_loader.arena import AVAILABLE
 from fastq_loader.claims import CONSUMER, WORKERS, Busy, Claims
-from fastq_loader.messages import Epoch, Task
+from fastq_loader.messages import Task
 from fastq_loader.tasks import Tasks
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
@@ -71,75 +71,72 @@ def lock_byte(fd: int, ticket: int) -> None:
 
 
 def test_a_claim_is_had_once(shared: Shared) -> None:
-    shared.claims.offer(7, 0)
+    shared.claims.offer(7)
     assert shared.claims.holder(7) is None
-    assert shared.claims.claim(7, 0, 3)
+    assert shared.claims.claim(7, 3)
     assert shared.claims.holder(7) == 3
-    assert not shared.other().claim(7, 0, 4)
-    assert not shared.claims.claim(7, 0, 3)
+    assert not shared.other().claim(7, 4)
+    assert not shared.claims.claim(7, 3)
     assert shared.claims.holder(7) == 3
 
 
 def test_what_was_not_offered_cannot_be_claimed(shared: Shared) -> None:
-    assert not shared.claims.claim(7, 0, 3)
+    assert not shared.claims.claim(7, 3)
     assert shared.claims.holder(7) is None
 
 
-def test_an_older_or_a_newer_attempt_cannot_be_claimed(shared: Shared) -> None:
-    shared.claims.offer(7, 0)
-    assert shared.claims.claim(7, 0, 3)
-    shared.claims.offer(7, 1)  # worker 3 died of it
-    assert shared.claims.holder(7) is None
-    assert not shared.claims.claim(7, 0, 4)
-    assert not shared.claims.claim(7, 2, 4)
-    assert shared.claims.claim(7, 1, 4)
-    assert shared.claims.holder(7) == 4
+def test_another_ticket_than_the_one_on_offer_cannot_be_claimed(shared: Shared) -> None:
+    shared.claims.offer(7)
+    for other in (7 - WORDS, 7 + WORDS, 7 + 5 * WORDS):
+        assert not shared.claims.claim(other, 4)
+        assert shared.claims.holder(other) is None
+    assert shared.claims.claim(7, 4)
 
 
 def test_a_slot_that_a_later_ticket_took_over_reads_as_unknown(shared: Shared) -> None:
-    shared.claims.offer(7, 0)
-    assert shared.claims.claim(7, 0, 3)
-    shared.claims.offer(7 + WORDS, 0)
+    shared.claims.offer(7)
+    assert shared.claims.claim(7, 3)
+    shared.claims.offer(7 + WORDS)
     assert shared.claims.holder(7) is None
-    assert not shared.claims.claim(7, 0, 4)
-    assert shared.claims.claim(7 + WORDS, 0, 4)
+    assert not shared.claims.claim(7, 4)
+    assert shared.claims.claim(7 + WORDS, 4)
     assert shared.claims.holder(7 + WORDS) == 4
     assert shared.claims.holder(7) is None
 
 
 def test_the_largest_numbers_fit_a_word(shared: Shared) -> None:
-    ticket, attempt = (1 << 40) - 1, 255
-    shared.claims.offer(ticket, attempt)
-    assert shared.claims.claim(ticket, attempt, CONSUMER)
+    ticket = (1 << 48) - 1
+    shared.claims.offer(ticket)
+    assert shared.claims.claim(ticket, CONSUMER)
     assert shared.claims.holder(ticket) == CONSUMER
 
 
 def test_a_ticket_that_somebody_is_claiming_is_busy(shared: Shared) -> None:
-    shared.claims.offer(7, 0)
-    shared.claims.offer(8, 0)
+    shared.claims.offer(7)
+    shared.claims.offer(8)
     with locked(shared, 7):
         with pytest.raises(Busy):
-            shared.claims.claim(7, 0, 3)
+            shared.claims.claim(7, 3)
         assert shared.claims.holder(7) is None
-        assert shared.claims.claim(8, 0, 3)
-    assert shared.claims.claim(7, 0, 3)
+        assert shared.claims.claim(8, 3)
+    assert shared.claims.claim(7, 3)
 
 
 def test_a_claim_leaves_no_lock_behind(shared: Shared) -> None:
     other = shared.other()
     for claims, who in ((shared.claims, 1), (other, 2)):
         for ticket in range(4):
-            claims.offer(ticket, who)
-            assert claims.claim(ticket, who, who)
+            claims.offer(ticket)
+            assert claims.claim(ticket, who)
     other.close()
 
 
 def test_an_error_of_the_system_is_no_busy_ticket(shared: Shared) -> None:
     other = shared.other()
-    other.offer(7, 0)
+    other.offer(7)
     os.close(other._fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        other.claim(7, 0, 3)
+        other.claim(7, 3)
     other._fd = -1
 
 
@@ -175,7 +172,7 @@ def ends(pids: Iterable[int]) -> list[int]:
 @pytest.mark.processes
 def test_every_ticket_is_had_once_and_lowest_first(shared: Shared, tmp_path: Path) -> None:
     for ticket in range(TICKETS):
-        shared.claims.offer(ticket, 0)
+        shared.claims.offer(ticket)
 
     def claim_all(who: int) -> None:
         claims, mine = shared.other(), []
@@ -185,7 +182,7 @@ def test_every_ticket_is_had_once_and_lowest_first(shared: Shared, tmp_path: Pat
         while left:
             for ticket in left[:]:
                 with suppress(Busy):
-                    if claims.claim(ticket, 0, who):
+                    if claims.claim(ticket, who):
                         mine.append(ticket)
                     left.remove(ticket)
         (tmp_path / str(who)).write_text(" ".join(map(str, mine)))
@@ -203,7 +200,7 @@ def test_every_ticket_is_had_once_and_lowest_first(shared: Shared, tmp_path: Pat
 
 @pytest.mark.processes
 def test_who_is_killed_in_the_middle_of_a_claim_has_claimed_nothing(shared: Shared) -> None:
-    shared.claims.offer(7, 0)
+    shared.claims.offer(7)
     read_end, write_end = os.pipe()
 
     def hold() -> None:
@@ -215,11 +212,11 @@ def test_who_is_killed_in_the_middle_of_a_claim_has_claimed_nothing(shared: Shar
     pid = fork(hold)
     assert os.read(read_end, 1) == b"!"
     with pytest.raises(Busy):
-        shared.claims.claim(7, 0, 3)
+        shared.claims.claim(7, 3)
     os.kill(pid, signal.SIGKILL)
     assert ends([pid]) == [-signal.SIGKILL]
     assert shared.claims.holder(7) is None
-    assert shared.claims.claim(7, 0, 3)
+    assert shared.claims.claim(7, 3)
     os.close(read_end)
     os.close(write_end)
 
@@ -228,13 +225,13 @@ def test_who_is_killed_in_the_middle_of_a_claim_has_claimed_nothing(shared: Shar
 @pytest.mark.parametrize("milliseconds", [1, 2, 3, 5, 8])
 def test_whenever_it_is_killed_its_claims_are_known(shared: Shared, milliseconds: int) -> None:
     for ticket in range(TICKETS):
-        shared.claims.offer(ticket, 0)
+        shared.claims.offer(ticket)
 
     def claim_all() -> None:
         claims = shared.other()
         shared.words[GO] = 1
         for ticket in range(TICKETS):
-            claims.claim(ticket, 0, 5)
+            claims.claim(ticket, 5)
 
     pid = fork(claim_all)
     while not shared.words[GO]:
@@ -245,22 +242,23 @@ def test_whenever_it_is_killed_its_claims_are_known(shared: Shared, milliseconds
     holders = [shared.claims.holder(ticket) for ticket in range(TICKETS)]
     had = holders.count(5)
     assert holders == [5] * had + [None] * (TICKETS - had)
-    assert all(shared.claims.claim(ticket, 0, 6) for ticket in range(had, TICKETS))
+    assert all(shared.claims.claim(ticket, 6) for ticket in range(had, TICKETS))
 
 
 # ---- the worker's list of tasks ---------------------------------------------------------------------
 
 
 def task(seq: int, attempt: int = 0, epoch: int = 1) -> Task:
-    return Task(epoch, seq, attempt, seq, ())
+    """An attempt at a batch, with a ticket of its own."""
+    return Task(epoch, seq, attempt, seq, (), (), 100 * epoch + 50 * attempt + seq)
 
 
-def offered(shared: Shared, worker: int, *seqs: int, first: int = 100) -> Tasks:
+def offered(shared: Shared, worker: int, *seqs: int) -> Tasks:
     """A worker that knows of tasks in this order, and all of them are anyone's."""
     tasks = Tasks(shared.other(), True, worker)
-    tasks.begin(Epoch(1, False, None, 0, first))
+    tasks.begin_epoch()
     for seq in seqs:
-        shared.claims.offer(first + seq, 0)
+        shared.claims.offer(100 + seq)
         tasks.add(task(seq))
     return tasks
 
@@ -289,7 +287,7 @@ def test_claimed_tasks_are_taken_from_the_lowest(shared: Shared) -> None:
 def test_what_others_have_is_passed_over_and_forgotten(shared: Shared) -> None:
     one = offered(shared, 0, 0, 1, 2)
     other = Tasks(shared.other(), True, 1)
-    other.begin(Epoch(1, False, None, 0, 100))
+    other.begin_epoch()
     for seq in range(3):
         other.add(task(seq))
     first, second = one.take(), other.take()
@@ -303,7 +301,8 @@ def test_what_others_have_is_passed_over_and_forgotten(shared: Shared) -> None:
 
 def test_of_two_attempts_only_the_one_on_offer_is_taken(shared: Shared) -> None:
     tasks = offered(shared, 0, 0, 1)
-    shared.claims.offer(100, 1)
+    assert shared.other().claim(100, 9)  # it dies
+    shared.claims.offer(150)
     tasks.add(task(0, attempt=1))
     again = tasks.take()
     assert again is not None
@@ -314,9 +313,9 @@ def test_of_two_attempts_only_the_one_on_offer_is_taken(shared: Shared) -> None:
 @pytest.mark.parametrize("claimed", [True, False])
 def test_what_a_worker_works_on_is_known_until_it_has_answered(shared: Shared, claimed: bool) -> None:
     tasks = Tasks(shared.other(), claimed, 5)
-    tasks.begin(Epoch(1, False, None, 0, 100))
+    tasks.begin_epoch()
     for seq in (0, 1):
-        shared.claims.offer(100 + seq, 0)
+        shared.claims.offer(100 + seq)
         tasks.add(task(seq))
     assert shared.claims.begun(5) is None
     for seq in (0, 1):
@@ -332,11 +331,11 @@ def test_what_a_worker_works_on_is_known_until_it_has_answered(shared: Shared, c
 def test_what_a_worker_works_on_is_no_claim(shared: Shared) -> None:
     """The first and the last of either kind lie apart."""
     for worker, ticket in ((0, 0), (WORKERS - 1, WORDS - 1)):
-        shared.claims.offer(ticket, 0)
+        shared.claims.offer(ticket)
         shared.claims.begin(worker, ticket)
     assert shared.claims.holder(0) is shared.claims.holder(WORDS - 1) is None
-    assert shared.claims.claim(0, 0, 1)
-    assert shared.claims.claim(WORDS - 1, 0, 1)
+    assert shared.claims.claim(0, 1)
+    assert shared.claims.claim(WORDS - 1, 1)
     assert (shared.claims.begun(0), shared.claims.begun(WORKERS - 1)) == (0, WORDS - 1)
 
 
@@ -363,10 +362,10 @@ def test_the_same_number_in_another_epoch_is_another_ticket(shared: Shared) -> N
     tasks = offered(shared, 0, 0)
     assert taken(tasks) == [0]
     tasks.drop()
-    tasks.begin(Epoch(2, False, None, 0, 200))
+    tasks.begin_epoch()
     tasks.add(task(0, epoch=2))
     assert tasks.take() is None, "nobody has offered it"
-    shared.claims.offer(200, 0)
+    shared.claims.offer(200)
     tasks.add(task(0, epoch=2))
     assert taken(tasks) == [0]
 
@@ -385,8 +384,8 @@ def test_who_cannot_work_says_so_again_in_the_next_epoch(shared: Shared) -> None
     tasks = offered(shared, 0, 0)
     tasks.retire()
     tasks.drop()
-    tasks.begin(Epoch(2, False, None, 0, 200))
-    shared.claims.offer(200, 0)
+    tasks.begin_epoch()
+    shared.claims.offer(200)
     tasks.add(task(0, epoch=2))
     assert taken(tasks) == [0]
 

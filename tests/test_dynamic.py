@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, arena
+from fastq_loader.claims import WORKERS
 from tests.datasets import Backwards, Drawing
 
 SIZE = 26
@@ -391,6 +392,37 @@ def test_the_head_of_the_line_is_never_queued_behind_another_batch() -> None:
     assert [index for index, _ in rows] == list(range(14))
     owner = rows[0][1]
     assert {worker for _, worker in rows[1:]} == {1 - owner}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_batch_may_be_later_than_the_table_of_claims_is_long(
+    restarts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is loaded and handed out once; who is late is not ended for an answer that is its own."""
+    monkeypatch.setattr(arena, "CLAIMS", WORKERS + 16)
+
+    class Late(Slow):
+        def __getitem__(self, index: int) -> int:
+            if index == 3:
+                time.sleep(0.3)
+            return index
+
+    with DataLoader(
+        Late(800),
+        batch_size=None,
+        num_workers=3,
+        schedule="dynamic",
+        in_order=False,
+        reorder_window=6,
+        max_worker_restarts=restarts,
+    ) as loader:
+        found = list(loader)
+        statistics = loader.statistics()
+    assert found.index(3) > 100, "it was not late"
+    assert sorted(found) == list(range(800))
+    assert sum(worker.batches for worker in statistics.workers) == 800
+    assert statistics.rejected_frames == statistics.worker_restarts == 0
 
 
 # ---- arguments ----------------------------------------------------------------------------------------

@@ -270,8 +270,7 @@ def with_handle(answer: Answer, size: int = B) -> Answer:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_an_answer_that_is_not_due_ends_its_worker(dynamic: bool) -> None:
     game = Game(dynamic)
-    first = game.scheduler.first_ticket
-    claims = {first: 0, first + 1: 1}
+    claims = {send.ticket: seq % 2 for seq, send in enumerate(game.sends)}
     true = with_handle(game.truth(0))
     events, mail, rejected = received(game, 0, true, claims)
     assert (events, mail.distrusted, rejected) == ([Arrived(0, true)], [], 0)
@@ -400,7 +399,7 @@ def test_a_worker_lives_through_frames_with_wrong_bytes() -> None:
             kind = noise.random()
             message: Message = Task(1, seq, 0, noise.choice([0, [1, 2], slice(3)]), ((0, B),), ((B, B),))
             if kind < 0.2:
-                message = Epoch(seq, bool(seq % 2), None, seq, 0)
+                message = Epoch(seq, bool(seq % 2), None, seq)
             elif kind < 0.3:
                 message = Space(((noise.randrange(1 << 30) * PAGE, B),))
             frame = bytearray(encode(message, TOKEN))

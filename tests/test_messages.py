@@ -91,8 +91,8 @@ ANSWERS = st.builds(
     st.none() | HANDLES,
 )
 HELLOS = st.builds(Hello, st.integers(1, 1 << 22))
-TASKS = st.builds(Task, COUNTS, COUNTS, COUNTS, PLAIN | st.lists(PLAIN, max_size=5), PAIRS, PAIRS)
-EPOCHS = st.builds(Epoch, COUNTS, st.booleans(), st.none() | COUNTS, st.none() | COUNTS, COUNTS)
+TASKS = st.builds(Task, COUNTS, COUNTS, COUNTS, PLAIN | st.lists(PLAIN, max_size=5), PAIRS, PAIRS, COUNTS)
+EPOCHS = st.builds(Epoch, COUNTS, st.booleans(), st.none() | COUNTS, st.none() | COUNTS)
 SPACES = st.builds(Space, PAIRS)
 STOPS = st.builds(Stop)
 
@@ -377,26 +377,27 @@ MALFORMED = {
     "an unknown kind": packed(VERSION, 17),
     "a kind that is a list": packed(VERSION, [2]),
     "a kind that is a map": packed(VERSION, {}),
-    "a task without index": packed(VERSION, 0, 1, 2, 3),
-    "a task without grants": packed(VERSION, 0, 1, 2, 3, 4),
-    "a task with too much": packed(VERSION, 0, 1, 2, 3, 4, [], [], []),
-    "grants that are a number": packed(VERSION, 0, 1, 2, 3, 4, 5, []),
-    "grants that are numbers": packed(VERSION, 0, 1, 2, 3, 4, [5], []),
-    "a grant of three numbers": packed(VERSION, 0, 1, 2, 3, 4, [[1, 2, 3]], []),
-    "a grant that is a map": packed(VERSION, 0, 1, 2, 3, 4, [{1: 2, 3: 4}], []),
-    "grants that are a map": packed(VERSION, 0, 1, 2, 3, 4, {}, []),
-    "grants that are bytes": packed(VERSION, 0, 1, 2, 3, 4, [b"ab"], []),
-    "a grant before the arena": packed(VERSION, 0, 1, 2, 3, 4, [[-1, 2]], []),
-    "a grant of more than 63 bits": packed(VERSION, 0, 1, 2, 3, 4, [[1 << 63, 2]], []),
-    "a task whose number is true": packed(VERSION, 0, 1, True, 3, 4, [], []),
-    "a task whose number is half": packed(VERSION, 0, 1, 0.5, 3, 4, [], []),
-    "a task whose number is text": packed(VERSION, 0, 1, "2", 3, 4, [], []),
-    "a task before the first": packed(VERSION, 0, 1, -1, 3, 4, [], []),
-    "an epoch that is neither abandoned nor not": packed(VERSION, 1, 1, 0, None, None, 0),
-    "a seed that is text": packed(VERSION, 1, 1, False, "1", None, 0),
-    "a seed that is negative": packed(VERSION, 1, 1, False, None, -1, 0),
-    "an epoch without tickets": packed(VERSION, 1, 1, False, None, None, None),
-    "promises that are numbers": packed(VERSION, 0, 1, 2, 3, 4, [], [5]),
+    "a task without index": packed(VERSION, 0, 1, 2, 3, 0),
+    "a task without grants": packed(VERSION, 0, 1, 2, 3, 4, 0),
+    "a task with too much": packed(VERSION, 0, 1, 2, 3, 4, [], [], [], 0),
+    "grants that are a number": packed(VERSION, 0, 1, 2, 3, 4, 5, [], 0),
+    "grants that are numbers": packed(VERSION, 0, 1, 2, 3, 4, [5], [], 0),
+    "a grant of three numbers": packed(VERSION, 0, 1, 2, 3, 4, [[1, 2, 3]], [], 0),
+    "a grant that is a map": packed(VERSION, 0, 1, 2, 3, 4, [{1: 2, 3: 4}], [], 0),
+    "grants that are a map": packed(VERSION, 0, 1, 2, 3, 4, {}, [], 0),
+    "grants that are bytes": packed(VERSION, 0, 1, 2, 3, 4, [b"ab"], [], 0),
+    "a grant before the arena": packed(VERSION, 0, 1, 2, 3, 4, [[-1, 2]], [], 0),
+    "a grant of more than 63 bits": packed(VERSION, 0, 1, 2, 3, 4, [[1 << 63, 2]], [], 0),
+    "a task whose number is true": packed(VERSION, 0, 1, True, 3, 4, [], [], 0),
+    "a task whose number is half": packed(VERSION, 0, 1, 0.5, 3, 4, [], [], 0),
+    "a task whose number is text": packed(VERSION, 0, 1, "2", 3, 4, [], [], 0),
+    "a task before the first": packed(VERSION, 0, 1, -1, 3, 4, [], [], 0),
+    "an epoch that is neither abandoned nor not": packed(VERSION, 1, 1, 0, None, None),
+    "a seed that is text": packed(VERSION, 1, 1, False, "1", None),
+    "a seed that is negative": packed(VERSION, 1, 1, False, None, -1),
+    "a task without a ticket": packed(VERSION, 0, 1, 2, 3, 4, [], []),
+    "a task whose ticket is none": packed(VERSION, 0, 1, 2, 3, 4, [], [], None),
+    "promises that are numbers": packed(VERSION, 0, 1, 2, 3, 4, [], [5], 0),
     "an epoch without seed": packed(VERSION, 1, 1, False),
     "an epoch with too much": packed(VERSION, 1, 1, False, None, None, None, None),
     "space without ranges": packed(VERSION, 2),

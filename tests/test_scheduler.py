@@ -401,13 +401,60 @@ def test_a_task_for_anyone_is_sent_to_all_and_answered_by_one() -> None:
     assert delivered(scheduler) == 0
 
 
-def test_tickets_are_never_used_twice() -> None:
-    scheduler, sends = started(dynamic=True, length=3)
-    assert (scheduler.first_ticket, len(sends)) == (0, 3)
-    begin(scheduler)
-    assert scheduler.first_ticket == 3
-    begin(scheduler)
-    assert scheduler.first_ticket == 7
+def test_every_attempt_has_a_ticket_of_its_own() -> None:
+    scheduler, sends = started(dynamic=True, length=3, restarts=3)
+    again = [send for send in scheduler.handle(Died(0, 1)) if isinstance(send, Send)]
+    assert [send.ticket for send in again[:-1]] == [sends[0].ticket, sends[2].ticket], (
+        "they were sent already"
+    )
+    later = begin(scheduler, 4)
+    tickets = [send.ticket for send in [*sends, again[-1], *later]]
+    assert len(set(tickets)) == 8
+
+
+def test_the_numbers_of_claims_come_round_past_a_batch_that_is_very_late() -> None:
+    scheduler, sends = started(dynamic=True, in_order=False, places=7)
+    late, sends = sends[0], sends[1:]
+    for seq in range(4, 100):
+        send = sends.pop(0)
+        assert (send.ticket - late.ticket) % 7
+        scheduler.handle(answer(send, worker=1))
+        sends += draw(scheduler, scheduler.handle(Wanted()), [seq])
+        scheduler.check()
+    assert sends[-1].ticket > 10 * 7
+    scheduler.handle(answer(late, worker=0))
+    assert delivered(scheduler) == 0
+
+
+def test_a_late_batch_of_an_old_epoch_keeps_its_place_until_it_is_known_who_has_it() -> None:
+    scheduler, sends = started(workers=1, prefetch=2, dynamic=True, places=4)
+    epochs = [begin(scheduler, 2, taken_back=frozenset([sends[1].ticket]))]
+    for _ in range(5):
+        epochs.append(begin(scheduler, 2, taken_back=frozenset(send.ticket for send in epochs[-1])))
+        assert all((send.ticket - sends[0].ticket) % 4 for send in epochs[-1])
+    free = frozenset(send.ticket for send in epochs[-1])
+    for _ in range(5):
+        epochs.append(begin(scheduler, 2, taken_back=free, claimed={sends[0].ticket: 0}))
+        free = frozenset(send.ticket for send in epochs[-1])
+        scheduler.check()
+    assert not all((send.ticket - sends[0].ticket) % 4 for late in epochs[-5:] for send in late)
+    scheduler.handle(answer(sends[0], worker=0))
+    assert scheduler.take_stale() == 1
+
+
+def test_what_a_dead_worker_had_claimed_of_an_old_epoch_is_let_go() -> None:
+    """It was stopped in the middle of the claim, and nobody knew that it would have it."""
+    scheduler, send, block = granted(restarts=1)
+    begin(scheduler, length=0)
+    assert scheduler.owed.tickets() == [send.ticket]
+    assert scheduler.handle(Died(1, None, "died", frozenset([send.ticket]))) == [Replace(1, None)]
+    assert scheduler.owed.tickets() == []
+    assert scheduler.ledger.states() == {block: "free"}
+
+
+def test_a_table_without_a_free_place_is_a_defect() -> None:
+    with pytest.raises(InvalidTransition, match="all 3 places"):
+        started(dynamic=True, places=3)
 
 
 def granted(**keywords: Any) -> tuple[Scheduler, Send, int]:
@@ -430,7 +477,7 @@ def used_grant(send: Send, worker: int) -> Arrived:
 
 def test_a_task_that_nobody_has_is_taken_back_with_its_blocks() -> None:
     scheduler, send, block = granted()
-    begin(scheduler, length=0, taken_back=frozenset([send.seq]))
+    begin(scheduler, length=0, taken_back=frozenset([send.ticket]))
     assert scheduler.ledger.states() == {block: "free"}
     with pytest.raises(InvalidTransition, match="does not owe"):
         scheduler.handle(used_grant(send, 0))
@@ -438,7 +485,7 @@ def test_a_task_that_nobody_has_is_taken_back_with_its_blocks() -> None:
 
 def test_a_task_of_an_older_epoch_is_its_claimants_and_its_blocks_too() -> None:
     scheduler, send, block = granted()
-    begin(scheduler, length=0, claimed={send.seq: 1})
+    begin(scheduler, length=0, claimed={send.ticket: 1})
     with pytest.raises(InvalidTransition, match="does not owe"):
         scheduler.handle(used_grant(send, 0))
     assert scheduler.handle(Died(0)) == []
@@ -450,7 +497,7 @@ def test_a_task_of_an_older_epoch_is_its_claimants_and_its_blocks_too() -> None:
 
 def test_the_blocks_of_an_older_epochs_task_go_with_the_worker_that_claimed_it() -> None:
     scheduler, send, block = granted(restarts=1)
-    begin(scheduler, length=0, claimed={send.seq: 1})
+    begin(scheduler, length=0, claimed={send.ticket: 1})
     assert scheduler.handle(Died(1)) == [Replace(1, None)]
     assert scheduler.ledger.states() == {block: "free"}
 
@@ -492,8 +539,8 @@ def test_of_claimed_tasks_only_the_dead_workers_own_is_sent_again() -> None:
 
 def test_answers_that_were_lost_with_a_claimant_are_sent_again_too() -> None:
     """It may have claimed its next task while its last answer was still in its socket."""
-    scheduler, _ = started(dynamic=True, restarts=1)
-    instructions = scheduler.handle(Died(1, 0, "died", frozenset([2])))
+    scheduler, sends = started(dynamic=True, restarts=1)
+    instructions = scheduler.handle(Died(1, 0, "died", frozenset([sends[2].ticket])))
     assert of(instructions) == [(1, 1, 0), (1, 3, 0), (None, 0, 1), (None, 2, 1)]
 
 
