@@ -89,6 +89,10 @@ class Claims:
             fcntl.fcntl(self._fd, _SET_LOCK, _FLOCK.pack(_UNLOCK, 0, ticket, 1, 0))
         return free
 
+    def on_offer(self, ticket: int) -> bool:
+        """Whether a ticket can be claimed."""
+        return self._words[ticket % self._size] == ticket << _WHO
+
     def holder(self, ticket: int) -> int | None:
         """Who claimed a ticket, as it called itself; None if nobody did."""
         word = self._words[ticket % self._size]

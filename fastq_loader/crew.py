@@ -14,10 +14,12 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader.arena import Arena
+from fastq_loader.backlog import Backlog
 from fastq_loader.blocks import BlockLedger
 from fastq_loader.claims import CONSUMER, Busy, Claims
-from fastq_loader.errors import describe_index
-from fastq_loader.messages import TOKEN_BYTES, Answer, Epoch, Stop, encode, spell_out
+from fastq_loader.errors import ProtocolError, describe_index
+from fastq_loader.messages import TOKEN_BYTES, Answer, Epoch, Ping, Stop, encode, spell_out
+from fastq_loader.owed import Owed
 from fastq_loader.processes import Plan, WorkerPool
 from fastq_loader.statistics import Counters, WorkerCounters
 from fastq_loader.transport import ConsumerSocket, endpoint_folder, remove_folder
@@ -27,6 +29,9 @@ from fastq_loader.transport import ConsumerSocket, endpoint_folder, remove_folde
 _STILLBORN = 3
 #: Seconds that a claim in the making is waited for; it takes two microseconds unless its maker is stopped.
 _CLAIMING = 0.5
+#: Messages after which a worker is asked whether it has read them, at least. One that waits takes up to 5 kB,
+#: most of it zmq's.
+_UNREAD = 256
 
 
 class Crew:
@@ -49,6 +54,7 @@ class Crew:
         self._pool = WorkerPool(plan)
         self._socket: ConsumerSocket | None = None
         self._claims: Claims | None = None
+        self._backlog: Backlog[bytes] = Backlog(max(plan.window[1], _UNREAD))
         self._expected: dict[str, set[int]] = {}  # folder → workers that have still to connect there
         self._greeted: set[int] = set()
         self._dead: set[int] = set()
@@ -70,6 +76,8 @@ class Crew:
         self._socket = ConsumerSocket(folder, workers, self.token)
         for descriptor in self._pool.descriptors:
             self._socket.watch(descriptor)
+        for worker in range(workers):
+            self._backlog.begin(worker)
         self._counters.workers = [WorkerCounters(worker, self._pool.pid(worker)) for worker in range(workers)]
 
     def _new_folder(self, workers: set[int]) -> str:
@@ -100,10 +108,19 @@ class Crew:
                 return worker, message
             if message is None:
                 self.distrust(worker)
+            elif isinstance(message, Ping):
+                self._pinged_back(worker)
             else:
                 self._greet(worker)
         self._counters.rejected_frames += self.socket.take_rejected()
         return None
+
+    def _pinged_back(self, worker: int) -> None:
+        try:
+            self._backlog.read(worker)
+        except ProtocolError:
+            self._counters.rejected_frames += 1
+            self.distrust(worker)
 
     def _greet(self, worker: int) -> None:
         self._greeted.add(worker)
@@ -174,6 +191,7 @@ class Crew:
             self._stillborn[worker] = self._stillborn.get(worker, 0) + 1
         self.socket.unwatch(self._pool.descriptors[worker])
         self.socket.disconnect(worker)
+        self._backlog.end(worker)
         self._connected(worker)
 
     def buried(self, worker: int) -> bool:
@@ -200,8 +218,43 @@ class Crew:
         self.socket.watch(self._pool.descriptors[worker])
         self.socket.connect(folder, worker, generation)
         self.claims.begin(worker, None)  # what the dead one had begun
+        self._backlog.begin(worker)
         self._counters.workers[worker].replaced(self._pool.pid(worker))
         self.socket.send(worker, epoch)
+
+    # ---- what goes to all -----------------------------------------------------------------------
+
+    @property
+    def behind(self) -> bool:
+        """Whether there are workers that were passed over, and may have time again."""
+        return bool(self._backlog.behind)
+
+    def begin_epoch(self, epoch: Epoch) -> None:
+        """Tell all workers of a new epoch."""
+        frame = encode(epoch)
+        if not self._plan.claimed:  # what a worker has to answer is sent to it however busy it is
+            self.socket.send_all(frame)
+            return
+        due = self._backlog.announce(frame)
+        self.socket.send_all(frame, but=self._backlog.behind)
+        self._ping(due)
+
+    def offer(self, tasks: dict[int, bytes]) -> None:
+        """Send tasks that are anyone's, ticket → frame, to the workers that read what they are sent."""
+        due = self._backlog.offer(tasks, self.claims.on_offer)
+        self.socket.send_all(*tasks.values(), but=self._backlog.behind)
+        self._ping(due)
+
+    def catch_up(self) -> None:
+        """Send those that were passed over what they have missed, as soon as they have time again."""
+        sends, due = self._backlog.catch_up(self.claims.on_offer)
+        for worker, frames in sends.items():
+            self.socket.send_frames(worker, frames)
+        self._ping(due)
+
+    def _ping(self, workers: list[int]) -> None:
+        for worker in workers:
+            self.socket.send(worker, Ping())
 
     # ---- claims -------------------------------------------------------------------------------
 
@@ -214,6 +267,11 @@ class Crew:
         """The worker that has claimed a ticket; None if nobody has."""
         holder = self.claims.holder(ticket)
         return None if holder is None or holder == CONSUMER else holder - 1
+
+    def in_hand(self, worker: int, owed: Owed, epoch: int) -> tuple[int | None, frozenset[int]]:
+        """The batch that a dead worker was working on, and the tickets of all that it had claimed."""
+        mine = frozenset(ticket for ticket in owed.tickets() if self.holder(ticket) == worker)
+        return owed.seq_of(epoch, self.claims.begun(worker)), mine
 
     def take_back(self, tickets: list[int]) -> tuple[set[int], dict[int, int]]:
         """Of these tickets those that nobody has, which nobody will get, and the workers of the others."""

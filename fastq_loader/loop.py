@@ -111,7 +111,7 @@ class EventLoop:
         self._delivery = Delivery(self._unpacker, self._ledger, counters)
         self._inbox = Inbox(plan, self._crew, self.scheduler, self._unpacker, counters)
         self._epoch: Epoch | None = None
-        self._unsent: list[bytes] = []  # tasks that are anyone's, encoded
+        self._unsent: dict[int, bytes] = {}  # tasks that are anyone's, by their tickets, encoded
         self._awaited: tuple[int, int, float] | None = None  # head of the line, its attempt, since when
         self._graced: tuple[int, int, float] | None = None  # the same, once its timeout was over
 
@@ -148,7 +148,7 @@ class EventLoop:
         self._epoch = Epoch(number, abandoned, shared_seed, base_seed)
         self._counters.epochs += 1
         self._sampler = sampler
-        self._crew.socket.send_all(encode(self._epoch))
+        self._crew.begin_epoch(self._epoch)
         for _ in draws:
             self._draw()
         self._flush()
@@ -175,6 +175,8 @@ class EventLoop:
 
     def _next(self, finish: Callable[[Any], Any]) -> Outcome:
         self.hear_releases()
+        while self._crew.behind and self._receive():  # somebody may wait for what it has missed
+            continue
         spare = _SPARE_BATCHES
         if self._delivery.staging is not None:
             self._delivery.free(self._delivery.staging.turn())
@@ -220,7 +222,7 @@ class EventLoop:
         task = Task(*send[1:])
         try:
             if send.worker is None:
-                self._unsent.append(encode(task, self._crew.token))
+                self._unsent[send.ticket] = encode(task, self._crew.token)
                 self._crew.claims.offer(send.ticket)
             else:
                 self._crew.socket.send(send.worker, task)
@@ -231,8 +233,10 @@ class EventLoop:
     def _flush(self) -> None:
         """Send the tasks that are anyone's, those of one moment together."""
         if self._unsent:
-            self._crew.socket.send_all(*self._unsent)
+            self._crew.offer(self._unsent)
             self._unsent.clear()
+        if self._crew.behind:
+            self._crew.catch_up()
 
     def _deliver(self, deliver: Deliver, finish: Callable[[Any], Any]) -> Outcome:
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
@@ -358,7 +362,8 @@ class EventLoop:
         patience = _LAST_WORDS_IF_REPLACED if self.scheduler.can_replace else _LAST_WORDS
         while self._crew.socket.wait_for_message(patience):
             self._receive()
-        (seq, claimed), words = self._in_hand(worker), how or self._crew.death(worker)[0]
+        seq, claimed = self._crew.in_hand(worker, self.scheduler.owed, self.scheduler.epoch)
+        words = how or self._crew.death(worker)[0]
         index = None if seq is None else self.scheduler.index_of(seq)
         who = self._crew.report(worker, words, seq, index)
         self._crew.bury(worker)
@@ -374,12 +379,6 @@ class EventLoop:
                 warn_user(f"{who}; another one was started in its place{after}", WorkerReplaced)
             except WorkerReplaced as warning:  # it was made an error, and the loop can go on after it
                 raise Failed(warning) from None
-
-    def _in_hand(self, worker: int) -> tuple[int | None, frozenset[int]]:
-        """The batch that a dead worker was working on, and the tickets of all that it had claimed."""
-        owed, crew = self.scheduler.owed, self._crew
-        mine = frozenset(ticket for ticket in owed.tickets() if crew.holder(ticket) == worker)
-        return owed.seq_of(self.scheduler.epoch, crew.claims.begun(worker)), mine
 
     def _replace(self, worker: int, who: str) -> None:
         assert self._epoch is not None, "batches are loaded in epochs"

@@ -2,8 +2,9 @@
 
 Pure: this module turns messages into bytes and back, and knows no socket. Every frame begins with the version
 and the kind. What the consumer sends: `Task`, `Epoch`, `Space`, `Stop`, and some of these in a `Bundle`; what
-a worker sends: `Hello`, `Answer`. A worker gives exactly one `Answer` to every `Task` that is its own, also
-to those it skips. A task that all workers are sent is the one's that claims it.
+a worker sends: `Hello`, `Answer`; and a `Ping` goes there and back. A worker gives exactly one `Answer` to
+every `Task` that is its own, also to those it skips. A task that all workers are sent is the one's that
+claims it.
 
 An index of plain values travels as msgpack, and a batch of a shuffle as the bytes of its integers. Any other
 one travels as one opaque pickled value, so that `dataset[i]` receives exactly what the sampler yielded
@@ -29,7 +30,7 @@ from fastq_loader.errors import ProtocolError
 
 VERSION = 3
 
-_TASK, _EPOCH, _SPACE, _BUNDLE, _STOP, _HELLO, _ANSWER = range(7)
+_TASK, _EPOCH, _SPACE, _BUNDLE, _STOP, _HELLO, _ANSWER, _PING = range(8)
 
 # Outcomes of a task.
 BATCH = 0  # the handle is a batch
@@ -113,6 +114,10 @@ class Hello(NamedTuple):
     pid: int
 
 
+class Ping(NamedTuple):
+    """A worker sends it back when it has read what came before it."""
+
+
 class Handle(NamedTuple):
     """Where a batch lies, and how it is put together again (see `packing`).
 
@@ -158,7 +163,7 @@ class Answer(NamedTuple):
     handle: Handle | None
 
 
-Message = Task | Epoch | Space | Bundle | Stop | Hello | Answer
+Message = Task | Epoch | Space | Bundle | Stop | Hello | Answer | Ping
 
 
 # surrogatepass: str is any sequence of code points in Python (file names give lone surrogates). One packer
@@ -221,6 +226,7 @@ _KINDS: dict[type, int] = {
     Stop: _STOP,
     Hello: _HELLO,
     Answer: _ANSWER,
+    Ping: _PING,
 }
 
 
@@ -293,7 +299,7 @@ def _extents(blocks: Any) -> tuple[tuple[int, int], ...]:
     return tuple(map(tuple, blocks))
 
 
-def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop:
+def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop | Ping:
     """The message in a frame that the consumer sent.
 
     Raises:
@@ -317,6 +323,8 @@ def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop:
             return Bundle(tuple(frames))
         if kind == _STOP:
             return Stop(*fields)
+        if kind == _PING:
+            return Ping(*fields)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"malformed frame: {error}") from error
     raise ProtocolError(f"unknown message kind {kind!r:.40}")
@@ -330,7 +338,7 @@ def _epoch(epoch: Any, abandoned: Any, shared_seed: Any, base_seed: Any) -> Epoc
     return Epoch(epoch, abandoned, shared_seed, base_seed)
 
 
-def decode_for_consumer(frame: bytes) -> Hello | Answer:
+def decode_for_consumer(frame: bytes) -> Hello | Answer | Ping:
     """The message in a frame that a worker sent.
 
     Raises:
@@ -344,6 +352,8 @@ def decode_for_consumer(frame: bytes) -> Hello | Answer:
             (pid,) = fields
             _check_counts((pid,))
             return Hello(pid)
+        if kind == _PING:
+            return Ping(*fields)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"malformed frame: {error}") from error
     raise ProtocolError(f"unknown message kind {kind!r:.40}")

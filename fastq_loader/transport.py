@@ -19,7 +19,7 @@ import signal
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import zmq
 
@@ -30,6 +30,7 @@ from fastq_loader.messages import (
     Epoch,
     Hello,
     Message,
+    Ping,
     Space,
     Stop,
     Task,
@@ -113,6 +114,10 @@ def socket_name(worker: int, generation: int) -> str:
 
 def remove_folder(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _together(frames: Sequence[bytes]) -> bytes:
+    return frames[0] if len(frames) == 1 else encode(Bundle(tuple(frames)))
 
 
 def _drop_rest(socket: zmq.Socket[bytes]) -> None:
@@ -206,14 +211,21 @@ class ConsumerSocket:
         self._socket.send(self._names[worker], _NOBLOCK_MORE)
         self._socket.send(frame, _NOBLOCK)
 
-    def send_all(self, *frames: bytes) -> None:
-        """Queue the same messages, encoded, for every worker, in one go."""
-        frame = frames[0] if len(frames) == 1 else encode(Bundle(frames))
-        for name in self._names.values():
-            self._socket.send(name, _NOBLOCK_MORE)
-            self._socket.send(frame, _NOBLOCK)
+    def send_frames(self, worker: int, frames: Sequence[bytes]) -> None:
+        """Queue messages, encoded, in one go."""
+        if frames:
+            self._socket.send(self._names[worker], _NOBLOCK_MORE)
+            self._socket.send(_together(frames), _NOBLOCK)
 
-    def receive(self) -> tuple[int, Hello | Answer | None] | None:
+    def send_all(self, *frames: bytes, but: Container[int] = ()) -> None:
+        """Queue the same messages, encoded, for every worker `but` some, in one go."""
+        frame = _together(frames)
+        for worker, name in self._names.items():
+            if worker not in but:
+                self._socket.send(name, _NOBLOCK_MORE)
+                self._socket.send(frame, _NOBLOCK)
+
+    def receive(self) -> tuple[int, Hello | Answer | Ping | None] | None:
         """The next message and the worker that sent it; None if there is none now. What is no message is
         counted in `rejected` and dropped; of a worker that is known, None says so."""
         while True:
@@ -298,7 +310,7 @@ class WorkerSocket:
     def send(self, message: Message) -> None:
         self._socket.send(encode(message))
 
-    def receive(self, block: bool) -> Task | Epoch | Space | Stop | None:
+    def receive(self, block: bool) -> Task | Epoch | Space | Stop | Ping | None:
         """The next message; without `block` None if there is none now. What is no message is dropped."""
         while True:
             try:

@@ -42,6 +42,7 @@ from fastq_loader.messages import (
     Epoch,
     Handle,
     Hello,
+    Ping,
     Space,
     Stop,
     Task,
@@ -242,6 +243,8 @@ class _Worker:
             elif isinstance(message, Space):
                 if self._can_own(message.ranges):
                     self._allocator.give(message.ranges)
+            elif isinstance(message, Ping):
+                self._socket.send(message)
             else:
                 assert isinstance(message, Stop)
                 return False

@@ -25,7 +25,7 @@ import pytest
 from hypothesis import Phase, settings
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("test_window", "test_blocks", "test_claims", "test_scheduler")
+FILES = ("test_window", "test_blocks", "test_claims", "test_backlog", "test_scheduler")
 AT_A_TIME = 2
 SECONDS = 100  # for one run; one that takes longer hangs, and is caught by that
 
@@ -208,6 +208,37 @@ MUTANTS = (
         "if self._line.get(batch.seq) is batch:",
         "if self._line.get(batch.seq) is not None:",
     ),
+    # ---- what a busy worker need not know
+    Mutant(
+        "backlog", "nobody is passed over", "                self.behind.add(worker)", "                pass"
+    ),
+    Mutant(
+        "backlog",
+        "what was missed is forgotten",
+        "            self._missed.update(tasks)",
+        "            pass",
+    ),
+    Mutant(
+        "backlog",
+        "all that was missed is kept",
+        "if len(self._missed) > 2 * self._limit:",
+        "if self._limit < 0:",
+    ),
+    Mutant(
+        "backlog",
+        "what others have is sent too",
+        "        self._forget_claimed(on_offer)\n        tasks",
+        "        tasks",
+    ),
+    Mutant("backlog", "an epoch that was missed is missed for ever", "self._outdated |= self.behind", "pass"),
+    Mutant("backlog", "who was passed over is sent the tasks twice", "self.behind -= ready", "pass"),
+    Mutant(
+        "backlog",
+        "who has not read its ping is caught up",
+        "ready = self.behind - self._pinged",
+        "ready = set(self.behind)",
+    ),
+    Mutant("backlog", "a ping comes back twice", "        self._pinged.discard(worker)", "        pass"),
     # ---- draws and the window
     Mutant("scheduler", "a draw follows its batch", "return [_DRAW, deliver]", "return [deliver, _DRAW]"),
     Mutant("scheduler", "after one epoch no sampler is asked again", "self.window.begin_epoch()", "pass"),

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from fastq_loader.backlog import Backlog
 from fastq_loader.blocks import GRANTED, HELD, PROMISED, BlockLedger, Extents
 from fastq_loader.claims import CONSUMER
 from fastq_loader.errors import InvalidTransition, PoisonousBatch, ProtocolError
@@ -36,7 +37,7 @@ from fastq_loader.events import (
     Wait,
     Wanted,
 )
-from fastq_loader.messages import BATCH, BROKEN, ENDED, ERROR, SKIPPED, Answer, Epoch, Space, Task
+from fastq_loader.messages import BATCH, BROKEN, ENDED, ERROR, SKIPPED, Answer, Epoch, Ping, Space, Task
 from fastq_loader.scheduler import DEADLY, Scheduler
 from fastq_loader.window import Window
 from tests.simulation import REGION, SimulatedWorker, Table, region
@@ -63,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         window=WINDOWS,
         restarts=st.integers(0, 5),
         spare=st.integers(0, 3),
+        limit=st.integers(1, 12),
     )
     def start(
         self,
@@ -73,13 +75,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         window: tuple[int, ...] | None,
         restarts: int,
         spare: int,
+        limit: int,
     ) -> None:
         if kind != CLAIMED:  # no other window widens, and no batches are asked for together
             window = window and window[:1]
         if kind == ITERABLE:  # the loader refuses them
             restarts = 0
         self.in_order, self.kind, self.restarts = in_order, kind, restarts
-        self.shape, self.spare = (workers, prefetch, window), spare
+        self.shape, self.spare, self.limit = (workers, prefetch, window), spare, limit
         self.new_pool()
 
     def new_pool(self) -> None:
@@ -100,6 +103,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             places=places,
         )
         self.table = Table(places)
+        self.backlog: Backlog[Epoch | Task] = Backlog(self.limit)
+        for number in range(workers):
+            self.backlog.begin(number)
         self.workers = [self.new_worker(number, ((number * REGION, REGION),)) for number in range(workers)]
         self.epoch = self.seqs = 0
         self.tickets: set[int] = set()  # that there were
@@ -162,12 +168,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.offer(send)
         task = Task(*send[1:])
         if send.worker is None:
-            for worker in self.workers:
-                if worker.alive:
-                    worker.inbox.append(task)
+            due = self.backlog.offer({send.ticket: task}, self.table.on_offer)
+            self.to_all(task, due)
         else:
             assert self.workers[send.worker].alive, "a task for a dead worker"
             self.workers[send.worker].inbox.append(task)
+
+    def to_all(self, message: Task | Epoch, due: list[int]) -> None:
+        for worker in self.workers:
+            if worker.alive and worker.number not in self.backlog.behind:
+                worker.inbox.append(message)
+        for number in due:
+            self.workers[number].inbox.append(Ping())
+
+    def receive_pings(self) -> None:
+        """The consumer looks at its socket, and sends those that were passed over what they have missed."""
+        for worker in self.workers:
+            for _ in range(worker.pings):
+                self.backlog.read(worker.number)
+            worker.pings = 0
+        sends, due = self.backlog.catch_up(self.table.on_offer)
+        for number, messages in sends.items():
+            self.workers[number].inbox.extend(messages)
+        for number in due:
+            self.workers[number].inbox.append(Ping())
 
     def offer(self, send: Send) -> None:
         assert (send.worker is None) == (self.kind == CLAIMED)
@@ -262,9 +286,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.deaths: dict[int, int] = {}
         self.restarts_left = self.restarts
         self.finished = self.exhausted = False
-        for worker in self.workers:
-            if worker.alive:
-                worker.inbox.append(self.epoch_message())
+        if self.kind == CLAIMED:
+            self.to_all(self.epoch_message(), self.backlog.announce(self.epoch_message()))
+        else:
+            self.to_all(self.epoch_message(), [])
         for _ in instructions:
             self.draw()
 
@@ -395,6 +420,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(heard):
             self.take_in(worker)
         worker.alive = False
+        worker.pings = 0
+        self.backlog.end(worker.number)
         lost = self.lost_with(worker)
         here = {seq: self.owed[epoch, seq].attempt for epoch, seq in lost if epoch == self.epoch}
         begun = worker.hand
@@ -459,6 +486,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         space = self.ledger.forget_space(dead.number, *region(dead.number))
         worker = self.workers[dead.number] = self.new_worker(dead.number, space)
         self.table.begin(dead.number, None)
+        self.backlog.begin(dead.number)
         worker.inbox.append(self.epoch_message())
         for send in sends:
             if self.kind == CLAIMED and send.worker is not None:
@@ -490,6 +518,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(keep=st.booleans())
     def ask(self, keep: bool) -> None:
         """The user calls next(), and may keep the batch."""
+        self.receive_pings()
         while True:
             exhausted = self.exhausted
             instructions = self.scheduler.handle(Wanted())
@@ -646,7 +675,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             owner = self.owner(key)
             if owner is None:
                 near = [worker for worker in self.workers if worker.alive]
-                assert all(key in [(task.epoch, task.seq) for task in worker.knows()] for worker in near)
+                for worker in near:
+                    if worker.number in self.backlog.behind:
+                        assert worker.pings or Ping() in worker.inbox, "it waits, and nobody will hear of it"
+                    else:
+                        assert key in [(task.epoch, task.seq) for task in worker.knows()], (
+                            "it was told nothing"
+                        )
                 assert near, "a batch for nobody"
                 continue
             worker = self.workers[owner]
@@ -654,6 +689,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             mine = [(task.epoch, task.seq) for task in worker.unfinished()]
             mine += [(answer.epoch, answer.seq) for answer in worker.answers]
             assert key in mine, "a batch was forgotten"
+
+    @invariant()
+    def what_a_worker_has_to_read_is_bounded(self) -> None:
+        if not hasattr(self, "scheduler") or self.kind != CLAIMED:
+            return
+        for worker in self.workers:
+            to_read = sum(isinstance(message, (Task, Epoch)) for message in worker.inbox)
+            # Twice up to a ping; what was on offer when it was caught up or started; an epoch each time.
+            assert to_read <= 2 * (self.limit + self.widest + 2), "a busy worker's queue grows"
 
     # ---- many steps at once -------------------------------------------------------------------
 
@@ -699,6 +743,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 return True
             if worker.answers:
                 self.take_in(worker)
+                return True
+            if worker.pings:
+                self.receive_pings()
                 return True
         return any(worker.answers or (worker.can_move and worker.begin(True)) for worker in self.workers)
 

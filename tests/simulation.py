@@ -12,7 +12,7 @@ from typing import Any, cast
 from fastq_loader.allocator import AddressSpace
 from fastq_loader.blocks import Extents, size_class
 from fastq_loader.claims import CONSUMER
-from fastq_loader.messages import BATCH, ENDED, SKIPPED, Answer, Epoch, Space, Task
+from fastq_loader.messages import BATCH, ENDED, SKIPPED, Answer, Epoch, Ping, Space, Task
 from fastq_loader.tasks import Tasks
 
 REGION = 1 << 40  # bytes of address range for each worker
@@ -46,6 +46,9 @@ class Table:
         last, who = self._words[self.place(ticket)]
         return None if last != ticket or who in (0, CONSUMER) else who - 1
 
+    def on_offer(self, ticket: int) -> bool:
+        return self._words[self.place(ticket)] == (ticket, 0)
+
     def begin(self, worker: int, ticket: int | None) -> None:
         self._begun[worker] = ticket
 
@@ -71,7 +74,8 @@ class SimulatedWorker:
     def __init__(self, number: int, table: Table, claimed: bool, space: Extents) -> None:
         self.number = number
         self.tasks = Tasks(cast(Any, table), claimed, number)
-        self.inbox: deque[Task | Epoch | Space] = deque()
+        self.inbox: deque[Task | Epoch | Space | Ping] = deque()
+        self.pings = 0  # sent back, and not received yet
         self.hand: Task | None = None
         self.answers: deque[Answer] = deque()
         self.alive = True
@@ -106,6 +110,8 @@ class SimulatedWorker:
             message = self.inbox.popleft()
             if isinstance(message, Task):
                 self.tasks.add(message)
+            elif isinstance(message, Ping):
+                self.pings += 1
             elif isinstance(message, Space):
                 for offset, size in message.ranges:
                     self._space.give(offset, size)

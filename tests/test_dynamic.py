@@ -7,7 +7,7 @@ import itertools
 import pickle
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from fastq_loader import DataLoader, arena
+from fastq_loader import DataLoader, arena, crew
 from fastq_loader.claims import WORKERS
+from fastq_loader.transport import ConsumerSocket
 from tests.datasets import Backwards, Drawing
 
 SIZE = 26
@@ -423,6 +424,63 @@ def test_a_batch_may_be_later_than_the_table_of_claims_is_long(
     assert sorted(found) == list(range(800))
     assert sum(worker.batches for worker in statistics.workers) == 800
     assert statistics.rejected_frames == statistics.worker_restarts == 0
+
+
+class Held(Slow):
+    """One sample takes long; another one takes as long as it takes until the first is done and then some."""
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if index == 0:
+            time.sleep(0.4)
+        if index == 1500:
+            time.sleep(1.5)
+        info = get_worker_info()
+        assert info is not None
+        return index, info.id
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_busy_worker_is_not_sent_all_that_the_others_load_and_then_goes_on(
+    in_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "_UNREAD", 32)
+    queued = {0: 0, 1: 0}
+    send_all = ConsumerSocket.send_all
+
+    def counted(self: ConsumerSocket, *frames: bytes, but: Container[int] = ()) -> None:
+        send_all(self, *frames, but=but)
+        for worker in queued.keys() - set(but):  # type: ignore[call-overload]
+            queued[worker] += len(frames)
+
+    monkeypatch.setattr(ConsumerSocket, "send_all", counted)
+    window = 3000 if in_order else 8
+    with DataLoader(
+        Held(3000),
+        batch_size=None,
+        num_workers=2,
+        schedule="dynamic",
+        in_order=in_order,
+        reorder_window=window,
+    ) as loader:
+        iterator = iter(loader)
+        rows = [next(iterator)]
+        busy = rows[0][1] if in_order else 1 - rows[0][1]
+        sent_while_busy = None
+        for row in iterator:
+            rows.append(row)
+            if row[0] == 1400:
+                sent_while_busy = dict(queued)
+    assert sorted(index for index, _ in rows) == list(range(3000))
+    owner = dict(rows)
+    assert owner[0] == busy
+    if in_order:  # the window is the bound
+        assert queued[busy] >= 3000
+    else:
+        assert sent_while_busy is not None
+        assert sent_while_busy[busy] <= 2 * (32 + 8) + 2 < 1400 <= sent_while_busy[1 - busy]
+    loaded = [index for index in range(1501, 3000) if owner[index] == busy]
+    assert len(loaded) > 1000, "who was passed over does not go on"
 
 
 # ---- arguments ----------------------------------------------------------------------------------------

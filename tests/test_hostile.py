@@ -21,9 +21,11 @@ from torch.utils.data import IterableDataset
 from fastq_loader import DataLoader, transport
 from fastq_loader.allocator import Allocator
 from fastq_loader.arena import AVAILABLE, Arena
+from fastq_loader.backlog import Backlog
 from fastq_loader.blocks import FREE, GRANTED, HELD, PAGE, SMALLEST, BlockLedger
 from fastq_loader.cargo import Cargo, Descriptors
 from fastq_loader.claims import Claims
+from fastq_loader.crew import Crew
 from fastq_loader.errors import PoisonousBatch, ProtocolError, WorkerDied, WorkerReplaced
 from fastq_loader.events import Arrived, Deliver, Died, Draw, Drawn, EpochStarted, Finish, Send, Wanted
 from fastq_loader.inbox import Inbox
@@ -37,6 +39,7 @@ from fastq_loader.messages import (
     Handle,
     Hello,
     Message,
+    Ping,
     Space,
     Stop,
     Task,
@@ -280,6 +283,22 @@ def test_an_answer_that_is_not_due_ends_its_worker(dynamic: bool) -> None:
         assert (events, mail.distrusted, rejected) == ([], [0], 1), fields
     events, mail, rejected = received(game, 1, true, claims)
     assert (events, mail.distrusted, rejected) == ([], [1], 1)
+
+
+def test_a_ping_that_nobody_sent_ends_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    distrusted: list[int] = []
+    messages: list[Any] = [None, (0, Ping()), (1, Ping()), (0, Ping())]
+    monkeypatch.setattr(Crew, "distrust", lambda self, worker: distrusted.append(worker))
+    crew: Any = Crew.__new__(Crew)
+    crew._socket = SimpleNamespace(receive=messages.pop, take_rejected=lambda: 0)
+    crew._counters = Counters()
+    crew._backlog = Backlog(1)
+    for worker in (0, 1):
+        crew._backlog.begin(worker)
+    assert crew._backlog.offer({1: b"a task"}, lambda ticket: True) == [0, 1]
+    assert crew.receive() is None
+    assert distrusted == [0], "its second one"
+    assert crew._counters.rejected_frames == 1
 
 
 def test_an_answer_whose_handle_does_not_fit_is_handed_on_with_its_fault() -> None:

@@ -28,6 +28,7 @@ from fastq_loader.messages import (
     Hello,
     Indices,
     Pickled,
+    Ping,
     Space,
     Stop,
     Task,
@@ -90,6 +91,7 @@ ANSWERS = st.builds(
     st.lists(COUNTS, max_size=3).map(tuple),
     st.none() | HANDLES,
 )
+PINGS = st.builds(Ping)
 HELLOS = st.builds(Hello, st.integers(1, 1 << 22))
 TASKS = st.builds(Task, COUNTS, COUNTS, COUNTS, PLAIN | st.lists(PLAIN, max_size=5), PAIRS, PAIRS, COUNTS)
 EPOCHS = st.builds(Epoch, COUNTS, st.booleans(), st.none() | COUNTS, st.none() | COUNTS)
@@ -114,14 +116,14 @@ def exactly(one: Any, other: Any) -> bool:
 
 
 @settings(deadline=None, max_examples=120)
-@given(TASKS | EPOCHS | SPACES | STOPS)
-def test_consumers_messages_survive(message: Task | Epoch | Space | Stop) -> None:
+@given(TASKS | EPOCHS | SPACES | STOPS | PINGS)
+def test_consumers_messages_survive(message: Task | Epoch | Space | Stop | Ping) -> None:
     assert exactly(decode_for_worker(encode(message)), message)
 
 
 @settings(deadline=None, max_examples=120)
-@given(ANSWERS | HELLOS)
-def test_workers_messages_survive(message: Answer | Hello) -> None:
+@given(ANSWERS | HELLOS | PINGS)
+def test_workers_messages_survive(message: Answer | Hello | Ping) -> None:
     assert exactly(decode_for_consumer(encode(message)), message)
 
 
@@ -395,6 +397,7 @@ MALFORMED = {
     "an epoch that is neither abandoned nor not": packed(VERSION, 1, 1, 0, None, None),
     "a seed that is text": packed(VERSION, 1, 1, False, "1", None),
     "a seed that is negative": packed(VERSION, 1, 1, False, None, -1),
+    "a ping with too much": packed(VERSION, messages._PING, 1),
     "a task without a ticket": packed(VERSION, 0, 1, 2, 3, 4, [], []),
     "a task whose ticket is none": packed(VERSION, 0, 1, 2, 3, 4, [], [], None),
     "promises that are numbers": packed(VERSION, 0, 1, 2, 3, 4, [], [5], 0),
@@ -437,11 +440,11 @@ MALFORMED = {
     "an unknown extension": msgpack.packb((VERSION, msgpack.ExtType(9, b""))),
     "a broken timestamp": b"\x93\x02\x03\xd4\xff\x00",
     "an array of 4 billion": b"\xdd\xff\xff\xff\xff",
-    "bytes of 4 billion": b"\x92\x02\xc6\xff\xff\xff\xff",
+    "bytes of 4 billion": b"\x92\x03\xc6\xff\xff\xff\xff",
     "arrays in arrays": b"\x91" * 5000,
     "maps in maps": b"\x81\x01" * 5000,
-    "a list as a map's key": b"\x92\x02\x81\x91\x01\x02",
-    "a map as a map's key": b"\x92\x02\x81\x81\x01\x02\x03",
+    "a list as a map's key": b"\x92\x03\x81\x91\x01\x02",
+    "a map as a map's key": b"\x92\x03\x81\x81\x01\x02\x03",
     "a byte that msgpack never uses": b"\xc1",
 }
 
@@ -456,8 +459,8 @@ def test_malformed_frames_are_named_as_such(frame: bytes) -> None:
 
 def decodes_or_refuses(frame: bytes) -> None:
     decoders: tuple[tuple[Callable[[bytes], Any], tuple[type, ...]], ...] = (
-        (decode_for_worker, (Task, Epoch, Space, Bundle, Stop)),
-        (decode_for_consumer, (Hello, Answer)),
+        (decode_for_worker, (Task, Epoch, Space, Bundle, Stop, Ping)),
+        (decode_for_consumer, (Hello, Answer, Ping)),
     )
     for decode, kinds in decoders:
         try:
@@ -471,7 +474,7 @@ def decodes_or_refuses(frame: bytes) -> None:
 @given(st.binary(max_size=40))
 def test_random_bytes_raise_nothing_else(junk: bytes) -> None:
     decodes_or_refuses(junk)
-    decodes_or_refuses(b"\x92\x02" + junk)
+    decodes_or_refuses(bytes([0x92, VERSION]) + junk)
 
 
 MSGPACK_VALUES = st.recursive(
@@ -482,14 +485,14 @@ MSGPACK_VALUES = st.recursive(
 
 
 @settings(deadline=None, max_examples=250)
-@given(st.integers(0, 6), st.lists(MSGPACK_VALUES, max_size=12))
+@given(st.integers(0, 7), st.lists(MSGPACK_VALUES, max_size=12))
 def test_well_formed_msgpack_of_another_shape_raises_nothing_else(kind: int, fields: list[Any]) -> None:
     decodes_or_refuses(msgpack.packb((VERSION, kind, *fields), unicode_errors="surrogatepass"))
 
 
 @settings(deadline=None, max_examples=250)
 @given(
-    TASKS | EPOCHS | SPACES | ANSWERS | HELLOS,
+    TASKS | EPOCHS | SPACES | ANSWERS | HELLOS | PINGS,
     st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=4),
     st.sampled_from(("replace", "insert", "delete")),
 )

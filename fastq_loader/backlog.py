@@ -1,0 +1,122 @@
+"""What a busy worker need not know: how much each has been sent and may not have read.
+
+Pure. Where tasks are claimed every worker is sent every task, and one that is busy for long would have in its
+queue all that the others load. So a ping goes along after a number of messages, and the worker sends it back
+when it comes to it. One that has as many behind the ping is passed over until then. When it has read the ping
+it is sent what it has missed, as far as nobody has claimed it.
+
+An idle worker reads everything and is never passed over. A busy one that knows of no task when it is done,
+because all that it knows were claimed, has a ping to send back, and that wakes the consumer. Only where the
+consumer is in the middle of a training step does the worker wait, once in so many batches of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Generic, TypeVar
+
+from fastq_loader.errors import ProtocolError
+
+T = TypeVar("T")
+
+
+class Backlog(Generic[T]):
+    """The messages for all workers of one pool, of whatever type.
+
+    Args:
+        limit: messages from one ping to the next, at least as many as a window has batches. Then nobody is
+            passed over in an epoch with order, where the others come no further than that past a batch.
+
+    Attributes:
+        behind: workers that were passed over.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._unread: dict[int, int] = {}  # worker → messages since its last ping
+        self._pinged: set[int] = set()  # workers that have still to read it
+        self._missed: dict[int, T] = {}  # ticket → a task that somebody was not sent
+        self._epoch: T | None = None
+        self._outdated: set[int] = set()  # workers that were not sent the epoch
+        self.behind: set[int] = set()
+
+    def begin(self, worker: int) -> None:
+        """A worker starts, and will be told of the epoch and of its tasks."""
+        self._unread[worker] = 0
+
+    def end(self, worker: int) -> None:
+        """A worker is dead."""
+        self._unread.pop(worker, None)
+        for workers in (self._pinged, self._outdated, self.behind):
+            workers.discard(worker)
+        if not self.behind:
+            self._missed.clear()
+
+    def announce(self, epoch: T) -> list[int]:
+        """An epoch begins: the message goes to all but those `behind`. Who is to be sent a ping then."""
+        self._pass_over()
+        self._missed.clear()
+        self._epoch = epoch
+        self._outdated |= self.behind
+        return self._sent(1, self._unread.keys() - self.behind)
+
+    def offer(self, tasks: Mapping[int, T], on_offer: Callable[[int], bool]) -> list[int]:
+        """These tasks, by ticket, go to all but those `behind`. Who is to be sent a ping then.
+
+        Args:
+            tasks: they can be claimed.
+            on_offer: whether a ticket can still be claimed.
+        """
+        self._pass_over()
+        if self.behind:
+            self._missed.update(tasks)
+            if len(self._missed) > 2 * self._limit:
+                self._forget_claimed(on_offer)
+        return self._sent(len(tasks), self._unread.keys() - self.behind if self.behind else self._unread)
+
+    def read(self, worker: int) -> None:
+        """A worker has sent its ping back.
+
+        Raises:
+            ProtocolError: it had none.
+        """
+        if worker not in self._pinged:
+            raise ProtocolError(f"worker {worker} sent a ping back that it had not got")
+        self._pinged.discard(worker)
+
+    def catch_up(self, on_offer: Callable[[int], bool]) -> tuple[dict[int, list[T]], list[int]]:
+        """What those that were passed over are to be sent, now that they have read what came before, and who
+        is to be sent a ping then."""
+        ready = self.behind - self._pinged
+        if not ready:
+            return {}, []
+        self._forget_claimed(on_offer)
+        tasks = list(self._missed.values())
+        sends, pings = {}, []
+        for worker in ready:
+            news = [self._epoch] if worker in self._outdated and self._epoch is not None else []
+            sends[worker] = news + tasks
+            pings += self._sent(len(sends[worker]), [worker])
+        self.behind -= ready
+        self._outdated -= ready
+        if not self.behind:
+            self._missed.clear()
+        return sends, pings
+
+    def _pass_over(self) -> None:
+        for worker in self._pinged:
+            if self._unread[worker] >= self._limit:
+                self.behind.add(worker)
+
+    def _forget_claimed(self, on_offer: Callable[[int], bool]) -> None:
+        self._missed = {ticket: task for ticket, task in self._missed.items() if on_offer(ticket)}
+
+    def _sent(self, messages: int, workers: Iterable[int]) -> list[int]:
+        due = []
+        for worker in workers:
+            self._unread[worker] += messages
+            if self._unread[worker] >= self._limit and worker not in self._pinged:
+                self._unread[worker] = 0
+                self._pinged.add(worker)
+                due.append(worker)
+        return due
