@@ -19,8 +19,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import select
-import sys
 import threading
 import weakref
 from collections import deque
@@ -28,14 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from fastq_loader import process_id
+from fastq_loader import process_id, system
 from fastq_loader.blocks import PAGE, SMALLEST
 
-if sys.platform != "win32":
-    import fcntl
-    import resource
-
-AVAILABLE = hasattr(os, "memfd_create")
+AVAILABLE = system.AVAILABLE
 
 #: Address range of an arena: four times the machine's memory, so that all of it fits in batches that a
 #: user keeps, also when some workers make more of them than others. At most 4 TiB, because an arena stays
@@ -48,8 +42,7 @@ _SMALLEST = 64 << 20
 #: Words of the table of claims, see `claims`.
 CLAIMS = 1 << 15
 
-# Not every Python knows the names of these; numbers from <linux/fcntl.h> and <asm-generic/mman-common.h>.
-_F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
+# Not every Python knows the names of these; numbers from <asm-generic/mman-common.h>.
 _MADV_DONTDUMP, _MADV_REMOVE, _MADV_POPULATE_WRITE = 16, 9, 23
 
 
@@ -134,10 +127,10 @@ class Arena:
 
     def __init__(self, regions: int) -> None:
         self.pid = process_id.current()
-        self.fd = os.memfd_create("fastq_loader", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = system.memfd_create("fastq_loader")
         self.mapping = self._map_largest(regions)
         # No process can cut the memory short under another one's feet (that would be SIGBUS).
-        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
+        system.seal_length(self.fd)
         self.released: deque[tuple[int, int, int]] = deque()
         self.retired = False
         self.generation = 0
@@ -150,9 +143,9 @@ class Arena:
 
     def _map_largest(self, regions: int) -> Mapping:
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        limit = system.address_space_limit()
         length = min(machine * _OVERCOMMIT, _LARGEST)
-        if limit != resource.RLIM_INFINITY:
+        if limit is not None:
             length = min(length, limit // 4)
         length = max(length, _SMALLEST) // PAGE * PAGE
         while True:
@@ -233,8 +226,9 @@ class Arena:
     def _leave_quarantine(self) -> list[int]:
         alive = []
         for generation, read_end in self._forks:
-            ended, _, _ = select.select([read_end], [], [], 0)
-            if ended:  # the child and its own children are gone, or run another program
+            if system.readable(
+                [read_end], 0
+            ):  # the child and its own children are gone, or run another program
                 os.close(read_end)
             else:
                 alive.append((generation, read_end))

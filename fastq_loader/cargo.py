@@ -15,8 +15,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
-from multiprocessing.reduction import DupFd, ForkingPickler
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Descriptors:
         self._descriptors = descriptors
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, ({name: DupFd(fd) for name, fd in self._descriptors.items()},)
+        return _received, ({name: reduction.DupFd(fd) for name, fd in self._descriptors.items()},)
 
     def __getitem__(self, name: str) -> int:
         return self._descriptors[name]

@@ -17,18 +17,15 @@ from __future__ import annotations
 import errno
 import os
 import struct
-import sys
 
-if sys.platform != "win32":
-    import fcntl
+from fastq_loader.system import UNLOCK as _UNLOCK
+from fastq_loader.system import WRITE_LOCK as _WRITE
+from fastq_loader.system import set_lock
 
 #: A claim by the consumer: the task is taken back.
 CONSUMER = 0xFFFF
 
-#: <fcntl.h>; Python knows the name from 3.9 on where the system has it.
-_SET_LOCK = getattr(fcntl, "F_OFD_SETLK", 37)
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
-_WRITE, _UNLOCK = fcntl.F_WRLCK, fcntl.F_UNLCK
 
 _WHO = 16  # bits of a word; the ticket has the rest, which at a million batches a second is nine years
 
@@ -76,7 +73,7 @@ class Claims:
         if self._words[at] != word:
             return False
         try:
-            fcntl.fcntl(self._fd, _SET_LOCK, _FLOCK.pack(_WRITE, 0, ticket, 1, 0))
+            set_lock(self._fd, _FLOCK.pack(_WRITE, 0, ticket, 1, 0))
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 raise Busy from None
@@ -86,7 +83,7 @@ class Claims:
             if free:
                 self._words[at] = word | who
         finally:
-            fcntl.fcntl(self._fd, _SET_LOCK, _FLOCK.pack(_UNLOCK, 0, ticket, 1, 0))
+            set_lock(self._fd, _FLOCK.pack(_UNLOCK, 0, ticket, 1, 0))
         return free
 
     def on_offer(self, ticket: int) -> bool:

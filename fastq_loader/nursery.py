@@ -14,7 +14,6 @@ import gc
 import multiprocessing
 import multiprocessing.process
 import os
-import select
 import signal
 import sys
 import threading
@@ -22,6 +21,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+from fastq_loader import system
 
 #: Makes the process object of a worker, from the arguments that `Nursery.process` was called with.
 Make = Callable[..., BaseProcess]
@@ -117,20 +118,17 @@ class _Popen:
         self._nursery = nursery
         self.pid: int = nursery.ask(_FORK, *arguments)
         self.returncode: int | None = None
-        self.sentinel = os.pidfd_open(self.pid)  # its parent has not reaped it, so the number is its own
+        self.sentinel = system.pidfd_open(self.pid)  # its parent has not reaped it, so the number is its own
 
     def poll(self, flag: int = 0) -> int | None:
         return self.wait(0)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        if self.returncode is None:
-            poller = select.poll()
-            poller.register(self.sentinel, select.POLLIN)
-            if poller.poll(None if timeout is None else timeout * 1000):
-                try:
-                    self.returncode = self._nursery.ask(_REAP, self.pid)
-                except OSError:  # the nursery is gone, and with it the exit code
-                    self.returncode = UNKNOWN_EXIT
+        if self.returncode is None and system.readable([self.sentinel], timeout):
+            try:
+                self.returncode = self._nursery.ask(_REAP, self.pid)
+            except OSError:  # the nursery is gone, and with it the exit code
+                self.returncode = UNKNOWN_EXIT
         return self.returncode
 
     def terminate(self) -> None:
@@ -141,7 +139,7 @@ class _Popen:
 
     def _signal(self, number: int) -> None:
         if self.returncode is None:
-            signal.pidfd_send_signal(self.sentinel, number)
+            system.pidfd_send_signal(self.sentinel, number)
 
     def close(self) -> None:
         os.close(self.sentinel)
@@ -161,13 +159,10 @@ def serve(connection: Connection, other: Connection, consumer: int, make: Make) 
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     children: dict[int, BaseProcess] = {}
     try:
-        death = os.pidfd_open(consumer)
+        death = system.pidfd_open(consumer)
     except ProcessLookupError:
         return
-    poller = select.poll()
-    poller.register(connection.fileno(), select.POLLIN)
-    poller.register(death, select.POLLIN)
-    while death not in [ready for ready, _ in poller.poll()]:
+    while death not in system.readable([connection.fileno(), death], None):
         try:
             kind, *arguments = connection.recv()
         except (EOFError, ConnectionResetError):

@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing
 import multiprocessing.process
 import os
-import select
 import signal
 import time
 import warnings
@@ -25,12 +24,13 @@ from typing import Any
 
 import torch
 
-from fastq_loader import streaming
+from fastq_loader import streaming, system
 from fastq_loader.arena import Arena, Mapping
 from fastq_loader.blocks import Extents
 from fastq_loader.cargo import Cargo, Descriptors
 from fastq_loader.nursery import UNKNOWN_EXIT, Nursery
 from fastq_loader.pickling import explain, pickles
+from fastq_loader.system import readable
 from fastq_loader.worker import STACK_SIGNAL, Rules, Setup, main
 
 #: Seconds that a stopped worker has to leave on its own, and after SIGTERM. Workers that only wait for
@@ -230,7 +230,7 @@ class WorkerPool:
     def _descriptor(self, process: BaseProcess) -> int:
         assert process.pid is not None, "the process was started"
         try:
-            descriptor = os.pidfd_open(process.pid)
+            descriptor = system.pidfd_open(process.pid)
         except OSError:  # no pidfd in this kernel or sandbox: the pipe that multiprocessing keeps
             return process.sentinel
         self._own.add(descriptor)
@@ -260,7 +260,7 @@ class WorkerPool:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid(worker), STACK_SIGNAL)
         text, patience = b"", _STACKS
-        while _readable([self._stacks[0]], patience):
+        while readable([self._stacks[0]], patience):
             text += os.read(self._stacks[0], 1 << 16)
             patience = _NEXT_LINE
         return text.decode(errors="replace") or "  (it did not write them)"
@@ -268,7 +268,7 @@ class WorkerPool:
     def kill(self, worker: int) -> None:
         """End a worker that does not answer; returns when it has ended."""
         self._processes[worker].kill()
-        _readable([self._descriptors[worker]], None)
+        readable([self._descriptors[worker]], None)
 
     def killed(self, worker: int) -> bool:
         """Whether an ended worker was ended by a signal, and not by itself."""
@@ -332,7 +332,7 @@ class WorkerPool:
             self._nursery.forget()
 
     def _running(self) -> list[BaseProcess]:
-        ended = set(_readable(self._descriptors, 0))
+        ended = set(readable(self._descriptors, 0))
         # An interrupt may have come between the start of a process and the note of its descriptor.
         noted = len(self._descriptors)
         unnoted = [process for process in self._processes[noted:] if process.pid is not None]
@@ -346,7 +346,7 @@ class WorkerPool:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            waiting -= set(_readable(list(waiting), left))
+            waiting -= set(readable(list(waiting), left))
 
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
@@ -376,7 +376,7 @@ def _uninterrupted() -> Iterator[None]:
 
 def _knows_pidfd() -> bool:
     try:
-        os.close(os.pidfd_open(os.getpid()))
+        os.close(system.pidfd_open(os.getpid()))
     except OSError:  # not in this kernel or sandbox
         return False
     return True
@@ -403,13 +403,6 @@ def _release(process: BaseProcess) -> None:
     if popen.returncode is None:  # somebody else reaped it: SIGCHLD is ignored
         popen.returncode = UNKNOWN_EXIT
     popen.close()
-
-
-def _readable(descriptors: list[int], seconds: float | None) -> list[int]:
-    poller = select.poll()  # select() is limited to descriptors below 1024
-    for descriptor in descriptors:
-        poller.register(descriptor, select.POLLIN)
-    return [descriptor for descriptor, _ in poller.poll(None if seconds is None else seconds * 1000)]
 
 
 def _named(error: Exception, parts: dict[str, Any]) -> Exception:

@@ -23,6 +23,7 @@ from collections.abc import Container, Iterator, Sequence
 
 import zmq
 
+from fastq_loader import system
 from fastq_loader.errors import ProtocolError
 from fastq_loader.messages import (
     Answer,
@@ -161,7 +162,7 @@ class ConsumerSocket:
         self.rejected = 0
         self._token = token
         self._waking = threading.RLock()  # no wake-up is written to a descriptor that was closed
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = system.wake_up()
         self._context = zmq.Context(io_threads=1)
         # A message that comes while all cores are busy need not stop a worker or a training step: zmq's
         # thread then finds several at once, with half as many switches. (A worker's cannot wait: its answer
@@ -276,7 +277,7 @@ class ConsumerSocket:
         with self._waking:
             self.woken = True
             if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
+                system.wake(self._wake)
 
     def close(self) -> None:
         # Not left to the context: it finds its sockets through weak references, which are dead already

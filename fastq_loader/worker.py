@@ -13,7 +13,6 @@ import faulthandler
 import gc
 import math
 import os
-import select
 import signal
 import threading
 import time
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from fastq_loader import allocator, collate, datapipes, pickling, seeding
+from fastq_loader import allocator, collate, datapipes, pickling, seeding, system
 from fastq_loader.allocator import Allocator
 from fastq_loader.arena import Mapping
 from fastq_loader.blocks import PAGE, Extents, size_class
@@ -148,17 +147,16 @@ def _prepare_signals(setup: Setup) -> None:
 
 def _leave_with_consumer(setup: Setup) -> None:
     """Wait for the consumer's death, however it dies and whatever this worker is doing."""
-    poller = select.poll()
     try:
-        poller.register(os.pidfd_open(setup.consumer), select.POLLIN)
+        consumer = system.pidfd_open(setup.consumer)
     except ProcessLookupError:
         os._exit(1)
     except OSError:  # no pidfd in this kernel or sandbox: the pipe that multiprocessing keeps
         parent = parent_process()
         if parent is None:
             return
-        poller.register(parent.sentinel, select.POLLIN)
-    poller.poll()
+        consumer = parent.sentinel
+    system.readable([consumer], None)
     remove_folder(setup.folder)
     os._exit(1)
 

@@ -68,6 +68,7 @@ ORDER = (
     "statistics",
     "process_id",
     "interrupts",
+    "system",
     "errors",
 )
 PURE = (
@@ -162,6 +163,17 @@ def test_pure_modules_import_nothing_that_does_something(module: str) -> None:
     assert not {name.split(".")[0] for name in imported(module)} & IMPURE
     assert siblings(module) <= {*PURE, "errors"}
     assert not {name.split(".")[0] for name in imported("errors")} & IMPURE
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_wait_is_limited_to_descriptors_below_1024(module: str) -> None:
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.ImportFrom) and node.module in ("select", "selectors"):
+            assert not {"select", "SelectSelector"} & {alias.name for alias in node.names}
+        if isinstance(node, ast.Attribute):
+            assert ast.unparse(node) not in ("select.select", "selectors.SelectSelector"), (
+                f"line {node.lineno}"
+            )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

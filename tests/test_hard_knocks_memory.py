@@ -1,0 +1,205 @@
+"""Programs that are hard on memory, descriptors and the system: whatever torch's loader bears, ours bears.
+
+Each runs in a process of its own, with torch's loader beside ours where torch holds.
+"""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from fastq_loader.arena import AVAILABLE
+from tests.conftest import ROOT, ScriptResult, run_script
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd"),
+]
+
+#: What the scripts share: both loaders, and how many bytes of pages lie behind ours.
+COMMON = """
+import gc, os, resource, signal, subprocess, sys, threading, time, warnings
+import torch
+import torch.utils.data
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+import fastq_loader
+from fastq_loader import empty
+
+BOTH = (torch.utils.data.DataLoader, fastq_loader.DataLoader)
+OURS = fastq_loader.DataLoader
+
+def memfd_bytes():
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if "memfd:fastq_loader" in os.readlink(f"/proc/self/fd/{name}"):
+                status = os.stat(f"/proc/self/fd/{name}")
+                found[status.st_ino] = status.st_blocks * 512
+        except FileNotFoundError:
+            pass
+    return sum(found.values())
+"""
+
+
+def run(source: str, timeout: float = 60, path: Path | None = None) -> ScriptResult:
+    """Run a script that must end well, and say nothing on the way; `path` comes first on its own."""
+    env = {} if path is None else {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+    result = run_script(COMMON + textwrap.dedent(source), timeout=timeout, env=env)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    assert result.stderr == ""
+    assert result.left == ()
+    return result
+
+
+# ---- descriptors ------------------------------------------------------------------------------------
+
+
+def test_a_training_script_with_more_than_1024_open_files() -> None:
+    result = run(
+        """
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+        data = TensorDataset(torch.arange(32 * 40_000).view(32, 40_000))
+        seen = []
+        for loader in BOTH:
+            train = loader(data, batch_size=4, num_workers=2, persistent_workers=True)
+            total = 0
+            for epoch in range(2):
+                for (rows,) in train:
+                    total += int(rows.sum())
+                # `rows` is looked at while the workers of the validation are forked.
+                for (rows,) in loader(data, batch_size=8, num_workers=2):
+                    total += int(rows.sum())
+            seen.append(total)
+            del train, rows
+        assert seen[0] == seen[1], seen
+        print("trained")
+        """
+    )
+    assert result.stdout == "trained\n"
+
+
+# ---- system calls that are not there ----------------------------------------------------------------
+
+#: A Python that was built with old headers, as conda's are; every process of the script imports this first.
+OLD_HEADERS = """
+import fcntl, os, signal
+
+for module, names in (
+    (os, "pidfd_open memfd_create eventfd eventfd_read eventfd_write EFD_CLOEXEC EFD_NONBLOCK EFD_SEMAPHORE"),
+    (os, "MFD_CLOEXEC MFD_ALLOW_SEALING"),
+    (fcntl, "F_OFD_SETLK F_OFD_SETLKW F_OFD_GETLK F_ADD_SEALS F_GET_SEALS"),
+    (signal, "pidfd_send_signal"),
+):
+    for name in names.split():
+        if hasattr(module, name):
+            delattr(module, name)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_python_that_lacks_names_of_what_the_kernel_can_do(method: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OLD_HEADERS)
+    result = run(
+        f"""
+        assert not hasattr(os, "memfd_create")
+        assert not hasattr(os, "pidfd_open")
+        data = TensorDataset(torch.arange(40 * 20_000).view(40, 20_000))
+        options = dict(batch_size=4, num_workers=2, multiprocessing_context="{method}")
+        seen = [[int(rows.sum()) for (rows,) in loader(data, **options)] for loader in BOTH]
+        assert seen[0] == seen[1]
+        assert len(seen[0]) == 10
+        print("loaded")
+        """,
+        path=tmp_path,
+    )
+    assert result.stdout == "loaded\n"
+
+
+def test_workers_are_replaced_by_a_python_that_lacks_the_names(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OLD_HEADERS)
+    result = run(
+        """
+        class Deadly(Dataset):
+            def __len__(self):
+                return 12
+            def __getitem__(self, index):
+                if index == 5 and not os.path.exists("died"):
+                    open("died", "w").close()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return index
+
+        os.chdir(sys.path[0])
+        warnings.simplefilter("ignore")
+        for wait in (0, 20):
+            loader = OURS(Deadly(), batch_size=None, num_workers=2, schedule="dynamic",
+                          max_worker_restarts=2, timeout=wait)
+            assert list(loader) == list(range(12))
+            assert loader.statistics().worker_restarts == 1
+            os.unlink("died")
+        print("replaced")
+        """,
+        path=tmp_path,
+    )
+    assert result.stdout == "replaced\n"
+
+
+#: What there is not on another system; torch, which there is, was imported before.
+ELSEWHERE = """
+import multiprocessing.reduction, multiprocessing.forkserver, os, select, signal, sys
+import torch, torch.utils.data, torch.multiprocessing, numpy, zmq, msgpack, mmap, ctypes
+
+for module, names in (
+    (os, "memfd_create MFD_CLOEXEC MFD_ALLOW_SEALING pidfd_open eventfd eventfd_write"),
+    (os, "EFD_CLOEXEC EFD_NONBLOCK pipe2 sched_getaffinity sched_setscheduler sched_getscheduler"),
+    (os, "SCHED_OTHER SCHED_BATCH sched_param"),
+    (signal, "pidfd_send_signal"),
+):
+    for name in names.split():
+        delattr(module, name)
+"""
+WINDOWS = """
+for module, names in (
+    (os, "fork register_at_fork sysconf getuid O_CLOEXEC O_NONBLOCK SEEK_DATA SEEK_HOLE"),
+    (multiprocessing.reduction, "DupFd"),
+    (select, "poll epoll"),
+    (signal, "SIGKILL SIGCHLD SIGRTMIN SIGUSR1 SIG_BLOCK SIG_UNBLOCK SIG_SETMASK pthread_sigmask"),
+):
+    for name in names.split():
+        delattr(module, name)
+sys.modules["fcntl"] = sys.modules["resource"] = None
+"""
+
+
+@pytest.mark.parametrize(("name", "lacks"), [("darwin", ""), ("win32", WINDOWS)])
+def test_another_system_loads_without_workers_and_says_so_with_them(name: str, lacks: str) -> None:
+    result = run_script(
+        ELSEWHERE
+        + lacks
+        + f"""
+sys.platform = "{name}"
+import fastq_loader
+data = torch.utils.data.TensorDataset(torch.arange(40).view(20, 2))
+seen = []
+for loader in (torch.utils.data.DataLoader, fastq_loader.DataLoader):
+    seen.append([batch[0].tolist() for batch in loader(data, batch_size=3)])
+assert seen[0] == seen[1]
+assert fastq_loader.empty((300, 300)).shape == (300, 300)
+loader = fastq_loader.DataLoader(data, batch_size=3, schedule="dynamic", persistent_workers=False)
+assert len(list(loader)) == 7
+loader.statistics(), loader.close(), repr(loader)
+try:
+    fastq_loader.DataLoader(data, num_workers=2)
+except RuntimeError as error:
+    assert "memfd_create" in str(error), error
+    print("said so")
+"""
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "said so\n"
+    assert result.stderr == ""
+    assert result.left == ()
