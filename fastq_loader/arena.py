@@ -19,8 +19,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import threading
-import weakref
 from collections import deque
 from typing import Any
 
@@ -28,6 +26,7 @@ import numpy as np
 
 from fastq_loader import process_id, system
 from fastq_loader.blocks import PAGE, SMALLEST
+from fastq_loader.forks import Onlookers, moment
 
 AVAILABLE = system.AVAILABLE
 
@@ -117,8 +116,9 @@ class Arena:
     Attributes:
         fd: the memfd, -1 once retired.
         mapping: where it is mapped.
-        released: (offset, generation when leased, and when the lease died) of blocks whose last view died.
-        generation: how often a child was forked.
+        released: blocks whose last view died: offset, and the moments of the lease's birth and death if a
+            forked child may look at it, else zeros.
+        onlookers: the children that were forked while somebody looked at a block.
         retired: the loader was closed.
 
     Raises:
@@ -133,13 +133,10 @@ class Arena:
         system.seal_length(self.fd)
         self.released: deque[tuple[int, int, int]] = deque()
         self.retired = False
-        self.generation = 0
-        self._leased = 0  # leases that have not been heard to die
+        self.onlookers = Onlookers()  # counts the leases that have not been heard to die
         self._number = 0  # of the last lease
-        self._forks: list[tuple[int, int]] = []  # (generation, read end of a pipe that the child holds)
         # Blocks that a forked child may look at, as in `released`.
         self._quarantine: list[tuple[int, int, int]] = []
-        _arenas.add(self)
 
     def _map_largest(self, regions: int) -> Mapping:
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -170,21 +167,29 @@ class Arena:
 
         The block stays in use until the array and everything made of it are gone.
         """
-        self._leased += 1
+        self.onlookers.count += 1
         self._number = self._number % 0xFFFFFFFF + 1  # 32 bits; 0 is what new memory reads
         self.mapping.leased(block[0], self._number)
         return np.asarray(Lease(self, self._number, block, delta, shape, typestr, strides))
 
     def released_blocks(self) -> list[int]:
         """Offsets of the blocks whose last view died since the last call, and that no child looks at."""
-        free = self._leave_quarantine() if self._quarantine else []
+        free = []
         while self.released:
-            offset, leased, died = self.released.popleft()
-            self._leased -= 1
-            if leased == died:
-                free.append(offset)
+            offset, born, died = self.released.popleft()
+            self.onlookers.count -= 1
+            if died:
+                self._quarantine.append((offset, born, died))
             else:
-                self._quarantine.append((offset, leased, died))
+                free.append(offset)
+        if self._quarantine:
+            self.onlookers.reap()
+            entries, self._quarantine = self._quarantine, []
+            for offset, born, died in entries:
+                if self.onlookers.saw(born, died):
+                    self._quarantine.append((offset, born, died))
+                else:
+                    free.append(offset)
         return free
 
     def retire(self, held: list[tuple[int, int]]) -> None:
@@ -198,48 +203,12 @@ class Arena:
             self.mapping.punch(start, offset - start)
             start = offset + size
         self.mapping.punch(start, self.mapping.length - start)
-        for _, read_end in self._forks:
-            os.close(read_end)
-        self._forks.clear()
+        self.onlookers.close()
 
     def __del__(self) -> None:
         # Retired arenas have closed it; this is for one whose engine was interrupted while it was made.
         if getattr(self, "fd", -1) >= 0 and self.pid == process_id.current():
             os.close(self.fd)
-
-    # ---- a user's fork ------------------------------------------------------------------------
-
-    def forking(self) -> int | None:
-        """A child is about to be forked that sees every block that is leased now, for as long as it lives.
-
-        Returns:
-            The descriptor that the child must hold for as long: until it closes, those blocks stay out of
-            use. None if there are none.
-        """
-        self.generation += 1
-        if self.retired or not self._leased:
-            return None
-        read_end, write_end = os.pipe()
-        self._forks.append((self.generation, read_end))
-        return write_end
-
-    def _leave_quarantine(self) -> list[int]:
-        alive = []
-        for generation, read_end in self._forks:
-            if system.readable(
-                [read_end], 0
-            ):  # the child and its own children are gone, or run another program
-                os.close(read_end)
-            else:
-                alive.append((generation, read_end))
-        self._forks = alive
-
-        def seen(leased: int, released: int) -> bool:
-            return any(leased < generation <= released for generation, _ in alive)
-
-        free = [offset for offset, leased, released in self._quarantine if not seen(leased, released)]
-        self._quarantine = [entry for entry in self._quarantine if seen(entry[1], entry[2])]
-        return free
 
 
 class Lease:
@@ -248,7 +217,7 @@ class Lease:
     numpy's array interface makes this object the base of the array; `torch.from_numpy` keeps the array.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__", "_arena", "_generation", "_number", "_offset", "_size")
+    __slots__ = ("__array_interface__", "__weakref__", "_arena", "_born", "_number", "_offset", "_size")
 
     def __init__(
         self,
@@ -264,7 +233,7 @@ class Lease:
         self._arena = arena
         self._number = number
         self._offset = offset
-        self._generation = arena.generation
+        self._born = moment()
         self.__array_interface__ = {
             "version": 3,
             "data": (arena.mapping.base + offset + delta, False),
@@ -277,36 +246,11 @@ class Lease:
         arena = self._arena
         if arena.pid != getpid():
             return  # the parent's block: a forked child has nothing to give back
+        died = moment()
+        seen = arena.onlookers.saw(self._born, died)  # by a forked child that may still look at it
         if not arena.retired:
-            generation = arena.generation
-            arena.released.append((self._offset, self._generation, generation))
-            if self._generation == generation:  # else a forked child may still look at it
+            arena.released.append((self._offset, self._born, died) if seen else (self._offset, 0, 0))
+            if not seen:
                 arena.mapping.let_go(self._offset, self._number)
-        elif self._generation == arena.generation:
+        elif not seen:
             arena.mapping.punch(self._offset, self._size)
-
-
-_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
-_forking = threading.local()  # of the thread that forks: the ends of pipes that its child will hold
-
-
-def _before_fork() -> None:
-    ends = [arena.forking() for arena in list(_arenas) if arena.pid == process_id.current()]
-    _forking.ends = [end for end in ends if end is not None]
-
-
-def _after_fork_in_parent() -> None:
-    for end in _forking.ends:
-        os.close(end)
-
-
-def _after_fork_in_child() -> None:
-    _forking.ends = []  # they stay open as long as the child lives: that is their use
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork,
-        after_in_parent=_after_fork_in_parent,
-        after_in_child=_after_fork_in_child,
-    )

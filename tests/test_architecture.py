@@ -43,6 +43,7 @@ ORDER = (
     "allocator",
     "streaming",
     "arena",
+    "forks",
     "claims",
     "transport",
     "device",

@@ -83,6 +83,156 @@ def test_a_training_script_with_more_than_1024_open_files() -> None:
     assert result.stdout == "trained\n"
 
 
+def test_a_fork_without_descriptors_closes_nothing_of_the_users() -> None:
+    result = run(
+        """
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        data = TensorDataset(torch.arange(16 * 40_000).view(16, 40_000))
+
+        def fork(act):
+            pid = os.fork()
+            if not pid:
+                try:
+                    act()
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            return pid
+
+        def end(pid):
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+        for loader in BOTH:
+            iterator = iter(loader(data, batch_size=4, num_workers=2))
+            (rows,) = next(iterator)
+            assert end(fork(lambda: None)) == 0
+            mine = []
+            try:
+                while True:
+                    mine.append(os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                pass
+            for turn in range(3):
+                assert end(fork(lambda: None)) == 0
+                for number in mine:
+                    os.fstat(number)
+            for number in mine:
+                os.close(number)
+            assert len([rows for (rows,) in iterator]) == 3
+        print("whole")
+        """
+    )
+    assert result.stdout == "whole\n"
+
+
+def test_what_a_child_looks_at_stays_where_no_pipe_to_it_could_be_made() -> None:
+    result = run(
+        """
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+
+        class Numbered(Dataset):
+            def __len__(self):
+                return 40
+            def __getitem__(self, index):
+                return torch.full((500_000,), index)
+
+        for loader in BOTH:
+            iterator = iter(loader(Numbered(), batch_size=None, num_workers=2))
+            look, go = os.pipe()
+            batch = next(iterator)
+            mine = []
+            try:
+                while True:
+                    mine.append(os.dup(0))
+            except OSError:
+                pass
+            pid = os.fork()
+            if not pid:
+                os.read(look, 1)
+                os._exit(0 if bool((batch == 0).all()) else 3)
+            for number in mine:
+                os.close(number)
+            del batch
+            assert [int(batch[0]) for batch in iterator] == list(range(1, 40))
+            os.write(go, b"x")
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        print("whole")
+        """
+    )
+    assert result.stdout == "whole\n"
+
+
+def test_forks_on_several_threads_while_batches_come_and_go() -> None:
+    result = run(
+        """
+        class Numbered(Dataset):
+            def __len__(self):
+                return 300
+            def __getitem__(self, index):
+                return torch.full((20_000,), index)
+
+        warnings.simplefilter("ignore")
+        sys.setswitchinterval(1e-5)
+        for loader in BOTH:
+            current, stop, failures = [], threading.Event(), []
+
+            def look():
+                while not stop.is_set():
+                    mine = current[-1:]
+                    if not mine:
+                        continue
+                    pid = os.fork()
+                    if not pid:
+                        number = int(mine[0][0])
+                        for _ in range(5):
+                            time.sleep(0.002)
+                            if not bool((mine[0] == number).numpy().all()):
+                                os._exit(3)
+                        os._exit(0)
+                    mine = None
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    if code:
+                        failures.append(code)
+
+            threads = [threading.Thread(target=look) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            numbers = []
+            loading = loader(Numbered(), batch_size=None, num_workers=2)
+            for batch in loading:
+                current[:] = [batch]
+                numbers.append(int(batch[0]))
+                time.sleep(0.002)
+            stop.set()
+            for thread in threads:
+                thread.join()
+            assert numbers == list(range(300))
+            assert not failures, failures
+            current.clear()
+            del batch, loading
+        print("whole")
+        """
+    )
+    assert result.stdout == "whole\n"
+
+
+def test_forks_beside_a_kept_batch_cost_no_descriptors() -> None:
+    result = run(
+        """
+        data = TensorDataset(torch.arange(16 * 40_000).view(16, 40_000))
+        for loader in BOTH:
+            iterator = iter(loader(data, batch_size=4, num_workers=2))
+            (kept,) = next(iterator)
+            before = len(os.listdir("/proc/self/fd"))
+            for _ in range(50):
+                subprocess.run(["true"], preexec_fn=os.getpid, check=True)
+            assert len(os.listdir("/proc/self/fd")) <= before + 2, loader
+        print("none")
+        """
+    )
+    assert result.stdout == "none\n"
+
+
 # ---- system calls that are not there ----------------------------------------------------------------
 
 #: A Python that was built with old headers, as conda's are; every process of the script imports this first.
