@@ -9,6 +9,10 @@ block is the one that the next task should be written to. The lease's finalizer 
 sees; a worker that does not find it makes a new block instead and declines. So the pool needs one batch less
 than if the consumer had to hear of the release first, and no message is spent on it.
 
+A task is granted what batches like the recent ones need. Batches of a few kinds may take turns, and nobody
+knows which kind the next one is: a task gets enough for any of them, and gives back what it does not use.
+Else their blocks would be made anew all the time.
+
 A worker makes new blocks on its own, in a part of the arena's address range that belongs to it, when no
 granted block fits; the ledger adopts them when it hears of them. So no worker ever waits for space.
 """
@@ -40,6 +44,11 @@ WORTH_A_PROMISE = 4 << 20
 #: Where fields begin in a batch that goes to a device in one piece: what CUDA's own allocator aligns to.
 DEVICE_ALIGNMENT = 256
 SMALLEST = 64 * 1024  # bytes; smaller leaves travel in a parcel and are copied out (design, rule 2)
+#: Tasks after which a block that none of them used goes back to the system. Making 200 MB of pages anew takes
+#: as long as a thousand of the smallest batches.
+PATIENCE = 1000
+#: Kinds of batches that are told apart. Where there are more, they are of all sizes, and serve each other.
+KINDS = 4
 
 
 def size_class(nbytes: int) -> int:
@@ -73,9 +82,10 @@ class Block:
         state: by the table above.
         writer: the worker that holds the grant, or the name of the task that will find one; None: nobody.
         home: the worker that made it.
+        used: the number of tasks that there had been when it was last written to or looked at.
     """
 
-    __slots__ = ("home", "offset", "size", "state", "writer")
+    __slots__ = ("home", "offset", "size", "state", "used", "writer")
 
     def __init__(self, offset: int, size: int, writer: int) -> None:
         self.offset = offset
@@ -83,6 +93,7 @@ class Block:
         self.state = GRANTED
         self.writer: int | None = writer
         self.home = writer
+        self.used = 0
 
 
 def _anywhere(worker: int) -> tuple[int, int]:
@@ -100,6 +111,7 @@ class BlockLedger:
         nbytes: bytes of all blocks.
         free_bytes: bytes of the free ones.
         batch_bytes: of a batch's blocks: a maximum that fades over some hundred batches.
+        wanted: sizes of the blocks that a task gets, as far as there are any; descending.
     """
 
     def __init__(self, region: Callable[[int], tuple[int, int]] = _anywhere) -> None:
@@ -115,7 +127,13 @@ class BlockLedger:
         self._free_blocks = 0
         self._recent: list[int] = []  # the blocks of the batch that was delivered last
         self._space: dict[int, list[tuple[int, int]]] = {}  # worker → trimmed blocks that it gets back
-        self._needs: tuple[int, ...] = ()  # bytes of the blocks of the last batch
+        self._tasks = 0  # that were to be granted something
+        self._look_at = PATIENCE  # when so many have been, what is not used any more is looked for
+        self._kinds: dict[
+            tuple[int, ...], int
+        ] = {}  # sizes, descending, that a batch used → task; last one last
+        self.wanted: tuple[int, ...] = ()
+        self._wanted_bytes = 0
         self.batch_bytes = 0.0
 
     def __len__(self) -> int:
@@ -173,7 +191,8 @@ class BlockLedger:
                 raise InvalidTransition(f"block at {offset} is known already")
             if size != size_class(size):
                 raise InvalidTransition(f"{size} bytes at {offset} are not a block size")
-            self._blocks[offset] = Block(offset, size, worker)
+            block = self._blocks[offset] = Block(offset, size, worker)
+            block.used = self._tasks
             insort(self._offsets, offset)
             if size not in self._free:
                 self._free[size] = deque()
@@ -182,16 +201,16 @@ class BlockLedger:
             self.nbytes += size
 
     def grant(self, worker: int) -> tuple[Extents, Extents]:
-        """Blocks for a batch like the last one, as far as there are any: free ones, and promised ones.
+        """Blocks for a batch like the recent ones, as far as there are any: free ones, and promised ones.
 
         `worker` may be any number for a task that is still to find its worker; see `hand_over`.
         """
-        if not self._needs:
+        self._tasks += 1
+        if not self.wanted:
             return (), ()
         grants: list[tuple[int, int]] = []
         promises: list[tuple[int, int]] = []
-        for need in self._needs:
-            wanted = size_class(need)
+        for wanted in self.wanted:
             block, chosen = self._take(wanted), grants
             if block is None:
                 block, chosen = self._promise(wanted), promises
@@ -225,18 +244,43 @@ class BlockLedger:
 
     def fill(self, worker: int, used: Iterable[tuple[int, int]]) -> None:
         """`worker` has written a batch to blocks (offset, bytes needed) that were granted to it."""
-        needs = []
+        needs: list[int] = []
         for offset, need in used:
-            block = self._blocks.get(offset)
-            if block is not None and block.writer != worker:
-                raise InvalidTransition(f"worker {worker} filled block {offset}, which {block.writer} holds")
+            known = self._blocks.get(offset)
+            if known is not None and known.writer != worker:
+                raise InvalidTransition(f"worker {worker} filled block {offset}, which {known.writer} holds")
             block = self._move(offset, "fill")
             if need > block.size:
                 raise InvalidTransition(f"{need} bytes do not fit block {offset} of {block.size}")
-            needs.append(need)
+            block.used = self._tasks
+            needs.append(size_class(need))
         if needs:
-            self._needs = tuple(needs)
-            self.batch_bytes = max(float(sum(map(size_class, needs))), 0.99 * self.batch_bytes)
+            self._learn(tuple(sorted(needs, reverse=True)))
+            self.batch_bytes = max(float(sum(needs)), 0.99 * self.batch_bytes)
+
+    def _learn(self, kind: tuple[int, ...]) -> None:
+        """A batch used blocks of these sizes."""
+        known = self._kinds.pop(kind, None) is not None
+        self._kinds[kind] = self._tasks
+        if not known:
+            if len(self._kinds) > KINDS:
+                del self._kinds[next(iter(self._kinds))]
+            self._want()
+
+    def _want(self) -> None:
+        """Find the blocks that serve every kind, each by itself."""
+        wanted: list[int] = []
+        for kind in sorted(self._kinds, reverse=True):
+            left = list(wanted)
+            for size in kind:
+                fitting = [other for other in left if size <= other <= 2 * size]
+                if fitting:
+                    left.remove(fitting[-1])
+                else:
+                    wanted.append(size)
+            wanted.sort(reverse=True)
+        self.wanted = tuple(wanted)
+        self._wanted_bytes = sum(wanted)
 
     def deliver(self, offsets: list[int]) -> None:
         """The batch in these blocks is handed out; its views hold leases."""
@@ -246,7 +290,7 @@ class BlockLedger:
 
     def release(self, offset: int) -> None:
         """The last view of the block is gone."""
-        self._move(offset, "release")
+        self._move(offset, "release").used = self._tasks
 
     def drop(self, offset: int) -> None:
         """The batch in the block will not be delivered, or was copied out."""
@@ -280,26 +324,49 @@ class BlockLedger:
         """Blocks whose pages should be given back to the system, as (offset, size).
 
         Blocks that users hold are their wish; of the others as many stay as `batches` batches need, so that
-        a loop that kept batches for a while pays their memory back. A trimmed block is a block no more: its
-        address range goes back to the worker that made it, see `space`.
+        a loop that kept batches for a while pays their memory back, and none that the last `PATIENCE` tasks
+        had no use for. A trimmed block is a block no more: its address range goes back to the worker that
+        made it, see `space`.
         """
-        spare = self.nbytes - self._held_bytes - int(batches * self.batch_bytes)
         trimmed: list[tuple[int, int]] = []
+        if self._tasks >= self._look_at:
+            self._forget(trimmed)
+        needed = max(self.batch_bytes, self._wanted_bytes)
+        spare = self.nbytes - self._held_bytes - int(batches * needed)
         if spare <= 0 or not self.free_bytes:
             return trimmed
         for size in reversed(self._sizes):
             while self._free[size] and spare >= size:
-                offset = self._free[size].popleft()  # the coldest
-                block = self._blocks.pop(offset)
-                del self._offsets[bisect_left(self._offsets, offset)]
                 spare -= size
-                self.nbytes -= size
-                self.free_bytes -= size
-                self._free_blocks -= 1
-                assert block.home is not None
-                self._space.setdefault(block.home, []).append((offset, size))
-                trimmed.append((offset, size))
+                trimmed.append(self._trim(size))
         return trimmed
+
+    def _forget(self, trimmed: list[tuple[int, int]]) -> None:
+        """Stop asking for what batches have no use for any more, and trim the blocks that were for it."""
+        self._look_at = self._tasks + PATIENCE // 8
+        before = self._tasks - PATIENCE
+        lasting = {kind: task for kind, task in self._kinds.items() if task >= before}
+        if len(lasting) < len(self._kinds):
+            self._kinds = lasting
+            self._want()
+            if not lasting:
+                self.batch_bytes = 0.0
+        for size in self._sizes:
+            free = self._free[size]
+            while free and self._blocks[free[0]].used < before:
+                trimmed.append(self._trim(size))
+
+    def _trim(self, size: int) -> tuple[int, int]:
+        """Take the coldest free block of a size out."""
+        offset = self._free[size].popleft()
+        block = self._blocks.pop(offset)
+        del self._offsets[bisect_left(self._offsets, offset)]
+        self.nbytes -= size
+        self.free_bytes -= size
+        self._free_blocks -= 1
+        assert block.home is not None
+        self._space.setdefault(block.home, []).append((offset, size))
+        return offset, size
 
     def space(self, worker: int) -> Extents:
         """Address ranges (offset, size) of trimmed blocks that `worker` may make new blocks in."""

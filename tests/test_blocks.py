@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
+from random import Random
 
 import pytest
 from hypothesis import example, given, settings
@@ -16,6 +18,7 @@ from fastq_loader.blocks import (
     FREE,
     GRANTED,
     HELD,
+    KINDS,
     PAGE,
     PROMISED,
     SMALLEST,
@@ -27,6 +30,7 @@ from fastq_loader.errors import InvalidTransition
 
 WORKERS = 3
 LOOKED_AT = (HELD, PROMISED)
+PATIENT = 12  # tasks, in place of a thousand
 REGION = 1 << 40  # bytes of address range for each worker in these tests
 
 
@@ -35,6 +39,7 @@ def _small_blocks_are_promised() -> Iterator[None]:
     """The tests count in blocks of a few kilobytes, which are not worth a promise in real life."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastq_loader.blocks.WORTH_A_PROMISE", 0)
+        patch.setattr("fastq_loader.blocks.PATIENCE", PATIENT)
         yield
 
 
@@ -464,6 +469,72 @@ def test_the_bytes_of_a_batch_fade_slowly_from_their_maximum() -> None:
     assert SMALLEST < ledger.batch_bytes < 4 * SMALLEST
 
 
+# ---- what is not used any more ----------------------------------------------------------------------
+
+
+def batch(ledger: BlockLedger, *needs: int) -> None:
+    """A task comes and goes, and uses what it was granted as far as it fits; new blocks else."""
+    granted = dict(chain(*ledger.grant(0)))
+    used, fresh = [], []
+    for need in needs:
+        fitting = [(size, o) for o, size in granted.items() if need <= size <= 2 * size_class(need)]
+        if fitting:
+            _, offset = min(fitting)  # as a worker does
+            del granted[offset]
+        else:
+            offset = max([o + known.size for o, known in ledger._blocks.items()], default=0)
+            offset = max([offset, *[o + size for o, size in fresh]])
+            fresh.append((offset, size_class(need)))
+        used.append((offset, need))
+    ledger.adopt(0, fresh)
+    ledger.give_back(0, list(granted))
+    ledger.fill(0, used)
+    for offset, _ in used:
+        ledger.drop(offset)
+    ledger.check()
+
+
+SIZES_OF_BATCHES = st.lists(st.sampled_from((70_000, 100_000, 1 << 20, 10 << 20)), max_size=3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(SIZES_OF_BATCHES, min_size=1, max_size=6), SIZES_OF_BATCHES)
+def test_blocks_go_back_when_no_batch_uses_them_any_more(before: list[list[int]], after: list[int]) -> None:
+    ledger = BlockLedger()
+    for needs in before * 3:
+        batch(ledger, *needs)
+    for _ in range(2 * PATIENT + PATIENT // 8 + 2):
+        batch(ledger, *after)
+        ledger.trim(3)
+    assert ledger.nbytes <= 2 * sum(map(size_class, after))
+    assert serves(ledger.wanted, tuple(map(size_class, after)))
+    if not after:
+        assert ledger.batch_bytes == 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(SIZES_OF_BATCHES, min_size=1, max_size=KINDS, unique_by=tuple), st.randoms())
+def test_batches_of_a_few_kinds_in_any_order_keep_their_blocks(kinds: list[list[int]], rng: Random) -> None:
+    ledger = BlockLedger()
+    for needs in kinds * 2:
+        batch(ledger, *needs)
+        ledger.trim(3)
+    grown = ledger.grown
+    for _ in range(10):
+        for needs in rng.sample(kinds, len(kinds)):
+            batch(ledger, *needs)
+            ledger.trim(3)
+    assert ledger.grown == grown
+
+
+def test_a_kind_that_is_not_seen_any_more_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = BlockLedger()
+    for kind in range(KINDS + 3):
+        batch(ledger, SMALLEST << 2 * kind)
+    assert len(ledger.wanted) == KINDS
+    assert ledger.wanted[-1] == SMALLEST << 6
+
+
 # ---- everything at once -----------------------------------------------------------------------------
 
 
@@ -475,6 +546,18 @@ class Known:
     state: str = GRANTED
     writer: int | None = None
     home: int | None = None
+    used: int = 0
+
+
+def serves(sizes: tuple[int, ...], kind: tuple[int, ...]) -> bool:
+    """Whether each block of a batch finds one of its own that fits."""
+    left = sorted(sizes)
+    for need in sorted(kind):
+        fitting = [size for size in left if need <= size <= 2 * need]
+        if not fitting:
+            return False
+        left.remove(fitting[0])
+    return True
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -488,6 +571,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.space: list[list[tuple[int, int]]] = [[] for _ in range(WORKERS)]
         self.grown = 0
         self.last: list[int] = []  # bytes that the last batch needed
+        self.kinds: dict[tuple[int, ...], int] = {}  # sizes of a batch's blocks → tasks so far
+        self.tasks = 0
         self.newest: list[int] = []  # blocks of the batch that was delivered last
         self.largest = 0.0  # bytes of a batch's blocks, the maximum so far
 
@@ -503,7 +588,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for need in needs:
             size = size_class(need)
             fresh.append((self.ends[worker], size))
-            self.model[self.ends[worker]] = Known(size, GRANTED, worker, worker)
+            self.model[self.ends[worker]] = Known(size, GRANTED, worker, worker, self.tasks)
             self.ends[worker] += size
         self.ledger.adopt(worker, fresh)
         self.grown += len(fresh)
@@ -513,9 +598,10 @@ class LedgerMachine(RuleBasedStateMachine):
         """To a worker, or to a task that is still to find one."""
         granted, promised = self.ledger.grant(worker)
         offsets = [offset for offset, _ in granted + promised]
-        assert len(offsets) <= len(self.last)
+        self.tasks += 1
+        assert len(offsets) <= len(self.ledger.wanted)
         assert len(set(offsets)) == len(offsets), "one block granted twice"
-        wanted = [size_class(need) for need in self.last]
+        wanted = self.ledger.wanted
         for blocks, before, after in ((granted, FREE, GRANTED), (promised, HELD, PROMISED)):
             for offset, size in blocks:
                 known = self.model[offset]
@@ -538,8 +624,12 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.fill(worker, used)
         for offset, _ in used:
             self.model[offset].state = FILLED
+            self.model[offset].used = self.tasks
         self.last = [need for _, need in used]
         self.largest = max(self.largest, float(sum(map(size_class, self.last))))
+        kind = tuple(sorted(map(size_class, self.last)))
+        self.kinds.pop(kind, None)
+        self.kinds[kind] = self.tasks
 
     @precondition(lambda self: self.some(GRANTED, PROMISED))
     @rule(data=st.data())
@@ -571,6 +661,7 @@ class LedgerMachine(RuleBasedStateMachine):
         known = self.model[offset := self.pick(data, HELD, PROMISED)]
         self.ledger.release(offset)
         known.state = FREE if known.state == HELD else GRANTED
+        known.used = self.tasks
 
     @rule(worker=st.integers(0, WORKERS - 1))
     def writer_dead(self, worker: int) -> None:
@@ -581,19 +672,22 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(batches=st.integers(0, 3))
     def trim(self, batches: int) -> None:
-        needed = batches * self.largest  # an upper bound: the ledger's maximum fades
         before = self.not_held()
         trimmed = self.ledger.trim(batches)
+        # An upper bound: the ledger's maximum fades.
+        needed = batches * max(self.largest, float(sum(self.ledger.wanted)))
+        cold = 0
         for offset, size in trimmed:
             known = self.model.pop(offset)
             assert known.state == FREE, "a block in use was trimmed"
             assert known.size == size
             assert known.home is not None
             self.space[known.home].append((offset, size))
+            cold += size if known.used < self.tasks - PATIENT else 0
         after = self.not_held()
         assert after == before - sum(size for _, size in trimmed)
-        newest = float(sum(map(size_class, self.last)))
-        assert not trimmed or after >= batches * newest - 1, "less is kept than the last batches need"
+        newest = float(sum(map(size_class, self.last))) if self.ledger.wanted else 0
+        assert not trimmed or after + cold >= batches * newest - 1, "less is kept than the last batches need"
         for known in self.model.values():
             if known.state == FREE:
                 assert after - known.size < needed, "a spare block was kept"
@@ -628,7 +722,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.space[worker] = []
         for offset, size in space:  # the worker makes the same blocks again
             self.ledger.adopt(worker, [(offset, size)])
-            self.model[offset] = Known(size, GRANTED, worker, worker)
+            self.model[offset] = Known(size, GRANTED, worker, worker, self.tasks)
             self.grown += 1
 
     @precondition(lambda self: bool(self.model))
@@ -659,6 +753,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.nbytes == sum(known.size for known in model.values())
         held = sorted((offset, known.size) for offset, known in model.items() if known.state in LOOKED_AT)
         assert sorted(self.ledger.held()) == held
+        for kind, task in list(self.kinds.items())[-KINDS:]:
+            if task >= self.tasks - PATIENT:
+                assert serves(self.ledger.wanted, kind), "a kind of batch is not served"
 
 
 TestLedger = LedgerMachine.TestCase

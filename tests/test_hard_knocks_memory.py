@@ -134,7 +134,7 @@ def test_what_a_child_looks_at_stays_where_no_pipe_to_it_could_be_made() -> None
             def __len__(self):
                 return 40
             def __getitem__(self, index):
-                return torch.full((500_000,), index)
+                return torch.full((500_000,), index + 1)  # pages that went back read as 0
 
         for loader in BOTH:
             iterator = iter(loader(Numbered(), batch_size=None, num_workers=2))
@@ -149,11 +149,11 @@ def test_what_a_child_looks_at_stays_where_no_pipe_to_it_could_be_made() -> None
             pid = os.fork()
             if not pid:
                 os.read(look, 1)
-                os._exit(0 if bool((batch == 0).all()) else 3)
+                os._exit(0 if bool((batch == 1).all()) else 3)
             for number in mine:
                 os.close(number)
             del batch
-            assert [int(batch[0]) for batch in iterator] == list(range(1, 40))
+            assert [int(batch[0]) for batch in iterator] == list(range(2, 41))
             os.write(go, b"x")
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         print("whole")
@@ -353,3 +353,80 @@ except RuntimeError as error:
     assert result.stdout == "said so\n"
     assert result.stderr == ""
     assert result.left == ()
+
+
+# ---- memory that goes back --------------------------------------------------------------------------
+
+
+def test_memory_of_kept_batches_goes_back_while_batches_are_small() -> None:
+    result = run(
+        """
+        class Shrinking(Dataset):
+            def __len__(self):
+                return 6200
+            def __getitem__(self, index):
+                return torch.zeros(2_500_000 if index < 200 else 2000)
+
+        for loader in BOTH:
+            kept, late = [], []
+            for number, batch in enumerate(loader(Shrinking(), batch_size=None, num_workers=2)):
+                if number < 200:
+                    kept.append(batch)
+                elif number == 200:
+                    kept.clear()
+                if number in (201, 2400, 6000):
+                    late.append(memfd_bytes())
+            if loader is OURS:
+                print(*late, file=sys.stdout)
+                assert late[1] < 5 << 20, late
+                assert late[2] < 5 << 20, late
+        """
+    )
+    assert result.stdout
+
+
+def test_memory_of_large_batches_goes_back_for_every_mix_of_sizes() -> None:
+    result = run(
+        """
+        class Shrinking(Dataset):
+            def __init__(self, nbytes):
+                self.nbytes = nbytes
+            def __len__(self):
+                return 3006
+            def __getitem__(self, index):
+                return torch.zeros(100_000_000 if index < 6 else self.nbytes, dtype=torch.uint8)
+
+        for nbytes in (8_000, 70_000, 1_000_000):
+            for number, batch in enumerate(OURS(Shrinking(nbytes), batch_size=None, num_workers=2)):
+                if number == 2500:
+                    print(nbytes, memfd_bytes())
+                    assert memfd_bytes() < 20 * nbytes + (2 << 20), (nbytes, memfd_bytes())
+        """
+    )
+    assert len(result.stdout.splitlines()) == 3
+
+
+def test_a_loop_that_alternates_large_and_small_batches_keeps_its_blocks() -> None:
+    result = run(
+        """
+        class Alternating(Dataset):
+            def __init__(self, every, small):
+                self.every, self.small = every, small
+            def __len__(self):
+                return 40 * self.every
+            def __getitem__(self, index):
+                nbytes = self.small if (index + 1) % self.every else 20_000_000
+                return torch.full((nbytes,), index % 251, dtype=torch.uint8)
+
+        for every, small in ((2, 8_000), (3, 8_000), (100, 8_000), (2, 500_000), (7, 500_000)):
+            loader = OURS(Alternating(every, small), batch_size=None, num_workers=2, persistent_workers=True)
+            assert all(bool((batch == at % 251).all()) for at, batch in enumerate(loader))
+            before = loader.statistics().blocks_grown
+            for batch in loader:
+                pass
+            print(every, small, before, loader.statistics().blocks_grown - before)
+            loader.close()
+        """
+    )
+    grown = [line.split() for line in result.stdout.splitlines()]
+    assert all(int(again) <= 2 for *_, again in grown), result.stdout

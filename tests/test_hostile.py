@@ -68,8 +68,8 @@ class Game:
         for worker in (0, 1):
             blocks = [(worker * REGION + at * B, B) for at in range(3)]
             self.ledger.adopt(worker, blocks)
-            self.ledger.fill(worker, [(offset, B) for offset, _ in blocks])
             for offset, _ in blocks:
+                self.ledger.fill(worker, [(offset, B)])
                 self.ledger.drop(offset)
         self.ledger.adopt(0, [(10 * B, B)])
         self.ledger.fill(0, [(10 * B, B)])
