@@ -3,7 +3,7 @@
 Runs in a worker process. During a task the worker owns the blocks granted with it, and those it makes
 itself in its own part of the arena when none fits. With the answer all of them pass to the consumer,
 except blocks that user code still looks at: a dataset that keeps a tensor it allocated here keeps its
-block, and the batch is shipped in a copy.
+block, and the batch is shipped in a copy. So does a child that user code forks, as long as it lives.
 
 Where batches go on to a device, one copy has to take the whole batch: the results of a task are then cut out
 of one block, one behind the other, as large as the batch before needed.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import threading
 import time
 import weakref
@@ -28,6 +27,7 @@ import torch
 from fastq_loader import process_id, streaming
 from fastq_loader.arena import Mapping
 from fastq_loader.blocks import SMALLEST, Extents, device_aligned, size_class
+from fastq_loader.forks import Onlookers, moment
 
 #: New pages are filled at 1.3 GB/s (design.md, "Why this wins"): waiting takes at most a quarter of that.
 _WAIT_BYTES_PER_SECOND = 5e9
@@ -144,12 +144,15 @@ class Allocator:
         self._lock = threading.RLock()
         self._idle: list[tuple[int, int]] = []  # blocks (size, offset) to write to, by size
         self._promised: list[tuple[int, int]] = []  # the same, once they are let go
-        self._open: dict[int, int] = {}  # offset → size of the blocks in use by this task
+        self._open: dict[int, int] = {}  # offset → size of the blocks in use by this task, or kept
+        # Offset → the moments when it came into use, and when nothing of this process looked at it any more.
+        self._opened: dict[int, int] = {}
+        self._left: dict[int, int] = {}
+        self._onlookers = Onlookers()  # counts the open blocks
         self._offsets: list[int] = []  # of the open blocks, ascending
         self._holds: dict[int, list[weakref.ref[_Hold]]] = {}  # offset → what user code may look through
         self._dropped: deque[int] = deque()
         self._shipping: frozenset[int] = frozenset()  # blocks that the answer names, held or not
-        self._frozen: set[int] = set()  # blocks that a child of user code looks at
         self._fresh: list[tuple[int, int]] = []  # made, and unknown to the consumer
 
     def begin(self, grants: Extents, promises: Extents = ()) -> None:
@@ -179,8 +182,19 @@ class Allocator:
             found = _fit(self._idle, wanted) or self._fit_promised(nbytes, wanted)
             size, offset = found or (wanted, self._make(nbytes, wanted))
             self._open[offset] = size
+            self._onlookers.count = len(self._open)
+            self._opened[offset] = moment()
             insort(self._offsets, offset)
             return offset, size
+
+    def _close(self, offset: int) -> int:
+        """The block is not user code's any more; its size."""
+        self._holds.pop(offset, None)
+        del self._opened[offset]
+        self._left.pop(offset, None)
+        size = self._open.pop(offset)
+        self._onlookers.count = len(self._open)
+        return size
 
     def _make(self, nbytes: int, size: int) -> int:
         offset = self._space.take(size)
@@ -213,6 +227,7 @@ class Allocator:
             offset, start = self._cut(nbytes)
             hold = _Hold(self.mapping.base + start, shape, typestr, offset, self._dropped)
             self._holds.setdefault(offset, []).append(weakref.ref(hold))
+            self._left.pop(offset, None)
         return np.asarray(hold)
 
     def _cut(self, nbytes: int) -> tuple[int, int]:
@@ -286,11 +301,15 @@ class Allocator:
             The offsets of shipped blocks that user code still looks at: they must be shipped in a copy.
         """
         with self._lock:
+            self._onlookers.reap()
             return [offset for offset in self._shipping if self._is_held(offset)]
 
     def _is_held(self, offset: int) -> bool:
-        holds = self._holds.get(offset, ())
-        return offset in self._frozen or any(hold() is not None for hold in holds)
+        if any(hold() is not None for hold in self._holds.get(offset, ())):
+            return True
+        # Not until now: children overlap, and what the first one looks at, the next ones do not.
+        left = self._left.setdefault(offset, moment())
+        return self._onlookers.saw(self._opened[offset], left)
 
     def finish(self, used: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
         """The task is answered with the blocks at `used`.
@@ -304,12 +323,11 @@ class Allocator:
             self._rest = None
             self._large = sum([self._open[offset] for offset in used]) >= self._stream_from
             for offset in used:
-                del self._open[offset]
-                self._holds.pop(offset, None)
+                self._close(offset)
             self._dropped.clear()
+            self._onlookers.reap()
             for offset in [offset for offset in self._open if not self._is_held(offset)]:
-                self._holds.pop(offset, None)
-                self._idle.append((self._open.pop(offset), offset))
+                self._idle.append((self._close(offset), offset))
             self._offsets = sorted(self._open)
             self._cuts = {offset: end for offset, end in self._cuts.items() if offset in self._open}
             returned = [offset for _, offset in self._idle + self._promised]
@@ -323,18 +341,12 @@ class Allocator:
         while self._dropped:
             offset = self._dropped.popleft()
             if offset in self._holds and offset not in self._shipping and not self._is_held(offset):
-                del self._holds[offset]
-                self._idle.append((self._open.pop(offset), offset))
+                self._idle.append((self._close(offset), offset))
                 self._offsets.remove(offset)
                 self._cuts.pop(offset, None)
                 if self._rest is not None and self._rest[0] == offset:
                     self._rest = None
         self._idle.sort()
-
-    def forking(self) -> None:
-        """User code forks: its child sees the blocks that are open now, so they are never written again."""
-        if process_id.current() == self._pid:
-            self._frozen.update(self._open)
 
 
 def _fit(blocks: list[tuple[int, int]], wanted: int) -> tuple[int, int] | None:
@@ -352,15 +364,6 @@ def install(allocator: Allocator | None) -> None:
     """Make `allocator` the one that `empty` and the collate functions of this process use."""
     global _current
     _current = allocator
-
-
-def _before_fork() -> None:
-    if _current is not None:
-        _current.forking()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork)
 
 
 def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -9,10 +9,6 @@ block is the one that the next task should be written to. The lease's finalizer 
 sees; a worker that does not find it makes a new block instead and declines. So the pool needs one batch less
 than if the consumer had to hear of the release first, and no message is spent on it.
 
-A task is granted what batches like the recent ones need. Batches of a few kinds may take turns, and nobody
-knows which kind the next one is: a task gets enough for any of them, and gives back what it does not use.
-Else their blocks would be made anew all the time.
-
 A worker makes new blocks on its own, in a part of the arena's address range that belongs to it, when no
 granted block fits; the ledger adopts them when it hears of them. So no worker ever waits for space.
 """
@@ -24,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain, pairwise
 
+from fastq_loader.demand import Demand
 from fastq_loader.errors import InvalidTransition
 
 FREE, GRANTED, FILLED, HELD, PROMISED = "free", "granted", "filled", "held", "promised"
@@ -44,11 +41,6 @@ WORTH_A_PROMISE = 4 << 20
 #: Where fields begin in a batch that goes to a device in one piece: what CUDA's own allocator aligns to.
 DEVICE_ALIGNMENT = 256
 SMALLEST = 64 * 1024  # bytes; smaller leaves travel in a parcel and are copied out (design, rule 2)
-#: Tasks after which a block that none of them used goes back to the system. Making 200 MB of pages anew takes
-#: as long as a thousand of the smallest batches.
-PATIENCE = 1000
-#: Kinds of batches that are told apart. Where there are more, they are of all sizes, and serve each other.
-KINDS = 4
 
 
 def size_class(nbytes: int) -> int:
@@ -82,10 +74,11 @@ class Block:
         state: by the table above.
         writer: the worker that holds the grant, or the name of the task that will find one; None: nobody.
         home: the worker that made it.
+        kept: its writer has answered, and neither shipped it nor given it back: user code looks at it there.
         used: the number of tasks that there had been when it was last written to or looked at.
     """
 
-    __slots__ = ("home", "offset", "size", "state", "used", "writer")
+    __slots__ = ("home", "kept", "offset", "size", "state", "used", "writer")
 
     def __init__(self, offset: int, size: int, writer: int) -> None:
         self.offset = offset
@@ -93,6 +86,7 @@ class Block:
         self.state = GRANTED
         self.writer: int | None = writer
         self.home = writer
+        self.kept = False
         self.used = 0
 
 
@@ -110,8 +104,6 @@ class BlockLedger:
         grown: blocks adopted since the ledger was made.
         nbytes: bytes of all blocks.
         free_bytes: bytes of the free ones.
-        batch_bytes: of a batch's blocks: a maximum that fades over some hundred batches.
-        wanted: sizes of the blocks that a task gets, as far as there are any; descending.
     """
 
     def __init__(self, region: Callable[[int], tuple[int, int]] = _anywhere) -> None:
@@ -124,17 +116,11 @@ class BlockLedger:
         self.nbytes = 0
         self.free_bytes = 0
         self._held_bytes = 0
+        self._kept_bytes = 0
         self._free_blocks = 0
         self._recent: list[int] = []  # the blocks of the batch that was delivered last
         self._space: dict[int, list[tuple[int, int]]] = {}  # worker → trimmed blocks that it gets back
-        self._tasks = 0  # that were to be granted something
-        self._look_at = PATIENCE  # when so many have been, what is not used any more is looked for
-        self._kinds: dict[
-            tuple[int, ...], int
-        ] = {}  # sizes, descending, that a batch used → task; last one last
-        self.wanted: tuple[int, ...] = ()
-        self._wanted_bytes = 0
-        self.batch_bytes = 0.0
+        self._demand = Demand()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -142,6 +128,16 @@ class BlockLedger:
     @property
     def free_blocks(self) -> int:
         return self._free_blocks
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Sizes of the blocks that a task gets, as far as there are any; descending."""
+        return self._demand.wanted
+
+    @property
+    def batch_bytes(self) -> float:
+        """Bytes of a batch's blocks: a maximum that fades over some hundred batches."""
+        return self._demand.batch_bytes
 
     def look(self, offset: int) -> Block | None:
         """The block at an offset."""
@@ -174,6 +170,9 @@ class BlockLedger:
         elif block.state == FREE:
             self._free_blocks -= 1
             self.free_bytes -= block.size
+        elif block.kept:
+            block.kept = False
+            self._kept_bytes -= block.size
         block.state = state
         if state == FREE:
             block.writer = None
@@ -192,7 +191,7 @@ class BlockLedger:
             if size != size_class(size):
                 raise InvalidTransition(f"{size} bytes at {offset} are not a block size")
             block = self._blocks[offset] = Block(offset, size, worker)
-            block.used = self._tasks
+            block.used = self._demand.tasks
             insort(self._offsets, offset)
             if size not in self._free:
                 self._free[size] = deque()
@@ -205,12 +204,13 @@ class BlockLedger:
 
         `worker` may be any number for a task that is still to find its worker; see `hand_over`.
         """
-        self._tasks += 1
-        if not self.wanted:
+        demand = self._demand
+        demand.tasks += 1
+        if not demand.wanted:
             return (), ()
         grants: list[tuple[int, int]] = []
         promises: list[tuple[int, int]] = []
-        for wanted in self.wanted:
+        for wanted in demand.wanted:
             block, chosen = self._take(wanted), grants
             if block is None:
                 block, chosen = self._promise(wanted), promises
@@ -242,8 +242,9 @@ class BlockLedger:
                 return self._move(offset, "grant")
         return None
 
-    def fill(self, worker: int, used: Iterable[tuple[int, int]]) -> None:
-        """`worker` has written a batch to blocks (offset, bytes needed) that were granted to it."""
+    def fill(self, worker: int, used: Iterable[tuple[int, int]], given: Extents = ()) -> None:
+        """`worker` has written a batch to blocks (offset, bytes needed) that were granted to it. Of those
+        that it was `given` for it (offset, size), it keeps what it has neither used nor returned."""
         needs: list[int] = []
         for offset, need in used:
             known = self._blocks.get(offset)
@@ -252,35 +253,15 @@ class BlockLedger:
             block = self._move(offset, "fill")
             if need > block.size:
                 raise InvalidTransition(f"{need} bytes do not fit block {offset} of {block.size}")
-            block.used = self._tasks
+            block.used = self._demand.tasks
             needs.append(size_class(need))
+        for offset, size in given:
+            kept = self._blocks.get(offset)
+            if kept is not None and kept.state == GRANTED and kept.writer == worker and not kept.kept:
+                kept.kept = True
+                self._kept_bytes += size
         if needs:
-            self._learn(tuple(sorted(needs, reverse=True)))
-            self.batch_bytes = max(float(sum(needs)), 0.99 * self.batch_bytes)
-
-    def _learn(self, kind: tuple[int, ...]) -> None:
-        """A batch used blocks of these sizes."""
-        known = self._kinds.pop(kind, None) is not None
-        self._kinds[kind] = self._tasks
-        if not known:
-            if len(self._kinds) > KINDS:
-                del self._kinds[next(iter(self._kinds))]
-            self._want()
-
-    def _want(self) -> None:
-        """Find the blocks that serve every kind, each by itself."""
-        wanted: list[int] = []
-        for kind in sorted(self._kinds, reverse=True):
-            left = list(wanted)
-            for size in kind:
-                fitting = [other for other in left if size <= other <= 2 * size]
-                if fitting:
-                    left.remove(fitting[-1])
-                else:
-                    wanted.append(size)
-            wanted.sort(reverse=True)
-        self.wanted = tuple(wanted)
-        self._wanted_bytes = sum(wanted)
+            self._demand.learn(needs)
 
     def deliver(self, offsets: list[int]) -> None:
         """The batch in these blocks is handed out; its views hold leases."""
@@ -290,7 +271,7 @@ class BlockLedger:
 
     def release(self, offset: int) -> None:
         """The last view of the block is gone."""
-        self._move(offset, "release").used = self._tasks
+        self._move(offset, "release").used = self._demand.tasks
 
     def drop(self, offset: int) -> None:
         """The batch in the block will not be delivered, or was copied out."""
@@ -323,16 +304,18 @@ class BlockLedger:
     def trim(self, batches: int) -> list[tuple[int, int]]:
         """Blocks whose pages should be given back to the system, as (offset, size).
 
-        Blocks that users hold are their wish; of the others as many stay as `batches` batches need, so that
-        a loop that kept batches for a while pays their memory back, and none that the last `PATIENCE` tasks
-        had no use for. A trimmed block is a block no more: its address range goes back to the worker that
-        made it, see `space`.
+        Blocks that users hold, or their datasets keep, are their wish. Of the others as many stay as
+        `batches` batches need, so that a loop that kept batches for a while pays their memory back, and none
+        that was of no use for many tasks. A trimmed block is a block no more: its address range goes back to
+        the worker that made it, see `space`.
         """
         trimmed: list[tuple[int, int]] = []
-        if self._tasks >= self._look_at:
-            self._forget(trimmed)
-        needed = max(self.batch_bytes, self._wanted_bytes)
-        spare = self.nbytes - self._held_bytes - int(batches * needed)
+        demand = self._demand
+        since = demand.cold()
+        if since is not None:
+            trimmed = self._trim_cold(since)
+        needed = batches * max(demand.batch_bytes, demand.wanted_bytes)
+        spare = self.nbytes - self._held_bytes - self._kept_bytes - int(needed)
         if spare <= 0 or not self.free_bytes:
             return trimmed
         for size in reversed(self._sizes):
@@ -341,20 +324,13 @@ class BlockLedger:
                 trimmed.append(self._trim(size))
         return trimmed
 
-    def _forget(self, trimmed: list[tuple[int, int]]) -> None:
-        """Stop asking for what batches have no use for any more, and trim the blocks that were for it."""
-        self._look_at = self._tasks + PATIENCE // 8
-        before = self._tasks - PATIENCE
-        lasting = {kind: task for kind, task in self._kinds.items() if task >= before}
-        if len(lasting) < len(self._kinds):
-            self._kinds = lasting
-            self._want()
-            if not lasting:
-                self.batch_bytes = 0.0
+    def _trim_cold(self, since: int) -> list[tuple[int, int]]:
+        trimmed: list[tuple[int, int]] = []
         for size in self._sizes:
             free = self._free[size]
-            while free and self._blocks[free[0]].used < before:
+            while free and self._blocks[free[0]].used < since:
                 trimmed.append(self._trim(size))
+        return trimmed
 
     def _trim(self, size: int) -> tuple[int, int]:
         """Take the coldest free block of a size out."""
@@ -407,6 +383,8 @@ class BlockLedger:
         assert {b.offset for b in blocks if b.state == FREE} == set(free), "free lists and states differ"
         assert all(self._blocks[o].size == s for s, os in self._free.items() for o in os)
         assert self._held_bytes == sum(b.size for b in blocks if b.state in _LOOKED_AT)
+        assert self._kept_bytes == sum(b.size for b in blocks if b.kept)
+        assert all(b.state == GRANTED for b in blocks if b.kept), "a worker keeps what is not its own"
         assert self.nbytes == sum(b.size for b in blocks)
         assert self.free_bytes == sum(b.size for b in blocks if b.state == FREE)
         assert all(b.writer is not None for b in blocks if b.state in (GRANTED, PROMISED)), "nobody's grant"

@@ -265,10 +265,10 @@ class Scheduler:
             self._claimed(batch, worker)
         if fault is not None:
             return self._refuse(batch, fault)
-        if blocks:
+        if blocks or batch.grants:
             self.ledger.adopt(worker, answer.fresh)
             self.ledger.give_back(worker, answer.returned)
-            self.ledger.fill(worker, answer.used)
+            self.ledger.fill(worker, answer.used, batch.grants + batch.promises + answer.fresh)
         if answer.epoch != self.epoch:
             self.stale += 1
             self._drop(answer)

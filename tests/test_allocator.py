@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,17 +33,26 @@ def pair() -> Iterator[Pair]:
 
 
 @pytest.fixture
-def no_copies(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of what the worker copies into blocks."""
-    copied: list[int] = []
-    write = pair.allocator.write
+def no_copies_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Pair], list[int]]:
+    """The sizes of what a worker copies into blocks."""
 
-    def counting(offset: int, source: int, nbytes: int) -> None:
-        copied.append(nbytes)
-        write(offset, source, nbytes)
+    def count(pair: Pair) -> list[int]:
+        copied: list[int] = []
+        write = pair.allocator.write
 
-    monkeypatch.setattr(pair.allocator, "write", counting)
-    return copied
+        def counting(offset: int, source: int, nbytes: int) -> None:
+            copied.append(nbytes)
+            write(offset, source, nbytes)
+
+        monkeypatch.setattr(pair.allocator, "write", counting)
+        return copied
+
+    return count
+
+
+@pytest.fixture
+def no_copies(pair: Pair, no_copies_of: Callable[[Pair], list[int]]) -> list[int]:
+    return no_copies_of(pair)
 
 
 # ---- zero copy --------------------------------------------------------------------------------------
@@ -282,22 +292,61 @@ def test_the_address_space_gives_each_byte_once(steps: list[tuple[bool, int, int
     assert space.take(1) is None
 
 
-def test_blocks_that_a_child_of_user_code_sees_are_not_written_again(
-    pair: Pair, no_copies: list[int]
+@pytest.mark.processes
+def test_blocks_that_a_child_of_user_code_sees_are_written_again_when_it_has_ended(
+    no_copies_of: Callable[[Pair], list[int]],
 ) -> None:
-    def make() -> torch.Tensor:
-        tensor = empty((LARGE,)).fill_(1)
-        pair.allocator.forking()
-        return tensor
+    with paired() as pair:
+        no_copies = no_copies_of(pair)
+        stay, end = os.pipe()
 
-    first = pair.deliver(pair.arrive(pair.pack(make)))
-    assert no_copies == [LARGE * 4]
-    assert address(pair, first) != 0
-    del first
-    for _ in range(3):
-        pair.trip(torch.zeros(LARGE))
-    seen = np.frombuffer(pair.arena.mapping.memory, np.float32, LARGE)
-    assert (seen == 1).all()
+        def make() -> torch.Tensor:
+            nonlocal pid
+            tensor = empty((LARGE,)).fill_(1)
+            pid = os.fork()
+            if not pid:
+                os.close(end)
+                os.read(stay, 1)
+                os._exit(0)
+            return tensor
+
+        pid = 0
+        first = pair.deliver(pair.arrive(pair.pack(make)))
+        assert no_copies == [LARGE * 4]
+        assert address(pair, first) != 0
+        del first
+        for _ in range(3):
+            pair.trip(torch.zeros(LARGE))
+        seen = np.frombuffer(pair.arena.mapping.memory, np.float32, LARGE)
+        assert (seen == 1).all()
+        assert not pair.idle()
+        os.close(end)
+        os.waitpid(pid, 0)
+        os.close(stay)
+        pair.trip(None)
+        assert pair.idle(), "the block did not come back"
+        del seen
+
+
+@pytest.mark.processes
+def test_a_block_is_shipped_where_it_lies_when_the_child_has_ended_before(
+    no_copies_of: Callable[[Pair], list[int]],
+) -> None:
+    with paired() as pair:
+        no_copies = no_copies_of(pair)
+
+        def make() -> torch.Tensor:
+            tensor = empty((LARGE,)).fill_(1)
+            pid = os.fork()
+            if not pid:
+                os._exit(0)
+            os.waitpid(pid, 0)
+            return tensor
+
+        for _ in range(5):
+            assert float(pair.deliver(pair.arrive(pair.pack(make))).sum()) == LARGE
+        assert no_copies == []
+        assert pair.ledger.grown <= 2
 
 
 def test_new_blocks_are_made_in_space_that_came_back(pair: Pair) -> None:

@@ -62,6 +62,7 @@ ORDER = (
     "messages",
     "ring",
     "blocks",
+    "demand",
     "transforms",
     "tensors",
     "pickling",
@@ -89,6 +90,7 @@ PURE = (
     "messages",
     "ring",
     "blocks",
+    "demand",
 )
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}
 LONGEST = 420  # lines: a file stays readable in one sitting

@@ -18,7 +18,6 @@ from fastq_loader.blocks import (
     FREE,
     GRANTED,
     HELD,
-    KINDS,
     PAGE,
     PROMISED,
     SMALLEST,
@@ -26,6 +25,7 @@ from fastq_loader.blocks import (
     BlockLedger,
     size_class,
 )
+from fastq_loader.demand import KINDS
 from fastq_loader.errors import InvalidTransition
 
 WORKERS = 3
@@ -39,7 +39,7 @@ def _small_blocks_are_promised() -> Iterator[None]:
     """The tests count in blocks of a few kilobytes, which are not worth a promise in real life."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastq_loader.blocks.WORTH_A_PROMISE", 0)
-        patch.setattr("fastq_loader.blocks.PATIENCE", PATIENT)
+        patch.setattr("fastq_loader.demand.PATIENCE", PATIENT)
         yield
 
 
@@ -469,6 +469,21 @@ def test_the_bytes_of_a_batch_fade_slowly_from_their_maximum() -> None:
     assert SMALLEST < ledger.batch_bytes < 4 * SMALLEST
 
 
+def test_what_a_worker_keeps_is_not_spare_and_leaves_the_others_where_they_are() -> None:
+    ledger = BlockLedger()
+    ledger.adopt(0, [(0, SMALLEST), (SMALLEST, SMALLEST), (2 * SMALLEST, SMALLEST)])
+    ledger.fill(0, [(0, SMALLEST)], given=((0, SMALLEST), (SMALLEST, SMALLEST), (2 * SMALLEST, SMALLEST)))
+    ledger.drop(0)
+    assert ledger.trim(1) == []
+    ledger.check()
+    ledger.give_back(0, [SMALLEST])  # user code has let it go
+    ledger.check()
+    assert ledger.trim(1) == [(0, SMALLEST)]
+    ledger.writer_dead(0)
+    ledger.check()
+    assert ledger.trim(1) == [(SMALLEST, SMALLEST)]
+
+
 # ---- what is not used any more ----------------------------------------------------------------------
 
 
@@ -621,7 +636,8 @@ class LedgerMachine(RuleBasedStateMachine):
         assert worker is not None
         mine = [o for o, k in self.model.items() if k.state == GRANTED and k.writer == worker][:number]
         used = [(offset, data.draw(st.integers(1, self.model[offset].size))) for offset in mine]
-        self.ledger.fill(worker, used)
+        given = data.draw(st.lists(st.sampled_from(list(self.model)), max_size=3))
+        self.ledger.fill(worker, used, tuple((offset, self.model[offset].size) for offset in given))
         for offset, _ in used:
             self.model[offset].state = FILLED
             self.model[offset].used = self.tasks

@@ -430,3 +430,78 @@ def test_a_loop_that_alternates_large_and_small_batches_keeps_its_blocks() -> No
     )
     grown = [line.split() for line in result.stdout.splitlines()]
     assert all(int(again) <= 2 for *_, again in grown), result.stdout
+
+
+# ---- children of a worker's -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["os.fork", "preexec_fn"])
+def test_a_collate_function_that_forks_a_helper_uses_its_blocks_again(way: str) -> None:
+    result = run(
+        f"""
+        way = "{way}"
+
+        def collate(numbers):
+            batch = empty((250_000,), torch.float32).fill_(numbers[0])
+            if way == "os.fork":
+                pid = os.fork()
+                if not pid:
+                    os._exit(0)
+                os.waitpid(pid, 0)
+            else:
+                subprocess.run(["true"], preexec_fn=os.getpid, check=True)
+            return batch
+
+        for loader in BOTH:
+            peak = 0
+            for number, batch in enumerate(loader(range(400), num_workers=2, collate_fn=collate)):
+                assert bool((batch == number).all())
+                peak = max(peak, memfd_bytes())
+            if loader is OURS:
+                print(peak)
+                assert peak < 12 << 20, peak
+        """
+    )
+    assert result.stdout
+
+
+def test_what_a_workers_child_looks_at_is_not_written_again_before_it_ends() -> None:
+    result = run(
+        """
+        done, say = os.pipe()
+
+        def collate(numbers):
+            batch = empty((250_000,), torch.float32).fill_(numbers[0])
+            if numbers[0] % 10 == 0 and not os.fork():
+                for _ in range(30):
+                    time.sleep(0.01)
+                    if not bool((batch == numbers[0]).numpy().all()):
+                        os.write(say, b"!")
+                os.write(say, b".")
+                os._exit(0)
+            return batch
+
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for loader in BOTH:
+            late = 0
+            loading = loader(range(200), num_workers=2, collate_fn=collate, persistent_workers=True)
+            for number, batch in enumerate(loading):
+                assert bool((batch == number).all())
+                batch.zero_()
+                time.sleep(0.002)
+            heard = b""
+            while len(heard) < 20:
+                heard += os.read(done, 100)
+            assert heard == b"." * 20, heard
+            for batch in loading:  # their children have ended: the blocks are used again
+                pass
+            while len(heard) < 40:
+                heard += os.read(done, 100)
+            if loader is OURS:
+                loader = loading.statistics()
+                print(loader.blocks_grown)
+                assert loader.blocks_grown < 60, loader
+            del loading
+        """
+    )
+    assert result.stdout

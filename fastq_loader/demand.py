@@ -1,0 +1,75 @@
+"""What batches need: which blocks the next task should get, and since when a block has been of no use.
+
+Pure: it counts tasks and sizes. Batches of a few kinds may take turns, and nobody knows which kind the next
+one is: a task should get enough for any of them, and gives back what it does not use. Else their blocks would
+be made anew all the time. A kind that has not come for many tasks is forgotten.
+"""
+
+from __future__ import annotations
+
+#: Tasks after which a block that none of them used goes back to the system. Making 200 MB of pages anew takes
+#: as long as a thousand of the smallest batches.
+PATIENCE = 1000
+#: Kinds of batches that are told apart. Where there are more, they are of all sizes, and serve each other.
+KINDS = 4
+
+
+class Demand:
+    """The needs of the recent batches.
+
+    Attributes:
+        tasks: that there have been.
+        wanted: bytes of the blocks that serve every recent kind of batch, each by itself; descending.
+        wanted_bytes: their sum.
+        batch_bytes: of a batch's blocks: a maximum that fades over some hundred batches.
+    """
+
+    def __init__(self) -> None:
+        self.tasks = 0
+        self.wanted: tuple[int, ...] = ()
+        self.wanted_bytes = 0
+        self.batch_bytes = 0.0
+        self._kinds: dict[tuple[int, ...], int] = {}  # bytes of a batch's blocks → its task; newest last
+        self._look_at = PATIENCE
+
+    def learn(self, sizes: list[int]) -> None:
+        """A batch used blocks of these sizes."""
+        kind = tuple(sorted(sizes, reverse=True))
+        known = self._kinds.pop(kind, None) is not None
+        self._kinds[kind] = self.tasks
+        if not known:
+            if len(self._kinds) > KINDS:
+                del self._kinds[next(iter(self._kinds))]
+            self._want()
+        self.batch_bytes = max(float(sum(sizes)), 0.99 * self.batch_bytes)
+
+    def _want(self) -> None:
+        wanted: list[int] = []
+        for kind in sorted(self._kinds, reverse=True):
+            left = list(wanted)
+            for size in kind:
+                fitting = [other for other in left if size <= other <= 2 * size]
+                if fitting:
+                    left.remove(fitting[-1])
+                else:
+                    wanted.append(size)
+            wanted.sort(reverse=True)
+        self.wanted = tuple(wanted)
+        self.wanted_bytes = sum(wanted)
+
+    def cold(self) -> int | None:
+        """Now and then the task since which blocks should have been used; None: not yet.
+
+        Kinds of batches that have not come since then are forgotten.
+        """
+        if self.tasks < self._look_at:
+            return None
+        self._look_at = self.tasks + PATIENCE // 8
+        since = self.tasks - PATIENCE
+        lasting = {kind: task for kind, task in self._kinds.items() if task >= since}
+        if len(lasting) < len(self._kinds):
+            self._kinds = lasting
+            self._want()
+            if not lasting:
+                self.batch_bytes = 0.0
+        return since
