@@ -182,6 +182,16 @@ class Crew:
         pid = self.pid(worker)
         return f"DataLoader worker (pid(s) {pid}) exited unexpectedly: worker {worker} {words} {doing}"
 
+    def report_late(self, worker: int | None, seq: int, index: Any) -> str:
+        """The text for a batch that has not come in time, which `worker` is working on, if anybody."""
+        indices = describe_index(spell_out(index))
+        if worker is None:
+            return f"no worker has come to batch {seq} (indices {indices}) yet"
+        return (
+            f"worker {worker} (pid {self.pid(worker)}) has not answered batch {seq} (indices {indices}). "
+            f"Its Python stacks:\n{self.stacks(worker)}"
+        )
+
     def bury(self, worker: int) -> None:
         """A worker has ended, and what it had sent was received: nothing of it comes in any more."""
         self._dead.add(worker)

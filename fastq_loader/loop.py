@@ -26,7 +26,6 @@ from fastq_loader.errors import (
     LoaderTimeout,
     WorkerDied,
     WorkerReplaced,
-    describe_index,
     warn_user,
 )
 from fastq_loader.events import (
@@ -50,7 +49,8 @@ from fastq_loader.events import (
 from fastq_loader.inbox import Inbox
 from fastq_loader.interrupts import refuse_interrupt
 from fastq_loader.link import Link
-from fastq_loader.messages import Epoch, Space, Task, encode, spell_out
+from fastq_loader.messages import Epoch, Space, Task, encode
+from fastq_loader.patience import Patience
 from fastq_loader.processes import Plan
 from fastq_loader.scheduler import Scheduler
 from fastq_loader.staging import Staging
@@ -112,8 +112,7 @@ class EventLoop:
         self._inbox = Inbox(plan, self._crew, self.scheduler, self._unpacker, counters)
         self._epoch: Epoch | None = None
         self._unsent: dict[int, bytes] = {}  # tasks that are anyone's, by their tickets, encoded
-        self._awaited: tuple[int, int, float] | None = None  # head of the line, its attempt, since when
-        self._graced: tuple[int, int, float] | None = None  # the same, once its timeout was over
+        self._patience = Patience(plan.timeout, of_head=plan.dynamic and plan.in_order)
 
     @property
     def fatal(self) -> str | None:
@@ -276,39 +275,20 @@ class EventLoop:
             for _ in self.scheduler.handle(_IDLE):
                 self._draw()
         self._flush()
-        patience = self._patience(wait)
+        attempt = self.scheduler.attempt_of(wait.seq)
+        seconds = self._patience.seconds(wait.seq, attempt, time.monotonic())
         began = time.monotonic_ns()
         self.waiting = True
-        ready = self._crew.socket.wait(patience)
+        ready = self._crew.socket.wait(seconds)
         self.busy, self.waiting = True, False  # a handler of a signal may have called meanwhile
         self._counters.waited(time.monotonic_ns() - began, self.scheduler.epoch, wait.seq, wait.behind)
         if self._crew.socket.woken:
             raise Woken
-        if not ready and self._is_over():
+        if not ready and self._patience.is_over(self._crew.socket.wait_for_message(_GRACE)):
             self._give_up(wait)
         self._receive()
         for worker in self._crew.ended(ready):
             self._bury(worker)
-
-    def _patience(self, wait: Wait) -> float | None:
-        """Seconds to wait for a message; torch's timeout is that of one message. Where others may run far
-        past a batch that hangs, it is the time that the head of the line has taken."""
-        timeout = self.plan.timeout
-        if not timeout:
-            return None
-        if not (self.plan.dynamic and self.plan.in_order):
-            return timeout
-        attempt, now = self.scheduler.attempt_of(wait.seq), time.monotonic()
-        if self._awaited is None or self._awaited[:2] != (wait.seq, attempt):
-            self._awaited = (wait.seq, attempt, now)
-        return max(self._awaited[2] + timeout - now, 0)
-
-    def _is_over(self) -> bool:
-        """Whether the timeout was not only that of this process, which was stopped meanwhile."""
-        if not self._crew.socket.wait_for_message(_GRACE):
-            return True
-        again, self._graced = self._graced, self._awaited
-        return self._awaited is not None and again == self._awaited
 
     def _receive(self) -> bool:
         """Hand everything that has come to the scheduler, in the order in which the workers finished."""
@@ -336,7 +316,7 @@ class EventLoop:
 
     def _give_up(self, wait: Wait) -> None:
         """The timeout is over: replace the worker that hangs, or say who it is."""
-        self._awaited = None
+        self._patience.forget()
         worker, timeout = wait.worker, self.plan.timeout
         if worker is None:
             ticket = self.scheduler.owed.ticket_of(self.scheduler.epoch, wait.seq)
@@ -346,16 +326,8 @@ class EventLoop:
             self._crew.kill(worker)
             self._bury(worker, f"was ended, because it did not answer within {timeout:g} seconds,", stacks)
             return
-        indices = describe_index(spell_out(self.scheduler.index_of(wait.seq)))
-        text = f"DataLoader timed out after {timeout:g} seconds: "
-        if worker is None:
-            text += f"no worker has come to batch {wait.seq} (indices {indices}) yet"
-        else:
-            text += (
-                f"worker {worker} (pid {self._crew.pid(worker)}) has not answered batch {wait.seq} "
-                f"(indices {indices}). Its Python stacks:\n{self._crew.stacks(worker)}"
-            )
-        raise Failed(LoaderTimeout(text))
+        text = self._crew.report_late(worker, wait.seq, self.scheduler.index_of(wait.seq))
+        raise Failed(LoaderTimeout(f"DataLoader timed out after {timeout:g} seconds: {text}"))
 
     def _bury(self, worker: int, how: str | None = None, stacks: str = "") -> None:
         """A worker has ended. What it answered before counts; the rest is lost, or another one's to load."""
