@@ -12,7 +12,7 @@ consumer is in the middle of a training step does the worker wait, once in so ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from fastq_loader.errors import ProtocolError
@@ -33,7 +33,9 @@ class Backlog(Generic[T]):
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._unread: dict[int, int] = {}  # worker → messages since its last ping
+        self._sent = 0  # messages to all, ever
+        self._since: dict[int, int] = {}  # worker → of these, those up to its last ping
+        self._next = 0  # of these, those after which somebody has to be looked at
         self._pinged: set[int] = set()  # workers that have still to read it
         self._missed: dict[int, T] = {}  # ticket → a task that somebody was not sent
         self._epoch: T | None = None
@@ -42,11 +44,12 @@ class Backlog(Generic[T]):
 
     def begin(self, worker: int) -> None:
         """A worker starts, and will be told of the epoch and of its tasks."""
-        self._unread[worker] = 0
+        self._since[worker] = self._sent
+        self._next = min(self._next, self._sent)
 
     def end(self, worker: int) -> None:
         """A worker is dead."""
-        self._unread.pop(worker, None)
+        self._since.pop(worker, None)
         for workers in (self._pinged, self._outdated, self.behind):
             workers.discard(worker)
         if not self.behind:
@@ -58,7 +61,8 @@ class Backlog(Generic[T]):
         self._missed.clear()
         self._epoch = epoch
         self._outdated |= self.behind
-        return self._sent(1, self._unread.keys() - self.behind)
+        self._sent += 1
+        return self._due()
 
     def offer(self, tasks: Mapping[int, T], on_offer: Callable[[int], bool]) -> list[int]:
         """These tasks, by ticket, go to all but those `behind`. Who is to be sent a ping then.
@@ -67,12 +71,14 @@ class Backlog(Generic[T]):
             tasks: they can be claimed.
             on_offer: whether a ticket can still be claimed.
         """
-        self._pass_over()
+        if self._sent >= self._next:
+            self._pass_over()
         if self.behind:
             self._missed.update(tasks)
             if len(self._missed) > 2 * self._limit:
                 self._forget_claimed(on_offer)
-        return self._sent(len(tasks), self._unread.keys() - self.behind if self.behind else self._unread)
+        self._sent += len(tasks)
+        return self._due() if self._sent >= self._next else []
 
     def read(self, worker: int) -> None:
         """A worker has sent its ping back.
@@ -92,31 +98,32 @@ class Backlog(Generic[T]):
             return {}, []
         self._forget_claimed(on_offer)
         tasks = list(self._missed.values())
-        sends, pings = {}, []
+        sends = {}
         for worker in ready:
             news = [self._epoch] if worker in self._outdated and self._epoch is not None else []
             sends[worker] = news + tasks
-            pings += self._sent(len(sends[worker]), [worker])
+            self._since[worker] = self._sent - len(sends[worker])
         self.behind -= ready
         self._outdated -= ready
         if not self.behind:
             self._missed.clear()
-        return sends, pings
+        return sends, self._due()
 
     def _pass_over(self) -> None:
         for worker in self._pinged:
-            if self._unread[worker] >= self._limit:
+            if self._sent - self._since[worker] >= self._limit:
                 self.behind.add(worker)
 
     def _forget_claimed(self, on_offer: Callable[[int], bool]) -> None:
         self._missed = {ticket: task for ticket, task in self._missed.items() if on_offer(ticket)}
 
-    def _sent(self, messages: int, workers: Iterable[int]) -> list[int]:
-        due = []
-        for worker in workers:
-            self._unread[worker] += messages
-            if self._unread[worker] >= self._limit and worker not in self._pinged:
-                self._unread[worker] = 0
+    def _due(self) -> list[int]:
+        """Who is to be sent a ping."""
+        due, near = [], self._since.keys() - self.behind
+        for worker in near:
+            if self._sent - self._since[worker] >= self._limit and worker not in self._pinged:
+                self._since[worker] = self._sent
                 self._pinged.add(worker)
                 due.append(worker)
-        return due
+        self._next = min((self._since[worker] for worker in near), default=self._sent) + self._limit
+        return sorted(due)

@@ -44,6 +44,7 @@ class Crew:
 
     Attributes:
         token: what only these workers know, see `messages`.
+        behind: workers that were passed over with tasks, and may have time again.
     """
 
     def __init__(self, plan: Plan, arena: Arena, counters: Counters) -> None:
@@ -55,6 +56,7 @@ class Crew:
         self._socket: ConsumerSocket | None = None
         self._claims: Claims | None = None
         self._backlog: Backlog[bytes] = Backlog(max(plan.window[1], _UNREAD))
+        self.behind = self._backlog.behind
         self._expected: dict[str, set[int]] = {}  # folder → workers that have still to connect there
         self._greeted: set[int] = set()
         self._dead: set[int] = set()
@@ -233,11 +235,6 @@ class Crew:
         self.socket.send(worker, epoch)
 
     # ---- what goes to all -----------------------------------------------------------------------
-
-    @property
-    def behind(self) -> bool:
-        """Whether there are workers that were passed over, and may have time again."""
-        return bool(self._backlog.behind)
 
     def begin_epoch(self, epoch: Epoch) -> None:
         """Tell all workers of a new epoch."""

@@ -14,42 +14,6 @@ from fastq_loader.messages import Answer
 from fastq_loader.states import Batch
 
 
-class Tickets:
-    """The numbers of claims.
-
-    Args:
-        places: in the table of claims.
-    """
-
-    def __init__(self, places: int) -> None:
-        self._places = places
-        self._taken: set[int] = set()
-        self._next = 1  # a table that nobody has written to offers nothing
-
-    def take(self, claimed: bool) -> int:
-        """A number that was never taken before, and whose place is free; one that will be `claimed` takes it.
-
-        Raises:
-            InvalidTransition: there is no such place; windows are narrower than the table.
-        """
-        if len(self._taken) >= self._places:
-            raise InvalidTransition(f"all {self._places} places of the table of claims are taken")
-        while self._next % self._places in self._taken:
-            self._next += 1
-        ticket = self._next
-        if claimed:
-            self._taken.add(ticket % self._places)
-        self._next += 1
-        return ticket
-
-    def free(self, ticket: int) -> None:
-        """Nobody claims this ticket any more, and nobody asks who has claimed it."""
-        self._taken.discard(ticket % self._places)
-
-    def taken(self) -> set[int]:
-        return self._taken
-
-
 class Owed(dict[tuple[int, int], Batch]):
     """(epoch, seq) → the batch of a task that is to be answered.
 
@@ -59,23 +23,36 @@ class Owed(dict[tuple[int, int], Batch]):
 
     def __init__(self, places: int) -> None:
         super().__init__()
-        self._tickets = Tickets(places)
+        self._places = places
+        self._taken: set[int] = set()  # places
+        self._next = 1  # 0 is no ticket: a table that nobody has written to offers nothing
 
     def add(self, epoch: int, batch: Batch) -> None:
-        """A task is about to be sent, under a new ticket."""
-        batch.ticket = self._tickets.take(batch.worker is None)
+        """A task is about to be sent, under a new ticket.
+
+        Raises:
+            InvalidTransition: no place is free for it; windows are narrower than the table.
+        """
+        if batch.worker is None:
+            if len(self._taken) >= self._places:
+                raise InvalidTransition(f"all {self._places} places of the table of claims are taken")
+            while self._next % self._places in self._taken:
+                self._next += 1
+            self._taken.add(self._next % self._places)
+        batch.ticket = self._next
+        self._next += 1
         self[epoch, batch.seq] = batch
 
     def settle(self, epoch: int, seq: int) -> Batch:
         """A task was answered, or will not be."""
         batch = self.pop((epoch, seq))
         if batch.worker is None:
-            self._tickets.free(batch.ticket)
+            self._taken.discard(batch.ticket % self._places)
         return batch
 
     def found(self, batch: Batch) -> None:
         """Who has claimed a task is about to be written down here: the table is not asked for it any more."""
-        self._tickets.free(batch.ticket)
+        self._taken.discard(batch.ticket % self._places)
 
     def expects(self, worker: int, answer: Answer) -> bool:
         """Whether `worker` may give this answer: this attempt is its own, or could have been claimed."""
@@ -119,6 +96,6 @@ class Owed(dict[tuple[int, int], Batch]):
     def check(self) -> None:
         """Raise AssertionError unless every task that can be claimed has a place, and nothing else has."""
         tickets = self.tickets()
-        places = {ticket % self._tickets._places for ticket in tickets}
+        places = {ticket % self._places for ticket in tickets}
         assert len(places) == len(tickets), "two tasks have one place in the table of claims"
-        assert places == self._tickets.taken(), "a place is taken by nobody, or a task has none"
+        assert places == self._taken, "a place is taken by nobody, or a task has none"

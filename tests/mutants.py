@@ -161,8 +161,8 @@ MUTANTS = (
     Mutant(
         "owed",
         "tickets come again",
-        "            self._next += 1\n        ticket",
-        "            self._next = 1\n        ticket",
+        "batch.ticket = self._next\n        self._next += 1",
+        "batch.ticket = self._next\n        self._next = 1",
     ),
     Mutant(
         "owed",
@@ -173,8 +173,8 @@ MUTANTS = (
     Mutant(
         "owed",
         "a place is given up with the claim",
-        "batch.ticket = self._tickets.take(batch.worker is None)",
-        "batch.ticket = self._tickets.take(False)",
+        "self._taken.add(self._next % self._places)",
+        "pass",
     ),
     Mutant(
         "owed",
