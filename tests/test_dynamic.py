@@ -483,6 +483,44 @@ def test_a_busy_worker_is_not_sent_all_that_the_others_load_and_then_goes_on(
     assert len(loaded) > 1000, "who was passed over does not go on"
 
 
+class Once(Slow):
+    """The first sample takes long, the others no time."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 0:
+            time.sleep(0.8)
+        return index
+
+
+@pytest.mark.processes
+def test_who_was_passed_over_is_heard_of_at_the_next_batch_however_many_are_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crews: list[crew.Crew] = []
+    start = crew.Crew.start
+
+    def noted(self: crew.Crew, base_seed: int, shared_seed: int | None) -> None:
+        crews.append(self)
+        start(self, base_seed, shared_seed)
+
+    monkeypatch.setattr(crew, "_UNREAD", 32)
+    monkeypatch.setattr(crew.Crew, "start", noted)
+    options: Any = {"schedule": "dynamic", "in_order": False, "reorder_window": 32}
+    with DataLoader(Once(2000), batch_size=None, num_workers=2, **options) as loader:
+        iterator = iter(loader)
+        began, found = time.monotonic(), [next(iterator)]
+        while not crews[0].behind:
+            found.append(next(iterator))
+        for pause in (0.1, 0.0):  # the other one loads a window, and all of it is received at once
+            time.sleep(pause)
+            found.append(next(iterator))
+        assert crews[0].behind
+        time.sleep(max(began + 1.2 - time.monotonic(), 0))
+        found.append(next(iterator))
+        assert not crews[0].behind
+        assert sorted(found + list(iterator)) == list(range(2000))
+
+
 # ---- arguments ----------------------------------------------------------------------------------------
 
 
