@@ -194,10 +194,12 @@ class Arena:
 
     def retire(self, held: list[tuple[int, int]]) -> None:
         """The loader closes: all pages go back to the system but those of the blocks (offset, size) at
-        `held`, whose leases will do it themselves when they die."""
+        `held`, whose leases will do it themselves when they die. May be called again when an interrupt cut it
+        short."""
         self.retired = True
-        os.close(self.fd)
-        self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
         start = 0
         for offset, size in sorted(held):
             self.mapping.punch(start, offset - start)

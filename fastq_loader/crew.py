@@ -61,6 +61,7 @@ class Crew:
         self._greeted: set[int] = set()
         self._dead: set[int] = set()
         self._distrusted: set[int] = set()  # workers that were ended for what they sent
+        self._asked = False  # they were told to leave
         self._stillborn: dict[int, int] = {}  # worker → processes that ended before they were up
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:
@@ -313,7 +314,10 @@ class Crew:
 
     def stop(self, ask: bool) -> None:
         """End the workers; with `ask` they may finish what they do within half a second."""
-        if ask and self._socket is not None:
+        if ask and not self._asked and self._socket is not None:
+            self._asked = (
+                True  # before it is done: an interrupt may cut it short, and what is left is the end
+            )
             self.dismiss()
             self._pool.stop()
         else:

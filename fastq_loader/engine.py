@@ -25,6 +25,8 @@ from fastq_loader.statistics import Counters
 T = TypeVar("T")
 
 _EXITING = "the process is exiting"
+#: Interrupts that the end of an engine which nobody knows any more may meet.
+_ATTEMPTS = 100
 
 
 class Engine:
@@ -218,13 +220,16 @@ class Engine:
 
     def __del__(self) -> None:
         # The last iterator or loader is gone, so nobody is inside. A fork's copy is not ours to close.
-        if getattr(self, "_loop", None) is None:
-            return
-        try:
-            self.close("the loader and its iterators were dropped")
-        except BaseException:  # an interrupt: nobody else would finish it
-            self.close()
-            raise
+        interrupt: BaseException | None = None
+        for _ in range(_ATTEMPTS):
+            if getattr(self, "_loop", None) is None:
+                break
+            try:
+                self.close("the loader and its iterators were dropped")
+            except BaseException as error:  # an interrupt: nobody else would finish it
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def processes(self) -> list[BaseProcess]:
         """The workers, so far as they were started; also those that have ended."""

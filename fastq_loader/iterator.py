@@ -10,10 +10,8 @@ meaning (torch/utils/data/dataloader.py).
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,18 +22,14 @@ from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
     _DatasetKind,
     _MultiProcessingDataLoaderIter,
-    _SingleProcessDataLoaderIter,
 )
 
-from fastq_loader import arguments, datapipes, sampling, seeding
+from fastq_loader import arguments, datapipes, sampling
 from fastq_loader.delivery import END, Outcome
 from fastq_loader.engine import Engine
 from fastq_loader.errors import IteratorInvalid, warn_user
-from fastq_loader.fetch import EndOfStream, make_fetcher
-from fastq_loader.interrupts import refuse_interrupt
 from fastq_loader.link import apply
 from fastq_loader.messages import spell_out
-from fastq_loader.staging import SerialStaging
 from fastq_loader.transforms import copy_into
 
 if TYPE_CHECKING:
@@ -201,106 +195,6 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             self.outcome = None
             raise
         self.outcome = None
-
-
-class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
-    """num_workers=0: loads on the consumer's thread. No process, thread, socket or shared memory."""
-
-    _profile_name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._counters = loader._runtime.counters
-        self._counters.epochs += 1
-        super().__init__(loader)
-        if self._timeout != 0:
-            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        if self._num_workers != 0:
-            raise AssertionError("_SingleProcessDataLoaderIter requires num_workers == 0")
-        datapipes.shard(self._dataset, self._world_size, self._rank)
-        self._idle = loader._runtime.idle
-        self._staging = None if self._link is None else SerialStaging.of(self._link, self._idle)
-        self._drawn = 0
-        self._index: tuple[Any] | None = None  # drawn, and not loaded yet
-        self._busy = False  # in the middle of something that cannot be done again
-        with self._seeded(lambda seed: seeding.seed_worker(seed, 0)):  # for what iter(dataset) draws
-            self._dataset_fetcher = make_fetcher(
-                self._dataset,
-                iterable=self._dataset_kind == _DatasetKind.Iterable,
-                auto_collation=self._auto_collation,
-                collate=self._collate_fn,
-                drop_last=self._drop_last,
-            )
-
-    def __del__(self) -> None:
-        staging = getattr(self, "_staging", None)
-        if staging is not None:
-            self._idle.append(staging)
-
-    def _restart_sampler(self) -> None:
-        self._sampler_iter = sampling.iterate(self._index_sampler)
-
-    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        super()._reset(loader, first_iter)
-        self._drawn, self._index, self._busy = 0, None, False
-
-    @contextmanager
-    def _seeded(self, seed: Callable[[int], int]) -> Iterator[None]:
-        """Batches are seeded as in workers, and the consumer's own generators are put back."""
-        if self._dynamic:
-            with seeding.put_back():
-                seed(self._base_seed)
-                yield
-        else:
-            yield
-
-    def _advance(self) -> None:
-        if self._link is not None:
-            self._link.refuse_capture()
-        if self._busy:
-            raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
-        if self._index is None and not self._draw():
-            return
-        try:
-            outcome = Outcome(self._load(), None)
-            self._counters.batches += 1
-        except EndOfStream:
-            outcome = END
-        except Exception as error:
-            refuse_interrupt(error)  # which leaves the index to the next call
-            outcome = Outcome(None, error)
-        self.outcome, self._index, self._busy = outcome, None, False
-        self._drawn += 1
-
-    def _draw(self) -> bool:
-        """Draw an index; False if that is an outcome."""
-        self._busy = True
-        try:
-            index = self._next_index()
-        except Exception as error:
-            refuse_interrupt(error)
-            self.outcome, self._busy = Outcome(None, error), False
-            self._drawn += 1  # also when the sampler fails: its error has a place
-            return False
-        self._index, self._busy = (index,), False
-        return True
-
-    def _load(self) -> Any:
-        assert self._index is not None
-        began = time.monotonic_ns()
-        # A generator that an exception went through has ended, and a copy to a device is under way.
-        self._busy = self._dataset_kind == _DatasetKind.Iterable
-        try:
-            if self._dynamic:
-                with self._seeded(lambda seed: seeding.seed_batch(seed, self._drawn)):
-                    batch = self._dataset_fetcher.fetch(self._index[0])
-            else:
-                batch = self._dataset_fetcher.fetch(self._index[0])
-        finally:
-            self._counters.wait_ns += time.monotonic_ns() - began
-        if self._staging is None:
-            return self._finished(batch)
-        self._busy = True
-        return self._staging.stage(batch)
 
 
 class WorkerIterator(LoaderIterator, _MultiProcessingDataLoaderIter):

@@ -17,10 +17,11 @@ from torch.utils.data import Dataset, Sampler
 from fastq_loader import arguments, datapipes
 from fastq_loader.cargo import Cargo
 from fastq_loader.engine import Engine
-from fastq_loader.iterator import SerialIterator, WorkerIterator
+from fastq_loader.iterator import WorkerIterator
 from fastq_loader.link import Link
 from fastq_loader.processes import Plan
 from fastq_loader.runtime import Runtime
+from fastq_loader.serial import SerialIterator
 from fastq_loader.statistics import LoaderStatistics
 from fastq_loader.worker import Rules
 

@@ -387,8 +387,6 @@ class EventLoop:
         interrupt cut it short."""
         self._crew.stop(ask)
         self._crew.close()
-        if self._arena.retired:
-            return
         failure: Exception | None = None
         if self._delivery.staging is not None:  # copies read the blocks until they have run
             try:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 import signal
 import tempfile
 import threading
@@ -114,7 +113,12 @@ def socket_name(worker: int, generation: int) -> str:
 
 
 def remove_folder(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a folder of sockets; what is gone already, or cannot go, is left."""
+    # Not shutil.rmtree: cut short by a handler of a signal it closes a descriptor twice.
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
 
 
 def _together(frames: Sequence[bytes]) -> bytes:

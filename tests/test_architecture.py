@@ -17,6 +17,7 @@ PACKAGE = Path(fastq_loader.__file__).parent
 #: Imports point down this list.
 ORDER = (
     "loader",
+    "serial",
     "iterator",
     "arguments",
     "runtime",
