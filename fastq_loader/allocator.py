@@ -16,7 +16,7 @@ import math
 import threading
 import time
 import weakref
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +28,7 @@ from fastq_loader import process_id, streaming
 from fastq_loader.arena import Mapping
 from fastq_loader.blocks import SMALLEST, Extents, device_aligned, size_class
 from fastq_loader.forks import Onlookers, moment
+from fastq_loader.space import AddressSpace
 
 #: New pages are filled at 1.3 GB/s (design.md, "Why this wins"): waiting takes at most a quarter of that.
 _WAIT_BYTES_PER_SECOND = 5e9
@@ -57,11 +58,18 @@ TYPESTR = {
 class _Hold:
     """User code looks at a block: the base of the array that `Allocator.empty` gave out."""
 
-    __slots__ = ("__array_interface__", "__weakref__", "_dropped", "_offset")
+    __slots__ = ("__array_interface__", "__weakref__", "_dropped", "_memory", "_offset")
 
     def __init__(
-        self, address: int, shape: tuple[int, ...], typestr: str, offset: int, dropped: deque[int]
+        self,
+        address: int,
+        memory: Any,
+        shape: tuple[int, ...],
+        typestr: str,
+        offset: int,
+        dropped: deque[int],
     ) -> None:
+        self._memory = memory  # keeps the address valid
         self.__array_interface__ = {
             "version": 3,
             "data": (address, False),
@@ -73,38 +81,6 @@ class _Hold:
 
     def __del__(self) -> None:
         self._dropped.append(self._offset)
-
-
-class AddressSpace:
-    """The ranges of a worker's part of the arena in which it can make new blocks, ascending and apart."""
-
-    def __init__(self, ranges: Extents) -> None:
-        self._starts = [offset for offset, _ in ranges]
-        self._ends = [offset + size for offset, size in ranges]
-
-    def take(self, size: int) -> int | None:
-        """Cut `size` bytes off the first range that has them; their offset, or None."""
-        for at, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
-            if end - start >= size:
-                if end - start == size:
-                    del self._starts[at], self._ends[at]
-                else:
-                    self._starts[at] = start + size
-                return start
-        return None
-
-    def give(self, offset: int, size: int) -> None:
-        """Put a range back, and merge it with its neighbours."""
-        at = bisect_left(self._starts, offset)
-        end = offset + size
-        if at < len(self._starts) and self._starts[at] == end:
-            end = self._ends[at]
-            del self._starts[at], self._ends[at]
-        if at and self._ends[at - 1] == offset:
-            self._ends[at - 1] = end
-        else:
-            self._starts.insert(at, offset)
-            self._ends.insert(at, end)
 
 
 class Allocator:
@@ -149,7 +125,10 @@ class Allocator:
         self._opened: dict[int, int] = {}
         self._left: dict[int, int] = {}
         self._onlookers = Onlookers()  # counts the open blocks
-        self._offsets: list[int] = []  # of the open blocks, ascending
+        # Offset → address, bytes there, and what keeps them there.
+        self._reached: dict[int, tuple[int, int, Any]] = {}
+        self._asked: dict[int, int] = {}  # offset → size that was asked for; the block may be a larger one
+        self._addresses: list[tuple[int, int]] = []  # (address, offset) of the open blocks, ascending
         self._holds: dict[int, list[weakref.ref[_Hold]]] = {}  # offset → what user code may look through
         self._dropped: deque[int] = deque()
         self._shipping: frozenset[int] = frozenset()  # blocks that the answer names, held or not
@@ -173,7 +152,7 @@ class Allocator:
         """A block (offset, size) of at least `nbytes` for this task.
 
         Raises:
-            MemoryError: the worker's part of the arena is used up.
+            MemoryError: the worker's part of the arena, or its address space, is used up.
         """
         with self._lock:
             if self._dropped:
@@ -181,10 +160,18 @@ class Allocator:
             wanted = size_class(nbytes)
             found = _fit(self._idle, wanted) or self._fit_promised(nbytes, wanted)
             size, offset = found or (wanted, self._make(nbytes, wanted))
+            try:
+                reached = size if self.together or self.mapping.whole else nbytes
+                address, memory = self.mapping.reach(offset, reached)
+            except MemoryError:
+                self._idle.append((size, offset))
+                raise
+            self._reached[offset] = address, reached, memory
+            self._asked[offset] = wanted
             self._open[offset] = size
             self._onlookers.count = len(self._open)
             self._opened[offset] = moment()
-            insort(self._offsets, offset)
+            insort(self._addresses, (address, offset))
             return offset, size
 
     def _close(self, offset: int) -> int:
@@ -192,6 +179,8 @@ class Allocator:
         self._holds.pop(offset, None)
         del self._opened[offset]
         self._left.pop(offset, None)
+        del self._asked[offset]
+        self._addresses.remove((self._reached.pop(offset)[0], offset))
         size = self._open.pop(offset)
         self._onlookers.count = len(self._open)
         return size
@@ -225,7 +214,8 @@ class Allocator:
             return None
         with self._lock:
             offset, start = self._cut(nbytes)
-            hold = _Hold(self.mapping.base + start, shape, typestr, offset, self._dropped)
+            address, _, memory = self._reached[offset]
+            hold = _Hold(address + start - offset, memory, shape, typestr, offset, self._dropped)
             self._holds.setdefault(offset, []).append(weakref.ref(hold))
             self._left.pop(offset, None)
         return np.asarray(hold)
@@ -256,16 +246,17 @@ class Allocator:
 
     def block_at(self, address: int) -> tuple[int, int] | None:
         """The block (offset, size) of this task in which an address lies, if any."""
-        at = address - self.mapping.base
-        if not 0 <= at < self.mapping.length:
-            return None
         with self._lock:
-            place = bisect_right(self._offsets, at) - 1
+            place = bisect_right(self._addresses, (address, self.mapping.length)) - 1
             if place < 0:
                 return None
-            offset = self._offsets[place]
-            size = self._open[offset]
-            return (offset, size) if at < offset + size else None
+            start, offset = self._addresses[place]
+            return (offset, self._open[offset]) if address < start + self._reached[offset][1] else None
+
+    def address(self, offset: int) -> int:
+        """Where an open block lies in this process."""
+        with self._lock:
+            return self._reached[offset][0]
 
     def cut(self, block: int) -> int:
         """Bytes of a block, from its start, that results of this task or kept ones were cut out of."""
@@ -278,7 +269,9 @@ class Allocator:
 
     def write(self, offset: int, source: int, nbytes: int) -> None:
         """Copy `nbytes` from an address elsewhere into the arena."""
-        if self.streams(nbytes):
+        if not self.mapping.whole:
+            self.mapping.write(offset, (ctypes.c_char * nbytes).from_address(source))
+        elif self.streams(nbytes):
             streaming.copy(self.mapping.base + offset, [source], nbytes)
         else:
             ctypes.memmove(self.mapping.base + offset, source, nbytes)
@@ -321,14 +314,13 @@ class Allocator:
         with self._lock:
             self._shipping = frozenset()
             self._rest = None
-            self._large = sum([self._open[offset] for offset in used]) >= self._stream_from
+            self._large = sum([self._asked[offset] for offset in used]) >= self._stream_from
             for offset in used:
                 self._close(offset)
             self._dropped.clear()
             self._onlookers.reap()
             for offset in [offset for offset in self._open if not self._is_held(offset)]:
                 self._idle.append((self._close(offset), offset))
-            self._offsets = sorted(self._open)
             self._cuts = {offset: end for offset, end in self._cuts.items() if offset in self._open}
             returned = [offset for _, offset in self._idle + self._promised]
             self._idle.clear()
@@ -342,7 +334,6 @@ class Allocator:
             offset = self._dropped.popleft()
             if offset in self._holds and offset not in self._shipping and not self._is_held(offset):
                 self._idle.append((self._close(offset), offset))
-                self._offsets.remove(offset)
                 self._cuts.pop(offset, None)
                 if self._rest is not None and self._rest[0] == offset:
                     self._rest = None

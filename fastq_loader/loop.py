@@ -94,7 +94,7 @@ class EventLoop:
         self._fatal: str | None = None
         self._counters = counters
         self._sampler: Iterator[Any] = iter(())
-        self._arena = Arena(plan.workers)
+        self._arena = Arena(plan.workers, whole=plan.to_device)
         self._ledger = BlockLedger(self._arena.mapping.region)
         self.scheduler = Scheduler(
             plan.workers,

@@ -215,6 +215,11 @@ class Packer:
         except (RecursionError, pickling.SharedContainer):
             return walker.whole(batch), self._pickle(batch)
 
+    def forget(self, handle: Handle) -> None:
+        """The last handle is not sent: a spec that it brings is still to be sent."""
+        if handle.spec is not None:
+            self._specs.pop(handle.spec, None)
+
     def pack_exception(self, data: bytes) -> tuple[Handle, list[tuple[int, int]]]:
         """Put a pickled exception where pickled objects lie."""
         return self._place("O", data)
@@ -297,7 +302,7 @@ class Packer:
         block = self._allocator.block_at(start)
         if block is None:
             return None, {}
-        base = self._allocator.mapping.base + block[0]
+        base = self._allocator.address(block[0])
         at: dict[int, int] = {}
         end = 0
         for place in bound:
@@ -326,7 +331,7 @@ class Packer:
         block = self._allocator.block_at(start)
         if block is not None and all(offset != block[0] for offset, _ in used):
             offset, size = block
-            delta = start - self._allocator.mapping.base - offset
+            delta = start - self._allocator.address(offset)
             # It lies in a block of this task already: no copy. But a small part of a block is not worth
             # keeping the whole of it (design, rule 2).
             if size // 4 <= end - start <= size - delta:
@@ -346,7 +351,7 @@ class Packer:
         data = _gather(small) + (b"" if pickled is None else seal(pickled, self._token))
         total = len(data)
         offset, size = self._allocator.take(max(total, 1))
-        self._allocator.mapping.memory[offset : offset + total] = data
+        self._allocator.mapping.write(offset, data)
         used.insert(0, (offset, max(total, 1)))
         return offset, size, total
 

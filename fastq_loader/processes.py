@@ -149,6 +149,7 @@ class WorkerPool:
             folder=folder,
             token=token,
             arena_length=arena.mapping.length,
+            arena_whole=arena.mapping.whole,
             space=None,
             descriptors=Descriptors(arena=arena.fd, stacks=self._stacks[1]),
         )

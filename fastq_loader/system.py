@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
+import mmap
 import os
 import platform
 import select
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 try:
     import fcntl
@@ -28,6 +31,10 @@ _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 0x1, 0x2
 _F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
 _F_OFD_SETLK = 37
 _EFD_CLOEXEC, _EFD_NONBLOCK = 0o2000000, 0o4000
+
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
+_MADV_REMOVE = 9
+_FAILED = ctypes.c_void_p(-1).value
 
 #: Types of a lock in a `struct flock`.
 WRITE_LOCK, UNLOCK = 1, 2
@@ -85,6 +92,60 @@ def memfd_create(name: str) -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, flags)
     return _call("memfd_create", name.encode(), flags)
+
+
+class Piece:
+    """Part of a memfd, mapped into this process, shared and writable, for as long as this object lives.
+
+    Args:
+        fd: the memfd.
+        offset: of its first byte; the mapping begins with its page.
+        nbytes: from there on.
+
+    Attributes:
+        address: of the byte at `offset`.
+
+    Raises:
+        MemoryError: there is not enough address space.
+    """
+
+    __slots__ = ("_length", "_start", "address")
+
+    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+        first = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        self._length = max(offset + nbytes - first, 1)
+        access, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
+        start = _memory().mmap(None, self._length, access, shared, fd, first)
+        self._start: int | None = None if start == _FAILED else start
+        if self._start is None:
+            reason = os.strerror(ctypes.get_errno())
+            raise MemoryError(f"{nbytes} bytes of a batch find no address space in this process: {reason}")
+        self.address = self._start + offset - first
+
+    def punch(self) -> None:
+        """Give its pages back to the system."""
+        _memory().madvise(self._start, self._length, _MADV_REMOVE)
+
+    def __del__(self, library: Callable[[], Any] | None = None) -> None:
+        if getattr(self, "_start", None) is not None:
+            (library or _memory)().munmap(self._start, self._length)
+
+
+@functools.cache
+def _memory() -> Any:
+    """The C library, its calls for memory with their types."""
+    library = ctypes.CDLL(None, use_errno=True)
+    address, length, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.mmap.argtypes = (address, length, number, number, number, ctypes.c_long)
+    library.mmap.restype = address
+    library.munmap.argtypes = (address, length)
+    library.madvise.argtypes = (address, length, number)
+    return library
+
+
+def punch_hole(fd: int, offset: int, nbytes: int) -> None:
+    """Give pages of a memfd back to the system; they read as zeros, and can be written again."""
+    _call("fallocate", fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, nbytes)
 
 
 def seal_length(fd: int) -> None:

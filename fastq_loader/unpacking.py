@@ -131,7 +131,7 @@ class Unpacker:
         pickled = b""
         if spec.objects:
             offset, _, total = handle.places[0]
-            sealed = self._arena.mapping.memory[offset + spec.parcel_bytes : offset + total]
+            sealed = self._arena.mapping.look(offset + spec.parcel_bytes, total - spec.parcel_bytes)
             pickled = unseal(bytes(sealed), self._token)
         offsets = [offset for offset, _, _ in handle.places]
         copied = len(offsets) - len(spec.large)
@@ -147,6 +147,7 @@ class Unpacker:
 
         Raises:
             ProtocolError: what was unpickled is not what the spec speaks of.
+            MemoryError: there is not enough address space for it.
             Exception: whatever unpickling a part of the batch raises.
         """
         spec: Spec = handle.spec
@@ -156,7 +157,7 @@ class Unpacker:
             parcel: Any = handle.parcel or b""
         else:
             offset = places[0][0]
-            parcel = self._arena.mapping.memory[offset : offset + spec.parcel_bytes]
+            parcel = self._arena.mapping.look(offset, spec.parcel_bytes)
         # Each in memory of its own: who keeps the labels does not keep the rest.
         for number, start, end, shape, dtype in spec.tensors:
             leaves[number] = _from_numpy(_ndarray(shape, dtype, bytearray(parcel[start:end])))
@@ -164,14 +165,22 @@ class Unpacker:
             leaves[number] = _ndarray(shape, dtype, bytearray(parcel[start:end]))
         for place, start, end in spec.small:
             cut(spec, place, bytearray(parcel[start:end]), leaves)
-        for place, (offset, size, delta) in zip(
-            spec.large, places[len(places) - len(spec.large) :], strict=True
-        ):
+        large = places[len(places) - len(spec.large) :]
+        for number, (place, (offset, size, delta)) in enumerate(zip(spec.large, large, strict=True)):
             if memory is None:
-                self._look(spec, place, (offset, size), delta, leaves)
+                try:
+                    self._look(spec, place, (offset, size), delta, leaves)
+                except MemoryError:
+                    for unseen, _, _ in large[number:]:
+                        self._arena.abandon(unseen)
+                    raise
             else:
-                at = offset + delta
-                cut(spec, place, bytearray(self._arena.mapping.memory[at : at + spec.sizes[place]]), leaves)
+                cut(
+                    spec,
+                    place,
+                    bytearray(self._arena.mapping.look(offset + delta, spec.sizes[place])),
+                    leaves,
+                )
         if memory is not None:
             spec.look(memory, leaves)
         objects: Any = ()

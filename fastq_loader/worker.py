@@ -82,7 +82,8 @@ class Setup:
         claimed: whether tasks are claimed.
         folder: where the sockets are.
         token: the pool's, see `messages`.
-        arena_length: bytes of address range of the shared memory.
+        arena_length: bytes of the shared memory.
+        arena_whole: whether it is mapped as a whole.
         space: ranges (offset, size) of its part of that in which it can make blocks; None is all of it.
         descriptors: `arena` (the memfd) and `stacks` (a pipe for the Python stacks of hung workers).
         to_device: whether batches go on to a device, each in one piece.
@@ -101,6 +102,7 @@ class Setup:
     folder: str
     token: bytes = field(repr=False)
     arena_length: int
+    arena_whole: bool
     space: Extents | None
     descriptors: Descriptors
     to_device: bool = False
@@ -118,9 +120,9 @@ def main(setup: Setup, cargo: Cargo | SealedCargo, mapping: Mapping | None) -> N
     arena = setup.descriptors["arena"]
     inherited = mapping is not None
     if mapping is None:
-        mapping = Mapping(arena, setup.arena_length, setup.workers)
+        mapping = Mapping(arena, setup.arena_length, setup.workers, setup.arena_whole)
     claims = Claims(arena, mapping.claims)
-    if not inherited:
+    if not inherited and mapping.whole:
         os.close(arena)
     blocks = Allocator(mapping, setup.worker, setup.space, setup.to_device, setup.stream_from)
     allocator.install(blocks)
@@ -353,7 +355,11 @@ class _Worker:
         except Exception as error:
             return ERROR, *self._pack_exception(error)
         del batch
-        return BATCH, *self._settle(handle, used)
+        try:
+            return BATCH, *self._settle(handle, used)
+        except MemoryError as error:
+            self._packer.forget(handle)
+            return ERROR, *self._pack_exception(error)
 
     def _fetch(self, task: Task) -> Any:
         assert self._fetcher is not None, "an epoch comes before its tasks"
@@ -380,7 +386,7 @@ class _Worker:
         for at, (offset, need) in enumerate(used):
             if offset in held:
                 copy, size = self._allocator.take(need)
-                self._allocator.write(copy, self._allocator.mapping.base + offset, need)
+                self._allocator.write(copy, self._allocator.address(offset), need)
                 places[at] = (copy, size, places[at][2])
                 shipped[at] = (copy, need)
         return handle._replace(places=tuple(places)), shipped

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastq_loader import allocator as allocator_module
-from fastq_loader.allocator import AddressSpace, Allocator, empty, out_tensor
+from fastq_loader.allocator import Allocator, empty, out_tensor
 from fastq_loader.arena import AVAILABLE, Arena
 from fastq_loader.blocks import SMALLEST
+from fastq_loader.space import AddressSpace
 from tests.datasets import Opaque, assert_same
 from tests.pair import DTYPES, LARGE, Pair, paired
 

@@ -63,6 +63,7 @@ ORDER = (
     "events",
     "messages",
     "ring",
+    "space",
     "blocks",
     "demand",
     "transforms",
@@ -92,6 +93,7 @@ PURE = (
     "events",
     "messages",
     "ring",
+    "space",
     "blocks",
     "demand",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import gc
 import os
@@ -331,19 +332,27 @@ def test_a_second_mapping_sees_the_same_bytes(arena: Arena) -> None:
     assert other.base != arena.mapping.base
 
 
-@pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_FSIZE], ids=["address space", "files"])
-def test_a_limit_makes_the_arena_smaller(limit: int) -> None:
-    used = 0
-    if limit == resource.RLIMIT_AS:
-        with open("/proc/self/statm") as statm:
-            used = int(statm.read().split()[0]) * PAGE
+def address_space() -> int:
+    """Bytes that this process has mapped."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[0]) * PAGE
+
+
+@contextmanager
+def limited(limit: int, nbytes: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(limit)
-    allowed = used + (6 << 30)
-    resource.setrlimit(limit, (allowed, hard))
+    resource.setrlimit(limit, (nbytes, hard))
     try:
-        arena = Arena(2)
+        yield
     finally:
         resource.setrlimit(limit, (soft, hard))
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_FSIZE], ids=["address space", "files"])
+def test_a_limit_makes_an_arena_smaller_that_is_mapped_as_a_whole(limit: int) -> None:
+    allowed = (address_space() if limit == resource.RLIMIT_AS else 0) + (6 << 30)
+    with limited(limit, allowed):
+        arena = Arena(2, whole=True)
     assert 1 << 30 <= arena.mapping.length <= 6 << 30
     assert arena.mapping.length % PAGE == 0
     floats(arena).fill_(1)
@@ -361,6 +370,96 @@ def test_no_room_at_all_is_an_error_that_leaves_nothing_open() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert os.listdir("/proc/self/fd") == before
+
+
+# ---- little address space ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pieces() -> Iterator[Arena]:
+    """An arena whose blocks are mapped one by one."""
+    with limited(resource.RLIMIT_AS, address_space() + (1 << 30)):
+        arena = Arena(2)
+        assert not arena.mapping.whole
+        yield arena
+        if not arena.retired:
+            arena.retire([])
+
+
+LONG = 256 << 20
+
+
+def test_blocks_take_address_space_while_they_are_looked_at(pieces: Arena) -> None:
+    _, end = pieces.mapping.region(0)
+    assert end > 2 * LONG, "less than all of it is there for workers"
+    before = address_space()
+    for turn in range(10):
+        array = pieces.lease((turn * LONG, LONG), 0, (LONG,), "|u1")
+        array[:: LONG // 4] = turn + 1
+        assert address_space() - before >= LONG
+        del array
+        assert address_space() - before < LONG
+    assert pieces.released_blocks() == [turn * LONG for turn in range(10)]
+    for turn in range(10):
+        assert bytes(pieces.mapping.look(turn * LONG, 1)) == bytes([turn + 1])
+
+
+def test_what_does_not_find_address_space_is_an_error_and_can_be_abandoned(pieces: Arena) -> None:
+    kept: list[Any] = []
+
+    def keep_ten() -> None:
+        kept.extend(pieces.lease((turn * LONG, LONG), 0, (LONG,), "|u1") for turn in range(10))
+
+    with pytest.raises(MemoryError, match="address space"):
+        keep_ten()
+    assert 1 <= len(kept) <= 4
+    pieces.abandon(len(kept) * LONG)
+    assert pieces.released_blocks() == [len(kept) * LONG]
+    assert pieces.onlookers.count == len(kept)
+    kept.clear()
+    assert pieces.lease((0, LONG), 0, (LONG,), "|u1").shape == (LONG,)
+
+
+def test_what_is_kept_mapped_gives_way_to_what_is_needed(pieces: Arena) -> None:
+    before = address_space()
+    small = pieces.mapping.reach(0, SMALLEST)[0]
+    assert pieces.mapping.reach(0, SMALLEST)[0] == small
+    assert address_space() - before == SMALLEST
+    budget = pieces.mapping._budget
+    for turn in range(40):
+        pieces.mapping.reach(turn << 21, 1 << 21)
+        assert address_space() - before <= budget
+    pieces.mapping.forget()
+    assert address_space() == before
+
+
+def test_a_piece_that_dies_after_the_end_gives_back_its_own_pages_only(pieces: Arena) -> None:
+    fd = os.dup(pieces.fd)
+    blocks = [(place * SMALLEST, SMALLEST) for place in range(4)]
+    tensors = [floats(pieces, block).fill_(block[0] + 1) for block in blocks]
+    inner = pieces.lease((4 * SMALLEST, SMALLEST), 100, (50, 3), "<i2", (6, 2))
+    inner[:] = 7
+    pieces.retire([*blocks, (4 * SMALLEST, SMALLEST)])
+    before = pages(fd)
+    del tensors[1]
+    assert pages(fd) == before - SMALLEST // PAGE
+    assert float(tensors[0][0]) == 1
+    assert float(tensors[1][-1]) == 2 * SMALLEST + 1
+    assert (inner == 7).all()
+    os.close(fd)
+
+
+@pytest.mark.parametrize("offset", [0, 5, PAGE - 1, 3 * PAGE + 100])
+@pytest.mark.parametrize("nbytes", [0, 1, PAGE, 5 * PAGE + 3])
+def test_bytes_are_read_and_written_without_a_mapping(pieces: Arena, offset: int, nbytes: int) -> None:
+    data = np.random.default_rng(nbytes).bytes(nbytes)
+    pieces.mapping.write(offset, data)
+    assert bytes(pieces.mapping.look(offset, nbytes)) == data
+    address, memory = pieces.mapping.reach(offset, nbytes)
+    assert ctypes.string_at(address, nbytes) == data
+    del memory
+    pieces.mapping.punch(0, 16 * PAGE)
+    assert bytes(pieces.mapping.look(offset, nbytes)) == bytes(nbytes)
 
 
 # ---- forks ------------------------------------------------------------------------------------------

@@ -505,3 +505,105 @@ def test_what_a_workers_child_looks_at_is_not_written_again_before_it_ends() -> 
         """
     )
     assert result.stdout
+
+
+# ---- address space ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("workers", "mega", "keep", "extra"), [(2, 300, 0, 1200), (8, 150, 0, 2200), (2, 100, 12, 1900)]
+)
+def test_what_torch_loads_in_little_address_space_loads_here(
+    workers: int, mega: int, keep: int, extra: int, method: str
+) -> None:
+    if method == "spawn" and workers > 2:
+        pytest.skip("eight imports of torch at once take the test's whole time")
+    result = run_script(
+        f"""
+import warnings
+from tests.tight import BOTH, OURS, Big, limited, right, torch
+
+warnings.simplefilter("ignore")  # of many workers on few cores
+limited({extra})
+for loader in BOTH:
+    kept = []
+    data = Big({mega}, {keep} + 2 * {workers} + 1)
+    options = dict(num_workers={workers}, prefetch_factor=1, multiprocessing_context="{method}")
+    number = -1
+    for number, batch in enumerate(loader(data, batch_size=None, **options)):
+        assert right(batch, number)
+        if number < {keep}:
+            kept.append(batch)
+    assert number == len(data) - 1
+    assert all(right(batch, number) for number, batch in enumerate(kept))
+    del batch
+    kept.clear()
+print("loaded")
+""",
+        timeout=90,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "loaded\n"
+    assert result.stderr == ""
+    assert result.left == ()
+
+
+def test_as_many_batches_can_be_kept_in_little_address_space_and_the_loop_goes_on_after() -> None:
+    result = run_script(
+        """
+from tests.tight import BOTH, OURS, Big, limited, right, torch
+
+limited(1600)
+counts = []
+for loader in BOTH:
+    loading = iter(loader(Big(80, 40), batch_size=None, num_workers=2, prefetch_factor=1))
+    kept = []
+    try:
+        for batch in loading:
+            kept.append(batch)
+    except (RuntimeError, MemoryError) as error:
+        pass
+    else:
+        raise AssertionError("a limit that is none")
+    assert all(right(batch, number) for number, batch in enumerate(kept))
+    counts.append(len(kept))
+    if loader is OURS:
+        del batch
+        kept.clear()
+        rest = [int(batch[0]) - 1 for batch in loading]
+        assert rest == sorted(rest)
+        assert rest[-1] == 39, rest
+        print(len(rest) + counts[-1])
+    del loading, kept
+print(counts)
+assert counts[0] <= counts[1]
+""",
+        timeout=60,
+    )
+    assert result.returncode == 0, f"{result.stdout}{result.stderr}"
+    assert result.stderr == ""
+    assert result.left == ()
+
+
+def test_batches_are_as_ever_where_blocks_are_mapped_one_by_one() -> None:
+    result = run_script(
+        """
+from tests.tight import BOTH, OURS, Big, limited, right, torch
+from tests.datasets import SAMPLES, MapDataset, assert_same, identity
+
+limited(12_000)
+for sample in sorted(SAMPLES.keys() - {"drawn"}):
+    for batch_size in (None, 32):
+        data = MapDataset(sample, 128)
+        options = dict(batch_size=batch_size, num_workers=2, collate_fn=identity)
+        for expected, batch in zip(torch.utils.data.DataLoader(data, **options), OURS(data, **options)):
+            assert_same(expected, batch)
+print("the same")
+""",
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "the same\n"
+    assert result.stderr == ""
+    assert result.left == ()
