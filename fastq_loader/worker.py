@@ -83,12 +83,12 @@ class Setup:
         folder: where the sockets are.
         token: the pool's, see `messages`.
         arena_length: bytes of the shared memory.
-        arena_whole: whether it is mapped as a whole.
         space: ranges (offset, size) of its part of that in which it can make blocks; None is all of it.
         descriptors: `arena` (the memfd) and `stacks` (a pipe for the Python stacks of hung workers).
         to_device: whether batches go on to a device, each in one piece.
         stream_from: bytes of a batch from which on the next one is written past the caches.
         persistent: whether the worker is there for more than one epoch.
+        arena_whole: whether the shared memory is mapped as a whole.
     """
 
     worker: int
@@ -102,12 +102,12 @@ class Setup:
     folder: str
     token: bytes = field(repr=False)
     arena_length: int
-    arena_whole: bool
     space: Extents | None
     descriptors: Descriptors
     to_device: bool = False
     stream_from: float = math.inf
     persistent: bool = True
+    arena_whole: bool = True
 
 
 def main(setup: Setup, cargo: Cargo | SealedCargo, mapping: Mapping | None) -> None:
