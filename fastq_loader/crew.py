@@ -7,9 +7,11 @@ what becomes of the batches of a worker that died is the scheduler's.
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -18,10 +20,11 @@ from fastq_loader.backlog import Backlog
 from fastq_loader.blocks import BlockLedger
 from fastq_loader.claims import CONSUMER, Busy, Claims
 from fastq_loader.errors import ProtocolError, describe_index
-from fastq_loader.messages import TOKEN_BYTES, Answer, Epoch, Ping, Stop, encode, spell_out
+from fastq_loader.messages import TOKEN_BYTES, Answer, Epoch, Hello, Ping, Stop, encode, spell_out
 from fastq_loader.owed import Owed
 from fastq_loader.processes import Plan, WorkerPool
 from fastq_loader.statistics import Counters, WorkerCounters
+from fastq_loader.stopping import BRIEF
 from fastq_loader.transport import ConsumerSocket, endpoint_folder, remove_folder
 
 #: Processes of one worker that may end on their own before they are up, one after the other: the next would
@@ -32,6 +35,14 @@ _CLAIMING = 0.5
 #: Messages after which a worker is asked whether it has read them, at least. One that waits takes up to 5 kB,
 #: most of it zmq's.
 _UNREAD = 256
+
+
+#: Arenas and sockets until they are given back. They are not left to their engine alone: a garbage
+#: collection that finds all of them in one cycle would close them before the last workers have ended.
+_in_use: set[object] = set()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_use.clear)
 
 
 class Crew:
@@ -49,7 +60,8 @@ class Crew:
 
     def __init__(self, plan: Plan, arena: Arena, counters: Counters) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self._plan = plan
+        self._workers = plan.workers
+        self._claimed_tasks = plan.claimed
         self._arena = arena
         self._counters = counters
         self._pool = WorkerPool(plan)
@@ -61,22 +73,23 @@ class Crew:
         self._greeted: set[int] = set()
         self._dead: set[int] = set()
         self._distrusted: set[int] = set()  # workers that were ended for what they sent
-        self._asked = False  # they were told to leave
         self._stillborn: dict[int, int] = {}  # worker → processes that ended before they were up
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:
-        """Start the workers. Whatever happens in here, `stop` and `close` take it back.
+        """Start the workers. Whatever happens in here, `stop` takes it back.
 
         Raises:
             TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be.
             OSError: descriptors, processes or temporary folders are used up.
         """
-        workers = self._plan.workers
+        workers = self._workers
+        _in_use.add(self._arena)
         folder = self._new_folder(set(range(workers)))
         self._claims = Claims(self._arena.fd, self._arena.mapping.claims)
         self._pool.start(self._arena, folder, self.token, base_seed, shared_seed)
         # The context of zmq has threads: it is made after the forks (design, rule 9).
         self._socket = ConsumerSocket(folder, workers, self.token)
+        _in_use.add(self._socket)
         for descriptor in self._pool.descriptors:
             self._socket.watch(descriptor)
         for worker in range(workers):
@@ -240,7 +253,7 @@ class Crew:
     def begin_epoch(self, epoch: Epoch) -> None:
         """Tell all workers of a new epoch."""
         frame = encode(epoch)
-        if not self._plan.claimed:  # what a worker has to answer is sent to it however busy it is
+        if not self._claimed_tasks:  # what a worker has to answer is sent to it however busy it is
             self.socket.send_all(frame)
             return
         due = self._backlog.announce(frame)
@@ -305,31 +318,69 @@ class Crew:
 
     def wake(self) -> None:
         """Let `socket.wait` return from now on. May be called on any thread."""
-        if self._socket is not None:
-            self._socket.wake()
+        socket = self._socket  # it may be closed on another thread
+        if socket is not None:
+            socket.wake()
 
     def dismiss(self) -> None:
-        """Let the workers leave; whoever is told so has answered everything. `stop` waits for them."""
+        """Let the workers leave; whoever is told so has answered everything. `stop` sees to it."""
         self.socket.send_all(encode(Stop()))
 
-    def stop(self, ask: bool) -> None:
-        """End the workers; with `ask` they may finish what they do within half a second."""
-        if ask and not self._asked and self._socket is not None:
-            self._asked = (
-                True  # before it is done: an interrupt may cut it short, and what is left is the end
-            )
+    def stop(self, patience: float, ledger: BlockLedger) -> None:
+        """Let the workers finish what they do for that many seconds, and then end them; 0 asks nobody.
+
+        Those that take longer than an instant go on when this has returned (see `stopping`); they belong to
+        the loader's counters. When all have ended, everything is given back but the blocks that users look
+        at. May be called again when an interrupt cut it short.
+        """
+        if patience and self._socket is not None and not self._pool.stopped:
+            while (received := self._socket.receive()) is not None:
+                if isinstance(received[1], Hello):
+                    self._greeted.add(received[0])
             self.dismiss()
-            self._pool.stop()
-        else:
-            self._pool.stop(patience=0)
+        after = (self._disconnect, partial(self._retire, ledger))
+        self._pool.stop(lambda worker: self._patience(worker, patience), self._counters, after)
+        if self._pool.ended:  # by `kill_all` perhaps, which gives nothing back
+            self._disconnect()
+            self._retire(ledger)
+
+    def kill_all(self) -> None:
+        """End the workers while another thread is in the loop. May be called on any thread."""
+        self._pool.stop(lambda worker: 0, self._counters)
+
+    def _patience(self, worker: int, patience: float) -> float:
+        """A worker that is still at its imports has nothing to finish, and does not hear what it is told."""
+        if self._socket is None:
+            return 0
+        return patience if self.greeted(worker) or self._pool.forks else min(patience, BRIEF)
+
+    def _disconnect(self) -> None:
+        """The workers have ended; those that were on their way up need no folder any more."""
         while self._expected:
             remove_folder(self._expected.popitem()[0])
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            socket.close()
+            _in_use.discard(socket)
+        claims, self._claims = self._claims, None
+        if claims is not None:
+            claims.close()
 
-    def close(self) -> None:
-        """Close the sockets; the workers were stopped."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        if self._claims is not None:
-            self._claims.close()
-            self._claims = None
+    def _retire(self, ledger: BlockLedger) -> None:
+        """Nobody writes any more: give the memory back, but for what users look at."""
+        arena = self._arena
+        _in_use.discard(arena)
+        if arena.retired:
+            return
+        for offset in arena.released_blocks():
+            ledger.release(offset)
+        for worker in range(self._workers):
+            ledger.writer_dead(worker)
+        held = ledger.held()
+        arena.retire(held)
+        # The user's threads go on meanwhile, and may have let go of some.
+        sizes = dict(held)
+        while arena.released and arena.mapping.whole:  # else pages go with the memfd
+            offset, _, died = arena.released.popleft()
+            if not died:  # else a forked child may look at it
+                arena.mapping.punch(offset, sizes[offset])

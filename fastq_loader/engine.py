@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from fastq_loader import process_id
+from fastq_loader import process_id, stopping
 from fastq_loader.delivery import Receiver
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.link import Link
@@ -60,6 +60,8 @@ class Engine:
         self.failed = False
         # Reentrant, because a signal handler may call close() in the middle of next().
         self._lock = threading.RLock()
+        self._hurried = False  # an interrupt has ended the last call
+        self._counters = counters
         self._processes: list[BaseProcess] = []  # the workers, once the loop is gone
         self._loop: EventLoop | None = EventLoop(plan, counters, link)
         try:
@@ -129,6 +131,7 @@ class Engine:
         with self._lock:
             loop = self._check_usable(nested)
             loop.busy, loop.waiting = True, False
+            self._hurried = False
             try:
                 result = call(loop)
                 if loop.fatal is not None:
@@ -142,6 +145,9 @@ class Engine:
                     if self._cut_short:  # whatever it is: what was in hand is lost
                         self.closed = f"{error!r} came in the middle of a call"
                     raise
+            except BaseException:
+                self._hurried = True
+                raise
             finally:
                 if self.closed is not None and self.closed != _EXITING:
                     self._shut_down()
@@ -185,27 +191,41 @@ class Engine:
         """Whether another epoch can be started."""
         return self.closed is None and not self._cut_short and self._pid == process_id.current()
 
-    def close(self, reason: str = "the loader was closed") -> None:
+    def close(self, reason: str = "the loader was closed", wait: bool = False) -> None:
         """Stop the workers and give everything back; batches stay valid. May be called on any thread.
 
-        Closing twice does nothing; closing again after an interrupt cut the first one short finishes it.
+        Workers that are in the middle of something get torch's time to finish it, behind the caller's back
+        unless it is to `wait`. Closing twice does nothing; closing again after an interrupt cut the first one
+        short finishes it.
         """
-        if self._pid != process_id.current() or self._loop is None:
+        if self._pid != process_id.current():
             return
-        if self.closed is None:
-            self.closed = reason
-        self._loop.wake()
-        if self._inside:  # a handler of a signal called: the call that it is in will do it
-            return
-        with self._lock:
-            self._shut_down()
+        loop = self._loop
+        if loop is not None:
+            if self.closed is None:
+                self.closed = reason
+            loop.wake()
+            if self._inside:  # a handler of a signal called: the call that it is in will do it
+                return
+            with self._lock:
+                self._shut_down()
+        if wait:
+            stopping.wait(self._counters)
 
     def _shut_down(self) -> None:
         if self._loop is not None:
             self._processes = self.processes()
-            self._loop.shut_down(ask=not self._cut_short)
+            self._loop.shut_down(self._patience())
             self._loop = None
         _engines.discard(self)
+
+    def _patience(self) -> float:
+        """Seconds that workers have to finish what they do. None where an interrupt may have left half a
+        message in their sockets."""
+        if self._cut_short:
+            return 0
+        in_vain = self._loop is not None and self._loop.gave_up
+        return stopping.BRIEF if self._hurried or in_vain else stopping.ORDERLY
 
     def close_at_exit(self) -> None:
         """Close, and leave a daemon thread that is inside where it is."""
@@ -216,7 +236,7 @@ class Engine:
             self._lock.release()
             self.close(_EXITING)
         elif self._loop is not None:
-            self._loop.stop_workers(ask=False)
+            self._loop.kill_workers()
 
     def __del__(self) -> None:
         # The last iterator or loader is gone, so nobody is inside. A fork's copy is not ours to close.
@@ -258,3 +278,4 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 def _close_all() -> None:
     for engine in list(_engines):
         engine.close_at_exit()
+    stopping.wait()

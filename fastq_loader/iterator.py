@@ -294,7 +294,7 @@ class WorkerIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         return self.engine.closed is not None
 
     def _shutdown_workers(self) -> None:
-        self.engine.close("_shutdown_workers() was called")
+        self.engine.close("_shutdown_workers() was called", wait=True)
 
     def __getattr__(self, name: str) -> Any:
         if name in _MACHINERY:

@@ -282,7 +282,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _iterator(self, value: Any) -> None:
         previous, vars(self)["_iterator"] = self._iterator, value
         if value is None and isinstance(previous, WorkerIterator):
-            previous.engine.close("its loader's _iterator was set to None")
+            previous.engine.close("its loader's _iterator was set to None", wait=True)
 
     @_iterator.deleter
     def _iterator(self) -> None:
@@ -293,6 +293,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def close(self) -> None:
         """End the workers of every iteration of this loader, and give their memory back.
 
+        Workers finish the sample that they are at, and what user code has for their exit, within 5 seconds.
         Batches stay valid; iterators that were cut off raise RuntimeError in `next()`. The loader can be
         iterated again. Closing twice does nothing.
         """

@@ -84,6 +84,7 @@ class EventLoop:
     Attributes:
         busy: a call is under way, or was left by an exception in the middle of something.
         waiting: the loop sleeps: nothing is half done.
+        gave_up: the last call has waited for a worker in vain.
     """
 
     def __init__(self, plan: Plan, counters: Counters, link: Link | None = None) -> None:
@@ -91,6 +92,7 @@ class EventLoop:
         self._link = link
         self.busy = False
         self.waiting = False
+        self.gave_up = False
         self._fatal: str | None = None
         self._counters = counters
         self._sampler: Iterator[Any] = iter(())
@@ -173,6 +175,7 @@ class EventLoop:
         self.busy = False
 
     def _next(self, finish: Callable[[Any], Any]) -> Outcome:
+        self.gave_up = False
         self.hear_releases()
         while self._crew.behind and self._receive():  # somebody may wait for what it has missed
             continue
@@ -317,6 +320,7 @@ class EventLoop:
     def _give_up(self, wait: Wait) -> None:
         """The timeout is over: replace the worker that hangs, or say who it is."""
         self._patience.forget()
+        self.gave_up = True
         worker, timeout = wait.worker, self.plan.timeout
         if worker is None:
             ticket = self.scheduler.owed.ticket_of(self.scheduler.epoch, wait.seq)
@@ -378,15 +382,13 @@ class EventLoop:
         """Let the loop raise `Woken` the next time it waits. May be called on any thread."""
         self._crew.wake()
 
-    def stop_workers(self, ask: bool) -> None:
-        """End the workers; with `ask` they may finish what they do within half a second."""
-        self._crew.stop(ask)
+    def kill_workers(self) -> None:
+        """End the workers. May be called on any thread, while another one is in the loop."""
+        self._crew.kill_all()
 
-    def shut_down(self, ask: bool) -> None:
-        """End the workers and give everything back but what users look at. May be called again when an
-        interrupt cut it short."""
-        self._crew.stop(ask)
-        self._crew.close()
+    def shut_down(self, patience: float) -> None:
+        """End the workers and give everything back but what users look at; what a worker may still write to,
+        when they have ended. May be called again when an interrupt cut it short."""
         failure: Exception | None = None
         if self._delivery.staging is not None:  # copies read the blocks until they have run
             try:
@@ -394,11 +396,8 @@ class EventLoop:
             except Exception as error:  # the device's; an interrupt leaves the rest to the next call
                 failure = error
             self._delivery.staging = None
-        self.hear_releases()
-        for worker in range(self.plan.workers):
-            self._ledger.writer_dead(worker)
         self.scheduler.abandon()
-        self._arena.retire(self._ledger.held())
+        self._crew.stop(patience, self._ledger)
         if failure is not None:
             raise failure
 

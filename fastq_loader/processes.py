@@ -11,10 +11,9 @@ import multiprocessing
 import multiprocessing.process
 import os
 import signal
-import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
@@ -24,18 +23,14 @@ from typing import Any
 
 import torch
 
-from fastq_loader import streaming, system
+from fastq_loader import stopping, streaming, system
 from fastq_loader.arena import Arena, Mapping
 from fastq_loader.blocks import Extents
 from fastq_loader.cargo import Cargo, Descriptors
-from fastq_loader.nursery import UNKNOWN_EXIT, Nursery
+from fastq_loader.nursery import Nursery
 from fastq_loader.pickling import explain, pickles
 from fastq_loader.system import readable
 from fastq_loader.worker import STACK_SIGNAL, Rules, Setup, main
-
-#: Seconds that a stopped worker has to leave on its own, and after SIGTERM. Workers that only wait for
-#: a task leave within milliseconds; one in the middle of a long sample is not waited for.
-_PATIENCE = 0.5
 
 #: Seconds that a hung worker has to begin with its stacks, and between two lines of them.
 _STACKS, _NEXT_LINE = 0.3, 0.02
@@ -106,6 +101,7 @@ class WorkerPool:
         self._generations: list[int] = []  # of the workers: how many had the number before
         self._own: set[int] = set()  # descriptors that are ours to close
         self._stacks: tuple[int, ...] = ()  # ends of the pipe for stacks: read, write
+        self._stopping: stopping.Stopping | None = None
         _pools.add(self)
 
     def start(self, arena: Arena, folder: str, token: bytes, base_seed: int, shared_seed: int | None) -> None:
@@ -226,7 +222,7 @@ class WorkerPool:
         if descriptor in self._own:
             self._own.discard(descriptor)
             os.close(descriptor)
-        _release(process)
+        stopping.release(process)
 
     def _descriptor(self, process: BaseProcess) -> int:
         assert process.pid is not None, "the process was started"
@@ -296,29 +292,40 @@ class WorkerPool:
         torch_text = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}. "
         return words, torch_text
 
-    def stop(self, patience: float = _PATIENCE) -> None:
-        """Wait for the workers to leave, and end those that do not: SIGTERM, then SIGKILL.
+    def stop(
+        self, patience: Callable[[int], float], owner: object, after: Sequence[Callable[[], None]] = ()
+    ) -> None:
+        """Let the workers leave, and end those that do not; returns before that, see `stopping`.
 
         Whoever wants them to leave on their own has told them before. May be called again, also when an
         interrupt cut it short.
+
+        Args:
+            patience: seconds that a worker has to leave on its own, by its number.
+            owner: for whoever waits until they have ended.
+            after: what is done then, on any thread.
         """
         self._setup = None
-        self._plan.cargo.unseal()
-        self._wait_for_all(patience)
-        for process in self._running():
-            process.terminate()
-        self._wait_for_all(_PATIENCE)
-        for process in self._running():
-            process.kill()
-        while self._processes:
-            process = self._processes[-1]
-            if process.pid is not None:  # else it was never started
-                process.join()
-            self._processes.pop()
-            _release(process)
-        self._descriptors = []
-        while self._own:
-            os.close(self._own.pop())
+        if self._stopping is None:
+            self._plan.cargo.unseal()
+            self._plan = replace(self._plan, cargo=Cargo(None, None, None))  # the user's objects are free now
+            members = []
+            for worker, process in enumerate(self._processes):
+                if process.pid is None:  # it was never started
+                    stopping.release(process)
+                    continue
+                # An interrupt may have come between the start of a process and the note of its descriptor.
+                noted = self.started(worker)
+                descriptor = self._descriptors[worker] if noted else process.sentinel
+                members.append(
+                    stopping.Member(process, descriptor, descriptor in self._own, patience(worker))
+                )
+            after = [self._give_back, *after]
+            self._stopping = stopping.Stopping(owner, members, after, self.forget)
+        stopping.finish(self._stopping)
+
+    def _give_back(self) -> None:
+        """All have ended."""
         nursery, self._nursery = self._nursery, None
         if nursery is not None:
             nursery.close()
@@ -326,28 +333,25 @@ class WorkerPool:
         for end in stacks:
             os.close(end)
 
+    @property
+    def stopped(self) -> bool:
+        return self._stopping is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was stopped, and none of its processes is left."""
+        return self._stopping is not None and self._stopping.over.is_set()
+
+    @property
+    def forks(self) -> bool:
+        """Whether a worker is at work as soon as it was started."""
+        return self._mapping is not None
+
     def forget(self) -> None:
         """This process is a forked copy: the workers are its siblings."""
         multiprocessing.process._children.difference_update(self._processes)  # type: ignore[attr-defined]
         if self._nursery is not None:
             self._nursery.forget()
-
-    def _running(self) -> list[BaseProcess]:
-        ended = set(readable(self._descriptors, 0))
-        # An interrupt may have come between the start of a process and the note of its descriptor.
-        noted = len(self._descriptors)
-        unnoted = [process for process in self._processes[noted:] if process.pid is not None]
-        pairs = zip(self._processes, self._descriptors, strict=False)
-        return [process for process, descriptor in pairs if descriptor not in ended] + unnoted
-
-    def _wait_for_all(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        waiting = set(self._descriptors)
-        while waiting:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return
-            waiting -= set(readable(list(waiting), left))
 
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
@@ -392,18 +396,6 @@ def _preload(context: Any) -> None:
     server: Any = forkserver._forkserver
     if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
         context.set_forkserver_preload(["__main__", torch.__name__])
-
-
-def _release(process: BaseProcess) -> None:
-    """Close what a process that has ended holds here. Not by its own close(): code outside may ask it for its
-    number and its exit code still."""
-    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
-    popen: Any = process._popen  # type: ignore[attr-defined]
-    if popen is None:  # it was never started
-        return
-    if popen.returncode is None:  # somebody else reaped it: SIGCHLD is ignored
-        popen.returncode = UNKNOWN_EXIT
-    popen.close()
 
 
 def _named(error: Exception, parts: dict[str, Any]) -> Exception:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fastq_loader import stopping
 from fastq_loader.engine import Engine
 from fastq_loader.link import Link
 from fastq_loader.staging import SerialStaging
@@ -43,5 +44,7 @@ class Runtime:
         return Runtime, ()  # nobody's: a subclass has copied all attributes of its loader
 
     def close_engines(self, reason: str) -> None:
+        """End all workers of the loader, and wait for those that are in the middle of something."""
         for engine in list(self.engines):
             engine.close(reason)
+        stopping.wait(self.counters)

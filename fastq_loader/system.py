@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import math
 import mmap
 import os
 import platform
@@ -166,16 +167,19 @@ def readable(descriptors: Collection[int], seconds: float | None) -> list[int]:
     """Wait until one of these is readable, or has no other end any more.
 
     Args:
-        descriptors: any number of them, of any number (select() knows those below 1024).
-        seconds: to wait, at most; None waits for ever.
+        descriptors: any number of them, of any number (select() knows those below 1024); a negative one is
+            passed over.
+        seconds: to wait, at most; None, or infinity, waits for ever.
 
     Returns:
         Those that are.
     """
     poller = select.poll()
     for descriptor in descriptors:
-        poller.register(descriptor, select.POLLIN)
-    return [descriptor for descriptor, _ in poller.poll(None if seconds is None else seconds * 1000)]
+        if descriptor >= 0:
+            poller.register(descriptor, select.POLLIN)
+    milliseconds = None if seconds is None or seconds == math.inf else math.ceil(seconds * 1000)
+    return [descriptor for descriptor, _ in poller.poll(milliseconds)]
 
 
 def wake_up() -> int:

@@ -30,6 +30,7 @@ ORDER = (
     "inbox",
     "crew",
     "processes",
+    "stopping",
     "nursery",
     "worker",
     "tasks",
