@@ -19,7 +19,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pickle import PicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,9 @@ from fastq_loader.nursery import Nursery
 from fastq_loader.pickling import explain, pickles
 from fastq_loader.system import readable
 from fastq_loader.worker import STACK_SIGNAL, Rules, Setup, main
+
+if TYPE_CHECKING:
+    from fastq_loader.starting import LateStart
 
 #: Seconds that a hung worker has to begin with its stacks, and between two lines of them.
 _STACKS, _NEXT_LINE = 0.3, 0.02
@@ -94,12 +97,14 @@ class WorkerPool:
         self._plan = plan
         self._context: Any = None
         self._nursery: Nursery | None = None
+        self._late: LateStart | None = None  # makes the processes of workers that start late
         self._setup: Setup | None = None  # of worker 0; the others differ in their numbers
         self._mapping: Mapping | None = None
         self._processes: list[BaseProcess] = []
         self._descriptors: list[int] = []  # of the processes, as far as they are known to have started
         self._generations: list[int] = []  # of the workers: how many had the number before
         self._own: set[int] = set()  # descriptors that are ours to close
+        self._started = False  # whoever starts from here on is late
         self._stacks: tuple[int, ...] = ()  # ends of the pipe for stacks: read, write
         self._stopping: stopping.Stopping | None = None
         _pools.add(self)
@@ -151,11 +156,16 @@ class WorkerPool:
         )
         if method == "forkserver":
             _preload(self._context)
+        if method != "fork":
+            from fastq_loader.starting import LateStart  # some systems lack what it is made of
+
+            self._late = LateStart.of(self._context.Process)
         if method == "fork" and plan.restarts and _knows_pidfd():
             self._nursery = Nursery(self._context, self._process)
-        together = plan.workers if method == "fork" else len(os.sched_getaffinity(0))
+        together = plan.workers if self._late is None else len(os.sched_getaffinity(0))
         while self._left() and (len(self._processes) < together or not plan.cargo.sealed):
             self.start_next()
+        self._started = True
 
     def _left(self) -> bool:
         return self._setup is not None and len(self._processes) < self._plan.workers
@@ -202,7 +212,8 @@ class WorkerPool:
         assert self._setup is not None, "the pool was started"
         setup = replace(self._setup, worker=worker, generation=generation, folder=folder, space=space)
         arguments = (setup, self._plan.cargo, self._mapping)
-        process: BaseProcess = self._context.Process(target=main, args=arguments, daemon=True)
+        make = self._context.Process if self._late is None or not self._started else self._late.process
+        process: BaseProcess = make(target=main, args=arguments, daemon=True)
         return process
 
     def _start(self, process: BaseProcess) -> None:
@@ -329,6 +340,8 @@ class WorkerPool:
         nursery, self._nursery = self._nursery, None
         if nursery is not None:
             nursery.close()
+        if self._late is not None:
+            self._late.close()
         stacks, self._stacks = self._stacks, ()
         for end in stacks:
             os.close(end)

@@ -30,6 +30,7 @@ ORDER = (
     "inbox",
     "crew",
     "processes",
+    "starting",
     "stopping",
     "nursery",
     "worker",

@@ -7,8 +7,12 @@ ours.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
+import multiprocessing.context
 import os
+import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +23,9 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from fastq_loader import DataLoader, empty
+from fastq_loader import DataLoader, WorkerReplaced, empty
 from tests.conftest import descendants, run_script, running_script, wait_until
 from tests.crimes import CrimeAt, dawdle, ignore_sigterm_and_hang
 
@@ -280,3 +284,157 @@ def test_8_ctrl_c_ends_the_wait_at_the_exit() -> None:
         result = script.finish()
     assert result.finished - began < 2
     assert result.left == ()
+
+
+# ---- workers that start late --------------------------------------------------------------------------
+
+
+def surroundings() -> dict[str, Any]:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        "folder": os.getcwd(),
+        "variable": os.environ.get("HARD_KNOCKS"),
+        "umask": status["Umask"].strip(),
+        "cpus": status["Cpus_allowed_list"].strip(),
+        "priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "path": "/hard/knocks" in sys.path,
+        "arguments": sys.argv[1:],
+    }
+
+
+class Surrounded(Dataset):
+    """What the worker sees, and what a file says whose path is relative. Sample `deadly` kills one worker."""
+
+    def __init__(self, deadly: int = -1) -> None:
+        self.deadly = deadly
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self.deadly and not os.path.exists("died"):
+            Path("died").touch()
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+        info = get_worker_info()
+        assert info is not None
+        return {"worker": info.id, "text": Path("data").read_text(), **surroundings()}
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
+    """Where the script begins, which is this process's folder, and where it goes on."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    after.mkdir()
+    (before / "data").write_text("the right one")
+    monkeypatch.chdir(before)
+    umask, cpus, limit = os.umask(0o022), os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield before, after
+    os.umask(umask)
+    os.sched_setaffinity(0, cpus)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+def go_on(after: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a script does to itself after its first batch."""
+    (after / "data").write_text("the wrong one")
+    monkeypatch.chdir(after)
+    monkeypatch.setenv("HARD_KNOCKS", "changed")
+    monkeypatch.syspath_prepend("/hard/knocks")
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--changed"])
+    os.umask(0o077)
+    cpus = Path("/proc/self/status").read_text().split("Cpus_allowed_list:")[1].split()[0]
+    os.sched_setaffinity(0, {int(cpus[-1])})
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+#: A child of the fork server has the server's; what is multiprocessing's comes along.
+OF_THE_SERVER = ("variable", "umask", "cpus", "priority", "files")
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@LOADERS
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_4_workers_that_start_late_start_as_at_iter(
+    loader_class: Any, method: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})  # one worker starts at a time
+    expected = surroundings()
+    loader = loader_class(Surrounded(), None, num_workers=3, multiprocessing_context=method)
+    batches = iter(loader)
+    go_on(folders[1], monkeypatch)
+    mine = surroundings()
+    found = list(batches)
+    assert surroundings() == mine, "the consumer is as it was"
+    assert {sample.pop("worker") for sample in found} == {0, 1, 2}
+    assert {sample.pop("text") for sample in found} == {"the right one"}
+    for sample in found:
+        for what in OF_THE_SERVER if method == "forkserver" else ():
+            del sample[what]
+        assert sample == {what: expected[what] for what in sample}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_4_the_successor_of_a_dead_worker_starts_as_at_iter(
+    method: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = surroundings()
+    loader = DataLoader(
+        Surrounded(4), None, num_workers=1, multiprocessing_context=method, max_worker_restarts=1
+    )
+    batches = iter(loader)
+    found = [next(batches)]
+    go_on(folders[1], monkeypatch)
+    with pytest.warns(WorkerReplaced):
+        found += batches
+    assert len(found) == 12
+    for sample in found:
+        assert sample["text"] == "the right one"
+        for what in OF_THE_SERVER if method == "forkserver" else ():
+            del sample[what]
+        assert sample == {**sample, **{what: expected[what] for what in expected if what in sample}}
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_4_the_folder_may_have_another_name_by_then(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    batches = iter(DataLoader(Surrounded(), None, num_workers=3, multiprocessing_context="spawn"))
+    next(batches)  # the first worker is up
+    monkeypatch.chdir(folders[1])
+    folders[0].rename(folders[0].with_name("renamed"))
+    assert {sample["worker"] for sample in batches} == {0, 1, 2}
+
+
+class OwnProcess(multiprocessing.context.SpawnProcess):
+    """A context's own kind of process, which says so in the worker."""
+
+    def run(self) -> None:
+        os.environ["HARD_KNOCKS"] = type(self).__name__
+        super().run()
+
+
+class OwnContext(multiprocessing.context.SpawnContext):
+    Process = OwnProcess  # type: ignore[assignment]
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_4_late_workers_are_processes_of_the_users_context(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    loader = DataLoader(Surrounded(), None, num_workers=2, multiprocessing_context=OwnContext())
+    batches = iter(loader)
+    found = list(batches)
+    assert {(sample["worker"], sample["variable"]) for sample in found} == {
+        (0, "OwnProcess"),
+        (1, "OwnProcess"),
+    }
+    assert all(isinstance(process, OwnProcess) for process in batches._workers)
