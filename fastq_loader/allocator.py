@@ -148,17 +148,21 @@ class Allocator:
             for offset, size in ranges:
                 self._space.give(offset, size)
 
-    def take(self, nbytes: int) -> tuple[int, int]:
-        """A block (offset, size) of at least `nbytes` for this task.
+    def take(self, nbytes: int, failed: bool = False) -> tuple[int, int]:
+        """A block (offset, size) of at least `nbytes` for this task. Once its batch has `failed`, also one of
+        the batch's, however large.
 
         Raises:
             MemoryError: the worker's part of the arena, or its address space, is used up.
         """
         with self._lock:
-            if self._dropped:
+            if failed:
+                self._shipping = frozenset()
+                self._reclaim()
+            elif self._dropped:
                 self._collect()
             wanted = size_class(nbytes)
-            found = _fit(self._idle, wanted) or self._fit_promised(nbytes, wanted)
+            found = _fit(self._idle, wanted, failed) or self._fit_promised(nbytes, wanted)
             size, offset = found or (wanted, self._make(nbytes, wanted))
             try:
                 reached = size if self.together or self.mapping.whole else nbytes
@@ -313,20 +317,25 @@ class Allocator:
         """
         with self._lock:
             self._shipping = frozenset()
-            self._rest = None
             self._large = sum([self._asked[offset] for offset in used]) >= self._stream_from
             for offset in used:
                 self._close(offset)
-            self._dropped.clear()
-            self._onlookers.reap()
-            for offset in [offset for offset in self._open if not self._is_held(offset)]:
-                self._idle.append((self._close(offset), offset))
-            self._cuts = {offset: end for offset, end in self._cuts.items() if offset in self._open}
+            self._reclaim()
             returned = [offset for _, offset in self._idle + self._promised]
             self._idle.clear()
             self._promised.clear()
             fresh, self._fresh = self._fresh, []
             return fresh, returned
+
+    def _reclaim(self) -> None:
+        """Blocks that nobody holds can be written to again, those of the batch too."""
+        self._rest = None
+        self._dropped.clear()
+        self._onlookers.reap()
+        for offset in [offset for offset in self._open if not self._is_held(offset)]:
+            self._idle.append((self._close(offset), offset))
+        self._idle.sort()
+        self._cuts = {offset: end for offset, end in self._cuts.items() if offset in self._open}
 
     def _collect(self) -> None:
         """Blocks that user code dropped can be written to again."""
@@ -340,10 +349,10 @@ class Allocator:
         self._idle.sort()
 
 
-def _fit(blocks: list[tuple[int, int]], wanted: int) -> tuple[int, int] | None:
+def _fit(blocks: list[tuple[int, int]], wanted: int, any_size: bool = False) -> tuple[int, int] | None:
     """Take the first block (size, offset) that is large enough, and not more than twice as large."""
     for at, (size, _) in enumerate(blocks):
-        if wanted <= size <= 2 * wanted:
+        if wanted <= size and (any_size or size <= 2 * wanted):
             return blocks.pop(at)
     return None
 

@@ -215,14 +215,27 @@ class Packer:
         except (RecursionError, pickling.SharedContainer):
             return walker.whole(batch), self._pickle(batch)
 
-    def forget(self, handle: Handle) -> None:
-        """The last handle is not sent: a spec that it brings is still to be sent."""
+    def pack_exception(self, data: bytes) -> tuple[Handle, list[tuple[int, int]]]:
+        """Put a pickled exception where pickled objects lie, in whatever block there is.
+
+        Raises:
+            MemoryError: there is none.
+        """
+        return self._place("O", data, failed=True)
+
+    def pack_words(self, text: str, out_of_memory: bool) -> Handle:
+        """What there is to say about an exception that no block holds: it travels in the message."""
+        self._walker.clear()
+        self._walker.values += [out_of_memory, text]
+        try:
+            return self._place(("v", 2), None)[0]
+        finally:
+            self._walker.clear()
+
+    def unsend(self, handle: Handle) -> None:
+        """The consumer will never hear of this handle, nor of the spec in it."""
         if handle.spec is not None:
             self._specs.pop(handle.spec, None)
-
-    def pack_exception(self, data: bytes) -> tuple[Handle, list[tuple[int, int]]]:
-        """Put a pickled exception where pickled objects lie."""
-        return self._place("O", data)
 
     def _pickle(self, batch: Any) -> bytes:
         objects = self._walker.objects
@@ -230,7 +243,9 @@ class Packer:
         walker = self._walker
         return pickling.dump(value, walker.add_leaf, batch, walker.containers, self._allocator.together)
 
-    def _place(self, tree: Any, pickled: bytes | None) -> tuple[Handle, list[tuple[int, int]]]:
+    def _place(
+        self, tree: Any, pickled: bytes | None, failed: bool = False
+    ) -> tuple[Handle, list[tuple[int, int]]]:
         metas, extents = extents_of(self._walker.leaves)
         sizes = tuple([end - start for start, end in extents])
         places: list[tuple[int, int, int]] = []
@@ -253,7 +268,7 @@ class Packer:
         parcel = None
         if pickled is not None or parcel_bytes > INLINE:
             # Pickled bytes never travel through a socket, however few they are (design, rule 10).
-            places.insert(0, self._fill_block(small, pickled, used))
+            places.insert(0, self._fill_block(small, pickled, used, failed))
         elif small:
             parcel = _gather(small)
         spec_id = self._specs.get(key)
@@ -347,10 +362,11 @@ class Packer:
         small: list[tuple[int, int]],
         pickled: bytes | None,
         used: list[tuple[int, int]],
+        failed: bool,
     ) -> tuple[int, int, int]:
         data = _gather(small) + (b"" if pickled is None else seal(pickled, self._token))
         total = len(data)
-        offset, size = self._allocator.take(max(total, 1))
+        offset, size = self._allocator.take(max(total, 1), failed)
         self._allocator.mapping.write(offset, data)
         used.insert(0, (offset, max(total, 1)))
         return offset, size, total

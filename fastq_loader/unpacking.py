@@ -200,6 +200,9 @@ class Unpacker:
             ProtocolError: there is none of this pool's.
         """
         spec: Spec = handle.spec
+        if spec.values == 2 and not (spec.leaves or spec.objects):  # there was no block for it
+            out_of_memory, text = handle.values
+            return (MemoryError if out_of_memory else RuntimeError)(str(text))
         if spec.leaves or spec.values or spec.objects != 1:
             raise ProtocolError("a batch where an exception should be")
         return pickling.load_exception(self.open(handle)[2])

@@ -11,13 +11,11 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from typing import Any
 
@@ -28,7 +26,7 @@ from fastq_loader import allocator, collate, datapipes, pickling, seeding, syste
 from fastq_loader.allocator import Allocator
 from fastq_loader.arena import Mapping
 from fastq_loader.blocks import PAGE, Extents, size_class
-from fastq_loader.cargo import Cargo, Descriptors, SealedCargo
+from fastq_loader.cargo import Cargo, SealedCargo
 from fastq_loader.claims import Claims
 from fastq_loader.fetch import EndOfStream, Fetcher, make_fetcher
 from fastq_loader.messages import (
@@ -50,6 +48,8 @@ from fastq_loader.messages import (
 from fastq_loader.packing import Packer
 from fastq_loader.tasks import Tasks
 from fastq_loader.transport import WorkerSocket, remove_folder, socket_name
+from fastq_loader.worker_setup import Rules as Rules
+from fastq_loader.worker_setup import Setup as Setup
 
 #: Makes a worker write its Python stacks to the pool's pipe. A real-time signal, because user code has
 #: uses of its own for the named ones.
@@ -58,56 +58,6 @@ STACK_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
 
 #: Nanoseconds of a task below which the worker does not look for a new epoch before the next one.
 _QUICK = 500_000
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How a dataset is read; the fields of torch's fetchers."""
-
-    iterable: bool
-    auto_collation: bool
-    drop_last: bool
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a worker needs to know besides the user's objects.
-
-    Attributes:
-        worker: its number; `workers`: how many there are.
-        generation: how many had its number before it.
-        consumer: process id of the consumer.
-        base_seed, shared_seed: see `seeding` and `datapipes`.
-        rules: how the dataset is read.
-        claimed: whether tasks are claimed.
-        folder: where the sockets are.
-        token: the pool's, see `messages`.
-        arena_length: bytes of the shared memory.
-        space: ranges (offset, size) of its part of that in which it can make blocks; None is all of it.
-        descriptors: `arena` (the memfd) and `stacks` (a pipe for the Python stacks of hung workers).
-        to_device: whether batches go on to a device, each in one piece.
-        stream_from: bytes of a batch from which on the next one is written past the caches.
-        persistent: whether the worker is there for more than one epoch.
-        arena_whole: whether the shared memory is mapped as a whole.
-    """
-
-    worker: int
-    generation: int
-    workers: int
-    consumer: int
-    base_seed: int
-    shared_seed: int | None
-    rules: Rules
-    claimed: bool
-    folder: str
-    token: bytes = field(repr=False)
-    arena_length: int
-    space: Extents | None
-    descriptors: Descriptors
-    to_device: bool = False
-    stream_from: float = math.inf
-    persistent: bool = True
-    arena_whole: bool = True
 
 
 def main(setup: Setup, cargo: Cargo | SealedCargo, mapping: Mapping | None) -> None:
@@ -343,6 +293,7 @@ class _Worker:
             self._answer(task, outcome, started, handle, used)
 
     def _load(self, task: Task) -> tuple[int, Handle | None, list[tuple[int, int]]]:
+        handle: Handle | None = None
         try:
             if self._base_seed is not None:
                 self._seed(seeding.seed_batch(self._base_seed, task.seq))
@@ -350,15 +301,13 @@ class _Worker:
             handle, used = self._packer.pack(batch)
             if used:
                 self._allocator.ship([offset for offset, _ in used])
+            del batch
+            return BATCH, *self._settle(handle, used)
         except EndOfStream:
             return ENDED, None, []
         except Exception as error:
-            return ERROR, *self._pack_exception(error)
-        del batch
-        try:
-            return BATCH, *self._settle(handle, used)
-        except MemoryError as error:
-            self._packer.forget(handle)
+            if handle is not None:
+                self._packer.unsend(handle)
             return ERROR, *self._pack_exception(error)
 
     def _fetch(self, task: Task) -> Any:
@@ -375,7 +324,18 @@ class _Worker:
         object.__setattr__(torch_worker._worker_info, "seed", seed)
 
     def _pack_exception(self, error: Exception) -> tuple[Handle, list[tuple[int, int]]]:
-        return self._packer.pack_exception(pickling.dump_exception(error, self._setup.worker))
+        try:
+            return self._packer.pack_exception(pickling.dump_exception(error, self._setup.worker))
+        except Exception as reason:  # no block is left for it, or the error cannot even be described
+            return self._in_words(error, reason), []
+
+    def _in_words(self, error: Exception, reason: Exception) -> Handle:
+        try:
+            text = f"{type(error).__name__}: {error}"
+        except Exception:  # it has no text
+            text = type(error).__name__
+        text = f"{text} (in DataLoader worker process {self._setup.worker}; it could not be sent: {reason!r})"
+        return self._packer.pack_words(text, isinstance(error, MemoryError))
 
     def _settle(self, handle: Handle, used: list[tuple[int, int]]) -> tuple[Handle, list[tuple[int, int]]]:
         """Ship a copy of what user code kept: it may write to its own memory whenever it likes."""
@@ -400,20 +360,19 @@ class _Worker:
             fresh, returned = self._allocator.finish([offset for offset, _ in used])
         finished = time.monotonic_ns()
         self._quick = finished - started < _QUICK
-        self._socket.send(
-            Answer(
-                task.epoch,
-                task.seq,
-                task.attempt,
-                outcome,
-                started,
-                finished,
-                tuple(used),
-                tuple(fresh),
-                tuple(returned),
-                handle,
+        head = (task.epoch, task.seq, task.attempt)
+        try:
+            self._socket.send(
+                Answer(*head, outcome, started, finished, tuple(used), tuple(fresh), tuple(returned), handle)
             )
-        )
+        except Exception as error:  # what does not fit into a message
+            if handle is not None:
+                self._packer.unsend(handle)
+            returned += [offset for offset, _ in used]
+            words = self._in_words(error, error)
+            self._socket.send(
+                Answer(*head, ERROR, started, finished, (), tuple(fresh), tuple(returned), words)
+            )
 
 
 def _identity(data: Any) -> Any:

@@ -34,6 +34,7 @@ ORDER = (
     "stopping",
     "nursery",
     "worker",
+    "worker_setup",
     "tasks",
     "cargo",
     "fetch",

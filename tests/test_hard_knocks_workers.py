@@ -25,9 +25,13 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from fastq_loader import DataLoader, WorkerReplaced, empty
+from fastq_loader import DataLoader, WorkerReplaced, allocator, empty
+from fastq_loader.allocator import AddressSpace
+from fastq_loader.blocks import SMALLEST
+from fastq_loader.transport import WorkerSocket
 from tests.conftest import descendants, run_script, running_script, wait_until
 from tests.crimes import CrimeAt, dawdle, ignore_sigterm_and_hang
+from tests.pair import paired
 
 LOADERS = pytest.mark.parametrize("loader_class", [TorchDataLoader, DataLoader], ids=["torch", "ours"])
 
@@ -438,3 +442,112 @@ def test_4_late_workers_are_processes_of_the_users_context(
         (1, "OwnProcess"),
     }
     assert all(isinstance(process, OwnProcess) for process in batches._workers)
+
+
+# ---- errors after the fetch ---------------------------------------------------------------------------
+
+LARGE = 100_000  # float32: a block of its own
+
+
+class Full(Dataset):
+    """At sample 4 nothing more can be made in the worker's part of the shared memory."""
+
+    def __init__(self, at_4: Callable[[], None], keeps: bool = True) -> None:
+        self.at_4 = at_4
+        self.keeps = keeps
+        self.kept: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        blocks = allocator._current
+        assert blocks is not None
+        start, end = blocks.mapping.region(0)
+        middle = (start + end) // 2 // SMALLEST * SMALLEST
+        sample = empty((LARGE,), torch.float32).fill_(index) if self.keeps else torch.full((LARGE,), index)
+        if index == 4:
+            blocks._space = AddressSpace(())
+            self.kept = sample  # what is shipped has to be a copy
+            self.at_4()
+        elif index == 5:
+            blocks._space = AddressSpace(((middle, end - middle),))
+        return sample
+
+
+def all_is_well() -> None:
+    pass
+
+
+def complain() -> None:
+    raise ValueError("a bad sample")
+
+
+def refuse_one_answer() -> None:
+    send, sent = WorkerSocket.send, []
+
+    def refuse(socket: WorkerSocket, message: Any) -> None:
+        if not sent:
+            sent.append(message)
+            raise OverflowError("too much for one message")
+        send(socket, message)
+
+    WorkerSocket.send = refuse  # type: ignore[method-assign]
+
+
+def lose_all_blocks() -> None:
+    """As if this were the worker's first batch."""
+    blocks = allocator._current
+    assert blocks is not None
+    blocks._lost = [blocks._idle, blocks._promised]  # type: ignore[attr-defined]
+    blocks._idle, blocks._promised = [], []
+    complain()
+
+
+def outcome(batches: Iterator[Any]) -> Any:
+    try:
+        return next(batches)[0].item()
+    except StopIteration:
+        raise
+    except Exception as error:
+        return error
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("at_4", "keeps", "kind", "text"),
+    [
+        pytest.param(all_is_well, True, MemoryError, "do not fit", id="no room for the copy"),
+        pytest.param(complain, False, ValueError, "a bad sample", id="the user's, with a block at hand"),
+        pytest.param(lose_all_blocks, False, RuntimeError, "ValueError: a bad sample", id="none at hand"),
+        pytest.param(refuse_one_answer, False, RuntimeError, "too much for one", id="too much for a message"),
+    ],
+)
+def test_13_an_error_after_the_fetch_is_at_the_batchs_place(
+    at_4: Callable[[], None], keeps: bool, kind: type[Exception], text: str
+) -> None:
+    dataset = Full(at_4, keeps)
+    with DataLoader(
+        dataset, None, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    ) as loader:
+        batches = iter(loader)
+        found = [outcome(batches) for _ in range(10)]
+        assert found[:4] + found[5:] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+        assert type(found[4]) is kind
+        assert text in str(found[4])
+        assert next(batches, None) is None
+        statistics = loader.statistics()
+        assert statistics.rejected_frames == 0
+        assert statistics.blocks_in_use <= 1  # the dataset's
+
+
+def test_13_a_batch_that_failed_leaves_its_blocks_for_the_error() -> None:
+    with paired() as pair:
+        blocks, start = pair.allocator, pair.arena.mapping.region(0)[0]
+        blocks._space = AddressSpace(((start, 4 * SMALLEST),))
+        block = blocks.take(4 * SMALLEST)
+        blocks.ship([block[0]])
+        with pytest.raises(MemoryError):
+            blocks.take(100)
+        assert blocks.take(100, failed=True) == block
+        assert blocks.finish([block[0]]) == ([block], [])
