@@ -356,8 +356,9 @@ class Crew:
 
     def _disconnect(self) -> None:
         """The workers have ended; those that were on their way up need no folder any more."""
-        while self._expected:
-            remove_folder(self._expected.popitem()[0])
+        for folder in list(self._expected):  # forgotten when it is gone: an interrupt may come between
+            remove_folder(folder)
+            self._expected.pop(folder, None)
         socket, self._socket = self._socket, None
         if socket is not None:
             socket.close()

@@ -55,8 +55,9 @@ class Member:
         self._means = [process.kill, process.terminate]
 
     def press(self) -> None:
-        """Its time is over: SIGTERM, and the next time SIGKILL."""
-        self._means.pop()()
+        """Its time is over: SIGTERM, and the next time SIGKILL. An interrupt may cut it short."""
+        if self._means:
+            self._means.pop()()
         self.deadline = time.monotonic() + BRIEF if self._means else math.inf
 
     def release(self) -> None:

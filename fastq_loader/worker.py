@@ -77,6 +77,8 @@ def main(setup: Setup, cargo: Cargo | SealedCargo, mapping: Mapping | None) -> N
     blocks = Allocator(mapping, setup.worker, setup.space, setup.to_device, setup.stream_from)
     allocator.install(blocks)
     collate.install()
+    if not os.path.isdir(setup.folder):  # the loader was closed before this worker was up
+        return
     socket = WorkerSocket(setup.folder, socket_name(setup.worker, setup.generation))
     socket.send(Hello(os.getpid()))
     try:
