@@ -211,9 +211,10 @@ class WorkerPool:
     def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
         assert self._setup is not None, "the pool was started"
         setup = replace(self._setup, worker=worker, generation=generation, folder=folder, space=space)
-        arguments = (setup, self._plan.cargo, self._mapping)
         make = self._context.Process if self._late is None or not self._started else self._late.process
-        process: BaseProcess = make(target=main, args=arguments, daemon=True)
+        process = make(target=main, args=(setup, self._plan.cargo, self._mapping), daemon=True)
+        if self._plan.context is None:  # torch's name for it, which logs show
+            process.name = f"Process-{process.name.rpartition('-')[2]}"
         return process
 
     def _start(self, process: BaseProcess) -> None:

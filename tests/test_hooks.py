@@ -706,6 +706,15 @@ def the_workers_of_an_iterator(kind: Any) -> Any:
 
 
 @row
+def the_names_of_workers(kind: Any) -> Any:
+    def names(**context: Any) -> list[str]:
+        workers = iter(kind(range(6), 2, num_workers=2, **context))._workers
+        return [worker.name.rpartition("-")[0] for worker in workers]
+
+    return names(), names(multiprocessing_context="fork")
+
+
+@row
 def the_fetcher_of_an_iterator(kind: Any) -> Any:
     fetchers = [iter(kind(dataset, 2))._dataset_fetcher for dataset in (range(4), Stream())]
     return [
