@@ -27,17 +27,18 @@ WIDEST_WINDOW = (arena.CLAIMS - WORKERS) // 2 - 1
 #: How far a window widens on its own: in its own lengths, in bytes, and in parts of the machine's memory.
 _WIDEST, _WIDEST_BYTES, _WIDEST_SHARE = 16, 1 << 30, 16
 
-#: The names of arguments that are checked together. Those of a device are in the order of `read_options`.
+#: The names of arguments that are checked together. Those of a device are in the order of `read_options`,
+#: with values that go with any value of the others.
 SCHEDULE = ("schedule", "reorder_window", "max_worker_restarts")
-DEVICE = (
-    "device",
-    "device_prefetch",
-    "device_transform",
-    "transform_stream",
-    "device_buffers",
-    "pin",
-    "pin_limit_bytes",
-)
+DEVICE = {
+    "device": "cpu",
+    "device_prefetch": 1,
+    "device_transform": None,
+    "transform_stream": "consumer",
+    "device_buffers": "fresh",
+    "pin": "auto",
+    "pin_limit_bytes": None,
+}
 
 
 def iterable(loader: DataLoader[Any]) -> bool:
@@ -75,7 +76,7 @@ def check_schedule(loader: DataLoader[Any], **changed: Any) -> None:
     Raises:
         TypeError, ValueError: an argument, with its name, its value and what it may be.
     """
-    schedule, window, restarts = _values(loader, SCHEDULE, changed)
+    schedule, window, restarts = [changed.get(name, getattr(loader, name)) for name in SCHEDULE]
     workers = getattr(loader, "num_workers", 0)
     check_choice("schedule", schedule, SCHEDULES)
     if workers > WORKERS:
@@ -95,18 +96,19 @@ def check_schedule(loader: DataLoader[Any], **changed: Any) -> None:
         )
 
 
-def device_options(loader: DataLoader[Any], **changed: Any) -> DeviceOptions | None:
-    """What the arguments of `DEVICE` come to, with `changed` in the place of what is set; None: batches stay
-    on the host.
+def check_device_argument(name: str, value: Any) -> None:
+    """Raise what `read_options` raises for a value that goes with no other: they are set one after the
+    other."""
+    read_options(*{**DEVICE, name: value}.values())
+
+
+def device_options(loader: DataLoader[Any]) -> DeviceOptions | None:
+    """What the arguments of `DEVICE` come to; None: batches stay on the host.
 
     Raises:
         what `read_options` raises.
     """
-    return read_options(*_values(loader, DEVICE, changed))
-
-
-def _values(loader: DataLoader[Any], names: tuple[str, ...], changed: dict[str, Any]) -> list[Any]:
-    return [changed[name] if name in changed else getattr(loader, name) for name in names]
+    return read_options(*[getattr(loader, name) for name in DEVICE])
 
 
 def window(loader: DataLoader[Any]) -> tuple[int, int, int, int]:

@@ -7,9 +7,9 @@ be made anew all the time. A kind that has not come for many tasks is forgotten.
 
 from __future__ import annotations
 
-#: Tasks after which a block that none of them used goes back to the system. Making 200 MB of pages anew takes
-#: as long as a thousand of the smallest batches.
-PATIENCE = 1000
+#: Tasks after which a block that none of them used goes back to the system. A kind of batch that comes less
+#: often than that pays for new pages (1 GB/s), which among so many others is little.
+PATIENCE = 120
 #: Kinds of batches that are told apart. Where there are more, they are of all sizes, and serve each other.
 KINDS = 4
 

@@ -166,13 +166,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.schedule = schedule
         self.reorder_window = reorder_window
         self.max_worker_restarts = max_worker_restarts
-        self.device = device  # before the options that need one
+        self.device = device
         self.device_prefetch = device_prefetch
         self.device_transform = device_transform
         self.transform_stream = transform_stream
         self.device_buffers = device_buffers
         self.pin = pin
         self.pin_limit_bytes = pin_limit_bytes
+        arguments.device_options(self)
 
     # Of an instance that this constructor did not make.
     schedule: str = "round_robin"
@@ -190,7 +191,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if name in arguments.SCHEDULE:
             arguments.check_schedule(self, **{name: value})
         elif name in arguments.DEVICE:
-            arguments.device_options(self, **{name: value})
+            arguments.check_device_argument(name, value)
         super().__setattr__(name, value)
 
     # ---- iterating ----------------------------------------------------------------------------

@@ -173,6 +173,7 @@ class EventLoop:
         # One moment: there is no call in here, and only a call can be cut short.
         into.outcome = outcome
         self.busy = False
+        del outcome  # an error holds this frame by its traceback
 
     def _next(self, finish: Callable[[Any], Any]) -> Outcome:
         self.gave_up = False

@@ -103,6 +103,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             refuse_interrupt(error)
             outcome = Outcome(None, error)
         self.outcome, self._left, self._busy = outcome, None, False
+        del outcome  # an error holds this frame by its traceback
 
     def _draw(self) -> None:
         """Put the number of the next batch and its index down in `_left`, or what the sampler raised in
