@@ -7,9 +7,12 @@ be made anew all the time. A kind that has not come for many tasks is forgotten.
 
 from __future__ import annotations
 
-#: Tasks after which a block that none of them used goes back to the system. A kind of batch that comes less
-#: often than that pays for new pages (1 GB/s), which among so many others is little.
-PATIENCE = 120
+#: Tasks after which a block that none of them used goes back to the system. Making 200 MB of pages anew takes
+#: as long as a thousand of the smallest batches.
+PATIENCE = 1000
+#: Tasks after which a kind of batch that has not come is not expected any more: what is spare without it goes
+#: back, and tasks are not granted blocks for it.
+EXPECTED = 125
 #: Kinds of batches that are told apart. Where there are more, they are of all sizes, and serve each other.
 KINDS = 4
 
@@ -30,7 +33,7 @@ class Demand:
         self.wanted_bytes = 0
         self.batch_bytes = 0.0
         self._kinds: dict[tuple[int, ...], int] = {}  # bytes of a batch's blocks → its task; newest last
-        self._look_at = PATIENCE
+        self._look_at = EXPECTED
 
     def learn(self, sizes: list[int]) -> None:
         """A batch used blocks of these sizes."""
@@ -60,16 +63,15 @@ class Demand:
     def cold(self) -> int | None:
         """Now and then the task since which blocks should have been used; None: not yet.
 
-        Kinds of batches that have not come since then are forgotten.
+        Kinds of batches that have not come of late are forgotten.
         """
         if self.tasks < self._look_at:
             return None
-        self._look_at = self.tasks + PATIENCE // 8
-        since = self.tasks - PATIENCE
-        lasting = {kind: task for kind, task in self._kinds.items() if task >= since}
+        self._look_at = self.tasks + EXPECTED // 8
+        lasting = {kind: task for kind, task in self._kinds.items() if task >= self.tasks - EXPECTED}
         if len(lasting) < len(self._kinds):
             self._kinds = lasting
             self._want()
             if not lasting:
                 self.batch_bytes = 0.0
-        return since
+        return self.tasks - PATIENCE

@@ -40,6 +40,7 @@ def _small_blocks_are_promised() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastq_loader.blocks.WORTH_A_PROMISE", 0)
         patch.setattr("fastq_loader.demand.PATIENCE", PATIENT)
+        patch.setattr("fastq_loader.demand.EXPECTED", PATIENT)
         yield
 
 
