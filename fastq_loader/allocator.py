@@ -155,6 +155,7 @@ class Allocator:
         Raises:
             MemoryError: the worker's part of the arena, or its address space, is used up.
         """
+        process_id.stay_in(self._pid)  # the blocks of a forked child are its parent's
         with self._lock:
             if failed:
                 self._shipping = frozenset()
@@ -273,6 +274,7 @@ class Allocator:
 
     def write(self, offset: int, source: int, nbytes: int) -> None:
         """Copy `nbytes` from an address elsewhere into the arena."""
+        process_id.stay_in(self._pid)
         if not self.mapping.whole:
             self.mapping.write(offset, (ctypes.c_char * nbytes).from_address(source))
         elif self.streams(nbytes):

@@ -16,6 +16,17 @@ def current() -> int:
     return _pid
 
 
+def stay_in(pid: int) -> None:
+    """Leave quietly unless this is process `pid`: a child that user code forked in a worker has come back
+    from that code, and is in the middle of our loop. (torch's watchdog finds another parent, and leaves.)
+
+    Raises:
+        SystemExit: it is another one.
+    """
+    if _pid != pid:
+        raise SystemExit(0)
+
+
 def _after_fork_in_child() -> None:
     global _pid
     _pid = os.getpid()

@@ -22,7 +22,7 @@ from collections.abc import Container, Iterator, Sequence
 
 import zmq
 
-from fastq_loader import system
+from fastq_loader import process_id, system
 from fastq_loader.errors import ProtocolError
 from fastq_loader.messages import (
     Answer,
@@ -300,10 +300,16 @@ class ConsumerSocket:
             os.close(wake)
 
 
+#: In a forked child of a worker: what must not be closed there, not even by the garbage collector.
+_inherited: list[WorkerSocket] = []
+
+
 class WorkerSocket:
-    """A worker's end. Made in the worker process, after it was started (design, rule 9)."""
+    """A worker's end. Made in the worker process, after it was started (design, rule 9). A child that user
+    code forked there leaves when it comes here."""
 
     def __init__(self, folder: str, name: str) -> None:
+        self._pid = process_id.current()
         self._context = zmq.Context(io_threads=1)
         self._frames: deque[bytes] = deque()  # received, or of a bundle, as far as they were not read
         self._socket = self._context.socket(zmq.DEALER)
@@ -313,10 +319,12 @@ class WorkerSocket:
         self._socket.bind(endpoint(folder, name))
 
     def send(self, message: Message) -> None:
+        process_id.stay_in(self._pid)
         self._socket.send(encode(message))
 
     def receive(self, block: bool) -> Task | Epoch | Space | Stop | Ping | None:
         """The next message; without `block` None if there is none now. What is no message is dropped."""
+        process_id.stay_in(self._pid)
         while True:
             try:
                 frame = (
@@ -333,11 +341,15 @@ class WorkerSocket:
 
     def told_to_stop(self) -> bool:
         """Whether a Stop is among what has come and was not read; it stays there."""
+        process_id.stay_in(self._pid)
         with contextlib.suppress(zmq.Again):
             while True:
                 self._frames.append(self._socket.recv(_NOBLOCK))
         return _STOP in self._frames
 
     def close(self) -> None:
-        self._socket.close(linger=0)
-        self._context.term()
+        if self._pid == process_id.current():
+            self._socket.close(linger=0)
+            self._context.term()
+        else:
+            _inherited.append(self)

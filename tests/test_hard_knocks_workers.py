@@ -551,3 +551,149 @@ def test_13_a_batch_that_failed_leaves_its_blocks_for_the_error() -> None:
             blocks.take(100)
         assert blocks.take(100, failed=True) == block
         assert blocks.finish([block[0]]) == ([block], [])
+
+
+# ---- forks in a worker --------------------------------------------------------------------------------
+
+
+class ForksAt(Dataset):
+    """A child is forked at sample 3 and comes back from user code, `how` says where and with what."""
+
+    def __init__(self, folder: Path, how: str) -> None:
+        self.folder = folder
+        self.how = how
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3 and self.how != "when it is pickled":
+            child = os.fork()
+            (self.folder / str(child or os.getpid())).touch()
+            if child == 0:
+                time.sleep(0.1)
+                if self.how == "raises":
+                    raise ValueError("in the child")
+                return torch.full((100_000,), -1.0), -1  # into whose block?
+            if self.how == "and the worker waits":
+                status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                assert status == 0, status
+            time.sleep(0.3)
+        sample = torch.full((100_000,), float(index)), index
+        return ForksWhenPickled(self.folder, sample) if self.how == "when it is pickled" else sample
+
+
+class ForksWhenPickled:
+    def __init__(self, folder: Path, sample: Any) -> None:
+        self.folder = folder
+        self.sample = sample
+
+    def __reduce__(self) -> Any:
+        if self.sample[1] == 3 and not contents(self.folder):
+            child = os.fork()
+            (self.folder / str(child or os.getpid())).touch()
+            if child == 0:
+                return tuple, ((-1, -1),)
+            time.sleep(0.3)
+        return tuple, (self.sample,)
+
+
+class ForksInStream(IterableDataset):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(8):
+            yield torch.full((100_000,), float(index)), index
+            if index == 3 and os.fork() == 0:
+                (self.folder / str(os.getpid())).touch()
+                return
+
+
+def state_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+
+
+HOW = ["returns", "raises", "and the worker waits", "when it is pickled"]
+
+
+def check_fork(loader: Any, folder: Path, expected: list[int]) -> None:
+    """Every batch comes once, whole, and the child is gone while the workers live."""
+    for _ in range(2):
+        found = [(large.min().item(), large.max().item(), number) for large, number in loader]
+        assert found == [(number, number, number) for number in expected]
+    pids = [int(name) for name in os.listdir(folder)]
+    assert pids
+    assert wait_until(lambda: all(state_of(pid) in ("Z", "gone") for pid in pids), 3), "it runs on"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("loader_class", "method", "how"),
+    [
+        # A child that returns sends a batch in torch, one under spawn waits for itself at its exit.
+        (TorchDataLoader, "fork", "raises"),
+        (TorchDataLoader, "fork", "and the worker waits"),
+        *((DataLoader, method, how) for method in ("fork", "spawn", "forkserver") for how in HOW),
+    ],
+)
+def test_7_a_child_that_comes_back_from_user_code_is_gone(
+    loader_class: Any, method: str, how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dataset = ForksAt(tmp_path, how)
+    loader = loader_class(
+        dataset, None, num_workers=2, persistent_workers=True, multiprocessing_context=method
+    )
+    check_fork(loader, tmp_path, list(range(16)))
+    if loader_class is DataLoader:
+        assert loader.statistics().rejected_frames == 0
+        loader.close()
+    del loader
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_7_it_claims_nothing(how: str, restarts: int, tmp_path: Path) -> None:
+    with DataLoader(
+        ForksAt(tmp_path, how),
+        None,
+        num_workers=2,
+        schedule="dynamic",
+        max_worker_restarts=restarts,
+        persistent_workers=True,
+    ) as loader:
+        check_fork(loader, tmp_path, list(range(16)))
+        assert loader.statistics().rejected_frames == 0
+        assert loader.statistics().worker_restarts == 0
+
+
+@pytest.mark.processes
+@LOADERS
+def test_7_a_child_that_ends_a_stream_is_gone(loader_class: Any, tmp_path: Path) -> None:
+    loader = loader_class(ForksInStream(tmp_path), None, num_workers=1, persistent_workers=True)
+    check_fork(loader, tmp_path, list(range(8)))
+    del loader
+
+
+def fork_in_init(worker: int) -> None:
+    assert get_worker_info() is not None
+    if os.fork() == 0:
+        return
+
+
+@pytest.mark.processes
+def test_7_a_child_of_the_init_function_is_gone() -> None:
+    loader = DataLoader(range(8), None, num_workers=2, worker_init_fn=fork_in_init, persistent_workers=True)
+    assert list(loader) == list(range(8))
+    own = {process.pid for process in loader._iterator._workers}
+
+    def strangers() -> list[Any]:
+        return [entry for pid, entry in descendants().items() if pid not in own and not entry.zombie]
+
+    assert wait_until(lambda: not strangers(), 3), strangers()
+    del loader
