@@ -244,3 +244,17 @@ def test_threads_that_share_an_iterator_see_every_batch_and_the_end(workers: int
         assert ends == ["end"] * 6
         assert sorted(seen) == torch.arange(400).reshape(-1, 2).tolist()
     loader.close()
+
+
+# Forks by the user
+
+
+@pytest.mark.processes
+def test_forks_of_the_users_leave_nothing_behind() -> None:
+    script = "from tests.forking import main\nmain(['--epochs', '60'])"
+    result = run_script(script, timeout=100)
+    assert result.returncode == 0, result.stderr
+    seen = json.loads(result.stdout)
+    for what in ("descriptors", "threads", "children"):
+        assert seen["after"][what] <= seen["before"][what], (what, seen)
+    assert seen["after"]["resident"] < seen["before"]["resident"] + (64 << 20)
