@@ -23,6 +23,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader import system
+from fastq_loader.children import UNKNOWN_EXIT, release
+from fastq_loader.system import readable
 
 #: Makes the process object of a worker, from the arguments that `Nursery.process` was called with.
 Make = Callable[..., BaseProcess]
@@ -31,9 +33,6 @@ _FORK, _REAP, _QUIT = "fork", "reap", "quit"
 
 #: Seconds that the nursery has to end in.
 _PATIENCE = 1.0
-
-#: The exit code of a process that nobody here could ask for its own (multiprocessing's number for that).
-UNKNOWN_EXIT = 255
 
 
 class Nursery:
@@ -83,11 +82,10 @@ class Nursery:
         with contextlib.suppress(OSError), self._lock:
             self._connection.send((_QUIT,))  # a child of the user's may hold this end too
         self._connection.close()
-        self._process.join(_PATIENCE)
-        if self._process.is_alive():
+        if not readable([self._process.sentinel], _PATIENCE):
             self._process.kill()
-            self._process.join()
-        self._process.close()
+        self._process.join()
+        release(self._process)
 
     def forget(self) -> None:
         """This process is a forked copy: the nursery is its sibling."""
@@ -124,11 +122,12 @@ class _Popen:
         return self.wait(0)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        if self.returncode is None and system.readable([self.sentinel], timeout):
+        if self.returncode is None and readable([self.sentinel], timeout):
             try:
-                self.returncode = self._nursery.ask(_REAP, self.pid)
+                code = self._nursery.ask(_REAP, self.pid)
             except OSError:  # the nursery is gone, and with it the exit code
-                self.returncode = UNKNOWN_EXIT
+                code = None
+            self.returncode = UNKNOWN_EXIT if code is None else code
         return self.returncode
 
     def terminate(self) -> None:
@@ -139,7 +138,8 @@ class _Popen:
 
     def _signal(self, number: int) -> None:
         if self.returncode is None:
-            system.pidfd_send_signal(self.sentinel, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody was asked how
+                system.pidfd_send_signal(self.sentinel, number)
 
     def close(self) -> None:
         os.close(self.sentinel)
@@ -154,6 +154,8 @@ def serve(connection: Connection, other: Connection, consumer: int, make: Make) 
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers set a handler of their own
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # A handler of the consumer's is not for here, and where it is ignored nobody can say how a worker died.
+    inherited = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # multiprocessing lets no daemon have children, because nobody would end them: these leave with the
     # consumer.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
@@ -170,7 +172,9 @@ def serve(connection: Connection, other: Connection, consumer: int, make: Make) 
         if kind == _QUIT:
             break
         try:
-            answer: Any = _fork(children, make, arguments) if kind == _FORK else _reap(children, *arguments)
+            answer: Any = (
+                _fork(children, make, arguments, inherited) if kind == _FORK else _reap(children, *arguments)
+            )
         except OSError as error:
             answer = error
         connection.send(answer)
@@ -181,9 +185,14 @@ def serve(connection: Connection, other: Connection, consumer: int, make: Make) 
     os._exit(0)
 
 
-def _fork(children: dict[int, BaseProcess], make: Make, arguments: list[Any]) -> int:
+def _fork(children: dict[int, BaseProcess], make: Make, arguments: list[Any], inherited: Any) -> int:
     process = make(*arguments)
-    process.start()
+    if inherited is not None:  # else it was not set from Python
+        signal.signal(signal.SIGCHLD, inherited)  # what the first workers have
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     assert process.pid is not None, "it was started"
     children[process.pid] = process
     return process.pid

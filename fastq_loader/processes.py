@@ -27,6 +27,7 @@ from fastq_loader import stopping, streaming, system
 from fastq_loader.arena import Arena, Mapping
 from fastq_loader.blocks import Extents
 from fastq_loader.cargo import Cargo, Descriptors
+from fastq_loader.children import release
 from fastq_loader.nursery import Nursery
 from fastq_loader.pickling import explain, pickles
 from fastq_loader.system import readable
@@ -234,7 +235,7 @@ class WorkerPool:
         if descriptor in self._own:
             self._own.discard(descriptor)
             os.close(descriptor)
-        stopping.release(process)
+        release(process)
 
     def _descriptor(self, process: BaseProcess) -> int:
         assert process.pid is not None, "the process was started"
@@ -324,7 +325,7 @@ class WorkerPool:
             members = []
             for worker, process in enumerate(self._processes):
                 if process.pid is None:  # it was never started
-                    stopping.release(process)
+                    release(process)
                     continue
                 # An interrupt may have come between the start of a process and the note of its descriptor.
                 noted = self.started(worker)

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import multiprocessing
-import multiprocessing.process
 import os
 import signal
 import sys
@@ -22,9 +20,8 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
-from typing import Any
 
-from fastq_loader.nursery import UNKNOWN_EXIT
+from fastq_loader.children import release
 from fastq_loader.system import readable
 
 #: Seconds that a worker which was told to stop has to finish: torch's MP_STATUS_CHECK_INTERVAL, for which it
@@ -246,18 +243,3 @@ def _after_fork_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-# ---- processes that have ended ------------------------------------------------------------------------
-
-
-def release(process: BaseProcess) -> None:
-    """Close what a process that has ended holds here. Not by its own close(): code outside may ask it for its
-    number and its exit code still."""
-    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
-    popen: Any = process._popen  # type: ignore[attr-defined]
-    if popen is None:  # it was never started
-        return
-    if popen.returncode is None:  # somebody else reaped it: SIGCHLD is ignored
-        popen.returncode = UNKNOWN_EXIT
-    popen.close()

@@ -33,6 +33,7 @@ ORDER = (
     "starting",
     "stopping",
     "nursery",
+    "children",
     "worker",
     "worker_setup",
     "tasks",

@@ -697,3 +697,67 @@ def test_7_a_child_of_the_init_function_is_gone() -> None:
 
     assert wait_until(lambda: not strangers(), 3), strangers()
     del loader
+
+
+# ---- SIGCHLD that is ignored --------------------------------------------------------------------------
+
+DAEMON = """
+    import multiprocessing, pathlib, signal, warnings
+    from fastq_loader import DataLoader as Ours, WorkerReplaced
+    from torch.utils.data import DataLoader as Torchs
+    from tests.test_restarts import Doomed, die, leave
+
+    def length(loader):
+        return len(list(loader))
+
+    signal.signal(signal.SIGCHLD, {handler})
+    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.simplefilter("ignore", WorkerReplaced)
+    loader = {loader}
+    print(length(loader), length(loader))
+    if hasattr(loader, "close"):
+        loader.close()
+    else:
+        del loader
+    print(multiprocessing.active_children())
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("what", ["None", "die", "leave"])
+def test_9_sigchld_may_be_ignored(method: str, what: str, tmp_path: Path) -> None:
+    dataset = f"Doomed(pathlib.Path({str(tmp_path)!r}), {-1 if what == 'None' else 7}, {what})"
+    loader = (
+        f"Ours({dataset}, 2, num_workers=2, multiprocessing_context={method!r}, max_worker_restarts=2, "
+        "persistent_workers=True)"
+    )
+    result = run_script(DAEMON.format(handler="signal.SIG_IGN", loader=loader), timeout=40)
+    assert (result.stderr, result.stdout) == ("", "12 12\n[]\n")
+    assert (result.returncode, result.left) == (0, ())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("loader", ["Torchs", "Ours"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_9_without_restarts_it_is_as_in_torch(loader: str, method: str) -> None:
+    source = DAEMON.format(
+        handler="signal.SIG_IGN",
+        loader=f"{loader}(range(24), 2, num_workers=2, multiprocessing_context={method!r})",
+    )
+    result = run_script(source, timeout=40)
+    assert (result.stderr, result.returncode, result.left) == ("", 0, ())
+    assert result.stdout.startswith("12 12\n")
+
+
+@pytest.mark.processes
+def test_9_a_handler_of_the_users_runs_in_no_helper(tmp_path: Path) -> None:
+    """One that reaps whatever has ended would take the exit codes of the workers."""
+    handler = 'lambda *_: print("SIGCHLD in", multiprocessing.current_process().name, flush=True)'
+    dataset = f"Doomed(pathlib.Path({str(tmp_path)!r}), 7, leave, times=2)"
+    loader = f"Ours({dataset}, 2, num_workers=1, multiprocessing_context='fork', max_worker_restarts=3)"
+    result = run_script(DAEMON.format(handler=handler, loader=loader))
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert {"12 12", "[]"} <= set(lines)
+    assert {line for line in lines if "SIGCHLD" in line} == {"SIGCHLD in MainProcess"}
