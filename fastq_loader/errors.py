@@ -69,7 +69,16 @@ def warn_user(text: str, category: type[Warning]) -> None:
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__ + "."):
         depth, frame = depth + 1, frame.f_back
-    warnings.warn(text, category, stacklevel=depth + 1)
+    warn(text, category, depth + 1)
+
+
+def warn(text: str, category: type[Warning], stacklevel: int) -> None:
+    """`warnings.warn`, which fails where stderr is closed, and not where it is None or its pipe is gone."""
+    try:
+        warnings.warn(text, category, stacklevel=stacklevel + 1)
+    except ValueError:
+        if not getattr(sys.stderr, "closed", False):
+            raise
 
 
 def is_int(value: Any) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
+from fastq_loader import standard_streams
 from fastq_loader.arena import Arena
 from fastq_loader.blocks import BlockLedger
 from fastq_loader.claims import places
@@ -96,6 +97,7 @@ class EventLoop:
         self._fatal: str | None = None
         self._counters = counters
         self._sampler: Iterator[Any] = iter(())
+        standard_streams.occupy()
         self._arena = Arena(plan.workers, whole=plan.to_device)
         self._ledger = BlockLedger(self._arena.mapping.region)
         self.scheduler = Scheduler(

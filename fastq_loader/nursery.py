@@ -15,14 +15,13 @@ import multiprocessing
 import multiprocessing.process
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fastq_loader import system
+from fastq_loader import standard_streams, system
 from fastq_loader.children import UNKNOWN_EXIT, release
 from fastq_loader.system import readable
 
@@ -180,8 +179,7 @@ def serve(connection: Connection, other: Connection, consumer: int, make: Make) 
         connection.send(answer)
     # Workers that still run have been told, or see for themselves that the consumer is gone. Nobody is waited
     # for: that would be this process's exit handlers' doing.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    standard_streams.flush()
     os._exit(0)
 
 

@@ -11,7 +11,6 @@ import multiprocessing
 import multiprocessing.process
 import os
 import signal
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from fastq_loader.arena import Arena, Mapping
 from fastq_loader.blocks import Extents
 from fastq_loader.cargo import Cargo, Descriptors
 from fastq_loader.children import release
+from fastq_loader.errors import warn
 from fastq_loader.nursery import Nursery
 from fastq_loader.pickling import explain, pickles
 from fastq_loader.system import readable
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 #: Seconds that a hung worker has to begin with its stacks, and between two lines of them.
 _STACKS, _NEXT_LINE = 0.3, 0.02
-
 _PICKLE_WARNING = (  # torch/utils/data/dataloader.py
     "Got pickle error when attempting to start a worker Process. "
     "This might be because the worker Process arguments are not picklable. "
@@ -161,7 +160,7 @@ class WorkerPool:
             from fastq_loader.starting import LateStart  # some systems lack what it is made of
 
             self._late = LateStart.of(self._context.Process)
-        if method == "fork" and plan.restarts and _knows_pidfd():
+        elif plan.restarts and _knows_pidfd():
             self._nursery = Nursery(self._context, self._process)
         together = plan.workers if self._late is None else len(os.sched_getaffinity(0))
         while self._left() and (len(self._processes) < together or not plan.cargo.sealed):
@@ -222,7 +221,7 @@ class WorkerPool:
         try:
             process.start()
         except (TypeError, AttributeError, PicklingError) as error:
-            warnings.warn(_PICKLE_WARNING, stacklevel=3)
+            warn(_PICKLE_WARNING, UserWarning, 3)
             raise _named(error, self._plan.cargo.parts) from error
         finally:
             if not self._left() and not self._plan.restarts:

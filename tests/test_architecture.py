@@ -34,6 +34,7 @@ ORDER = (
     "stopping",
     "nursery",
     "children",
+    "standard_streams",
     "worker",
     "worker_setup",
     "tasks",

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -761,3 +762,86 @@ def test_9_a_handler_of_the_users_runs_in_no_helper(tmp_path: Path) -> None:
     lines = result.stdout.splitlines()
     assert {"12 12", "[]"} <= set(lines)
     assert {line for line in lines if "SIGCHLD" in line} == {"SIGCHLD in MainProcess"}
+
+
+# ---- standard streams that are missing ----------------------------------------------------------------
+
+SILENT = """
+    import os, pathlib, sys, traceback, warnings
+    from fastq_loader import DataLoader as Ours
+    from torch.utils.data import DataLoader as Torchs
+    from tests.test_hard_knocks_workers import Noisy
+
+    {change}
+    out = pathlib.Path({out!r})
+    try:
+        warnings.simplefilter("ignore", DeprecationWarning)
+        loader = {loader}
+        for _ in range(2):
+            found = [(batch.min().item(), batch.max().item()) for batch in loader]
+            assert found == [(number, number) for number in range(12)], found
+        if hasattr(loader, "close"):
+            loader.close()
+        out.write_text("good")
+    except BaseException:
+        out.write_text(traceback.format_exc())
+"""
+
+
+class Noisy(Dataset):
+    """Prints, as far as there is anything to print to, and so does some C library. One worker dies."""
+
+    def __init__(self, mark: str = "") -> None:
+        self.mark = mark
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if sys.stdout is not None and not sys.stdout.closed:
+            print("sample", index)
+        for descriptor in (1, 2):
+            with suppress(OSError):
+                os.write(descriptor, b"noise" * 20_000)
+        if index == 7 and self.mark and not os.path.exists(self.mark):
+            Path(self.mark).touch()
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.full((LARGE,), float(index))
+
+
+CHANGES = {
+    "None": "sys.stdin = sys.stdout = sys.stderr = None",
+    "no stdout": "sys.stdout = None",
+    "closed": "sys.stdout.close(); sys.stderr.close()",
+    "free descriptors": "",
+}
+
+
+def silent(change: str, loader: str, folder: Path) -> None:
+    """Run the loader in a program without streams."""
+    out = folder / "out"
+    streams = "<&- >&- 2>&-" if change == "free descriptors" else f"2> {folder / 'err'}"
+    source = SILENT.format(change=CHANGES[change], loader=loader, out=str(out))
+    result = run_script(source, timeout=60, prefix=["sh", "-c", f'exec "$@" {streams}', "sh"])
+    assert out.read_text() == "good"
+    assert (result.returncode, result.left) == (0, ())
+    if change == "no stdout":
+        text = (folder / "err").read_text()
+        assert "Traceback" not in text, text
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_10_streams_may_be_missing(change: str, method: str, restarts: int, tmp_path: Path) -> None:
+    mark = str(tmp_path / "died") if restarts else ""
+    options = f"num_workers=2, multiprocessing_context={method!r}, max_worker_restarts={restarts}"
+    silent(change, f"Ours(Noisy({mark!r}), None, {options})", tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("change", ["None", "no stdout", "closed"])  # with free descriptors it hangs
+def test_10_streams_may_be_missing_in_torch(change: str, tmp_path: Path) -> None:
+    silent(change, "Torchs(Noisy(), None, num_workers=2)", tmp_path)
