@@ -342,6 +342,9 @@ class Wire:
             self.frames[:0] = message.frames
         return Stop() if block else None
 
+    def told_to_stop(self) -> bool:
+        return encode(Stop()) in self.frames
+
     def send(self, message: Message) -> None:
         self.sent.append(message)
 
