@@ -150,6 +150,8 @@ def wait(owner: object = None) -> None:
     for group in _groups:
         if owner is None or group.owner is owner:
             try:
+                if not group.over.is_set():
+                    _attended()
                 group.over.wait()
             except BaseException:
                 hurry(owner)
@@ -173,16 +175,24 @@ _pipe: tuple[int, int] | None = None  # wakes the thread
 
 
 def _watch(group: Stopping) -> None:
-    global _groups, _thread, _pipe
+    global _groups
     with _lock:
         _groups = (*_groups, group)
-        if _thread is not None:
+    _attended()
+
+
+def _attended() -> None:
+    """Have the thread running; an interrupt may have cut its start short."""
+    global _thread, _pipe
+    with _lock:
+        if _thread is not None and _thread.is_alive():
             _wake()
             return
         # Signals are the other threads' to notice: a Ctrl-C that came to this one would not wake them.
         masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            _pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            if _pipe is None:
+                _pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             _thread = threading.Thread(target=_attend, name="fastq_loader: stopping workers", daemon=True)
             _thread.start()
             return
