@@ -755,7 +755,7 @@ def test_9_sigchld_may_be_ignored(method: str, what: str, tmp_path: Path) -> Non
         ("Torchs", "fork"),
         ("Ours", "fork"),
         ("Ours", "spawn"),
-    ],  # torch's spawned ones now and then stay a moment
+    ],  # torch sometimes needs a moment more
 )
 def test_9_without_restarts_it_is_as_in_torch(loader: str, method: str) -> None:
     source = DAEMON.format(
