@@ -135,6 +135,8 @@ class Engine:
             try:
                 result = call(loop)
                 if loop.fatal is not None:
+                    if self.closed == _EXITING:
+                        raise self._ended()
                     self.failed, self.closed = True, loop.fatal
                 return result
             except Woken:
