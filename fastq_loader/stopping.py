@@ -139,7 +139,8 @@ def finish(group: Stopping) -> None:
         until = time.monotonic() + _INSTANT
         while not group.over.is_set() and (now := time.monotonic()) < until:
             due = group.step()
-            readable(group.descriptors, max(min(due, until) - now, 0))
+            if not group.over.is_set():
+                readable(group.descriptors, max(min(due, until) - now, 0))
     finally:
         if not group.over.is_set():
             _watch(group)

@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from fastq_loader import DataLoader, WorkerReplaced, allocator, empty
+from fastq_loader import DataLoader, WorkerReplaced, allocator, empty, stopping
 from fastq_loader.allocator import AddressSpace
 from fastq_loader.blocks import SMALLEST
 from fastq_loader.transport import WorkerSocket
@@ -861,3 +861,20 @@ def test_10_streams_may_be_missing(change: str, method: str, restarts: int, tmp_
 @pytest.mark.parametrize("change", ["None", "no stdout", "closed"])  # with free descriptors it hangs
 def test_10_streams_may_be_missing_in_torch(change: str, tmp_path: Path) -> None:
     silent(change, "Torchs(Noisy(), None, num_workers=2)", tmp_path)
+
+
+@pytest.mark.processes
+def test_8_nothing_is_waited_for_when_the_last_worker_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turn of an epoch would take the whole instant that workers are given."""
+    readable = stopping.readable
+    waits: list[tuple[int, float | None]] = []
+
+    def watched(descriptors: list[int], seconds: float | None) -> list[int]:
+        waits.append((len(descriptors), seconds))
+        return readable(descriptors, seconds)
+
+    monkeypatch.setattr(stopping, "readable", watched)
+    for _ in range(3):
+        assert len(list(DataLoader(range(8), 2, num_workers=2))) == 4
+    assert waits
+    assert not [seconds for watching, seconds in waits if not watching and seconds]
