@@ -12,6 +12,7 @@ One `wait` serves everything (design, rule 7): the socket, the workers' process 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import signal
@@ -93,6 +94,8 @@ def _expect_descriptors(count: int) -> None:
     try:
         opened.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(count))
     except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):  # a handler of a signal has raised, perhaps
+            raise
         raise OSError(
             error.errno,
             f"{error.strerror}: the loader needs {count} descriptors for its sockets; raise the limit with "
