@@ -11,8 +11,6 @@ import hashlib
 import pickle
 import random
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -80,13 +78,19 @@ def seed_batch(base_seed: int, batch: int) -> int:
     return int(for_torch)
 
 
-@contextmanager
-def put_back() -> Iterator[None]:
-    """Whatever is drawn or seeded in here, the three generators go on afterwards as if nothing had been."""
-    python, torch_state, numpy = capture()
-    try:
-        yield
-    finally:
+class put_back:
+    """A context: whatever is drawn or seeded in here, the three generators go on afterwards as if nothing had
+    been.
+
+    Not a generator: one that an interrupt left behind would be ended by a garbage collection, perhaps inside
+    of torch's generator, whose lock is held there.
+    """
+
+    def __enter__(self) -> None:
+        self._kept = capture()
+
+    def __exit__(self, *_: object) -> None:
+        python, torch_state, numpy = self._kept
         random.setstate(python)
         torch.set_rng_state(torch_state)
         numpy_random.set_state(numpy)

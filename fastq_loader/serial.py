@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
@@ -17,7 +15,7 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 from fastq_loader import datapipes, sampling, seeding
 from fastq_loader.delivery import END, Outcome
 from fastq_loader.errors import IteratorInvalid
-from fastq_loader.fetch import EndOfStream, make_fetcher
+from fastq_loader.fetch import EndOfStream, Fetcher, make_fetcher
 from fastq_loader.interrupts import refuse_interrupt
 from fastq_loader.iterator import LoaderIterator
 from fastq_loader.staging import SerialStaging
@@ -46,14 +44,21 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._left: tuple[int, Any] | None = None  # the number and index that a call was cut short at
         self._lock = threading.RLock()  # threads may share the iterator
         self._busy = False  # in the middle of something that cannot be done again
-        with self._seeded(lambda seed: seeding.seed_worker(seed, 0)):  # for what iter(dataset) draws
-            self._dataset_fetcher = make_fetcher(
-                self._dataset,
-                iterable=self._dataset_kind == _DatasetKind.Iterable,
-                auto_collation=self._auto_collation,
-                collate=self._collate_fn,
-                drop_last=self._drop_last,
-            )
+        if self._dynamic:
+            with seeding.put_back():
+                seeding.seed_worker(self._base_seed, 0)  # for what iter(dataset) draws
+                self._dataset_fetcher = self._make_fetcher()
+        else:
+            self._dataset_fetcher = self._make_fetcher()
+
+    def _make_fetcher(self) -> Fetcher:
+        return make_fetcher(
+            self._dataset,
+            iterable=self._dataset_kind == _DatasetKind.Iterable,
+            auto_collation=self._auto_collation,
+            collate=self._collate_fn,
+            drop_last=self._drop_last,
+        )
 
     def __del__(self) -> None:
         staging = getattr(self, "_staging", None)
@@ -67,15 +72,12 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         super()._reset(loader, first_iter)
         self._drawn, self._left, self._busy = 0, None, False
 
-    @contextmanager
-    def _seeded(self, seed: Callable[[int], int]) -> Iterator[None]:
-        """Batches are seeded as in workers, and the consumer's own generators are put back."""
-        if self._dynamic:
-            with seeding.put_back():
-                seed(self._base_seed)
-                yield
-        else:
-            yield
+    def _fetch(self, number: int, index: Any) -> Any:
+        if not self._dynamic:
+            return self._dataset_fetcher.fetch(index)
+        with seeding.put_back():  # seeded as in workers
+            seeding.seed_batch(self._base_seed, number)
+            return self._dataset_fetcher.fetch(index)
 
     def _advance(self) -> None:
         if self._link is not None:
@@ -124,11 +126,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         # A generator that an exception went through has ended.
         self._busy = self._dataset_kind == _DatasetKind.Iterable
         try:
-            if self._dynamic:
-                with self._seeded(lambda seed: seeding.seed_batch(seed, number)):
-                    batch = self._dataset_fetcher.fetch(index)
-            else:
-                batch = self._dataset_fetcher.fetch(index)
+            batch = self._fetch(number, index)
         finally:
             self._counters.wait_ns += time.monotonic_ns() - began
         if self._staging is None:
