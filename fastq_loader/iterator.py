@@ -1,4 +1,4 @@
-"""The iterators that `iter(loader)` gives out: one over a pool of workers, one that loads by itself.
+"""What all iterators of a loader have in common, and the one over a pool of workers; `serial` has the other.
 
 Runs in the consumer. An iterator knows the loader's arguments, the order in which torch draws random
 numbers, the warnings about lengths, and pinning; everything about workers is the engine's.
