@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-import fastq_loader.device
+import fastq_loader.device.backend
 from bench import gpu_plots, gpu_report, machine, report
 from bench.arguments import Options
 from bench.gpu_arms import SHAPES, START_METHOD, Arm, ReadyMade, Shape, host_only, leaves, make
@@ -270,7 +270,7 @@ def worker_count(options: Options, cores: int) -> int:
 def main(options: Options) -> int:
     """The command; 0 also where there is no GPU."""
     try:
-        fastq_loader.device.parse("cuda")
+        fastq_loader.device.backend.parse("cuda")
     except ValueError as error:
         print(f"Nothing was measured, because there is no GPU to measure: {error}.")
         return 0

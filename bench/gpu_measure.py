@@ -22,7 +22,7 @@ import torch
 from bench.gpu_arms import Arm
 from bench.gpu_results import BOUNCE, PAGEABLE, REGISTER, GpuBlock
 from bench.results import latency
-from fastq_loader.device import TorchStager
+from fastq_loader.device.backend import TorchStager
 
 PEAK_BYTES = 256 << 20  # long enough that neither the launch nor the first pages count
 COPIES = 20  # of a batch, one after the other

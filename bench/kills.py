@@ -141,7 +141,7 @@ def _killing(loader: DataLoader[Any], moments: list[float], chance: random.Rando
             if over.wait(max(0, began + moment - time.monotonic())):
                 return
             worker = chance.choice(loader.statistics().workers)
-            with suppress(ProcessLookupError):  # it is dead and buried, and the next one not there yet
+            with suppress(ProcessLookupError):  # it is dead and is_dead, and the next one not there yet
                 os.kill(worker.pid, signal.SIGKILL)
 
     thread = threading.Thread(target=run, name="kills")

@@ -6,7 +6,7 @@ The way of a batch, and the module of each station: `loader` (arguments) → `it
 `unpacking`; and on to a device: `link` → `staging` → `pinning` → `copies` → `device` → `transforms`.
 """
 
-from fastq_loader.allocator import empty
+from fastq_loader.device.transforms import copy_into, normalize
 from fastq_loader.errors import (
     InvalidTransition,
     IteratorInvalid,
@@ -21,8 +21,8 @@ from fastq_loader.errors import (
     WorkerTraceback,
 )
 from fastq_loader.loader import DataLoader
+from fastq_loader.memory.allocator import empty
 from fastq_loader.statistics import LateBatch, LoaderStatistics, StagingStatistics, WorkerStatistics
-from fastq_loader.transforms import copy_into, normalize
 
 __all__ = [
     "DataLoader",

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data.dataloader import _DatasetKind
 
-from fastq_loader import arena
-from fastq_loader.claims import WORKERS
+from fastq_loader.device.session import DeviceOptions, read_options
 from fastq_loader.errors import check_choice, is_int, warn_user
-from fastq_loader.link import DeviceOptions, read_options
+from fastq_loader.ipc.claim_table import WORKERS
+from fastq_loader.memory import arena
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader

@@ -14,16 +14,17 @@ import torch
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
-from fastq_loader import arguments, datapipes
-from fastq_loader.cargo import Cargo
-from fastq_loader.engine import Engine
-from fastq_loader.iterator import WorkerIterator
-from fastq_loader.link import Link
-from fastq_loader.processes import Plan
-from fastq_loader.runtime import Runtime
-from fastq_loader.serial import SerialIterator
+from fastq_loader import arguments
+from fastq_loader.consumer.engine import Engine
+from fastq_loader.consumer.runtime import Runtime
+from fastq_loader.device.session import DeviceSession
+from fastq_loader.iterators.multiprocess import WorkerIterator
+from fastq_loader.iterators.serial import SerialIterator
+from fastq_loader.reading import datapipes
 from fastq_loader.statistics import LoaderStatistics
-from fastq_loader.worker import Rules
+from fastq_loader.workers.main import Rules
+from fastq_loader.workers.payload import Payload
+from fastq_loader.workers.pool import Plan
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -226,24 +227,24 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _start_engine(self, base_seed: int, shared_seed: int | None) -> Engine:
         """A pool of workers, for an iterator."""
         runtime = self._runtime
-        engine = Engine(self._plan(), base_seed, shared_seed, runtime.counters, runtime.link)
+        engine = Engine(self._plan(), base_seed, shared_seed, runtime.counters, runtime.session)
         runtime.engines.add(engine)
         return engine
 
-    def _find_way_to_device(self) -> Link | None:
-        """Make the link when the first iteration begins, and keep it: a stream for each epoch would strand
+    def _find_way_to_device(self) -> DeviceSession | None:
+        """Make the session when the first iteration begins, and keep it: a stream for each epoch would strand
         memory. A new one, and new workers, if the user has set other arguments since."""
         runtime, options = self._runtime, arguments.device_options(self)
-        if options != (None if runtime.link is None else runtime.link.options):
+        if options != (None if runtime.session is None else runtime.session.options):
             if self.persistent_workers:
                 runtime.close_engines("its loader's device, or what goes with it, was changed")
-            runtime.link = None if options is None else Link(options)
-        return runtime.link
+            runtime.session = None if options is None else DeviceSession(options)
+        return runtime.session
 
     def _plan(self) -> Plan:
         assert self.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
         return Plan(
-            cargo=Cargo(
+            payload=Payload(
                 self.dataset,
                 self.collate_fn,
                 datapipes.sharding_init_fn(self.dataset, self.worker_init_fn),
@@ -258,7 +259,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             timeout=self.timeout,
             persistent=self.persistent_workers,
             context=self.multiprocessing_context,
-            to_device=self._runtime.link is not None,
+            to_device=self._runtime.session is not None,
         )
 
     # ---- what frameworks reach for -----------------------------------------------------------
@@ -336,7 +337,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             blocks_grown=counters.blocks_grown,
             arena_bytes=sum(nbytes for _, _, nbytes in blocks),
             stale_answers=counters.stale_answers,
-            staging=None if runtime.link is None else runtime.link.snapshot(),
+            staging=None if runtime.session is None else runtime.session.snapshot(),
         )
 
     def __repr__(self) -> str:

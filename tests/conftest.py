@@ -399,7 +399,8 @@ def run_script(
     """Run a script to its end.
 
     `env` adds to the environment; `prefix` is a command that runs another one (`unshare -m`). What a worker
-    needs must be importable (tests.crimes): workers that are not forked see nothing that the script defines.
+    needs must be importable (tests.support.crimes): workers that are not forked see
+    nothing that the script defines.
     """
     with running_script(source, env=env, prefix=prefix) as script:
         return script.finish(timeout)

@@ -9,7 +9,8 @@ from typing import Any
 from bench.peers import LoaderSettings, Peer, Unsupported
 from bench.peers.torch_loader import inline_arguments, loader_arguments, refuse_no_workers
 from bench.workloads import Load
-from fastq_loader import DataLoader, streaming
+from fastq_loader import DataLoader
+from fastq_loader.memory import nontemporal
 
 
 class FastqLoader(Peer):
@@ -37,13 +38,13 @@ class FastqCached(FastqLoader):
     """With every batch written through the caches, however large: what stores past them gain."""
 
     def __init__(self, load: Load, settings: LoaderSettings) -> None:
-        if not streaming.AVAILABLE:
+        if not nontemporal.AVAILABLE:
             raise Unsupported("this installation writes everything through the caches")
         super().__init__(load, settings)
 
     def epoch(self) -> Iterator[Any]:
-        usual, streaming.CACHED = streaming.CACHED, math.inf
+        usual, nontemporal.CACHED = nontemporal.CACHED, math.inf
         try:
             return super().epoch()  # the workers start here
         finally:
-            streaming.CACHED = usual
+            nontemporal.CACHED = usual

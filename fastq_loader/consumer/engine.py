@@ -1,0 +1,284 @@
+"""Who may use a pool of workers, when, and how it ends.
+
+Runs in the consumer. The event loop does the work and trusts that one thread at a time is in it, and that
+nothing cuts it short; this module sees to both. It is entered from any thread, from signal handlers in the
+middle of a call, from the garbage collector, from forked children and at the exit of the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+from fastq_loader.consumer.delivery import OutcomeSlot
+from fastq_loader.consumer.event_loop import EventLoop, Woken
+from fastq_loader.device.session import DeviceSession
+from fastq_loader.errors import IteratorInvalid
+from fastq_loader.statistics import Counters
+from fastq_loader.system import process_id
+from fastq_loader.workers import stopping
+from fastq_loader.workers.pool import Plan
+
+T = TypeVar("T")
+
+_EXITING = "the process is exiting"
+#: Interrupts that the end of an engine which nobody knows any more may meet.
+_ATTEMPTS = 100
+
+
+class Engine:
+    """A pool of workers behind a gate.
+
+    Args:
+        plan: what the workers do.
+        base_seed, shared_seed: of their generators, and of datapipe graphs.
+        counters: the loader's; they outlive this engine.
+        session: the loader's way to a device, or None.
+
+    Attributes:
+        closed: why, once it is.
+        failed: a worker's failure closed it, and its iterator is exhausted.
+
+    Raises:
+        TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be.
+        OSError: descriptors, processes, memory or temporary folders are used up.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        base_seed: int,
+        shared_seed: int | None,
+        counters: Counters,
+        session: DeviceSession | None = None,
+    ) -> None:
+        self._pid = process_id.current()
+        self.closed: str | None = None
+        self.failed = False
+        # Reentrant, because a signal handler may call close() in the middle of next().
+        self._lock = threading.RLock()
+        self._hurried = False  # an interrupt has ended the last call
+        self._counters = counters
+        self._processes: list[BaseProcess] = []  # the workers, once the loop is gone
+        self._loop: EventLoop | None = EventLoop(plan, counters, session)
+        try:
+            self._loop.start(base_seed, shared_seed)
+        except BaseException:
+            self.closed = "its workers could not be started"
+            self._shut_down()
+            raise
+        _engines.add(self)
+
+    # ---- what iterators call ------------------------------------------------------------------
+
+    def start_epoch(
+        self, sampler: Iterator[Any], shared_seed: int | None, base_seed: int | None = None
+    ) -> int:
+        """Begin an epoch over the indices of `sampler`; an older one of this engine ends. Every batch is
+        seeded from `base_seed`, if there is one.
+
+        Returns:
+            The number of the epoch.
+
+        Raises:
+            IteratorInvalid: the engine is closed.
+        """
+        return self._enter(lambda loop: loop.begin_epoch(sampler, shared_seed, base_seed))
+
+    def advance(self, epoch: int, into: OutcomeSlot, finish: Callable[[Any], Any]) -> None:
+        """Put the next outcome of an epoch down in `into`: a batch, after `finish`; or what to raise:
+        StopIteration (there is none), WorkerDied (the engine is closed), LoaderTimeout (the next call waits
+        again), or what the user's code raised at this place.
+
+        Raises:
+            IteratorInvalid: the epoch was ended by a newer one, or the engine was closed.
+            BaseException: what a handler of a signal raised meanwhile. The next call goes on where this one
+                was, or says that it cannot.
+        """
+        self._check_epoch(epoch)
+        self._enter(lambda loop: loop.next(into, finish))
+
+    def poll(self, epoch: int) -> None:
+        """Begin the copies of batches that have become ready; see `EventLoop.poll`.
+
+        Raises:
+            IteratorInvalid: the epoch was ended by a newer one, or the engine was closed.
+        """
+        self._check_epoch(epoch)
+        self._enter(EventLoop.poll)
+
+    def _check_epoch(self, epoch: int) -> None:
+        loop = self._loop
+        if loop is not None and epoch != loop.scheduler.epoch and self.closed is None:
+            raise IteratorInvalid(
+                "this iterator ended when a newer iteration of the same persistent_workers=True loader "
+                "began; use a loader of its own, or persistent_workers=False, to iterate twice at once"
+            )
+
+    def _enter(self, call: Callable[[EventLoop], T]) -> T:
+        try:
+            return self._call(call)
+        except IteratorInvalid:
+            if self.closed == _EXITING and threading.current_thread() is not threading.main_thread():
+                threading.Event().wait()  # a daemon thread, which the exit leaves behind where it is
+            raise
+
+    def _call(self, call: Callable[[EventLoop], T]) -> T:
+        nested = self._inside
+        with self._lock:
+            loop = self._check_usable(nested)
+            loop.busy, loop.waiting = True, False
+            self._hurried = False
+            try:
+                result = call(loop)
+                if loop.fatal is not None:
+                    if self.closed == _EXITING:
+                        raise self._ended()
+                    self.failed, self.closed = True, loop.fatal
+                return result
+            except Woken:
+                pass
+            except Exception as error:
+                # At the exit its workers are ended under its feet: what it stumbles over then is no news.
+                if self.closed != _EXITING:
+                    if self._cut_short:  # whatever it is: what was in hand is lost
+                        self.closed = f"{error!r} came in the middle of a call"
+                    raise
+            except BaseException:
+                self._hurried = True
+                raise
+            finally:
+                if self.closed is not None and self.closed != _EXITING:
+                    self._shut_down()
+            raise self._ended()
+
+    @property
+    def _inside(self) -> bool:
+        """Whether this thread is inside a call: a handler of a signal has called."""
+        return self._lock._is_owned()  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def _cut_short(self) -> bool:
+        """Whether an exception left the loop in the middle of something. While a call is under way it may be
+        in the middle of something, too."""
+        loop = self._loop
+        return loop is not None and loop.busy and not loop.waiting
+
+    def _check_usable(self, nested: bool) -> EventLoop:
+        if self._pid != process_id.current():
+            raise IteratorInvalid(
+                f"this iterator belongs to process {self._pid}; a forked child needs one of its own: "
+                "iter(loader)"
+            )
+        if self.closed is not None or self._loop is None:
+            raise self._ended()
+        if self._cut_short:
+            raise IteratorInvalid(
+                "next() was called in the middle of another call of it"
+                if nested
+                else "this iterator cannot go on: an interrupt cut a call of next() short"
+            )
+        return self._loop
+
+    def _ended(self) -> IteratorInvalid:
+        return IteratorInvalid(f"this iterator cannot go on: {self.closed}")
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    @property
+    def usable(self) -> bool:
+        """Whether another epoch can be started."""
+        return self.closed is None and not self._cut_short and self._pid == process_id.current()
+
+    def close(self, reason: str = "the loader was closed", wait: bool = False) -> None:
+        """Stop the workers and give everything back; batches stay valid. May be called on any thread.
+
+        Workers that are in the middle of something get torch's time to finish it, behind the caller's back
+        unless it is to `wait`. Closing twice does nothing; closing again after an interrupt cut the first one
+        short finishes it.
+        """
+        if self._pid != process_id.current():
+            return
+        loop = self._loop
+        if loop is not None:
+            if self.closed is None:
+                self.closed = reason
+            loop.wake()
+            if self._inside:  # a handler of a signal called: the call that it is in will do it
+                return
+            with self._lock:
+                self._shut_down()
+        if wait:
+            stopping.wait(self._counters)
+
+    def _shut_down(self) -> None:
+        if self._loop is not None:
+            self._processes = self.processes()
+            self._loop.shut_down(self._patience())
+            self._loop = None
+        _engines.discard(self)
+
+    def _patience(self) -> float:
+        """Seconds that workers have to finish what they do. None where an interrupt may have left half a
+        message in their sockets."""
+        if self._cut_short:
+            return 0
+        in_vain = self._loop is not None and self._loop.gave_up
+        return stopping.BRIEF if self._hurried or in_vain else stopping.ORDERLY
+
+    def close_at_exit(self) -> None:
+        """Close, and leave a daemon thread that is inside where it is."""
+        if self._pid != process_id.current():
+            return
+        self.closed = self.closed or _EXITING
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+            self.close(_EXITING)
+        elif self._loop is not None:
+            self._loop.kill_workers()
+
+    def __del__(self) -> None:
+        # The last iterator or loader is gone, so nobody is inside. A fork's copy is not ours to close.
+        interrupt: BaseException | None = None
+        for _ in range(_ATTEMPTS):
+            if getattr(self, "_loop", None) is None:
+                break
+            try:
+                self.close("the loader and its iterators were dropped")
+            except BaseException as error:  # an interrupt: nobody else would finish it
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def processes(self) -> list[BaseProcess]:
+        """The workers, so far as they were started; also those that have ended."""
+        loop = self._loop
+        return self._processes if loop is None else loop.processes()
+
+    def blocks(self) -> tuple[int, int, int]:
+        """Blocks in use, blocks free, and bytes of shared memory behind them; zeros once closed. Waits for
+        nobody: while another call is under way, blocks that were let go since it began count as in use."""
+        loop = self._loop
+        if loop is None or self._pid != process_id.current():
+            return 0, 0, 0
+        if not self._inside and self._lock.acquire(blocking=False):
+            try:
+                if self._loop is not None:
+                    loop.hear_releases()
+            finally:
+                self._lock.release()
+        return loop.blocks()
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for engine in list(_engines):
+        engine.close_at_exit()
+    stopping.wait()

@@ -1,0 +1,50 @@
+"""What a loader has besides its arguments.
+
+Runs in the consumer; made when a loader first needs it, because frameworks make loaders without running the
+constructor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fastq_loader.consumer.engine import Engine
+from fastq_loader.device.session import DeviceSession
+from fastq_loader.device.staging import SerialStaging
+from fastq_loader.statistics import Counters
+from fastq_loader.workers import stopping
+
+if TYPE_CHECKING:
+    from fastq_loader.loader import DataLoader
+
+
+class Runtime:
+    """The live side of one loader: none of it is copied or pickled with the arguments.
+
+    Args:
+        owner: the loader.
+
+    Attributes:
+        counters: of everything that it did.
+        engines: the pools of workers that its iterators use.
+        session: its way to a device, once an iteration has begun, or None.
+        idle: what iterations without workers have left behind, buffers and all.
+    """
+
+    def __init__(self, owner: DataLoader[Any] | None = None) -> None:
+        self.owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
+        self.counters = Counters()
+        self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self.session: DeviceSession | None = None
+        self.idle: list[SerialStaging] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Runtime, ()  # nobody's: a subclass has copied all attributes of its loader
+
+    def close_engines(self, reason: str) -> None:
+        """End all workers of the loader, and wait for those that are in the middle of something."""
+        for engine in list(self.engines):
+            engine.close(reason)
+        stopping.wait(self.counters)

@@ -1,0 +1,286 @@
+"""The accelerator as torch offers it: its streams, events and page-locking behind the `Stager` protocol.
+
+Runs in the consumer, on the thread that calls `next()`. What initialises the device is done when the first
+epoch begins, after its workers were started: forked workers inherit nothing of it. Nothing of an accelerator
+is touched at import; in a CPU build of torch its streams and events raise.
+
+Every accelerator is used through what torch has for all of them: `torch.Stream`, `torch.Event` and
+`torch.accelerator`. What is CUDA's own stands behind a look at the kind of the device: page-locking in place,
+events that let a thread sleep, and a count of the devices without the runtime.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastq_loader.errors import PinFailed
+from fastq_loader.memory.ledger import device_aligned
+from fastq_loader.packing.tensors import accelerator, is_captured, tensors_of
+
+_NVIDIA = Path("/proc/driver/nvidia/gpus")  # one entry for each GPU that the driver knows
+_PROBE_BYTES = 64 * 1024
+
+
+def parse(device: Any) -> torch.device | None:
+    """The accelerator that `device` names, None for no staging (None, "cpu"). Initialises nothing.
+
+    Raises:
+        TypeError: `device` is no device.
+        ValueError: it is unknown, not there, or not the accelerator of this build of torch.
+    """
+    if device is None:
+        return None
+    if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
+        raise TypeError(f"device={device!r} must be a string such as 'cuda:0', a torch.device, or None")
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is unknown: {error}") from error
+    if parsed.type == "cpu":
+        return None
+    reason = _absence(parsed)
+    if reason:
+        raise ValueError(
+            f"device={device!r} cannot be used: {reason}; device=None leaves batches on the host"
+        )
+    return parsed
+
+
+def _absence(device: torch.device) -> str:
+    if device.type == "cuda":  # which torch 2.6 would open to say whether it is the accelerator
+        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+            return f"torch {torch.__version__} was built without CUDA"
+    elif device.type != (current := accelerator()):
+        return (
+            f"copies beside a step need the streams and events of torch's accelerator, and that of "
+            f"torch {torch.__version__} here is {current or 'none'}"
+        )
+    try:
+        count = device_count(device.type)
+    except (AttributeError, RuntimeError) as error:  # the module torch.<kind> is the backend's to give
+        return f"torch cannot count the {device.type} devices: {error}"
+    if not count:
+        return f"no {device.type} device is there"
+    if device.index is not None and device.index >= count:
+        return f"there are {count} {device.type} devices, and they are counted from 0"
+    return ""
+
+
+def device_count(kind: str) -> int:
+    """Devices of a kind. For NVIDIA's, /proc is read where the driver fills it: the runtime's own count opens
+    descriptors that forked workers would inherit."""
+    if kind != "cuda":
+        return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    asleep = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if asleep and not torch.version.hip and _NVIDIA.is_dir():
+        return visible(len(os.listdir(_NVIDIA)), os.environ)
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def visible(count: int, environment: Mapping[str, str]) -> int:
+    """How many of `count` GPUs CUDA_VISIBLE_DEVICES shows: a list of numbers, read up to the first that is
+    none, as CUDA does; other forms (UUIDs) are counted."""
+    shown = environment.get("CUDA_VISIBLE_DEVICES")
+    if shown is None:
+        return count
+    names = [name.strip() for name in shown.split(",")]
+    if not all(re.fullmatch(r"-?\d+", name) for name in names):
+        return min(len([name for name in names if name]), count)
+    taken = 0
+    while taken < len(names) and 0 <= int(names[taken]) < count:
+        taken += 1
+    return taken
+
+
+def can_share(device: torch.device) -> bool:
+    """Whether torch can keep memory of a device that a second stream reads from being handed out again, by
+    `Tensor.record_stream`. Asks torch's table of kernels, and so initialises nothing."""
+    if device.type == "cpu":  # has no streams
+        return True
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::record_stream", key)
+
+
+class TorchStager:
+    """An accelerator behind torch's stream API; see `copies.Stager` for what the methods promise.
+
+    Memory is a uint8 tensor. Streams are `torch.Stream`, which are equal where device and number are; a
+    `torch.cuda.Stream` is equal to none of them, so one that is to be compared is asked for here.
+
+    Args:
+        device: torch's accelerator, with or without an index; without one it is the current device.
+
+    Attributes:
+        device: with its index.
+        side: the stream of all copies; one for as long as this lives, because a new one for each epoch would
+            strand the memory that was cached for the old one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # Asked for first, because this initialises the device as torch does; making a stream does not.
+        self.device = torch.accelerator.current_stream(device).device
+        self.side: Any = torch.Stream(device=self.device)
+
+    def current_stream(self) -> Any:
+        return torch.accelerator.current_stream(self.device)
+
+    def capturing(self) -> bool:
+        """Whether the current stream is captured into a graph; events cannot be asked then."""
+        return is_captured(self.device)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        # Rounded up, so that it can be looked at as any dtype.
+        return torch.empty(device_aligned(max(nbytes, 1)), dtype=torch.uint8, device=self.device)
+
+    def copy_async(self, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
+        with self._beside():
+            memory[:nbytes].copy_(source[:nbytes], non_blocking=True)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Inside, the side stream is the current one. `torch.Stream` is no context in torch 2.6."""
+        before = torch.accelerator.current_stream()
+        there = torch.accelerator.current_stream(self.device)
+        try:
+            torch.accelerator.set_stream(self.side)  # makes its device the current one, too
+            yield
+        finally:
+            torch.accelerator.set_stream(there)
+            if before.device != self.device:
+                torch.accelerator.set_stream(before)
+
+    def record(self, stream: Any, event: Any = None) -> Any:
+        if event is None:
+            event = self._event()
+        event.record(self._own(stream))
+        return event
+
+    def _event(self) -> Any:
+        """One that lets this thread sleep while it waits, where there is a choice. On CUDA a `torch.Event`
+        takes the argument and spins (c10/cuda/impl/CUDAGuardImpl.h, torch 2.6 to 2.13)."""
+        if self.device.type == "cuda":
+            return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        return torch.Event(device=self.device, blocking=True)
+
+    def _own(self, stream: Any) -> Any:
+        """A stream as the events of `_event` take it: torch 2.6 reads whatever it gets for an event of CUDA
+        as a stream of CUDA, unchecked."""
+        if self.device.type != "cuda":
+            return stream
+        return torch.cuda.Stream(  # type: ignore[no-untyped-call]
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+
+    def wait(self, stream: Any, event: Any) -> None:
+        event.wait(self._own(stream))
+
+    def query(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def synchronize(self, event: Any) -> None:
+        event.synchronize()
+
+    def share(self, memory: Any, stream: Any) -> None:
+        storages = {}
+        for tensor in tensors_of(memory):
+            if tensor.device == self.device:
+                storages[tensor.untyped_storage().data_ptr()] = tensor
+        for tensor in storages.values():
+            tensor.record_stream(stream)
+
+    def on_side(self, call: Callable[[], Any]) -> Any:
+        with self._beside():
+            return call()
+
+    # ---- host memory --------------------------------------------------------------------------
+
+    def view(self, address: int, nbytes: int) -> torch.Tensor:
+        # It does not keep the memory: the pool does, until its copies have run.
+        return torch.from_numpy(np.asarray(_At(address, nbytes)))
+
+    def fill(self, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
+        memory[:nbytes].copy_(source[:nbytes])
+
+    def pageable(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            self._clear_error()
+            raise PinFailed(f"torch could not page-lock {nbytes} bytes: {error}") from error
+
+    def register(self, address: int, nbytes: int) -> None:
+        runtime = self._runtime()
+        with torch.cuda.device(self.device):
+            code = int(runtime.cudaHostRegister(address, nbytes, 1))  # 1: for every context of the process
+        if code:
+            self._clear_error()
+            raise PinFailed(f"cudaHostRegister of {nbytes} bytes failed with error {code}")
+
+    def unregister(self, address: int) -> None:
+        with torch.cuda.device(self.device):
+            code = int(self._runtime().cudaHostUnregister(address))
+        if code:
+            self._clear_error()
+
+    def _runtime(self) -> Any:
+        if self.device.type != "cuda":
+            raise PinFailed(f"torch.{self.device.type} cannot page-lock memory that is there already")
+        return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+    def _clear_error(self) -> None:
+        """CUDA keeps the error of a failed call, and the next kernel that is launched would raise it: launch
+        one here. Seen in vLLM, issue 51081."""
+        try:
+            torch.zeros(1, device=self.device)
+        except RuntimeError:
+            torch.zeros(1, device=self.device)  # an error that stays is the device's end, and raises
+
+    def prove(self) -> None:
+        """Send a pattern there and back through registered memory: on some systems (WSL2) a copy from it was
+        seen to do nothing, without an error.
+
+        Raises:
+            PinFailed: it cannot be registered, or what comes back is something else.
+        """
+        shared = mmap.mmap(-1, _PROBE_BYTES)  # as the arena is
+        anchor = ctypes.c_char.from_buffer(shared)
+        address = ctypes.addressof(anchor)
+        host = self.view(address, _PROBE_BYTES)
+        pattern = (torch.arange(_PROBE_BYTES, device="cpu") * 31 % 251).to(torch.uint8)
+        host.copy_(pattern)
+        self.register(address, _PROBE_BYTES)
+        try:
+            there = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=self.device)
+            self.wait(self.side, self.record(self.current_stream()))
+            self.copy_async(there, host, _PROBE_BYTES)
+            self.synchronize(self.record(self.side))
+            back = there.cpu()
+        finally:
+            self.unregister(address)
+        if not torch.equal(back, pattern):
+            raise PinFailed("a copy from registered memory arrived with other bytes")
+
+
+class _At:
+    """Memory at an address, as numpy asks for it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+        }

@@ -1,0 +1,254 @@
+"""What users do with a batch once it is on its device: normalise images, fill the inputs of a captured step.
+
+Runs in the consumer, on whatever stream is current.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fastq_loader.packing.tensors import current_stream, is_captured, tensors_of
+
+
+class normalize:
+    """Turn uint8 images into normalised floating-point ones: (x / max_value - mean) / std for each channel.
+
+    What NVIDIA apex's `data_prefetcher` does by hand (examples/imagenet/main_amp.py), in one line:
+
+        DataLoader(..., device="cuda", device_transform=normalize(mean, std, torch.float16))
+
+    It may be used in compiled and captured steps too: nothing is copied from the host and nothing is waited
+    for.
+
+    Args:
+        mean, std: one number for each channel, of values between 0 and 1 (torchvision's convention; apex's
+            example has them times 255).
+        dtype: of the result: torch.float16, bfloat16, float32 or float64. What is computed in between is
+            float32 at least.
+        channels_last: results lie in memory with the channels last (`torch.channels_last`).
+        max_value: what a pixel is divided by; None is 255 for integers and 1 for floating-point images.
+        which: keys or positions at the top of the batch, of what is to be normalised. None is every uint8
+            tensor of shape (N, C, …) with at least 3 dimensions and as many channels as `mean`.
+
+    Raises:
+        ValueError: `mean` and `std` differ in length or a `std` is 0; in a call, a batch has no image.
+        TypeError: `dtype` is not floating-point, or `which` is a single name.
+    """
+
+    def __init__(
+        self,
+        mean: Sequence[float],
+        std: Sequence[float],
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+        max_value: float | None = None,
+        which: Collection[str | int] | None = None,
+    ) -> None:
+        self.mean = tuple(float(value) for value in mean)
+        self.std = tuple(float(value) for value in std)
+        if not self.mean or len(self.mean) != len(self.std):
+            raise ValueError(f"mean={mean!r} and std={std!r} must have one number for each channel")
+        if not all(self.std):
+            raise ValueError(f"std={std!r} must not be 0: it is divided by")
+        if isinstance(which, (str, int)):
+            raise TypeError(f"which={which!r} must be a list of keys or positions: which=[{which!r}]")
+        if not dtype.is_floating_point:
+            raise TypeError(f"dtype={dtype} must be floating-point, such as torch.float16")
+        self.dtype = dtype
+        self.channels_last = channels_last
+        self.max_value = max_value
+        self.which = None if which is None else frozenset(which)
+        self._factors: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_factors": {}}
+
+    def __repr__(self) -> str:
+        return (
+            f"normalize(mean={self.mean}, std={self.std}, dtype={self.dtype}, "
+            f"channels_last={self.channels_last})"
+        )
+
+    def __call__(self, batch: Any) -> Any:
+        """The batch with its images normalised; everything else is passed on as it is.
+
+        Args:
+            batch: a tensor of shape (N, C, …), or a dict, list, tuple or named tuple of them.
+        """
+        if isinstance(batch, torch.Tensor):
+            return self.image(batch)
+        if isinstance(batch, Mapping):
+            parts = {key: self._part(key, value) for key, value in batch.items()}
+        elif isinstance(batch, (list, tuple)):
+            parts = {at: self._part(at, value) for at, value in enumerate(batch)}
+        else:
+            raise ValueError(
+                f"normalize got a {type(batch).__name__}, and looks for images in dicts and lists"
+            )
+        if self.which is not None and not self.which <= parts.keys():
+            missing = sorted(self.which - parts.keys(), key=str)
+            raise ValueError(f"which names {missing}, and the batch has {list(parts)}")
+        if all(part is old for part, old in zip(parts.values(), _values(batch), strict=True)):
+            raise ValueError(
+                f"normalize found no image with {len(self.mean)} channels among "
+                f"{', '.join(map(_describe, _values(batch)))}: name it with which=, or check the collate_fn"
+            )
+        return _like(batch, parts)
+
+    def _part(self, key: Any, value: Any) -> Any:
+        if self.which is not None:
+            return self.image(value) if key in self.which else value
+        wanted = (
+            isinstance(value, torch.Tensor)
+            and value.dtype is torch.uint8
+            and value.dim() >= 3
+            and value.shape[1] == len(self.mean)
+        )
+        return self.image(value) if wanted else value
+
+    def image(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Images of shape (N, C, …), normalised.
+
+        Raises:
+            ValueError: they have another number of channels.
+        """
+        if pixels.dim() < 2 or pixels.shape[1] != len(self.mean):
+            raise ValueError(
+                f"normalize has {len(self.mean)} channels (mean and std), and an image of shape "
+                f"{tuple(pixels.shape)} has not: images are (N, C, ...)"
+            )
+        scale, shift = self._scale_and_shift(pixels)
+        wide = scale.dtype
+        layout = torch.contiguous_format
+        if self.channels_last:
+            layout = torch.channels_last if pixels.dim() == 4 else torch.channels_last_3d
+            if pixels.dim() not in (4, 5):
+                raise ValueError(f"channels_last=True needs 4 or 5 dimensions, and got {pixels.dim()}")
+        images = pixels.to(wide, memory_format=layout, copy=True)
+        return images.mul_(scale).add_(shift).to(self.dtype)
+
+    def _scale_and_shift(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        limit = self.max_value
+        if limit is None:
+            limit = 1.0 if pixels.dtype.is_floating_point else 255.0
+        wide = torch.float64 if torch.float64 in (self.dtype, pixels.dtype) else torch.float32
+        form = (pixels.device, wide, limit, pixels.dim())
+        # A graph keeps what it captured to itself, and a compiler folds it: neither may be kept here.
+        if torch.compiler.is_compiling() or is_captured(pixels.device):
+            return self._make(*form)
+        # By stream, because another one would have to wait for the kernels that fill them.
+        stream = current_stream(pixels.device)
+        if stream is None and pixels.device.type != "cpu":  # it has streams that cannot be told apart here
+            return self._make(*form)
+        key = (*form, stream)
+        if key not in self._factors:
+            with torch.inference_mode(False):  # else no later step could save them for its gradient
+                made = self._make(*form)
+            if type(made[0]) is not torch.Tensor:  # of a fake mode, which only looks at shapes
+                return made
+            self._factors[key] = made
+        return self._factors[key]
+
+    def _make(
+        self, device: torch.device, dtype: torch.dtype, limit: float, dimensions: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # By kernels that fill, because a copy from the host cannot be captured.
+        def of(values: list[float]) -> torch.Tensor:
+            parts = [torch.full((1,), value, dtype=dtype, device=device) for value in values]
+            return torch.cat(parts).view(-1, *[1] * (dimensions - 2))
+
+        scale = of([1 / (limit * std) for std in self.std])
+        shift = of([-mean / std for mean, std in zip(self.mean, self.std, strict=True)])
+        return scale, shift
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} of {len(value)}"
+    return type(value).__name__
+
+
+def _values(batch: Any) -> list[Any]:
+    return list(batch.values() if isinstance(batch, Mapping) else batch)
+
+
+def _like(batch: Any, parts: dict[Any, Any]) -> Any:
+    """A container like `batch` with other parts."""
+    if isinstance(batch, Mapping):
+        return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
+    if hasattr(batch, "_fields"):
+        return type(batch)(*parts.values())
+    return type(batch)(parts.values())
+
+
+# ---- captured steps ---------------------------------------------------------------------------------
+
+
+def copy_into(static_batch: Any, batch: Any) -> None:
+    """Copy a batch into the tensors that a captured step reads: between replays of a CUDA graph.
+
+    On the current stream, without waiting for the device.
+
+    Args:
+        static_batch: dicts, lists and tuples of tensors, as they were when the step was captured.
+        batch: of the same structure, shapes and dtypes. What is no tensor in `static_batch` is passed over.
+
+    Raises:
+        ValueError: structure, a shape or a dtype differ (the short last batch of an epoch: use
+            drop_last=True), or `static_batch` has no tensors, some in objects of another kind, or one that is
+            expanded; nothing was copied.
+    """
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    _pair(static_batch, batch, "batch", pairs)
+    if not pairs:
+        raise ValueError(f"static_batch is a {_describe(static_batch)}, and has no tensors to copy into")
+    with torch.no_grad():
+        torch._foreach_copy_([static for static, _ in pairs], [new for _, new in pairs], non_blocking=True)
+
+
+def _pair(static: Any, new: Any, path: str, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if isinstance(static, torch.Tensor):
+        if not isinstance(new, torch.Tensor) or (static.shape, static.dtype) != (new.shape, new.dtype):
+            raise ValueError(
+                f"static_batch and {path} differ: {_describe(static)} was captured, and {_describe(new)} came"
+                + ("; drop_last=True leaves out the short last batch" if _is_shorter(static, new) else "")
+            )
+        if any(step == 0 and size > 1 for size, step in zip(static.shape, static.stride(), strict=True)):
+            raise ValueError(f"static_batch has an expanded tensor at {path}: make it contiguous()")
+        pairs.append((static, new))
+    elif isinstance(static, Mapping):
+        if not isinstance(new, Mapping) or set(static) != set(new):
+            raise ValueError(
+                f"static_batch and {path} differ in their keys: {_keys(static)} and {_keys(new)}"
+            )
+        for key, value in static.items():
+            _pair(value, new[key], f"{path}[{key!r}]", pairs)
+    elif isinstance(static, (list, tuple)):
+        if not isinstance(new, (list, tuple)) or len(static) != len(new):
+            raise ValueError(
+                f"static_batch and {path} differ: {_describe(static)} was captured, and {_describe(new)} came"
+            )
+        for at, (mine, other) in enumerate(zip(static, new, strict=True)):
+            _pair(mine, other, f"{path}[{at}]", pairs)
+    elif tensors_of(static):
+        raise ValueError(
+            f"static_batch has a {type(static).__name__} with tensors at {path}: use dicts, lists and tuples"
+        )
+
+
+def _is_shorter(static: torch.Tensor, new: Any) -> bool:
+    return (
+        isinstance(new, torch.Tensor)
+        and new.dim() == static.dim() > 0
+        and new.shape[1:] == static.shape[1:]
+        and new.shape[0] < static.shape[0]
+    )
+
+
+def _keys(value: Any) -> str:
+    return str(list(value)) if isinstance(value, Mapping) else f"a {type(value).__name__}"

@@ -1,0 +1,115 @@
+"""Who loads which batch, where any worker may: a table in shared memory that every process of a pool can
+write.
+
+Runs in the consumer and in the workers. A task that all workers were sent belongs to the one that claims it
+first, without asking anybody: the consumer may be in the middle of a training step and hold the GIL. So no
+worker idles while there is a task that nobody has, and no task waits behind another one's.
+
+A word of the table stands for one ticket (an attempt at a batch) and holds its number and who has
+it. A claim is made under a lock on one byte, the ticket's, of the arena's memfd. It is an
+open-file-description lock: the kernel lets it go when its holder dies, so a worker that is killed in the
+middle of a claim either has left its name or has claimed nothing. The consumer reads from the table what a
+dead worker had in hand, and takes tasks back by claiming them itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+
+from fastq_loader.system.calls import UNLOCK as _UNLOCK
+from fastq_loader.system.calls import WRITE_LOCK as _WRITE
+from fastq_loader.system.calls import set_lock
+
+#: A claim by the consumer: the task is taken back.
+CONSUMER = 0xFFFF
+
+_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
+
+_WHO = 16  # bits of a word; the ticket has the rest, which at a million batches a second is nine years
+
+#: Words at the end of the table for what each worker works on; the others are claims.
+WORKERS = 4096
+
+
+def places(words: memoryview) -> int:
+    """How many claims a table has room for."""
+    return len(words) - WORKERS
+
+
+class Busy(Exception):
+    """Somebody is claiming this ticket right now."""
+
+
+class ClaimTable:
+    """One process's access to the table.
+
+    Args:
+        fd: the arena's memfd; it is opened anew, because a lock belongs to an open file.
+        words: the table, 64 bits each: the claims, and then a word for each worker.
+
+    Raises:
+        OSError: descriptors are used up, or there is no /proc.
+    """
+
+    def __init__(self, fd: int, words: memoryview) -> None:
+        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._words = words
+        self._size = places(words)
+
+    def offer(self, ticket: int) -> None:
+        """Anybody may claim a ticket. Only the consumer offers, and only where nobody can claim any more what
+        stood in its place, and nobody asks who did."""
+        self._words[ticket % self._size] = ticket << _WHO
+
+    def claim(self, ticket: int, who: int) -> bool:
+        """Take a ticket that was offered and that nobody has.
+
+        Raises:
+            Busy: somebody else is about to take it, or has died while it did.
+        """
+        at, word = ticket % self._size, ticket << _WHO
+        if self._words[at] != word:
+            return False
+        try:
+            set_lock(self._fd, _FLOCK.pack(_WRITE, 0, ticket, 1, 0))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise Busy from None
+            raise
+        try:
+            free: bool = self._words[at] == word
+            if free:
+                self._words[at] = word | who
+        finally:
+            set_lock(self._fd, _FLOCK.pack(_UNLOCK, 0, ticket, 1, 0))
+        return free
+
+    def on_offer(self, ticket: int) -> bool:
+        """Whether a ticket can be claimed."""
+        return self._words[ticket % self._size] == ticket << _WHO
+
+    def holder(self, ticket: int) -> int | None:
+        """Who claimed a ticket, as it called itself; None if nobody did."""
+        word = self._words[ticket % self._size]
+        if word >> _WHO != ticket:
+            return None
+        return (word & CONSUMER) or None
+
+    def begin(self, worker: int, ticket: int | None) -> None:
+        """`worker` starts to work on a ticket, or has given its answer (None)."""
+        self._words[self._size + worker] = 0 if ticket is None else ticket + 1
+
+    def begun(self, worker: int) -> int | None:
+        """The ticket that a worker works on, or died at."""
+        return (self._words[self._size + worker] - 1) if self._words[self._size + worker] else None
+
+    def close(self) -> None:
+        fd, self._fd = getattr(self, "_fd", -1), -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        # Whoever made it closes it; this is for one whose maker was interrupted.
+        self.close()

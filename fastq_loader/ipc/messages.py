@@ -1,0 +1,413 @@
+"""The wire protocol: a closed set of immutable messages, each one msgpack array in one frame.
+
+Pure: this module turns messages into bytes and back, and knows no socket. Every frame begins with the version
+and the kind. What the consumer sends: `Task`, `Epoch`, `Space`, `Stop`, and some of these in a `Bundle`; what
+a worker sends: `Hello`, `Answer`; and a `Ping` goes there and back. A worker gives exactly one `Answer` to
+every `Task` that is its own, also to those it skips. A task that all workers are sent is the one's that
+claims it.
+
+An index of plain values travels as msgpack, and a batch of a shuffle as the bytes of its integers. Any other
+one travels as one opaque pickled value, so that `dataset[i]` receives exactly what the sampler yielded
+(msgpack has no np.int64 and no slice, and turns tuples into lists).
+
+Nothing that comes out of a frame or out of shared memory is unpickled unless the pool's token stands before
+it: random bytes that the workers were started with. What comes in is checked for its structure here: as many
+fields as there should be, and numbers where there should be numbers, none below 0 or beyond 63 bits. Whether
+they can be true is for others to say.
+"""
+
+from __future__ import annotations
+
+import hmac
+import pickle
+from array import array
+from itertools import chain
+from typing import Any, NamedTuple
+
+import msgpack
+
+from fastq_loader.errors import ProtocolError
+
+VERSION = 3
+
+_TASK, _EPOCH, _SPACE, _BUNDLE, _STOP, _HELLO, _ANSWER, _PING = range(8)
+
+# Outcomes of a task.
+BATCH = 0  # the handle is a batch
+ERROR = 1  # the handle is an exception that the user's code raised
+ENDED = 2  # the worker's part of an iterable dataset is exhausted; no handle
+SKIPPED = 3  # not fetched: the epoch was abandoned, or the worker's part had ended; no handle
+BROKEN = 4  # the handle is the exception that keeps this worker from working at all
+
+OUTCOMES = (BATCH, ERROR, ENDED, SKIPPED, BROKEN)
+
+#: Bytes of a pool's token.
+TOKEN_BYTES = 16
+
+_PICKLED_INDEX, _INTEGERS = 1, 2
+_LARGEST = (1 << 63) - 1
+_PLAIN = frozenset((int, str, bytes, bool, float, type(None)))
+
+
+class Pickled(NamedTuple):
+    """An index that has no msgpack form, sealed with the pool's token; `load_index` turns it back."""
+
+    data: bytes
+
+
+class Indices(NamedTuple):
+    """A list of int as the bytes of 64-bit integers in the machine's order; `decode_index` gives the list."""
+
+    data: bytes
+
+
+class Task(NamedTuple):
+    """Fetch one batch.
+
+    It may be written to the blocks (offset, size in bytes) of `grants`, and to those of `promises` once
+    they are let go. Where tasks are claimed, `ticket` is the number for it.
+    """
+
+    epoch: int
+    seq: int
+    attempt: int
+    index: Any
+    grants: tuple[tuple[int, int], ...]
+    promises: tuple[tuple[int, int], ...] = ()
+    ticket: int = 0
+
+
+class Epoch(NamedTuple):
+    """A new epoch begins: skip the tasks of older ones, make a new fetcher.
+
+    Attributes:
+        abandoned: the epoch before was broken off.
+        shared_seed: of datapipe graphs, or None.
+        base_seed: every batch is seeded from it and its number; None: a stream for each worker, as in torch.
+    """
+
+    epoch: int
+    abandoned: bool
+    shared_seed: int | None
+    base_seed: int | None = None
+
+
+class Space(NamedTuple):
+    """Ranges (offset, size) of its part of the arena in which the worker may make new blocks again."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+
+class Bundle(NamedTuple):
+    """Messages for a worker, each as the frame that it would be by itself."""
+
+    frames: tuple[bytes, ...]
+
+
+class Stop(NamedTuple):
+    """Leave the worker loop."""
+
+
+class Hello(NamedTuple):
+    """The worker is up and reads its socket."""
+
+    pid: int
+
+
+class Ping(NamedTuple):
+    """A worker sends it back when it has read what came before it."""
+
+
+class Handle(NamedTuple):
+    """Where a batch lies, and how it is put together again (see `packing`).
+
+    Attributes:
+        spec_id: the number under which the worker knows the batch's spec.
+        spec: the spec itself the first time that this worker names it, else None; in the consumer the
+            compiled `unpacking.Spec`, from its arrival on.
+        values: the plain leaves (int, float, str, bytes, bool, None), in the order of the tree.
+        parcel: the small leaves' bytes, if they travel in the message, else None.
+        places: blocks (offset, size, bytes into the block) of the parcel, if it lies in one, and
+            then of the large leaves.
+    """
+
+    spec_id: int
+    spec: Any
+    values: tuple[Any, ...]
+    parcel: bytes | None
+    places: tuple[tuple[int, int, int], ...]
+
+
+class Answer(NamedTuple):
+    """What became of one task.
+
+    Attributes:
+        epoch, seq, attempt: the task's.
+        outcome: BATCH, ERROR, ENDED, SKIPPED or BROKEN.
+        started, finished: nanoseconds of the monotonic clock, the same for all processes of a machine.
+        used: the blocks of the handle, as (offset, bytes needed).
+        fresh: the blocks (offset, size) that the worker made and the consumer has not heard of.
+        returned: offsets of granted and promised blocks that the handle does not use.
+        handle: None for ENDED and SKIPPED.
+    """
+
+    epoch: int
+    seq: int
+    attempt: int
+    outcome: int
+    started: int
+    finished: int
+    used: tuple[tuple[int, int], ...]
+    fresh: tuple[tuple[int, int], ...]
+    returned: tuple[int, ...]
+    handle: Handle | None
+
+
+Message = Task | Epoch | Space | Bundle | Stop | Hello | Answer | Ping
+
+
+# surrogatepass: str is any sequence of code points in Python (file names give lone surrogates). One packer
+# for all threads: it calls back into no Python code, so no other thread runs while it packs.
+_PACKER = msgpack.Packer(unicode_errors="surrogatepass")
+
+
+def _packb(fields: tuple[Any, ...]) -> bytes:
+    frame: bytes = _PACKER.pack(fields)
+    return frame
+
+
+def packs(value: int) -> bool:
+    """Whether an int fits msgpack's 64 bits."""
+    return -(1 << 63) <= value < (1 << 64)
+
+
+def plain_index(index: Any) -> bool:
+    """Whether an index travels as msgpack: a plain value or a list of plain values."""
+    if type(index) is list:
+        return _PLAIN.issuperset(map(type, index))
+    return type(index) in _PLAIN
+
+
+def seal(data: bytes, token: bytes) -> bytes:
+    """A pickle with the pool's token before it."""
+    return token + data
+
+
+def unseal(sealed: bytes, token: bytes) -> bytes:
+    """The pickle behind the pool's token.
+
+    Raises:
+        ProtocolError: something else stands before it; nobody must unpickle that.
+    """
+    if not hmac.compare_digest(sealed[:TOKEN_BYTES], token):
+        raise ProtocolError(f"{len(sealed)} bytes that should be a pickle of this pool, and are not")
+    return sealed[TOKEN_BYTES:]
+
+
+def encode(message: Message, token: bytes = b"") -> bytes:
+    """One frame for `message`.
+
+    Args:
+        message: the message.
+        token: the pool's, for an index that has to be pickled. Only tasks need it.
+
+    Raises:
+        Exception: whatever pickling raises for an index that cannot be pickled.
+    """
+    if type(message) is Task:
+        return _encode_task(message, token)
+    return _packb((VERSION, _KINDS[type(message)], *message))
+
+
+_KINDS: dict[type, int] = {
+    Epoch: _EPOCH,
+    Space: _SPACE,
+    Bundle: _BUNDLE,
+    Stop: _STOP,
+    Hello: _HELLO,
+    Answer: _ANSWER,
+    Ping: _PING,
+}
+
+
+def _encode_task(task: Task, token: bytes) -> bytes:
+    epoch, seq, attempt, index, *others = task
+    if type(index) is Indices:
+        opaque = msgpack.ExtType(_INTEGERS, index.data)
+        return _packb((VERSION, _TASK, epoch, seq, attempt, opaque, *others))
+    if plain_index(index):
+        try:
+            return _packb((VERSION, _TASK, epoch, seq, attempt, index, *others))
+        except OverflowError:  # an int of more than 64 bits
+            pass
+    assert len(token) == TOKEN_BYTES, "a pickle travels behind the pool's token"
+    opaque = msgpack.ExtType(_PICKLED_INDEX, seal(pickle.dumps(index, pickle.HIGHEST_PROTOCOL), token))
+    return _packb((VERSION, _TASK, epoch, seq, attempt, opaque, *others))
+
+
+def decode_index(index: Any) -> Any:
+    """An index as the sampler yielded it, of one that was not in a frame."""
+    if type(index) is Indices:
+        integers = array("q")
+        integers.frombytes(index.data)
+        return integers.tolist()
+    return index
+
+
+def load_index(index: Any, token: bytes) -> Any:
+    """An index as the sampler yielded it, of one that came out of a frame.
+
+    Raises:
+        ProtocolError: it is a pickle, and not this pool's.
+        Exception: whatever unpickling raises.
+    """
+    return pickle.loads(unseal(index.data, token)) if type(index) is Pickled else decode_index(index)
+
+
+# ---- what comes in ----------------------------------------------------------------------------------
+
+
+def _ext_hook(code: int, data: bytes) -> Any:
+    if code == _PICKLED_INDEX:
+        return Pickled(data)
+    if code == _INTEGERS and len(data) % 8 == 0:
+        return Indices(data)
+    raise ProtocolError(f"unknown extension type {code} of {len(data)} bytes")
+
+
+def _check_counts(numbers: Any) -> None:
+    for number in numbers:
+        if type(number) is not int or not 0 <= number <= _LARGEST:
+            raise ProtocolError(f"{number!r:.40} where a number should be")
+
+
+def _check_blocks(blocks: Any, width: int, kind: type[list[Any] | tuple[Any, ...]]) -> None:
+    """Whether these are blocks, each of `width` numbers."""
+    if type(blocks) is not kind:
+        raise ProtocolError(f"a {type(blocks).__name__} where blocks should be")
+    for block in blocks:
+        if type(block) is not kind or len(block) != width:
+            raise ProtocolError(f"{block!r:.40} where a block should be")
+    _check_counts(chain.from_iterable(blocks))
+
+
+def _extents(blocks: Any) -> tuple[tuple[int, int], ...]:
+    """Blocks (offset, size) out of a frame that was read with lists."""
+    if blocks == []:
+        return ()
+    _check_blocks(blocks, 2, list)
+    return tuple(map(tuple, blocks))
+
+
+def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop | Ping:
+    """The message in a frame that the consumer sent.
+
+    Raises:
+        ProtocolError: the frame is not such a message.
+    """
+    kind, *fields = _unpack(frame, use_list=True)
+    try:
+        if kind == _TASK:
+            epoch, seq, attempt, index, grants, promises, ticket = fields
+            _check_counts((epoch, seq, attempt, ticket))
+            return Task(epoch, seq, attempt, index, _extents(grants), _extents(promises), ticket)
+        if kind == _EPOCH:
+            return _epoch(*fields)
+        if kind == _SPACE:
+            (ranges,) = fields
+            return Space(_extents(ranges))
+        if kind == _BUNDLE:
+            (frames,) = fields
+            if type(frames) is not list or any(type(part) is not bytes for part in frames):
+                raise ProtocolError("a bundle of something else than frames")
+            return Bundle(tuple(frames))
+        if kind == _STOP:
+            return Stop(*fields)
+        if kind == _PING:
+            return Ping(*fields)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"malformed frame: {error}") from error
+    raise ProtocolError(f"unknown message kind {kind!r:.40}")
+
+
+def _epoch(epoch: Any, abandoned: Any, shared_seed: Any, base_seed: Any) -> Epoch:
+    seeds = [seed for seed in (shared_seed, base_seed) if seed is not None]
+    _check_counts((epoch, *seeds))
+    if type(abandoned) is not bool:
+        raise ProtocolError(f"{abandoned!r:.40} where a truth value should be")
+    return Epoch(epoch, abandoned, shared_seed, base_seed)
+
+
+def decode_for_consumer(frame: bytes) -> Hello | Answer | Ping:
+    """The message in a frame that a worker sent.
+
+    Raises:
+        ProtocolError: the frame is not such a message.
+    """
+    kind, *fields = _unpack(frame, use_list=False)
+    try:
+        if kind == _ANSWER:
+            return _answer(*fields)
+        if kind == _HELLO:
+            (pid,) = fields
+            _check_counts((pid,))
+            return Hello(pid)
+        if kind == _PING:
+            return Ping(*fields)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"malformed frame: {error}") from error
+    raise ProtocolError(f"unknown message kind {kind!r:.40}")
+
+
+def _answer(
+    epoch: Any,
+    seq: Any,
+    attempt: Any,
+    outcome: Any,
+    started: Any,
+    finished: Any,
+    used: Any,
+    fresh: Any,
+    returned: Any,
+    handle: Any,
+) -> Answer:
+    _check_counts((epoch, seq, attempt, outcome, started, finished))
+    if outcome not in OUTCOMES:
+        raise ProtocolError(f"unknown outcome {outcome}")
+    if not used == fresh == returned == ():
+        _check_blocks(used, 2, tuple)
+        _check_blocks(fresh, 2, tuple)
+        if type(returned) is not tuple:
+            raise ProtocolError(f"a {type(returned).__name__} where blocks should be")
+        _check_counts(returned)
+    if handle is not None:
+        handle = _handle(*handle)
+    return Answer(epoch, seq, attempt, outcome, started, finished, used, fresh, returned, handle)
+
+
+def _handle(spec_id: Any, spec: Any, values: Any, parcel: Any, places: Any) -> Handle:
+    if type(values) is not tuple or not (parcel is None or type(parcel) is bytes):
+        raise ProtocolError("a handle whose values or parcel are none")
+    _check_counts((spec_id,))
+    if places != ():
+        _check_blocks(places, 3, tuple)
+    return Handle(spec_id, spec, values, parcel, places)
+
+
+def _unpack(frame: bytes, *, use_list: bool) -> Any:
+    """The fields of a frame from the kind on."""
+    try:
+        # Lengths that a frame declares are bounded by its own.
+        fields = msgpack.unpackb(
+            frame,
+            use_list=use_list,
+            ext_hook=_ext_hook,
+            unicode_errors="surrogatepass",
+            strict_map_key=False,
+        )
+    # TypeError: a list as a map's key. RecursionError: its hash.
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"not a msgpack frame: {error}") from error
+    if not isinstance(fields, (list, tuple)) or len(fields) < 2 or fields[0] != VERSION:
+        raise ProtocolError(f"not a frame of protocol version {VERSION}")
+    return fields[1:]

@@ -1,0 +1,358 @@
+"""Sockets: one ROUTER in the consumer, one DEALER in each worker, and the folder where they meet.
+
+`ConsumerSocket` runs in the consumer, `WorkerSocket` in a worker; both on one thread each. Each worker binds
+an ipc endpoint of its own and the consumer connects to it under the worker's number as routing id, so tasks
+can be queued before the worker is up. A worker that takes the place of a dead one has an endpoint and a
+routing id that nobody had before it, so nothing that was meant for the dead one reaches it. The folder is
+private to the user (0700), and is gone as soon as every worker is connected.
+
+One `wait` serves everything (design, rule 7): the socket, the workers' process descriptors, a wake-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import signal
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Container, Iterator, Sequence
+
+import zmq
+
+from fastq_loader.errors import ProtocolError
+from fastq_loader.ipc.messages import (
+    Answer,
+    Bundle,
+    Epoch,
+    Hello,
+    Message,
+    Ping,
+    Space,
+    Stop,
+    Task,
+    decode_for_consumer,
+    decode_for_worker,
+    encode,
+)
+from fastq_loader.system import calls, process_id
+
+#: sun_path of <sys/un.h> holds 108 bytes with the closing NUL.
+_LONGEST_PATH = 107
+#: Milliseconds between attempts to reach a worker that is not up yet, and their bound.
+_RECONNECT_MS, _RECONNECT_MAX_MS = 2, 100
+#: As numbers: the enum's own `|` takes a microsecond.
+_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_RCVMORE = int(zmq.RCVMORE)
+#: Descriptors that zmq takes (its threads' epolls and mailboxes; a connection and an attempt at one for each
+#: worker). Without them it ends the process, or tries to connect in silence for ever.
+_OWN_DESCRIPTORS, _DESCRIPTORS_PER_WORKER = 12, 2
+
+
+_STOP = encode(Stop())
+
+
+def endpoint_folder() -> str:
+    """A fresh 0700 folder whose socket paths are short enough, whatever TMPDIR says.
+
+    Raises:
+        OSError: no folder could be made in any of the places tried.
+    """
+    failure: OSError | None = None
+    places = (_temp_folder(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/var/tmp", "/dev/shm")
+    for place in places:
+        # mkdtemp adds eight characters to the prefix; the socket's name is the longest there could be.
+        try:
+            # zmq takes endpoints as UTF-8.
+            if not place or len(place.encode()) + len("/fastq-12345678/w12345.123456") > _LONGEST_PATH:
+                continue
+            return tempfile.mkdtemp(prefix="fastq-", dir=place)
+        except UnicodeEncodeError:
+            continue
+        except OSError as error:
+            failure = error
+    raise failure or OSError(f"no folder with a path short enough for a socket among {places}")
+
+
+def _temp_folder() -> str | None:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:  # no folder that can be written to: there are others to try
+        return None
+
+
+def _milliseconds(seconds: float) -> int:
+    return math.ceil(seconds * 1000)
+
+
+def _expect_descriptors(count: int) -> None:
+    """Raise OSError (EMFILE) unless `count` more descriptors can be opened."""
+    opened: list[int] = []
+    try:
+        opened.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(count))
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):  # a handler of a signal has raised, perhaps
+            raise
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: the loader needs {count} descriptors for its sockets; raise the limit with "
+            "`ulimit -n`, or use fewer workers",
+        ) from error
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def endpoint(folder: str, name: str) -> str:
+    return f"ipc://{folder}/{name}"
+
+
+def socket_name(worker: int, generation: int) -> str:
+    """What the socket of a worker is called; `generation` counts those that had its number before."""
+    return f"w{worker}.{generation}"
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder of sockets; what is gone already, or cannot go, is left."""
+    # Not shutil.rmtree: cut short by a handler of a signal it closes a descriptor twice.
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
+
+
+def _together(frames: Sequence[bytes]) -> bytes:
+    return frames[0] if len(frames) == 1 else encode(Bundle(tuple(frames)))
+
+
+def _drop_rest(socket: zmq.Socket[bytes]) -> None:
+    """Receive what is left of a message that has more parts than ours have."""
+    while socket.getsockopt(_RCVMORE):
+        socket.recv()
+
+
+@contextlib.contextmanager
+def _yielding_threads() -> Iterator[None]:
+    """Threads that are started in here do not take a core from one that is busy, and wait for a free one or
+    their turn. (zmq's own option for this ends the process where the system does not let it.)"""
+    yielding = False
+    with contextlib.suppress(OSError, AttributeError):  # a sandbox; a system without these
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            yielding = True
+    try:
+        yield
+    finally:
+        if yielding:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+class ConsumerSocket:
+    """The consumer's end, for all workers of one pool.
+
+    Args:
+        folder: where the workers bind.
+        workers: how many there are.
+        token: the pool's, see `messages`.
+
+    Attributes:
+        woken: `wake` was called.
+        rejected: frames that were no message, or nobody's that it knows, since they were last taken.
+    """
+
+    def __init__(self, folder: str, workers: int, token: bytes) -> None:
+        _expect_descriptors(_OWN_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * workers)
+        self.woken = False
+        self.rejected = 0
+        self._token = token
+        self._waking = threading.RLock()  # no wake-up is written to a descriptor that was closed
+        self._wake = calls.wake_up()
+        self._context = zmq.Context(io_threads=1)
+        # A message that comes while all cores are busy need not stop a worker or a training step: zmq's
+        # thread then finds several at once, with half as many switches. (A worker's cannot wait: its answer
+        # would come after the worker's next batch.)
+        with _yielding_threads():
+            self._socket = self._context.socket(zmq.ROUTER)
+        self._poller = zmq.Poller()
+        self._names: dict[int, bytes] = {}  # worker → its routing id
+        self._numbers: dict[bytes, int] = {}
+        self._endpoints: dict[int, str] = {}
+        try:
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.setsockopt(zmq.SNDHWM, 0)  # the scheduler's window is the bound
+            self._socket.setsockopt(zmq.RCVHWM, 0)
+            self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+            for worker in range(workers):
+                self.connect(folder, worker, 0)
+        except BaseException:
+            self.close()
+            raise
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
+
+    def connect(self, folder: str, worker: int, generation: int) -> None:
+        """Expect a worker; what is sent to it from here on waits until it is up."""
+        name = socket_name(worker, generation)
+        self._endpoints[worker] = endpoint(folder, name)
+        self._names[worker] = name.encode()
+        self._numbers[self._names[worker]] = worker
+        self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, self._names[worker])
+        self._socket.connect(self._endpoints[worker])
+
+    def disconnect(self, worker: int) -> None:
+        """`worker` is dead: nothing is sent to it any more, and nothing that it sent is received."""
+        del self._numbers[self._names.pop(worker)]
+        with contextlib.suppress(zmq.ZMQError):  # its end was noticed here already
+            self._socket.disconnect(self._endpoints.pop(worker))
+
+    def send(self, worker: int, message: Message) -> None:
+        """Queue a message.
+
+        Raises:
+            Exception: whatever pickling raises for the index of a task.
+        """
+        frame = encode(message, self._token)
+        self._socket.send(self._names[worker], _NOBLOCK_MORE)
+        self._socket.send(frame, _NOBLOCK)
+
+    def send_frames(self, worker: int, frames: Sequence[bytes]) -> None:
+        """Queue messages, encoded, in one go."""
+        if frames:
+            self._socket.send(self._names[worker], _NOBLOCK_MORE)
+            self._socket.send(_together(frames), _NOBLOCK)
+
+    def send_all(self, *frames: bytes, but: Container[int] = ()) -> None:
+        """Queue the same messages, encoded, for every worker `but` some, in one go."""
+        frame = _together(frames)
+        for worker, name in self._names.items():
+            if worker not in but:
+                self._socket.send(name, _NOBLOCK_MORE)
+                self._socket.send(frame, _NOBLOCK)
+
+    def receive(self) -> tuple[int, Hello | Answer | Ping | None] | None:
+        """The next message and the worker that sent it; None if there is none now. What is no message is
+        counted in `rejected` and dropped; of a worker that is known, None says so."""
+        while True:
+            try:
+                name = self._socket.recv(_NOBLOCK)
+            except zmq.Again:
+                return None
+            frame, worker = self._socket.recv(), self._numbers.get(name)
+            if self._socket.getsockopt(_RCVMORE):
+                _drop_rest(self._socket)
+            elif worker is not None:
+                try:
+                    return worker, decode_for_consumer(frame)
+                except ProtocolError:
+                    pass
+            self.rejected += 1
+            if worker is not None:
+                return worker, None
+
+    def take_rejected(self) -> int:
+        """Frames that were rejected since the last call."""
+        rejected, self.rejected = self.rejected, 0
+        return rejected
+
+    def watch(self, descriptor: int) -> None:
+        """Let `wait` return when `descriptor` becomes readable (a process descriptor: has ended)."""
+        self._poller.register(descriptor, zmq.POLLIN)
+
+    def unwatch(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._poller.unregister(descriptor)
+
+    def wait(self, timeout: float | None) -> Sequence[object]:
+        """Sleep until a message, a watched descriptor or `wake`, at most `timeout` seconds.
+
+        Returns:
+            What is readable: the watched descriptors among it as numbers. Empty after the timeout.
+        """
+        milliseconds = None if timeout is None else _milliseconds(timeout)
+        return [ready for ready, _ in self._poller.poll(milliseconds)]
+
+    def wait_for_message(self, timeout: float) -> bool:
+        """Sleep until a message has come, at most `timeout` seconds."""
+        return bool(self._socket.poll(_milliseconds(timeout)))
+
+    def wake(self) -> None:
+        """Let `wait` return now and from now on; may be called on any thread."""
+        with self._waking:
+            self.woken = True
+            if self._wake >= 0:
+                calls.wake(self._wake)
+
+    def close(self) -> None:
+        # Not left to the context: it finds its sockets through weak references, which are dead already
+        # when the garbage collector ends a loader, and would wait for the socket for ever.
+        self._poller = zmq.Poller()
+        self._socket.close(linger=0)
+        # pyzmq gives a term() up that a signal interrupts, and leaves the context's thread and descriptors.
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            self._context.term()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        with self._waking:
+            wake, self._wake = self._wake, -1
+        if wake >= 0:
+            os.close(wake)
+
+
+#: In a forked child of a worker: what must not be closed there, not even by the garbage collector.
+_inherited: list[WorkerSocket] = []
+
+
+class WorkerSocket:
+    """A worker's end. Made in the worker process, after it was started (design, rule 9). A child that user
+    code forked there leaves when it comes here."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self._pid = process_id.current()
+        self._context = zmq.Context(io_threads=1)
+        self._frames: deque[bytes] = deque()  # received, or of a bundle, as far as they were not read
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(endpoint(folder, name))
+
+    def send(self, message: Message) -> None:
+        process_id.stay_in(self._pid)
+        self._socket.send(encode(message))
+
+    def receive(self, block: bool) -> Task | Epoch | Space | Stop | Ping | None:
+        """The next message; without `block` None if there is none now. What is no message is dropped."""
+        process_id.stay_in(self._pid)
+        while True:
+            try:
+                frame = (
+                    self._frames.popleft() if self._frames else self._socket.recv(0 if block else _NOBLOCK)
+                )
+                message = decode_for_worker(frame)
+            except zmq.Again:
+                return None
+            except ProtocolError:
+                continue
+            if not isinstance(message, Bundle):
+                return message
+            self._frames.extendleft(reversed(message.frames))
+
+    def told_to_stop(self) -> bool:
+        """Whether a Stop is among what has come and was not read; it stays there."""
+        process_id.stay_in(self._pid)
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._frames.append(self._socket.recv(_NOBLOCK))
+        return _STOP in self._frames
+
+    def close(self) -> None:
+        if self._pid == process_id.current():
+            self._socket.close(linger=0)
+            self._context.term()
+        else:
+            _inherited.append(self)

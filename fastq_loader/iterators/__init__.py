@@ -1,0 +1,4 @@
+"""What `iter(loader)` returns: with workers and without them.
+
+Runs in the consumer.
+"""

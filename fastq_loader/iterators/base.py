@@ -1,0 +1,175 @@
+"""What all iterators of a loader have in common, and the one over a pool of workers; `serial` has the other.
+
+Runs in the consumer. An iterator knows the loader's arguments, the order in which torch draws random
+numbers, the warnings about lengths, and pinning; everything about workers is the engine's.
+
+Both are subclasses of torch's iterators, because code outside tests for those classes and reads their
+attributes. Nothing of torch's runs in them: every method is ours, and the attributes have torch's names and
+meaning (torch/utils/data/dataloader.py).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.autograd import profiler
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _DatasetKind,
+)
+
+from fastq_loader import arguments
+from fastq_loader.consumer.delivery import Outcome
+from fastq_loader.device.session import apply
+from fastq_loader.device.transforms import copy_into
+from fastq_loader.errors import warn_user
+from fastq_loader.reading import datapipes
+
+if TYPE_CHECKING:
+    from fastq_loader.loader import DataLoader
+
+
+def draw_base_seed(generator: torch.Generator | None) -> int:
+    """The seed of an iteration: exactly one `int64.random_()`, as torch draws it."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
+    """What both kinds have in common.
+
+    Args:
+        loader: whose arguments hold.
+    """
+
+    _profile_name = ""
+    _base_seed: int
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._dataset = loader.dataset
+        self._pg = None
+        self._share_seed(loader)
+        self._dataset_kind = loader._dataset_kind
+        self._IterableDataset_len_called = loader._IterableDataset_len_called
+        self._auto_collation = loader._auto_collation
+        self._drop_last = loader.drop_last
+        self._index_sampler = loader._index_sampler
+        self._num_workers = loader.num_workers
+        self._world_size, self._rank = datapipes.ranks()
+        self._session = loader._find_way_to_device()
+        #: With device="cpu" the host is where a transform for the device runs.
+        self._transform = loader.device_transform if self._session is None else None
+        # What goes to a device is page-locked on its way there.
+        self._pin_memory, self._pin_memory_device = (
+            arguments.pinning(loader) if self._session is None else (False, None)
+        )
+        self._timeout = loader.timeout
+        self._collate_fn = loader.collate_fn
+        self._dynamic = loader.schedule == "dynamic"
+        self._restart_sampler()
+        self._base_seed = draw_base_seed(loader.generator)
+        self._persistent_workers = loader.persistent_workers
+        self._num_yielded = 0
+        self.outcome: Outcome | None = None  # what `next()` gives next, once it is there
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._index_sampler)
+
+    def __getstate__(self) -> NoReturn:
+        # torch's error and type: an iterator is tied to its processes and cannot move to another.
+        raise NotImplementedError("{} cannot be pickled", type(self).__name__)
+
+    def __next__(self) -> Any:
+        # A handler of a signal may raise wherever there is a call. So an outcome is put down where it comes
+        # about, and from where it is taken here to the end there is none: what was made is never lost.
+        outcome, self.outcome = self.outcome, None
+        while outcome is None:  # another thread may be quicker to take it
+            if profiler._is_profiler_enabled:
+                with profiler.record_function(self._profile_name):
+                    self._advance()
+            else:
+                self._advance()
+            outcome, self.outcome = self.outcome, None
+        if outcome.error is not None:
+            try:
+                raise outcome.error
+            finally:
+                del outcome  # the error holds this frame by its traceback
+        self._num_yielded += 1
+        length = self._IterableDataset_len_called
+        if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
+            self._warn_about_length(length, outcome)
+        return outcome.batch
+
+    def poll(self) -> None:
+        """Begin the copies of batches that have become ready since the last `next()`. With a `device`, for
+        loops whose steps take so long that workers fall idle and copies begin late; waits for nothing."""
+
+    def copy_into(self, static_batch: Any) -> None:
+        """Take the next batch, and copy it into the tensors that a captured step reads; see
+        `fastq_loader.copy_into`.
+
+        Raises:
+            StopIteration: there is none.
+            ValueError: its structure, shapes or dtypes differ; the batch is gone.
+        """
+        copy_into(static_batch, next(self))
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        """Begin a new epoch. A persistent loader calls it for whatever `_get_iterator` returned, so wrappers
+        forward it."""
+        self.outcome = None
+        self._restart_sampler()
+        self._num_yielded = 0
+        self._IterableDataset_len_called = loader._IterableDataset_len_called
+        self._share_seed(loader)
+
+    def _share_seed(self, loader: DataLoader[Any]) -> None:
+        self._shared_seed = datapipes.draw_shared_seed(self._dataset, loader.generator)
+        self._dataset = datapipes.apply_seed(self._dataset, self._shared_seed)
+
+    @abstractmethod
+    def _restart_sampler(self) -> None: ...
+
+    def _next_index(self) -> Any:
+        return next(self._sampler_iter)
+
+    def _next_data(self) -> Any:
+        """The next batch, not counted."""
+        batch = next(self)
+        self._num_yielded -= 1
+        return batch
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """Put the next outcome down in `outcome`."""
+
+    def _finished(self, batch: Any) -> Any:
+        """What a batch that stays on the host goes through last."""
+        batch = apply(self._transform, batch)
+        return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch  # type: ignore[no-untyped-call]
+
+    def _warn_about_length(self, length: int, outcome: Outcome) -> None:
+        text = (
+            f"Length of IterableDataset {self._dataset} was reported to be {length}"
+            f"(when accessing len(dataloader)), but {self._num_yielded} samples have been fetched. "
+        )
+        if self._num_workers > 0:
+            text += (
+                "For multiprocessing data-loading, this could be caused by not properly configuring the "
+                "IterableDataset replica at each worker. Please see "
+                "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
+            )
+        self.outcome = outcome  # it is on its way, and this is a call
+        try:
+            warn_user(text, UserWarning)
+        except Warning:  # made an error; torch has lost the batch then
+            self.outcome = None
+            raise
+        self.outcome = None

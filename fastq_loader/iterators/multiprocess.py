@@ -1,0 +1,156 @@
+"""The iterator over a pool of workers.
+
+Runs in the consumer, on the thread that calls `next()`. Everything about workers is the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from fastq_loader.consumer.delivery import END
+from fastq_loader.consumer.engine import Engine
+from fastq_loader.errors import IteratorInvalid
+from fastq_loader.ipc.messages import decode_index
+from fastq_loader.iterators.base import LoaderIterator, draw_base_seed
+from fastq_loader.reading import datapipes, sampling
+
+if TYPE_CHECKING:
+    from fastq_loader.loader import DataLoader
+
+#: What torch's iterators with workers have, and ours could only pretend to.
+_MACHINERY = frozenset(
+    (
+        "_data_queue",
+        "_index_queues",
+        "_pin_memory_thread",
+        "_rcvd_idx",
+        "_send_idx",
+        "_task_info",
+        "_tasks_outstanding",
+        "_worker_pids_set",
+        "_worker_queue_idx_cycle",
+        "_worker_result_queue",
+        "_workers_done_event",
+        "_workers_num_tasks",
+        "_workers_status",
+    )
+)
+
+
+class WorkerIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
+    """One epoch of a pool of workers.
+
+    With persistent workers the pool serves one epoch after the other, and lives as long as an iterator that
+    knows it; otherwise this iterator is its only owner, and takes it down when it is exhausted or dropped.
+    """
+
+    _profile_name = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+    engine: Engine
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader)
+        self._prefetch_factor = loader.prefetch_factor
+        self._in_order = loader.in_order
+        self._worker_init_fn = datapipes.sharding_init_fn(self._dataset, loader.worker_init_fn)
+        if self._num_workers <= 0:
+            raise AssertionError("num_workers must be greater than 0 for MultiProcessingDataLoaderIter")
+        if self._prefetch_factor <= 0:
+            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
+        self.engine = loader._start_engine(self._base_seed, self._shared_seed)
+        self._exhausted = False
+        if self._dynamic:  # the draws are those without workers
+            self._epoch = self.engine.start_epoch(self._source, self._shared_seed, self._base_seed)
+        else:
+            # torch resets a new iterator, and draws once more: a second iter() of the sampler, and a second
+            # seed for a graph, which is not used in this epoch.
+            shared_seed = self._shared_seed
+            super()._reset(loader, first_iter=True)
+            self._epoch = self.engine.start_epoch(self._source, shared_seed)
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        loader._find_way_to_device()  # which ends the workers if another device was asked for
+        if not self.engine.usable:
+            self.engine.close("a new iteration began")
+            loader.check_worker_number_rationality()
+            WorkerIterator.__init__(self, loader)
+            return
+        super()._reset(loader, first_iter)
+        self._exhausted = False
+        if self._dynamic:
+            self._base_seed = draw_base_seed(loader.generator)
+            self._epoch = self.engine.start_epoch(self._source, self._shared_seed, self._base_seed)
+        else:
+            self._epoch = self.engine.start_epoch(self._source, self._shared_seed)
+
+    def successor(self) -> WorkerIterator:
+        """The iterator of the next epoch, to be reset. Its own object, so that `next()` on this one can say
+        that it has ended, where torch's two epochs would share one iterator and lose batches."""
+        successor = object.__new__(type(self))
+        vars(successor).update(vars(self))
+        return successor
+
+    def _restart_sampler(self) -> None:
+        self._source = sampling.iterate_packed(self._index_sampler)
+        self._spelled: Iterator[Any] = map(decode_index, self._source)
+
+    def _advance(self) -> None:
+        if self._session is not None:
+            self._session.refuse_capture()
+        if not (self._exhausted or self.engine.failed):
+            try:
+                self.engine.advance(self._epoch, self, self._finished)
+            except IteratorInvalid:
+                if not self._exhausted:  # else another thread has come to the end meanwhile
+                    raise
+        if self._exhausted or self.engine.failed:
+            self.outcome = self.outcome or END
+        if self.outcome is END:
+            self._exhausted = True
+            if not self._persistent_workers:
+                self.engine.close("it was exhausted")
+
+    def poll(self) -> None:
+        if self._session is not None and not self._exhausted:
+            self._session.refuse_capture()
+            self.engine.poll(self._epoch)
+
+    # ---- what code outside reads and calls ----------------------------------------------------
+
+    @property
+    def _sampler_iter(self) -> Iterator[Any]:
+        return self._spelled
+
+    @_sampler_iter.setter
+    def _sampler_iter(self, indices: Iterator[Any]) -> None:
+        self._spelled = self._source.drawn = indices
+
+    @property
+    def _workers(self) -> list[BaseProcess]:  # type: ignore[override]
+        """The processes, so far as they were started; also after they have ended."""
+        return self.engine.processes()
+
+    @property
+    def _shutdown(self) -> bool:  # type: ignore[override]
+        return self.engine.closed is not None
+
+    def _shutdown_workers(self) -> None:
+        self.engine.close("_shutdown_workers() was called", wait=True)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _MACHINERY:
+            raise AttributeError(f"{name} is torch's machinery, and nothing of that runs under this iterator")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError("torch's queues and tasks are not there: nothing of torch's iterators runs")
+
+    _get_data = _try_get_data = _try_put_index = _process_data = _refuse
+    _mark_worker_as_unavailable = _register_persistent_workers_atexit = _refuse
+
+    def __del__(self) -> None:
+        """Not torch's, which ends the workers: they may be at an epoch that another iterator is for. They end
+        with the engine, when nobody knows it any more."""

@@ -1,0 +1,135 @@
+"""The iterator without workers: it loads on the thread that calls `next()`.
+
+Runs in the consumer. No process, thread, socket or shared memory; order, random numbers and errors
+follow the same rules as with workers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
+
+from fastq_loader.consumer.delivery import END, Outcome
+from fastq_loader.device.staging import SerialStaging
+from fastq_loader.errors import IteratorInvalid
+from fastq_loader.iterators.base import LoaderIterator
+from fastq_loader.reading import datapipes, sampling, seeding
+from fastq_loader.reading.fetch import EndOfStream, Fetcher, make_fetcher
+from fastq_loader.system.interrupts import refuse_interrupt
+
+if TYPE_CHECKING:
+    from fastq_loader.loader import DataLoader
+
+
+class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
+    """num_workers=0: loads on the consumer's thread. No process, thread, socket or shared memory."""
+
+    _profile_name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._counters = loader._runtime.counters
+        self._counters.epochs += 1
+        super().__init__(loader)
+        if self._timeout != 0:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        if self._num_workers != 0:
+            raise AssertionError("_SingleProcessDataLoaderIter requires num_workers == 0")
+        datapipes.shard(self._dataset, self._world_size, self._rank)
+        self._idle = loader._runtime.idle
+        self._staging = None if self._session is None else SerialStaging.of(self._session, self._idle)
+        self._drawn = 0
+        self._left: tuple[int, Any] | None = None  # the number and index that a call was cut short at
+        self._lock = threading.RLock()  # threads may share the iterator
+        self._busy = False  # in the middle of something that cannot be done again
+        if self._dynamic:
+            with seeding.put_back():
+                seeding.seed_worker(self._base_seed, 0)  # for what iter(dataset) draws
+                self._dataset_fetcher = self._make_fetcher()
+        else:
+            self._dataset_fetcher = self._make_fetcher()
+
+    def _make_fetcher(self) -> Fetcher:
+        return make_fetcher(
+            self._dataset,
+            iterable=self._dataset_kind == _DatasetKind.Iterable,
+            auto_collation=self._auto_collation,
+            collate=self._collate_fn,
+            drop_last=self._drop_last,
+        )
+
+    def __del__(self) -> None:
+        staging = getattr(self, "_staging", None)
+        if staging is not None:
+            self._idle.append(staging)
+
+    def _restart_sampler(self) -> None:
+        self._sampler_iter = sampling.iterate(self._index_sampler)
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)
+        self._drawn, self._left, self._busy = 0, None, False
+
+    def _fetch(self, number: int, index: Any) -> Any:
+        if not self._dynamic:
+            return self._dataset_fetcher.fetch(index)
+        with seeding.put_back():  # seeded as in workers
+            seeding.seed_batch(self._base_seed, number)
+            return self._dataset_fetcher.fetch(index)
+
+    def _advance(self) -> None:
+        if self._session is not None:
+            self._session.refuse_capture()
+        with self._lock:
+            self._load_next()
+
+    def _load_next(self) -> None:
+        if self._busy:
+            raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
+        if self._left is None:
+            self._draw()
+        drawn, self._left = self._left, None
+        if drawn is None:  # the sampler has ended, or failed
+            return
+        try:
+            outcome = Outcome(self._load(*drawn), None)
+            self._counters.batches += 1
+        except EndOfStream:
+            outcome = END
+        except BaseException as error:
+            self._left = drawn  # before there is any call, at which the next interrupt may come
+            if not isinstance(error, Exception):
+                raise
+            refuse_interrupt(error)
+            outcome = Outcome(None, error)
+        self.outcome, self._left, self._busy = outcome, None, False
+        del outcome  # an error holds this frame by its traceback
+
+    def _draw(self) -> None:
+        """Put the number of the next batch and its index down in `_left`, or what the sampler raised in
+        `outcome`."""
+        self._busy = True
+        number = self._drawn
+        try:
+            index = self._next_index()
+        except Exception as error:
+            refuse_interrupt(error)
+            self.outcome = Outcome(None, error)
+        else:
+            self._left = (number, index)
+        self._drawn, self._busy = number + 1, False  # also when the sampler fails: its error has a place
+
+    def _load(self, number: int, index: Any) -> Any:
+        began = time.monotonic_ns()
+        # A generator that an exception went through has ended.
+        self._busy = self._dataset_kind == _DatasetKind.Iterable
+        try:
+            batch = self._fetch(number, index)
+        finally:
+            self._counters.wait_ns += time.monotonic_ns() - began
+        if self._staging is None:
+            return self._finished(batch)
+        self._busy = True  # a copy to the device is under way
+        return self._staging.stage(batch)

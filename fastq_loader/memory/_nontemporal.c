@@ -1,0 +1,87 @@
+/* Copies with non-temporal stores; `nontemporal` says when and why, and does without where this is not built.
+
+   A non-temporal store of whole cache lines goes to memory as it is: the processor neither reads the lines
+   before it writes them nor keeps them in a cache afterwards. SSE2 is enough for that and part of every
+   x86-64; wider stores write the same lines. */
+
+#define Py_LIMITED_API 0x030A0000 /* one build serves Python 3.10 and all that follow */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <emmintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LINE 64 /* bytes of a cache line */
+
+static char *copy_piece(char *target, const char *source, size_t nbytes)
+{
+    size_t head = (LINE - (uintptr_t)target % LINE) % LINE;
+    if (head > nbytes)
+        head = nbytes;
+    memcpy(target, source, head);
+    target += head, source += head, nbytes -= head;
+    for (; nbytes >= LINE; target += LINE, source += LINE, nbytes -= LINE) {
+        const __m128i *from = (const __m128i *)source;
+        __m128i *to = (__m128i *)target;
+        __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
+        __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
+        _mm_stream_si128(to, a);
+        _mm_stream_si128(to + 1, b);
+        _mm_stream_si128(to + 2, c);
+        _mm_stream_si128(to + 3, d);
+    }
+    memcpy(target, source, nbytes);
+    return target + nbytes;
+}
+
+PyDoc_STRVAR(copy_doc,
+"copy(target, sources, nbytes)\n--\n\n"
+"Copy nbytes from each of the addresses in the list `sources`, one behind the other, to the address\n"
+"`target`. Nothing is checked, as in `ctypes.memmove`; what overlaps is not copied rightly.");
+
+static PyObject *copy(PyObject *module, PyObject *arguments)
+{
+    PyObject *target_address, *sources;
+    Py_ssize_t nbytes;
+    if (!PyArg_ParseTuple(arguments, "OO!n:copy", &target_address, &PyList_Type, &sources, &nbytes))
+        return NULL;
+    if (nbytes < 0)
+        return PyErr_Format(PyExc_ValueError, "nbytes must not be negative, got %zd", nbytes);
+    char *target = PyLong_AsVoidPtr(target_address);
+    if (target == NULL && PyErr_Occurred())
+        return NULL;
+    Py_ssize_t count = PyList_Size(sources);
+    const char **pieces = PyMem_Malloc(count ? (size_t)count * sizeof *pieces : 1);
+    if (pieces == NULL)
+        return PyErr_NoMemory();
+    for (Py_ssize_t at = 0; at < count; at++) {
+        pieces[at] = PyLong_AsVoidPtr(PyList_GetItem(sources, at));
+        if (pieces[at] == NULL && PyErr_Occurred()) {
+            PyMem_Free(pieces);
+            return NULL;
+        }
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t at = 0; at < count; at++)
+        target = copy_piece(target, pieces[at], (size_t)nbytes);
+    _mm_sfence(); /* such stores may pass later ones: nobody may hear of the batch before it is there */
+    Py_END_ALLOW_THREADS
+    PyMem_Free(pieces);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {{"copy", copy, METH_VARARGS, copy_doc}, {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_nontemporal",
+    .m_doc = "Copies with non-temporal stores.",
+    .m_size = 0,
+    .m_methods = functions,
+};
+
+PyMODINIT_FUNC PyInit__nontemporal(void)
+{
+    return PyModuleDef_Init(&definition);
+}

@@ -1,0 +1,394 @@
+"""The ledger of shared-memory blocks: who may write, who may look, what is free.
+
+Pure: it counts offsets and sizes; the memory itself is the arena's. The consumer owns the only ledger of
+an arena. A block lives by the table below, and rule 1 of the design (no reuse while anyone looks) is the
+fact that FREE is reached only by `release`, `drop`, `return` or `writer_dead`.
+
+A held block can be *promised*: the batch before the one that is handed out is about to be let go, and its
+block is the one that the next task should be written to. The lease's finalizer leaves a word that the worker
+sees; a worker that does not find it makes a new block instead and declines. So the pool needs one batch less
+than if the consumer had to hear of the release first, and no message is spent on it.
+
+A worker makes new blocks on its own, in a part of the arena's address range that belongs to it, when no
+granted block fits; the ledger adopts them when it hears of them. So no worker ever waits for space.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import chain, pairwise
+
+from fastq_loader.errors import InvalidTransition
+from fastq_loader.memory.demand import Demand
+
+FREE, GRANTED, FILLED, HELD, PROMISED = "free", "granted", "filled", "held", "promised"
+
+#: state → event → next state. What is not listed is a defect and raises.
+BLOCK_TRANSITIONS: dict[str, dict[str, str]] = {
+    FREE: {"grant": GRANTED},
+    GRANTED: {"fill": FILLED, "return": FREE, "writer_dead": FREE},
+    FILLED: {"deliver": HELD, "drop": FREE},
+    HELD: {"release": FREE, "promise": PROMISED},
+    PROMISED: {"release": GRANTED, "decline": HELD, "writer_dead": HELD},
+}
+
+PAGE = 4096
+#: Bytes from which a block less in the pool is worth a worker's glances at the promise. Below it a further
+#: block is made once, and the next tasks find it free.
+WORTH_A_PROMISE = 4 << 20
+#: Where fields begin in a batch that goes to a device in one piece: what CUDA's own allocator aligns to.
+DEVICE_ALIGNMENT = 256
+SMALLEST = 64 * 1024  # bytes; smaller leaves travel in a parcel and are copied out (design, rule 2)
+
+
+def size_class(nbytes: int) -> int:
+    """The block size for `nbytes`: four steps between powers of two, at least `SMALLEST`.
+
+    At most a quarter of a block's address range stays unused; pages that nothing was ever written to
+    cost no memory.
+    """
+    if nbytes <= SMALLEST:
+        return SMALLEST
+    step = 1 << max((nbytes - 1).bit_length() - 3, 0)
+    step = max(step, PAGE)
+    return -(-nbytes // step) * step
+
+
+def device_aligned(nbytes: int) -> int:
+    """Bytes that a field takes up in a batch that goes to a device."""
+    return -(-nbytes // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT
+
+
+_LOOKED_AT = frozenset((HELD, PROMISED))
+
+Extents = tuple[tuple[int, int], ...]  # (offset, size in bytes) of blocks
+
+
+class Block:
+    """One block, as it is now.
+
+    Attributes:
+        offset, size: in bytes.
+        state: by the table above.
+        writer: the worker that holds the grant, or the name of the task that will find one; None: nobody.
+        home: the worker that made it.
+        kept: its writer has answered, and neither shipped it nor given it back: user code looks at it there.
+        used: the number of tasks that there had been when it was last written to or looked at.
+    """
+
+    __slots__ = ("home", "kept", "offset", "size", "state", "used", "writer")
+
+    def __init__(self, offset: int, size: int, writer: int) -> None:
+        self.offset = offset
+        self.size = size
+        self.state = GRANTED
+        self.writer: int | None = writer
+        self.home = writer
+        self.kept = False
+        self.used = 0
+
+
+def _anywhere(worker: int) -> tuple[int, int]:
+    return 0, 1 << 63
+
+
+class BlockLedger:
+    """All blocks of one arena, by state.
+
+    Args:
+        region: start and end, in bytes, of the part in which a worker makes blocks.
+
+    Attributes:
+        grown: blocks adopted since the ledger was made.
+        nbytes: bytes of all blocks.
+        free_bytes: bytes of the free ones.
+    """
+
+    def __init__(self, region: Callable[[int], tuple[int, int]] = _anywhere) -> None:
+        self._region = region
+        self._blocks: dict[int, Block] = {}
+        self._offsets: list[int] = []  # of all blocks, ascending
+        self._free: dict[int, deque[int]] = {}  # size → offsets; the warmest at the right end
+        self._sizes: list[int] = []  # sizes that have a free list, ascending
+        self.grown = 0
+        self.nbytes = 0
+        self.free_bytes = 0
+        self._held_bytes = 0
+        self._kept_bytes = 0
+        self._free_blocks = 0
+        self._recent: list[int] = []  # the blocks of the batch that was delivered last
+        self._space: dict[int, list[tuple[int, int]]] = {}  # worker → trimmed blocks that it gets back
+        self._demand = Demand()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def free_blocks(self) -> int:
+        return self._free_blocks
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Sizes of the blocks that a task gets, as far as there are any; descending."""
+        return self._demand.wanted
+
+    @property
+    def batch_bytes(self) -> float:
+        """Bytes of a batch's blocks: a maximum that fades over some hundred batches."""
+        return self._demand.batch_bytes
+
+    def look(self, offset: int) -> Block | None:
+        """The block at an offset."""
+        return self._blocks.get(offset)
+
+    def vacant(self, worker: int, offset: int, size: int) -> bool:
+        """Whether `worker` may have made a block of `size` bytes at `offset`, as far as is known here."""
+        start, end = self._region(worker)
+        if not start <= offset <= offset + size <= end:
+            return False
+        at = bisect_left(self._offsets, offset)
+        if at and offset < self._offsets[at - 1] + self._blocks[self._offsets[at - 1]].size:
+            return False
+        if at < len(self._offsets) and self._offsets[at] < offset + size:
+            return False
+        trimmed = self._space.get(worker, ())  # it was not told yet
+        return all(offset + size <= other or other + length <= offset for other, length in trimmed)
+
+    # ---- the life of a block ------------------------------------------------------------------
+
+    def _move(self, offset: int, event: str) -> Block:
+        block = self._blocks.get(offset)
+        if block is None:
+            raise InvalidTransition(f"no block at offset {offset} (event {event!r})")
+        state = BLOCK_TRANSITIONS[block.state].get(event)
+        if state is None:
+            raise InvalidTransition(f"block at {offset} is {block.state}: event {event!r} is not allowed")
+        if block.state in _LOOKED_AT:
+            self._held_bytes -= block.size
+        elif block.state == FREE:
+            self._free_blocks -= 1
+            self.free_bytes -= block.size
+        elif block.kept:
+            block.kept = False
+            self._kept_bytes -= block.size
+        block.state = state
+        if state == FREE:
+            block.writer = None
+            self._free[block.size].append(offset)
+            self._free_blocks += 1
+            self.free_bytes += block.size
+        elif state in _LOOKED_AT:
+            self._held_bytes += block.size
+        return block
+
+    def adopt(self, worker: int, fresh: Iterable[tuple[int, int]]) -> None:
+        """Take in blocks (offset, size) that `worker` made; they are granted to it."""
+        for offset, size in fresh:
+            if offset in self._blocks:
+                raise InvalidTransition(f"block at {offset} is known already")
+            if size != size_class(size):
+                raise InvalidTransition(f"{size} bytes at {offset} are not a block size")
+            block = self._blocks[offset] = Block(offset, size, worker)
+            block.used = self._demand.tasks
+            insort(self._offsets, offset)
+            if size not in self._free:
+                self._free[size] = deque()
+                insort(self._sizes, size)
+            self.grown += 1
+            self.nbytes += size
+
+    def grant(self, worker: int) -> tuple[Extents, Extents]:
+        """Blocks for a batch like the recent ones, as far as there are any: free ones, and promised ones.
+
+        `worker` may be any number for a task that is still to find its worker; see `hand_over`.
+        """
+        demand = self._demand
+        demand.tasks += 1
+        if not demand.wanted:
+            return (), ()
+        grants: list[tuple[int, int]] = []
+        promises: list[tuple[int, int]] = []
+        for wanted in demand.wanted:
+            block, chosen = self._take(wanted), grants
+            if block is None:
+                block, chosen = self._promise(wanted), promises
+            if block is not None:
+                block.writer = worker
+                chosen.append((block.offset, block.size))
+        return tuple(grants), tuple(promises)
+
+    def _promise(self, wanted: int) -> Block | None:
+        if wanted < WORTH_A_PROMISE:
+            return None
+        for offset in self._recent:
+            block = self._blocks.get(offset)  # None: it was let go and trimmed
+            if block is not None and block.state == HELD and wanted <= block.size <= 2 * wanted:
+                return self._move(offset, "promise")
+        return None
+
+    def _take(self, wanted: int) -> Block | None:
+        # A block up to twice as large will do: with sizes that vary, more would turn small batches
+        # into holders of large blocks.
+        if not self._free_blocks:
+            return None
+        for at in range(bisect_left(self._sizes, wanted), len(self._sizes)):
+            size = self._sizes[at]
+            if size > 2 * wanted:
+                return None
+            if self._free[size]:
+                offset = self._free[size].pop()
+                return self._move(offset, "grant")
+        return None
+
+    def fill(self, worker: int, used: Iterable[tuple[int, int]], given: Extents = ()) -> None:
+        """`worker` has written a batch to blocks (offset, bytes needed) that were granted to it. Of those
+        that it was `given` for it (offset, size), it keeps what it has neither used nor returned."""
+        needs: list[int] = []
+        for offset, need in used:
+            known = self._blocks.get(offset)
+            if known is not None and known.writer != worker:
+                raise InvalidTransition(f"worker {worker} filled block {offset}, which {known.writer} holds")
+            block = self._move(offset, "fill")
+            if need > block.size:
+                raise InvalidTransition(f"{need} bytes do not fit block {offset} of {block.size}")
+            block.used = self._demand.tasks
+            needs.append(size_class(need))
+        for offset, size in given:
+            kept = self._blocks.get(offset)
+            if kept is not None and kept.state == GRANTED and kept.writer == worker and not kept.kept:
+                kept.kept = True
+                self._kept_bytes += size
+        if needs:
+            self._demand.learn(needs)
+
+    def deliver(self, offsets: list[int]) -> None:
+        """The batch in these blocks is handed out; its views hold leases."""
+        for offset in offsets:
+            self._move(offset, "deliver")
+        self._recent = offsets
+
+    def release(self, offset: int) -> None:
+        """The last view of the block is gone."""
+        self._move(offset, "release").used = self._demand.tasks
+
+    def drop(self, offset: int) -> None:
+        """The batch in the block will not be delivered, or was copied out."""
+        self._move(offset, "drop")
+
+    def give_back(self, worker: int, returned: Iterable[int]) -> None:
+        for offset in returned:
+            block = self._blocks.get(offset)
+            if block is not None and block.writer != worker:
+                raise InvalidTransition(f"worker {worker} returned {offset}, which {block.writer} holds")
+            promised = block is not None and block.state == PROMISED
+            self._move(offset, "decline" if promised else "return")
+
+    def hand_over(self, holder: int, worker: int, blocks: Extents) -> None:
+        """What was granted or promised to `holder` is `worker`'s from here on."""
+        for offset, _ in blocks:
+            block = self._blocks[offset]
+            if block.writer != holder or block.state not in (GRANTED, PROMISED):
+                raise InvalidTransition(f"block {offset} is {block.state}, and not {holder}'s to hand over")
+            block.writer = worker
+
+    def writer_dead(self, worker: int) -> None:
+        """`worker` is confirmed dead: what was granted to it can be granted again."""
+        for block in self._blocks.values():
+            if block.state in (GRANTED, PROMISED) and block.writer == worker:
+                self._move(block.offset, "writer_dead")
+
+    # ---- shrinking ----------------------------------------------------------------------------
+
+    def trim(self, batches: int) -> list[tuple[int, int]]:
+        """Blocks whose pages should be given back to the system, as (offset, size).
+
+        Blocks that users hold, or their datasets keep, are their wish. Of the others as many stay as
+        `batches` batches need, so that a loop that kept batches for a while pays their memory back, and none
+        that was of no use for many tasks. A trimmed block is a block no more: its address range goes back to
+        the worker that made it, see `space`.
+        """
+        trimmed: list[tuple[int, int]] = []
+        demand = self._demand
+        since = demand.cold()
+        if since is not None:
+            trimmed = self._trim_cold(since)
+        needed = batches * max(demand.batch_bytes, demand.wanted_bytes)
+        spare = self.nbytes - self._held_bytes - self._kept_bytes - int(needed)
+        if spare <= 0 or not self.free_bytes:
+            return trimmed
+        for size in reversed(self._sizes):
+            while self._free[size] and spare >= size:
+                spare -= size
+                trimmed.append(self._trim(size))
+        return trimmed
+
+    def _trim_cold(self, since: int) -> list[tuple[int, int]]:
+        trimmed: list[tuple[int, int]] = []
+        for size in self._sizes:
+            free = self._free[size]
+            while free and self._blocks[free[0]].used < since:
+                trimmed.append(self._trim(size))
+        return trimmed
+
+    def _trim(self, size: int) -> tuple[int, int]:
+        """Take the coldest free block of a size out."""
+        offset = self._free[size].popleft()
+        block = self._blocks.pop(offset)
+        del self._offsets[bisect_left(self._offsets, offset)]
+        self.nbytes -= size
+        self.free_bytes -= size
+        self._free_blocks -= 1
+        assert block.home is not None
+        self._space.setdefault(block.home, []).append((offset, size))
+        return offset, size
+
+    def space(self, worker: int) -> Extents:
+        """Address ranges (offset, size) of trimmed blocks that `worker` may make new blocks in."""
+        return tuple(self._space.pop(worker)) if worker in self._space else ()
+
+    def forget_space(self, worker: int, start: int, end: int) -> Extents:
+        """`worker` is dead: the ranges (offset, size) of its part of the arena, from `start` to `end`, that
+        are no blocks. A new worker in its place may make blocks there, as if it were the first one."""
+        self._space.pop(worker, None)
+        gaps = []
+        for offset in [offset for offset in self._offsets if start <= offset < end]:
+            if offset > start:
+                gaps.append((start, offset - start))
+            start = offset + self._blocks[offset].size
+        if end > start:
+            gaps.append((start, end - start))
+        return tuple(gaps)
+
+    def held(self) -> list[tuple[int, int]]:
+        """The blocks (offset, size) that users look at."""
+        return [(block.offset, block.size) for block in self._blocks.values() if block.state in _LOOKED_AT]
+
+    # ---- invariants ---------------------------------------------------------------------------
+
+    def filled(self) -> list[int]:
+        """Offsets of the blocks of batches that wait to be delivered, ascending."""
+        return sorted(offset for offset, block in self._blocks.items() if block.state == FILLED)
+
+    def states(self) -> dict[int, str]:
+        """The state of every block by offset, for tests and error texts."""
+        return {offset: block.state for offset, block in self._blocks.items()}
+
+    def check(self) -> None:
+        """Raise AssertionError unless counts, free lists and states agree."""
+        blocks = self._blocks.values()
+        free = [offset for offsets in self._free.values() for offset in offsets]
+        assert len(free) == len(set(free)) == self._free_blocks, "a block is in a free list twice"
+        assert {b.offset for b in blocks if b.state == FREE} == set(free), "free lists and states differ"
+        assert all(self._blocks[o].size == s for s, os in self._free.items() for o in os)
+        assert self._held_bytes == sum(b.size for b in blocks if b.state in _LOOKED_AT)
+        assert self._kept_bytes == sum(b.size for b in blocks if b.kept)
+        assert all(b.state == GRANTED for b in blocks if b.kept), "a worker keeps what is not its own"
+        assert self.nbytes == sum(b.size for b in blocks)
+        assert self.free_bytes == sum(b.size for b in blocks if b.state == FREE)
+        assert all(b.writer is not None for b in blocks if b.state in (GRANTED, PROMISED)), "nobody's grant"
+        assert self._offsets == sorted(self._blocks), "a block is not found by its address"
+        spans = sorted([(b.offset, b.size) for b in blocks] + list(chain(*self._space.values())))
+        for (left, size), (right, _) in pairwise(spans):
+            assert left + size <= right, f"blocks {left} and {right} overlap"

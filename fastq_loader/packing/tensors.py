@@ -1,0 +1,88 @@
+"""The tensors of a batch, whatever it is made of, and the streams that work on them is queued on.
+
+Runs in the consumer; owns nothing. Asking for the stream of the host's tensors asks no accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fastq_loader.packing import pickling
+
+
+def accelerator() -> str | None:
+    """The kind of device behind `torch.accelerator`: a build of torch has at most one."""
+    try:
+        found = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 has no None for none
+        return None
+    return None if found is None else found.type
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream that work on a device is queued on now. None on the host, which has no streams, and on a
+    device of another kind than torch's accelerator, whose streams torch has no common way to ask for."""
+    if device.type == "cpu" or device.type != accelerator():
+        return None
+    return torch.accelerator.current_stream(device)
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what is queued on a device's current stream becomes part of a graph."""
+    if device.type == "cuda":
+        return torch.cuda.is_current_stream_capturing()
+    # Streams of other devices cannot be asked in torch 2.6, where only CUDA has graphs.
+    return bool(getattr(current_stream(device), "is_capturing", bool)())
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A tensor that is no leaf of a batch (sparse, of a subclass, …) on the device; others as they are."""
+    if not isinstance(value, torch.Tensor) or value.device == device:
+        return value
+    if value.requires_grad and not value.is_leaf:  # without workers it may belong to a graph
+        return value.to(device, non_blocking=True)
+    return value.detach().to(device, non_blocking=True).requires_grad_(value.requires_grad)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The strided tensors in a tree of containers and of objects with attributes."""
+    found: list[torch.Tensor] = []
+    todo: list[Any] = [value]
+    seen: dict[int, Any] = {}  # with the parts themselves: some are made when they are asked for
+    while todo:
+        part = todo.pop()
+        if id(part) in seen:
+            continue
+        seen[id(part)] = part
+        if isinstance(part, torch.Tensor):
+            if not part.is_nested and part.layout is torch.strided:
+                found.append(part)
+            else:
+                todo += _parts_of_tensor(part)
+        elif not isinstance(part, (str, bytes, type)):
+            todo += _parts(part)
+    return found
+
+
+def _parts_of_tensor(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if not tensor.is_nested:
+        return pickling.parts_of_sparse(tensor)
+    if tensor.layout is torch.jagged:
+        return [tensor.values(), tensor.offsets()]  # type: ignore[attr-defined]
+    return list(tensor.unbind())
+
+
+def _parts(value: Any) -> list[Any]:
+    parts: list[Any] = []
+    if isinstance(value, Mapping):
+        parts += value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts += value
+    parts += getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        names = kind.__dict__.get("__slots__", ())
+        parts += [getattr(value, name, None) for name in ([names] if isinstance(names, str) else names)]
+    return parts

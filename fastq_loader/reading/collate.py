@@ -1,0 +1,153 @@
+"""torch's default collate, writing into shared memory.
+
+Runs in workers. The rules stay torch's: its own `default_collate` walks the samples, whether the loader
+calls it or a user's collate does. Only the functions that stack tensors, arrays and Python's numbers are
+replaced, in torch's table of collate functions (`default_collate_fn_map`) and in the worker process. torch's
+would make a fresh shared-memory segment for every tensor, ours stack into a block that was used before, in
+one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils import collate as torch_collate
+
+from fastq_loader.memory import nontemporal
+from fastq_loader.memory.allocator import TYPESTR, address_of, out_array, out_tensor, streams
+
+torch_tensors = torch_collate.collate_tensor_fn
+
+
+def stack_tensors(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """Stack tensors of one shape along a new first dimension, in a block if the result is worth one.
+
+    Args:
+        batch: at least one tensor.
+        collate_fn_map: part of torch's interface for collate functions; unused.
+
+    Raises:
+        RuntimeError: the shapes differ, with torch's own text.
+    """
+    first = batch[0]
+    if type(first) is not torch.Tensor or first.is_nested or first.layout is not torch.strided:
+        refused: torch.Tensor = torch_tensors(batch, collate_fn_map=collate_fn_map)
+        return refused
+    if first.device.type != "cpu" or first.is_quantized or first.requires_grad:
+        return torch.stack(batch, 0)
+    shape = (len(batch), *first.shape)
+    out = out_tensor(shape, first.dtype)
+    if out is None:
+        stacked = torch.stack(batch, 0)
+        if stacked.dtype is first.dtype and stacked.is_contiguous():
+            return stacked
+        # torch's worker stacks into a contiguous tensor of the first sample's dtype, whatever the
+        # others are and in whatever order the memory of the samples lies.
+        out = torch.empty(shape, dtype=first.dtype)
+    elif streams(first.nbytes) and _lie_as_stacked(batch):
+        nontemporal.copy(out.data_ptr(), [tensor.data_ptr() for tensor in batch], first.nbytes)
+        return out
+    return torch.stack(batch, 0, out=out)
+
+
+def _lie_as_stacked(batch: Any) -> bool:
+    """Whether the memory of each tensor is byte for byte what stacking writes for it."""
+    dtype, shape = batch[0].dtype, batch[0].shape
+    return all(
+        type(tensor) is torch.Tensor
+        and tensor.dtype is dtype
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.is_nested
+        and tensor.shape == shape
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_neg() or tensor.is_conj())
+        for tensor in batch
+    )
+
+
+def stack_arrays(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """Stack numpy arrays into one tensor, in a block if the result is worth one.
+
+    torch makes a tensor of every array first; where all are alike, numpy stacks them in one pass.
+
+    Args:
+        batch: at least one array.
+        collate_fn_map: the table in use.
+
+    Raises:
+        TypeError, RuntimeError: strings and objects, or shapes that differ, with torch's own texts.
+    """
+    first = batch[0]
+    if (
+        collate_fn_map is not None
+        and collate_fn_map.get(torch.Tensor) is stack_tensors  # else tensors are the user's business
+        and first.dtype.str in _TORCH_TYPES
+        and first.size
+        and {(type(array), array.dtype, array.shape) for array in batch} == {_kind_of(first)}
+    ):
+        shape = (len(batch), *first.shape)
+        out = out_array(shape, first.dtype)
+        if out is None:
+            out = np.empty(shape, first.dtype)
+        if streams(first.nbytes) and all(array.flags.c_contiguous for array in batch):
+            nontemporal.copy(address_of(out), [address_of(array) for array in batch], first.nbytes)
+        elif first.ndim:  # the same bytes as np.stack, which makes a view of every array first
+            np.concatenate(batch, out=out.reshape(-1, *first.shape[1:]))
+        else:
+            np.stack(batch, out=out)
+        return torch.from_numpy(out)
+    stacked: torch.Tensor = torch_arrays(batch, collate_fn_map=collate_fn_map)
+    return stacked
+
+
+def _kind_of(array: np.ndarray[Any, Any]) -> tuple[type, np.dtype[Any], tuple[int, ...]]:
+    return np.ndarray, array.dtype, array.shape
+
+
+def stack_ints(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """A tensor of Python's bools or ints. torch looks at each of them several times to find a dtype."""
+    return _of_numbers(batch, torch_ints)
+
+
+def stack_floats(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """A tensor of Python's floats."""
+    return _of_numbers(batch, torch_floats)
+
+
+def _of_numbers(batch: Any, torchs_own: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    kinds = set(map(type, batch))
+    dtype = _NUMBERS.get(kinds.pop()) if len(kinds) == 1 else None
+    if dtype is not None:
+        try:
+            return torch.from_numpy(np.array(batch, dtype))
+        except OverflowError:  # an int of more than 64 bits: torch has an error for it
+            pass
+    return torchs_own(batch)
+
+
+#: What torch makes of lists of these; a list of several kinds is left to torch.
+_NUMBERS: dict[type, Any] = {bool: np.bool_, int: np.int64, float: np.float64}
+
+torch_ints, torch_floats = torch_collate.collate_int_fn, torch_collate.collate_float_fn
+torch_arrays = torch_collate.collate_numpy_array_fn
+_TORCH_TYPES = frozenset(TYPESTR.values())
+
+
+def install() -> None:
+    """Let torch's default collate of this process stack into blocks; a user's own entries stay."""
+    table = torch_collate.default_collate_fn_map
+    for kind, (torchs_own, ours) in _REPLACED.items():
+        if table.get(kind) is torchs_own:
+            table[kind] = ours
+
+
+_REPLACED: dict[type, tuple[Any, Any]] = {
+    torch.Tensor: (torch_tensors, stack_tensors),
+    np.ndarray: (torch_arrays, stack_arrays),
+    int: (torch_ints, stack_ints),
+    float: (torch_floats, stack_floats),
+}

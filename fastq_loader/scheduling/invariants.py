@@ -1,0 +1,70 @@
+"""What holds between any two events of the scheduler. Tests check it after every step.
+
+Pure. It looks at the scheduler's private parts, because it speaks about them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastq_loader.ipc.messages import ENDED
+from fastq_loader.scheduling.events import Arrived
+from fastq_loader.scheduling.in_flight import Unanswered
+from fastq_loader.scheduling.states import LOST, READY, SENT, Batch
+
+if TYPE_CHECKING:
+    from fastq_loader.scheduling.scheduler import Scheduler
+
+
+def check(scheduler: Scheduler) -> None:
+    """Raise AssertionError unless the invariants hold."""
+    scheduler.ledger.check()
+    scheduler.outstanding.check()
+    _check_batches(scheduler)
+    _check_blocks(scheduler)
+    _check_workers(scheduler)
+
+
+def _check_batches(scheduler: Scheduler) -> None:
+    line, window, workers = scheduler._in_flight, scheduler.window, scheduler._worker_table
+    assert window.size <= window.widest
+    assert len(line) <= window.widest + scheduler.workers, "more batches under way than the window allows"
+    arrived = [event for event in scheduler._arrivals if type(event) is Arrived]
+    ready = {event.answer.seq for event in arrived}
+    # Their end waits in the inbox: until it is processed, what they skipped after it is still SENT.
+    ending = {event.worker for event in arrived if event.answer.outcome == ENDED}
+
+    def to_come(batch: Batch) -> int:
+        return (scheduler.outstanding.get((scheduler.epoch, batch.seq)) is batch) + (batch.seq in ready)
+
+    for batch in line:
+        assert line.head <= batch.seq < line.drawn, f"batch {batch.seq} was delivered, or never drawn"
+        assert batch.state in (SENT, READY, LOST), f"batch {batch.seq} is {batch.state}"
+        if batch.state == SENT and (batch.worker is None or not workers.exhausted(batch.worker)):
+            assert to_come(batch) == 1 or (to_come(batch) == 0 and batch.worker in ending), (
+                f"batch {batch.seq} will be answered {to_come(batch)} times"
+            )
+    failed = sum(type(event) is Unanswered for event in scheduler._arrivals)
+    assert sum(batch.state == READY for batch in line) == line.waiting + failed, (
+        "a ready batch is not in the ring"
+    )
+
+
+def _check_blocks(scheduler: Scheduler) -> None:
+    waiting = [
+        event.answer for event in scheduler._arrivals if type(event) is Arrived
+    ] + scheduler._in_flight.answers()
+    filled = sorted(offset for answer in waiting for offset, _ in answer.used)
+    assert filled == scheduler.ledger.filled(), "a filled block belongs to no batch that waits"
+
+
+def _check_workers(scheduler: Scheduler) -> None:
+    workers, outstanding = scheduler._worker_table, scheduler.outstanding
+    if not scheduler.dynamic:
+        for worker in range(scheduler.workers):
+            mine = sum(batch.worker == worker for batch in scheduler._in_flight)
+            assert workers.exhausted(worker) or workers.undelivered(worker) == mine
+        assert all(batch.worker is not None for batch in outstanding.values()), "a task was sent to nobody"
+    for (epoch, seq), batch in outstanding.items():
+        assert batch.worker is None or not workers.dead(batch.worker), "a dead worker owes an answer"
+        assert epoch != scheduler.epoch or not workers.nobody_left, f"batch {seq} waits, and nobody is left"

@@ -1,0 +1,422 @@
+"""Who loads what next, and what is handed out next, as one state machine: events in, instructions out.
+
+Pure: no socket, clock or process; the event loop carries the instructions out on the consumer's thread. The
+records and the tables that they move by are in `states`.
+
+The order is torch's (`_MultiProcessingDataLoaderIter`): tasks go to the active workers in turn, one index is
+drawn for every batch delivered and before it is handed out, arrivals are processed one at a time and only
+while the wanted batch is not here, and a worker whose stream ended gives its turn away. What differs on
+purpose: an error of the sampler or of an index takes the place of its batch instead of overtaking the batches
+before it, and a dead worker is reported at the place of the batch that it lost.
+
+With `dynamic` a task is nobody's: it is sent to all workers, the first that is free claims it, and who that
+was is known when the answer comes, or when the worker has died. With `restarts` a dead worker is replaced
+and what it had not answered is sent again, as the next attempt; nothing of an older attempt counts any more.
+
+`EpochStarted` answers with as many `Draw` as the window is wide. Each asks for one index of the sampler,
+which comes back as `Drawn` or `DrawFailed`, or as `Exhausted` if there is none. `Wanted` (the user called
+`next()`) answers with `Draw` and `Deliver`, or with `Draw` alone (ask again), `Wait`, `Break` or `Finish`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from fastq_loader.errors import InvalidTransition, PoisonousBatch, ProtocolError
+from fastq_loader.ipc.messages import BROKEN, ENDED, SKIPPED, Answer
+from fastq_loader.memory.ledger import BlockLedger
+from fastq_loader.scheduling import answer_checks, invariants
+from fastq_loader.scheduling.events import (
+    Arrived,
+    Break,
+    Deliver,
+    Died,
+    Draw,
+    DrawFailed,
+    Drawn,
+    EpochStarted,
+    Event,
+    Exhausted,
+    Finish,
+    Idle,
+    Instruction,
+    Replace,
+    Send,
+    Undeliverable,
+    Wait,
+    Wanted,
+)
+from fastq_loader.scheduling.in_flight import InFlight, Outcome, Unanswered
+from fastq_loader.scheduling.outstanding import Outstanding
+from fastq_loader.scheduling.states import LOST, Batch
+from fastq_loader.scheduling.window import Window
+from fastq_loader.scheduling.worker_table import WorkerTable
+
+#: A batch that has cost so many workers their lives is given up.
+DEADLY = 3
+
+_DRAW = Draw()
+_ENDINGS = (ENDED, SKIPPED)  # outcomes of a worker whose part of an iterable dataset has ended
+
+
+class Scheduler:
+    """Schedules the batches of one epoch after the other over a fixed number of workers.
+
+    Args:
+        workers: number of workers, at least 1.
+        prefetch: batches each worker works ahead (torch's `prefetch_factor`), at least 1.
+        in_order: deliver in the order of the sampler; False delivers in the order of arrival.
+        ledger: the blocks of the arena.
+        dynamic: tasks are anyone's. Not for iterable datasets: their workers cannot stand in for each other.
+        window: batches asked for and not delivered, at most; None is `prefetch * workers`.
+        restarts: how many dead workers are replaced in an epoch.
+        places: in the table of claims; more than the window is wide and there are workers, together.
+
+    Attributes:
+        outstanding: what is to be answered.
+        stale: answers dropped because their epoch or attempt was over, since they were last taken.
+        refused: answers that could not be true, since it was made.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        prefetch: int,
+        in_order: bool,
+        ledger: BlockLedger,
+        *,
+        dynamic: bool = False,
+        window: Window | None = None,
+        restarts: int = 0,
+        places: int = 1 << 14,
+    ) -> None:
+        self.workers = workers
+        self.window = Window(prefetch * workers) if window is None else window
+        self.in_order = in_order
+        self.ledger = ledger
+        self.epoch = 0
+        self.stale = self.refused = 0
+        self.dynamic = dynamic
+        self._restarts = restarts
+        self._worker_table = WorkerTable(workers)
+        self.outstanding = Outstanding(places)
+        self._reset()
+
+    def _reset(self) -> None:
+        # A worker whose stream ends makes room for one more draw, so up to `workers` places beyond
+        # the window may be waiting at once.
+        self._in_flight = InFlight(self.window.widest + self.workers)
+        self._arrivals: deque[Arrived | Died | Unanswered] = deque()
+        self._restarts_left = self._restarts
+        self._quiet: set[int] = set()  # workers that said that nothing more comes of them
+        self._deaths: dict[int, int] = {}  # seq → workers that died of it
+        self._idle_deaths: list[int] = []  # workers that died with nothing in hand, and were not replaced
+        self.window.begin_epoch()
+
+    @property
+    def undelivered(self) -> int:
+        """Batches of this epoch that were asked for and not handed out."""
+        return len(self._in_flight)
+
+    @property
+    def can_replace(self) -> bool:
+        """Whether a worker that dies now is replaced."""
+        return self._restarts_left > 0
+
+    def unanswered(self, worker: int | None = None) -> list[tuple[int, int]]:
+        """(seq, attempt) of this epoch's tasks that `worker` (None: anyone) has to answer, ascending."""
+        return self.outstanding.of(self.epoch, worker)
+
+    def take_stale(self) -> int:
+        """Answers that were dropped as stale since the last call."""
+        stale, self.stale = self.stale, 0
+        return stale
+
+    def expects(self, worker: int, answer: Answer) -> bool:
+        """Whether `worker` may give this answer: this attempt is its own, or could have been claimed."""
+        return self.outstanding.expects(worker, answer)
+
+    def index_of(self, seq: int) -> Any:
+        """The index of a batch that is not delivered yet, for error texts; None if it is unknown."""
+        batch = self._in_flight.get(seq)
+        return None if batch is None else batch.index
+
+    def attempt_of(self, seq: int) -> int:
+        """How often a batch that is not delivered yet was sent again."""
+        return self._in_flight[seq].attempt
+
+    def upcoming(self, count: int) -> list[Answer]:
+        """The answers with a batch among the next `count` to be handed out, so far as they came."""
+        return self._in_flight.upcoming(self._arrivals, count, self.in_order)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold; called after every step of the tests."""
+        invariants.check(self)
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """The only thing that changes the schedule."""
+        return _HANDLERS[type(event)](self, event)
+
+    # ---- a new epoch --------------------------------------------------------------------------
+
+    def _epoch_started(self, event: EpochStarted) -> list[Instruction]:
+        if event.epoch <= self.epoch:
+            raise InvalidTransition(f"epoch {event.epoch} follows epoch {self.epoch}")
+        for (epoch, seq), batch in list(self.outstanding.items()):
+            if batch.worker is None and batch.ticket in event.taken_back:
+                self._give_back(self.outstanding.settle(epoch, seq))
+            elif batch.worker is None and batch.ticket in event.claimed:
+                self.outstanding.found(batch)
+                self._claimed(batch, event.claimed[batch.ticket])
+        self.abandon()
+        self.epoch = event.epoch
+        self._worker_table.begin_epoch()
+        self._reset()
+        if self.dynamic:  # else a dead worker is missed at the first batch that is its own
+            self._idle_deaths = [worker for worker in range(self.workers) if self._worker_table.dead(worker)]
+        return [_DRAW] * self.window.size
+
+    def abandon(self) -> None:
+        """Drop what arrived and was not delivered; answers that are still to come will be stale."""
+        answers = self._in_flight.clear() + [
+            event.answer for event in self._arrivals if type(event) is Arrived
+        ]
+        self._arrivals.clear()
+        for answer in answers:
+            self._drop(answer)
+
+    def _drop(self, answer: Answer) -> None:
+        for offset, _ in answer.used:
+            self.ledger.drop(offset)
+
+    # ---- indices in ---------------------------------------------------------------------------
+
+    def _drawn(self, event: Drawn) -> list[Instruction]:
+        worker = None
+        if not self.dynamic:
+            worker = self._worker_table.take_turn(None if self.in_order else self.window.size)
+            if worker is None:  # torch loses the index here too: nobody is left, or nobody has room
+                return []
+        batch = self._new_batch(worker, event.index)
+        if self._worker_table.nobody_for(worker):
+            batch.move("send_to_dead")
+            batch.worker = 0 if worker is None else worker
+            return []
+        batch.move("send")
+        return [self._send(batch)]
+
+    def _send(self, batch: Batch) -> Send:
+        self.outstanding.add(self.epoch, batch)
+        batch.holder = -batch.ticket if batch.worker is None else batch.worker
+        batch.grants, batch.promises = self.ledger.grant(batch.holder)
+        return self._send_to(batch.worker, batch)
+
+    def _send_to(self, worker: int | None, batch: Batch) -> Send:
+        blocks = batch.grants, batch.promises
+        return Send(worker, self.epoch, batch.seq, batch.attempt, batch.index, *blocks, batch.ticket)
+
+    def _claimed(self, batch: Batch, worker: int) -> None:
+        if batch.worker is None:
+            self.ledger.hand_over(batch.holder, worker, batch.grants + batch.promises)
+            batch.worker = batch.holder = worker
+
+    def _give_back(self, batch: Batch) -> None:
+        self.ledger.give_back(batch.holder, [offset for offset, _ in batch.grants + batch.promises])
+
+    def _new_batch(self, worker: int | None, index: Any) -> Batch:
+        batch = self._in_flight.new(worker, index)
+        if self.dynamic:
+            self.window.asked(len(self._in_flight))
+        return batch
+
+    def _exhausted(self, event: Exhausted) -> list[Instruction]:
+        self.window.close()
+        return []
+
+    def _draw_failed(self, event: DrawFailed) -> list[Instruction]:
+        self._fail(self._new_batch(None, None), event.error)
+        return []
+
+    def _undeliverable(self, event: Undeliverable) -> list[Instruction]:
+        batch = self.outstanding.settle(event.send.epoch, event.send.seq)
+        self._give_back(batch)
+        self._fail(batch, event.error)
+        return []
+
+    def _fail(self, batch: Batch, error: BaseException) -> None:
+        batch.move("fail")
+        self._arrivals.append(Unanswered(batch.seq, error))
+
+    # ---- answers in ---------------------------------------------------------------------------
+
+    def _arrived(self, event: Arrived) -> list[Instruction]:
+        worker, answer, fault = event
+        batch = self.outstanding.get((answer.epoch, answer.seq))
+        if batch is None or batch.worker not in (None, worker):
+            raise InvalidTransition(f"worker {worker} does not owe {answer.epoch, answer.seq}")
+        if answer.attempt != batch.attempt:
+            self.stale += 1  # its blocks are the next attempt's
+            return []
+        self.outstanding.settle(answer.epoch, answer.seq)
+        blocks = answer.used or answer.fresh or answer.returned
+        if blocks or answer.outcome in _ENDINGS:
+            fault = fault or answer_checks.objection(self, worker, batch, answer)
+        if batch.worker is None:
+            self._claimed(batch, worker)
+        if fault is not None:
+            return self._refuse(batch, fault)
+        if blocks or batch.grants:
+            self.ledger.adopt(worker, answer.fresh)
+            self.ledger.give_back(worker, answer.returned)
+            self.ledger.fill(worker, answer.used, batch.grants + batch.promises + answer.fresh)
+        if answer.epoch != self.epoch:
+            self.stale += 1
+            self._drop(answer)
+        elif answer.outcome != SKIPPED:  # else its batch goes when the head of the line comes by
+            batch.answer = answer
+            self._arrivals.append(event)
+            if answer.outcome in (ENDED, BROKEN):
+                self._quiet.add(worker)
+        return []
+
+    def _refuse(self, batch: Batch, fault: ProtocolError) -> list[Instruction]:
+        """Its blocks stay the worker's until that has ended: who knows what it is writing to."""
+        self.refused += 1
+        if self._in_flight.get(batch.seq) is batch:
+            self._fail(batch, fault)
+        return []
+
+    # ---- deaths -------------------------------------------------------------------------------
+
+    def _died(self, event: Died) -> list[Instruction]:
+        worker = event.worker
+        self._worker_table.move(worker, "die")
+        lost = self._lose(event)
+        self.ledger.writer_dead(worker)
+        if self._restarts_left:
+            return self._replace(event, lost)
+        self._arrivals.append(event)
+        if self.dynamic and not lost:
+            self._idle_deaths.append(worker)
+        return []
+
+    def _lose(self, event: Died) -> list[Batch]:
+        """What nobody will answer any more now that a worker is dead; of this epoch, ascending."""
+        last = self._worker_table.nobody_left and not self._restarts_left
+        lost = []
+        for epoch, at in self.outstanding.lost_with(event, self.epoch, last):
+            batch = self.outstanding.settle(epoch, at)
+            if batch.worker is None:
+                self._give_back(batch)
+                batch.worker = event.worker
+            if self._in_flight.get(at) is batch:  # else of an older epoch, or past the end of its stream
+                batch.move("die")
+                lost.append(batch)
+        return sorted(lost, key=lambda batch: batch.seq)
+
+    def _replace(self, event: Died, lost: list[Batch]) -> list[Instruction]:
+        worker = event.worker
+        self._restarts_left -= 1
+        self._worker_table.move(worker, "replace")
+        self._quiet.discard(worker)
+        if event.seq is not None:
+            self._deaths[event.seq] = self._deaths.get(event.seq, 0) + 1
+        instructions: list[Instruction] = [Replace(worker, event.seq)]
+        if self.dynamic:  # what the others have been sent already
+            others = [self._in_flight[seq] for seq, _ in self.unanswered()]
+            instructions += [self._send_to(worker, batch) for batch in others]
+        for batch in lost:
+            if self._deaths.get(batch.seq, 0) >= DEADLY:
+                deaths = f"{self._deaths[batch.seq]} workers died of it, and the last {event.words}"
+                self._fail(batch, PoisonousBatch(f"{batch} was given up: {deaths}"))
+                continue
+            batch.move("replay")
+            batch.attempt += 1
+            if self.dynamic:
+                batch.worker = None
+            instructions.append(self._send(batch))
+        return instructions
+
+    # ---- batches out --------------------------------------------------------------------------
+
+    def _wanted(self, event: Wanted) -> list[Instruction]:
+        while True:
+            head = self._in_flight.head_batch(self._worker_table.exhausted)
+            if head is None:
+                return [Finish()]
+            outcome = self._in_flight.pop()
+            if outcome is not None:
+                return self._deliver(head, outcome)
+            if head.state == LOST and (self.in_order or not self._arrivals):
+                return [self._break(head)]
+            if not self._arrivals:
+                if self._idle_deaths:
+                    return [Break(self._idle_deaths.pop(), None, None)]
+                return [Wait(head.worker, head.seq, self._in_flight.waiting)]
+            instructions = self._process(self._arrivals.popleft())
+            if instructions:
+                return instructions
+
+    def _idle(self, event: Idle) -> list[Instruction]:
+        unanswered = sum(epoch == self.epoch for epoch, _ in self.outstanding)
+        return [_DRAW] * self.window.room(len(self._in_flight), unanswered, self.ledger.batch_bytes)
+
+    def _process(self, arrival: Arrived | Died | Unanswered) -> list[Instruction]:
+        """One arrival, as torch takes one item off its result queue; no instruction: look again."""
+        if type(arrival) is Died:
+            if self.in_order or self._worker_table.exhausted(arrival.worker):
+                return []
+            lost = self._in_flight.lost_by(arrival.worker)
+            return [Break(arrival.worker, None, None) if lost is None else self._break(lost)]
+        if type(arrival) is Unanswered:
+            return self._put(self._in_flight[arrival.seq], (None, arrival.error))
+        assert type(arrival) is Arrived
+        worker, answer, _ = arrival
+        batch = self._in_flight[answer.seq]
+        if answer.outcome == ENDED:
+            self._in_flight.leave(batch, "end")
+            self._worker_table.move(worker, "end")
+            return [_DRAW]
+        batch.move("answer")
+        return self._put(batch, (answer, None))
+
+    def _put(self, batch: Batch, outcome: Outcome) -> list[Instruction]:
+        if self.in_order:
+            if batch.seq != self._in_flight.head:
+                self._in_flight.push(batch, outcome)
+                return []
+            self._in_flight.skip()
+        return self._deliver(batch, outcome)
+
+    def _deliver(self, batch: Batch, outcome: Outcome) -> list[Instruction]:
+        self._leave(batch, "deliver")
+        deliver = Deliver(batch.seq, batch.worker, *outcome)
+        if not self.dynamic:  # torch asks a sampler again that has nothing more
+            return [_DRAW, deliver]
+        self.window.delivered()
+        return [*[_DRAW] * self.window.refill(len(self._in_flight)), deliver]
+
+    def _leave(self, batch: Batch, event: str) -> None:
+        self._in_flight.leave(batch, event)
+        if batch.worker is not None and not self.dynamic:
+            self._worker_table.gave(batch.worker)
+
+    def _break(self, batch: Batch) -> Break:
+        assert batch.worker is not None, "a lost batch is a worker's"
+        self._leave(batch, "break")
+        return Break(batch.worker, batch.seq, batch.index)
+
+
+_HANDLERS: dict[type, Callable[[Scheduler, Any], list[Instruction]]] = {
+    Wanted: Scheduler._wanted,
+    Arrived: Scheduler._arrived,
+    Drawn: Scheduler._drawn,
+    DrawFailed: Scheduler._draw_failed,
+    Exhausted: Scheduler._exhausted,
+    Undeliverable: Scheduler._undeliverable,
+    Died: Scheduler._died,
+    Idle: Scheduler._idle,
+    EpochStarted: Scheduler._epoch_started,
+}

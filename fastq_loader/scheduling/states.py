@@ -1,0 +1,90 @@
+"""The states of a batch and of a worker, as literal tables: what may follow what, and nothing else.
+
+Pure. The scheduler moves its records by these tables; a step that no table lists is a defect and raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastq_loader.errors import InvalidTransition, describe_index
+from fastq_loader.ipc.messages import Answer, decode_index
+from fastq_loader.memory.ledger import Extents
+
+NEW, SENT, READY, LOST, GONE = "new", "sent", "ready", "lost", "gone"
+
+#: state → event → next state. A lost batch's worker is dead: it is sent again, given up, or reported.
+BATCH_TRANSITIONS: dict[str, dict[str, str]] = {
+    NEW: {"send": SENT, "fail": READY, "send_to_dead": LOST},
+    SENT: {"answer": READY, "end": GONE, "skip": GONE, "fail": READY, "die": LOST},
+    READY: {"deliver": GONE},
+    LOST: {"break": GONE, "replay": SENT, "fail": READY},
+    GONE: {},
+}
+
+#: A dry worker's part of an iterable dataset is exhausted: its death hurts nobody in this epoch.
+ACTIVE, DRY, DEAD, DRY_DEAD = "active", "dry", "dead", "dry_dead"
+
+WORKER_TRANSITIONS: dict[str, dict[str, str]] = {
+    ACTIVE: {"end": DRY, "die": DEAD, "epoch": ACTIVE},
+    DRY: {"die": DRY_DEAD, "epoch": ACTIVE},
+    DEAD: {"end": DRY_DEAD, "epoch": DEAD, "replace": ACTIVE},  # end: its last word came before its death
+    DRY_DEAD: {"epoch": DEAD},
+}
+
+EXHAUSTED = frozenset((DRY, DRY_DEAD))
+
+
+class Batch:
+    """A sequence number between its task and its delivery.
+
+    Attributes:
+        worker: whose task it is. None: anyone's, or its index could not be drawn.
+        attempt: how often it was sent again.
+        ticket: under which its task is claimed; -1 before it was sent.
+        answer: what it was answered with, from its arrival on.
+        grants, promises: the blocks that its task names.
+        holder: in whose name the ledger keeps them: its worker's, or its ticket's until it is claimed.
+    """
+
+    __slots__ = (
+        "answer",
+        "attempt",
+        "grants",
+        "holder",
+        "index",
+        "promises",
+        "seq",
+        "state",
+        "ticket",
+        "worker",
+    )
+
+    def __init__(self, seq: int, worker: int | None, index: Any) -> None:
+        self.seq = seq
+        self.worker = worker
+        self.index = index
+        self.state = NEW
+        self.attempt = 0
+        self.ticket = -1
+        self.answer: Answer | None = None
+        self.grants: Extents = ()
+        self.promises: Extents = ()
+        self.holder = -1
+
+    def move(self, event: str) -> None:
+        state = BATCH_TRANSITIONS[self.state].get(event)
+        if state is None:
+            raise InvalidTransition(f"batch {self.seq} is {self.state}: event {event!r} is not allowed")
+        self.state = state
+
+    def __str__(self) -> str:
+        return f"batch {self.seq} (indices {describe_index(decode_index(self.index))})"
+
+
+def worker_after(worker: int, state: str, event: str) -> str:
+    """The state of `worker` after an event."""
+    following = WORKER_TRANSITIONS[state].get(event)
+    if following is None:
+        raise InvalidTransition(f"worker {worker} is {state}: event {event!r} is not allowed")
+    return following

@@ -1,0 +1,389 @@
+"""The workers as the event loop sees them: their processes, their sockets and what they have claimed.
+
+Runs in the consumer, on the thread that calls `next()`, except for `wake`. Owns everything that a worker's
+number stands for: the process that has it now, its socket, the folder where they meet. It decides nothing;
+what becomes of the batches of a worker that died is the scheduler's.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from fastq_loader.errors import ProtocolError, describe_index
+from fastq_loader.ipc.claim_table import CONSUMER, Busy, ClaimTable
+from fastq_loader.ipc.messages import TOKEN_BYTES, Answer, Epoch, Hello, Ping, Stop, decode_index, encode
+from fastq_loader.ipc.sockets import ConsumerSocket, endpoint_folder, remove_folder
+from fastq_loader.memory.arena import Arena
+from fastq_loader.memory.ledger import BlockLedger
+from fastq_loader.scheduling.backlog import Backlog
+from fastq_loader.scheduling.outstanding import Outstanding
+from fastq_loader.statistics import Counters, WorkerCounters
+from fastq_loader.workers.pool import Plan, WorkerPool
+from fastq_loader.workers.stopping import BRIEF
+
+#: Processes of one worker that may end on their own before they are up, one after the other: the next would
+#: fare no better.
+_FAILED_STARTS = 3
+#: Seconds that a claim in the making is waited for; it takes two microseconds unless its maker is stopped.
+_CLAIMING = 0.5
+#: Messages after which a worker is asked whether it has read them, at least. One that waits takes up to 5 kB,
+#: most of it zmq's.
+_UNREAD = 256
+
+
+#: Arenas and sockets until they are given back. They are not left to their engine alone: a garbage
+#: collection that finds all of them in one cycle would close them before the last workers have ended.
+_in_use: set[object] = set()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_use.clear)
+
+
+class WorkerGroup:
+    """The workers of one pool.
+
+    Args:
+        plan: what they do.
+        arena: the shared memory they write to.
+        counters: the loader's.
+
+    Attributes:
+        token: what only these workers know, see `messages`.
+        behind: workers that were passed over with tasks, and may have time again.
+    """
+
+    def __init__(self, plan: Plan, arena: Arena, counters: Counters) -> None:
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._workers = plan.workers
+        self._claimed_tasks = plan.claimed
+        self._arena = arena
+        self._counters = counters
+        self._pool = WorkerPool(plan)
+        self._socket: ConsumerSocket | None = None
+        self._claims: ClaimTable | None = None
+        self._backlog: Backlog[bytes] = Backlog(max(plan.window[1], _UNREAD))
+        self.behind = self._backlog.behind
+        self._expected: dict[str, set[int]] = {}  # folder → workers that have still to connect there
+        self._is_up: set[int] = set()
+        self._dead: set[int] = set()
+        self._evicted: set[int] = set()  # workers that were ended for what they sent
+        self._failed_starts: dict[int, int] = {}  # worker → processes that ended before they were up
+
+    def start(self, base_seed: int, shared_seed: int | None) -> None:
+        """Start the workers. Whatever happens in here, `stop` takes it back.
+
+        Raises:
+            TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be.
+            OSError: descriptors, processes or temporary folders are used up.
+        """
+        workers = self._workers
+        _in_use.add(self._arena)
+        folder = self._new_folder(set(range(workers)))
+        self._claims = ClaimTable(self._arena.fd, self._arena.mapping.claims)
+        self._pool.start(self._arena, folder, self.token, base_seed, shared_seed)
+        # The context of zmq has threads: it is made after the forks (design, rule 9).
+        self._socket = ConsumerSocket(folder, workers, self.token)
+        _in_use.add(self._socket)
+        for descriptor in self._pool.descriptors:
+            self._socket.watch(descriptor)
+        for worker in range(workers):
+            self._backlog.begin(worker)
+        self._counters.workers = [WorkerCounters(worker, self._pool.pid(worker)) for worker in range(workers)]
+
+    def _new_folder(self, workers: set[int]) -> str:
+        folder = endpoint_folder()
+        self._expected[folder] = workers
+        return folder
+
+    def _connected(self, worker: int) -> None:
+        """A worker has connected, or never will."""
+        for folder, missing in list(self._expected.items()):
+            missing.discard(worker)
+            if not missing:  # no name is needed any more
+                remove_folder(folder)
+                del self._expected[folder]
+
+    @property
+    def socket(self) -> ConsumerSocket:
+        assert self._socket is not None, "the group was started, and not closed"
+        return self._socket
+
+    # ---- one worker ---------------------------------------------------------------------------
+
+    def receive(self) -> tuple[int, Answer] | None:
+        """The next answer and who gave it; None if there is none now."""
+        while (received := self.socket.receive()) is not None:
+            worker, message = received
+            if isinstance(message, Answer):
+                return worker, message
+            if message is None:
+                self.evict(worker)
+            elif isinstance(message, Ping):
+                self._pinged_back(worker)
+            else:
+                self._mark_ready(worker)
+        self._counters.rejected_frames += self.socket.take_rejected()
+        return None
+
+    def _pinged_back(self, worker: int) -> None:
+        try:
+            self._backlog.read(worker)
+        except ProtocolError:
+            self._counters.rejected_frames += 1
+            self.evict(worker)
+
+    def _mark_ready(self, worker: int) -> None:
+        self._is_up.add(worker)
+        self._connected(worker)
+        descriptor = self._pool.start_next()
+        if descriptor is not None:
+            started = len(self._pool.descriptors) - 1
+            self.socket.watch(descriptor)
+            self._counters.workers[started].pid = self._pool.pid(started)
+
+    def is_ready(self, worker: int) -> bool:
+        """Whether a worker is up: before its hello it has nothing in hand, and no handler for signals."""
+        return worker in self._is_up
+
+    def pid(self, worker: int) -> int:
+        return self._pool.pid(worker)
+
+    def processes(self) -> list[BaseProcess]:
+        """The workers' processes, so far as they were started."""
+        return self._pool.processes
+
+    def stacks(self, worker: int) -> str:
+        """The Python stacks of a worker as it writes them now."""
+        return self._pool.stacks(worker) if self.is_ready(worker) else "  (it is still starting)"
+
+    # ---- deaths -------------------------------------------------------------------------------
+
+    def ended(self, ready: Sequence[object]) -> list[int]:
+        """The workers that have ended, by what `socket.wait` found readable, and are not is_dead yet."""
+        descriptors = self._pool.descriptors
+        return [
+            worker
+            for worker, descriptor in enumerate(descriptors)
+            if descriptor in ready and worker not in self._dead
+        ]
+
+    def kill(self, worker: int) -> None:
+        """End a worker that does not answer."""
+        self._pool.kill(worker)
+
+    def evict(self, worker: int) -> None:
+        """A worker sent what is no answer of its own: what it had to say will never come. End it."""
+        if worker not in self._evicted:
+            self._evicted.add(worker)
+            self._pool.kill(worker)
+
+    def death(self, worker: int) -> tuple[str, str]:
+        """How an ended worker died, in our words and in torch's."""
+        words, torch_text = self._pool.death(worker)
+        if worker in self._evicted:
+            words = "was ended, because it sent what is no answer to any of its tasks,"
+        return words, torch_text
+
+    def report(self, worker: int, words: str, seq: int | None, index: Any) -> str:
+        """The text for an ended worker: how it died (`words`), and at which batch, if at any."""
+        doing = "between batches"
+        if seq is not None:
+            doing = f"before it answered batch {seq} (indices {describe_index(decode_index(index))})"
+        pid = self.pid(worker)
+        return f"DataLoader worker (pid(s) {pid}) exited unexpectedly: worker {worker} {words} {doing}"
+
+    def report_late(self, worker: int | None, seq: int, index: Any) -> str:
+        """The text for a batch that has not come in time, which `worker` is working on, if anybody."""
+        indices = describe_index(decode_index(index))
+        if worker is None:
+            return f"no worker has come to batch {seq} (indices {indices}) yet"
+        return (
+            f"worker {worker} (pid {self.pid(worker)}) has not answered batch {seq} (indices {indices}). "
+            f"Its Python stacks:\n{self.stacks(worker)}"
+        )
+
+    def mark_dead(self, worker: int) -> None:
+        """A worker has ended, and what it had sent was received: nothing of it comes in any more."""
+        self._dead.add(worker)
+        if worker in self._is_up:
+            self._failed_starts[worker] = 0
+        elif not self._pool.killed(worker):
+            self._failed_starts[worker] = self._failed_starts.get(worker, 0) + 1
+        self.socket.unwatch(self._pool.descriptors[worker])
+        self.socket.disconnect(worker)
+        self._backlog.end(worker)
+        self._connected(worker)
+
+    def is_dead(self, worker: int) -> bool:
+        """Whether a worker is dead, and nobody has taken its place."""
+        return worker in self._dead
+
+    def replace(self, worker: int, ledger: BlockLedger, epoch: Epoch) -> None:
+        """Start a new worker in the place of a is_dead one, and let it begin the epoch.
+
+        Raises:
+            OSError: it could not be started, or one after the other ends before it is up.
+        """
+        if self._failed_starts.get(worker, 0) >= _FAILED_STARTS:
+            raise OSError(f"{_FAILED_STARTS} processes in a row ended before they were up")
+        mapping = self._arena.mapping
+        space = ledger.forget_space(worker, *mapping.region(worker))
+        for offset, size in space:  # what the dead one had written, and nobody heard of
+            mapping.punch(offset, size)
+        folder = self._new_folder({worker})
+        generation = self._pool.replace(worker, folder, space)
+        self._dead.discard(worker)
+        self._evicted.discard(worker)
+        self._is_up.discard(worker)
+        self.socket.watch(self._pool.descriptors[worker])
+        self.socket.connect(folder, worker, generation)
+        self.claims.begin(worker, None)  # what the dead one had begun
+        self._backlog.begin(worker)
+        self._counters.workers[worker].replaced(self._pool.pid(worker))
+        self.socket.send(worker, epoch)
+
+    # ---- what goes to all -----------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: Epoch) -> None:
+        """Tell all workers of a new epoch."""
+        frame = encode(epoch)
+        if not self._claimed_tasks:  # what a worker has to answer is sent to it however busy it is
+            self.socket.send_all(frame)
+            return
+        due = self._backlog.announce(frame)
+        self.socket.send_all(frame, but=self._backlog.behind)
+        self._ping(due)
+
+    def offer(self, tasks: dict[int, bytes]) -> None:
+        """Send tasks that are anyone's, ticket → frame, to the workers that read what they are sent."""
+        due = self._backlog.offer(tasks, self.claims.on_offer)
+        self.socket.send_all(*tasks.values(), but=self._backlog.behind)
+        self._ping(due)
+
+    def catch_up(self) -> None:
+        """Send those that were passed over what they have missed, as soon as they have time again."""
+        sends, due = self._backlog.catch_up(self.claims.on_offer)
+        for worker, frames in sends.items():
+            self.socket.send_frames(worker, frames)
+        self._ping(due)
+
+    def _ping(self, workers: list[int]) -> None:
+        for worker in workers:
+            self.socket.send(worker, Ping())
+
+    # ---- claims -------------------------------------------------------------------------------
+
+    @property
+    def claims(self) -> ClaimTable:
+        assert self._claims is not None, "the group was started, and not closed"
+        return self._claims
+
+    def holder(self, ticket: int) -> int | None:
+        """The worker that has claimed a ticket; None if nobody has."""
+        holder = self.claims.holder(ticket)
+        return None if holder is None or holder == CONSUMER else holder - 1
+
+    def claimed_by(
+        self, worker: int, outstanding: Outstanding, epoch: int
+    ) -> tuple[int | None, frozenset[int]]:
+        """The batch that a dead worker was working on, and the tickets of all that it had claimed."""
+        mine = frozenset(ticket for ticket in outstanding.tickets() if self.holder(ticket) == worker)
+        return outstanding.seq_of(epoch, self.claims.begun(worker)), mine
+
+    def take_back(self, tickets: list[int]) -> tuple[set[int], dict[int, int]]:
+        """Of these tickets those that nobody has, which nobody will get, and the workers of the others."""
+        taken: set[int] = set()
+        claimed: dict[int, int] = {}
+        for ticket in tickets:
+            if self._take_back(ticket):
+                taken.add(ticket)
+            elif (worker := self.holder(ticket)) is not None:
+                claimed[ticket] = worker
+        return taken, claimed
+
+    def _take_back(self, ticket: int) -> bool:
+        deadline = time.monotonic() + _CLAIMING
+        while True:
+            try:
+                return self.claims.claim(ticket, CONSUMER)
+            except Busy:
+                if time.monotonic() > deadline:  # its maker is stopped: it will answer when it goes on
+                    return False
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Let `socket.wait` return from now on. May be called on any thread."""
+        socket = self._socket  # it may be closed on another thread
+        if socket is not None:
+            socket.wake()
+
+    def dismiss(self) -> None:
+        """Let the workers leave; whoever is told so has answered everything. `stop` sees to it."""
+        self.socket.send_all(encode(Stop()))
+
+    def stop(self, patience: float, ledger: BlockLedger) -> None:
+        """Let the workers finish what they do for that many seconds, and then end them; 0 asks nobody.
+
+        Those that take longer than an instant go on when this has returned (see `stopping`); they belong to
+        the loader's counters. When all have ended, everything is given back but the blocks that users look
+        at. May be called again when an interrupt cut it short.
+        """
+        if patience and self._socket is not None and not self._pool.stopped:
+            while (received := self._socket.receive()) is not None:
+                if isinstance(received[1], Hello):
+                    self._is_up.add(received[0])
+            self.dismiss()
+        after = (self._disconnect, partial(self._retire, ledger))
+        self._pool.stop(lambda worker: self._patience(worker, patience), self._counters, after)
+        if self._pool.ended:  # by `kill_all` perhaps, which gives nothing back
+            self._disconnect()
+            self._retire(ledger)
+
+    def kill_all(self) -> None:
+        """End the workers while another thread is in the loop. May be called on any thread."""
+        self._pool.stop(lambda worker: 0, self._counters)
+
+    def _patience(self, worker: int, patience: float) -> float:
+        """A worker that is still at its imports has nothing to finish, and does not hear what it is told."""
+        if self._socket is None:
+            return 0
+        return patience if self.is_ready(worker) or self._pool.forks else min(patience, BRIEF)
+
+    def _disconnect(self) -> None:
+        """The workers have ended; those that were on their way up need no folder any more."""
+        for folder in list(self._expected):  # forgotten when it is gone: an interrupt may come between
+            remove_folder(folder)
+            self._expected.pop(folder, None)
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            socket.close()
+            _in_use.discard(socket)
+        claims, self._claims = self._claims, None
+        if claims is not None:
+            claims.close()
+
+    def _retire(self, ledger: BlockLedger) -> None:
+        """Nobody writes any more: give the memory back, but for what users look at."""
+        arena = self._arena
+        _in_use.discard(arena)
+        if arena.retired:
+            return
+        for offset in arena.released_blocks():
+            ledger.release(offset)
+        for worker in range(self._workers):
+            ledger.writer_dead(worker)
+        held = ledger.held()
+        arena.retire(held)
+        # The user's threads go on meanwhile, and may have let go of some.
+        sizes = dict(held)
+        while arena.released and arena.mapping.whole:  # else pages go with the memfd
+            offset, _, died = arena.released.popleft()
+            if not died:  # else a forked child may look at it
+                arena.mapping.punch(offset, sizes[offset])

@@ -1,0 +1,96 @@
+"""The tasks that a worker knows of and has not begun.
+
+Runs in a worker, on its main thread. Where tasks are addressed they are all its own, in the order in which
+they came. Where they are claimed every worker knows the same ones, and takes the lowest that nobody has: the
+head of the line is never behind another batch.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import deque
+
+from fastq_loader.ipc.claim_table import Busy, ClaimTable
+from fastq_loader.ipc.messages import Task
+
+#: Seconds between two looks at a task that another worker is claiming.
+_GLANCE = 50e-6
+
+
+class TaskQueue:
+    """What could be worked on next.
+
+    Args:
+        claims: the table of claims.
+        claimed: whether tasks are claimed; else they are addressed.
+        worker: the worker's number.
+    """
+
+    def __init__(self, claims: ClaimTable, claimed: bool, worker: int) -> None:
+        self._claims = claims
+        self._claimed = claimed
+        self._worker = worker
+        self._tasks: deque[Task] = deque()  # a wide window is taken from its left end, task by task
+        self._retired = False
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def add(self, task: Task) -> None:
+        """A task has come. One that is sent again may be lower than those that came before it."""
+        if self._retired:
+            return
+        if self._tasks and task.seq < self._tasks[-1].seq and self._claimed:
+            insort(self._tasks, task, key=_seq)
+        else:
+            self._tasks.append(task)
+
+    def begin_epoch(self) -> None:
+        """A new epoch begins; `drop` was called."""
+        self._retired = False  # it says so again at the first task that it claims
+
+    def drop(self) -> list[Task]:
+        """Forget all tasks; those that wait for an answer of this worker."""
+        tasks, self._tasks = self._tasks, deque()
+        return [] if self._claimed else list(tasks)
+
+    def retire(self) -> None:
+        """This worker cannot work: it leaves what is claimed to the others."""
+        if self._claimed:
+            self._retired = True
+            self._tasks.clear()
+
+    def take(self) -> Task | None:
+        """The next task to work on, which is this worker's from here on; None if there is none now."""
+        task = self._claim() if self._claimed else self._next()
+        if task is not None:
+            self._claims.begin(self._worker, task.ticket)
+        return task
+
+    def answered(self) -> None:
+        """The answer to the task that was taken last is on its way."""
+        self._claims.begin(self._worker, None)
+
+    def _next(self) -> Task | None:
+        return self._tasks.popleft() if self._tasks else None
+
+    def _claim(self) -> Task | None:
+        at = 0
+        while at < len(self._tasks):
+            task = self._tasks[at]
+            try:
+                mine = self._claims.claim(task.ticket, self._worker + 1)
+            except Busy:  # whoever it is has it in a moment, or dies and nobody has it
+                at += 1
+                continue
+            del self._tasks[at]
+            if mine:
+                return task
+        if self._tasks:
+            time.sleep(_GLANCE)
+        return None
+
+
+def _seq(task: Task) -> int:
+    return task.seq

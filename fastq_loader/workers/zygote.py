@@ -1,0 +1,202 @@
+"""A process that waits to fork new workers: what the fork server is for the other start methods.
+
+`serve` runs in the zygote, which is forked together with the first workers where dead ones are to be
+replaced; `Zygote` and `ZygoteProcess` run in the consumer. A worker that was forked from the consumer in
+the middle of a training run would see the dataset as it is then, copy the page tables of a process that has
+grown meanwhile, and inherit its sockets, threads' locks and devices. The zygote is a copy of the consumer as
+it was at the start, with one thread and nothing open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import multiprocessing.process
+import os
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from fastq_loader.system import calls, standard_streams
+from fastq_loader.system.calls import readable
+from fastq_loader.workers.children import UNKNOWN_EXIT, release
+
+#: Makes the process object of a worker, from the arguments that `Zygote.process` was called with.
+Make = Callable[..., BaseProcess]
+
+_FORK, _REAP, _QUIT = "fork", "reap", "quit"
+
+#: Seconds that the zygote has to end in.
+_PATIENCE = 1.0
+
+
+class Zygote:
+    """The consumer's end.
+
+    Args:
+        context: multiprocessing's, of start method fork.
+        make: in the zygote, makes the process object of a worker.
+    """
+
+    def __init__(self, context: Any, make: Make) -> None:
+        self._lock = threading.RLock()  # active_children() of another thread asks too
+        self._connection, other = context.Pipe()
+        self._process = context.Process(
+            target=serve, args=(other, self._connection, os.getpid(), make), daemon=True
+        )
+        try:
+            self._process.start()
+        except BaseException:
+            self._connection.close()
+            raise
+        finally:
+            other.close()
+
+    def process(self, *arguments: Any) -> ZygoteProcess:
+        """A worker, to be started like any other process."""
+        return ZygoteProcess(self, arguments)
+
+    def ask(self, *request: Any) -> Any:
+        """The zygote's answer to a request.
+
+        Raises:
+            OSError: it is gone, or could not fork.
+        """
+        try:
+            with self._lock:
+                self._connection.send(request)
+                answer = self._connection.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            raise OSError("the process that starts new workers has ended") from error
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """End the zygote; its workers have ended."""
+        with contextlib.suppress(OSError), self._lock:
+            self._connection.send((_QUIT,))  # a child of the user's may hold this end too
+        self._connection.close()
+        if not readable([self._process.sentinel], _PATIENCE):
+            self._process.kill()
+        self._process.join()
+        release(self._process)
+
+    def forget(self) -> None:
+        """This process is a forked copy: the zygote is its sibling."""
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
+
+
+class ZygoteProcess(BaseProcess):
+    """A worker that the zygote forks; in the consumer it behaves like a process of its own."""
+
+    _start_method = "fork"
+
+    def __init__(self, zygote: Zygote, arguments: tuple[Any, ...]) -> None:
+        super().__init__(daemon=True)
+        self._zygote = zygote
+        self._arguments = arguments
+
+    # The name that BaseProcess calls.
+    def _Popen(self, process: ZygoteProcess) -> _Popen:
+        return _Popen(self._zygote, self._arguments)
+
+
+class _Popen:
+    """What BaseProcess asks for: the interface of multiprocessing's popen_fork.Popen."""
+
+    method = "fork"
+
+    def __init__(self, zygote: Zygote, arguments: tuple[Any, ...]) -> None:
+        self._zygote = zygote
+        self.pid: int = zygote.ask(_FORK, *arguments)
+        self.returncode: int | None = None
+        self.sentinel = calls.pidfd_open(self.pid)  # its parent has not reaped it, so the number is its own
+
+    def poll(self, flag: int = 0) -> int | None:
+        return self.wait(0)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        if self.returncode is None and readable([self.sentinel], timeout):
+            try:
+                code = self._zygote.ask(_REAP, self.pid)
+            except OSError:  # the zygote is gone, and with it the exit code
+                code = None
+            self.returncode = UNKNOWN_EXIT if code is None else code
+        return self.returncode
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody was asked how
+                calls.pidfd_send_signal(self.sentinel, number)
+
+    def close(self) -> None:
+        os.close(self.sentinel)
+
+
+# ---- in the zygote -------------------------------------------------------------------------------
+
+
+def serve(connection: Connection, other: Connection, consumer: int, make: Make) -> None:
+    """Fork workers until the consumer closes its end, or dies."""
+    other.close()
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers set a handler of their own
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # A handler of the consumer's is not for here, and where it is ignored nobody can say how a worker died.
+    inherited = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # multiprocessing lets no daemon have children, because nobody would end them: these leave with the
+    # consumer.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    children: dict[int, BaseProcess] = {}
+    try:
+        death = calls.pidfd_open(consumer)
+    except ProcessLookupError:
+        return
+    while death not in calls.readable([connection.fileno(), death], None):
+        try:
+            kind, *arguments = connection.recv()
+        except (EOFError, ConnectionResetError):
+            break
+        if kind == _QUIT:
+            break
+        try:
+            answer: Any = (
+                _fork(children, make, arguments, inherited) if kind == _FORK else _reap(children, *arguments)
+            )
+        except OSError as error:
+            answer = error
+        connection.send(answer)
+    # Workers that still run have been told, or see for themselves that the consumer is gone. Nobody is waited
+    # for: that would be this process's exit handlers' doing.
+    standard_streams.flush()
+    os._exit(0)
+
+
+def _fork(children: dict[int, BaseProcess], make: Make, arguments: list[Any], inherited: Any) -> int:
+    process = make(*arguments)
+    if inherited is not None:  # else it was not set from Python
+        signal.signal(signal.SIGCHLD, inherited)  # what the first workers have
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    assert process.pid is not None, "it was started"
+    children[process.pid] = process
+    return process.pid
+
+
+def _reap(children: dict[int, BaseProcess], pid: int) -> int | None:
+    process = children.pop(pid)
+    process.join()
+    return process.exitcode

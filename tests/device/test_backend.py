@@ -1,0 +1,495 @@
+"""The accelerator behind the protocol, as far as it can be seen without one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastq_loader import DataLoader
+from fastq_loader.device import backend, session
+from fastq_loader.device.backend import TorchStager, can_share, parse, visible
+from fastq_loader.device.copies import Copies
+from fastq_loader.errors import PinFailed
+from fastq_loader.packing.tensors import accelerator, current_stream, is_captured, moved, tensors_of
+from fastq_loader.statistics import StagingCounters
+from tests.conftest import run_script
+from tests.support.datasets import Opaque, Point, Slotted
+from tests.support.fake_accelerator import KIND, FakeAccelerator, Memory, fake_accelerator
+
+# ---- which devices there are ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (None, 4),
+        ("", 0),
+        ("-1", 0),
+        ("0", 1),
+        ("2,3", 2),
+        (" 1 , 0", 2),
+        ("0,-1,2", 1),  # CUDA stops at the first that is none
+        ("0,9,1", 1),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
+        ("GPU-1,GPU-2,GPU-3,GPU-4,GPU-5", 4),
+    ],
+)
+def test_visible_devices(shown: str | None, expected: int) -> None:
+    assert visible(4, {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}) == expected
+
+
+@pytest.fixture
+def nvidia(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with two GPUs and a torch that could use them, so far as /proc tells."""
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(backend, "_NVIDIA", tmp_path)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("the runtime was asked"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+def test_gpus_are_counted_without_the_runtime(nvidia: Path) -> None:
+    """It would open descriptors that forked workers inherit (gpu tests look at them)."""
+    assert parse("cuda") == torch.device("cuda")
+    assert parse("cuda:1") == parse(torch.device("cuda:1")) == torch.device("cuda:1")
+    with pytest.raises(ValueError, match="device='cuda:2' cannot be used: there are 2 cuda devices"):
+        parse("cuda:2")
+
+
+def test_hidden_gpus_do_not_count(nvidia: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match="device='cuda' cannot be used: no cuda device is there"):
+        parse("cuda")
+
+
+def test_where_cuda_is_in_use_it_is_asked(nvidia: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    parse("cuda:0")
+    with pytest.raises(ValueError, match="there are 1 cuda devices"):
+        parse("cuda:1")
+
+
+@pytest.mark.parametrize("name", [None, "cpu", "cpu:0", torch.device("cpu")])
+def test_the_host_is_no_device(name: Any) -> None:
+    assert parse(name) is None
+
+
+@pytest.mark.parametrize("name", [True, 2.5, b"cuda", ["cuda"]])
+def test_what_is_no_device_is_a_type_error(name: Any) -> None:
+    with pytest.raises(TypeError, match=r"device=.* must be a string such as 'cuda:0'"):
+        parse(name)
+
+
+def test_a_loader_for_the_host_touches_no_accelerator() -> None:
+    script = """
+import torch
+for name in ("init", "_lazy_init", "is_available", "device_count", "current_device", "Stream", "Event"):
+    def used(*args, name=name, **options):
+        raise SystemExit(f"torch.cuda.{name} was used")
+    setattr(torch.cuda, name, used)
+import fastq_loader
+from fastq_loader import DataLoader
+for workers in (0, 2):
+    print(len(list(DataLoader(list(range(10)), 2, num_workers=workers))))
+"""
+    result = run_script(script)
+    assert (result.stdout.split(), result.stderr) == (["5", "5"], "")
+
+
+# ---- torch's interface for every accelerator --------------------------------------------------------
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAccelerator]:
+    with fake_accelerator(monkeypatch) as fake:
+        yield fake
+
+
+def test_the_generic_interface_suffices_and_is_not_asked_at_construction(fake: FakeAccelerator) -> None:
+    assert not hasattr(torch, KIND)
+    assert parse(KIND) == torch.device(KIND)
+    assert parse(f"{KIND}:1") == torch.device(KIND, 1)
+    assert DataLoader([1, 2], device=KIND, device_transform=list).device == KIND
+    assert fake.asked == []
+
+
+def test_what_torch_has_no_common_interface_for_is_refused(
+    fake: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ValueError, match=f"device='xpu' cannot be used: .* that of torch .* here is {KIND}; "
+    ):
+        parse("xpu")
+    with pytest.raises(ValueError, match=f"device='{KIND}:2' cannot be used: there are 2 {KIND} devices"):
+        parse(f"{KIND}:2")
+    fake.devices = 0
+    with pytest.raises(ValueError, match=f"no {KIND} device is there"):
+        parse(KIND)
+
+    def no_module() -> bool:
+        raise RuntimeError(f"Device '{KIND}' does not have a corresponding module")
+
+    monkeypatch.setattr(torch.accelerator, "is_available", no_module)
+    with pytest.raises(ValueError, match=f"torch cannot count the {KIND} devices: Device .* a corresponding"):
+        parse(KIND)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    with pytest.raises(ValueError, match=f"device='{KIND}' cannot be used: .* here is none"):
+        parse(KIND)
+
+
+def _none_as_torch_2_6_says_it() -> None:
+    raise RuntimeError("Cannot access accelerator device when none is available.")
+
+
+def test_no_accelerator_is_none_in_every_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for none in (lambda: None, _none_as_torch_2_6_says_it):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", none)
+        assert accelerator() is None
+        assert current_stream(torch.device("xpu")) is None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: pytest.fail("the host has no part"))
+    assert current_stream(torch.device("cpu")) is None
+    assert not is_captured(torch.device("cpu"))
+
+
+def test_a_transform_beside_the_step_needs_memory_that_can_be_shared(
+    fake: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: Any = {"device": KIND, "transform_stream": "side"}
+    with pytest.raises(
+        ValueError,
+        match=f"transform_stream='side' cannot be used with device='{KIND}': {KIND} tensors have no "
+        "record_stream.*transform_stream='consumer' does not need it",
+    ):
+        DataLoader([1, 2], **options)
+    monkeypatch.setattr(session, "can_share", lambda device: True)
+    assert DataLoader([1, 2], **options).transform_stream == "side"
+    assert fake.asked == []
+
+
+def test_torch_says_who_has_record_stream() -> None:
+    """In a process of its own: a backend cannot be taken back."""
+    script = """
+import torch
+from fastq_loader.device.backend import can_share
+torch.utils.rename_privateuse1_backend("late")
+late = torch.device("late:0")
+print(can_share(torch.device("cpu")), can_share(torch.device("cuda")) == torch.backends.cuda.is_built())
+print(can_share(late))
+library = torch.library.Library("aten", "IMPL")
+library.impl("record_stream", lambda tensor, stream: None, "PrivateUse1")
+print(can_share(late), can_share(torch.device("mps")))
+"""
+    result = run_script(script)
+    assert (result.stdout.split(), result.stderr) == (["True", "True", "False", "True", "False"], "")
+
+
+def test_a_backend_of_its_own_is_served_by_torch_itself() -> None:
+    """Not by the fake: streams and events of a registered backend, which are all one here."""
+    if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("needs a torch that lets Python register a backend")
+    script = """
+import torch
+torch.utils.backend_registration._setup_privateuseone_for_python_backend(rename="late")
+from fastq_loader import DataLoader
+from fastq_loader.device.backend import TorchStager
+loader = DataLoader([1], device="late")
+stager = TorchStager(torch.device("late"))
+event = stager.record(stager.side)
+stager.wait(stager.current_stream(), stager.record(stager.side, event))
+print(stager.device, stager.query(event), stager.capturing(), stager.current_stream() == stager.side)
+print(stager.on_side(lambda: torch.accelerator.current_stream() == stager.side))
+"""
+    result = run_script(script)
+    assert (result.stdout.split(), result.stderr) == (["late:0", "True", "False", "True", "True"], "")
+
+
+class FakeStager(TorchStager):
+    """Memory of the host behind queues of the fake's."""
+
+    def __init__(self, fake: FakeAccelerator, device: str = KIND) -> None:
+        super().__init__(torch.device(device))
+        self.fake = fake
+
+    def empty(self, nbytes: int) -> Any:
+        return Memory(self.fake, torch.full((nbytes,), 0xEE, dtype=torch.uint8))
+
+    def share(self, memory: Any, stream: Any) -> None:
+        raise NotImplementedError("record_stream")
+
+
+def test_the_device_is_initialised_before_a_stream_of_it_is_made(fake: FakeAccelerator) -> None:
+    fake.index = 1
+    stager = TorchStager(torch.device(KIND))
+    assert fake.asked == ["current_stream", "Stream"]
+    assert (stager.device, stager.side.device) == (torch.device(KIND, 1), torch.device(KIND, 1))
+    assert TorchStager(torch.device(KIND, 0)).device == torch.device(KIND, 0)
+    assert stager.current_stream() == stager.current_stream() != stager.side
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_current_device_and_both_streams_are_put_back(at: int, fake: FakeAccelerator) -> None:
+    stager = FakeStager(fake, f"{KIND}:1")
+    fake.index = at
+    before = [fake.current_stream(torch.device(KIND, index)) for index in range(2)]
+
+    def fail() -> None:
+        assert (fake.index, fake.current_stream()) == (1, stager.side)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        stager.on_side(fail)
+    stager.copy_async(stager.empty(4), torch.zeros(4, dtype=torch.uint8), 4)
+    assert len(fake.queues[stager.side]) == 1
+    assert [fake.current_stream(torch.device(KIND, index)) for index in range(2)] == before
+    assert fake.index == at
+
+
+def test_an_event_is_used_again_and_asked(fake: FakeAccelerator) -> None:
+    stager = FakeStager(fake)
+    event = stager.record(stager.side)
+    assert not stager.query(event)
+    fake.run(stager.side)
+    assert stager.query(event)
+    seen: list[int] = []
+    stager.on_side(lambda: fake.queue(lambda: seen.append(1)))
+    assert stager.record(stager.side, event) is event
+    assert not stager.query(event)
+    stager.wait(stager.current_stream(), event)
+    fake.queue(lambda: seen.append(2))
+    fake.run(stager.current_stream())
+    assert seen == []
+    stager.synchronize(event)
+    fake.finish()
+    assert seen == [1, 2]
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_batches_arrive_in_order_on_any_stream(elsewhere: bool, reuse: bool, fake: FakeAccelerator) -> None:
+    """Without record_stream, too: the stream that looks at a batch has it in memory of its own."""
+    stager = FakeStager(fake)
+    copies = Copies(stager, 1, reuse, StagingCounters(), time.monotonic, can_share(stager.device))
+    streams = [stager.current_stream(), fake._new(0) if elsewhere else stager.current_stream()]
+    seen: list[list[int]] = []
+    for key in range(6):
+        copies.turn()
+        copies.begin(key, torch.full((4,), key, dtype=torch.uint8), 4, key)
+        before = fake.current_stream()
+        fake.set_stream(streams[key % 2])
+        memory: Any = copies.take(key).memory
+        fake.queue(lambda memory=memory: seen.append(memory.tensor.tolist()))
+        fake.run(streams[key % 2])  # ahead of the side stream, as far as it may be
+        fake.set_stream(before)
+    assert copies.drain() == list(range(6))
+    fake.finish()
+    assert sorted(seen) == [[key] * 4 for key in range(6)]
+
+
+def test_events_of_cuda_let_the_thread_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the generic interface take the argument and spin."""
+    made: list[Any] = []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            made.append(blocking)
+
+        def record(self, stream: Any) -> None:
+            made.append(("record", stream))
+
+        def wait(self, stream: Any) -> None:
+            made.append(("wait", stream))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **numbers: tuple(numbers.values()))
+    stager: Any = object.__new__(TorchStager)
+    stager.device = torch.device("cuda:1")
+    generic = torch.Stream(stream_id=7, device_index=1, device_type=1)
+    stager.wait(generic, stager.record(generic))
+    assert made == [True, ("record", (7, 1, 1)), ("wait", (7, 1, 1))]
+
+
+def test_streams_of_torch_are_equal_by_device_and_number() -> None:
+    """What `copies` relies on; a new object is made at every look."""
+    one, same, number, place = (
+        torch.Stream(stream_id=stream_id, device_index=index, device_type=1)
+        for stream_id, index in ((3, 0), (3, 0), (4, 0), (3, 1))
+    )
+    assert one == same
+    assert len({one, same, number, place}) == 3
+
+
+# ---- what is asked of torch -------------------------------------------------------------------------
+
+
+class Runtime:
+    """Stands for libcudart: notes what is registered, fails on demand."""
+
+    def __init__(self) -> None:
+        self.code = 0
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if not self.code:
+            self.registered[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0 if self.registered.pop(address, None) else 1
+
+
+class Nothing:
+    """A context that does nothing."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return runtime
+
+
+@pytest.fixture
+def stager(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Believes that it has CUDA, over CPU memory: what it does with host memory can be seen."""
+    stager: Any = object.__new__(TorchStager)
+    monkeypatch.setattr(torch.cuda, "device", Nothing)
+    stager._beside = Nothing
+    stager.side = "side"
+    stager.device = SimpleNamespace(type="cuda")
+    stager._clear_error = lambda: cleared.append(True)
+    cleared: list[bool] = []
+    stager.cleared = cleared
+    return stager
+
+
+def test_a_failed_registration_is_cleared(runtime: Runtime, stager: Any) -> None:
+    runtime.code = 304
+    with pytest.raises(PinFailed, match="cudaHostRegister of 4096 bytes failed with error 304"):
+        stager.register(1 << 20, 4096)
+    assert stager.cleared == [True]
+
+
+def test_clearing_an_error_launches_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    stager: Any = object.__new__(TorchStager)
+    stager.device = "cuda:0"
+    calls = []
+
+    def zeros(size: int, device: Any) -> None:
+        calls.append(device)
+        if len(calls) == 1:
+            raise RuntimeError("CUDA error: the one before")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    stager._clear_error()
+    assert calls == ["cuda:0"] * 2
+
+
+def test_only_cuda_registers(stager: Any) -> None:
+    stager.device = SimpleNamespace(type="xpu")
+    with pytest.raises(PinFailed, match=r"torch.xpu cannot page-lock memory that is there already"):
+        stager.register(1 << 20, 4096)
+
+
+def test_memory_that_cannot_be_pinned_is_said_to(stager: Any) -> None:
+    """As on a machine without an accelerator."""
+    if torch.accelerator.is_available():
+        pytest.skip("needs a machine without an accelerator")
+    with pytest.raises(PinFailed, match="torch could not page-lock 4096 bytes"):
+        stager.pinned(4096)
+
+
+def test_the_proof_fails_where_copies_do_nothing(
+    runtime: Runtime, stager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """WSL2. The probe is registered and unregistered in any case, and its memory is freed."""
+    stager.device = torch.device("cpu")
+    monkeypatch.setattr(stager, "_runtime", lambda: runtime)
+    for name in ("wait", "synchronize"):
+        monkeypatch.setattr(stager, name, lambda *_: None)
+    monkeypatch.setattr(stager, "record", lambda *_: None)
+    monkeypatch.setattr(stager, "current_stream", lambda: None)
+    stager.prove()
+    monkeypatch.setattr(stager, "copy_async", lambda *_: None)
+    with pytest.raises(PinFailed, match="arrived with other bytes"):
+        stager.prove()
+    assert runtime.registered == {}
+    runtime.code = 1
+    with pytest.raises(PinFailed, match="failed with error 1"):
+        stager.prove()
+
+
+def test_a_default_device_changes_nothing(
+    runtime: Runtime, stager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stager.device = torch.device("cpu")
+    monkeypatch.setattr(stager, "_runtime", lambda: runtime)
+    for name in ("wait", "synchronize", "record", "current_stream"):
+        monkeypatch.setattr(stager, name, lambda *_: None)
+    with torch.device("meta"):
+        assert stager.pageable(8).device.type == "cpu"
+        stager.prove()
+
+
+# ---- what a batch is made of ------------------------------------------------------------------------
+
+
+def test_tensors_are_found_wherever_they_are() -> None:
+    one, two, three, four = (torch.zeros(at + 1) for at in range(4))
+    tree = {"a": [one, "text"], "b": Point(two, Opaque({"inner": (three,)})), "c": {1, 2}, "again": one}
+    tree["self"] = tree
+    assert {id(part) for part in tensors_of((tree, four))} == {id(part) for part in (one, two, three, four)}
+
+
+def test_tensors_are_found_in_slots_and_in_what_is_made_when_it_is_asked_for() -> None:
+    class Lazy(Mapping[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            return [torch.zeros(1)]
+
+        def __iter__(self) -> Iterator[str]:
+            return iter("abcdefgh")
+
+        def __len__(self) -> int:
+            return 8
+
+    assert len(tensors_of([Lazy(), Slotted(torch.zeros(2))])) == 9
+    jagged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+    assert [part.numel() for part in tensors_of(jagged)] == [3, 5]
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta state|Sparse invariant checks).*:UserWarning")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+def test_a_sparse_tensor_is_its_parts(layout: str) -> None:
+    dense = torch.eye(4)
+    sparse = (
+        dense.to_sparse()
+        if layout == "coo"
+        else getattr(dense, f"to_sparse_{layout}")(*([(2, 2)] if layout.startswith("b") else []))
+    )
+    parts = tensors_of(sparse)
+    assert len(parts) == (2 if layout == "coo" else 3)
+    assert all(part.layout is torch.strided for part in parts)
+
+
+def test_moving_keeps_what_a_tensor_is() -> None:
+    assert moved("text", torch.device("meta")) == "text"
+    there = moved(torch.zeros(3, requires_grad=True), torch.device("meta"))
+    assert (there.device.type, there.requires_grad, there.is_leaf) == ("meta", True, True)
+    here = torch.zeros(2)
+    assert moved(here, here.device) is here

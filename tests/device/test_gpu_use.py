@@ -1,0 +1,257 @@
+"""On a real GPU: what users do with batches there: transforms, captured steps, and all that torch can do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._triton import has_triton
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from fastq_loader import DataLoader, copy_into, normalize
+from tests.support import datasets
+from tests.support.datasets import Made, assert_same
+from tests.support.gpu import (
+    BATCH,
+    BATCH_BYTES,
+    BATCHES,
+    MARKS,
+    WIDTH,
+    Numbers,
+    device_or_skip,
+    lag,
+    slow_copies,
+    staging_of,
+    warm_loader,
+    wrong_batches,
+)
+
+pytestmark = MARKS
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SAMPLES = (
+    datasets.tensor_sample,
+    datasets.numpy_sample,
+    datasets.dict_sample,
+    datasets.tuple_sample,
+    datasets.complex_sample,
+    datasets.namedtuple_sample,
+    datasets.large_sample,
+)
+
+
+@pytest.fixture(autouse=True)
+def _device() -> Iterator[None]:
+    with device_or_skip():
+        yield
+
+
+# ---- parity with torch --------------------------------------------------------------------------------
+
+
+def on_host(value: Any) -> Any:
+    """A batch with its tensors on the host, which must all have been on the device."""
+    if isinstance(value, torch.Tensor):
+        assert value.is_cuda
+        return value.cpu()
+    if isinstance(value, Mapping):
+        return type(value)({key: on_host(part) for key, part in value.items()})  # type: ignore[call-arg]
+    if hasattr(value, "_fields"):
+        return type(value)(*map(on_host, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(on_host, value))
+    return value
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("seed", range(24))
+def test_batches_are_those_of_torch_sent_to_the_device(seed: int) -> None:
+    draw = random.Random(seed)
+    make = draw.choice(SAMPLES)
+    same: dict[str, Any] = {
+        "batch_size": draw.choice([1, 3, 4, 8]),
+        "shuffle": draw.random() < 0.5,
+        "drop_last": draw.random() < 0.5,
+        "num_workers": draw.choice([0, 1, 2]),
+    }
+    own: dict[str, Any] = {
+        "device_prefetch": draw.choice([1, 2, 3]),
+        "device_buffers": draw.choice(["fresh", "reuse"]),
+        "pin": draw.choice(["auto", "bounce", "pageable"] + ["register"] * (same["num_workers"] > 0)),
+        "transform_stream": draw.choice(["consumer", "side"]),
+        "device_transform": draw.choice([None, list_of]),
+    }
+    what = f"seed {seed}: {make.__name__}, {same}, {own}"
+    dataset = Made(make, draw.randrange(9, 20))
+    torch.manual_seed(seed)
+    wanted = list(TorchDataLoader(dataset, **same))
+    torch.manual_seed(seed)
+    with DataLoader(dataset, device="cuda", **same, **own) as loader:
+        found = [on_host(batch) for batch in loader]
+    if own["device_transform"] is not None:
+        wanted = [[batch] for batch in wanted]
+    assert len(found) == len(wanted), what
+    for number, (one, other) in enumerate(zip(wanted, found, strict=True)):
+        assert_same(one, other, f"{what}, batch {number}")
+
+
+def list_of(batch: Any) -> list[Any]:
+    """A transform that leaves the values as they are."""
+    return [batch]
+
+
+# ---- transforms ---------------------------------------------------------------------------------------
+
+
+def image(index: int) -> tuple[torch.Tensor, int]:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randint(0, 256, (3, 96, 64), dtype=torch.uint8, generator=generator), index
+
+
+def torchvisions(images: torch.Tensor) -> torch.Tensor:
+    """What torchvision's ToTensor and Normalize make of uint8 images, in float64 on the host."""
+    mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (MEAN, STD))
+    return (images.double() / 255 - mean) / std
+
+
+IMAGES = Made(image, 16)
+PLAIN = [torch.stack([image(at)[0] for at in range(first, first + 4)]) for first in range(0, 16, 4)]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stream", ["consumer", "side"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_normalize_is_torchvisions_formula(
+    workers: int,
+    channels_last: bool,
+    dtype: torch.dtype,
+    stream: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow_copies(monkeypatch)
+    transform = normalize(MEAN, STD, dtype, channels_last=channels_last)
+    with DataLoader(
+        IMAGES, 4, num_workers=workers, device="cuda", device_transform=transform, transform_stream=stream
+    ) as loader:
+        batches = list(loader)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert len(batches) == len(PLAIN)
+    for (images, _), plain in zip(batches, PLAIN, strict=True):
+        assert images.dtype is dtype
+        assert images.is_contiguous(memory_format=layout)
+        error = (images.cpu().double() - torchvisions(plain)).abs().max().item()
+        assert error <= TOLERANCE[dtype], f"{error} off"
+    assert torch.cat([labels for _, labels in batches]).tolist() == list(range(16))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stream", ["consumer", "side"])
+def test_what_a_transform_raises_comes_at_its_batch(stream: str) -> None:
+    def picky(batch: torch.Tensor) -> torch.Tensor:
+        if batch[0, 0].item() == 2 * BATCH + 1:
+            raise KeyError("not this one")
+        return batch
+
+    with DataLoader(
+        Numbers(), BATCH, num_workers=2, device="cuda", device_transform=picky, transform_stream=stream
+    ) as loader:
+        found, batches = [], iter(loader)
+        for _ in range(BATCHES):
+            try:
+                found.append(next(batches)[0, 0].item())
+            except KeyError:
+                found.append("raised")
+    assert found == ["raised" if number == 2 else number * BATCH + 1 for number in range(BATCHES)]
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.timeout(300)
+def test_normalize_can_be_compiled() -> None:
+    if not has_triton():
+        pytest.skip("needs triton, torch's compiler for GPUs")
+    transform = normalize(MEAN, STD, torch.float16, channels_last=True)
+    compiled = torch.compile(lambda images: transform(images) * 2, fullgraph=True)
+    for plain in PLAIN[:2]:
+        images = compiled(plain.cuda())
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(images.cpu().double(), 2 * torchvisions(plain), rtol=0, atol=8e-3)
+
+
+# ---- captured steps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("buffers", ["fresh", "reuse"])
+def test_a_captured_step_normalises_what_is_copied_into_its_inputs(
+    buffers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_copies(monkeypatch)
+    transform = normalize(MEAN, STD, torch.float16, which=[0])
+    with DataLoader(IMAGES, 4, num_workers=2, device="cuda", device_buffers=buffers) as loader:
+        batches = iter(loader)
+        first = next(batches)
+        static = [part.clone() for part in first]
+        transform(static)  # warm, and makes the factors that a graph cannot keep
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="global"):
+            images, labels = transform(static)
+        outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for _ in PLAIN:
+            if outputs:
+                batches.copy_into(static)
+            else:
+                copy_into(static, first)
+            lag()  # the replay is late; the next batch must not be copied into `static` before
+            graph.replay()
+            outputs.append((images.clone(), labels.clone()))
+    for (images, labels), plain, number in zip(outputs, PLAIN, range(4), strict=True):
+        assert (images.cpu().double() - torchvisions(plain)).abs().max().item() <= TOLERANCE[torch.float16]
+        assert labels.tolist() == list(range(4 * number, 4 * number + 4))
+
+
+@pytest.mark.processes
+def test_copy_into_refuses_a_short_batch_and_copies_nothing() -> None:
+    with DataLoader(Numbers(6, 100), 4, num_workers=1, device="cuda") as loader:
+        batches = iter(loader)
+        static = next(batches).clone()
+        with pytest.raises(ValueError, match="drop_last=True leaves out the short last batch"):
+            batches.copy_into(static)
+        assert static[:, 0].tolist() == [1, 2, 3, 4]
+
+
+# ---- poll, and no workers ------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_poll_begins_copies_during_a_long_step() -> None:
+    with warm_loader(device_prefetch=3, prefetch_factor=4) as loader:
+        batches = iter(loader)
+        next(batches)
+        before = 0
+        for _ in range(100):  # until the workers have three batches ready
+            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+            batches.poll()
+            before = staging_of(loader).copies - BATCHES
+            if before == 4:
+                break
+        assert before == 4, "the batch that was taken, and three ahead"
+        assert wrong_batches(_shifted(batches)) == []
+
+
+def _shifted(batches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The rest of an epoch after its first batch, with the values of one that begins there."""
+    return (batch - BATCH for batch in batches)
+
+
+def test_without_workers_batches_go_over_in_the_same_way() -> None:
+    with warm_loader(num_workers=0, device_buffers="reuse", device_prefetch=1) as loader:
+        for batch in loader:
+            assert (batch.is_cuda, batch.shape) == (True, (BATCH, WIDTH))
+        staging = staging_of(loader)
+        assert (staging.copies, staging.copied_bytes) == (2 * BATCHES, 2 * BATCHES * BATCH_BYTES)

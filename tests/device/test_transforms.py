@@ -1,0 +1,326 @@
+"""normalize and copy_into, on the CPU; what only a GPU can show is in test_gpu."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastq_loader
+from fastq_loader import DataLoader, copy_into, normalize
+from tests.support.datasets import Keyed, Made, Point, Record
+from tests.support.fake_accelerator import KIND, FakeAccelerator, fake_accelerator
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def by_hand(pixels: torch.Tensor, limit: float = 255.0) -> torch.Tensor:
+    """torchvision's ToTensor and Normalize, in double."""
+    shape = (-1, *[1] * (pixels.dim() - 2))
+    mean = torch.tensor(MEAN, dtype=torch.float64).view(shape)
+    std = torch.tensor(STD, dtype=torch.float64).view(shape)
+    return (pixels.double() / limit - mean) / std
+
+
+def images(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+# ---- normalize --------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    shape=st.sampled_from([(1, 3, 1, 1), (4, 3, 8, 5), (2, 3, 7), (2, 3, 4, 5, 6), (0, 3, 2, 2), (5, 3)]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_it_is_what_torchvision_computes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    pixels = images(*shape)
+    result = normalize(MEAN, STD, dtype).image(pixels)
+    assert result.dtype is dtype
+    assert result.shape == pixels.shape
+    eps = torch.finfo(torch.float32 if dtype is torch.float32 else dtype).eps
+    torch.testing.assert_close(result.double(), by_hand(pixels), rtol=2 * eps, atol=4 * eps)
+
+
+def test_apex_example_in_one_line() -> None:
+    """examples/imagenet/main_amp.py: mean and std times 255, subtracted and divided."""
+    pixels = images(8, 3, 16, 16)
+    mean = torch.tensor([value * 255 for value in MEAN]).view(1, 3, 1, 1)
+    std = torch.tensor([value * 255 for value in STD]).view(1, 3, 1, 1)
+    expected = pixels.float().sub_(mean).div_(std)
+    torch.testing.assert_close(normalize(MEAN, STD)(pixels), expected)
+
+
+def test_floating_point_images_are_between_0_and_1() -> None:
+    pixels = torch.rand(2, 3, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(normalize(MEAN, STD, torch.float64).image(pixels), by_hand(pixels, 1.0))
+    scaled = normalize(MEAN, STD, torch.float64, max_value=1023.0).image(pixels * 1023)
+    torch.testing.assert_close(scaled, by_hand(pixels, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"), [((2, 3, 8, 8), "channels_last"), ((2, 3, 4, 4, 4), "channels_last_3d")]
+)
+def test_channels_last(shape: tuple[int, ...], layout: str) -> None:
+    pixels = images(*shape)
+    result = normalize(MEAN, STD, channels_last=True)(pixels)
+    assert result.is_contiguous(memory_format=getattr(torch, layout))
+    torch.testing.assert_close(result, normalize(MEAN, STD)(pixels))
+    with pytest.raises(ValueError, match="channels_last=True needs 4 or 5 dimensions, and got 3"):
+        normalize(MEAN, STD, channels_last=True)(images(2, 3, 8))
+
+
+def test_the_images_of_a_batch_are_found_and_the_rest_is_passed_on() -> None:
+    apply = normalize(MEAN, STD)
+    pixels, mask, labels = images(4, 3, 8, 8), images(4, 1, 8, 8), torch.arange(4)
+    batch = {"image": pixels, "mask": mask, "label": labels, "name": ["a"] * 4, "pair": (pixels,)}
+    result = apply(batch)
+    assert list(result) == list(batch)
+    assert result["image"].dtype is torch.float32
+    assert all(result[key] is batch[key] for key in ("mask", "label", "name", "pair"))
+    assert batch["image"] is pixels
+    assert pixels.dtype is torch.uint8  # the batch itself stays as it was
+
+
+@pytest.mark.parametrize("kind", [list, tuple, Point, Keyed])
+def test_containers_keep_their_types(kind: type) -> None:
+    pixels, labels = images(2, 3, 4, 4), torch.arange(2)
+    if kind is Keyed:
+        batch: Any = Keyed({"x": pixels, "y": labels})
+    else:
+        batch = Point(pixels, labels) if kind is Point else kind([pixels, labels])
+    result = normalize(MEAN, STD)(batch)
+    assert type(result) is kind
+    first, second = result.values() if isinstance(result, dict) else result
+    torch.testing.assert_close(first, by_hand(pixels).float())
+    assert second is labels
+
+
+def test_which_names_what_is_normalised() -> None:
+    left, right = torch.rand(2, 3, 4, 4), images(2, 3, 4, 4)
+    result = normalize(MEAN, STD, which=("left",))({"left": left, "right": right})
+    torch.testing.assert_close(result["left"], by_hand(left, 1.0).float())
+    assert result["right"] is right
+    assert normalize(MEAN, STD, which=[1])([left, right])[0] is left
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        (
+            [torch.rand(2, 3, 4, 4), "x"],
+            r"found no image with 3 channels among torch.float32 \(2, 3, 4, 4\), str",
+        ),
+        ({"image": images(2, 1, 4, 4)}, r"found no image with 3 channels among torch.uint8 \(2, 1, 4, 4\)"),
+        (images(2, 4, 4, 3), r"an image of shape \(2, 4, 4, 3\) has not: images are \(N, C, ...\)"),
+        ("text", "normalize got a str"),
+    ],
+)
+def test_a_batch_without_an_image_is_an_error(batch: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        normalize(MEAN, STD)(batch)
+
+
+def test_a_wrong_name_among_several_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"which names \['imgae'\], and the batch has \['image', 'label'\]"):
+        normalize(MEAN, STD, which=["image", "imgae"])(
+            {"image": images(2, 3, 4, 4), "label": torch.arange(2)}
+        )
+    with pytest.raises(TypeError, match=r"which='image' must be a list .*: which=\['image'\]"):
+        normalize(MEAN, STD, which="image")
+
+
+def test_what_it_keeps_serves_steps_with_and_without_gradients() -> None:
+    apply = normalize(MEAN, STD)
+    with torch.inference_mode():
+        apply(images(1, 3, 2, 2))
+    pixels = torch.rand(1, 3, 2, 2, requires_grad=True)
+    apply(images(1, 3, 2, 2))
+    apply.image(pixels).sum().backward()
+    assert pixels.grad is not None
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"mean=\(0.5,\) and std=\(1, 2\)"):
+        normalize((0.5,), (1, 2))
+    with pytest.raises(ValueError, match=r"std=\(1, 0, 1\) must not be 0"):
+        normalize(MEAN, (1, 0, 1))
+    with pytest.raises(TypeError, match=r"dtype=torch.int32 must be floating-point"):
+        normalize(MEAN, STD, torch.int32)
+
+
+def test_it_can_be_pickled_and_shown() -> None:
+    apply = normalize(MEAN, STD, torch.float16)
+    pixels = images(2, 3, 4, 4)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(apply))(pixels), apply(pixels))
+    assert repr(apply).startswith("normalize(mean=(0.485")
+
+
+class Late:
+    """A normalize on a fake accelerator: its factors are there once the stream that made them has run."""
+
+    def __init__(self, fake: FakeAccelerator, patch: pytest.MonkeyPatch) -> None:
+        self.apply = normalize(MEAN, STD)
+        self.fake = fake
+        self.made = 0
+        self.seen: list[float] = []
+        patch.setattr(self.apply, "_make", self.make)
+
+    def make(self, *form: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.made += 1
+        scale, shift = torch.full((), -1.0), torch.full((), -1.0)
+        self.fake.queue(lambda: (scale.fill_(1), shift.fill_(1)))
+        return scale, shift
+
+    def use(self, device: str = f"{KIND}:0") -> None:
+        """Queue a look at the factors on the current stream."""
+        pixels: Any = SimpleNamespace(device=torch.device(device), dtype=torch.uint8, dim=lambda: 4)
+        scale, shift = self.apply._scale_and_shift(pixels)
+        self.fake.queue(lambda: self.seen.extend((scale.item(), shift.item())))
+
+
+def test_a_stream_reads_only_factors_that_it_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_accelerator(monkeypatch) as fake:
+        late = Late(fake, monkeypatch)
+        first, second = fake.current_stream(), fake.Stream(torch.device(KIND, 0))
+        late.use()
+        fake.set_stream(second)
+        late.use()
+        fake.run(second)  # while the first has not run yet
+        assert late.seen == [1, 1]
+        late.use()
+        fake.set_stream(first)
+        late.use()
+        fake.finish()
+        assert (late.seen, late.made) == ([1] * 8, 2)
+        late.use(f"{KIND}:1")  # whose current stream is another
+        assert late.made == 3
+
+
+def test_where_streams_cannot_be_told_apart_factors_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device that torch was built with, where another backend has made itself torch's accelerator."""
+    with fake_accelerator(monkeypatch) as fake:
+        late = Late(fake, monkeypatch)
+        for device in ("xpu:0", "xpu:0", "cpu", "cpu"):
+            late.use(device)
+        assert late.made == 3
+
+
+def test_what_a_graph_captured_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_accelerator(monkeypatch) as fake:
+        late = Late(fake, monkeypatch)
+        stream = fake.Stream(torch.device(KIND, 0))
+        monkeypatch.setattr(fake, "current_stream", lambda device=None: stream)
+        monkeypatch.setattr(torch.accelerator, "current_stream", fake.current_stream)
+        stream.capturing = True
+        late.use()
+        late.use()
+        stream.capturing = False
+        late.use()
+        late.use()
+        assert late.made == 3
+
+
+def test_on_the_host_no_accelerator_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply, pixels = normalize(MEAN, STD), images(2, 3, 4, 4)
+    for name in ("current_accelerator", "current_stream"):
+        monkeypatch.setattr(torch.accelerator, name, lambda *_: pytest.fail("an accelerator was asked"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("CUDA was asked"))
+    torch.testing.assert_close(apply(pixels), by_hand(pixels).float())
+
+
+def test_in_a_compiled_step() -> None:
+    apply = normalize(MEAN, STD)
+
+    def step(pixels: torch.Tensor) -> torch.Tensor:
+        return apply(pixels) * 2
+
+    # "eager" runs what was traced: that there is no graph break is what is tested.
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    pixels = images(2, 3, 4, 4)
+    torch.testing.assert_close(compiled(pixels), step(pixels))
+
+
+# ---- copy_into --------------------------------------------------------------------------------------
+
+
+def batch_of(value: float, size: int = 4) -> Any:
+    labels = torch.full((size,), value).long()
+    return {"x": torch.full((size, 2), float(value)), "rest": [Point(labels, "text"), 3]}
+
+
+def test_every_tensor_is_copied_in_place() -> None:
+    static, addresses = batch_of(0), []
+    addresses = [static["x"].data_ptr(), static["rest"][0].x.data_ptr()]
+    copy_into(static, batch_of(7))
+    assert static["x"].unique().tolist() == static["rest"][0].x.unique().tolist() == [7]
+    assert addresses == [static["x"].data_ptr(), static["rest"][0].x.data_ptr()]
+
+
+def test_into_tensors_that_require_grad() -> None:
+    static = torch.zeros(3, requires_grad=True)
+    copy_into(static, torch.ones(3))
+    assert static.tolist() == [1, 1, 1]
+    assert static.is_leaf
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (
+            batch_of(1, size=3),
+            r"batch\['x'\] differ: torch.float32 \(4, 2\) .* torch.float32 \(3, 2\) .*drop_last",
+        ),
+        ({"x": torch.ones(4, 2)}, r"differ in their keys: \['x', 'rest'\] and \['x'\]"),
+        ({"x": torch.ones(4, 2).double(), "rest": []}, r"batch\['x'\] differ: torch.float32"),
+        ({"x": torch.ones(4, 2), "rest": []}, r"batch\['rest'\] differ: list of 2 .* list of 0 came"),
+        (torch.ones(4, 2), "differ in their keys"),
+    ],
+)
+def test_a_batch_of_another_form_is_refused_whole(other: Any, text: str) -> None:
+    static = batch_of(5)
+    with pytest.raises(ValueError, match=text):
+        copy_into(static, other)
+    assert static["x"].unique().tolist() == [5]
+
+
+def test_what_cannot_be_filled_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no tensors to copy into"):
+        copy_into({"a": 1}, {"a": 2})
+    with pytest.raises(ValueError, match=r"expanded tensor at batch\[1\]"):
+        copy_into([torch.zeros(2), torch.zeros(1).expand(3)], [torch.ones(2), torch.ones(3)])
+    with pytest.raises(ValueError, match=r"has a Record with tensors at batch\[0\]"):
+        copy_into([Record("r", torch.zeros(2)), torch.zeros(2)], [Record("r", torch.ones(2)), torch.ones(2)])
+
+
+def sample(index: int) -> Any:
+    return {"x": torch.full((3,), float(index)), "name": str(index)}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iterators_copy_their_next_batch(workers: int) -> None:
+    loader = DataLoader(Made(sample, 9), 2, num_workers=workers)
+    static = {"x": torch.empty(2, 3)}
+    with pytest.raises(ValueError, match="differ in their keys"):
+        iter(loader).copy_into(static)
+    static["name"] = None  # type: ignore[assignment]
+    iterator, seen = iter(loader), []
+    for _ in range(4):
+        iterator.copy_into(static)
+        seen.append(static["x"][:, 0].tolist())
+    assert seen == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ValueError, match="drop_last=True leaves out the short last batch"):
+        iterator.copy_into(static)
+    with pytest.raises(StopIteration):
+        iterator.copy_into(static)
+
+
+def test_they_are_part_of_the_package() -> None:
+    assert {"normalize", "copy_into"} <= set(fastq_loader.__all__)

@@ -1,0 +1,177 @@
+"""What a batch costs must not grow with the epoch, with the batches that are kept, or faster than its leaves.
+
+Costs are counted in calls of Python and C functions, not in seconds: the same on every machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from fastq_loader.ipc.messages import BATCH, Answer
+from fastq_loader.memory.allocator import Allocator, empty
+from fastq_loader.memory.arena import AVAILABLE
+from fastq_loader.memory.ledger import BlockLedger
+from fastq_loader.scheduling.events import (
+    Arrived,
+    Deliver,
+    Draw,
+    Drawn,
+    EpochStarted,
+    Exhausted,
+    Send,
+    Wanted,
+)
+from fastq_loader.scheduling.in_flight import InFlight
+from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.scheduling.window import Window
+from tests.support.pair import LARGE, Pair, paired
+
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    # The invariants look at every block, which is what is not to be counted here.
+    monkeypatch.setattr(BlockLedger, "check", lambda self: None)
+    with paired() as both:
+        yield both
+
+
+def calls(action: Callable[[], object]) -> int:
+    """How many functions `action` calls, directly and indirectly."""
+    count = 0
+
+    def look(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    gc.disable()  # what the collector calls is not the action's
+    sys.setprofile(look)
+    try:
+        action()
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return count
+
+
+def batch_of(leaves: int, elements: int) -> dict[str, torch.Tensor]:
+    return {str(leaf): torch.ones(elements) for leaf in range(leaves)}
+
+
+@pytest.mark.parametrize("elements", [8, LARGE])
+def test_a_batch_costs_the_same_however_many_are_kept(pair: Pair, elements: int) -> None:
+    batch = batch_of(2, elements)
+    kept = [pair.trip(batch) for _ in range(10)]
+    few = calls(lambda: kept.append(pair.trip(batch)))
+    kept += [pair.trip(batch) for _ in range(300)]
+    many = calls(lambda: kept.append(pair.trip(batch)))
+    assert many <= few
+
+
+@pytest.mark.parametrize("elements", [8, LARGE])
+def test_a_batch_costs_what_its_leaves_cost(pair: Pair, elements: int) -> None:
+    costs = []
+    for leaves in (1, 11, 21, 201):
+        for _ in range(3):  # the spec is known, and the blocks are there
+            pair.trip(batch_of(leaves, elements))
+        batch = batch_of(leaves, elements)
+        costs.append(calls(lambda batch=batch: pair.trip(batch)))  # type: ignore[misc]
+    ten = costs[1] - costs[0]
+    assert costs[2] - costs[1] <= ten * 1.1
+    assert costs[3] - costs[2] <= 18 * ten * 1.1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_scheduling_a_batch_costs_the_same_all_epoch_long(dynamic: bool) -> None:
+    scheduler = Scheduler(workers=2, prefetch=2, in_order=True, ledger=BlockLedger(), dynamic=dynamic)
+    sends: list[Any] = []
+    for index, _ in enumerate(scheduler.handle(EpochStarted(1))):
+        sends += scheduler.handle(Drawn(index))
+
+    def step() -> None:
+        send = sends.pop(0)
+        assert isinstance(send, Send)
+        answer = Answer(send.epoch, send.seq, 0, BATCH, 0, 0, (), (), (), None)
+        scheduler.handle(Arrived(send.worker or 0, answer))
+        assert len(scheduler.handle(Wanted())) == 2
+        sends.extend(scheduler.handle(Drawn(send.seq)))
+
+    costs = [calls(step) for _ in range(2000)]
+    assert set(costs[10:]) == {costs[10]}
+
+
+def test_a_users_tensor_is_copied_once_and_one_of_ours_not_at_all(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    write = Allocator.write
+
+    def counted(self: Allocator, offset: int, source: int, nbytes: int) -> None:
+        copied.append(nbytes)
+        write(self, offset, source, nbytes)
+
+    monkeypatch.setattr(Allocator, "write", counted)
+    handle = pair.arrive(pair.pack(lambda: torch.ones(LARGE)))
+    assert torch.equal(pair.deliver(handle), torch.ones(LARGE))
+    assert copied == [LARGE * 4]
+    handle = pair.arrive(pair.pack(lambda: empty((LARGE,)).fill_(1)))
+    assert torch.equal(pair.deliver(handle), torch.ones(LARGE))
+    assert copied == [LARGE * 4], "what was allocated in a block was copied"
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_an_epoch_in_one_wide_window_costs_what_its_batches_cost(in_order: bool) -> None:
+    """Also when it ends: the window empties, and the sampler has nothing more to fill it with."""
+
+    def epoch(batches: int) -> int:
+        scheduler = Scheduler(2, 2, in_order, BlockLedger(), dynamic=True, window=Window(batches, group=2))
+        indices = iter(range(2 * batches))
+
+        def draw() -> list[Any]:
+            index = next(indices, None)
+            return scheduler.handle(Exhausted() if index is None else Drawn(index))
+
+        def play() -> None:
+            sends = [send for _ in scheduler.handle(EpochStarted(1)) for send in draw()]
+            handed_out = 0
+            while handed_out < 2 * batches:
+                if sends:
+                    send = sends.pop()  # the last one first: all of them wait for the head of the line
+                    answer = Answer(send.epoch, send.seq, 0, BATCH, 0, 0, (), (), (), None)
+                    scheduler.handle(Arrived(0, answer))
+                for instruction in scheduler.handle(Wanted()):
+                    if type(instruction) is Draw:
+                        sends += draw()
+                    handed_out += type(instruction) is Deliver
+                scheduler.upcoming(2)
+
+        return calls(play)
+
+    assert epoch(1000) <= 10 * epoch(100) * 1.1
+
+
+@pytest.mark.parametrize(("in_order", "looks"), [(True, 0), (False, 3)])
+def test_what_goes_to_a_device_next_is_found_without_a_look_at_all_that_is_ready(
+    in_order: bool, looks: int
+) -> None:
+    answers = [Answer(1, seq, 0, BATCH, 0, 0, (), (), (), None) for seq in range(100)]
+    line, looked = InFlight(100), []
+    for answer in answers:
+        line.new(0, answer.seq).answer = answer
+
+    def inbox() -> Iterator[Arrived]:
+        for answer in answers:
+            looked.append(answer)
+            yield Arrived(0, answer)
+
+    assert line.upcoming(inbox(), 3, in_order) == answers[:3]
+    assert len(looked) == looks

@@ -1,0 +1,1146 @@
+"""What code outside of a DataLoader overrides, calls, reads, sets, deletes, pickles, patches or tests for.
+
+One row for each hook of `DataLoader` and its two iterators (torch/utils/data/dataloader.py, torch 2.13).
+A row is a function of the class that says what it saw, in plain values; it runs with torch's class and with
+ours, and both must say the same. Where ours differs on purpose the row is in `ON_PURPOSE`, with what each of
+the two says; the reasons are in the README.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import itertools
+import pickle
+import queue
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, get_worker_info
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _DatasetKind,
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
+
+from fastq_loader import DataLoader
+from tests.support.datasets import identity
+
+Row = Callable[..., Any]
+ROWS: dict[str, Row] = {}
+ON_PURPOSE: dict[str, tuple[Row, Any, Any]] = {}
+
+WORKERS = ({"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True})
+
+
+def row(function: Row) -> Row:
+    ROWS[function.__name__] = function
+    return function
+
+
+def on_purpose(torchs: Any, ours: Any) -> Callable[[Row], Row]:
+    def add(function: Row) -> Row:
+        ON_PURPOSE[function.__name__] = (function, torchs, ours)
+        return function
+
+    return add
+
+
+def plain(value: Any) -> Any:
+    """Batches as lists and numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    return value
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    """What a call gives, or what it raises and says."""
+    try:
+        return plain(call())
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def each(kind: Any, call: Callable[..., Any], size: int = 10, **arguments: Any) -> list[Any]:
+    """`call` on a loader over so many numbers, without workers, with workers, and with those that stay."""
+    seen = []
+    for workers in WORKERS:
+        loader = kind(range(size), 2, **workers, **arguments)
+        seen.append(plain(call(loader)))
+        loader._iterator = None
+    return seen
+
+
+class Stream(IterableDataset[int]):
+    """Two workers have four numbers each; says it has fewer."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(4)) if info is None else iter(range(4 * info.id, 4 * info.id + 4))
+
+    def __len__(self) -> int:
+        return 3
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [
+        f"{warning.category.__name__}: {warning.message}"
+        for warning in caught
+        if "use of fork()" not in str(warning.message)
+    ]
+
+
+@contextmanager
+def unraisable() -> Iterator[None]:
+    """What finalizers raise in here is nobody's concern."""
+    before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        yield
+        gc.collect()
+    finally:
+        sys.unraisablehook = before
+
+
+# ---- the class ----------------------------------------------------------------------------------------
+
+
+@row
+def the_constructors_parameters(kind: Any) -> Any:
+    parameters = list(inspect.signature(kind.__init__).parameters.values())[:18]
+    return [(p.name, p.kind, p.default) for p in parameters]
+
+
+@row
+def its_name(kind: Any) -> Any:
+    return kind.__name__, kind.__qualname__
+
+
+@row
+def every_name_of_the_class_is_there(kind: Any) -> Any:
+    return [name for name in dir(TorchDataLoader) if not hasattr(kind, name)]
+
+
+@row
+def subscripts(kind: Any) -> Any:
+    class Ours(kind[int]):  # type: ignore[misc]
+        pass
+
+    return plain(list(Ours(range(4), 2))), kind[int].__origin__ is kind
+
+
+@row
+def instances_and_subclasses(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        pass
+
+    loader = kind(range(3))
+    return (
+        isinstance(loader, TorchDataLoader),
+        issubclass(Mine, TorchDataLoader),
+        isinstance(loader, Mine),
+        isinstance(Mine(range(3)), kind),
+    )
+
+
+@row
+def every_argument_is_an_attribute_of_the_same_name(kind: Any) -> Any:
+    loader = kind(range(9), 3, num_workers=2, timeout=4, prefetch_factor=3, persistent_workers=True)
+    names = [name for name in inspect.signature(TorchDataLoader.__init__).parameters if name != "self"]
+    return [
+        (name, value if isinstance(value, (int, str, type(None))) else type(value).__name__)
+        for name in names
+        if name != "shuffle"
+        for value in [getattr(loader, name)]
+    ]
+
+
+@row
+def the_attributes_of_an_instance(kind: Any) -> Any:
+    return [name for name in vars(TorchDataLoader(range(3))) if not hasattr(kind(range(3)), name)]
+
+
+@row
+def truth_and_hash(kind: Any) -> Any:
+    empty, full = kind([]), kind([1])
+    return bool(empty), bool(full), full == full, full == kind([1]), len({full, full})
+
+
+@row
+def attributes_that_are_set_once(kind: Any) -> Any:
+    loader = kind(range(6), 2)
+    names = (
+        "batch_size",
+        "batch_sampler",
+        "sampler",
+        "drop_last",
+        "dataset",
+        "persistent_workers",
+        "timeout",
+    )
+    return [attempt(lambda name=name: setattr(loader, name, 0)) for name in names]
+
+
+@row
+def the_flag_that_says_it_is_initialized(kind: Any) -> Any:
+    """timm's MultiEpochsDataLoader opens and closes it."""
+    loader = kind(range(6), 2)
+    before = loader._DataLoader__initialized
+    loader._DataLoader__initialized = False
+    loader.batch_sampler = BatchSampler(range(6), 3, False)
+    loader._DataLoader__initialized = True
+    return before, plain(list(loader)), attempt(lambda: setattr(loader, "batch_sampler", None))
+
+
+@row
+def any_other_attribute(kind: Any) -> Any:
+    loader = kind(range(6), 2)
+    loader.mine = [1]
+    del loader.generator
+    return loader.mine, hasattr(loader, "generator"), attempt(lambda: delattr(loader, "nothing"))
+
+
+@row
+def attributes_set_past_the_constructor(kind: Any) -> Any:
+    def run(loader: Any) -> Any:
+        object.__setattr__(loader, "batch_sampler", BatchSampler(range(5), 5, False))
+        object.__setattr__(loader, "dataset", range(100, 110))
+        loader.collate_fn = identity
+        return list(loader), list(loader), len(loader)
+
+    return each(kind, run)
+
+
+@row
+def arguments_set_between_epochs(kind: Any) -> Any:
+    """Workers that stay were started with what was set then; the others follow."""
+
+    def run(loader: Any) -> Any:
+        first = list(loader)
+        loader.collate_fn = sum
+        object.__setattr__(loader, "batch_sampler", BatchSampler(range(4), 4, False))
+        return first, list(loader)
+
+    return each(kind, run)
+
+
+@row
+def the_number_of_workers_set_later(kind: Any) -> Any:
+    loader = kind(range(6), 2)
+    loader.num_workers = 2
+    with unraisable():  # torch's iterators, half made
+        refused = attempt(lambda: list(loader))
+        loader.prefetch_factor = 2
+        with_workers = plain(list(loader))
+        loader.prefetch_factor = 0
+        none_ahead = attempt(lambda: list(loader))
+        loader.num_workers, loader.prefetch_factor = -1, 2
+        return refused, with_workers, none_ahead, attempt(lambda: list(loader))
+
+
+@row
+def a_timeout_set_later_without_workers(kind: Any) -> Any:
+    loader = kind(range(6), 2)
+    loader.timeout = 3
+    return attempt(lambda: list(loader))
+
+
+@row
+def the_context_is_a_property(kind: Any) -> Any:
+    loader = kind(range(6), 2, num_workers=1)
+    empty = loader.multiprocessing_context
+    loader.multiprocessing_context = "fork"
+    name = loader.multiprocessing_context.get_start_method()
+    return (
+        empty,
+        name,
+        "multiprocessing_context" in vars(loader),
+        isinstance(inspect.getattr_static(loader, "multiprocessing_context"), property),
+        attempt(lambda: setattr(loader, "multiprocessing_context", "nonsense"))[0],
+        attempt(lambda: setattr(loader, "multiprocessing_context", 3)),
+        attempt(lambda: setattr(kind(range(6)), "multiprocessing_context", "fork")),
+    )
+
+
+@row
+def the_context_may_be_overridden(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        asked = 0
+
+        @property
+        def multiprocessing_context(self) -> Any:
+            type(self).asked += 1
+            return torch.multiprocessing.get_context("fork")
+
+        @multiprocessing_context.setter
+        def multiprocessing_context(self, value: Any) -> None:
+            self.given = value
+
+    loader = Mine(range(6), 2, num_workers=1)
+    return plain(list(loader)), loader.given, Mine.asked > 0
+
+
+@row
+def the_sampler_that_is_used_may_be_overridden(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        @property
+        def _index_sampler(self) -> Any:
+            return [[5, 6], [7]]
+
+    def run(loader: Any) -> Any:
+        return list(loader), list(loader), len(loader), len(iter(loader))
+
+    return each(Mine, run)
+
+
+@row
+def whether_samples_are_collated_may_be_overridden(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        @property
+        def _auto_collation(self) -> bool:
+            return False
+
+    return each(Mine, list, collate_fn=identity)
+
+
+@row
+def the_length_may_be_overridden(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return 2
+
+    def run(loader: Any) -> Any:
+        return len(loader), len(list(iter(loader)))
+
+    return each(Mine, run)
+
+
+@row
+def the_length_of_a_stream_is_remembered_and_warned_about(kind: Any) -> Any:
+    seen = []
+    for workers in WORKERS:
+        loader = kind(Stream(), **workers)
+        asked = [loader._IterableDataset_len_called]
+        with warned() as texts:
+            counts = [sum(1 for _ in loader)]
+            asked += [len(loader), loader._IterableDataset_len_called]
+            counts.append(sum(1 for _ in loader))
+        seen.append((asked, counts, [text.partition(" at 0x")[0] for text in texts], len(texts)))
+        loader._iterator = None
+    return seen
+
+
+@row
+def the_warning_about_many_workers_may_be_overridden(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        calls = 0
+
+        def check_worker_number_rationality(self) -> None:
+            type(self).calls += 1
+
+    counts = []
+    for workers in WORKERS:
+        Mine.calls = 0
+        loader = Mine(range(4), **workers)
+        counts.append(Mine.calls)
+        for _ in range(2):
+            list(loader)
+        counts.append(Mine.calls)
+        loader._iterator = None
+    return counts
+
+
+@row
+def the_warning_about_many_workers(kind: Any) -> Any:
+    with warned() as texts:
+        loader = kind(range(4), num_workers=100)
+        loader.check_worker_number_rationality()
+    return texts
+
+
+@row
+def the_kind_of_the_dataset(kind: Any) -> Any:
+    return [
+        kind(dataset)._dataset_kind == value
+        for dataset, value in ((range(3), _DatasetKind.Map), (Stream(), _DatasetKind.Iterable))
+    ]
+
+
+# ---- making iterators -----------------------------------------------------------------------------------
+
+
+class Wrapped:
+    """torch_geometric's DataLoaderIterator (loader/base.py)."""
+
+    def __init__(self, iterator: Any, transform: Callable[[Any], Any]) -> None:
+        self.iterator = iterator
+        self.transform = transform
+
+    def __iter__(self) -> Any:
+        return self
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self.iterator._reset(loader, first_iter)
+
+    def __len__(self) -> int:
+        return len(self.iterator)
+
+    def __next__(self) -> Any:
+        return self.transform(next(self.iterator))
+
+    def __del__(self) -> None:
+        if isinstance(self.iterator, _MultiProcessingDataLoaderIter):
+            self.iterator.__del__()
+
+
+def wrapping(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        made = 0
+
+        def _get_iterator(self) -> Any:
+            type(self).made += 1
+            return Wrapped(super()._get_iterator(), lambda batch: batch * 10)
+
+    return Mine
+
+
+@row
+def an_overridden_get_iterator_is_called(kind: Any) -> Any:
+    mine = wrapping(kind)
+
+    def run(loader: Any) -> Any:
+        mine.made = 0
+        return list(loader), list(loader), mine.made, type(iter(loader)).__name__, len(iter(loader))
+
+    return each(mine, run)
+
+
+@row
+def a_wrapped_iterator_is_broken_off_and_reset(kind: Any) -> Any:
+    def run(loader: Any) -> Any:
+        seen = []
+        for stop in (1, 3, 0, 9):
+            iterator = iter(loader)
+            seen.append(list(itertools.islice(iterator, stop)))
+            del iterator
+        return seen
+
+    return each(wrapping(kind), run)
+
+
+@row
+def a_wrapper_is_what_the_loader_keeps(kind: Any) -> Any:
+    loader = wrapping(kind)(range(6), 2, num_workers=1, persistent_workers=True)
+    first = iter(loader)
+    same = first is iter(loader) is loader._iterator
+    del first
+    loader._iterator = None
+    return same
+
+
+@row
+def get_iterator_may_be_a_generator(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        def _get_iterator(self) -> Any:
+            for batch in super()._get_iterator():
+                yield batch + 1
+
+    return [plain(list(Mine(range(4), 2, num_workers=workers))) for workers in (0, 2)]
+
+
+@row
+def get_iterator_may_have_nothing_to_do_with_ours(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        def _get_iterator(self) -> Any:
+            return iter("abc")
+
+    loader = Mine(range(4), num_workers=2, persistent_workers=True)
+    seen = list(loader), attempt(lambda: list(loader))
+    del loader._iterator
+    return seen
+
+
+@row
+def get_iterator_called_by_hand(kind: Any) -> Any:
+    def run(loader: Any) -> Any:
+        one, two = loader._get_iterator(), loader._get_iterator()
+        both = list(zip(one, two, strict=True))
+        return both, loader._iterator
+
+    return each(kind, run)
+
+
+@row
+def iter_may_be_overridden(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                yield batch - 1
+
+    def run(loader: Any) -> Any:
+        with closing(iter(loader)) as broken:
+            first = next(broken)
+        return first, list(loader), list(loader)
+
+    return each(Mine, run)
+
+
+@row
+def iter_may_run_in_a_thread(kind: Any) -> Any:
+    """prefetch_generator's BackgroundGenerator, the DataLoaderX of many repositories."""
+
+    class Mine(kind):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            batches: queue.Queue[Any] = queue.Queue(2)
+
+            def fill() -> None:
+                for batch in super(Mine, self).__iter__():
+                    batches.put(batch)
+                batches.put(None)
+
+            threading.Thread(target=fill, daemon=True).start()
+            return iter(batches.get, None)
+
+    return each(Mine, lambda loader: (list(loader), list(loader)))
+
+
+class Repeated:
+    """timm's and ultralytics' sampler that never ends."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from iter(self.sampler)
+
+
+@row
+def one_iterator_for_all_epochs(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
+            self.iterator = super().__iter__()
+
+        def __len__(self) -> int:
+            return len(self.batch_sampler.sampler)
+
+        def __iter__(self) -> Any:
+            for _ in range(len(self)):
+                yield next(self.iterator)
+
+    seen = []
+    for workers in WORKERS:
+        loader = Mine(range(5), 2, **workers)
+        seen.append(plain([list(loader), list(loader), len(loader)]))
+        loader.iterator = loader._iterator = None
+    return seen
+
+
+@row
+def iterators_of_one_loader(kind: Any) -> Any:
+    def run(loader: Any) -> Any:
+        iterator = iter(loader)
+        return iter(iterator) is iterator, len(iterator), loader._iterator is None, next(iterator)
+
+    return each(kind, run)
+
+
+@row
+def the_loader_keeps_an_iterator_with_persistent_workers(kind: Any) -> Any:
+    loader = kind(range(4), num_workers=1, persistent_workers=True)
+    before = loader._iterator
+    iterator = iter(loader)
+    kept = loader._iterator is iterator
+    del iterator
+    loader._iterator = None
+    return before, kept, loader._iterator
+
+
+@row
+def an_epoch_by_reset(kind: Any) -> Any:
+    """As wrappers do it: the same object goes on."""
+
+    def run(loader: Any) -> Any:
+        iterator = loader._get_iterator()
+        seen = [next(iterator)]
+        for first_iter in ((), (False,)):
+            iterator._reset(loader, *first_iter)
+            seen.append(list(iterator))
+        return seen
+
+    loader = kind(range(6), 2, num_workers=2, persistent_workers=True)
+    return plain([run(kind(range(6), 2)), run(loader)])
+
+
+# ---- iterators ------------------------------------------------------------------------------------------
+
+
+@row
+def the_classes_of_iterators(kind: Any) -> Any:
+    kinds = (_BaseDataLoaderIter, _SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter)
+    return each(kind, lambda loader: [isinstance(iter(loader), kind) for kind in kinds])
+
+
+READ = (
+    "_IterableDataset_len_called",
+    "_auto_collation",
+    "_base_seed",
+    "_dataset_kind",
+    "_drop_last",
+    "_in_order",
+    "_num_workers",
+    "_num_yielded",
+    "_persistent_workers",
+    "_pg",
+    "_pin_memory",
+    "_pin_memory_device",
+    "_prefetch_factor",
+    "_profile_name",
+    "_rank",
+    "_shared_seed",
+    "_shutdown",
+    "_timeout",
+    "_worker_init_fn",
+    "_world_size",
+)
+
+
+@row
+def what_iterators_say_of_themselves(kind: Any) -> Any:
+    def look(iterator: Any) -> Any:
+        return [(name, str(getattr(iterator, name, "none"))) for name in READ]
+
+    def run(loader: Any) -> Any:
+        torch.manual_seed(3)
+        iterator = iter(loader)
+        seen = [look(iterator)]
+        for _ in range(2):
+            next(iterator)
+            seen.append(look(iterator))
+        assert iterator._dataset is loader.dataset
+        assert iterator._collate_fn is loader.collate_fn
+        assert iterator._index_sampler is loader._index_sampler
+        list(iterator)
+        return [*seen, look(iterator), attempt(lambda: next(iterator))]
+
+    return each(kind, run)
+
+
+@row
+def what_an_iterator_has_yielded_in_each_epoch(kind: Any) -> Any:
+    def run(loader: Any) -> Any:
+        seen = []
+        for _ in range(2):
+            iterator = iter(loader)
+            seen += [iterator._num_yielded for _ in iterator]
+        return seen
+
+    return each(kind, run)
+
+
+@row
+def indices_that_are_still_to_come(kind: Any) -> Any:
+    def run(loader: Any) -> Any:
+        iterator = iter(loader)
+        next(iterator)
+        drawn = next(iterator._sampler_iter), iterator._next_index()
+        return drawn, list(iterator)
+
+    torch.manual_seed(1)
+    return each(kind, run, size=20), each(kind, run, size=20, shuffle=True)
+
+
+@row
+def indices_from_elsewhere(kind: Any) -> Any:
+    def run(loader: Any) -> Any:
+        iterator = iter(loader)
+        iterator._sampler_iter = iter([[0, 9], [9, 9]])
+        return list(iterator)
+
+    return each(kind, run, size=20)
+
+
+@row
+def the_next_batch_without_counting(kind: Any) -> Any:
+    def run(loader: Any) -> Any:
+        iterator = iter(loader)
+        return iterator._next_data(), iterator._num_yielded, next(iterator), iterator._num_yielded
+
+    return each(kind, run)
+
+
+@row
+def the_workers_of_an_iterator(kind: Any) -> Any:
+    def look(iterator: Any) -> Any:
+        return [
+            (type(worker.pid) is int, worker.is_alive(), worker.exitcode, worker.daemon)
+            for worker in iterator._workers
+        ]
+
+    iterator = iter(kind(range(6), 2, num_workers=2))
+    seen = [look(iterator), len({worker.pid for worker in iterator._workers})]
+    list(iterator)
+    return [*seen, look(iterator)]
+
+
+@row
+def the_names_of_workers(kind: Any) -> Any:
+    def names(**context: Any) -> list[str]:
+        workers = iter(kind(range(6), 2, num_workers=2, **context))._workers
+        return [worker.name.rpartition("-")[0] for worker in workers]
+
+    return names(), names(multiprocessing_context="fork")
+
+
+@row
+def the_fetcher_of_an_iterator(kind: Any) -> Any:
+    fetchers = [iter(kind(dataset, 2))._dataset_fetcher for dataset in (range(4), Stream())]
+    return [
+        (
+            type(fetcher.dataset).__name__,
+            fetcher.auto_collation,
+            fetcher.drop_last,
+            fetcher.fetch([0, 1]).tolist(),
+        )
+        for fetcher in fetchers
+    ], [fetchers[1].ended, fetchers[0].collate_fn is kind([]).collate_fn]
+
+
+@row
+def iterators_cannot_be_pickled_or_copied(kind: Any) -> Any:
+    def run(loader: Any) -> Any:
+        iterator = iter(loader)
+        acts: list[Any] = [pickle.dumps, copy.copy, copy.deepcopy]
+        return [attempt(functools.partial(act, iterator))[0] for act in acts]
+
+    return each(kind, run)
+
+
+@row
+def workers_that_are_shut_down_by_hand(kind: Any) -> Any:
+    """Lightning's CombinedLoader does it, and sets the loader's iterator to None."""
+    loader = kind(range(6), 2, num_workers=2, persistent_workers=True)
+    seen = plain(list(loader))
+    iterator = loader._iterator
+    iterator._shutdown_workers()
+    iterator._shutdown_workers()
+    down = iterator._shutdown, [worker.is_alive() for worker in iterator._workers]
+    loader._iterator = None
+    again = plain(list(loader))
+    del loader._iterator
+    return seen, down, again
+
+
+@row
+def a_dropped_iterator_is_gone(kind: Any) -> Any:
+    def run(loader: Any) -> Any:
+        iterator = iter(loader)
+        next(iterator)
+        watched = weakref.ref(iterator)
+        loader._iterator = None
+        del iterator
+        return watched()
+
+    gc.disable()
+    try:
+        return each(kind, run)
+    finally:
+        gc.enable()
+
+
+@row
+def the_profilers_name_for_a_batch(kind: Any) -> Any:
+    names = []
+    for workers in (0, 1):
+        iterator = iter(kind(range(4), 2, num_workers=workers))
+        with torch.autograd.profiler.profile() as profile:
+            list(iterator)
+        names.append(
+            sorted({event.name for event in profile.function_events or () if "Loader" in event.name})
+        )
+    return names
+
+
+# ---- subclasses -----------------------------------------------------------------------------------------
+
+
+@row
+def a_subclass_with_arguments_of_its_own(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        def __init__(self, dataset: Any, extra: int, **keywords: Any) -> None:
+            self.extra = extra
+            self.early = getattr(self, "batch_size", "not there")
+            super().__init__(dataset, **keywords)
+
+    loader = Mine(range(4), 7, batch_size=2)
+    return loader.extra, loader.early, plain(list(loader))
+
+
+T = TypeVar("T")
+
+
+@row
+def several_bases(kind: Any) -> Any:
+    class Logs:
+        log: list[str]
+
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            self.log = ["before"]
+            super().__init__(*arguments, **keywords)
+            self.log.append("after")
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name in ("timeout", "generator"):
+                self.log.append(name)
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "made_up":
+                return "found"
+            raise AttributeError(name)
+
+    class Mine(Logs, kind, Generic[T]):  # type: ignore[misc]
+        pass
+
+    loader = Mine[int](range(4), 2)
+    return loader.log, loader.made_up, plain(list(loader)), attempt(lambda: loader.nothing)
+
+
+@row
+def a_dataset_that_is_a_property(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        @property
+        def dataset(self) -> Any:
+            return range(10, 14)
+
+        @dataset.setter
+        def dataset(self, value: Any) -> None:
+            vars(self)["given"] = value
+
+    return plain(list(Mine(range(4), 2))), plain(list(Mine(range(4), 2, num_workers=2)))
+
+
+@row
+def a_collate_function_that_is_a_method(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, collate_fn=self.join, **keywords)
+
+        def join(self, samples: list[int]) -> str:
+            return "-".join(map(str, samples))
+
+    return each(Mine, lambda loader: (list(loader), list(loader)))
+
+
+@row
+def an_init_function_that_is_wrapped_later(kind: Any) -> Any:
+    loader = kind(range(4), 2, num_workers=2, worker_init_fn=note_the_worker, collate_fn=what_was_noted)
+    first, inner = list(loader), loader.worker_init_fn
+    loader.worker_init_fn = lambda worker: inner(worker + 100)
+    return first, list(loader)
+
+
+NOTED: list[int] = []
+
+
+def note_the_worker(worker: int) -> None:
+    NOTED.append(worker)
+
+
+def what_was_noted(_: list[int]) -> list[int]:
+    return NOTED
+
+
+@row
+def a_class_that_is_swapped(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return 77
+
+    loader = kind(range(4), 2)
+    loader.__class__ = Mine
+    return len(loader), plain(list(loader))
+
+
+@row
+def setattr_and_init_that_are_replaced_for_a_while(kind: Any) -> Any:
+    """lightning.fabric.utilities.data._replace_dunder_methods, which records how loaders are made."""
+
+    class Mine(kind):  # type: ignore[misc]
+        pass
+
+    record: list[Any] = []
+
+    def recording_init(self: Any, *arguments: Any, **keywords: Any) -> None:
+        object.__setattr__(self, "inside", True)
+        kind.__init__(self, *arguments, **keywords)
+        object.__setattr__(self, "inside", False)
+        record.append((len(arguments), sorted(keywords)))
+
+    def recording_setattr(self: Any, name: str, value: Any) -> None:
+        kind.__setattr__(self, name, value)
+        if not self.inside:
+            record.append(name)
+
+    Mine.__init__, Mine.__setattr__ = recording_init, recording_setattr
+    loader = Mine(range(6), 2, num_workers=2)
+    loader.timeout = 3
+    return plain(list(loader)), record
+
+
+# ---- instances made in other ways -----------------------------------------------------------------------
+
+
+@row
+def an_instance_without_the_constructor(kind: Any) -> Any:
+    bare = object.__new__(kind)
+    names = ("dataset", "num_workers", "batch_sampler", "made_up")
+    missing = [attempt(lambda name=name: getattr(bare, name))[0] for name in names]
+    bare.dataset = range(3)  # not refused yet
+    return missing, isinstance(repr(bare), str), bare.dataset, bare._DataLoader__initialized
+
+
+@row
+def an_instance_that_sets_its_own_attributes(kind: Any) -> Any:
+    """torchdata's StatefulDataLoader: the constructor's work is done by hand."""
+
+    class Mine(kind):  # type: ignore[misc]
+        def __init__(self, dataset: Any, workers: int) -> None:
+            self.num_workers = workers
+            self.dataset = dataset
+            self.prefetch_factor = 2 if workers else None
+            self.pin_memory, self.pin_memory_device, self.timeout = False, "", 0
+            self.worker_init_fn = self.generator = None
+            self.multiprocessing_context = None
+            self._dataset_kind = _DatasetKind.Map
+            self.sampler = SequentialSampler(dataset)
+            self.batch_sampler = BatchSampler(self.sampler, 2, False)
+            self.batch_size, self.drop_last = 2, False
+            self.collate_fn = identity
+            self.persistent_workers = bool(workers)
+            self.in_order = True
+            self._IterableDataset_len_called = None
+            self._iterator = None
+
+    seen = []
+    for workers in (0, 2):
+        loader = Mine(range(4), workers)
+        seen.append((list(loader), list(loader), len(loader)))
+        loader._iterator = None
+    return seen
+
+
+@row
+def made_again_from_its_attributes(kind: Any) -> Any:
+    """What Lightning does to put in another sampler."""
+    loader = kind(range(8), 2, num_workers=2, drop_last=True, collate_fn=identity)
+    list(loader)
+    attributes = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
+    attributes["multiprocessing_context"] = loader.multiprocessing_context
+    parameters = inspect.signature(kind.__init__).parameters
+    wanted = {
+        name: value
+        for name, value in attributes.items()
+        if name in parameters and parameters[name].default is not value
+    }
+    wanted.update(sampler=None, batch_sampler=None, shuffle=False, batch_size=4)
+    again = type(loader)(**wanted)
+    return sorted(set(wanted) - {"batch_sampler"}), list(again)
+
+
+@row
+def a_copy_of_its_attributes(kind: Any) -> Any:
+    loader = kind(range(4), 2, num_workers=1)
+    list(loader)
+    twin = object.__new__(kind)
+    vars(twin).update(vars(loader))
+    return plain([list(twin), list(loader), len(twin)])
+
+
+def copies(loader: Any) -> Any:
+    by_pickle = pickle.loads(pickle.dumps(loader))
+    return [plain(list(made)) for made in (copy.copy(loader), copy.deepcopy(loader), by_pickle)]
+
+
+@row
+def copies_of_a_fresh_loader(kind: Any) -> Any:
+    return [copies(kind(range(4), 2, num_workers=workers)) for workers in (0, 2)]
+
+
+@row
+def copies_of_a_used_loader(kind: Any) -> Any:
+    seen = []
+    for workers in (0, 2):
+        loader = kind(range(4), 2, num_workers=workers)
+        list(loader)
+        loader.mine = 5
+        seen.append((copies(loader), copy.copy(loader).mine))
+    return seen
+
+
+class Pickles(TorchDataLoader[int]):
+    """A subclass that pickles all its attributes by itself."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+class OurPickles(DataLoader[int]):
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@row
+def copies_of_a_loader_with_a_state_of_its_own(kind: Any) -> Any:
+    loader = (OurPickles if kind is DataLoader else Pickles)(range(4), 2, num_workers=2)
+    list(loader)
+    return copies(loader)
+
+
+@on_purpose("NotImplementedError", [[[0, 1], [2, 3]]] * 3)
+def copies_while_workers_stay(kind: Any) -> Any:
+    loader = kind(range(4), 2, num_workers=2, persistent_workers=True)
+    list(loader)
+    try:
+        made = [copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]
+        return [plain(list(each)) for each in made]
+    except Exception as error:
+        return type(error).__name__
+    finally:
+        loader._iterator = None
+        gc.collect()
+
+
+# ---- torch's names that are patched -----------------------------------------------------------------------
+
+
+@row
+def torchs_name_for_the_class_is_replaced(kind: Any) -> Any:
+    import torch.utils.data.dataloader as module
+
+    before = torch.utils.data.DataLoader
+    try:
+        torch.utils.data.DataLoader = module.DataLoader = kind  # type: ignore[misc]
+        loader = torch.utils.data.DataLoader(range(4), 2, num_workers=2)
+        return plain(list(loader)), isinstance(loader, torch.utils.data.DataLoader)
+    finally:
+        torch.utils.data.DataLoader = module.DataLoader = before  # type: ignore[misc]
+
+
+@row
+def torchs_constructor_is_wrapped(kind: Any) -> Any:
+    before, calls = TorchDataLoader.__init__, []
+
+    def wrapped(self: Any, *arguments: Any, **keywords: Any) -> None:
+        calls.append(len(arguments) > 0 or "dataset" in keywords)
+        before(self, *arguments, **keywords)
+
+    try:
+        TorchDataLoader.__init__ = wrapped  # type: ignore[method-assign]
+        return plain(list(kind(range(4), 2))), calls
+    finally:
+        TorchDataLoader.__init__ = before  # type: ignore[method-assign]
+
+
+@row
+def the_class_is_patched(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        pass
+
+    Mine.__iter__ = lambda self: map(plain, kind.__iter__(self))
+    Mine._get_iterator = lambda self: itertools.chain(kind._get_iterator(self), ["end"])
+    return list(Mine(range(4), 2)), list(Mine(range(4), 2, num_workers=2))
+
+
+@on_purpose([["mine"], ["mine"]], [[[0, 1], [2, 3]], [[0, 1], [2, 3]]])
+def torchs_own_methods_are_patched(kind: Any) -> Any:
+    """Patch the class that is used: ours has an engine of its own behind these."""
+    before = TorchDataLoader._get_iterator
+    try:
+        TorchDataLoader._get_iterator = lambda self: iter(["mine"])  # type: ignore[assignment,method-assign,return-value]
+        return [plain(list(kind(range(4), 2, num_workers=workers))) for workers in (0, 1)]
+    finally:
+        TorchDataLoader._get_iterator = before  # type: ignore[method-assign]
+
+
+@on_purpose([True] * 4, ["AttributeError"] * 4)
+def torchs_queues_are_read(kind: Any) -> Any:
+    iterator = iter(kind(range(4), 2, num_workers=1))
+    names = ("_data_queue", "_worker_result_queue", "_index_queues", "_task_info")
+    found = [attempt(lambda name=name: getattr(iterator, name) is not None) for name in names]
+    return [value[0] if isinstance(value, tuple) else value for value in found]
+
+
+@on_purpose([True, [[[0, 1], [2, 3]], [[0, 1], [2, 3]]]], [False, [[[0, 1], [2, 3]], [[0, 1], [2, 3]]]])
+def the_iterator_of_the_next_epoch_is_the_same_object(kind: Any) -> Any:
+    """Ours is a new one, so that the old one can say that it has ended."""
+    loader = kind(range(4), 2, num_workers=1, persistent_workers=True)
+    one = iter(loader)
+    first = plain(list(one))
+    two = iter(loader)
+    seen = [one is two, [first, plain(list(two))]]
+    del one, two
+    loader._iterator = None
+    return seen
+
+
+# ---- the tests ------------------------------------------------------------------------------------------
+
+DEPENDS_ON_TORCH = {"the_attributes_of_an_instance", "every_name_of_the_class_is_there"}
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize("name", ROWS)
+def test_a_hook_is_torchs(name: str) -> None:
+    torchs, ours = ROWS[name](TorchDataLoader), ROWS[name](DataLoader)
+    assert ours == torchs
+    if name not in DEPENDS_ON_TORCH:
+        assert torchs not in (None, [], ()), "the row says nothing"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ON_PURPOSE)
+def test_a_hook_that_differs_on_purpose(name: str) -> None:
+    function, torchs, ours = ON_PURPOSE[name]
+    assert function(TorchDataLoader) == torchs
+    assert function(DataLoader) == ours
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_method_of_torchs_iterators_runs_in_ours(workers: int) -> None:
+    iterator = iter(DataLoader(range(2), num_workers=workers))
+    ours, theirs = (
+        type(iterator),
+        (_MultiProcessingDataLoaderIter if workers else _SingleProcessDataLoaderIter),
+    )
+    methods = {name for name, _ in inspect.getmembers(theirs, inspect.isfunction)}
+    inherited = {name for name in methods if getattr(ours, name) is getattr(theirs, name)}
+    # For torch's own iterators that keep workers, at the exit.
+    assert inherited <= {"_clean_up_persistent_workers_atexit"}
+    for name in methods & {"_try_put_index", "_get_data", "_try_get_data", "_process_data"}:
+        with pytest.raises(NotImplementedError, match="nothing of torch's iterators runs"):
+            getattr(iterator, name)()

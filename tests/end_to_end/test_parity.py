@@ -1,0 +1,709 @@
+"""torch's DataLoader and ours side by side, under configurations drawn from a seed.
+
+`check_seed(seed)` draws a configuration, runs both loaders under the same random state and compares
+everything that can be seen: batches to the bit, their number, `len()`, every generator's state after `iter()`
+and after every `next()`, warnings and exceptions. More than the default seeds:
+
+    FASTQ_PARITY_SEEDS=0:1000 python -m pytest tests/end_to_end/test_parity.py
+    python -m tests.end_to_end.test_parity --seeds 0:5000
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import hashlib
+import os
+import random
+import re
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data.datapipes.iter import IterableWrapper
+from torch.utils.data.datapipes.map import SequenceWrapper
+
+from fastq_loader import DataLoader
+from tests.support import datasets
+from tests.support.datasets import (
+    BatchedDataset,
+    Drawing,
+    FaultyDataset,
+    FaultyStream,
+    MapDataset,
+    SizedStream,
+    Stream,
+    UnbatchedDataset,
+    UnevenBatches,
+    describe,
+    difference,
+)
+
+DEFAULT_SEEDS = "0:25"
+MOST_BATCHES = 300
+"""No configuration has as many batches in an epoch; a loader that never ends stops here."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One configuration in plain values, so that a failure prints all there is to know."""
+
+    dataset: str = "tensors"
+    size: int = 23
+    lengths: tuple[int, ...] = (5, 2, 4)
+    told: int = 11
+    batch_size: int | None = 4
+    sampler: str = "default"
+    collate: str = "default"
+    subclass: str = "none"
+    num_workers: int = 2
+    persistent_workers: bool = False
+    prefetch_factor: int | None = None
+    start_method: str | None = None
+    generator: str = "global"
+    drop_last: bool = False
+    in_order: bool = True
+    init: str | None = None
+    timeout: int = 0
+    pin_memory: bool = False
+    epochs: int = 1
+    stop_after: tuple[int | None, ...] = (None, None, None)
+    ask_len: bool = True
+    keep: bool = False
+    scribble: bool = False
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """Only what differs from the defaults."""
+        given = (
+            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default
+        )
+        return f"Config({', '.join(given)})"
+
+    @property
+    def unordered(self) -> bool:
+        """Whether the order of batches depends on which worker is quicker."""
+        return not self.in_order and self.num_workers >= 2
+
+
+# What can be drawn
+
+
+MAP_DATASETS: dict[str, Callable[[Config], Dataset]] = {
+    **{kind: lambda c, kind=kind: MapDataset(kind, c.size) for kind in datasets.SAMPLES},
+    "batched": lambda c: BatchedDataset("dict", c.size),
+    "batched and drawn": lambda c: BatchedDataset("drawn", c.size),
+    "unbatched": lambda c: UnbatchedDataset("namedtuple", c.size),
+    "subset": lambda c: Subset(BatchedDataset("tensors", 2 * c.size), range(c.size - 1, -1, -1)),
+    "concat": lambda c: ConcatDataset([MapDataset("tensors", c.size - c.size // 3)] * 2),
+    "tensor dataset": lambda c: TensorDataset(
+        torch.arange(3.0 * c.size).reshape(-1, 3), torch.arange(c.size)
+    ),
+    "list": lambda c: list(range(100, 100 + c.size)),
+    "broken": lambda c: FaultyDataset("tensors", c.size, frozenset({0, 7, 8, c.size - 1}), ValueError),
+    "no key": lambda c: FaultyDataset("dict", c.size, frozenset({3, 11}), KeyError),
+}
+
+STREAMS: dict[str, Callable[[Config], Dataset]] = {
+    "stream": lambda c: Stream("tensors", c.lengths),
+    "stream of dicts": lambda c: Stream("dict", c.lengths),
+    "stream of large": lambda c: Stream("large", c.lengths),
+    "stream of drawn": lambda c: Stream("drawn", c.lengths),
+    "sized stream": lambda c: SizedStream("numpy", c.lengths, c.told),
+    "broken stream": lambda c: FaultyStream("tensors", c.lengths),
+}
+
+PIPES: dict[str, Callable[[Config], Dataset]] = {
+    "pipe": lambda c: IterableWrapper(range(c.size)).shuffle().sharding_filter(),
+    "map pipe": lambda c: SequenceWrapper(list(range(c.size))),
+}
+"""torch's data pipes are frozen, and its loader still seeds, shuffles and shards them. Directed only."""
+
+DRAWING_DATASETS = {"drawn", "batched and drawn"}
+"""Map-style: a batch depends on which worker makes it."""
+
+SAMPLERS: dict[str, Callable[[Config, torch.Generator | None], Any]] = {
+    "backwards": lambda c, g: datasets.Backwards(c.size),
+    "drawing": lambda c, g: Drawing(c.size),
+    "weighted": lambda c, g: WeightedRandomSampler([1.0 + i % 3 for i in range(c.size)], 17, generator=g),
+    "subset": lambda c, g: SubsetRandomSampler(range(0, c.size, 2), generator=g),
+    "replacement": lambda c, g: RandomSampler(
+        range(c.size), replacement=True, num_samples=2 * c.size, generator=g
+    ),
+    "list": lambda c, g: [i * 7 % c.size for i in range(c.size)],
+    "numpy": lambda c, g: np.arange(c.size)[::-1],
+}
+BATCH_SAMPLERS: dict[str, Callable[[Config], Any]] = {
+    "uneven batches": lambda c: UnevenBatches(c.size),
+    "list of batches": lambda c: [[i, (i + 1) % c.size] for i in range(0, c.size, 2)],
+    "tuples": lambda c: [tuple(range(i, min(i + 3, c.size))) for i in range(0, c.size, 3)],
+}
+
+COLLATES: dict[str, Callable[[Any], Any] | None] = {
+    "default": None,
+    "identity": datasets.identity,
+    "wrap": datasets.wrap,
+    "alias": datasets.alias,
+    "wrap and draw": datasets.wrap_and_draw,
+    "storages": datasets.storages,
+}
+
+
+class Forwards:
+    """What `_get_iterator` of torch_geometric's loaders returns: it forwards, and changes the batch."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.iterator = iterator
+
+    def __iter__(self) -> Any:
+        return self
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self.iterator._reset(loader, first_iter)
+
+    def __next__(self) -> Any:
+        return "wrapped", next(self.iterator)
+
+
+def wrapped(kind: Any) -> Any:
+    class Wrapped(kind):  # type: ignore[misc]
+        def _get_iterator(self) -> Any:
+            return Forwards(super()._get_iterator())
+
+    return Wrapped
+
+
+def generating(kind: Any) -> Any:
+    class Generating(kind):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            iterator = super().__iter__()
+            return (("generated", batch) for batch in iterator)
+
+    return Generating
+
+
+def resampled(kind: Any) -> Any:
+    class Resampled(kind):  # type: ignore[misc]
+        """Sets its sampler past the class, and draws for every index."""
+
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            name = "sampler" if self.batch_sampler is None else "batch_sampler"
+            object.__setattr__(self, name, Drawn(getattr(self, name)))
+
+    return Resampled
+
+
+class Drawn:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in self.sampler:
+            torch.rand(1)
+            yield index
+
+
+SUBCLASSES: dict[str, Callable[[Any], Any]] = {
+    "none": lambda kind: kind,
+    "wrapped": wrapped,
+    "generating": generating,
+    "resampled": resampled,
+}
+
+
+def seed_anew(worker: int) -> None:
+    """An init function that overrides every seed."""
+    torch.manual_seed(90 + worker)
+    random.seed(91 + worker)
+    np.random.seed(92 + worker)
+
+
+def draw_and_change_the_dataset(worker: int) -> None:
+    """An init function that uses up random numbers and edits the worker's copy of the dataset."""
+    info = get_worker_info()
+    assert info is not None
+    if (kind := getattr(info.dataset, "kind", None)) in ("tensors", "dict"):
+        info.dataset.kind = "tuple" if kind == "tensors" else "tensors"  # type: ignore[attr-defined]
+    _ = torch.rand(3), random.random(), np.random.rand()
+
+
+INITS: dict[str, Callable[[int], None]] = {"seed": seed_anew, "draw": draw_and_change_the_dataset}
+
+
+def draw_config(seed: int) -> Config:
+    """The configuration of a seed; what torch refuses (in words, which are compared) is drawn as well."""
+    rng = random.Random(seed)
+    stream = rng.random() < 0.25
+    dataset = rng.choice(sorted(STREAMS if stream else MAP_DATASETS))
+    workers = rng.choice([0, 1, 2, 2, 3])
+    config = Config(
+        dataset=dataset,
+        size=rng.choice([0, 1, *rng.choices(range(10, 61), k=8)]),
+        lengths=tuple(rng.randrange(0, 14) for _ in range(rng.choice([1, 2, 3, 3, 4]))),
+        told=rng.choice([0, 5, 11, 40]),
+        batch_size=rng.choice([None, None, 1, 2, 3, 4, 5, 8]),
+        collate=rng.choice(["default"] * 4 + ["identity", "wrap", "alias", "wrap and draw"]),
+        num_workers=workers,
+        generator=rng.choice(["global", "global", "loader", "shared", "sampler"]),
+        epochs=rng.choice([1, 1, 2, 2, 3]),
+        ask_len=rng.random() < 0.7,
+        keep=rng.random() < 0.3,
+        scribble=rng.random() < 0.3 and dataset != "tensor dataset",
+        pin_memory=rng.random() < 0.03,
+        seed=rng.randrange(2**32),
+    )
+    if not stream:
+        kinds = ["default"] * 2 + ["shuffle"] * 4 + sorted(SAMPLERS) + sorted(BATCH_SAMPLERS)
+        config = replace(config, sampler=rng.choice(kinds))
+        if config.sampler in BATCH_SAMPLERS:
+            config = replace(config, batch_size=1)
+        if config.size == 0 and config.sampler not in ("default", "shuffle"):
+            config = replace(config, size=9)
+    if config.batch_size is not None and config.sampler not in BATCH_SAMPLERS:
+        config = replace(config, drop_last=rng.random() < 0.3)
+    if dataset in ("ragged", "objects") and config.collate == "default" and rng.random() < 0.8:
+        config = replace(config, collate="wrap")  # the default collate refuses these
+    if workers:
+        config = replace(
+            config,
+            persistent_workers=rng.random() < 0.4,
+            prefetch_factor=rng.choice([None, 1, 2, 3, 4]),
+            start_method=rng.choices([None, "fork", "spawn", "forkserver"], [50, 47, 1.5, 1.5])[0],
+            in_order=rng.random() < 0.8,
+            init=rng.choice([None, None, None, "seed", "draw"]),
+            timeout=rng.choice([0, 0, 0, 60]),
+        )
+    if config.unordered and not stream:
+        # Which worker makes a batch depends on the time it takes: nothing may depend on the worker.
+        config = replace(config, init=None)
+        if dataset in DRAWING_DATASETS:
+            config = replace(config, dataset="tensors")
+        if config.collate == "wrap and draw":
+            config = replace(config, collate="wrap")
+    if not config.unordered:
+        stops = (rng.choice([None, None, None, 0, 1, 2, 5]) for _ in range(3))
+        config = replace(config, stop_after=tuple(stops))
+    if rng.random() < 0.15 and config.collate in ("default", "wrap"):
+        config = replace(config, collate="storages")
+    subclass = rng.choice(["none", "none", *sorted(SUBCLASSES)])
+    if subclass == "generating" and config.unordered:  # a generator ends at an error, whichever comes first
+        subclass = "none"
+    if subclass == "resampled" and stream and workers > 1:  # torch draws when a worker's end arrives
+        subclass = "none"
+    return replace(config, subclass=subclass)
+
+
+# Running one loader
+
+
+@dataclass
+class Trace:
+    """What was seen, in order: (what it is, its description)."""
+
+    events: list[tuple[str, Any]] = field(default_factory=list)
+
+    def add(self, what: str, value: Any) -> None:
+        self.events.append((what, value))
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.blake2b(raw, digest_size=6).hexdigest()
+
+
+def random_states(generators: dict[str, torch.Generator]) -> dict[str, str]:
+    """A digest of each generator's state, the three global ones included."""
+    kind, keys, position, *_ = np.random.get_state()
+    return {
+        "torch": _digest(torch.get_rng_state().numpy().tobytes()),
+        "random": _digest(repr(random.getstate()).encode()),
+        "numpy": _digest(repr((kind, keys.tobytes(), position)).encode()),
+        **{name: _digest(g.get_state().numpy().tobytes()) for name, g in generators.items()},
+    }
+
+
+def describe_error(error: Exception) -> Any:
+    """Type, and of the text what the dataset put in: the rest may differ (torch adds the traceback)."""
+    # torch's frames hold the error, which holds the frames, which hold the iterator: a worker forked later
+    # could collect its copy of them, and shut down in the wrong process.
+    error.with_traceback(None)
+    own = re.search(r"broken sample \d+", str(error))
+    return (type(error).__name__, own.group() if own else "")
+
+
+@contextmanager
+def recorded(trace: Trace, what: str) -> Iterator[None]:
+    """Add the warnings of a block to the trace."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    found = [
+        (warning.category.__name__, str(warning.message))
+        for warning in caught
+        # Python 3.12 says this of any fork beside a thread; threads are no part of the contract.
+        if "use of fork() may lead to deadlocks" not in str(warning.message)
+    ]
+    trace.add(f"{what}: warnings", found)
+
+
+def make_arguments(config: Config, generators: dict[str, torch.Generator]) -> dict[str, Any]:
+    """The constructor's arguments, made anew for each loader."""
+    for name in {"loader": ["loader"], "shared": ["loader"], "sampler": ["sampler"]}.get(
+        config.generator, []
+    ):
+        generators[name] = torch.Generator().manual_seed(config.seed + 1)
+    for_sampler = generators.get("loader" if config.generator == "shared" else "sampler")
+    arguments: dict[str, Any] = {
+        "dataset": {**MAP_DATASETS, **STREAMS, **PIPES}[config.dataset](config),
+        "num_workers": config.num_workers,
+        "collate_fn": COLLATES[config.collate],
+        "generator": generators.get("loader"),
+        "prefetch_factor": config.prefetch_factor,
+        "persistent_workers": config.persistent_workers,
+        "multiprocessing_context": config.start_method,
+        "in_order": config.in_order,
+        "worker_init_fn": INITS[config.init] if config.init else None,
+        "timeout": config.timeout,
+        "pin_memory": config.pin_memory,
+    }
+    if config.sampler in BATCH_SAMPLERS:
+        arguments["batch_sampler"] = BATCH_SAMPLERS[config.sampler](config)
+        return arguments
+    arguments |= {"batch_size": config.batch_size, "drop_last": config.drop_last}
+    if config.sampler == "shuffle":
+        arguments["shuffle"] = True
+    elif config.sampler != "default":
+        arguments["sampler"] = SAMPLERS[config.sampler](config, for_sampler)
+    return arguments
+
+
+def scribble(batch: Any) -> None:
+    """Overwrite every tensor of a batch: it is the user's own."""
+    if isinstance(batch, torch.Tensor):
+        batch.zero_()
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            scribble(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            scribble(value)
+
+
+def observe(kind: type, config: Config) -> Trace:
+    """Run one loader and write down all that can be seen of it."""
+    trace = Trace()
+    torch.manual_seed(config.seed)
+    random.seed(config.seed)
+    np.random.seed(config.seed)
+    generators: dict[str, torch.Generator] = {}
+    try:
+        with recorded(trace, "constructor"):
+            loader = SUBCLASSES[config.subclass](kind)(**make_arguments(config, generators))
+    except Exception as error:
+        trace.add("constructor: error", (type(error).__name__, str(error)))
+        return trace
+    try:
+        for epoch in range(config.epochs):
+            if config.ask_len:
+                try:
+                    trace.add(f"epoch {epoch}: len", len(loader))
+                except TypeError as error:
+                    trace.add(f"epoch {epoch}: len", str(error))
+            run_epoch(loader, config, f"epoch {epoch}", config.stop_after[epoch], generators, trace)
+            trace.add(f"epoch {epoch}: states after its end", random_states(generators))
+    finally:
+        if hasattr(loader, "close"):
+            loader.close()
+    return trace
+
+
+def run_epoch(
+    loader: Any,
+    config: Config,
+    name: str,
+    stop_after: int | None,
+    generators: dict[str, torch.Generator],
+    trace: Trace,
+) -> None:
+    """One epoch, to its end or until `stop_after` batches have come."""
+    arrived: list[Any] = []
+    kept: list[tuple[Any, Any]] = []
+    try:
+        with recorded(trace, f"{name}: iter()"):
+            iterator = iter(loader)
+    except Exception as error:
+        trace.add(f"{name}: iter() error", describe_error(error))
+        return
+    trace.add(f"{name}: states after iter()", random_states(generators))
+    with recorded(trace, f"{name}: next()"):
+        while len(arrived) < (MOST_BATCHES if stop_after is None else stop_after):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            except Exception as error:
+                arrived.append(("error", describe_error(error)))
+            else:
+                arrived.append(described := describe(batch))
+                if config.scribble:
+                    scribble(batch)
+                elif config.keep:
+                    kept.append((batch, described))
+                del batch
+            trace.add(f"{name}: states after {len(arrived)} batches", random_states(generators))
+        else:
+            arrived.append("stopped")
+        del iterator
+    if config.unordered:
+        arrived.sort(key=repr)
+    trace.add(f"{name}: number of batches", len(arrived))
+    for position, described in enumerate(arrived):
+        trace.add(f"{name}: batch {position}", described)
+    changed = [position for position, (batch, described) in enumerate(kept) if describe(batch) != described]
+    trace.add(f"{name}: kept batches that changed later", changed)
+
+
+# Comparing
+
+
+def check_config(config: Config) -> None:
+    """Run both loaders and fail at the first thing seen that differs."""
+    expected = observe(TorchDataLoader, config)
+    actual = observe(DataLoader, config)
+    for (what, one), (other_what, other) in zip(expected.events, actual.events, strict=False):
+        if what != other_what:
+            raise AssertionError(f"{config}\ntorch: {what}: {one}\nours:  {other_what}: {other}")
+        if (found := difference(one, other, what)) is not None:
+            raise AssertionError(f"{config}\n{found}")
+    if len(expected.events) != len(actual.events):
+        longer = max(expected.events, actual.events, key=len)
+        beyond = longer[min(len(expected.events), len(actual.events))]
+        raise AssertionError(f"{config}\nonly one loader got to {beyond[0]}: {beyond[1]}")
+
+
+def check_seed(seed: int) -> None:
+    """Draw the configuration of a seed and compare; the failure names both."""
+    try:
+        check_config(draw_config(seed))
+    except AssertionError as error:
+        raise AssertionError(f"seed {seed}: {error}") from None
+
+
+def seed_range(text: str) -> range:
+    """The seeds of "first:end"."""
+    first, _, end = text.partition(":")
+    return range(int(first), int(end) if end else int(first) + 1)
+
+
+BASE = Config()
+DIRECTED: dict[str, Config] = {
+    "no workers": replace(BASE, num_workers=0, epochs=2),
+    "no workers, shuffled": replace(BASE, num_workers=0, sampler="shuffle", epochs=2),
+    "no workers, shuffled by a generator": replace(
+        BASE, num_workers=0, sampler="shuffle", generator="loader", epochs=2
+    ),
+    "no workers, drawn": replace(BASE, num_workers=0, dataset="drawn", sampler="drawing", epochs=2),
+    "no workers, stopped": replace(BASE, num_workers=0, sampler="replacement", stop_after=(2, None, None)),
+    "one worker": replace(BASE, num_workers=1, sampler="shuffle", epochs=2),
+    "shuffled by a generator": replace(BASE, sampler="shuffle", generator="loader", epochs=3),
+    "one generator for all": replace(BASE, sampler="replacement", generator="shared", epochs=2),
+    "drawn in workers": replace(BASE, dataset="drawn", sampler="shuffle", epochs=2),
+    "drawn in persistent workers": replace(BASE, dataset="drawn", epochs=3, persistent_workers=True),
+    "drawn in the sampler": replace(BASE, sampler="drawing", prefetch_factor=3, stop_after=(2, None, None)),
+    "drawn in the collate": replace(BASE, collate="wrap and draw", epochs=2, persistent_workers=True),
+    "seeded by the init function": replace(BASE, dataset="drawn", init="seed", epochs=2),
+    "edited by the init function": replace(BASE, dataset="tensors", init="draw"),
+    "large, kept": replace(BASE, dataset="large", keep=True, epochs=2, persistent_workers=True),
+    "large, overwritten": replace(BASE, dataset="large", scribble=True, epochs=2, persistent_workers=True),
+    "ragged": replace(BASE, dataset="ragged", collate="wrap", keep=True),
+    "refused by the default collate": replace(BASE, dataset="ragged"),
+    "objects refused by the default collate": replace(BASE, dataset="objects"),
+    "aliases": replace(BASE, collate="alias"),
+    "unbatched": replace(BASE, batch_size=None, dataset="numpy"),
+    "unbatched and large": replace(BASE, batch_size=None, dataset="large", keep=True, size=40),
+    "unbatched, own function": replace(BASE, batch_size=None, dataset="objects", collate="wrap"),
+    "batch sampler": replace(BASE, batch_size=1, sampler="uneven batches", epochs=2),
+    "tuples from the batch sampler": replace(BASE, batch_size=1, sampler="tuples", dataset="batched"),
+    "fetches batches": replace(BASE, dataset="batched"),
+    "no __getitems__ after all": replace(BASE, dataset="unbatched"),
+    "broken samples": replace(BASE, dataset="broken", batch_size=1, epochs=2, persistent_workers=True),
+    "broken samples, no workers": replace(BASE, dataset="broken", num_workers=0, batch_size=2, epochs=2),
+    "missing keys": replace(BASE, dataset="no key", batch_size=None),
+    "nothing": replace(BASE, size=0, epochs=2, persistent_workers=True),
+    "nothing to shuffle": replace(BASE, size=0, sampler="shuffle"),
+    "less than a batch": replace(BASE, size=3, drop_last=True),
+    "fewer batches than workers": replace(BASE, size=3, num_workers=3, prefetch_factor=4, epochs=2),
+    "stream": replace(BASE, dataset="stream", num_workers=3, batch_size=2, epochs=2),
+    "stream, no workers": replace(BASE, dataset="stream", num_workers=0, batch_size=2, epochs=2),
+    "stream, last ones dropped": replace(BASE, dataset="stream", num_workers=3, batch_size=2, drop_last=True),
+    "stream, persistent and drawn": replace(
+        BASE, dataset="stream of drawn", batch_size=2, persistent_workers=True, epochs=3
+    ),
+    "stream, unbatched": replace(BASE, dataset="stream", batch_size=None, epochs=2),
+    "stream longer than it says": replace(
+        BASE, dataset="sized stream", lengths=(9, 9), told=4, batch_size=3, epochs=2
+    ),
+    "stream longer than it says, no workers": replace(
+        BASE, dataset="sized stream", lengths=(9, 9), told=4, batch_size=3, num_workers=0
+    ),
+    "stream longer than it says, len not asked": replace(
+        BASE, dataset="sized stream", lengths=(9, 9), told=4, batch_size=3, ask_len=False
+    ),
+    "stream with an empty worker": replace(BASE, dataset="stream", lengths=(0, 7), batch_size=2, epochs=2),
+    "broken stream": replace(BASE, dataset="broken stream", lengths=(7, 4), batch_size=2),
+    "broken stream, unbatched": replace(BASE, dataset="broken stream", lengths=(7, 4), batch_size=None),
+    "stream stopped early": replace(BASE, dataset="stream", lengths=(30, 30), stop_after=(3, None, None)),
+    "stream refuses to be shuffled": replace(BASE, dataset="stream", sampler="shuffle"),
+    "pipe, shuffled": replace(BASE, dataset="pipe", sampler="shuffle", epochs=2),
+    "pipe, shuffled by a generator": replace(
+        BASE, dataset="pipe", sampler="shuffle", generator="loader", epochs=3, persistent_workers=True
+    ),
+    "pipe, not shuffled": replace(BASE, dataset="pipe", epochs=2),
+    "pipe, no workers": replace(BASE, dataset="pipe", sampler="shuffle", num_workers=0, epochs=2),
+    "map pipe": replace(BASE, dataset="map pipe", sampler="shuffle", num_workers=1),
+    "out of order": replace(BASE, in_order=False, sampler="shuffle", epochs=2, persistent_workers=True),
+    "out of order, one worker": replace(BASE, in_order=False, num_workers=1, dataset="drawn"),
+    "out of order, broken": replace(BASE, in_order=False, dataset="broken", batch_size=1),
+    "stream out of order": replace(
+        BASE, in_order=False, dataset="stream of drawn", num_workers=3, epochs=2, persistent_workers=True
+    ),
+    "stopped before the first batch": replace(BASE, sampler="drawing", stop_after=(0, None, None), epochs=2),
+    "pinned where nothing can be pinned": replace(BASE, pin_memory=True),
+    "a timeout that is never reached": replace(BASE, timeout=60),
+}
+SLOW_TO_START: dict[str, Config] = {
+    "spawn": replace(BASE, start_method="spawn", num_workers=1, dataset="drawn", sampler="shuffle"),
+    "forkserver": replace(
+        BASE, start_method="forkserver", num_workers=1, dataset="dict", persistent_workers=True, epochs=2
+    ),
+}
+"""A worker of these imports torch first, which takes seconds."""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("seed", seed_range(os.environ.get("FASTQ_PARITY_SEEDS", DEFAULT_SEEDS)))
+def test_drawn_configuration_equals_torch(seed: int) -> None:
+    check_seed(seed)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", DIRECTED)
+def test_directed_configuration_equals_torch(name: str) -> None:
+    check_config(DIRECTED[name])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", SLOW_TO_START)
+def test_start_method_equals_torch(name: str) -> None:
+    check_config(SLOW_TO_START[name])
+
+
+def test_seed_draws_the_same_configuration_again() -> None:
+    assert draw_config(3) == draw_config(3)
+    assert len({str(draw_config(seed)) for seed in range(50)}) == 50
+
+
+def test_drawn_configurations_cover_the_space() -> None:
+    """Every value of every choice turns up in a few hundred seeds."""
+    drawn = [draw_config(seed) for seed in range(600)]
+    assert {config.dataset for config in drawn} == {*MAP_DATASETS, *STREAMS}
+    assert {config.sampler for config in drawn} == {"default", "shuffle", *SAMPLERS, *BATCH_SAMPLERS}
+    assert {config.collate for config in drawn} == set(COLLATES)
+    assert {config.subclass for config in drawn} == set(SUBCLASSES)
+    assert {config.num_workers for config in drawn} == {0, 1, 2, 3}
+    assert {config.start_method for config in drawn} == {None, "fork", "spawn", "forkserver"}
+    assert {config.init for config in drawn} == {None, *INITS}
+    assert any(config.unordered and config.persistent_workers for config in drawn)
+    assert any(config.stop_after[0] == 1 and config.num_workers for config in drawn)
+    assert any(config.stop_after[0] == 1 and config.persistent_workers for config in drawn)
+
+
+def test_a_difference_is_found_and_named() -> None:
+    """The comparison itself: a changed value, stride, type and overlap are all reported with their place."""
+    whole = torch.arange(6.0).reshape(2, 3)
+    base = {"a": whole, "b": [1, "x"]}
+    assert difference(describe(base), describe({"a": whole.clone(), "b": [1, "x"]})) is None
+    for other in (
+        {"a": whole + 1, "b": [1, "x"]},
+        {"a": whole.t().contiguous().t(), "b": [1, "x"]},
+        {"a": whole.double(), "b": [1, "x"]},
+        {"a": whole, "b": (1, "x")},
+        {"a": whole, "b": [True, "x"]},
+        datasets.Keyed(a=whole, b=[1, "x"]),
+    ):
+        found = difference(describe(base), describe(other))
+        assert found is not None
+        assert "batch" in found
+    assert difference(describe([whole, whole]), describe([whole, whole.clone()])) is not None
+
+
+# Thousands of seeds
+
+
+@contextmanager
+def deadline(seconds: int) -> Iterator[None]:
+    """Turn a hang into an exception; main thread only."""
+
+    def expire(_signal: int, _frame: FrameType | None) -> None:
+        faulthandler.dump_traceback()
+        raise TimeoutError(f"still running after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check a range of seeds; 1 when one of them failed."""
+    parser = argparse.ArgumentParser(description="Compare fastq_loader with torch over drawn configurations.")
+    parser.add_argument("--seeds", type=seed_range, default=seed_range("0:1000"), metavar="FIRST:END")
+    parser.add_argument("--seconds", type=int, default=60, help="time limit for one seed (default 60)")
+    parser.add_argument("--show", action="store_true", help="print the configuration of each seed first")
+    given = parser.parse_args(arguments)
+    failed: list[int] = []
+    start = time.monotonic()
+    for done, seed in enumerate(given.seeds, 1):
+        if given.show:
+            print(f"seed {seed}: {draw_config(seed)}", flush=True)
+        try:
+            with deadline(given.seconds):
+                check_seed(seed)
+        except Exception as error:
+            failed.append(seed)
+            told = str(error) if isinstance(error, AssertionError) else f"seed {seed}: {draw_config(seed)}"
+            print(f"FAILED {type(error).__name__}: {told}\n  {error!r:.200}", flush=True)
+        if done % 50 == 0:
+            print(f"{done} seeds, {len(failed)} failed, {time.monotonic() - start:.0f} s", flush=True)
+    print(f"failing seeds: {failed or 'none'} of {len(given.seeds)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""Who may still look: forks, births and deaths in any order, on any thread, with descriptors or without."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastq_loader.memory.forks import Onlookers, moment
+from tests.conftest import run_script
+
+
+@contextmanager
+def onlookers() -> Iterator[Onlookers]:
+    watched = Onlookers()
+    try:
+        yield watched
+    finally:
+        watched.close()
+
+
+class Fork:
+    """A fork that goes on, and then a child that lives, as the pipe sees them."""
+
+    def __init__(self, watched: Onlookers) -> None:
+        self._watched = watched
+        self._child = watched.forking()
+        self._held = [os.dup(end) for end in self._child._write]  # what the child inherits
+        self.under_way = self.alive = True
+
+    def finish(self) -> None:
+        if self.under_way:
+            self.under_way = False
+            self._watched.forked(self._child)
+
+    def die(self) -> None:
+        if self.alive:
+            self.finish()
+            self.alive = False
+            while self._held:
+                os.close(self._held.pop())
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(("birth", "death", "fork", "finish", "child dies")), st.integers(0, 5)),
+    max_size=30,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(STEPS)
+def test_a_thing_is_seen_by_the_children_whose_forks_it_met(steps: list[tuple[str, int]]) -> None:
+    with onlookers() as watched:
+        forks: list[Fork] = []
+        living: list[tuple[int, list[Fork]]] = []  # (moment of birth, forks that met it)
+        dead: list[tuple[int, int, list[Fork]]] = []
+        try:
+            for step, which in steps:
+                if step == "birth":
+                    watched.count += 1
+                    living.append((moment(), [fork for fork in forks if fork.under_way]))
+                elif step == "death" and living:
+                    born, met = living.pop(which % len(living))
+                    dead.append((born, moment(), met))
+                elif step == "fork":
+                    forks.append(Fork(watched))
+                    for _, met in living:
+                        met.append(forks[-1])
+                elif step in ("finish", "child dies") and forks:
+                    fork = forks[which % len(forks)]
+                    fork.finish() if step == "finish" else fork.die()
+                watched.reap()
+                for born, died, met in dead:
+                    assert watched.saw(born, died) == any(fork.alive for fork in met)
+        finally:
+            for fork in forks:
+                fork.die()
+
+
+def test_children_that_are_gone_are_forgotten_at_the_next_fork() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with onlookers() as watched:
+        watched.count = 1
+        for _ in range(20):
+            Fork(watched).die()
+        assert len(os.listdir("/proc/self/fd")) <= before + 1
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_fork_while_nothing_is_there_leaves_nothing() -> None:
+    before = os.listdir("/proc/self/fd")
+    with onlookers() as watched:
+        fork = Fork(watched)
+        fork.finish()
+        fork.die()
+        assert os.listdir("/proc/self/fd") == before
+        assert not watched.saw(0, moment())
+
+
+def test_without_descriptors_a_child_counts_as_alive_until_the_owner_closes() -> None:
+    with onlookers() as watched:
+        watched.count = 1
+        born = moment()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            fork = Fork(watched)
+            fork.finish()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        fork.die()
+        watched.reap()
+        assert watched.saw(born, moment())
+        assert not watched.saw(moment(), moment())
+
+
+def test_once_closed_no_descriptor_is_opened_and_every_child_counts() -> None:
+    with onlookers() as watched:
+        watched.count = 1
+        born = moment()
+        watched.close()
+        before = os.listdir("/proc/self/fd")
+        for _ in range(10):
+            Fork(watched).die()
+        assert os.listdir("/proc/self/fd") == before
+        watched.reap()
+        assert watched.saw(born, moment())
+        assert len(watched._children) == 1
+
+
+@pytest.mark.processes
+def test_hooks_of_the_users_that_fork_too_and_children_that_fork_again() -> None:
+    result = run_script(
+        """
+        import concurrent.futures.thread  # a lock of its own is taken around a fork, and only once
+        import os
+
+        import torch
+
+        depth = 0
+
+        def fork_in_a_hook():
+            global depth
+            if not depth:
+                depth += 1
+                pid = os.fork()
+                if not pid:
+                    os._exit(0)
+                os.waitpid(pid, 0)
+                depth -= 1
+
+        os.register_at_fork(before=fork_in_a_hook)  # before ours is: it runs after it
+        from fastq_loader.memory.forks import Onlookers, moment
+
+        def descriptors():
+            return sorted(os.listdir("/proc/self/fd"))
+
+        watched = Onlookers()
+        watched.count = 1
+        before = descriptors()
+        born = moment()
+        pid = os.fork()
+        if not pid:
+            assert len(descriptors()) == len(before) + 1, "more than its own end"
+            own = Onlookers()
+            own.count = 1
+            grandchild = os.fork()
+            if not grandchild:
+                os._exit(0)
+            code = os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1])
+            own.reap()
+            os._exit(code or own.saw(0, moment()))
+        died = moment()
+        watched.reap()
+        seen = watched.saw(born, died)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        watched.reap()
+        assert not watched.saw(born, died)
+        assert descriptors() == before
+        print("alone", seen)
+        """
+    )
+    assert result.stderr == ""
+    assert result.stdout.startswith("alone")

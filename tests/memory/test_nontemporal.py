@@ -1,0 +1,322 @@
+"""Copies past the caches: the same bytes, and only where batches are too large for a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, default_collate
+
+from bench.peers import LoaderSettings, Unsupported
+from bench.peers.fastq import FastqCached, FastqLoader
+from bench.workloads import Load
+from fastq_loader import DataLoader
+from fastq_loader.memory import allocator, nontemporal
+from fastq_loader.memory import arena as arenas
+from fastq_loader.memory.allocator import address_of
+from fastq_loader.memory.ledger import size_class
+from fastq_loader.reading import collate
+from tests.conftest import run_script
+from tests.support.datasets import assert_same
+from tests.support.pair import Pair, noise, paired
+
+pytestmark = pytest.mark.skipif(not arenas.AVAILABLE, reason="this system has no memfd")
+
+BUILT = pytest.mark.skipif(not nontemporal.AVAILABLE, reason="installed without a C compiler, or no x86-64")
+PIECE = nontemporal.SMALLEST_PIECE
+
+Copies = list[tuple[int, int]]
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
+    """(pieces, bytes of each) of all copies past the caches."""
+    seen: Copies = []
+    copy = nontemporal.copy
+
+    def counting(target: int, sources: list[int], nbytes: int) -> None:
+        seen.append((len(sources), nbytes))
+        copy(target, sources, nbytes)
+
+    monkeypatch.setattr(nontemporal, "copy", counting)
+    return seen
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """A worker that writes everything past the caches that it can."""
+    monkeypatch.setattr(nontemporal, "SMALLEST_PIECE", 1)
+    with paired(stream_from=0) as pair:
+        yield pair
+
+
+# ---- the copy ---------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(0, 130), st.integers(0, 70), st.integers(0, 5), st.data())
+def test_pieces_lie_one_behind_the_other_and_nothing_else_is_touched(
+    nbytes: int, target_at: int, count: int, data: st.DataObject
+) -> None:
+    total = nbytes * count
+    target = np.full(target_at + total + 70, 0xEE, np.uint8)
+    sources = noise(count * 64 + total + 1, nbytes)
+    before = sources.copy()
+    starts = [data.draw(st.integers(0, sources.size - nbytes)) for _ in range(count)]
+    nontemporal.copy(
+        address_of(target) + target_at, [address_of(sources) + start for start in starts], nbytes
+    )
+    expected = b"".join(bytes(before[start : start + nbytes]) for start in starts)
+    assert bytes(target[target_at : target_at + total]) == expected
+    assert set(target[:target_at]) | set(target[target_at + total :]) == {0xEE}
+    assert bytes(sources) == bytes(before)
+
+
+@BUILT
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((0, [], -1), ValueError, "nbytes must not be negative, got -1"),
+        ((0, (), 1), TypeError, "list"),
+        ((0, ["a"], 1), TypeError, "int"),
+        ((None, [], 1), TypeError, "int"),
+        ((1 << 70, [], 1), OverflowError, "too large|too big"),
+        ((0, [1, 1 << 70], 1), OverflowError, "too large|too big"),
+        ((0, []), TypeError, "3 arguments"),
+    ],
+)
+def test_what_is_no_address_is_refused(arguments: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        nontemporal.copy(*arguments)
+
+
+# ---- what is written so -----------------------------------------------------------------------------
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+def small(index: int) -> torch.Tensor:
+    return torch.from_numpy(noise(70_000, index))
+
+
+def floats(index: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(index).random((3, 9000), np.float32))
+
+
+def lazily_conjugated(index: int) -> torch.Tensor:
+    return torch.complex(floats(index), floats(index + 1)).conj()
+
+
+STREAMED: dict[str, Callable[[int], torch.Tensor]] = {
+    "bytes": small,
+    "floats": floats,
+    "half floats": lambda index: floats(index).bfloat16(),
+    "bools": lambda index: floats(index) > 0.5,
+    "complex numbers": lambda index: lazily_conjugated(index).resolve_conj(),
+    "a part of a tensor": lambda index: torch.from_numpy(noise(90_000, index))[1000:80_000],
+    "of one number each": lambda index: torch.tensor(float(index)).expand(20_000).contiguous(),
+}
+NOT_STREAMED: dict[str, Callable[[int], torch.Tensor]] = {
+    "transposed": lambda index: floats(index).t(),
+    "expanded": lambda index: floats(index)[:, :1].expand(3, 9000),
+    "one transposed": lambda index: floats(index) if index else torch.rand(9000, 3).t(),
+    "lazily conjugated": lazily_conjugated,
+    "lazily negated": lambda index: torch._neg_view(floats(index)),
+    "one negated": lambda index: torch._neg_view(floats(index)) if index == 1 else floats(index),
+    "one of another dtype": lambda index: floats(index).to(torch.float64 if index == 1 else torch.float32),
+    "one of a subclass": lambda index: floats(index).as_subclass(Marked) if index else floats(index),
+    "one that requires grad": lambda index: floats(index).requires_grad_(index == 1),
+    "one of another shape": lambda index: floats(index).view(9000, 3) if index else floats(index),
+    "one longer": lambda index: torch.rand(3, 9000 + index),
+    "one sparse": lambda index: floats(index).to_sparse() if index == 1 else floats(index),
+    "one quantized": lambda index: (
+        torch.quantize_per_tensor(torch.rand(4, 9000), 0.1, 0, torch.quint8)
+        if index == 1
+        else torch.zeros(4, 9000, dtype=torch.uint8)
+    ),
+    "one nested": lambda index: (
+        torch.nested.nested_tensor([torch.rand(9000)] * 3) if index == 1 else floats(index)
+    ),
+    "one for oneDNN": lambda index: floats(index).to_mkldnn() if index == 1 else floats(index),
+    "one without memory": lambda index: torch.rand(3, 9000, device="meta") if index == 1 else floats(index),
+}
+
+
+def outcome(batch: list[torch.Tensor]) -> Any:
+    try:
+        return collate.stack_tensors(batch).clone()  # the block's memory goes with the pair
+    except Exception as error:
+        return type(error), str(error).splitlines()[0]
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_samples_that_lie_as_they_are_to_lie_are_written_past_the_caches(
+    name: str, always: Pair, copies: Copies
+) -> None:
+    batch = [STREAMED[name](index) for index in range(4)]
+    expected = torch.stack(batch)
+    assert_same(expected, collate.stack_tensors(batch))
+    assert copies == [(4, batch[0].nbytes)]
+
+
+@pytest.mark.parametrize("name", NOT_STREAMED)
+@pytest.mark.filterwarnings("ignore:.*quantize.*", "ignore:.*TypedStorage.*", "ignore:.*nested tensors.*")
+def test_other_samples_go_torchs_way(name: str, copies: Copies) -> None:
+    batch = [NOT_STREAMED[name](index) for index in range(3)]
+    with paired(stream_from=0) as pair:
+        got = outcome(batch)
+        assert pair.allocator.streams(batch[0].nbytes)
+    with paired():
+        assert_same(outcome(batch), got)
+    assert copies == []
+
+
+@pytest.mark.parametrize("kind", ["u1", "f4", "c16", "?"])
+def test_arrays_are_written_past_the_caches(kind: str, always: Pair, copies: Copies) -> None:
+    batch: list[Any] = [(floats(index).numpy() * 9).astype(kind) for index in range(3)]
+    table = {torch.Tensor: collate.stack_tensors}
+    got = collate.stack_arrays(batch, collate_fn_map=table)
+    assert_same(default_collate(batch), got)
+    assert copies == [(3, batch[0].nbytes)]
+    del copies[:]
+    batch = [array.T for array in batch]
+    got = collate.stack_arrays(batch, collate_fn_map=table)
+    assert_same(default_collate(batch), got)
+    assert copies == []
+
+
+@pytest.mark.parametrize("to_device", [False, True])
+def test_what_user_code_made_is_copied_past_the_caches(to_device: bool, copies: Copies) -> None:
+    with paired(to_device, stream_from=0) as pair:
+        batch = {"x": floats(1), "few": torch.arange(3), "more": small(2).numpy().copy()}
+        assert_same(batch, pair.trip(batch))
+    assert sorted(copies) == [(1, 70_000), (1, 108_000)]
+
+
+# ---- when -------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_written_so_if_the_one_before_was_large(copies: Copies) -> None:
+    limit = size_class(8 * PIECE)
+    with paired(stream_from=limit) as pair:
+        for count, streamed in ((8, 0), (2, 1), (2, 0), (7, 0), (8, 0), (8, 1), (8, 1)):
+            del copies[:]
+            samples = [torch.zeros(PIECE, dtype=torch.uint8)] * count
+            pair.deliver(pair.arrive(pair.pack(partial(collate.stack_tensors, samples))))
+            assert len(copies) == streamed
+
+
+def test_small_pieces_are_not(copies: Copies) -> None:
+    with paired(stream_from=0):
+        collate.stack_tensors([torch.zeros(PIECE - 1, dtype=torch.uint8)] * 9)
+        assert copies == []
+        collate.stack_tensors([torch.zeros(PIECE, dtype=torch.uint8)] * 9)
+        assert copies == [(9, PIECE)]
+
+
+def test_outside_a_worker_nothing_is() -> None:
+    with paired(stream_from=0):
+        assert allocator.streams(1 << 30)
+    assert not allocator.streams(1 << 30)
+
+
+class Images(Dataset[Any]):
+    """Images, and whether they are about to be written past the caches."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, bool]:
+        return torch.from_numpy(noise(self.nbytes, index)), allocator.streams(PIECE)
+
+
+@BUILT
+@pytest.mark.processes
+@pytest.mark.parametrize(("workers", "prefetch", "megabytes"), [(2, 2, 6.5), (1, 2, 11), (2, 6, 2.5)])
+def test_a_loader_writes_so_when_the_batches_that_go_around_fill_a_cache(
+    workers: int, prefetch: int, megabytes: float
+) -> None:
+    for factor, expected in ((1.0, True), (0.7, False)):
+        nbytes = int(megabytes * factor * 2**20) // 2
+        loader = DataLoader(Images(nbytes), 2, num_workers=workers, prefetch_factor=prefetch)
+        flags = [flags for _, flags in loader]
+        assert not any(flag for batch in flags[:workers] for flag in batch), "nobody knows their size yet"
+        assert all(bool(flag) is expected for batch in flags[workers:] for flag in batch)
+
+
+@pytest.mark.processes
+def test_batches_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nontemporal, "CACHED", 0)
+    dataset = Images(100_001)
+    arguments: dict[str, Any] = {"batch_size": 5, "num_workers": 2}
+    for (images, streamed), (expected, _) in zip(
+        DataLoader(dataset, **arguments), TorchDataLoader(dataset, **arguments), strict=True
+    ):
+        assert streamed.all()
+        assert_same(expected, images)
+
+
+@BUILT
+@pytest.mark.processes
+@pytest.mark.parametrize(("peer", "expected"), [(FastqLoader, True), (FastqCached, False)])
+def test_the_bench_can_do_without(
+    peer: type[FastqLoader], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nontemporal, "CACHED", 0)
+    loader = peer(Load(Images(100_000), batch_size=4), LoaderSettings(2, "fork"))
+    flags = [flags for _, flags in loader.epoch()]
+    loader.close()
+    assert all(bool(flag) is expected for batch in flags for flag in batch)
+    assert nontemporal.CACHED == 0
+
+
+def test_the_bench_says_where_everything_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nontemporal, "AVAILABLE", False)
+    with pytest.raises(Unsupported, match="through the caches"):
+        FastqCached(Load(Images(1), batch_size=4), LoaderSettings(2, "fork"))
+
+
+@pytest.mark.processes
+def test_an_installation_without_the_c_does_without_it() -> None:
+    result = run_script(
+        """
+        import sys
+        sys.modules["fastq_loader.memory._nontemporal"] = None  # the import fails
+        import torch
+        from fastq_loader import DataLoader
+        from fastq_loader.memory import allocator
+        from fastq_loader.memory import nontemporal
+
+        assert not nontemporal.AVAILABLE
+        source, target = torch.arange(10), torch.zeros(6, dtype=torch.int64)
+        nontemporal.copy(target.data_ptr(), [source.data_ptr() + 16, source.data_ptr() + 40], 24)
+        assert target.tolist() == [2, 3, 4, 5, 6, 7]
+
+        class Samples(torch.utils.data.Dataset):
+            def __len__(self):
+                return 8
+
+            def __getitem__(self, index):
+                return torch.full((4 << 20,), index), allocator.streams(1 << 20)
+
+        for number, (samples, streamed) in enumerate(DataLoader(Samples(), num_workers=2)):
+            assert samples.unique().tolist() == [number]
+            assert not streamed.any()
+        print("as ever")
+        """
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "as ever\n"
+    assert result.left == ()

@@ -1,0 +1,607 @@
+"""Packing: a batch of anything comes out of the blocks as it went in, with what it shares and how it lies."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gc
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fastq_loader.errors import UnpicklableError
+from fastq_loader.memory.allocator import empty
+from fastq_loader.memory.arena import AVAILABLE
+from fastq_loader.packing.pack import ALIGNMENT, BATCHES_UNWALKED, CONTAINERS, INLINE
+from tests.support.datasets import (
+    Colour,
+    Count,
+    FrozenRecord,
+    Keyed,
+    Level,
+    Name,
+    Opaque,
+    Point,
+    Record,
+    Slotted,
+    Tagged,
+    assert_same,
+)
+from tests.support.pair import DTYPES, LARGE, Pair, noise, paired
+
+pytestmark = [
+    pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
+]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with paired() as pair:
+        yield pair
+
+
+# ---- any batch --------------------------------------------------------------------------------------
+
+NUMPY_DTYPES = [
+    "?",
+    "u1",
+    "i2",
+    "i8",
+    "f2",
+    "f4",
+    "f8",
+    "c8",
+    "c16",
+    "U3",
+    "S5",
+    "M8[ns]",
+    "m8[D]",
+    "g",
+    ">i4",
+    "V3",
+    [("a", "i4"), ("b", "f8", (2,))],
+]
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Any bit pattern, NaN with its payload among them."""
+    count = int(np.prod(shape, dtype=np.int64))
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    if dtype == torch.bool:
+        return torch.from_numpy(noise(count, seed) > 127).view(shape)
+    return torch.from_numpy(noise(count * dtype.itemsize, seed)).view(dtype).view(shape)
+
+
+# Those that ask for two dimensions leave others alone. Dimensions of size 1 have a test of their own.
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it is": lambda tensor: tensor,
+    "transposed": lambda tensor: tensor.movedim(0, -1) if tensor.dim() > 1 else tensor,
+    "every other": lambda tensor: tensor[..., ::2] if tensor.dim() else tensor,
+    "an inner part": lambda tensor: tensor[..., 1:] if tensor.dim() else tensor,
+    "expanded": lambda tensor: tensor.unsqueeze(0).expand(3, *tensor.shape),
+    "channels last": lambda tensor: (
+        tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+    ),
+    "overlapping windows": lambda tensor: tensor.unfold(-1, 2, 1) if tensor.shape[-1:] > (1,) else tensor,
+}
+
+
+def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    tensor = LAYOUTS[layout](tensor)
+    if tensor.numel() and 1 not in tensor.shape:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def tensors(shapes: st.SearchStrategy[Any]) -> st.SearchStrategy[torch.Tensor]:
+    return st.builds(
+        lambda shape, dtype, seed, layout: laid_out(random_tensor(tuple(shape), dtype, seed), layout),
+        shapes,
+        st.sampled_from(DTYPES),
+        st.integers(0, 1000),
+        st.sampled_from(list(LAYOUTS)),
+    )
+
+
+def random_array(shape: Any, dtype: Any, seed: int, layout: str) -> np.ndarray:
+    kind = np.dtype(dtype)
+    count = int(np.prod(shape, dtype=np.int64))
+    if kind.kind in "USg?" or kind.char == "g":  # not every bit pattern is a value of these
+        array = noise(count, seed).astype(kind).reshape(shape)
+    else:
+        array = noise(count * kind.itemsize, seed).view(kind).reshape(shape)
+    if count and layout == "fortran":
+        return np.asfortranarray(array)
+    return array
+
+
+def arrays(shapes: st.SearchStrategy[Any]) -> st.SearchStrategy[np.ndarray]:
+    return st.builds(
+        random_array,
+        shapes,
+        st.sampled_from(NUMPY_DTYPES),
+        st.integers(0, 1000),
+        st.sampled_from(("c", "fortran")),
+    )
+
+
+SMALL_SHAPES = st.lists(st.integers(0, 5), max_size=4)
+FULL_SHAPES = st.lists(st.integers(1, 5), max_size=4)  # numpy has several strides for an empty array
+# Around the size where a leaf is worth a block, for elements of 1 to 16 bytes.
+LARGE_SHAPES = st.sampled_from(
+    ((4096,), (16384,), (16385,), (65535,), (65536,), (3, 5461), (64, 64, 4), (2, 3, 40, 50), (8191, 2), (7,))
+)
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(st.characters(), max_size=5),
+    st.binary(max_size=5),
+    st.sampled_from((-0.0, 2**63, 2**64, -(2**63) - 1, float("nan"), Ellipsis, NotImplemented)),
+)
+OBJECTS = st.sampled_from(
+    (
+        np.float32(0.1),
+        np.int64(-1),
+        np.bool_(True),
+        np.str_("ä"),
+        np.datetime64("2001-02-03"),
+        Name("name"),
+        Count(3),
+        Colour.BLUE,
+        Level.LOW,
+        range(2, 9, 3),
+        slice(1, None),
+        frozenset({1, "a"}),
+        bytearray(b"abc"),
+        torch.float16,
+        torch.Size([2, 3]),
+        torch.device("cpu"),
+        int,
+        np.array([1, "a", None], dtype=object),
+    )
+)
+LEAVES = st.one_of(SCALARS, OBJECTS, tensors(SMALL_SHAPES), arrays(FULL_SHAPES))
+FIELD_NAMES = st.text(st.characters(), max_size=4)
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    keys = st.one_of(
+        FIELD_NAMES,
+        st.integers(),
+        st.booleans(),
+        st.none(),
+        st.floats(allow_nan=False),
+        st.tuples(FIELD_NAMES),
+    )
+    lists = st.lists(inner, max_size=4)
+    named = st.dictionaries(FIELD_NAMES, inner, max_size=4)
+    return st.one_of(
+        lists,
+        lists.map(tuple),
+        named,
+        st.dictionaries(keys, inner, max_size=3),
+        named.map(collections.OrderedDict),
+        named.map(lambda items: collections.defaultdict(list, items)),
+        named.map(lambda items: Keyed(items, tag="kept")),
+        lists.map(Tagged),
+        lists.map(collections.deque),
+        st.builds(Point, inner, inner),
+        st.builds(Record, st.just("r"), inner),
+        st.builds(FrozenRecord, st.just("f"), inner),
+        st.builds(Slotted, inner),
+        st.builds(Opaque, inner),
+    )
+
+
+BATCHES = st.recursive(LEAVES, containers, max_leaves=12)
+
+
+@settings(deadline=None, max_examples=250)
+@given(st.lists(BATCHES, min_size=1, max_size=3))
+@example([[], (), {}, ((),), [[[]]], {"": {}}])
+def test_a_batch_of_anything_comes_out_as_it_went_in(batches: list[Any]) -> None:
+    with paired() as pair:
+        for batch in batches:
+            assert_same(batch, pair.trip(batch))
+        assert pair.idle()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.lists(tensors(LARGE_SHAPES) | arrays(LARGE_SHAPES), max_size=3), min_size=1, max_size=4))
+def test_large_leaves_come_out_of_used_blocks_as_they_went_in(batches: list[list[Any]]) -> None:
+    with paired() as pair:
+        kept: list[Any] = []
+        for at, batch in enumerate(batches):
+            kept.append(pair.trip(batch))
+            if at % 2:
+                kept.clear()  # the next batch goes to the same blocks
+            for expected, result in zip(batches[at + 1 - len(kept) : at + 1], kept, strict=True):
+                assert_same(expected, result)
+        kept.clear()
+        result = None
+        assert pair.idle()
+
+
+def test_a_deep_tree_comes_out_as_it_went_in(pair: Pair) -> None:
+    for depth in (100, 200, 240):
+        batch: Any = torch.tensor(depth)
+        for _ in range(depth):
+            batch = [batch]
+        assert str(pair.trip(batch)) == str(batch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [0, 1, 5, LARGE * 4])
+def test_every_dtype(pair: Pair, dtype: torch.dtype, count: int) -> None:
+    tensor = random_tensor((count,), dtype, 3)
+    assert_same([tensor, tensor.clone()], pair.trip([tensor, tensor.clone()]))
+
+
+def sprawling(boxes: int) -> list[Any]:
+    """More lists and dicts than are walked, with large and small leaves among them."""
+    tensors = [torch.full((4,), float(box)) for box in range(boxes)]
+    tree = [
+        {"box": tensor, "names": ("a", str(box)), "count": box, "none": None, "sizes": [box, 2**70]}
+        for box, tensor in enumerate(tensors)
+    ]
+    return [*tree, torch.arange(float(LARGE)), tensors[0]]
+
+
+@pytest.mark.parametrize("boxes", [3, CONTAINERS // 2, CONTAINERS, 4 * CONTAINERS])
+def test_a_tree_of_many_containers_comes_out_as_it_went_in(pair: Pair, boxes: int) -> None:
+    for _ in range(2 * BATCHES_UNWALKED):
+        batch = sprawling(boxes)
+        result = pair.trip(batch)
+        assert_same(batch, result)
+        assert result[-1] is result[0]["box"]
+        small = [{"x": 1.5, "words": ["a", None, True]}, torch.ones(2)]  # walked, or not
+        assert_same(small, pair.trip(small))
+    del result
+    assert pair.idle()
+
+
+def test_a_tree_of_many_containers_is_not_walked_again_at_once(pair: Pair) -> None:
+    pair.trip(sprawling(CONTAINERS))
+    handles = [pair.pack(lambda: [1, 2]).handle for _ in range(BATCHES_UNWALKED + 1)]
+    assert all(handle is not None for handle in handles)
+    walked = [bool(handle.values) for handle in handles if handle is not None]
+    assert walked == [False] * BATCHES_UNWALKED + [True]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        [1],
+        [2**63, -(2**63)],
+        [2**64],
+        [-(2**63) - 1, 0],
+        [True, 1],
+        ["a", None, 2.5, b"x", False],
+        [[1], 2],
+    ],
+    ids=str,
+)
+def test_lists_of_plain_values(pair: Pair, values: list[Any]) -> None:
+    batch = {"values": values, "tuple": tuple(values), "after": 3}
+    assert_same(batch, pair.trip(batch))
+
+
+def test_values_that_compare_equal_to_others_stay_what_they_are(pair: Pair) -> None:
+    batch = [True, 1, 1.0, 0, False, 0.0, -0.0, np.int64(1), {1: "a"}, {True: "a"}, {1.0: "a"}, {"1": "a"}]
+    assert_same(batch, pair.trip(batch))
+    assert_same(batch[::-1], pair.trip(batch[::-1]))
+
+
+def test_keys_that_compare_equal_in_one_batch_after_the_other(pair: Pair) -> None:
+    for batch in ({1: "a"}, {True: "a"}, {1.0: "a"}, {np.int64(1): "a"}, {1: "a"}, {2**70: "a"}):
+        assert_same(batch, pair.trip(batch))
+
+
+# ---- layouts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6).view(3, 2).t(),
+        torch.arange(3)[:, None].t(),
+        torch.arange(10)[::5][None],
+        torch.arange(4.0).expand(1, 4),
+        torch.arange(4.0).as_strided((1, 4), (77, 1)),
+        torch.rand(2, 1, 4, 4).contiguous(memory_format=torch.channels_last),
+        torch.rand(1, 3, 1, 1).contiguous(memory_format=torch.channels_last),
+        torch.rand(1, 3, 200, 200).contiguous(memory_format=torch.channels_last),
+        torch.rand(3, 1, 200, 200).contiguous(memory_format=torch.channels_last),
+        torch.empty(0, 3).t(),
+        torch.empty(0),
+        torch.empty(4, 0, 2),
+        torch.tensor(3.0),
+        torch.tensor(3.0).expand(2, 3),
+        torch.tensor(3.0).expand(300, 300),
+        torch.rand(200, 300).t(),
+        torch.rand(200, 300)[:, ::7],
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)} {tensor.stride()}",
+)
+def test_strides_come_out_as_they_went_in(pair: Pair, tensor: torch.Tensor) -> None:
+    assert_same(tensor, pair.trip(tensor))
+
+
+def test_an_expanded_tensor_takes_the_room_of_what_it_repeats(pair: Pair) -> None:
+    answer = pair.pack(lambda: torch.arange(5.0).expand(1000, 1000, 5))
+    assert answer.handle is not None
+    assert answer.handle.places == ()
+    assert answer.handle.parcel is not None
+    assert len(answer.handle.parcel) == ALIGNMENT
+
+
+def test_a_view_does_not_take_its_whole_storage_along(pair: Pair) -> None:
+    whole = torch.zeros(1 << 22)
+    answer = pair.pack(lambda: [whole[100:110], whole.view(-1, 64)[50:52, :3]])
+    assert answer.handle is not None
+    assert answer.handle.places == ()
+    assert len(pair.frames[-1]) < INLINE
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((3, 4), order="F"),
+        np.array(1.5),
+        np.array(["a", "bcd"]),
+        np.array([b"a", b"bcd"]),
+        np.array(["2001-02-03", "NaT"], dtype="M8[D]"),
+        np.array([1, 2], dtype=[("a", "<i4"), ("b", "S2")]),
+        np.array([{"a": 1}, None], dtype=object),
+        np.arange(4, dtype=">i4"),
+        np.zeros((LARGE, 2), order="F"),
+        np.arange(LARGE * 4).astype("M8[s]"),
+        np.full(LARGE, "ä", dtype="U4"),
+        np.zeros(LARGE, dtype=[("a", "<i4"), ("b", "<f8")]),
+        np.float64(3),
+        np.ma.array([1, 2], mask=[True, False]),
+        np.rec.array([(1, "a")], dtype=[("x", "i4"), ("y", "U1")]),
+    ],
+    ids=lambda array: f"{type(array).__name__} {array.dtype} {array.shape}",
+)
+def test_numpy_arrays(pair: Pair, array: Any) -> None:
+    assert_same(array, pair.trip(array))
+
+
+def test_empty_arrays(pair: Pair) -> None:
+    for dtype in ("f8", "U3", "M8[D]"):
+        array = np.zeros((0, 3), dtype)
+        result = pair.trip([array])[0]
+        assert (result.shape, result.dtype) == ((0, 3), array.dtype)
+
+
+def test_a_strided_array_comes_out_contiguous_as_pickle_has_it(pair: Pair) -> None:
+    for array in (np.arange(20).reshape(4, 5)[::2, ::-1], np.zeros((LARGE, 4))[:, 1:3]):
+        assert_same(pickle.loads(pickle.dumps(array)), pair.trip(array))
+
+
+# ---- tensors that are no plain leaves ---------------------------------------------------------------
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+SPECIAL: dict[str, Callable[[], torch.Tensor]] = {
+    "parameter": lambda: torch.nn.Parameter(torch.rand(3)),
+    "frozen parameter": lambda: torch.nn.Parameter(torch.rand(3), requires_grad=False),
+    "large parameter": lambda: torch.nn.Parameter(torch.rand(LARGE)),
+    "leaf that requires grad": lambda: torch.rand(3, requires_grad=True),
+    "large leaf that requires grad": lambda: torch.rand(LARGE, requires_grad=True),
+    "subclass": lambda: torch.rand(3).as_subclass(Subclass),
+    "coo": lambda: torch.sparse_coo_tensor(torch.tensor([[2, 0, 2]]), torch.rand(3), (4,)),
+    "coalesced": lambda: torch.sparse_coo_tensor(torch.tensor([[2, 0]]), torch.rand(2), (4,)).coalesce(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "csc": lambda: torch.eye(3).to_sparse_csc(),
+    "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "nested": lambda: torch.nested.nested_tensor([torch.rand(2), torch.rand(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.rand(2), torch.rand(3)], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(torch.rand(4), 0.1, 3, torch.qint8),
+    "quantized channels": lambda: torch.quantize_per_channel(
+        torch.rand(2, 3), torch.tensor([0.1, 0.2]), torch.tensor([1, 2]), 0, torch.quint8
+    ),
+    "conjugate": lambda: torch.rand(3, dtype=torch.complex64).conj(),
+    "negative": lambda: torch._neg_view(torch.rand(3)),
+    "meta": lambda: torch.empty(3, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL.keys())
+def test_special_tensors(pair: Pair, make: Callable[[], torch.Tensor]) -> None:
+    tensor = make()
+    result = pair.trip({"x": tensor})["x"]
+    assert_same(tensor, result)
+    assert result.layout == tensor.layout
+    del result
+    assert pair.idle()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["parameter", "leaf that requires grad", "coo", "coalesced", "conjugate"])
+def test_common_special_tensors_travel_without_a_warning(pair: Pair, name: str) -> None:
+    tensor = SPECIAL[name]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert type(pair.trip(tensor)) is type(tensor)
+
+
+def test_a_tensor_with_a_graph_raises_torchs_error(pair: Pair) -> None:
+    tensor = torch.rand(3, requires_grad=True) * 2
+    for batch in (tensor, [tensor], {"a": Opaque([tensor])}):
+        with pytest.raises(RuntimeError, match="Cowardly refusing to serialize non-leaf tensor"):
+            pair.pack(lambda batch=batch: batch)
+
+
+def test_what_cannot_be_pickled_is_named_and_the_next_batch_is_fine(pair: Pair) -> None:
+    with pytest.raises(UnpicklableError, match=r"batch\['f'\]"):
+        pair.pack(lambda: {"x": empty((LARGE,)), "f": lambda: None})
+    assert_same([torch.ones(LARGE)], pair.trip([torch.ones(LARGE)]))
+    assert pair.idle()
+
+
+# ---- who is whom ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    value: Any = None
+    others: list[Any] = dataclasses.field(default_factory=list)
+
+
+def test_one_object_in_two_places_is_one_object(pair: Pair) -> None:
+    tensor, array, words, items = torch.rand(3), np.zeros(2), {"a": 1}, [1, 2]
+    batch = [tensor, array, words, items, (tensor, array), {"x": words, "y": items}]
+    result = pair.trip(batch)
+    assert_same(batch, result)
+    assert result[0] is result[4][0]
+    assert result[1] is result[4][1]
+    assert result[2] is result[5]["x"]
+    assert result[3] is result[5]["y"]
+
+
+def test_large_and_small_leaves_in_two_places_are_one_object(pair: Pair) -> None:
+    for count in (4, LARGE):
+        tensor = torch.rand(count)
+        result = pair.trip({"a": tensor, "b": [tensor], "c": Node(tensor)})
+        assert result["a"] is result["b"][0]
+        assert result["a"] is result["c"].value
+
+
+def test_cycles_come_out_as_cycles(pair: Pair) -> None:
+    node = Node(torch.rand(3))
+    node.others.append(node)
+    cycle: list[Any] = [1, node]
+    cycle.append(cycle)
+    mapping: dict[str, Any] = {"x": torch.rand(LARGE)}
+    mapping["self"] = (mapping,)
+    result = pair.trip(cycle)
+    assert result[2] is result
+    assert result[1].others[0] is result[1]
+    looped = pair.trip(mapping)
+    assert looped["self"][0] is looped
+    assert torch.equal(looped["x"], mapping["x"])
+    del looped, result
+    gc.collect()
+    assert pair.idle()
+
+
+def test_an_object_and_a_list_that_it_refers_to_stay_together(pair: Pair) -> None:
+    items = [1, 2]
+    result = pair.trip({"items": items, "node": Node(items)})
+    assert result["node"].value is result["items"]
+
+
+def test_two_objects_that_share_a_third_share_it_afterwards(pair: Pair) -> None:
+    shared = Node(1)
+    first, second = pair.trip((Node(shared), [Node(shared)]))
+    assert first.value is second[0].value
+
+
+# ---- aliasing ---------------------------------------------------------------------------------------
+
+
+VIEWS: dict[str, Callable[[torch.Tensor, int, int], torch.Tensor]] = {
+    "range": lambda base, start, count: base[start : start + count],
+    "steps": lambda base, start, count: base[start : start + 2 * count : 2],
+    "bytes": lambda base, start, count: base.view(torch.uint8)[4 * start + 4 : 4 * (start + count)],
+    "halves": lambda base, start, count: base.view(torch.int16)[2 * start : 2 * start + count],
+    "doubles": lambda base, start, count: base.view(torch.int64)[start // 2 : (start + count) // 2],
+    "rows": lambda base, start, count: base[start // 2 : start // 2 + count // 2].view(1, -1)[:, ::3],
+    "detached": lambda base, start, count: base.detach()[start : start + count],
+    "one": lambda base, start, count: base[start],
+}
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.sampled_from((16, 2 * LARGE)),
+    st.lists(
+        st.tuples(st.sampled_from(list(VIEWS)), st.floats(0, 0.9), st.floats(0, 0.6), st.booleans()),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 3),
+)
+def test_views_of_one_storage_alias_as_they_did(
+    count: int, chosen: list[tuple[str, float, float, bool]], shift: int
+) -> None:
+    with paired() as pair:
+        base = torch.arange(count + 4, dtype=torch.int32)[: count + shift % 2 * 2]
+        if shift > 1:
+            made = empty(base.shape, base.dtype).copy_(base)
+            base = made
+            del made
+        batch = [
+            VIEWS[name](base, int(start * count), max(int(part * count), 2))
+            for name, start, part, _ in chosen
+        ]
+        wrapped = [Opaque(view) if boxed else view for view, (*_, boxed) in zip(batch, chosen, strict=True)]
+        result = [item.value if isinstance(item, Opaque) else item for item in pair.trip(wrapped)]
+        for one, other in zip(batch, result, strict=True):
+            assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+            assert torch.equal(one, other)
+        # The batch of the worker lies in memory of its own here: the same writes must give the same values.
+        for number, (one, other) in enumerate(zip(batch, result, strict=True)):
+            one.fill_(number + 1)
+            other.fill_(number + 1)
+            for expected, actual in zip(batch, result, strict=True):
+                assert torch.equal(expected, actual)
+        del base, batch, wrapped, one, expected, result, other, actual
+        pair.trip(None)  # the worker hears that nobody looks at what it made
+        assert pair.idle()
+
+
+@pytest.mark.parametrize("count", [8, 4 * LARGE])
+def test_views_of_other_element_sizes_find_their_place(pair: Pair, count: int) -> None:
+    base = torch.arange(count, dtype=torch.int64)
+    for start in (1, 3, 5, 8, 13):
+        batch = [base.view(torch.uint8)[start:], base[2:], base.view(torch.int16)[5:], base[3:4]]
+        result = pair.trip(batch)
+        assert all(map(torch.equal, batch, result))
+        result[1][0] = -1
+        assert int(result[0][16 - start]) == 255
+        assert int(result[2][3]) == -1
+
+
+def test_neighbours_in_one_storage_do_not_hold_each_other(pair: Pair) -> None:
+    base = torch.arange(4.0 * LARGE)
+    left, right = pair.trip([base[: 2 * LARGE], base[2 * LARGE :]])
+    del left
+    assert sorted(pair.arena.released_blocks()) == [0]
+    assert right[0] == 2 * LARGE
+
+
+def test_small_leaves_do_not_hold_blocks(pair: Pair) -> None:
+    batch = pair.trip({"image": torch.rand(LARGE), "labels": torch.arange(8), "more": np.arange(INLINE // 4)})
+    labels, more = batch["labels"], batch["more"]
+    del batch
+    assert pair.idle()
+    assert labels.tolist() == list(range(8))
+    assert more.tolist() == list(range(INLINE // 4))
+
+
+def test_a_dataset_may_go_on_writing_to_what_it_shipped(pair: Pair) -> None:
+    for count in (8, LARGE):
+        buffer = torch.zeros(count)
+        result = pair.trip([buffer])
+        buffer.fill_(7)
+        assert float(result[0].sum()) == 0

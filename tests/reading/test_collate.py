@@ -1,0 +1,270 @@
+"""Collating into blocks: the same tensors as torch's default collate gives in a worker, in another place."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import default_collate
+from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data._utils import worker as torch_worker
+
+from fastq_loader.memory.arena import AVAILABLE
+from fastq_loader.memory.ledger import SMALLEST
+from fastq_loader.reading import collate
+from tests.support.datasets import assert_same
+from tests.support.pair import LARGE, Pair, paired
+
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    """torch's table of collate functions, which is put back afterwards."""
+    copy = dict(torch_collate.default_collate_fn_map)
+    monkeypatch.setattr(torch_collate, "default_collate_fn_map", copy)
+    return copy
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with paired() as pair:
+        yield pair
+
+
+def in_torchs_worker(batch: list[torch.Tensor]) -> torch.Tensor:
+    """What torch's own function gives in torch's own worker process."""
+    before = torch_worker._worker_info
+    torch_worker._worker_info = torch_worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=None)
+    try:
+        return torch_collate.collate_tensor_fn(batch)
+    finally:
+        torch_worker._worker_info = before
+
+
+DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64)
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it is": lambda tensor: tensor,
+    "transposed": lambda tensor: (
+        tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.dim() else tensor
+    ),
+    "channels last": lambda tensor: (
+        tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+    ),
+    "expanded": lambda tensor: tensor[..., :1].expand(tensor.shape) if tensor.dim() else tensor,
+}
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.sampled_from(((), (1,), (3,), (0,), (2, 3, 4, 5), (2, 1, 4, 4), (64, 300), (3, 2, 70, 80))),
+    st.lists(st.sampled_from(list(LAYOUTS)), min_size=1, max_size=3),
+    st.sampled_from(DTYPES),
+)
+def test_tensors_are_stacked_as_in_torchs_worker(
+    shape: tuple[int, ...], layouts: list[str], dtype: torch.dtype
+) -> None:
+    batch = [LAYOUTS[layout]((torch.randn(shape) * 9).to(dtype)) for layout in layouts]
+    with paired():
+        assert_same(in_torchs_worker(batch), collate.stack_tensors(batch))
+    assert_same(in_torchs_worker(batch), collate.stack_tensors(batch))
+
+
+def outcome(stack: Callable[[Any], torch.Tensor], batch: list[torch.Tensor]) -> Any:
+    try:
+        return stack(batch)
+    except Exception as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("count", [4, LARGE])
+@pytest.mark.parametrize("first", DTYPES, ids=str)
+@pytest.mark.parametrize("second", DTYPES, ids=str)
+def test_mixed_dtypes_end_as_in_torchs_worker(
+    pair: Pair, first: torch.dtype, second: torch.dtype, count: int
+) -> None:
+    batch = [torch.ones(count, dtype=first), torch.zeros(count, dtype=second)]
+    assert_same(outcome(in_torchs_worker, batch), outcome(collate.stack_tensors, batch))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [torch.rand(3), torch.rand(4)],
+        lambda: [torch.rand(3), torch.rand(())],
+        lambda: [torch.rand(2, LARGE), torch.rand(LARGE, 2)],
+        lambda: [torch.rand(LARGE), torch.rand(2 * LARGE)],
+        lambda: [torch.nested.nested_tensor([torch.rand(2), torch.rand(3)])] * 2,
+        lambda: [torch.eye(3).to_sparse()] * 2,
+    ],
+    ids=["sizes", "dimensions", "large shapes", "large sizes", "nested", "sparse"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_what_torch_refuses_is_refused_with_its_words(
+    pair: Pair, make: Callable[[], list[torch.Tensor]]
+) -> None:
+    batch = make()
+    kind, text = outcome(torch_collate.collate_tensor_fn, batch)
+    assert issubclass(kind, RuntimeError)
+    assert outcome(collate.stack_tensors, batch) == (kind, text)
+
+
+def test_large_results_lie_in_a_block_and_small_ones_do_not(pair: Pair) -> None:
+    for dtype in (torch.uint8, torch.float32, torch.int64):
+        count = SMALLEST // dtype.itemsize // 4
+        exact = collate.stack_tensors([torch.zeros(count, dtype=dtype)] * 4)
+        assert pair.allocator.block_at(exact.data_ptr()) is not None
+        below = collate.stack_tensors([torch.zeros(count - 1, dtype=dtype)] * 4)
+        assert pair.allocator.block_at(below.data_ptr()) is None
+
+
+def test_a_stacked_batch_is_shipped_without_another_copy(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: int) -> None:
+        raise AssertionError("copied")
+
+    monkeypatch.setattr(pair.allocator, "write", refuse)
+    samples = [torch.rand(LARGE) for _ in range(3)]
+    answer = pair.pack(lambda: {"x": collate.stack_tensors(samples)})
+    assert_same({"x": torch.stack(samples)}, pair.deliver(pair.arrive(answer)))
+
+
+def test_samples_that_require_grad_keep_their_graph(pair: Pair) -> None:
+    samples = [torch.rand(LARGE, requires_grad=True) for _ in range(2)]
+    stacked = collate.stack_tensors(samples)
+    assert stacked.requires_grad
+    stacked.sum().backward()
+    assert samples[0].grad is not None
+
+
+def test_a_subclass_goes_the_way_torch_has_for_it(pair: Pair) -> None:
+    class Marked(torch.Tensor):
+        pass
+
+    samples = [torch.rand(3).as_subclass(Marked) for _ in range(2)]
+    assert_same(torch.stack(samples), collate.stack_tensors(samples))
+
+
+def test_install_replaces_torchs_function_once(table: dict[Any, Any]) -> None:
+    ours = {
+        torch.Tensor: collate.stack_tensors,
+        np.ndarray: collate.stack_arrays,
+        int: collate.stack_ints,
+        float: collate.stack_floats,
+    }
+    expected = table | ours
+    collate.install()
+    assert table == expected
+    collate.install()
+    assert table == expected
+
+
+def test_a_users_own_entry_stays(table: dict[Any, Any]) -> None:
+    def own(batch: Any, *, collate_fn_map: Any = None) -> str:
+        return "own"
+
+    table[torch.Tensor] = own
+    collate.install()
+    assert table[torch.Tensor] is own
+    del table[torch.Tensor]
+    collate.install()
+    assert torch.Tensor not in table
+
+
+ARRAYS: dict[str, list[Any]] = {
+    **{kind: [np.arange(6).reshape(2, 3).astype(kind)] * 3 for kind in ("u1", "i4", "f2", "f8", "c16", "?")},
+    "large": [np.full(LARGE, i, np.float32) for i in range(2)],
+    "not contiguous": [np.arange(12).reshape(3, 4).T for _ in range(2)],
+    "0-dim": [np.array(1.5), np.array(2.5)],
+    "empty": [np.zeros((0, 3))] * 2,
+    "of other shapes": [np.zeros(2), np.zeros(3)],
+    "of one byte order that torch has not": [np.zeros(2, ">f4")] * 2,
+    "of text": [np.array("a"), np.array("b")],
+    "of dates": [np.array("2020-01-01", "M8[D]")] * 2,
+    "of a subclass": [np.ma.masked_array([1.0, 2.0])] * 2,
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_become_what_torch_makes_of_them(name: str, table: dict[Any, Any], pair: Pair) -> None:
+    def outcome() -> Any:
+        try:
+            return default_collate([{"x": array} for array in ARRAYS[name]])
+        except (TypeError, RuntimeError, ValueError) as error:
+            return type(error), str(error)
+
+    expected = outcome()
+    collate.install()
+    assert_same(expected, outcome())
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+NUMBERS: dict[str, list[Any]] = {
+    "ints": [3, -(1 << 63), (1 << 63) - 1],
+    "one int": [0],
+    "bools": [True, False, True],
+    "floats": [1.5, -0.0, math.inf, math.nan, 5e-324],
+    "ints and bools": [2, True],
+    "bools and ints": [True, 2],
+    "ints and floats": [1, 2.5],
+    "floats and ints": [2.5, 1],
+    "floats and bools": [2.5, True],
+    "ints and a complex number": [1, 2j],
+    "ints and numpy's": [1, np.int8(2)],
+    "ints and a tensor": [1, torch.tensor(2)],
+    "floats and a tensor": [1.5, torch.tensor(2.5)],
+    "an enumeration's": [Level.HIGH, Level.HIGH],
+    "an int of more than 63 bits": [1, 1 << 63],
+    "an int below 63 bits": [-(1 << 63) - 1],
+    "an int of more than 64 bits": [1 << 200],
+    "ints and text": [1, "2"],
+    "floats and nothing": [1.5, None],
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_become_what_torch_makes_of_them(name: str, table: dict[Any, Any]) -> None:
+    def outcome() -> Any:
+        try:
+            return default_collate([{"x": number} for number in NUMBERS[name]])
+        except (TypeError, RuntimeError, ValueError) as error:
+            return type(error), str(error)
+
+    expected = outcome()
+    collate.install()
+    assert_same(expected, outcome())
+
+
+def test_large_arrays_are_stacked_into_a_block(table: dict[Any, Any], pair: Pair) -> None:
+    collate.install()
+    batch = default_collate([np.full(LARGE, i, np.float32) for i in range(2)])
+    assert pair.allocator.block_at(batch.data_ptr()) is not None
+
+
+def test_a_users_own_entry_for_tensors_also_gets_those_made_of_arrays(table: dict[Any, Any]) -> None:
+    collate.install()
+    table[torch.Tensor] = lambda batch, *, collate_fn_map=None: "own"
+    assert default_collate([np.zeros(2), np.zeros(2)]) == "own"
+
+
+def test_default_collate_uses_it(table: dict[Any, Any], pair: Pair) -> None:
+    samples = [{"x": torch.rand(LARGE), "n": i, "words": ("a", torch.tensor(i))} for i in range(3)]
+    expected = default_collate(samples)
+    collate.install()
+    batch = default_collate(samples)
+    assert_same(expected, batch)
+    assert pair.allocator.block_at(batch["x"].data_ptr()) is not None
+
+
+def test_the_table_of_this_process_is_torchs_own() -> None:
+    assert torch_collate.default_collate_fn_map[torch.Tensor] is torch_collate.collate_tensor_fn
+    assert collate.torch_tensors is torch_collate.collate_tensor_fn

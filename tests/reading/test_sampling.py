@@ -1,0 +1,94 @@
+"""`sampling.iterate` beside `iter`: the same batches, and the same generator states at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from fastq_loader.ipc.messages import Indices, decode_index
+from fastq_loader.reading import sampling
+
+
+def story(batches: Iterator[Any], generator: torch.Generator | None) -> list[Any]:
+    """Every batch, and the states of the generators before, between and after them."""
+    told: list[Any] = []
+
+    def look() -> None:
+        told.append(torch.get_rng_state().tolist())
+        told.append(None if generator is None else generator.get_state().tolist())
+
+    look()
+    for batch in batches:
+        told.append(batch)
+        assert type(batch) is list
+        assert all(type(index) is int for index in batch)
+        look()
+    look()
+    return told
+
+
+@given(
+    length=st.integers(1, 40),
+    batch_size=st.integers(1, 50),
+    drop_last=st.booleans(),
+    num_samples=st.none() | st.integers(1, 130),
+    seed=st.none() | st.integers(0, 5),
+)
+def test_a_shuffle_is_torchs(
+    length: int, batch_size: int, drop_last: bool, num_samples: int | None, seed: int | None
+) -> None:
+    told = []
+    for iterate in (iter, sampling.iterate, lambda it: map(decode_index, sampling.iterate_packed(it))):
+        torch.manual_seed(7)
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        sampler = RandomSampler(range(length), num_samples=num_samples, generator=generator)
+        told.append(story(iterate(BatchSampler(sampler, batch_size, drop_last)), generator))
+    assert told[0] == told[1]
+    assert told[0] == told[2]
+
+
+def test_a_shuffle_is_cut_from_the_permutation() -> None:
+    """The guard of the test above: it compares two things only if this is another iterator."""
+    batches = sampling.iterate(BatchSampler(RandomSampler(range(10)), 3, False))
+    assert batches.__name__ == "_shuffled"  # type: ignore[attr-defined]
+    assert type(next(sampling.iterate_packed(BatchSampler(RandomSampler(range(10)), 3, False)))) is Indices
+
+
+@pytest.mark.parametrize("iterate", [iter, sampling.iterate])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_batch_sampler_that_is_changed_while_it_runs(iterate: Any, drop_last: bool) -> None:
+    sampler = BatchSampler(RandomSampler(range(13)), 2, drop_last)
+    batches = iterate(sampler)
+    sizes = [len(next(batches))]
+    sampler.batch_size, sampler.drop_last = 4, not drop_last
+    sizes += [len(batch) for batch in batches]
+    assert sizes == ([2] * 6 if drop_last else [2, 4, 4, 3])
+
+
+class Backwards(RandomSampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.data_source) - 1, -1, -1))
+
+
+class Doubled(BatchSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch * 2 for batch in super().__iter__())
+
+
+def test_what_is_not_torchs_own_shuffle_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(sampling.iterate(BatchSampler(Backwards(range(4)), 2, False))) == [[3, 2], [1, 0]]
+    assert [len(b) for b in sampling.iterate(Doubled(RandomSampler(range(4)), 2, False))] == [4, 4]
+    assert list(sampling.iterate(BatchSampler(SequentialSampler(range(3)), 2, False))) == [[0, 1], [2]]
+    assert len(list(sampling.iterate(RandomSampler(range(5), replacement=True, num_samples=7)))) == 7
+    drawn = list(
+        sampling.iterate(BatchSampler(RandomSampler(range(2), replacement=True, num_samples=40), 8, True))
+    )
+    assert [len(batch) for batch in drawn] == [8] * 5
+    monkeypatch.setattr(RandomSampler, "__iter__", lambda self: iter([1, 1, 1]))
+    assert list(sampling.iterate(BatchSampler(RandomSampler(range(9)), 2, False))) == [[1, 1], [1]]

@@ -1,0 +1,49 @@
+"""How long the consumer waits, without a clock."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastq_loader.scheduling.timeout import Timeout
+
+HEADS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1), st.integers(0, 5)), max_size=30)
+
+
+@given(HEADS, st.booleans())
+def test_without_a_timeout_there_is_no_end(heads: list[tuple[int, int, int]], of_head: bool) -> None:
+    patience = Timeout(0, of_head)
+    assert {patience.seconds(*head) for head in heads} <= {None}
+
+
+@given(HEADS, st.integers(1, 60))
+def test_torchs_is_that_of_one_message(heads: list[tuple[int, int, int]], timeout: int) -> None:
+    patience = Timeout(timeout, of_head=False)
+    assert {patience.seconds(*head) for head in heads} <= {timeout}
+
+
+@given(HEADS, st.integers(1, 60))
+def test_of_a_head_it_ends_at_a_moment_that_does_not_move(
+    heads: list[tuple[int, int, int]], timeout: int
+) -> None:
+    patience = Timeout(timeout, of_head=True)
+    now, since, last = 0, 0, None
+    for seq, attempt, later in heads:
+        now += later
+        if (seq, attempt) != last:
+            last, since = (seq, attempt), now
+        assert patience.seconds(seq, attempt, now) == max(since + timeout - now, 0)
+    patience.forget()
+    if last is not None:
+        assert patience.seconds(*last, now + 1) == timeout
+
+
+def test_a_consumer_that_was_stopped_gives_each_head_one_grace() -> None:
+    patience = Timeout(1, of_head=True)
+    for seq in (0, 1):
+        patience.seconds(seq, 0, 5)
+        assert patience.is_over(message=False)
+        assert not patience.is_over(message=True)
+        assert patience.is_over(message=True), "the same head again"
+    each = Timeout(1, of_head=False)
+    assert not any(each.is_over(message=True) for _ in range(3))

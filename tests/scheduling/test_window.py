@@ -1,0 +1,154 @@
+"""The reorder window: never narrower than its least, never wider than it may be, and back again in time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastq_loader.scheduling.window import Window
+
+
+@dataclass
+class InFlight:
+    """Batches under way, and how many of them the workers have still to answer."""
+
+    window: Window
+    under_way: int = 0
+    unanswered: int = 0
+
+    def ask(self, batches: int) -> None:
+        for _ in range(batches):
+            self.under_way += 1
+            self.unanswered += 1
+            self.window.asked(self.under_way)
+
+    def hand_out(self) -> None:
+        self.under_way -= 1
+        self.unanswered = min(self.unanswered, self.under_way)
+        self.window.delivered()
+        self.ask(self.window.refill(self.under_way))
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("answer"), st.integers(1, 20)),
+        st.tuples(st.just("late"), st.sampled_from([0.0, 1.0, 7.5, 100.0])),
+        st.tuples(st.just("hand out"), st.integers(1, 200)),
+        st.tuples(st.just("drained"), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.integers(1, 12),
+    st.none() | st.integers(1, 40),
+    st.sampled_from([0, 20, 200, 1 << 30]),
+    STEPS,
+)
+def test_it_stays_between_its_bounds_whatever_happens(
+    least: int, widest: int | None, budget: int, steps: list[tuple[str, float]]
+) -> None:
+    window = Window(least, widest, budget)
+    in_flight = InFlight(window)
+    in_flight.ask(window.size)
+    for what, amount in steps:
+        if what == "answer":
+            in_flight.unanswered = max(in_flight.unanswered - int(amount), 0)
+        elif what == "late":
+            before = max(in_flight.under_way, window.size)
+            room = window.room(in_flight.under_way, in_flight.unanswered, amount)
+            assert not room or (before + room) * amount <= budget, "past the budget"
+            assert room <= max(least - in_flight.unanswered, 0), "more than keeps the workers busy"
+            size = window.size
+            in_flight.ask(room)
+            assert window.size == max(size, in_flight.under_way)
+            if not room and in_flight.unanswered < least and before < window.widest:
+                assert (before + 1) * amount > budget, "workers idle without a reason"
+        elif what == "hand out":
+            for _ in range(min(int(amount), in_flight.under_way)):
+                size = window.size
+                in_flight.hand_out()
+                assert window.size <= size
+        else:  # the sampler had nothing more for a while
+            in_flight.under_way = in_flight.unanswered = 0
+            in_flight.ask(1)
+        assert least <= window.size <= window.widest == max(least, widest or 0)
+        assert in_flight.under_way <= window.widest
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 20), STEPS)
+def test_a_fixed_window_is_constant(least: int, steps: list[tuple[str, float]]) -> None:
+    in_flight = InFlight(window := Window(least))
+    in_flight.ask(least)
+    for what, amount in steps:
+        if what == "late":
+            assert window.room(in_flight.under_way, 0, amount) == 0
+        elif what == "hand out":
+            for _ in range(int(amount)):
+                in_flight.hand_out()
+                assert in_flight.under_way == least
+        window.asked(least + 3)  # a worker's stream ended, and another one was asked for more
+        assert window.size == window.widest == least
+
+
+@pytest.mark.parametrize(("least", "widest"), [(1, 2), (4, 64), (10, 11), (3, 1000)])
+def test_it_shrinks_back_when_no_head_is_late_any_more(least: int, widest: int) -> None:
+    in_flight = InFlight(window := Window(least, widest, 1 << 40))
+    in_flight.ask(least)
+    while window.size < widest:
+        in_flight.unanswered = 1
+        in_flight.ask(window.room(in_flight.under_way, in_flight.unanswered, 1.0) or 1)
+    handed_out = 0
+    while window.size > least or in_flight.under_way > least:
+        in_flight.hand_out()
+        handed_out += 1
+        # a quarter of what it had grown by goes after four of its lengths: at most a few hundred lengths
+        assert handed_out < 300 * widest
+    assert handed_out >= 4 * widest, "one calm moment is not the end of late batches"
+
+
+def test_a_window_that_just_grew_is_given_time() -> None:
+    in_flight = InFlight(window := Window(2, 100, 1 << 40))
+    in_flight.ask(10)
+    for _ in range(39):  # four windows, less one
+        in_flight.hand_out()
+    assert window.size == 10
+    in_flight.ask(1)
+    for _ in range(43):
+        in_flight.hand_out()
+    assert window.size == 11
+    in_flight.hand_out()
+    assert window.size == 8
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 40))
+def test_a_group_is_asked_for_together(least: int, group: int, batches: int) -> None:
+    group = min(group, least)
+    window = Window(least, group=group)
+    in_flight = InFlight(window)
+    in_flight.ask(least)
+    for number in range(1, batches):
+        in_flight.hand_out()
+        assert in_flight.under_way == least - number % group
+
+
+def test_with_nothing_known_of_its_batches_it_grows() -> None:
+    """Batches of small leaves take no shared memory at all."""
+    assert Window(4, 16, 0).room(4, 1, 0.0) == 3
+
+
+def test_a_widest_below_the_least_is_the_least() -> None:
+    assert Window(8, 4).widest == 8
+
+
+def test_whether_it_widens_is_known_beforehand() -> None:
+    assert Window(4, 5).widens
+    assert not Window(4, 4).widens
+    assert not Window(4).widens

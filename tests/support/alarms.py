@@ -1,0 +1,196 @@
+"""Alarms whose handler raises at random moments inside `iter()`, `next()` and `close()`, epoch after epoch.
+
+Whatever a call was doing, the next one goes on exactly where it was, or raises an error that says why, every
+time: no batch is lost or given twice, and no epoch ends that has batches left. More than the tests run:
+
+    python -m tests.support.alarms --epochs 2000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from fastq_loader import DataLoader, IteratorInvalid
+
+#: Calls of `next()` after an error that says that the iterator cannot go on.
+AGAIN = 3
+#: Alarms in an epoch: a sample that takes longer than the time between two would never be loaded.
+MOST = 60
+
+
+class Alarm(Exception):
+    """Raised by the handler; not a type that anything else raises."""
+
+
+class AlarmOfTheSystem(TimeoutError):
+    """The same as an OSError, which much code expects."""
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """Samples of a few microseconds or of a millisecond."""
+
+    def __init__(self, length: int, seconds: float) -> None:
+        self.length = length
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.seconds:
+            time.sleep(self.seconds)
+        return torch.tensor(index)
+
+
+def inside_the_loader(frame: FrameType | None) -> bool:
+    """Whether the loader is running; else it would be the test's own loop that loses a batch."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("fastq_loader"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def alarms(rng: random.Random, kind: type[Exception], within: float) -> Iterator[list[int]]:
+    """One alarm after the other, each at a random moment; how many raised."""
+    raised = [0]
+    ringing = True
+
+    def ring(signum: int, frame: FrameType | None) -> None:
+        if ringing and raised[0] < MOST:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, within))
+            if inside_the_loader(frame):
+                raised[0] += 1
+                raise kind("the alarm")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, within))
+    try:
+        yield raised
+    finally:
+        ringing = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one epoch runs under."""
+
+    workers: int
+    options: dict[str, Any]
+    length: int
+    seconds: float
+    within: float
+    kind: type[Exception]
+
+
+def draw_setting(rng: random.Random) -> Setting:
+    workers = rng.choice([0, 1, 2, 3])
+    options: dict[str, Any] = {"schedule": rng.choice(["round_robin", "dynamic"])}
+    if workers:
+        options["persistent_workers"] = rng.random() < 0.5
+    # The rarer the alarms, the more often they meet a call that waits.
+    within = rng.choice([0.002, 0.01, 0.05])
+    return Setting(
+        workers, options, rng.choice([8, 30]), rng.choice([0, 0.001, 0.004]), within, rng.choice(KINDS)
+    )
+
+
+KINDS = (Alarm, AlarmOfTheSystem)
+
+
+def run_epoch(loader: Any, setting: Setting, rng: random.Random, seen: Counter[str]) -> None:
+    """One epoch under alarms.
+
+    Raises:
+        AssertionError: anything was lost, or given twice, without an error that says so.
+    """
+    numbers: list[int] = []
+    iterator: Any = None
+    outcome = ""
+    with alarms(rng, setting.kind, setting.within) as raised:
+        while not outcome:
+            try:
+                if iterator is None:
+                    iterator = iter(loader)
+                while True:
+                    numbers.append(next(iterator).item())
+            except setting.kind:
+                continue
+            except StopIteration:
+                outcome = "whole"
+            except IteratorInvalid:
+                outcome = "refused"
+    seen[outcome] += 1
+    seen["alarms"] += raised[0]
+    assert numbers == list(range(len(numbers))), f"lost, twice or out of order: {numbers}"
+    if outcome == "whole":
+        assert len(numbers) == setting.length, f"the epoch ended after {len(numbers)} of {setting.length}"
+    for _ in range(AGAIN if outcome == "refused" else 0):
+        try:
+            next(iterator)
+        except IteratorInvalid:
+            continue
+        raise AssertionError("an iterator that cannot go on went on, or ended")
+
+
+def check(seed: int, seen: Counter[str], epochs: int = 3) -> None:
+    """Some epochs of one loader, the seed in the message of what fails."""
+    rng = random.Random(seed)
+    setting = draw_setting(rng)
+    loader: Any = DataLoader(
+        Numbers(setting.length, setting.seconds), None, num_workers=setting.workers, **setting.options
+    )
+    try:
+        for _ in range(epochs):
+            run_epoch(loader, setting, rng, seen)
+        with alarms(rng, setting.kind, setting.within):
+            for _ in range(100):
+                try:
+                    loader.close()
+                    break
+                except setting.kind:
+                    continue
+        loader.close()
+        # Nobody was left behind, and the loader works.
+        assert [batch.item() for batch in loader] == list(range(setting.length))
+    except Exception as error:
+        raise AssertionError(f"seed {seed}, {setting}: {error!r}") from error
+    finally:
+        loader.close()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Alarms that raise at random moments in next().")
+    parser.add_argument("--epochs", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    seen: Counter[str] = Counter()
+    warnings.simplefilter("ignore")  # more workers than cores
+    # An alarm inside a finalizer or a hook of a fork is nobody's to raise: Python reports it here.
+    sys.unraisablehook = lambda unraisable: seen.update(unraisable=1)
+    for number in range(-(-given.epochs // 3)):
+        check(given.seed * 1_000_003 + number, seen)
+    print(json.dumps(seen))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""A device made of CPU memory whose copies run late, for whole loaders: what a real one may do, made likely.
+
+The consumer's stream has nothing queued, ever: what is copied from there on sees the batch as soon as the
+stream has waited for it. The side stream falls behind as far as it may: a copy runs when somebody waits for
+it, or now and then when somebody asks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastq_loader.device import session
+from fastq_loader.device.backend import TorchStager
+from fastq_loader.errors import PinFailed
+
+POISON = 0xEE  # what device memory holds before a copy
+
+
+class Event:
+    def __init__(self) -> None:
+        self.over = True
+
+
+class LateStager(TorchStager):
+    """Behaves like an accelerator; see `copies.Stager`.
+
+    Args:
+        seed: of the moments at which copies run.
+        refuse: what cannot be page-locked: "register", "pinned".
+    """
+
+    def __init__(self, seed: int = 0, refuse: tuple[str, ...] = ()) -> None:
+        self.device = torch.device("cpu")
+        self.side = "side"
+        self.current = "consumer"
+        self.is_capturing = False
+        self.registered: dict[int, int] = {}
+        self.copies: list[int] = []  # bytes of each
+        self._refuse = refuse
+        self._random = random.Random(seed)
+        self._queue: deque[Callable[[], None]] = deque()
+
+    def current_stream(self) -> str:
+        return self.current
+
+    def capturing(self) -> bool:
+        return self.is_capturing
+
+    def prove(self) -> None:
+        self.register(0, 1)
+        self.unregister(0)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return super().empty(nbytes).fill_(POISON)
+
+    def copy_async(self, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
+        self.copies.append(nbytes)
+
+        def run() -> None:
+            memory[:nbytes].copy_(source[:nbytes])
+
+        self._queue.append(run)
+
+    def record(self, stream: Any, event: Any = None) -> Any:
+        event = Event() if event is None else event
+        if stream == self.side:
+            event = Event()  # whoever waits, waits for what the event was then
+            event.over = False
+            self._queue.append(lambda: setattr(event, "over", True))
+        return event
+
+    def wait(self, stream: Any, event: Any) -> None:
+        if stream != self.side:
+            self.synchronize(event)
+
+    def query(self, event: Any) -> bool:
+        while self._queue and self._random.random() < 0.3:
+            self._queue.popleft()()
+        return bool(event.over)
+
+    def synchronize(self, event: Any) -> None:
+        while not event.over:
+            self._queue.popleft()()
+
+    def share(self, memory: Any, stream: Any) -> None:
+        """Nothing is handed out again here while anything looks at it."""
+
+    def on_side(self, call: Callable[[], Any]) -> Any:
+        while self._queue:
+            self._queue.popleft()()
+        return call()
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        if "pinned" in self._refuse:
+            raise PinFailed("no page-locked memory today")
+        return self.pageable(nbytes)
+
+    def register(self, address: int, nbytes: int) -> None:
+        if "register" in self._refuse:
+            raise PinFailed("the driver refuses")
+        assert address not in self.registered, "registered twice"
+        self.registered[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
+    def view(self, address: int, nbytes: int) -> torch.Tensor:
+        if not nbytes:
+            return torch.from_numpy(np.empty(0, np.uint8))
+        return super().view(address, nbytes)
+
+
+@contextmanager
+def late_device(patch: pytest.MonkeyPatch, **options: Any) -> Iterator[LateStager]:
+    """Inside, device="cuda" is this."""
+    stager = LateStager(**options)
+    with patch.context() as patched:
+        patched.setattr(session, "open_stager", lambda device: stager)
+        patched.setattr(session, "parse", lambda device: None if device is None else torch.device("cpu"))
+        yield stager

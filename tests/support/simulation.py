@@ -1,0 +1,166 @@
+"""Workers without processes: the claims and the task list are the product's own logic, the rest is played.
+
+A simulated worker reads its inbox, takes tasks, writes to granted blocks or makes new ones, and answers, in
+steps that a test interleaves as it likes. Between any two of them it can hang or be killed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, cast
+
+from fastq_loader.ipc.claim_table import CONSUMER
+from fastq_loader.ipc.messages import BATCH, ENDED, SKIPPED, Answer, Epoch, Ping, Space, Task
+from fastq_loader.memory.allocator import AddressSpace
+from fastq_loader.memory.ledger import Extents, size_class
+from fastq_loader.workers.task_queue import TaskQueue
+
+REGION = 1 << 40  # bytes of address range for each worker
+
+
+def region(worker: int) -> tuple[int, int]:
+    return worker * REGION, (worker + 1) * REGION
+
+
+class Table:
+    """The table as `claims.ClaimTable` keeps it, with as few places: each has (ticket, who; 0 is nobody)."""
+
+    def __init__(self, places: int) -> None:
+        self._words = [(0, 0)] * places
+        self._begun: dict[int, int | None] = {}
+
+    def place(self, ticket: int) -> int:
+        return ticket % len(self._words)
+
+    def offer(self, ticket: int) -> None:
+        self._words[self.place(ticket)] = (ticket, 0)
+
+    def claim(self, ticket: int, who: int) -> bool:
+        if self._words[self.place(ticket)] != (ticket, 0):
+            return False
+        self._words[self.place(ticket)] = (ticket, who)
+        return True
+
+    def holder(self, ticket: int) -> int | None:
+        """The number of the worker that has claimed a ticket."""
+        last, who = self._words[self.place(ticket)]
+        return None if last != ticket or who in (0, CONSUMER) else who - 1
+
+    def on_offer(self, ticket: int) -> bool:
+        return self._words[self.place(ticket)] == (ticket, 0)
+
+    def begin(self, worker: int, ticket: int | None) -> None:
+        self._begun[worker] = ticket
+
+    def begun(self, worker: int) -> int | None:
+        return self._begun.get(worker)
+
+
+class SimulatedWorker:
+    """One worker process, from its start to its death.
+
+    Args:
+        number: its place in the pool.
+        table: of claims.
+        claimed: whether tasks are claimed; else they are addressed.
+        space: ranges in which it may make blocks.
+
+    Attributes:
+        hand: what it has begun.
+        answers: sent, and not received yet.
+        hung: it does nothing any more.
+    """
+
+    def __init__(self, number: int, table: Table, claimed: bool, space: Extents) -> None:
+        self.number = number
+        self.tasks = TaskQueue(cast(Any, table), claimed, number)
+        self.inbox: deque[Task | Epoch | Space | Ping] = deque()
+        self.pings = 0  # sent back, and not received yet
+        self.hand: Task | None = None
+        self.answers: deque[Answer] = deque()
+        self.alive = True
+        self.hung = False
+        self._space = AddressSpace(space)
+        self._ended = False
+        self._clock = 0
+
+    @property
+    def can_move(self) -> bool:
+        return self.alive and not self.hung
+
+    def knows(self) -> list[Task]:
+        """What it could take one day."""
+        queued = [message for message in self.inbox if isinstance(message, Task)]
+        return [*self.tasks._tasks, *queued]
+
+    def unfinished(self) -> list[Task]:
+        return self.knows() if self.hand is None else [self.hand, *self.knows()]
+
+    def begin(self, look: bool) -> bool:
+        """Take the next task; after a quick one a worker does not look for messages before. Whether it has
+        one in hand now."""
+        if self.hand is None:
+            if look or not self.tasks:
+                self._look()
+            self.hand = self.tasks.take()
+        return self.hand is not None
+
+    def _look(self) -> None:
+        while self.inbox:
+            message = self.inbox.popleft()
+            if isinstance(message, Task):
+                self.tasks.add(message)
+            elif isinstance(message, Ping):
+                self.pings += 1
+            elif isinstance(message, Space):
+                for offset, size in message.ranges:
+                    self._space.give(offset, size)
+            else:
+                for task in self.tasks.drop():
+                    self._answer(task, SKIPPED, (), set())
+                self.tasks.begin_epoch()
+                self._ended = False
+
+    def finish(self, outcome: int, sizes: tuple[int, ...], held: set[int]) -> Answer:
+        """Answer what is in hand with a batch of leaves of so many bytes. `held` are the blocks that the
+        user looks at: what was promised is there when it is not among them."""
+        task, self.hand = self.hand, None
+        assert task is not None
+        if self._ended:
+            outcome = SKIPPED
+        self._ended = self._ended or outcome == ENDED
+        answer = self._answer(task, outcome, () if outcome in (SKIPPED, ENDED) else sizes, held)
+        self.tasks.answered()
+        return answer
+
+    def _answer(self, task: Task, outcome: int, sizes: tuple[int, ...], held: set[int]) -> Answer:
+        grants, used, fresh = list(task.grants), [], []
+        if sizes:
+            grants += [promise for promise in task.promises if promise[0] not in held]
+        for nbytes in sizes:
+            wanted = size_class(nbytes)
+            fits = next((grant for grant in grants if wanted <= grant[1] <= 2 * wanted), None)
+            if fits is not None:
+                grants.remove(fits)
+                used.append((fits[0], nbytes))
+                continue
+            offset = self._space.take(wanted)
+            assert offset is not None
+            fresh.append((offset, wanted))
+            used.append((offset, nbytes))
+        self._clock += 1
+        written = {offset for offset, _ in used}
+        at_hand = [offset for offset, _ in task.grants + task.promises if offset not in written]
+        blocks = tuple(used), tuple(fresh), tuple(at_hand)
+        self.answers.append(
+            Answer(task.epoch, task.seq, task.attempt, outcome, self._clock, self._clock, *blocks, None)
+        )
+        return self.answers[-1]
+
+    def late_answer(self, task: Task) -> Answer:
+        """What would have come had it not died: a batch in all of the task's blocks and in a new one."""
+        offset = self._space.take(size_class(1))
+        assert offset is not None
+        used = tuple((block, 1) for block, _ in task.grants)
+        fresh = ((offset, size_class(1)),)
+        return Answer(task.epoch, task.seq, task.attempt, BATCH, 0, 0, (*used, (offset, 1)), fresh, (), None)

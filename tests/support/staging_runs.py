@@ -1,0 +1,294 @@
+"""Random runs of the staging logic over a simulated device: workers, a consumer, and what either may do."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from fastq_loader.device import session as link_module
+from fastq_loader.device import staging as staging_module
+from fastq_loader.device.session import DeviceOptions, DeviceSession
+from tests.support.simulated_device import (
+    HOME,
+    OTHER,
+    Batch,
+    Breach,
+    Cell,
+    Memory,
+    OutOfMemory,
+    SimulatedDevice,
+    Value,
+)
+
+BASE, SIZE = 1 << 20, 4096  # of the arena, and of a block
+WINDOW = 5  # batches that workers are ahead
+REFUSALS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("register",),
+    ("register later",),
+    ("pinned",),
+    ("register later", "pinned"),
+    ("memory",),
+)
+
+
+class Choice(NamedTuple):
+    """One configuration."""
+
+    ahead: int
+    reuse: bool
+    beside: bool
+    pin: str
+    limit: int | None
+    refuse: tuple[str, ...]
+    seed: int
+    shares: bool
+
+
+def choose(seed: int) -> Choice:
+    """A configuration at random."""
+    draw = random.Random(seed)
+    choice = Choice(
+        ahead=draw.choice((1, 2, 3)),
+        reuse=draw.random() < 0.5,
+        beside=draw.random() < 0.4,
+        pin=draw.choice(("auto", "auto", "bounce", "pageable")),
+        limit=draw.choice((None, None, 0, 3 * SIZE)),
+        refuse=draw.choice(REFUSALS),
+        seed=seed,
+        shares=draw.random() < 0.6,
+    )
+    if not choice.shares:  # a transform on the side stream is refused before
+        choice = choice._replace(beside=False)
+    # What was asked for by name is refused with an error, at every batch.
+    return choice if choice.pin == "auto" else choice._replace(limit=None, refuse=())
+
+
+class QuietLink(DeviceSession):
+    """Keeps its warnings to itself."""
+
+    def say(self, text: str) -> None:
+        self._said.add(text)
+
+
+class Run:
+    """Some epochs of one pool.
+
+    Args:
+        choice: the configuration.
+        staging: the class that is tested.
+    """
+
+    def __init__(self, choice: Choice, staging: type[staging_module.Staging]) -> None:
+        self.choice = choice
+        self.random = random.Random(choice.seed)
+        self.device = SimulatedDevice(choice.seed, choice.refuse + (() if choice.shares else ("share",)))
+        options = DeviceOptions(
+            torch.device("cpu"),
+            choice.ahead,
+            self.transform if choice.beside or self.random.random() < 0.3 else None,
+            choice.beside,
+            choice.reuse,
+            choice.pin,
+            choice.limit,
+        )
+        with (
+            patch.object(link_module, "open_stager", lambda device: self.device),
+            patch.object(link_module, "can_share", lambda device: choice.shares),
+        ):
+            self.session = QuietLink(options)
+            mapping: Any = SimpleNamespace(base=BASE, populate=lambda offset, size: None)
+            unpacker: Any = SimpleNamespace(
+                part=lambda handle: handle,
+                open=lambda handle: ([], [], b""),
+                unpack=lambda handle, pickled, memory: self.unpack(memory),
+            )
+            self.staging = staging(self.session, unpacker, mapping)
+        self.epoch = self.unpacking = -1  # what is iterated, and which batch of it is put together
+        self.free: set[int] = set()
+        self.used: dict[int, int] = {}  # seq → block
+        self.made = 0
+        self.answers: dict[int, Any] = {}
+
+    # ---- what the package asks of others ------------------------------------------------------
+
+    def unpack(self, memory: Memory) -> Batch:
+        return Batch([(memory, self.tag(self.unpacking))])
+
+    def transform(self, batch: Batch) -> Batch:
+        """As users' transforms do, it gives out something new, what it got, both, or works in place."""
+        (source, value), *_ = batch.parts
+        cell = source.cell
+        if self.unpacking % 4 == 0:
+            self.device.write(source, lambda: ("transformed", cell.value))
+            return Batch([(source, ("transformed", value))])
+        try:
+            made = self.device.empty(cell.nbytes)
+        except OutOfMemory:
+            made = Memory(self.device, Cell(cell.nbytes, self.device.current_stream()))
+        self.device.write(made, lambda: ("transformed", cell.value))
+        parts: list[tuple[Memory, Value]] = [(made, ("transformed", value))]
+        return Batch([*parts, *batch.parts] if self.unpacking % 2 else parts)
+
+    def tag(self, seq: int) -> Value:
+        return ("batch", seq, self.epoch)
+
+    # ---- workers ------------------------------------------------------------------------------
+
+    def load(self, seq: int) -> None:
+        """A worker writes a batch to a block that is free, or to a new one."""
+        if self.free and self.random.random() < 0.9:
+            offset = self.random.choice(sorted(self.free))
+            self.free.discard(offset)
+        else:
+            offset = self.made * SIZE
+            self.made += 1
+        self.device.blocks[BASE + offset] = self.tag(seq)
+        self.used[seq] = offset
+        nbytes = self.random.choice((64, 64, 64, 128, 256))
+        self.answers[seq] = SimpleNamespace(
+            seq=seq, used=((offset, nbytes),), handle=(offset, SIZE, 0, nbytes)
+        )
+
+    def let_go(self, offsets: list[int]) -> None:
+        """The blocks are free, and somebody writes to them at once."""
+        for offset in offsets:
+            if offset in self.free:
+                raise Breach(f"the block at {offset} is given back twice")
+            self.device.blocks[BASE + offset] = "overwritten"
+            self.free.add(offset)
+
+    # ---- the consumer -------------------------------------------------------------------------
+
+    def epochs(self, count: int, batches: int) -> None:
+        for self.epoch in range(count):
+            self.iterate(batches)
+            last = self.epoch == count - 1
+            self.let_go(self.staging.close() if last else self.staging.drain())
+            left = [self.used[seq] for seq in self.answers]  # the scheduler drops these
+            self.answers.clear()
+            self.let_go(left)
+            self.device.catch_up(self.device.current)
+            for _ in range(5):  # what was abandoned must not write to memory that is the step's now
+                self.use_memory()
+                self.device.run(5)
+        if len(self.free) != self.made:
+            raise Breach(f"{self.made - len(self.free)} blocks were never given back")
+        if self.device.registered or self.session.counters.pinned_bytes:
+            raise Breach("something is page-locked after the end")
+        self.device.finish()
+        if self.device.most > 2 * self.choice.ahead:
+            raise Breach(f"{self.device.most} copies were under way at once")
+
+    def iterate(self, batches: int) -> None:
+        draw, device = self.random, self.device
+        loaded = 0
+        held: list[tuple[str, Batch]] = []
+        last = draw.randrange(batches) if draw.random() < 0.5 else batches
+        for seq in range(last):
+            while loaded < min(seq + draw.randint(1, WINDOW), batches):
+                self.load(loaded)
+                loaded += 1
+            device.run(draw.randrange(12))
+            if draw.random() < 0.15:
+                device.current = OTHER if device.current == HOME else HOME
+            if self.choice.reuse:
+                self.look_again(held)
+                held.clear()
+            try:
+                held.append((device.current, self.next(seq)))
+            except OutOfMemory:
+                continue
+            self.look_again(held[-1:])
+            self.check_locks()
+            self.use_memory()
+            while len(held) > 4 or (held and draw.random() < 0.6):
+                del held[draw.randrange(len(held))]
+            self.look_again(held)
+            if draw.random() < 0.2:
+                while loaded < min(seq + WINDOW, batches):
+                    self.load(loaded)
+                    loaded += 1
+                self.poll(seq + 1)
+            if draw.random() < 0.1:
+                self.trim()
+
+    def next(self, seq: int) -> Batch:
+        self.let_go(self.staging.turn())
+        self.unpacking = seq
+        batch: Batch = self.staging.deliver(self.answers.pop(seq))
+        self.begin(seq + 1)
+        return batch
+
+    def begin(self, head: int) -> None:
+        for seq in range(head, head + self.choice.ahead):
+            if seq in self.answers:
+                self.unpacking = seq
+                self.staging.begin([self.answers[seq]])
+                if seq not in self.staging._copies and "memory" not in self.choice.refuse:
+                    raise Breach(f"the copy of batch {seq} could not be begun ahead")
+
+    def check_locks(self) -> None:
+        """Whether more is page-locked than may be, or something although the driver refused some of it."""
+        locked = sum(self.device.registered.values())
+        if (
+            self.choice.limit is not None
+            and max(locked, self.session.counters.pinned_bytes) > self.choice.limit
+        ):
+            raise Breach(f"{locked} bytes are page-locked, and {self.choice.limit} may be")
+        if locked and self.session.counters.pin_reason == "refused":
+            raise Breach(f"{locked} bytes stayed registered when the driver refused the rest")
+
+    def poll(self, head: int) -> None:
+        """Waits for nothing; so some copies may not be begun."""
+        self.let_go(self.staging.reap())
+        self.device.may_wait = False
+        for seq in range(head, head + self.choice.ahead):
+            if seq in self.answers:
+                self.unpacking = seq
+                self.staging.begin([self.answers[seq]], wait=False)
+        self.device.may_wait = True
+        falls_back = self.choice.refuse or self.choice.limit is not None  # which waits, once
+        if self.device.waited and not falls_back:
+            raise Breach("poll waited for the device")
+
+    def look_again(self, held: list[tuple[str, Batch]]) -> None:
+        """On the stream that a batch was handed out on: others are the user's to synchronise."""
+        before = self.device.current
+        for stream, batch in held:
+            self.device.current = stream
+            self.device.read(batch)
+        self.device.current = before
+
+    def use_memory(self) -> None:
+        """The step allocates, writes and lets go."""
+        for _ in range(self.random.randrange(3)):
+            try:
+                memory = self.device.empty(self.random.choice((64, 128, 256)))
+            except OutOfMemory:
+                return
+            self.device.write(memory, lambda: "the step's")
+            self.device.read(Batch([(memory, "the step's")]))
+
+    def trim(self) -> None:
+        """A free block goes back to the system; what a device has locked of it would be lost."""
+        if self.free:
+            offset = self.random.choice(sorted(self.free))
+            self.staging.forget(offset)
+            if BASE + offset in self.device.registered:
+                raise Breach("pages went back to the system that are locked")
+
+
+def run(seed: int, staging: type[staging_module.Staging] = staging_module.Staging) -> Run:
+    """One random run.
+
+    Raises:
+        Breach: something was seen that must not be.
+    """
+    one = Run(choose(seed), staging)
+    one.epochs(3, 14)
+    return one
