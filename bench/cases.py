@@ -17,6 +17,7 @@ from bench import costs
 from bench.costs import NO_STEP, Step, TracedSamples
 from bench.results import BOUND, Goal
 from bench.workloads import find_workload
+from fastq_loader import Dynamic
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ VARIANTS = {
     "round_robin": Variant("fastq_loader, round_robin", "fastq_loader", {}),
     "dynamic": Variant("fastq_loader, dynamic", "fastq_loader", _DYNAMIC),
     "dynamic_32": Variant(
-        "fastq_loader, dynamic, reorder_window=32", "fastq_loader", _DYNAMIC | {"reorder_window": 32}
+        "fastq_loader, dynamic, window=32", "fastq_loader", {"schedule": Dynamic(window=32)}
     ),
     "dynamic_unordered": Variant(
         "fastq_loader, dynamic, in_order=False", "fastq_loader", _DYNAMIC | {"in_order": False}

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, default_collate
 
 import fastq_loader
 from bench.gpu_results import LABELS, LARGE, PREFETCH, RESIDENT, TORCH
+from fastq_loader import ToDevice
 
 START_METHOD = "forkserver"
 PREFETCH_FACTOR = 2  # batches that a worker works ahead; torch's default
@@ -164,7 +165,7 @@ def make(name: str, shape: Shape, device: torch.device, workers: int, start_meth
     batches = Batches(shape.samples)
     ahead = PREFETCH_FACTOR * workers + 2
     if name not in (TORCH, PREFETCH):
-        arguments: dict[str, Any] = {"device": device, "pin": name}
+        arguments: dict[str, Any] = {"device": ToDevice(device, pin=name)}
         ours = fastq_loader.DataLoader(**_common(shape, batches, workers, start_method), **arguments)
         return Arm(batches, lambda: iter(ours), ahead, ours)
     loader: Any = TorchDataLoader(**_common(shape, batches, workers, start_method), pin_memory=True)

@@ -22,7 +22,7 @@ from bench.costs import INDEX, TracedSamples
 from bench.measure import Tick, reason, time_limit
 from bench.proc import wait_until_quiet
 from bench.results import KillsResult
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, Processes
 from fastq_loader.errors import WorkerReplaced
 
 LIMIT_S = 120.0  # for an epoch with kills, each of which may have spawned workers import torch
@@ -100,7 +100,7 @@ def _loader(workers: int, costs: list[float], start_method: str) -> Iterator[Dat
             persistent_workers=True,
             multiprocessing_context=start_method,
             schedule="dynamic",
-            max_worker_restarts=RESTARTS,
+            workers=Processes(max_restarts=RESTARTS),
         )
         with loader:
             yield loader

@@ -98,7 +98,7 @@ def section(results: Results, source: str) -> str:
         parts.append(_SCHEDULE_HEAD)
         parts.append(_table(_SCHEDULE, (row for result in results.schedule for row in _schedule(result)), 2))
     if results.kills:
-        parts.append("What the death of a worker costs an epoch, with `max_worker_restarts`:")
+        parts.append("What the death of a worker costs an epoch, with `Processes(max_restarts=n)`:")
         parts.append(_table(_KILLS, map(_kills, results.kills)))
     parts += [_remarks(results.workloads), _not_measured(results.schedule)]
     folder = PurePosixPath(source).with_suffix("")

@@ -100,7 +100,7 @@ class Lane:
             waited,
             None if timeline is None else sum(work.end - work.start for work in timeline.work),
             None if late is None or late_before is None else late - late_before,
-            self._statistics("reorder_window"),
+            self._statistics("window"),
         )
         return epoch, timeline
 

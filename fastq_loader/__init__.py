@@ -6,6 +6,7 @@ The way of a batch, and the module of each station: `loader` (arguments) → `it
 `unpacking`; and on to a device: `link` → `staging` → `pinning` → `copies` → `device` → `transforms`.
 """
 
+from fastq_loader.device.options import ToDevice
 from fastq_loader.device.transforms import copy_into, normalize
 from fastq_loader.errors import (
     InvalidTransition,
@@ -22,10 +23,13 @@ from fastq_loader.errors import (
 )
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory.allocator import empty
+from fastq_loader.scheduling.options import Dynamic, RoundRobin
 from fastq_loader.statistics import LateBatch, LoaderStatistics, StagingStatistics, WorkerStatistics
+from fastq_loader.workers.options import Processes
 
 __all__ = [
     "DataLoader",
+    "Dynamic",
     "InvalidTransition",
     "IteratorInvalid",
     "LateBatch",
@@ -34,8 +38,11 @@ __all__ = [
     "PinFailed",
     "PinFallback",
     "PoisonousBatch",
+    "Processes",
     "ProtocolError",
+    "RoundRobin",
     "StagingStatistics",
+    "ToDevice",
     "UnpicklableError",
     "WorkerDied",
     "WorkerReplaced",

@@ -1,4 +1,4 @@
-"""What the arguments beyond torch's may be, alone and together, and what they come to.
+"""What a loader's arguments come to: those beyond torch's, and those that the system can refuse.
 
 Runs in the consumer: at construction, whenever one is set later, and when an iteration begins, because
 attributes can be set past `__setattr__`. torch's own arguments are checked by torch.
@@ -7,38 +7,23 @@ attributes can be set past `__setattr__`. torch's own arguments are checked by t
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data.dataloader import _DatasetKind
 
-from fastq_loader.device.session import DeviceOptions, read_options
-from fastq_loader.errors import check_choice, is_int, warn_user
+from fastq_loader.device.options import ToDevice, read_device
+from fastq_loader.errors import warn_user
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
+from fastq_loader.scheduling.options import Dynamic, Schedule, read_schedule
+from fastq_loader.scheduling.window import WindowLimits
+from fastq_loader.workers.options import Processes, read_workers
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
-
-SCHEDULES = ("round_robin", "dynamic")
-#: Batches; the table of claims has a word for more than twice as many.
-WIDEST_WINDOW = (arena.CLAIMS - WORKERS) // 2 - 1
-#: How far a window widens on its own: in its own lengths, in bytes, and in parts of the machine's memory.
-_WIDEST, _WIDEST_BYTES, _WIDEST_SHARE = 16, 1 << 30, 16
-
-#: The names of arguments that are checked together. Those of a device are in the order of `read_options`,
-#: with values that go with any value of the others.
-SCHEDULE = ("schedule", "reorder_window", "max_worker_restarts")
-DEVICE = {
-    "device": "cpu",
-    "device_prefetch": 1,
-    "device_transform": None,
-    "transform_stream": "consumer",
-    "device_buffers": "fresh",
-    "pin": "auto",
-    "pin_limit_bytes": None,
-}
 
 
 def iterable(loader: DataLoader[Any]) -> bool:
@@ -70,62 +55,57 @@ def check_workers(loader: DataLoader[Any]) -> None:
         )
 
 
-def check_schedule(loader: DataLoader[Any], **changed: Any) -> None:
-    """Raise unless the arguments of `SCHEDULE` can be true, with `changed` in the place of what is set.
+def schedule(loader: DataLoader[Any]) -> Schedule:
+    """Who loads which batch."""
+    return read_schedule(loader.schedule)
+
+
+def is_dynamic(loader: DataLoader[Any]) -> bool:
+    """Whether every batch has its own random numbers."""
+    return isinstance(schedule(loader), Dynamic)
+
+
+def workers(loader: DataLoader[Any], given: Any = None) -> Processes:
+    """Which kind of workers there are; `given` in the place of what is set.
 
     Raises:
-        TypeError, ValueError: an argument, with its name, its value and what it may be.
+        TypeError, ValueError: it is none, or cannot be kept with the loader's dataset.
     """
-    schedule, window, restarts = [changed.get(name, getattr(loader, name)) for name in SCHEDULE]
-    workers = getattr(loader, "num_workers", 0)
-    check_choice("schedule", schedule, SCHEDULES)
-    if workers > WORKERS:
-        raise ValueError(f"num_workers={workers} is too many: use at most {WORKERS}")
-    if window is not None and not is_int(window):
-        raise TypeError(f"reorder_window={window!r} must be a number of batches, or None")
-    if window is not None and not 1 <= window <= WIDEST_WINDOW:
-        raise ValueError(f"reorder_window={window} must be from 1 to {WIDEST_WINDOW} batches, or None")
-    if not is_int(restarts):
-        raise TypeError(f"max_worker_restarts={restarts!r} must be a number of workers")
-    if restarts < 0:
-        raise ValueError(f"max_worker_restarts={restarts} must not be negative: use 0 for none")
-    if restarts and workers and iterable(loader):
+    processes = read_workers(loader.workers if given is None else given)
+    number = getattr(loader, "num_workers", 0)
+    if number > WORKERS:
+        raise ValueError(f"num_workers={number} is too many: use at most {WORKERS}")
+    if processes.max_restarts and number and iterable(loader):
         raise ValueError(
-            f"max_worker_restarts={restarts} cannot be kept with an IterableDataset: a new worker would "
-            "read its part from the beginning. Use max_worker_restarts=0, or a dataset with __getitem__"
+            f"{processes} cannot be kept with an IterableDataset: a new worker would read its part from the "
+            "beginning. Use max_restarts=0, or a dataset with __getitem__"
         )
+    return processes
 
 
-def check_device_argument(name: str, value: Any) -> None:
-    """Raise what `read_options` raises for a value that goes with no other: they are set one after the
-    other."""
-    read_options(*{**DEVICE, name: value}.values())
+def to_device(loader: DataLoader[Any]) -> ToDevice | None:
+    """The way of batches to a device; None: they stay on the host as they are."""
+    return read_device(loader.device)
 
 
-def device_options(loader: DataLoader[Any]) -> DeviceOptions | None:
-    """What the arguments of `DEVICE` come to; None: batches stay on the host.
+#: What is checked when an argument is set.
+CHECKS: dict[str, Callable[[DataLoader[Any], Any], object]] = {
+    "schedule": lambda loader, value: read_schedule(value),
+    "workers": lambda loader, value: workers(loader, read_workers(value)),
+    "device": lambda loader, value: read_device(value),
+}
 
-    Raises:
-        what `read_options` raises.
-    """
-    return read_options(*[getattr(loader, name) for name in DEVICE])
 
-
-def window(loader: DataLoader[Any]) -> tuple[int, int, int, int]:
-    """Least and widest number of batches under way, the bytes up to which it widens, and how many batches
-    are asked for together."""
+def window(loader: DataLoader[Any]) -> WindowLimits:
+    """How many batches may be under way."""
     assert loader.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
-    workers, ahead = loader.num_workers, loader.prefetch_factor * loader.num_workers
-    if loader.schedule != "dynamic" or iterable(loader):
-        size = ahead if loader.reorder_window is None else loader.reorder_window
-        return size, size, 0, 1
-    if loader.reorder_window is not None:
-        # One batch in work and the next one stay with every worker while a group is asked for.
-        group = min(max(loader.reorder_window - 2 * workers, 1), workers)
-        return loader.reorder_window, loader.reorder_window, 0, group
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    widest = min(_WIDEST * ahead, WIDEST_WINDOW)
-    return ahead + workers, widest, min(_WIDEST_BYTES, memory // _WIDEST_SHARE), workers
+    return WindowLimits.of(
+        schedule(loader),
+        workers=loader.num_workers,
+        prefetch=loader.prefetch_factor,
+        iterable=iterable(loader),
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    )
 
 
 def pinning(loader: DataLoader[Any]) -> tuple[bool, str | None]:

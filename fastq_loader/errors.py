@@ -30,7 +30,7 @@ class PoisonousBatch(WorkerDied):
 
 
 class WorkerReplaced(RuntimeWarning):
-    """A worker died or hung, and another one does its work; see `max_worker_restarts`."""
+    """A worker died or hung, and another one does its work; see `Processes`."""
 
 
 class LoaderTimeout(RuntimeError):

@@ -17,12 +17,15 @@ from torch.utils.data import Dataset, Sampler
 from fastq_loader import arguments
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.consumer.runtime import Runtime
+from fastq_loader.device.options import ToDevice
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.iterators.multiprocess import WorkerIterator
 from fastq_loader.iterators.serial import SerialIterator
 from fastq_loader.reading import datapipes
+from fastq_loader.scheduling.options import Schedule
 from fastq_loader.statistics import LoaderStatistics
 from fastq_loader.workers.main import Rules
+from fastq_loader.workers.options import Processes
 from fastq_loader.workers.payload import Payload
 from fastq_loader.workers.pool import Plan
 
@@ -65,43 +68,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         persistent_workers: keep the workers from one epoch to the next.
         pin_memory_device: deprecated by torch.
         in_order: False hands batches out as they come.
-        schedule: who loads which batch. "round_robin": batch k is worker k mod N's, as in torch, and each
-            worker has one stream of random numbers. "dynamic": any worker takes the next batch as soon as it
-            is free, and before every batch torch's CPU generator, `random`, numpy's global generator and
-            `worker_info.seed` are seeded from the iteration's base seed and the batch's number. The
-            batches are then the same bits for any number of workers (also 0, where the consumer's generators
-            are put back after each batch), any timing and start method, with persistent workers or without,
-            and after a worker's death; the epochs differ. What `worker_init_fn` seeds of these three has no
-            effect; generators that it makes for the dataset's own use stay each worker's own. The base seed
-            is drawn for every iteration, also with persistent workers. An iterable dataset is read as in
-            torch, because each worker has a part of it to itself: its batches are seeded one by one, and
-            depend on the number of workers.
-        reorder_window: batches that may be asked for and not handed out, all in all; memory for as many is
-            the price. None is `prefetch_factor` for each worker, as in torch; with schedule="dynamic" that
-            and, while the next batch is late and workers would idle, up to 16 times as many or 1 GiB (or a
-            sixteenth of the machine's memory, if that is less). A larger one lets workers run further past
-            a slow batch. Without workers it has no effect.
-        max_worker_restarts: workers that may die in an iteration and be replaced, with a `WorkerReplaced`
-            warning; the batches that the dead worker had not answered are loaded again. 0 raises, as torch
-            does. With a `timeout`, a worker that has not answered within it is ended and replaced, and the
-            warning shows its stacks. A batch at which three workers died raises at its place. With
-            "round_robin" order and exactly-once hold, but a new worker's random numbers start anew; an
-            iterable dataset is refused, because a new worker would read it from its beginning. Without
-            workers it has no effect.
-        device: where batches go: torch's accelerator ("cuda", "cuda:1", "xpu", a torch.device), whatever its
-            kind, through `torch.Stream` and `torch.Event`. None and "cpu" leave them on the host. It is
-            initialised after the workers of the first epoch were started. `pin_memory` is not needed with it.
-        device_prefetch: batches that are copied before they are asked for, at least 1.
-        device_transform: applied to every batch on the device, for example `normalize(mean, std)`; with
-            device="cpu" on the host.
-        transform_stream: "consumer" applies it on the stream that is current in `next()`; "side" on that of
-            the copies, beside the step before, and needs a device whose tensors have `record_stream`.
-        device_buffers: "fresh" copies each batch to memory of its own; "reuse" to `device_prefetch + 1`
-            buffers in turn, and a batch is valid until the next `next()`.
-        pin: how host memory is page-locked. "register" locks the workers' blocks where they are; "bounce"
-            copies batches to a few locked buffers first; "pageable" locks nothing; "auto" takes the first of
-            these that works, with a `PinFallback` warning. `statistics()` says which it is and why.
-        pin_limit_bytes: bytes that may be page-locked; None is any number.
+        schedule: who loads which batch: "round_robin", as in torch, or "dynamic", by whoever is free; or
+            `RoundRobin(...)` or `Dynamic(...)`, which say more.
+        workers: which kind of workers loads: "processes", or `Processes(...)`, which replaces dead ones.
+        device: where batches go: torch's accelerator ("cuda", "cuda:1", "xpu", a torch.device), or
+            `ToDevice(...)`, which says how. None leaves them on the host.
 
     Raises:
         ValueError, TypeError: an argument, with torch's texts; an unknown or absent device.
@@ -128,16 +99,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
-        schedule: str = "round_robin",
-        reorder_window: int | None = None,
-        max_worker_restarts: int = 0,
-        device: str | int | torch.device | None = None,
-        device_prefetch: int = 2,
-        device_transform: Callable[[Any], Any] | None = None,
-        transform_stream: str = "consumer",
-        device_buffers: str = "fresh",
-        pin: str = "auto",
-        pin_limit_bytes: int | None = None,
+        schedule: str | Schedule = "round_robin",
+        workers: str | Processes = "processes",
+        device: str | int | torch.device | ToDevice | None = None,
     ) -> None:
         super().__init__(
             dataset,
@@ -165,34 +129,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             )
         arguments.check_workers(self)
         self.schedule = schedule
-        self.reorder_window = reorder_window
-        self.max_worker_restarts = max_worker_restarts
+        self.workers = workers
         self.device = device
-        self.device_prefetch = device_prefetch
-        self.device_transform = device_transform
-        self.transform_stream = transform_stream
-        self.device_buffers = device_buffers
-        self.pin = pin
-        self.pin_limit_bytes = pin_limit_bytes
-        arguments.device_options(self)
 
     # Of an instance that this constructor did not make.
-    schedule: str = "round_robin"
-    reorder_window: int | None = None
-    max_worker_restarts: int = 0
-    device: str | int | torch.device | None = None
-    device_prefetch: int = 2
-    device_transform: Callable[[Any], Any] | None = None
-    transform_stream: str = "consumer"
-    device_buffers: str = "fresh"
-    pin: str = "auto"
-    pin_limit_bytes: int | None = None
+    schedule: str | Schedule = "round_robin"
+    workers: str | Processes = "processes"
+    device: str | int | torch.device | ToDevice | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in arguments.SCHEDULE:
-            arguments.check_schedule(self, **{name: value})
-        elif name in arguments.DEVICE:
-            arguments.check_device_argument(name, value)
+        if name in arguments.CHECKS:
+            arguments.CHECKS[name](self, value)
         super().__setattr__(name, value)
 
     # ---- iterating ----------------------------------------------------------------------------
@@ -218,7 +165,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _get_iterator(self) -> Any:
         """The only maker of iterators; subclasses wrap what it returns (torch_geometric, litdata)."""
         arguments.check_workers(self)
-        arguments.check_schedule(self)
+        arguments.workers(self)
         if self.num_workers == 0:
             return SerialIterator(self)
         self.check_worker_number_rationality()
@@ -234,7 +181,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _find_way_to_device(self) -> DeviceSession | None:
         """Make the session when the first iteration begins, and keep it: a stream for each epoch would strand
         memory. A new one, and new workers, if the user has set other arguments since."""
-        runtime, options = self._runtime, arguments.device_options(self)
+        runtime, options = self._runtime, arguments.to_device(self)
+        if options is not None and options.target is None:
+            options = None
         if options != (None if runtime.session is None else runtime.session.options):
             if self.persistent_workers:
                 runtime.close_engines("its loader's device, or what goes with it, was changed")
@@ -253,9 +202,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             workers=self.num_workers,
             prefetch=self.prefetch_factor,
             in_order=self.in_order,
-            dynamic=self.schedule == "dynamic",
+            dynamic=arguments.is_dynamic(self),
             window=arguments.window(self),
-            restarts=self.max_worker_restarts,
+            restarts=arguments.workers(self).max_restarts,
             timeout=self.timeout,
             persistent=self.persistent_workers,
             context=self.multiprocessing_context,
@@ -328,7 +277,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             wait_seconds=counters.wait_ns / 1e9,
             head_of_line_seconds=counters.head_of_line_ns / 1e9,
             late_batches=counters.late_batches(),
-            reorder_window=counters.window,
+            window=counters.window,
             worker_restarts=sum(worker.restarts for worker in counters.workers),
             rejected_frames=counters.rejected_frames,
             workers=tuple(worker.snapshot() for worker in counters.workers),

@@ -63,7 +63,7 @@ class StagingStatistics:
         late_copies: batches handed out before they had arrived: the device's stream waits for them.
         copy_wait_seconds: wall time that `next()` waited for a bounce buffer, in seconds.
         block_wait_seconds: wall time that `next()` waited for copies because the device was behind by twice
-            `device_prefetch` batches, whose blocks cannot be written again before, in seconds.
+            `prefetch` batches, whose blocks cannot be written again before, in seconds.
     """
 
     device: str
@@ -92,7 +92,7 @@ class LoaderStatistics:
             the time spent loading.
         head_of_line_seconds: the part of it in which later batches were ready and the next one was not.
         late_batches: the batches that caused most of that, the worst first, ten at most.
-        reorder_window: batches that may be under way now; of the live pool, or of the last one.
+        window: batches that may be under way now; of the live pool, or of the last one.
         worker_restarts: workers that died or hung and were replaced.
         rejected_frames: what came over the sockets and was no answer to any task.
         workers: one entry for each worker of the live pool, or of the last one.
@@ -111,7 +111,7 @@ class LoaderStatistics:
     wait_seconds: float = 0.0
     head_of_line_seconds: float = 0.0
     late_batches: tuple[LateBatch, ...] = ()
-    reorder_window: int = 0
+    window: int = 0
     worker_restarts: int = 0
     rejected_frames: int = 0
     workers: tuple[WorkerStatistics, ...] = ()

@@ -31,9 +31,9 @@ class Room(NamedTuple):
 
 #: Top down: a room stands above everything that it imports.
 ROOMS = {
-    "loader": Room("iterators arguments consumer workers device reading statistics"),
+    "loader": Room("iterators arguments consumer workers device scheduling reading statistics"),
     "iterators": Room("arguments consumer device reading ipc system errors"),
-    "arguments": Room("device memory ipc errors"),
+    "arguments": Room("workers device scheduling memory ipc errors"),
     "consumer": Room("workers device scheduling packing memory ipc system errors statistics"),
     "workers": Room("scheduling packing reading memory ipc system errors statistics"),
     "device": Room("packing memory ipc system errors statistics", pure="copies pinning"),

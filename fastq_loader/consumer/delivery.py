@@ -70,7 +70,7 @@ class Delivery:
 
         Raises:
             Failed: user code raised in its place, or nothing can be made of the answer.
-            Exception: whatever unpickling the batch here, or a `device_transform`, raises.
+            Exception: whatever unpickling the batch here, or a transform for the device, raises.
         """
         answer = deliver.answer
         if answer is None:

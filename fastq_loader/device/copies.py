@@ -13,7 +13,7 @@ The rules, each with the wait that keeps it:
 - host memory is written again once its copy has run: `reap` asks the event, `drain` waits for it;
 - device memory that another stream than its own looks at is shared with that stream, so that it is not
   handed out again under its feet; where nothing can be shared, the batch moves to memory of that stream;
-- a slab of the ring (`device_buffers="reuse"`) is written again after what the consumer had queued when it
+- a slab of the ring (`buffers="reuse"`) is written again after what the consumer had queued when it
   asked for the next batch.
 """
 

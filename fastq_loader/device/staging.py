@@ -6,7 +6,7 @@ one copy each; `SerialStaging` does the same without workers.
 
 The order in a call of `next()`: look which copies have run, whose blocks are free again; take the head, whose
 copy was begun before, or begin it; let the consumer's stream wait for that copy; begin the copies of the next
-`device_prefetch` batches, so far as they are ready; hand out.
+`prefetch` batches, so far as they are ready; hand out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Staging:
     @property
     def ahead(self) -> int:
         """Batches that are copied before they are asked for."""
-        return self._session.options.ahead
+        return self._session.options.prefetch
 
     def turn(self) -> list[int]:
         """The next batch is asked for.
@@ -96,7 +96,7 @@ class Staging:
         def finish(memory: torch.Tensor) -> Any:
             return self._session.finish(self._build(answer, memory))
 
-        then = _attempt(finish) if self._session.options.beside else None
+        then = _attempt(finish) if self._session.options.transform_stream == "side" else None
         copy = self._copies.begin(answer.seq, source, nbytes, blocks, then)
         if buffer is not None:
             self._pinner.sent(buffer, copy)
@@ -126,7 +126,7 @@ class Staging:
                 self._free += blocks
                 raise
         copy = self._copies.take(answer.seq)
-        if self._session.options.beside:
+        if self._session.options.transform_stream == "side":
             return _result(copy)
         return self._session.finish(self._build(answer, copy.memory))
 
@@ -299,7 +299,7 @@ class SerialStaging:
 
     def _send(self, buffer: Buffer, nbytes: int, build: Callable[[torch.Tensor], Any]) -> Any:
         key = self._batches = self._batches + 1
-        then = _attempt(build) if self._session.options.beside else None
+        then = _attempt(build) if self._session.options.transform_stream == "side" else None
         copy = self._copies.begin(key, buffer.memory, nbytes, (), then)
         self._pinner.sent(buffer, copy)
         self._copies.take(key)

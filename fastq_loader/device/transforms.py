@@ -18,7 +18,7 @@ class normalize:
 
     What NVIDIA apex's `data_prefetcher` does by hand (examples/imagenet/main_amp.py), in one line:
 
-        DataLoader(..., device="cuda", device_transform=normalize(mean, std, torch.float16))
+        DataLoader(..., device=ToDevice("cuda", transform=normalize(mean, std, torch.float16)))
 
     It may be used in compiled and captured steps too: nothing is copied from the host and nothing is waited
     for.

@@ -61,14 +61,15 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._world_size, self._rank = datapipes.ranks()
         self._session = loader._find_way_to_device()
         #: With device="cpu" the host is where a transform for the device runs.
-        self._transform = loader.device_transform if self._session is None else None
+        on_host = arguments.to_device(loader) if self._session is None else None
+        self._transform = None if on_host is None else on_host.transform
         # What goes to a device is page-locked on its way there.
         self._pin_memory, self._pin_memory_device = (
             arguments.pinning(loader) if self._session is None else (False, None)
         )
         self._timeout = loader.timeout
         self._collate_fn = loader.collate_fn
-        self._dynamic = loader.schedule == "dynamic"
+        self._dynamic = arguments.is_dynamic(loader)
         self._restart_sampler()
         self._base_seed = draw_base_seed(loader.generator)
         self._persistent_workers = loader.persistent_workers

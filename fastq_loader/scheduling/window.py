@@ -9,8 +9,53 @@ is not far as a rule.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from fastq_loader.scheduling.options import WIDEST_WINDOW, Dynamic, Schedule
+
+#: How far a window widens on its own: in what the workers prefetch, in bytes, and in parts of the machine's
+#: memory.
+_WIDEST, _WIDEST_BYTES, _WIDEST_SHARE = 16, 1 << 30, 16
 #: A quarter of what the window has grown by goes after this many of its own lengths without a late head.
 _CALM_WINDOWS = 4
+
+
+class WindowLimits(NamedTuple):
+    """How wide a window may be.
+
+    Attributes:
+        least: in batches, at least 1.
+        widest: in batches, up to which it grows on its own.
+        budget_bytes: of shared memory, up to which it grows.
+        group: batches that are asked for together, to be sent in one message.
+    """
+
+    least: int
+    widest: int
+    budget_bytes: int = 0
+    group: int = 1
+
+    @classmethod
+    def of(
+        cls, schedule: Schedule, *, workers: int, prefetch: int, iterable: bool, memory_bytes: int
+    ) -> WindowLimits:
+        """What a schedule comes to.
+
+        Args:
+            workers: how many there are.
+            prefetch: batches that each works ahead.
+            iterable: each worker has its own part of the dataset, so nobody waits for the slowest of all.
+            memory_bytes: of the machine.
+        """
+        fixed, ahead = schedule.window, prefetch * workers
+        if not isinstance(schedule, Dynamic) or iterable:
+            size = ahead if fixed is None else fixed
+            return cls(size, size)
+        if fixed is not None:
+            # One batch in work and the next one stay with every worker while a group is asked for.
+            return cls(fixed, fixed, 0, min(max(fixed - 2 * workers, 1), workers))
+        budget_bytes = min(_WIDEST_BYTES, memory_bytes // _WIDEST_SHARE)
+        return cls(ahead + workers, min(_WIDEST * ahead, WIDEST_WINDOW), budget_bytes, workers)
 
 
 class Window:

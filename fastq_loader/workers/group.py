@@ -67,7 +67,7 @@ class WorkerGroup:
         self._pool = WorkerPool(plan)
         self._socket: ConsumerSocket | None = None
         self._claims: ClaimTable | None = None
-        self._backlog: Backlog[bytes] = Backlog(max(plan.window[1], _UNREAD))
+        self._backlog: Backlog[bytes] = Backlog(max(plan.window.widest, _UNREAD))
         self.behind = self._backlog.behind
         self._expected: dict[str, set[int]] = {}  # folder → workers that have still to connect there
         self._is_up: set[int] = set()

@@ -27,6 +27,7 @@ from fastq_loader.memory import nontemporal
 from fastq_loader.memory.arena import Arena, Mapping
 from fastq_loader.memory.ledger import Extents
 from fastq_loader.packing.pickling import explain, pickles
+from fastq_loader.scheduling.window import WindowLimits
 from fastq_loader.system import calls
 from fastq_loader.system.calls import readable
 from fastq_loader.workers import stopping
@@ -60,7 +61,7 @@ class Plan:
         prefetch: batches that each works ahead.
         in_order: whether batches are delivered in the order of the sampler.
         dynamic: whether any worker may load any batch, each seeded for itself.
-        window: the arguments of the pool's `Window`.
+        window: how wide the pool's window may be.
         restarts: how many workers that died are replaced in an epoch.
         timeout: seconds to wait for a message; 0 waits for ever.
         persistent: whether the pool serves one epoch after the other, and not one.
@@ -74,7 +75,7 @@ class Plan:
     prefetch: int
     in_order: bool
     dynamic: bool
-    window: tuple[int, int, int, int]
+    window: WindowLimits
     restarts: int
     timeout: float
     persistent: bool

@@ -415,4 +415,4 @@ def test_workers_are_killed_and_replaced() -> None:
 def test_kills_that_fail_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.kills.RESTARTS", -1)
     result = measure_kills(Setting(1, 1, "fork"), 1, lambda done: None)
-    assert "max_worker_restarts=-1" in str(result.failure)
+    assert "max_restarts=-1" in str(result.failure)

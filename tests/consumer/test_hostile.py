@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, Processes
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.errors import PoisonousBatch, ProtocolError, WorkerDied, WorkerReplaced
 from fastq_loader.ipc import sockets
@@ -574,7 +574,7 @@ def test_with_restarts_a_run_gets_over_anything(seed: int, monkeypatch: pytest.M
     tamper = Tampering(seed, 0.1, anything)
     monkeypatch.setattr(sockets, "decode_for_consumer", tamper)
     loader = DataLoader(
-        Items(60), batch_size=None, num_workers=2, schedule="dynamic", max_worker_restarts=1000
+        Items(60), batch_size=None, num_workers=2, schedule="dynamic", workers=Processes(max_restarts=1000)
     )
     refused = 0
     with warnings.catch_warnings():

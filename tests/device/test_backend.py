@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastq_loader import DataLoader
-from fastq_loader.device import backend, session
+from fastq_loader import DataLoader, ToDevice
+from fastq_loader.device import backend, options
 from fastq_loader.device.backend import TorchStager, can_share, parse, visible
 from fastq_loader.device.copies import Copies
 from fastq_loader.errors import PinFailed
@@ -120,7 +120,8 @@ def test_the_generic_interface_suffices_and_is_not_asked_at_construction(fake: F
     assert not hasattr(torch, KIND)
     assert parse(KIND) == torch.device(KIND)
     assert parse(f"{KIND}:1") == torch.device(KIND, 1)
-    assert DataLoader([1, 2], device=KIND, device_transform=list).device == KIND
+    assert DataLoader([1, 2], device=KIND).device == KIND
+    assert ToDevice(KIND, transform=list).target == torch.device(KIND)
     assert fake.asked == []
 
 
@@ -165,15 +166,14 @@ def test_no_accelerator_is_none_in_every_torch(monkeypatch: pytest.MonkeyPatch) 
 def test_a_transform_beside_the_step_needs_memory_that_can_be_shared(
     fake: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: Any = {"device": KIND, "transform_stream": "side"}
     with pytest.raises(
         ValueError,
-        match=f"transform_stream='side' cannot be used with device='{KIND}': {KIND} tensors have no "
+        match=f"ToDevice\\('{KIND}', transform_stream='side'\\): {KIND} tensors have no "
         "record_stream.*transform_stream='consumer' does not need it",
     ):
-        DataLoader([1, 2], **options)
-    monkeypatch.setattr(session, "can_share", lambda device: True)
-    assert DataLoader([1, 2], **options).transform_stream == "side"
+        ToDevice(KIND, transform_stream="side")
+    monkeypatch.setattr(options, "can_share", lambda device: True)
+    assert ToDevice(KIND, transform_stream="side").target == torch.device(KIND)
     assert fake.asked == []
 
 

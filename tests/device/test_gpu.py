@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, ToDevice
 from fastq_loader.device.backend import TorchStager
 from fastq_loader.device.copies import Copies
 from fastq_loader.statistics import StagingCounters
@@ -74,7 +74,7 @@ def test_1_no_host_memory_is_rewritten_before_its_copy_has_run(
 def test_2_a_batch_is_not_read_before_it_has_come(
     buffers: str, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with warm_loader(device_buffers=buffers) as loader:
+    with warm_loader(buffers=buffers) as loader:
         guard.remove(monkeypatch, TorchStager, "wait", waits_of(side=True))
         slow_copies(monkeypatch)
         with guard.outcome:
@@ -87,7 +87,7 @@ def test_2_a_batch_is_not_read_before_it_has_come(
 def test_3_device_memory_is_not_overwritten_under_queued_reads(
     buffers: str, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with warm_loader(device_buffers=buffers) as loader:
+    with warm_loader(buffers=buffers) as loader:
         guard.remove(monkeypatch, TorchStager, "wait", waits_of(side=False))
         with guard.outcome:
             assert wrong_batches(loader, lag) == []
@@ -102,7 +102,10 @@ def test_3_nor_under_those_of_a_transform_on_the_side_stream() -> None:
         return batch * 2
 
     with DataLoader(
-        _Halves(), BATCH, num_workers=2, device="cuda", device_transform=twice, transform_stream="side"
+        _Halves(),
+        BATCH,
+        num_workers=2,
+        device=ToDevice("cuda", transform=twice, transform_stream="side"),
     ) as loader:
         assert wrong_batches(loader, lag) == []
 
@@ -190,7 +193,7 @@ def test_4_a_transform_on_the_side_stream_reads_memory_that_is_still_its_own(
 @BUFFERS
 def test_4_a_loop_may_change_streams_at_every_step(buffers: str) -> None:
     """In `reuse` mode too. That a guard is missing is seen for certain in the two tests above only."""
-    with warm_loader(device_buffers=buffers, device_prefetch=1) as loader:
+    with warm_loader(buffers=buffers, prefetch=1) as loader:
         others = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
         streams = [*others, torch.cuda.current_stream()]
         batches, seen = iter(loader), []
@@ -213,7 +216,9 @@ def test_6_a_batch_is_one_copy_from_page_locked_memory(pin: str) -> None:
     """`pageable` is the run without the guard. The profiler keeps descriptors of its own, so that nothing is
     said here about what is left behind."""
     dataset = ManyFields(BATCH * BATCHES, 32, 1000)
-    with DataLoader(dataset, BATCH, num_workers=2, device="cuda", pin=pin, persistent_workers=True) as loader:
+    with DataLoader(
+        dataset, BATCH, num_workers=2, device=ToDevice("cuda", pin=pin), persistent_workers=True
+    ) as loader:
         for _ in loader:
             pass
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
@@ -335,7 +340,7 @@ def test_10_a_capture_breaks_where_a_copy_is_asked_for_in_the_middle(crime: str,
 @BUFFERS
 def test_12_a_batch_that_is_held_for_50_steps_keeps_its_values(buffers: str) -> None:
     """`reuse` is the run without the guard: there a batch is valid until the next `next()`."""
-    with warm_loader(device_buffers=buffers) as loader:
+    with warm_loader(buffers=buffers) as loader:
         steps = chain.from_iterable(loader for _ in range(4))
         held = next(steps)
         assert sum(1 for _ in steps) >= 50
@@ -391,7 +396,10 @@ def test_13_every_dtype_arrives_to_the_bit(
     )
     dataset = _EveryDtype()
     wanted = list(torch.utils.data.DataLoader(dataset, 4))
-    with DataLoader(dataset, 4, num_workers=workers, device="cuda", pin="bounce") as loader, guard.outcome:
+    with (
+        DataLoader(dataset, 4, num_workers=workers, device=ToDevice("cuda", pin="bounce")) as loader,
+        guard.outcome,
+    ):
         found = list(loader)
         assert all(field.is_cuda for batch in found for field in batch.values())
         assert [{name: _bits(field) for name, field in batch.items()} for batch in found] == [

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastq_loader import DataLoader, empty, normalize
+from fastq_loader import DataLoader, Processes, ToDevice, empty, normalize
 from fastq_loader.device.backend import TorchStager
 from fastq_loader.device.copies import Copies
 from fastq_loader.errors import WorkerReplaced
@@ -170,10 +170,8 @@ def test_11_twenty_epochs_take_no_more_device_memory_than_two(
         _Images(8 * BATCH),
         BATCH,
         num_workers=2,
-        device="cuda",
-        device_transform=transform,
+        device=ToDevice("cuda", transform=transform, transform_stream=stream, buffers=buffers),
         transform_stream=stream,
-        device_buffers=buffers,
     )
 
     def epochs(count: int) -> int:
@@ -207,11 +205,15 @@ def test_14_few_blocks_a_deep_prefetch_and_a_slow_gpu_come_to_an_end(
     guard.remove(monkeypatch, Copies, "reap", lambda self: [])
     slow_copies(monkeypatch)
     with DataLoader(
-        Numbers(), BATCH, num_workers=1, prefetch_factor=1, device="cuda", device_prefetch=3, pin=pin
+        Numbers(),
+        BATCH,
+        num_workers=1,
+        prefetch_factor=1,
+        device=ToDevice("cuda", prefetch=3, pin=pin),
     ) as loader:
         assert wrong_batches(loader, lag) == []
         with guard.outcome:
-            # One with the worker, one that has come, twice `device_prefetch` under way, and one to spare.
+            # One with the worker, one that has come, twice `prefetch` under way, and one to spare.
             assert loader.statistics().blocks_grown <= 9
 
 
@@ -221,7 +223,10 @@ def test_14_few_blocks_a_deep_prefetch_and_a_slow_gpu_come_to_an_end(
 def test_14_and_so_they_do_with_little_locked_memory(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_copies(monkeypatch)
     with DataLoader(
-        Numbers(), BATCH, num_workers=2, device="cuda", device_prefetch=4, pin_limit_bytes=limit
+        Numbers(),
+        BATCH,
+        num_workers=2,
+        device=ToDevice("cuda", prefetch=4, pin_limit_bytes=limit),
     ) as loader:
         assert wrong_batches(loader, lag) == []
         assert staging_of(loader).pinned_bytes <= limit
@@ -257,7 +262,7 @@ def test_15_a_block_that_a_killed_worker_left_half_written_is_not_staged(
         num_workers=2,
         collate_fn=_KilledOnce(tmp_path, 6 * BATCH + 2),
         schedule=schedule,
-        max_worker_restarts=1,
+        workers=Processes(max_restarts=1),
         device="cuda",
     ) as loader:
         with pytest.warns(WorkerReplaced, match="SIGKILL"):

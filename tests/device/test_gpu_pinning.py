@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastq_loader.iterators.base
-from fastq_loader import DataLoader, PinFailed, PinFallback
+from fastq_loader import DataLoader, PinFailed, PinFallback, ToDevice
 from fastq_loader.device.backend import TorchStager
 from fastq_loader.device.pinning import Pinner
 from tests.support.gpu import (
@@ -86,7 +86,9 @@ def test_7_fifty_loaders_in_a_row_leave_nothing_locked(monkeypatch: pytest.Monke
     runtime = Runtime()
     monkeypatch.setattr(TorchStager, "_runtime", lambda self: runtime)
     for _ in range(50):
-        with DataLoader(Numbers(24, 1 << 15), BATCH, num_workers=1, device="cuda", pin="register") as loader:
+        with DataLoader(
+            Numbers(24, 1 << 15), BATCH, num_workers=1, device=ToDevice("cuda", pin="register")
+        ) as loader:
             assert wrong_batches(loader) == []
         assert runtime.locked == {}
     assert set(runtime.codes) == {0}
@@ -142,7 +144,7 @@ def test_8_a_failed_registration_leads_to_bounce(succeed: int, monkeypatch: pyte
 @pytest.mark.parametrize("succeed", [0, 1])
 def test_8_register_raises_rather_than_degrade(succeed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_to_register(monkeypatch, succeed)
-    loader = DataLoader(Numbers(), BATCH, num_workers=2, device="cuda", pin="register")
+    loader = DataLoader(Numbers(), BATCH, num_workers=2, device=ToDevice("cuda", pin="register"))
     with loader, pytest.raises(PinFailed, match="pin='register' cannot be kept"):
         list(loader)
     assert torch.ones(1000, device="cuda").sum().item() == 1000
@@ -236,7 +238,7 @@ def test_statistics_say_what_a_slow_link_costs(monkeypatch: pytest.MonkeyPatch) 
     slow_copies(monkeypatch)
     waits = {}
     for pin in ("register", "bounce"):
-        with DataLoader(Numbers(), BATCH, num_workers=2, device="cuda", pin=pin) as loader:
+        with DataLoader(Numbers(), BATCH, num_workers=2, device=ToDevice("cuda", pin=pin)) as loader:
             assert wrong_batches(loader) == []
             staging = staging_of(loader)
         assert staging.late_copies >= BATCHES // 2

@@ -11,7 +11,7 @@ import torch
 from torch.utils._triton import has_triton
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastq_loader import DataLoader, copy_into, normalize
+from fastq_loader import DataLoader, ToDevice, copy_into, normalize
 from tests.support import datasets
 from tests.support.datasets import Made, assert_same
 from tests.support.gpu import (
@@ -77,20 +77,20 @@ def test_batches_are_those_of_torch_sent_to_the_device(seed: int) -> None:
         "num_workers": draw.choice([0, 1, 2]),
     }
     own: dict[str, Any] = {
-        "device_prefetch": draw.choice([1, 2, 3]),
-        "device_buffers": draw.choice(["fresh", "reuse"]),
+        "prefetch": draw.choice([1, 2, 3]),
+        "buffers": draw.choice(["fresh", "reuse"]),
         "pin": draw.choice(["auto", "bounce", "pageable"] + ["register"] * (same["num_workers"] > 0)),
         "transform_stream": draw.choice(["consumer", "side"]),
-        "device_transform": draw.choice([None, list_of]),
+        "transform": draw.choice([None, list_of]),
     }
     what = f"seed {seed}: {make.__name__}, {same}, {own}"
     dataset = Made(make, draw.randrange(9, 20))
     torch.manual_seed(seed)
     wanted = list(TorchDataLoader(dataset, **same))
     torch.manual_seed(seed)
-    with DataLoader(dataset, device="cuda", **same, **own) as loader:
+    with DataLoader(dataset, device=ToDevice("cuda", **own), **same) as loader:
         found = [on_host(batch) for batch in loader]
-    if own["device_transform"] is not None:
+    if own["transform"] is not None:
         wanted = [[batch] for batch in wanted]
     assert len(found) == len(wanted), what
     for number, (one, other) in enumerate(zip(wanted, found, strict=True)):
@@ -136,7 +136,10 @@ def test_normalize_is_torchvisions_formula(
     slow_copies(monkeypatch)
     transform = normalize(MEAN, STD, dtype, channels_last=channels_last)
     with DataLoader(
-        IMAGES, 4, num_workers=workers, device="cuda", device_transform=transform, transform_stream=stream
+        IMAGES,
+        4,
+        num_workers=workers,
+        device=ToDevice("cuda", transform=transform, transform_stream=stream),
     ) as loader:
         batches = list(loader)
     layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -158,7 +161,10 @@ def test_what_a_transform_raises_comes_at_its_batch(stream: str) -> None:
         return batch
 
     with DataLoader(
-        Numbers(), BATCH, num_workers=2, device="cuda", device_transform=picky, transform_stream=stream
+        Numbers(),
+        BATCH,
+        num_workers=2,
+        device=ToDevice("cuda", transform=picky, transform_stream=stream),
     ) as loader:
         found, batches = [], iter(loader)
         for _ in range(BATCHES):
@@ -192,7 +198,7 @@ def test_a_captured_step_normalises_what_is_copied_into_its_inputs(
 ) -> None:
     slow_copies(monkeypatch)
     transform = normalize(MEAN, STD, torch.float16, which=[0])
-    with DataLoader(IMAGES, 4, num_workers=2, device="cuda", device_buffers=buffers) as loader:
+    with DataLoader(IMAGES, 4, num_workers=2, device=ToDevice("cuda", buffers=buffers)) as loader:
         batches = iter(loader)
         first = next(batches)
         static = [part.clone() for part in first]
@@ -229,7 +235,7 @@ def test_copy_into_refuses_a_short_batch_and_copies_nothing() -> None:
 
 @pytest.mark.processes
 def test_poll_begins_copies_during_a_long_step() -> None:
-    with warm_loader(device_prefetch=3, prefetch_factor=4) as loader:
+    with warm_loader(prefetch=3, prefetch_factor=4) as loader:
         batches = iter(loader)
         next(batches)
         before = 0
@@ -250,7 +256,7 @@ def _shifted(batches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def test_without_workers_batches_go_over_in_the_same_way() -> None:
-    with warm_loader(num_workers=0, device_buffers="reuse", device_prefetch=1) as loader:
+    with warm_loader(num_workers=0, buffers="reuse", prefetch=1) as loader:
         for batch in loader:
             assert (batch.is_cuda, batch.shape) == (True, (BATCH, WIDTH))
         staging = staging_of(loader)

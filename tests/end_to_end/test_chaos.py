@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, Processes, RoundRobin
 from fastq_loader.errors import PoisonousBatch, WorkerReplaced
 
 SIZE = 160
@@ -98,7 +98,7 @@ class Run:
         self.options: dict[str, Any] = {
             "prefetch_factor": draw.choice([1, 2, 4]),
             "persistent_workers": draw.random() < 0.5,
-            "reorder_window": draw.choice([None, None, 2, 12]),
+            "schedule": RoundRobin(window=draw.choice([None, None, 2, 12])),
         }
         self.sample_seconds = draw.choice([0.0005, 0.002])
         self.pause = draw.choice([0.03, 0.08, 0.2])  # between kills, seconds at most
@@ -198,7 +198,7 @@ def test_every_batch_comes_once_in_order_with_the_same_bits(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", WorkerReplaced)
-                found = run.epochs(run.workers, 2, max_worker_restarts=PLENTY, **run.options)
+                found = run.epochs(run.workers, 2, workers=Processes(max_restarts=PLENTY), **run.options)
         except BaseException:
             print(run, *run.log, sep="\n")
             raise

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.ipc.sockets import ConsumerSocket
 from fastq_loader.memory import arena
+from fastq_loader.scheduling.options import Schedule
 from fastq_loader.workers import group
 from tests.support.datasets import Backwards, Drawing
 
@@ -54,7 +55,7 @@ def epochs(count: int, dataset: Any, workers: int, **options: Any) -> list[list[
     random.seed(12)
     np.random.seed(13)
     with DataLoader(
-        dataset, batch_size=3, shuffle=True, num_workers=workers, schedule="dynamic", **options
+        dataset, batch_size=3, shuffle=True, num_workers=workers, **{"schedule": "dynamic", **options}
     ) as loader:
         return [[as_lists(batch) for batch in loader] for _ in range(count)]
 
@@ -80,7 +81,7 @@ def test_bits_do_not_depend_on_the_start_method(method: str) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("window", [1, 2, 5, 64])
 def test_bits_do_not_depend_on_the_window(window: int) -> None:
-    assert epochs(1, Draws(jitter=0.003), 3, reorder_window=window) == epochs(1, Draws(), 0)
+    assert epochs(1, Draws(jitter=0.003), 3, schedule=Dynamic(window=window)) == epochs(1, Draws(), 0)
 
 
 @pytest.mark.processes
@@ -314,7 +315,7 @@ def test_the_window_widens_behind_a_late_batch_and_statistics_name_it() -> None:
     with DataLoader(Slow(), num_workers=3, schedule="dynamic", persistent_workers=True) as loader:
         assert [batch.item() for batch in loader] == list(range(48))
         statistics = loader.statistics()
-        assert statistics.reorder_window > 9
+        assert statistics.window > 9
         assert 0 < statistics.head_of_line_seconds <= statistics.wait_seconds
         worst = statistics.late_batches[0]
         assert worst.batch % 8 == 0
@@ -326,8 +327,8 @@ def test_the_window_widens_behind_a_late_batch_and_statistics_name_it() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
-def test_no_more_batches_are_under_way_than_the_window_allows(schedule: str) -> None:
+@pytest.mark.parametrize("schedule", [RoundRobin(window=7), Dynamic(window=7)])
+def test_no_more_batches_are_under_way_than_the_window_allows(schedule: Schedule) -> None:
     asked = []
 
     class Watched(Backwards):
@@ -336,19 +337,19 @@ def test_no_more_batches_are_under_way_than_the_window_allows(schedule: str) -> 
                 asked.append(index)
                 yield index
 
-    loader = DataLoader(Slow(), sampler=Watched(48), num_workers=2, schedule=schedule, reorder_window=7)
+    loader = DataLoader(Slow(), sampler=Watched(48), num_workers=2, schedule=schedule)
     iterator = iter(loader)
     for delivered in range(10):
         assert len(asked) <= delivered + 7
         next(iterator)
-    assert loader.statistics().reorder_window == 7
+    assert loader.statistics().window == 7
     loader.close()
 
 
 @pytest.mark.processes
 def test_a_wider_window_is_used_in_turn_too() -> None:
     """Round robin with a window of 12 works past a slow batch that a window of 4 waits for."""
-    loader = DataLoader(Slow(16, long=0.5), num_workers=2, reorder_window=12)
+    loader = DataLoader(Slow(16, long=0.5), num_workers=2, schedule=RoundRobin(window=12))
     iterator = iter(loader)
     time.sleep(0.4)  # batch 0 is slow; worker 1 has six others
     assert loader.statistics().workers[1].batches == 0  # nobody has looked at the socket yet
@@ -360,7 +361,7 @@ def test_a_wider_window_is_used_in_turn_too() -> None:
 @pytest.mark.processes
 def test_no_worker_idles_while_the_consumer_is_busy() -> None:
     """The consumer does not give up the GIL; the workers do not need it."""
-    loader = DataLoader(Slow(24, long=0.02, short=0.02), num_workers=3, schedule="dynamic", reorder_window=24)
+    loader = DataLoader(Slow(24, long=0.02, short=0.02), num_workers=3, schedule=Dynamic(window=24))
     iterator = iter(loader)
     next(iterator)
     # A regular expression that backtracks holds the GIL from its beginning to its end.
@@ -389,9 +390,7 @@ def test_the_head_of_the_line_is_never_queued_behind_another_batch() -> None:
             assert info is not None
             return index, info.id
 
-    rows = list(
-        DataLoader(OneSlow(14), batch_size=None, num_workers=2, schedule="dynamic", reorder_window=14)
-    )
+    rows = list(DataLoader(OneSlow(14), batch_size=None, num_workers=2, schedule=Dynamic(window=14)))
     assert [index for index, _ in rows] == list(range(14))
     owner = rows[0][1]
     assert {worker for _, worker in rows[1:]} == {1 - owner}
@@ -415,10 +414,9 @@ def test_a_batch_may_be_later_than_the_table_of_claims_is_long(
         Late(800),
         batch_size=None,
         num_workers=3,
-        schedule="dynamic",
+        schedule=Dynamic(window=6),
         in_order=False,
-        reorder_window=6,
-        max_worker_restarts=restarts,
+        workers=Processes(max_restarts=restarts),
     ) as loader:
         found = list(loader)
         statistics = loader.statistics()
@@ -461,9 +459,8 @@ def test_a_busy_worker_is_not_sent_all_that_the_others_load_and_then_goes_on(
         Held(3000),
         batch_size=None,
         num_workers=2,
-        schedule="dynamic",
+        schedule=Dynamic(window=window),
         in_order=in_order,
-        reorder_window=window,
     ) as loader:
         iterator = iter(loader)
         rows = [next(iterator)]
@@ -507,7 +504,7 @@ def test_who_was_passed_over_is_heard_of_at_the_next_batch_however_many_are_read
 
     monkeypatch.setattr(group, "_UNREAD", 32)
     monkeypatch.setattr(group.WorkerGroup, "start", noted)
-    options: Any = {"schedule": "dynamic", "in_order": False, "reorder_window": 32}
+    options: Any = {"schedule": Dynamic(window=32), "in_order": False}
     with DataLoader(Once(2000), batch_size=None, num_workers=2, **options) as loader:
         iterator = iter(loader)
         began, found = time.monotonic(), [next(iterator)]
@@ -526,39 +523,19 @@ def test_who_was_passed_over_is_heard_of_at_the_next_batch_however_many_are_read
 # ---- arguments ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"schedule": "static"}, ValueError, "schedule='static'.*'round_robin', 'dynamic'"),
-        ({"schedule": None}, ValueError, "schedule=None"),
-        ({"reorder_window": 0}, ValueError, "reorder_window=0"),
-        ({"reorder_window": 1 << 20}, ValueError, "reorder_window=1048576"),
-        ({"reorder_window": 2.5}, TypeError, "reorder_window=2.5"),
-        ({"reorder_window": True}, TypeError, "reorder_window=True"),
-        ({"max_worker_restarts": -1}, ValueError, "max_worker_restarts=-1"),
-        ({"max_worker_restarts": "1"}, TypeError, "max_worker_restarts='1'"),
-    ],
-)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_wrong_argument_is_named(
-    options: dict[str, Any], error: type[Exception], text: str, workers: int
-) -> None:
-    with pytest.raises(error, match=text):
-        DataLoader(Draws(), num_workers=workers, **options)
-
-
 @pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
 def test_restarts_of_a_stream_are_refused(schedule: str) -> None:
-    with pytest.raises(ValueError, match=r"max_worker_restarts=2 .*IterableDataset"):
-        DataLoader(Stream(), num_workers=2, schedule=schedule, max_worker_restarts=2)
-    DataLoader(Stream(), num_workers=0, schedule=schedule, max_worker_restarts=2)  # nobody to restart
+    with pytest.raises(ValueError, match=r"Processes\(max_restarts=2\) .*IterableDataset"):
+        DataLoader(Stream(), num_workers=2, schedule=schedule, workers=Processes(max_restarts=2))
+    DataLoader(
+        Stream(), num_workers=0, schedule=schedule, workers=Processes(max_restarts=2)
+    )  # nobody to restart
 
 
 def test_arguments_are_attributes_and_travel_with_copies() -> None:
-    loader: DataLoader[Any] = DataLoader(
-        Draws(), num_workers=2, schedule="dynamic", reorder_window=5, max_worker_restarts=3
-    )
+    schedule, workers = Dynamic(window=5), Processes(max_restarts=3)
+    loader: DataLoader[Any] = DataLoader(Draws(), num_workers=2, schedule=schedule, workers=workers)
     for twin in (loader, copy.copy(loader), pickle.loads(pickle.dumps(loader))):
-        assert (twin.schedule, twin.reorder_window, twin.max_worker_restarts) == ("dynamic", 5, 3)
+        assert (twin.schedule, twin.workers, twin.device) == (schedule, workers, None)
     plain: DataLoader[Any] = DataLoader(Draws())
-    assert (plain.schedule, plain.reorder_window, plain.max_worker_restarts) == ("round_robin", None, 0)
+    assert (plain.schedule, plain.workers, plain.device) == ("round_robin", "processes", None)

@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Sampler
 
-from fastq_loader import DataLoader, IteratorInvalid
+from fastq_loader import DataLoader, Dynamic, IteratorInvalid, RoundRobin
+from fastq_loader.scheduling.options import Schedule
 from fastq_loader.system.interrupts import raised_by_handler
 from tests.conftest import run_script
 from tests.support.crimes import Slow
@@ -99,12 +100,11 @@ class RaisesLater(Sampler[int]):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
-def test_an_alarm_inside_a_sampler_is_not_the_end_of_the_epoch(workers: int, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", [RoundRobin(window=4), Dynamic(window=4)])
+def test_an_alarm_inside_a_sampler_is_not_the_end_of_the_epoch(workers: int, schedule: Schedule) -> None:
     loader = DataLoader(
         range(8), None, sampler=RaisesLater(), num_workers=workers, schedule=schedule, collate_fn=int
     )
-    loader.reorder_window = 4
     batches: list[int] = []
     with alarm_after(60, bark):
         iterator = iter(loader)  # draws at most four

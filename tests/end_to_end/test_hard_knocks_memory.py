@@ -287,7 +287,7 @@ def test_workers_are_replaced_by_a_python_that_lacks_the_names(tmp_path: Path) -
         warnings.simplefilter("ignore")
         for wait in (0, 20):
             loader = OURS(Deadly(), batch_size=None, num_workers=2, schedule="dynamic",
-                          max_worker_restarts=2, timeout=wait)
+                          workers=fastq_loader.Processes(2), timeout=wait)
             assert list(loader) == list(range(12))
             assert loader.statistics().worker_restarts == 1
             os.unlink("died")

@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from fastq_loader import DataLoader, WorkerReplaced, empty
+from fastq_loader import DataLoader, Processes, WorkerReplaced, empty
 from fastq_loader.ipc.sockets import WorkerSocket
 from fastq_loader.memory import allocator
 from fastq_loader.memory.allocator import AddressSpace
@@ -151,7 +151,7 @@ def test_8_a_sample_that_is_being_loaded_is_finished_when_the_loop_breaks_off(
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "options",
-    [{}, {"schedule": "dynamic"}, {"schedule": "dynamic", "max_worker_restarts": 2}],
+    [{}, {"schedule": "dynamic"}, {"schedule": "dynamic", "workers": Processes(max_restarts=2)}],
     ids=str,
 )
 def test_8_nobody_waits_for_workers_that_finish(options: dict[str, Any], tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_4_the_successor_of_a_dead_worker_starts_as_at_iter(
 ) -> None:
     expected = surroundings()
     loader = DataLoader(
-        Surrounded(4), None, num_workers=1, multiprocessing_context=method, max_worker_restarts=1
+        Surrounded(4), None, num_workers=1, multiprocessing_context=method, workers=Processes(max_restarts=1)
     )
     batches = iter(loader)
     found = [next(batches)]
@@ -679,7 +679,7 @@ def test_7_it_claims_nothing(how: str, restarts: int, tmp_path: Path) -> None:
         None,
         num_workers=2,
         schedule="dynamic",
-        max_worker_restarts=restarts,
+        workers=Processes(max_restarts=restarts),
         persistent_workers=True,
     ) as loader:
         check_fork(loader, tmp_path, list(range(16)))
@@ -716,7 +716,7 @@ def test_7_a_child_of_the_init_function_is_gone() -> None:
 
 DAEMON = """
     import multiprocessing, pathlib, signal, warnings
-    from fastq_loader import DataLoader as Ours, WorkerReplaced
+    from fastq_loader import DataLoader as Ours, Processes, WorkerReplaced
     from torch.utils.data import DataLoader as Torchs
     from tests.end_to_end.test_restarts import Doomed, die, leave
 
@@ -742,7 +742,7 @@ DAEMON = """
 def test_9_sigchld_may_be_ignored(method: str, what: str, tmp_path: Path) -> None:
     dataset = f"Doomed(pathlib.Path({str(tmp_path)!r}), {-1 if what == 'None' else 7}, {what})"
     loader = (
-        f"Ours({dataset}, 2, num_workers=2, multiprocessing_context={method!r}, max_worker_restarts=2, "
+        f"Ours({dataset}, 2, num_workers=2, multiprocessing_context={method!r}, workers=Processes(2), "
         "persistent_workers=True)"
     )
     result = run_script(DAEMON.format(handler="signal.SIG_IGN", loader=loader), timeout=40)
@@ -774,7 +774,7 @@ def test_9_a_handler_of_the_users_runs_in_no_helper(tmp_path: Path) -> None:
     """One that reaps whatever has ended would take the exit codes of the workers."""
     handler = 'lambda *_: print("SIGCHLD in", multiprocessing.current_process().name, flush=True)'
     dataset = f"Doomed(pathlib.Path({str(tmp_path)!r}), 7, leave, times=2)"
-    loader = f"Ours({dataset}, 2, num_workers=1, multiprocessing_context='fork', max_worker_restarts=3)"
+    loader = f"Ours({dataset}, 2, num_workers=1, multiprocessing_context='fork', workers=Processes(3))"
     result = run_script(DAEMON.format(handler=handler, loader=loader))
     assert result.stderr == ""
     lines = result.stdout.splitlines()
@@ -786,7 +786,7 @@ def test_9_a_handler_of_the_users_runs_in_no_helper(tmp_path: Path) -> None:
 
 SILENT = """
     import os, pathlib, sys, traceback, warnings
-    from fastq_loader import DataLoader as Ours
+    from fastq_loader import DataLoader as Ours, Processes
     from torch.utils.data import DataLoader as Torchs
     from tests.end_to_end.test_hard_knocks_workers import Noisy
 
@@ -855,7 +855,7 @@ def silent(change: str, loader: str, folder: Path) -> None:
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_10_streams_may_be_missing(change: str, method: str, restarts: int, tmp_path: Path) -> None:
     mark = str(tmp_path / "died") if restarts else ""
-    options = f"num_workers=2, multiprocessing_context={method!r}, max_worker_restarts={restarts}"
+    options = f"num_workers=2, multiprocessing_context={method!r}, workers=Processes({restarts})"
     silent(change, f"Ours(Noisy({mark!r}), None, {options})", tmp_path)
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, Processes
 from fastq_loader.workers import payload
 from tests.conftest import (
     descendants,
@@ -77,6 +77,7 @@ def test_p1_start_methods(context: Any) -> None:
 
 KILLED_PARENT = """
     import time
+    import fastq_loader
     from fastq_loader import DataLoader
     from tests.support.crimes import CrimeAt, dawdle
 
@@ -92,7 +93,7 @@ KILLED_PARENT = """
 """
 
 
-RESTARTS = "schedule='dynamic', max_worker_restarts=3, reorder_window=2"
+RESTARTS = "schedule=fastq_loader.Dynamic(window=2), workers=fastq_loader.Processes(max_restarts=3)"
 
 
 @pytest.mark.processes
@@ -118,6 +119,7 @@ def test_p3_a_killed_parent_leaves_nothing_after_a_second(method: str, options: 
 
 STOPPED_PARENT = """
     import time
+    import fastq_loader
     from fastq_loader import DataLoader
     from tests.support.crimes import Slow
 
@@ -148,6 +150,7 @@ def test_p3_a_parent_that_is_stopped_and_continued_goes_on(options: str) -> None
 
 INTERRUPTED = """
     import time
+    import fastq_loader
     from fastq_loader import DataLoader
     from tests.support.crimes import Slow
 
@@ -545,7 +548,7 @@ def test_p6c_dropping_a_loader_frees_everything(advance: int) -> None:
         {},
         {"in_order": False},
         {"schedule": "dynamic"},
-        {"max_worker_restarts": 1},
+        {"workers": Processes(max_restarts=1)},
         {"batch_sampler": [[0, 1], [2], [3, 4, 5], [6, 7]]},
         {"sampler": [0] * 7, "batch_size": 2, "prefetch_factor": 8},
         {"multiprocessing_context": "spawn"},

@@ -1,4 +1,4 @@
-"""max_worker_restarts: dead and hung workers are replaced, and exactly what they lost is loaded again."""
+"""Processes(max_restarts=n): dead and hung workers are replaced, and what they lost is loaded again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, Dynamic, Processes
 from fastq_loader.errors import LoaderTimeout, PoisonousBatch, WorkerDied, WorkerReplaced
 from tests.conftest import descendants, of_kind, wait_until
 
@@ -70,7 +70,7 @@ class Doomed(Dataset):
 def run(dataset: Any, **options: Any) -> list[tuple[list[int], float, list[float]]]:
     """One epoch from a known seed, each batch in short."""
     torch.manual_seed(21)
-    options = {"num_workers": 2, "schedule": "dynamic", "max_worker_restarts": 5, **options}
+    options = {"num_workers": 2, "schedule": "dynamic", "workers": Processes(max_restarts=5), **options}
     with DataLoader(dataset, batch_size=2, shuffle=True, **options) as loader:
         return [(index.tolist(), drawn.sum().item(), own.tolist()) for index, drawn, own in loader]
 
@@ -109,7 +109,7 @@ def test_the_batches_of_a_dead_worker_come_with_the_same_bits(
 @pytest.mark.processes
 def test_the_warning_says_who_died_how_and_of_what(folder: Path) -> None:
     dataset = Doomed(folder, 7, die)
-    loader = DataLoader(dataset, 2, num_workers=2, schedule="dynamic", max_worker_restarts=1)
+    loader = DataLoader(dataset, 2, num_workers=2, schedule="dynamic", workers=Processes(max_restarts=1))
     with pytest.warns(WorkerReplaced) as caught:
         list(loader)
     said = of_kind(caught, WorkerReplaced)[0]
@@ -127,7 +127,7 @@ def test_statistics_count_replacements(folder: Path) -> None:
         2,
         num_workers=2,
         schedule="dynamic",
-        max_worker_restarts=1,
+        workers=Processes(max_restarts=1),
         persistent_workers=True,
     ) as loader:
         with pytest.warns(WorkerReplaced):
@@ -149,7 +149,9 @@ def test_every_batch_comes_once_without_order_too(in_order: bool, folder: Path) 
 @pytest.mark.processes
 def test_in_turn_order_and_exactly_once_hold(folder: Path) -> None:
     """round_robin: what is not kept is the new worker's stream of random numbers."""
-    loader = DataLoader(Doomed(folder, 7, die), 2, num_workers=2, max_worker_restarts=1, prefetch_factor=3)
+    loader = DataLoader(
+        Doomed(folder, 7, die), 2, num_workers=2, workers=Processes(max_restarts=1), prefetch_factor=3
+    )
     with pytest.warns(WorkerReplaced):
         found = [index.tolist() for index, _, _ in loader]
     assert found == [[at, at + 1] for at in range(0, SIZE, 2)]
@@ -157,7 +159,9 @@ def test_in_turn_order_and_exactly_once_hold(folder: Path) -> None:
 
 @pytest.mark.processes
 def test_a_warning_that_is_an_error_does_not_cost_a_batch(folder: Path) -> None:
-    loader = DataLoader(Doomed(folder, 7, die), 2, num_workers=2, schedule="dynamic", max_worker_restarts=1)
+    loader = DataLoader(
+        Doomed(folder, 7, die), 2, num_workers=2, schedule="dynamic", workers=Processes(max_restarts=1)
+    )
     found: list[Any] = []
     iterator = iter(loader)
     with warnings.catch_warnings():
@@ -176,7 +180,7 @@ def test_a_worker_that_dies_with_nothing_to_do_is_replaced(folder: Path) -> None
         2,
         num_workers=2,
         schedule="dynamic",
-        max_worker_restarts=2,
+        workers=Processes(max_restarts=2),
         persistent_workers=True,
     ) as loader:
         assert len(list(loader)) == SIZE // 2
@@ -194,7 +198,7 @@ def test_a_worker_that_dies_with_nothing_to_do_is_replaced(folder: Path) -> None
 @pytest.mark.processes
 def test_a_death_too_many_is_torchs_error(folder: Path) -> None:
     dataset = Doomed(folder, 7, die, times=2)
-    loader = DataLoader(dataset, 2, num_workers=2, schedule="dynamic", max_worker_restarts=1)
+    loader = DataLoader(dataset, 2, num_workers=2, schedule="dynamic", workers=Processes(max_restarts=1))
     found: list[Any] = []
     with pytest.warns(WorkerReplaced), pytest.raises(WorkerDied, match=r"batch 3 \(indices \[6, 7\]\)"):
         indices_of(loader, found)
@@ -217,7 +221,7 @@ def test_the_count_begins_anew_with_every_epoch(folder: Path) -> None:
         2,
         num_workers=2,
         schedule="dynamic",
-        max_worker_restarts=2,
+        workers=Processes(max_restarts=2),
         persistent_workers=True,
     ) as loader:
         with pytest.warns(WorkerReplaced) as caught:
@@ -231,7 +235,11 @@ def test_the_count_begins_anew_with_every_epoch(folder: Path) -> None:
 @pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
 def test_a_batch_that_kills_three_workers_is_given_up_at_its_place(schedule: str, folder: Path) -> None:
     loader = DataLoader(
-        Doomed(folder, 7, die, times=9), 2, num_workers=2, schedule=schedule, max_worker_restarts=9
+        Doomed(folder, 7, die, times=9),
+        2,
+        num_workers=2,
+        schedule=schedule,
+        workers=Processes(max_restarts=9),
     )
     iterator = iter(loader)
     before: list[Any] = []
@@ -252,7 +260,9 @@ def test_a_worker_that_never_gets_up_is_not_replaced_for_ever(monkeypatch: pytes
             os._exit(5)
 
     monkeypatch.setattr(main, "WorkerSocket", Refusing)
-    loader = DataLoader(list(range(8)), num_workers=1, schedule="dynamic", max_worker_restarts=1000)  # type: ignore[arg-type]
+    loader = DataLoader(
+        list(range(8)), num_workers=1, schedule="dynamic", workers=Processes(max_restarts=1000)
+    )  # type: ignore[arg-type]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", WorkerReplaced)
         with pytest.raises(WorkerDied, match=r"code 5.*3 processes in a row ended before they were up"):
@@ -266,7 +276,12 @@ def test_a_worker_that_never_gets_up_is_not_replaced_for_ever(monkeypatch: pytes
 @pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
 def test_a_worker_that_hangs_is_replaced_and_its_stack_shown(schedule: str, folder: Path) -> None:
     loader = DataLoader(
-        Doomed(folder, 7, hang), 2, num_workers=2, schedule=schedule, max_worker_restarts=2, timeout=0.5
+        Doomed(folder, 7, hang),
+        2,
+        num_workers=2,
+        schedule=schedule,
+        workers=Processes(max_restarts=2),
+        timeout=0.5,
     )
     with pytest.warns(WorkerReplaced) as caught:
         assert [index.tolist() for index, _, _ in loader] == [[at, at + 1] for at in range(0, SIZE, 2)]
@@ -294,10 +309,9 @@ def test_a_worker_that_hangs_does_not_hide_behind_the_answers_of_others(folder: 
     loader = DataLoader(
         Busy(folder, 1, hang),
         num_workers=2,
-        schedule="dynamic",
-        max_worker_restarts=1,
+        schedule=Dynamic(window=120),
+        workers=Processes(max_restarts=1),
         timeout=0.3,
-        reorder_window=120,
     )
     began = time.monotonic()
     iterator = iter(loader)
@@ -333,7 +347,7 @@ def test_a_batch_that_hangs_three_times_is_given_up(folder: Path) -> None:
         2,
         num_workers=2,
         schedule="dynamic",
-        max_worker_restarts=9,
+        workers=Processes(max_restarts=9),
         timeout=0.2,
     )
     iterator = iter(loader)
@@ -360,7 +374,12 @@ class Changing(Doomed):
 def test_a_new_worker_has_the_dataset_of_the_beginning(method: str, folder: Path) -> None:
     dataset = Changing(folder, 15, die)
     loader = DataLoader(
-        dataset, 2, num_workers=1, schedule="dynamic", max_worker_restarts=1, multiprocessing_context=method
+        dataset,
+        2,
+        num_workers=1,
+        schedule="dynamic",
+        workers=Processes(max_restarts=1),
+        multiprocessing_context=method,
     )
     iterator = iter(loader)
     next(iterator)
@@ -390,7 +409,7 @@ def test_a_new_worker_has_the_number_and_the_init_function_of_the_old_one(folder
         None,
         num_workers=2,
         schedule="dynamic",
-        max_worker_restarts=1,
+        workers=Processes(max_restarts=1),
         worker_init_fn=get_ready,
     )
     with pytest.warns(WorkerReplaced):
@@ -417,10 +436,9 @@ def test_memory_of_dead_workers_is_used_again(folder: Path) -> None:
         Large(folder, -1, die),
         4,
         num_workers=2,
-        schedule="dynamic",
-        max_worker_restarts=100,
+        schedule=Dynamic(window=4),
+        workers=Processes(max_restarts=100),
         persistent_workers=True,
-        reorder_window=4,
     ) as loader:
         with pytest.warns(WorkerReplaced) as caught:
             firsts = [batch[:, 0].tolist() for batch in loader]
@@ -435,7 +453,9 @@ def test_memory_of_dead_workers_is_used_again(folder: Path) -> None:
 
 @pytest.mark.processes
 def test_batches_that_are_kept_outlive_the_worker_that_wrote_them(folder: Path) -> None:
-    loader = DataLoader(Doomed(folder, 7, die), 2, num_workers=2, schedule="dynamic", max_worker_restarts=1)
+    loader = DataLoader(
+        Doomed(folder, 7, die), 2, num_workers=2, schedule="dynamic", workers=Processes(max_restarts=1)
+    )
     with pytest.warns(WorkerReplaced):
         kept = [(index, drawn, drawn.sum().item()) for index, drawn, _ in loader]
     assert [index.tolist() for index, _, _ in kept] == [[at, at + 1] for at in range(0, SIZE, 2)]
@@ -447,7 +467,9 @@ def test_batches_that_are_kept_outlive_the_worker_that_wrote_them(folder: Path) 
 
 @pytest.mark.processes
 def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(folder: Path) -> None:
-    loader = DataLoader(Doomed(folder, 15, die), 2, num_workers=2, schedule="dynamic", max_worker_restarts=5)
+    loader = DataLoader(
+        Doomed(folder, 15, die), 2, num_workers=2, schedule="dynamic", workers=Processes(max_restarts=5)
+    )
     iterator = iter(loader)
     next(iterator)
     workers = {worker.pid for worker in loader.statistics().workers}
@@ -461,7 +483,7 @@ def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(folde
 def test_deaths_while_the_loader_is_closed_leave_nothing(folder: Path) -> None:
     for delay in (0.0, 0.002, 0.01):
         loader = DataLoader(
-            Doomed(folder, -1, die), 2, num_workers=3, schedule="dynamic", max_worker_restarts=9
+            Doomed(folder, -1, die), 2, num_workers=3, schedule="dynamic", workers=Processes(max_restarts=9)
         )
         iterator = iter(loader)
         next(iterator)

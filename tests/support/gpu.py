@@ -15,13 +15,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader, StagingStatistics
+from fastq_loader import DataLoader, StagingStatistics, ToDevice
 from fastq_loader.device.backend import TorchStager
 
 CYCLES = 200_000_000  # of the GPU's clock: about 0.1 s
@@ -125,7 +126,9 @@ def wrong_batches(batches: Iterable[torch.Tensor], then: Callable[[], None] = la
 def warm_loader(**options: Any) -> Iterator[DataLoader[torch.Tensor]]:
     """A loader of `Numbers` after its first epoch, which was right: blocks are page-locked, device memory is
     cached, kernels are loaded."""
-    options = {"num_workers": 2, "device": "cuda", **options}
+    names = {field.name for field in fields(ToDevice)}
+    device = ToDevice("cuda", **{name: options.pop(name) for name in list(options) if name in names})
+    options = {"num_workers": 2, "device": device, **options}
     options.setdefault("persistent_workers", options["num_workers"] > 0)
     with DataLoader(Numbers(), BATCH, **options) as loader:
         assert wrong_batches(loader) == []

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from fastq_loader.device import options as device_options
 from fastq_loader.device import session
 from fastq_loader.device.backend import TorchStager
 from fastq_loader.errors import PinFailed
@@ -124,5 +125,5 @@ def late_device(patch: pytest.MonkeyPatch, **options: Any) -> Iterator[LateStage
     stager = LateStager(**options)
     with patch.context() as patched:
         patched.setattr(session, "open_stager", lambda device: stager)
-        patched.setattr(session, "parse", lambda device: None if device is None else torch.device("cpu"))
+        patched.setattr(device_options, "parse", lambda device: torch.device("cpu"))
         yield stager

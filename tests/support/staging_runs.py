@@ -9,9 +9,11 @@ from unittest.mock import patch
 
 import torch
 
-from fastq_loader.device import session as link_module
+from fastq_loader.device import options as device_options
+from fastq_loader.device import session as session_module
 from fastq_loader.device import staging as staging_module
-from fastq_loader.device.session import DeviceOptions, DeviceSession
+from fastq_loader.device.options import ToDevice
+from fastq_loader.device.session import DeviceSession
 from tests.support.simulated_device import (
     HOME,
     OTHER,
@@ -87,18 +89,22 @@ class Run:
         self.choice = choice
         self.random = random.Random(choice.seed)
         self.device = SimulatedDevice(choice.seed, choice.refuse + (() if choice.shares else ("share",)))
-        options = DeviceOptions(
-            torch.device("cpu"),
-            choice.ahead,
-            self.transform if choice.beside or self.random.random() < 0.3 else None,
-            choice.beside,
-            choice.reuse,
-            choice.pin,
-            choice.limit,
-        )
         with (
-            patch.object(link_module, "open_stager", lambda device: self.device),
-            patch.object(link_module, "can_share", lambda device: choice.shares),
+            patch.object(device_options, "parse", torch.device),
+            patch.object(device_options, "can_share", lambda device: True),
+        ):
+            options = ToDevice(
+                "cpu",
+                prefetch=choice.ahead,
+                transform=self.transform if choice.beside or self.random.random() < 0.3 else None,
+                transform_stream="side" if choice.beside else "consumer",
+                buffers="reuse" if choice.reuse else "fresh",
+                pin=choice.pin,
+                pin_limit_bytes=choice.limit,
+            )
+        with (
+            patch.object(session_module, "open_stager", lambda device: self.device),
+            patch.object(session_module, "can_share", lambda device: choice.shares),
         ):
             self.session = QuietLink(options)
             mapping: Any = SimpleNamespace(base=BASE, populate=lambda offset, size: None)

@@ -1,0 +1,53 @@
+"""What a user says about the kind of workers: `workers=`.
+
+Runs in the consumer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastq_loader.errors import is_int
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Worker processes on this machine.
+
+    Args:
+        max_restarts: workers that may die in an iteration and be replaced, with a `WorkerReplaced` warning;
+            the batches that the dead worker had not answered are loaded again. 0 raises, as torch does. With
+            a `timeout`, a worker that has not answered within it is ended and replaced, and the warning shows
+            its stacks. A batch at which three workers died raises at its place. With a `RoundRobin` schedule
+            order and exactly-once hold, but a new worker's random numbers start anew; an iterable dataset is
+            refused, because a new worker would read it from its beginning. Without workers it has no effect.
+
+    Raises:
+        TypeError, ValueError: `max_restarts` is not a number of workers.
+    """
+
+    max_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        if not is_int(self.max_restarts):
+            raise TypeError(f"{self}: max_restarts must be a number of workers")
+        if self.max_restarts < 0:
+            raise ValueError(f"{self}: max_restarts must not be negative: use 0 for none")
+
+
+def read_workers(workers: Any) -> Processes:
+    """What `workers=` means.
+
+    Raises:
+        ValueError: it is a string without a meaning.
+        TypeError: it is no kind of workers.
+    """
+    if isinstance(workers, Processes):
+        return workers
+    if isinstance(workers, str) and workers == "processes":
+        return Processes()
+    raise (ValueError if isinstance(workers, str) else TypeError)(
+        f"workers={workers!r} is unknown: it is the kind of workers, 'processes' or Processes(...); how many "
+        "there are is num_workers"
+    )
