@@ -40,14 +40,14 @@ ROOMS = {
     "scheduling": Room("memory ipc errors", pure="*"),
     "packing": Room("memory ipc system errors"),
     "reading": Room("memory ipc"),
-    "memory": Room("system errors", pure="ledger demand space"),
+    "memory": Room("system errors", pure="pool ledger demand space"),
     "ipc": Room("system errors", pure="messages"),
     "system": Room(""),
     "statistics": Room("", pure="*"),
     "errors": Room("", pure="*"),
 }
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}
-LONGEST = 430  # lines: a file stays readable in one sitting
+LONGEST = 440  # lines: a file stays readable in one sitting
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Without the package itself: a folder is its `__init__`.

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from fastq_loader.consumer.delivery import OutcomeSlot
-from fastq_loader.consumer.event_loop import EventLoop, Woken
+from fastq_loader.consumer.event_loop import BUSY, EventLoop
+from fastq_loader.consumer.outcomes import OutcomeSlot
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.statistics import Counters
@@ -100,7 +100,8 @@ class Engine:
                 was, or says that it cannot.
         """
         self._check_epoch(epoch)
-        self._enter(lambda loop: loop.next(into, finish))
+        if not self._enter(lambda loop: loop.next(into, finish)):
+            raise self._ended()
 
     def poll(self, epoch: int) -> None:
         """Begin the copies of batches that have become ready; see `EventLoop.poll`.
@@ -131,7 +132,7 @@ class Engine:
         nested = self._inside
         with self._lock:
             loop = self._check_usable(nested)
-            loop.busy, loop.waiting = True, False
+            loop.phase = BUSY
             self._hurried = False
             try:
                 result = call(loop)
@@ -140,12 +141,10 @@ class Engine:
                         raise self._ended()
                     self.failed, self.closed = True, loop.fatal
                 return result
-            except Woken:
-                pass
             except Exception as error:
-                # At the exit its workers are ended under its feet: what it stumbles over then is no news.
+                # At the exit its workers are ended while it runs: what follows from that is no news.
                 if self.closed != _EXITING:
-                    if self._cut_short:  # whatever it is: what was in hand is lost
+                    if self._cut_short:  # whatever it is: what was in the middle is lost
                         self.closed = f"{error!r} came in the middle of a call"
                     raise
             except BaseException:
@@ -165,8 +164,7 @@ class Engine:
     def _cut_short(self) -> bool:
         """Whether an exception left the loop in the middle of something. While a call is under way it may be
         in the middle of something, too."""
-        loop = self._loop
-        return loop is not None and loop.busy and not loop.waiting
+        return self._loop is not None and self._loop.phase == BUSY
 
     def _check_usable(self, nested: bool) -> EventLoop:
         if self._pid != process_id.current():
@@ -227,7 +225,7 @@ class Engine:
         message in their sockets."""
         if self._cut_short:
             return 0
-        in_vain = self._loop is not None and self._loop.gave_up
+        in_vain = self._loop is not None and self._loop.timed_out
         return stopping.BRIEF if self._hurried or in_vain else stopping.ORDERLY
 
     def close_at_exit(self) -> None:
@@ -268,7 +266,7 @@ class Engine:
         if not self._inside and self._lock.acquire(blocking=False):
             try:
                 if self._loop is not None:
-                    loop.hear_releases()
+                    loop.collect()
             finally:
                 self._lock.release()
         return loop.blocks()

@@ -1,10 +1,9 @@
-"""What comes from the workers, and whether it is believed.
+"""What comes from the workers, and whether it can be used.
 
-Runs in the consumer, on the thread that calls `next()`. A frame is judged in three steps. One that is no
-message, or that answers what this worker was not asked, says that an answer that is due will never come: the
-worker is ended, like one that hangs. An answer that is due, with a handle that does not fit, is handed on
-with the fault that was found: its batch fails at its place. What only the scheduler can judge comes last; see
-`audit`.
+Runs in the consumer, on the thread that calls `next()`. Workers are trusted not to lie, and accidents are
+guarded against. A frame that is not a message, or that answers what this worker was not asked, means that an
+answer that is due will never come: the worker is ended like one that hangs. An answer that is due, with a
+handle that does not fit, goes on with the fault that was found: its batch fails at its position.
 """
 
 from __future__ import annotations
@@ -40,16 +39,15 @@ class Receiver:
         self._unpacker = unpacker
         self._counters = counters
         self._iterable = plan.rules.iterable
-        # Where only the sampler decides on the order, a second look at the socket is saved.
+        # Where only the sampler decides on the order, a second read of the socket is saved.
         self._one_by_one = plan.in_order and not plan.rules.iterable
 
     def take(self) -> list[Arrived]:
         """What has come, in the order in which the workers finished."""
         arrived: list[Arrived] = []
-        scheduler = self._scheduler
         while (received := self._group.receive()) is not None:
             worker, answer = received
-            if not scheduler.expects(worker, answer) or (scheduler.dynamic and not self._has(worker, answer)):
+            if not self._is_due(worker, answer):
                 self._counters.rejected_frames += 1
                 self._group.evict(worker)
                 continue
@@ -65,53 +63,50 @@ class Receiver:
         return arrived
 
     def hand_on(self, arrived: list[Arrived]) -> None:
-        """Give the scheduler what `take` has found; it has the last word."""
+        """Give the scheduler what `take` has found."""
         scheduler, counters = self._scheduler, self._counters
-        grown = scheduler.ledger.grown
+        grown = scheduler.pool.grown
         for event in arrived:
             refused = scheduler.refused
             scheduler.handle(event)
             if scheduler.refused > refused:
                 counters.rejected_frames += 1
-                if self._iterable:  # how far it has come, or whether it has ended, nobody knows now
+                if self._iterable:  # how far it has come, or whether it has ended, is not known now
                     self._group.evict(event.worker)
-        counters.blocks_grown += scheduler.ledger.grown - grown
+        counters.blocks_grown += scheduler.pool.grown - grown
         if scheduler.stale:
             counters.stale_answers += scheduler.take_stale()
 
-    def _has(self, worker: int, answer: Answer) -> bool:
-        """Whether it is this worker that has claimed the task, which is its own or anyone's."""
+    def _is_due(self, worker: int, answer: Answer) -> bool:
+        """Whether this worker may give this answer: the task is its own, or it has claimed it."""
+        if not self._scheduler.outstanding.expects(worker, answer):
+            return False
+        if not self._scheduler.shared_tasks:
+            return True
         ticket = self._scheduler.outstanding.ticket_of(answer.epoch, answer.seq)
-        return ticket is None or self._group.holder(ticket) == worker
+        return ticket is None or self._group.claims.holder(ticket) == worker
 
     def _learn(self, worker: int, answer: Answer) -> Answer:
-        """The answer with its handle ready to be unpacked.
+        """The answer with its handle ready to be unpacked, and the blocks that it uses.
 
         Raises:
             ProtocolError: the handle does not fit.
         """
-        outcome, handle, used = answer.outcome, answer.handle, answer.used
+        outcome, handle = answer.outcome, answer.handle
         if outcome == ENDED and not self._iterable:
             raise ProtocolError(f"worker {worker} says that a dataset with indices has ended")
         if handle is None or outcome in _EMPTY:
-            if (handle is None) != (outcome in _EMPTY) or used:
-                raise ProtocolError(f"outcome {outcome} with the wrong handle, or none, or with blocks")
+            if (handle is None) != (outcome in _EMPTY):
+                raise ProtocolError(f"outcome {outcome} with a handle that it does not have, or without one")
             return answer
-        learned = Answer(*answer[:-1], self._unpacker.learn(worker, handle))
-        if used or handle.places:
-            self._check_places(learned)
-        return learned
-
-    def _check_places(self, answer: Answer) -> None:
-        assert answer.handle is not None
-        places = answer.handle.places
-        if self._unpacker.used(answer.handle) != answer.used:
-            raise ProtocolError("a handle that lies in other blocks than its answer says")
+        handle = self._unpacker.learn(worker, handle)
+        if not handle.places:
+            return answer._replace(handle=handle)
         fresh = dict(answer.fresh)
-        for offset, size, _ in places:
-            block = self._scheduler.ledger.look(offset)
-            if size != (fresh.get(offset) if block is None else block.size):
+        for offset, size, _ in handle.places:
+            if size != fresh.get(offset, self._scheduler.pool.size_of(offset)):
                 raise ProtocolError(f"a handle that names a block of {size} bytes at {offset}, where none is")
+        return answer._replace(handle=handle, used=self._unpacker.used(handle))
 
 
 def _finished(event: Arrived) -> int:

@@ -22,8 +22,8 @@ from fastq_loader.system.calls import UNLOCK as _UNLOCK
 from fastq_loader.system.calls import WRITE_LOCK as _WRITE
 from fastq_loader.system.calls import set_lock
 
-#: A claim by the consumer: the task is taken back.
-CONSUMER = 0xFFFF
+#: Who has a ticket, in the low bits of its word: 0 is nobody, then come the workers.
+_CONSUMER = 0xFFFF
 
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 
@@ -33,7 +33,7 @@ _WHO = 16  # bits of a word; the ticket has the rest, which at a million batches
 WORKERS = 4096
 
 
-def places(words: memoryview) -> int:
+def slots(words: memoryview) -> int:
     """How many claims a table has room for."""
     return len(words) - WORKERS
 
@@ -56,19 +56,30 @@ class ClaimTable:
     def __init__(self, fd: int, words: memoryview) -> None:
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         self._words = words
-        self._size = places(words)
+        self._size = slots(words)
 
     def offer(self, ticket: int) -> None:
         """Anybody may claim a ticket. Only the consumer offers, and only where nobody can claim any more what
-        stood in its place, and nobody asks who did."""
+        stood in its slot, and nobody asks who did."""
         self._words[ticket % self._size] = ticket << _WHO
 
-    def claim(self, ticket: int, who: int) -> bool:
-        """Take a ticket that was offered and that nobody has.
+    def claim(self, ticket: int, worker: int) -> bool:
+        """Let `worker` have a ticket that was offered and that nobody has.
 
         Raises:
             Busy: somebody else is about to take it, or has died while it did.
         """
+        return self._claim(ticket, worker + 1)
+
+    def take_back(self, ticket: int) -> bool:
+        """Let nobody have a ticket that was offered and that nobody has.
+
+        Raises:
+            Busy: somebody is about to take it, or has died while it did.
+        """
+        return self._claim(ticket, _CONSUMER)
+
+    def _claim(self, ticket: int, who: int) -> bool:
         at, word = ticket % self._size, ticket << _WHO
         if self._words[at] != word:
             return False
@@ -91,11 +102,10 @@ class ClaimTable:
         return self._words[ticket % self._size] == ticket << _WHO
 
     def holder(self, ticket: int) -> int | None:
-        """Who claimed a ticket, as it called itself; None if nobody did."""
+        """The worker that has claimed a ticket; None if none has."""
         word = self._words[ticket % self._size]
-        if word >> _WHO != ticket:
-            return None
-        return (word & CONSUMER) or None
+        who = word & _CONSUMER
+        return who - 1 if word >> _WHO == ticket and who not in (0, _CONSUMER) else None
 
     def begin(self, worker: int, ticket: int | None) -> None:
         """`worker` starts to work on a ticket, or has given its answer (None)."""

@@ -28,7 +28,7 @@ import msgpack
 
 from fastq_loader.errors import ProtocolError
 
-VERSION = 3
+VERSION = 4
 
 _TASK, _EPOCH, _SPACE, _BUNDLE, _STOP, _HELLO, _ANSWER, _PING = range(8)
 
@@ -81,13 +81,12 @@ class Epoch(NamedTuple):
     """A new epoch begins: skip the tasks of older ones, make a new fetcher.
 
     Attributes:
-        abandoned: the epoch before was broken off.
         shared_seed: of datapipe graphs, or None.
-        base_seed: every batch is seeded from it and its number; None: a stream for each worker, as in torch.
+        base_seed: every batch is seeded from it and its number. None: each worker has one sequence of random
+            numbers, as in torch.
     """
 
     epoch: int
-    abandoned: bool
     shared_seed: int | None
     base_seed: int | None = None
 
@@ -145,10 +144,10 @@ class Answer(NamedTuple):
         epoch, seq, attempt: the task's.
         outcome: BATCH, ERROR, ENDED, SKIPPED or BROKEN.
         started, finished: nanoseconds of the monotonic clock, the same for all processes of a machine.
-        used: the blocks of the handle, as (offset, bytes needed).
         fresh: the blocks (offset, size) that the worker made and the consumer has not heard of.
         returned: offsets of granted and promised blocks that the handle does not use.
         handle: None for ENDED and SKIPPED.
+        used: the blocks of the handle, as (offset, bytes needed). Not sent: the consumer finds it there.
     """
 
     epoch: int
@@ -157,10 +156,10 @@ class Answer(NamedTuple):
     outcome: int
     started: int
     finished: int
-    used: tuple[tuple[int, int], ...]
     fresh: tuple[tuple[int, int], ...]
     returned: tuple[int, ...]
     handle: Handle | None
+    used: tuple[tuple[int, int], ...] = ()
 
 
 Message = Task | Epoch | Space | Bundle | Stop | Hello | Answer | Ping
@@ -216,6 +215,8 @@ def encode(message: Message, token: bytes = b"") -> bytes:
     """
     if type(message) is Task:
         return _encode_task(message, token)
+    if type(message) is Answer:
+        return _packb((VERSION, _ANSWER, *message[:-1]))
     return _packb((VERSION, _KINDS[type(message)], *message))
 
 
@@ -225,7 +226,6 @@ _KINDS: dict[type, int] = {
     Bundle: _BUNDLE,
     Stop: _STOP,
     Hello: _HELLO,
-    Answer: _ANSWER,
     Ping: _PING,
 }
 
@@ -330,12 +330,10 @@ def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop | Pi
     raise ProtocolError(f"unknown message kind {kind!r:.40}")
 
 
-def _epoch(epoch: Any, abandoned: Any, shared_seed: Any, base_seed: Any) -> Epoch:
+def _epoch(epoch: Any, shared_seed: Any, base_seed: Any) -> Epoch:
     seeds = [seed for seed in (shared_seed, base_seed) if seed is not None]
     _check_counts((epoch, *seeds))
-    if type(abandoned) is not bool:
-        raise ProtocolError(f"{abandoned!r:.40} where a truth value should be")
-    return Epoch(epoch, abandoned, shared_seed, base_seed)
+    return Epoch(epoch, shared_seed, base_seed)
 
 
 def decode_for_consumer(frame: bytes) -> Hello | Answer | Ping:
@@ -366,7 +364,6 @@ def _answer(
     outcome: Any,
     started: Any,
     finished: Any,
-    used: Any,
     fresh: Any,
     returned: Any,
     handle: Any,
@@ -374,15 +371,14 @@ def _answer(
     _check_counts((epoch, seq, attempt, outcome, started, finished))
     if outcome not in OUTCOMES:
         raise ProtocolError(f"unknown outcome {outcome}")
-    if not used == fresh == returned == ():
-        _check_blocks(used, 2, tuple)
+    if not fresh == returned == ():
         _check_blocks(fresh, 2, tuple)
         if type(returned) is not tuple:
             raise ProtocolError(f"a {type(returned).__name__} where blocks should be")
         _check_counts(returned)
     if handle is not None:
         handle = _handle(*handle)
-    return Answer(epoch, seq, attempt, outcome, started, finished, used, fresh, returned, handle)
+    return Answer(epoch, seq, attempt, outcome, started, finished, fresh, returned, handle)
 
 
 def _handle(spec_id: Any, spec: Any, values: Any, parcel: Any, places: Any) -> Handle:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from fastq_loader.consumer.delivery import END
 from fastq_loader.consumer.engine import Engine
+from fastq_loader.consumer.outcomes import ENDED
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.ipc.messages import decode_index
 from fastq_loader.iterators.base import LoaderIterator, draw_base_seed
@@ -107,8 +107,8 @@ class WorkerIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
                 if not self._exhausted:  # else another thread has come to the end meanwhile
                     raise
         if self._exhausted or self.engine.failed:
-            self.outcome = self.outcome or END
-        if self.outcome is END:
+            self.outcome = self.outcome or ENDED
+        if self.outcome is ENDED:
             self._exhausted = True
             if not self._persistent_workers:
                 self.engine.close("it was exhausted")

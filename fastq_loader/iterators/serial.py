@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
-from fastq_loader.consumer.delivery import END, Outcome
+from fastq_loader.consumer.outcomes import ENDED, Delivered, Outcome, Raised
 from fastq_loader.device.staging import SerialStaging
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.iterators.base import LoaderIterator
@@ -93,17 +93,18 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         drawn, self._left = self._left, None
         if drawn is None:  # the sampler has ended, or failed
             return
+        outcome: Outcome
         try:
-            outcome = Outcome(self._load(*drawn), None)
+            outcome = Delivered(self._load(*drawn))
             self._counters.batches += 1
         except EndOfStream:
-            outcome = END
+            outcome = ENDED
         except BaseException as error:
             self._left = drawn  # before there is any call, at which the next interrupt may come
             if not isinstance(error, Exception):
                 raise
             refuse_interrupt(error)
-            outcome = Outcome(None, error)
+            outcome = Raised(error)
         self.outcome, self._left, self._busy = outcome, None, False
         del outcome  # an error holds this frame by its traceback
 
@@ -116,7 +117,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             index = self._next_index()
         except Exception as error:
             refuse_interrupt(error)
-            self.outcome = Outcome(None, error)
+            self.outcome = Raised(error)
         else:
             self._left = (number, index)
         self._drawn, self._busy = number + 1, False  # also when the sampler fails: its error has a place

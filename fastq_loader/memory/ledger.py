@@ -1,16 +1,16 @@
-"""The ledger of shared-memory blocks: who may write, who may look, what is free.
+"""The ledger of shared-memory blocks: who may write to one, who references it, which ones are free.
 
-Pure: it counts offsets and sizes; the memory itself is the arena's. The consumer owns the only ledger of
-an arena. A block lives by the table below, and rule 1 of the design (no reuse while anyone looks) is the
-fact that FREE is reached only by `release`, `drop`, `return` or `writer_dead`.
+Pure: it counts offsets and sizes; the memory itself is the arena's. A pool of workers has one ledger, in the
+consumer, and only `pool` calls it. A block lives by the table below. That no block is written to while
+anything references it is the fact that FREE is reached only by `release`, `drop`, `return` and `writer_dead`.
 
-A held block can be *promised*: the batch before the one that is handed out is about to be let go, and its
-block is the one that the next task should be written to. The lease's finalizer leaves a word that the worker
-sees; a worker that does not find it makes a new block instead and declines. So the pool needs one batch less
-than if the consumer had to hear of the release first, and no message is spent on it.
+A held block can be *promised*: the batch before the one that is handed out is about to be let go, and the
+next task should be written to its block. The lease's finalizer leaves a word that the worker sees. A worker
+that does not find it makes a new block instead and declines. So the pool needs one batch less than if the
+consumer had to hear of the release first, and no message is spent on it.
 
-A worker makes new blocks on its own, in a part of the arena's address range that belongs to it, when no
-granted block fits; the ledger adopts them when it hears of them. So no worker ever waits for space.
+A worker makes new blocks on its own when no granted block fits, in a part of the arena's address range that
+belongs to it. The ledger adopts them when it hears of them. So no worker ever waits for space.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain, pairwise
+from typing import NamedTuple
 
-from fastq_loader.errors import InvalidTransition
+from fastq_loader.errors import InvalidTransition, ProtocolError
 from fastq_loader.memory.demand import Demand
 
 FREE, GRANTED, FILLED, HELD, PROMISED = "free", "granted", "filled", "held", "promised"
@@ -40,7 +41,7 @@ PAGE = 4096
 WORTH_A_PROMISE = 4 << 20
 #: Where fields begin in a batch that goes to a device in one piece: what CUDA's own allocator aligns to.
 DEVICE_ALIGNMENT = 256
-SMALLEST = 64 * 1024  # bytes; smaller leaves travel in a parcel and are copied out (design, rule 2)
+SMALLEST = 64 * 1024  # bytes; smaller leaves travel together and are copied out: they keep no block
 
 
 def size_class(nbytes: int) -> int:
@@ -61,9 +62,21 @@ def device_aligned(nbytes: int) -> int:
     return -(-nbytes // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT
 
 
-_LOOKED_AT = frozenset((HELD, PROMISED))
+_HELD = frozenset((HELD, PROMISED))
 
 Extents = tuple[tuple[int, int], ...]  # (offset, size in bytes) of blocks
+
+
+class Holder(NamedTuple):
+    """Who may write to a block: a worker, or whichever worker will claim a ticket.
+
+    Attributes:
+        worker: its number, or None.
+        ticket: of the task that nobody has claimed yet, or None.
+    """
+
+    worker: int | None
+    ticket: int | None = None
 
 
 class Block:
@@ -72,20 +85,20 @@ class Block:
     Attributes:
         offset, size: in bytes.
         state: by the table above.
-        writer: the worker that holds the grant, or the name of the task that will find one; None: nobody.
+        writer: who holds the grant; None: nobody.
         home: the worker that made it.
-        kept: its writer has answered, and neither shipped it nor given it back: user code looks at it there.
-        used: the number of tasks that there had been when it was last written to or looked at.
+        kept: its writer has answered, and neither shipped nor returned it: user code references it there.
+        used: the number of tasks that there had been when it was last written to or held.
     """
 
     __slots__ = ("home", "kept", "offset", "size", "state", "used", "writer")
 
-    def __init__(self, offset: int, size: int, writer: int) -> None:
+    def __init__(self, offset: int, size: int, home: int) -> None:
         self.offset = offset
         self.size = size
         self.state = GRANTED
-        self.writer: int | None = writer
-        self.home = writer
+        self.writer: Holder | None = Holder(home)
+        self.home = home
         self.kept = False
         self.used = 0
 
@@ -139,23 +152,6 @@ class BlockLedger:
         """Bytes of a batch's blocks: a maximum that fades over some hundred batches."""
         return self._demand.batch_bytes
 
-    def look(self, offset: int) -> Block | None:
-        """The block at an offset."""
-        return self._blocks.get(offset)
-
-    def vacant(self, worker: int, offset: int, size: int) -> bool:
-        """Whether `worker` may have made a block of `size` bytes at `offset`, as far as is known here."""
-        start, end = self._region(worker)
-        if not start <= offset <= offset + size <= end:
-            return False
-        at = bisect_left(self._offsets, offset)
-        if at and offset < self._offsets[at - 1] + self._blocks[self._offsets[at - 1]].size:
-            return False
-        if at < len(self._offsets) and self._offsets[at] < offset + size:
-            return False
-        trimmed = self._space.get(worker, ())  # it was not told yet
-        return all(offset + size <= other or other + length <= offset for other, length in trimmed)
-
     # ---- the life of a block ------------------------------------------------------------------
 
     def _move(self, offset: int, event: str) -> Block:
@@ -165,7 +161,7 @@ class BlockLedger:
         state = BLOCK_TRANSITIONS[block.state].get(event)
         if state is None:
             raise InvalidTransition(f"block at {offset} is {block.state}: event {event!r} is not allowed")
-        if block.state in _LOOKED_AT:
+        if block.state in _HELD:
             self._held_bytes -= block.size
         elif block.state == FREE:
             self._free_blocks -= 1
@@ -179,31 +175,12 @@ class BlockLedger:
             self._free[block.size].append(offset)
             self._free_blocks += 1
             self.free_bytes += block.size
-        elif state in _LOOKED_AT:
+        elif state in _HELD:
             self._held_bytes += block.size
         return block
 
-    def adopt(self, worker: int, fresh: Iterable[tuple[int, int]]) -> None:
-        """Take in blocks (offset, size) that `worker` made; they are granted to it."""
-        for offset, size in fresh:
-            if offset in self._blocks:
-                raise InvalidTransition(f"block at {offset} is known already")
-            if size != size_class(size):
-                raise InvalidTransition(f"{size} bytes at {offset} are not a block size")
-            block = self._blocks[offset] = Block(offset, size, worker)
-            block.used = self._demand.tasks
-            insort(self._offsets, offset)
-            if size not in self._free:
-                self._free[size] = deque()
-                insort(self._sizes, size)
-            self.grown += 1
-            self.nbytes += size
-
-    def grant(self, worker: int) -> tuple[Extents, Extents]:
-        """Blocks for a batch like the recent ones, as far as there are any: free ones, and promised ones.
-
-        `worker` may be any number for a task that is still to find its worker; see `hand_over`.
-        """
+    def grant(self, holder: Holder) -> tuple[Extents, Extents]:
+        """Blocks for a batch like the recent ones, as far as there are any: free ones, and promised ones."""
         demand = self._demand
         demand.tasks += 1
         if not demand.wanted:
@@ -215,7 +192,7 @@ class BlockLedger:
             if block is None:
                 block, chosen = self._promise(wanted), promises
             if block is not None:
-                block.writer = worker
+                block.writer = holder
                 chosen.append((block.offset, block.size))
         return tuple(grants), tuple(promises)
 
@@ -242,26 +219,96 @@ class BlockLedger:
                 return self._move(offset, "grant")
         return None
 
-    def fill(self, worker: int, used: Iterable[tuple[int, int]], given: Extents = ()) -> None:
-        """`worker` has written a batch to blocks (offset, bytes needed) that were granted to it. Of those
-        that it was `given` for it (offset, size), it keeps what it has neither used nor returned."""
-        needs: list[int] = []
+    def accept(
+        self, worker: int, used: Extents, fresh: Extents, returned: tuple[int, ...], given: Extents
+    ) -> None:
+        """A worker has written a batch.
+
+        Args:
+            worker: its number.
+            used: the batch's blocks (offset, bytes needed).
+            fresh: blocks (offset, size) that the worker made.
+            returned: offsets of granted and promised blocks that it did not use.
+            given: what its task was granted and promised. Of these it keeps those that it neither used nor
+                returned: user code references them there.
+
+        Raises:
+            ProtocolError: these are not blocks that the worker can have written to; nothing was changed.
+        """
+        self._check_fresh(worker, fresh)
+        self._check_written(worker, used, dict(fresh), returned)
+        for offset, size in fresh:
+            self._adopt(worker, offset, size)
+        self.give_back(returned)
+        needs = []
         for offset, need in used:
-            known = self._blocks.get(offset)
-            if known is not None and known.writer != worker:
-                raise InvalidTransition(f"worker {worker} filled block {offset}, which {known.writer} holds")
-            block = self._move(offset, "fill")
-            if need > block.size:
-                raise InvalidTransition(f"{need} bytes do not fit block {offset} of {block.size}")
-            block.used = self._demand.tasks
+            self._move(offset, "fill").used = self._demand.tasks
             needs.append(size_class(need))
         for offset, size in given:
-            kept = self._blocks.get(offset)
-            if kept is not None and kept.state == GRANTED and kept.writer == worker and not kept.kept:
-                kept.kept = True
-                self._kept_bytes += size
+            block = self._blocks.get(offset)
+            if block is None or block.kept or block.state != GRANTED or block.writer != (worker, None):
+                continue
+            block.kept = True
+            self._kept_bytes += size
         if needs:
             self._demand.learn(needs)
+
+    def _check_fresh(self, worker: int, fresh: Extents) -> None:
+        end = 0
+        for offset, size in sorted(fresh):
+            if offset % PAGE or size != size_class(size):
+                raise ProtocolError(f"worker {worker}: {size} bytes at {offset} are no block")
+            if offset < end or not self._is_vacant(worker, offset, size):
+                raise ProtocolError(f"worker {worker} cannot have made a block of {size} bytes at {offset}")
+            end = offset + size
+
+    def _is_vacant(self, worker: int, offset: int, size: int) -> bool:
+        """Whether a worker may have made a block here, as far as is known in the consumer."""
+        start, end = self._region(worker)
+        if not start <= offset <= offset + size <= end:
+            return False
+        at = bisect_left(self._offsets, offset)
+        if at and offset < self._offsets[at - 1] + self._blocks[self._offsets[at - 1]].size:
+            return False
+        if at < len(self._offsets) and self._offsets[at] < offset + size:
+            return False
+        trimmed = self._space.get(worker, ())  # the worker was not told of it yet
+        return all(offset + size <= other or other + length <= offset for other, length in trimmed)
+
+    def _check_written(
+        self, worker: int, used: Extents, fresh: dict[int, int], returned: tuple[int, ...]
+    ) -> None:
+        needs = dict(used)
+        if len(needs.keys() | set(returned)) != len(used) + len(returned):
+            raise ProtocolError(f"worker {worker} names one block twice")
+        for offset in (*needs, *returned):
+            size = fresh.get(offset)
+            if size is None:
+                block = self._blocks.get(offset)
+                if block is None or block.writer != (worker, None):
+                    raise ProtocolError(f"worker {worker} has no grant for the block at {offset}")
+                if block.state != GRANTED and (block.state != PROMISED or offset in needs):
+                    raise ProtocolError(
+                        f"worker {worker} names the block at {offset}, which is {block.state}"
+                    )
+                size = block.size
+            if not 0 < needs.get(offset, 1) <= size:
+                raise ProtocolError(f"worker {worker} needs {needs[offset]} bytes in a block of {size}")
+
+    def size_of(self, offset: int) -> int | None:
+        """Bytes of the block at an offset; None if there is none."""
+        block = self._blocks.get(offset)
+        return None if block is None else block.size
+
+    def _adopt(self, worker: int, offset: int, size: int) -> None:
+        block = self._blocks[offset] = Block(offset, size, worker)
+        block.used = self._demand.tasks
+        insort(self._offsets, offset)
+        if size not in self._free:
+            self._free[size] = deque()
+            insort(self._sizes, size)
+        self.grown += 1
+        self.nbytes += size
 
     def deliver(self, offsets: list[int]) -> None:
         """The batch in these blocks is handed out; its views hold leases."""
@@ -277,26 +324,25 @@ class BlockLedger:
         """The batch in the block will not be delivered, or was copied out."""
         self._move(offset, "drop")
 
-    def give_back(self, worker: int, returned: Iterable[int]) -> None:
-        for offset in returned:
+    def give_back(self, offsets: Iterable[int]) -> None:
+        """What was granted or promised is not used."""
+        for offset in offsets:
             block = self._blocks.get(offset)
-            if block is not None and block.writer != worker:
-                raise InvalidTransition(f"worker {worker} returned {offset}, which {block.writer} holds")
             promised = block is not None and block.state == PROMISED
             self._move(offset, "decline" if promised else "return")
 
-    def hand_over(self, holder: int, worker: int, blocks: Extents) -> None:
-        """What was granted or promised to `holder` is `worker`'s from here on."""
+    def hand_over(self, holder: Holder, worker: int, blocks: Extents) -> None:
+        """What was granted or promised to the one who claims a ticket is `worker`'s from here on."""
         for offset, _ in blocks:
             block = self._blocks[offset]
             if block.writer != holder or block.state not in (GRANTED, PROMISED):
                 raise InvalidTransition(f"block {offset} is {block.state}, and not {holder}'s to hand over")
-            block.writer = worker
+            block.writer = Holder(worker)
 
     def writer_dead(self, worker: int) -> None:
         """`worker` is confirmed dead: what was granted to it can be granted again."""
         for block in self._blocks.values():
-            if block.state in (GRANTED, PROMISED) and block.writer == worker:
+            if block.state in (GRANTED, PROMISED) and block.writer == (worker, None):
                 self._move(block.offset, "writer_dead")
 
     # ---- shrinking ----------------------------------------------------------------------------
@@ -340,7 +386,6 @@ class BlockLedger:
         self.nbytes -= size
         self.free_bytes -= size
         self._free_blocks -= 1
-        assert block.home is not None
         self._space.setdefault(block.home, []).append((offset, size))
         return offset, size
 
@@ -362,8 +407,8 @@ class BlockLedger:
         return tuple(gaps)
 
     def held(self) -> list[tuple[int, int]]:
-        """The blocks (offset, size) that users look at."""
-        return [(block.offset, block.size) for block in self._blocks.values() if block.state in _LOOKED_AT]
+        """The blocks (offset, size) that users reference."""
+        return [(block.offset, block.size) for block in self._blocks.values() if block.state in _HELD]
 
     # ---- invariants ---------------------------------------------------------------------------
 
@@ -382,7 +427,7 @@ class BlockLedger:
         assert len(free) == len(set(free)) == self._free_blocks, "a block is in a free list twice"
         assert {b.offset for b in blocks if b.state == FREE} == set(free), "free lists and states differ"
         assert all(self._blocks[o].size == s for s, os in self._free.items() for o in os)
-        assert self._held_bytes == sum(b.size for b in blocks if b.state in _LOOKED_AT)
+        assert self._held_bytes == sum(b.size for b in blocks if b.state in _HELD)
         assert self._kept_bytes == sum(b.size for b in blocks if b.kept)
         assert all(b.state == GRANTED for b in blocks if b.kept), "a worker keeps what is not its own"
         assert self.nbytes == sum(b.size for b in blocks)

@@ -9,38 +9,37 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import Answer
+from fastq_loader.ipc.messages import Answer, Task
 
 # ---- instructions ---------------------------------------------------------------------------------
 
 
 class Draw(NamedTuple):
-    """Take the next index of the sampler and report it."""
+    """Ask the sampler for an index so many times, and report each answer."""
+
+    times: int
 
 
 class Send(NamedTuple):
-    """Send a task to `worker` (None: to all, one of them will claim it under the ticket), with the blocks
-    (offset, size) that may be written to, and those that may be once they are let go."""
+    """Send a task to `worker`, or to all workers (None): then the first that is free claims it."""
 
     worker: int | None
-    epoch: int
-    seq: int
-    attempt: int
-    index: Any
-    grants: tuple[tuple[int, int], ...]
-    promises: tuple[tuple[int, int], ...]
-    ticket: int
+    task: Task
 
 
 class Replace(NamedTuple):
-    """Start a new `worker` in the place of the dead one, which had batch `seq` (None: none) in hand."""
+    """Start a new `worker` in the place of the dead one, which was at batch `seq` (None: at none).
+
+    `cause`: how it died.
+    """
 
     worker: int
     seq: int | None
+    cause: str
 
 
 class Deliver(NamedTuple):
-    """Hand out what is at this place: an answer of a worker, or an error from before any worker."""
+    """Hand out what is at this position: a worker's answer, or an error from before any worker."""
 
     seq: int
     worker: int | None
@@ -49,8 +48,10 @@ class Deliver(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The head of the line, batch `seq`, is with `worker` (None: with whoever claimed it): wait for an
-    arrival. `behind`: batches that are ready and wait for it."""
+    """Batch `seq` is next, and `worker` (None: whoever claimed it) has it: wait for an arrival.
+
+    `behind`: batches that are ready and wait for this one.
+    """
 
     worker: int | None
     seq: int
@@ -58,7 +59,7 @@ class Wait(NamedTuple):
 
 
 class Break(NamedTuple):
-    """`worker` died with batch `seq` (None: between batches); the iteration ends with an error."""
+    """`worker` died at batch `seq` (None: between batches): the iteration ends with an error."""
 
     worker: int
     seq: int | None
@@ -75,8 +76,13 @@ Instruction = Draw | Send | Deliver | Wait | Break | Replace | Finish
 
 
 class EpochStarted(NamedTuple):
-    """A new epoch begins. Of the tasks for anyone that came before it, those with the tickets in `taken_back`
-    will not be answered any more, and those in `claimed` by the worker that has them."""
+    """A new epoch begins.
+
+    Attributes:
+        epoch: its number.
+        taken_back: tickets of older shared tasks that no worker will answer any more.
+        claimed: ticket → worker of those that one has claimed.
+    """
 
     epoch: int
     taken_back: frozenset[int] = frozenset()
@@ -107,7 +113,7 @@ class Undeliverable(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """`worker` answered. `fault`: why nothing in the answer can be believed but that it is one."""
+    """`worker` answered. `fault`: why the batch in the answer cannot be used."""
 
     worker: int
     answer: Answer
@@ -118,15 +124,15 @@ class Died(NamedTuple):
     """`worker` is confirmed dead, and what it had sent has arrived.
 
     Attributes:
-        seq: the batch that it had claimed or, where tasks are addressed, begun; None if there was none.
-        words: how it died.
-        unheard: tickets of all that it had claimed, whose answers were lost with it.
+        seq: the batch that it was working on, or whose task was assigned to it next; None if there was none.
+        cause: how it died.
+        claimed: tickets of the shared tasks that it had claimed, and whose answers were lost with it.
     """
 
     worker: int
     seq: int | None = None
-    words: str = "died"
-    unheard: frozenset[int] = frozenset()
+    cause: str = "died"
+    claimed: frozenset[int] = frozenset()
 
 
 class Wanted(NamedTuple):
@@ -134,7 +140,7 @@ class Wanted(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """The head of the line is late, and nothing else has come: the consumer is about to sleep."""
+    """The next batch is late, and nothing else has come: the consumer is about to sleep."""
 
 
 Event = EpochStarted | Drawn | Exhausted | DrawFailed | Undeliverable | Arrived | Died | Wanted | Idle

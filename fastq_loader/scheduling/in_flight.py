@@ -1,39 +1,109 @@
-"""The line of an epoch's batches: from the draw of their indices to their place at the head.
+"""The batches that were asked for and not handed out, and the reorder ring that puts them in order.
 
-Pure. What is ready waits in the reorder ring; what will never come (a worker's part of an iterable dataset
-had ended) is passed over.
+Pure. A batch enters when its index is drawn and leaves when it is handed out. What is ready early waits in
+the ring. What will never come (a worker's part of an iterable dataset had ended) is passed over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.scheduling.events import Arrived
-from fastq_loader.scheduling.ring import ReorderRing
 from fastq_loader.scheduling.states import LOST, SENT, Batch
+
+T = TypeVar("T")
+
+_EMPTY: Any = object()
 
 #: An answer, or an error from where no worker answers.
 Outcome = tuple[Answer | None, BaseException | None]
 
 
 class Unanswered(NamedTuple):
-    """A batch that failed without an answer, or without one that can be believed."""
+    """A batch that failed without an answer, or with one that cannot be used."""
 
     seq: int
     error: BaseException
 
 
+class ReorderRing(Generic[T]):
+    """A bounded ring of slots, one for each sequence number from `head` to `head + capacity - 1`.
+
+    Args:
+        capacity: slots, in batches; at least 1.
+
+    Attributes:
+        head: the lowest sequence number that has not left the ring.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity={capacity} must be at least 1")
+        self.capacity = capacity
+        self.head = 0
+        self._slots: list[T] = [_EMPTY] * capacity
+        self._filled = 0
+
+    def __len__(self) -> int:
+        """Items in the ring."""
+        return self._filled
+
+    def push(self, seq: int, item: T) -> None:
+        """Store `item` under `seq`.
+
+        Raises:
+            ValueError: `seq` has left the ring, lies beyond it, or is taken. Each would break exactly-once.
+        """
+        if not self.head <= seq < self.head + self.capacity:
+            raise ValueError(f"seq={seq} lies outside the ring [{self.head}, {self.head + self.capacity})")
+        slot = seq % self.capacity
+        if self._slots[slot] is not _EMPTY:
+            raise ValueError(f"seq={seq} is in the ring already")
+        self._slots[slot] = item
+        self._filled += 1
+
+    def pop(self) -> T | None:
+        """The head's item, and the head moves on; None if it is not here."""
+        slot = self.head % self.capacity
+        item = self._slots[slot]
+        if item is _EMPTY:
+            return None
+        self._slots[slot] = _EMPTY
+        self._filled -= 1
+        self.head += 1
+        return item
+
+    def skip(self) -> None:
+        """Move past a head that will never come.
+
+        Raises:
+            ValueError: the head's item is here and would be lost.
+        """
+        if self._slots[self.head % self.capacity] is not _EMPTY:
+            raise ValueError(f"seq={self.head} is in the ring and would be lost")
+        self.head += 1
+
+    def items(self) -> list[T]:
+        """What is in the ring, in no particular order."""
+        return [item for item in self._slots if item is not _EMPTY]
+
+    def clear(self) -> None:
+        """Empty the ring without moving its head."""
+        self._slots = [_EMPTY] * self.capacity
+        self._filled = 0
+
+
 class InFlight:
-    """The batches that were asked for and not handed out.
+    """The batches of one epoch that were asked for and not handed out.
 
     Args:
         capacity: how many there can be.
 
     Attributes:
-        drawn: how many were asked for so far; the next one's number.
+        drawn: how many were asked for so far, which is the next one's number.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -74,17 +144,17 @@ class InFlight:
 
     def pop(self) -> Outcome | None:
         """What is ready at the head, which moves on; None if it is not."""
-        return self._ring.pop_ready() if self._ring.ready() else None
+        return self._ring.pop()
 
-    def upcoming(self, inbox: Iterable[Any], count: int, in_order: bool) -> list[Answer]:
+    def upcoming(self, arrivals: Iterable[Any], count: int, in_order: bool) -> list[Answer]:
         """The answers with a batch among the next `count` to be handed out, as far as they came: in order the
-        first ones of the line, else those in `inbox`. What else is ready is not looked at, because this
-        is asked for at every batch."""
+        first ones in flight, else those in `arrivals`. No others are searched, because this is asked for at
+        every batch."""
         if in_order:
             batches = [self._batches.get(seq) for seq in range(self.head, self.head + count)]
             answers = (batch.answer for batch in batches if batch is not None and batch.answer is not None)
         else:
-            answers = (event.answer for event in inbox if type(event) is Arrived)
+            answers = (event.answer for event in arrivals if type(event) is Arrived)
         return list(islice((answer for answer in answers if answer.outcome == BATCH), count))
 
     def skip(self) -> None:
@@ -97,7 +167,7 @@ class InFlight:
         del self._batches[batch.seq]
 
     def head_batch(self, exhausted: Callable[[int], bool]) -> Batch | None:
-        """The batch at the head of the line, past those that will never come; None at the end.
+        """The batch at the head, past those that will never come; None at the end.
 
         Args:
             exhausted: whether a worker's part of an iterable dataset has ended.
@@ -118,9 +188,11 @@ class InFlight:
 
     def clear(self) -> list[Answer]:
         """Forget everything; the answers that were waiting."""
+        answers = self.answers()
         self._batches.clear()
-        return [answer for answer, _ in self._ring.drain() if answer is not None]
+        self._ring.clear()
+        return answers
 
     def answers(self) -> list[Answer]:
-        """What is ready, in no particular order."""
+        """The answers that wait in the ring, in no particular order."""
         return [answer for answer, _ in self._ring.items() if answer is not None]

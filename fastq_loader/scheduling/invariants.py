@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def check(scheduler: Scheduler) -> None:
     """Raise AssertionError unless the invariants hold."""
-    scheduler.ledger.check()
+    scheduler.pool.check()
     scheduler.outstanding.check()
     _check_batches(scheduler)
     _check_blocks(scheduler)
@@ -55,12 +55,12 @@ def _check_blocks(scheduler: Scheduler) -> None:
         event.answer for event in scheduler._arrivals if type(event) is Arrived
     ] + scheduler._in_flight.answers()
     filled = sorted(offset for answer in waiting for offset, _ in answer.used)
-    assert filled == scheduler.ledger.filled(), "a filled block belongs to no batch that waits"
+    assert filled == scheduler.pool.filled(), "a filled block belongs to no batch that waits"
 
 
 def _check_workers(scheduler: Scheduler) -> None:
     workers, outstanding = scheduler._worker_table, scheduler.outstanding
-    if not scheduler.dynamic:
+    if not scheduler.shared_tasks:
         for worker in range(scheduler.workers):
             mine = sum(batch.worker == worker for batch in scheduler._in_flight)
             assert workers.exhausted(worker) or workers.undelivered(worker) == mine

@@ -1,8 +1,8 @@
-"""What the workers have still to answer, of this epoch and of older ones, and the tickets of it.
+"""The tasks that workers have still to answer, of this epoch and of older ones, and their tickets.
 
 Pure. A ticket is the number under which an attempt at a batch is claimed, and no other attempt ever has it.
-The table of claims is a ring: a ticket's place in it is its remainder. A place is taken as long as the task
-can be claimed, or only the table knows who has claimed it. A number whose place is taken is passed over: so
+The table of claims is a ring: a ticket's slot in it is its remainder. A slot is taken as long as the task
+can be claimed, or only the table knows who has claimed it. A number whose slot is taken is passed over, so
 however late a batch is, the numbers that come round go past it.
 """
 
@@ -18,27 +18,27 @@ class Outstanding(dict[tuple[int, int], Batch]):
     """(epoch, seq) → the batch of a task that is to be answered.
 
     Args:
-        places: in the table of claims.
+        slots: in the table of claims.
     """
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, slots: int) -> None:
         super().__init__()
-        self._places = places
-        self._taken: set[int] = set()  # places
+        self._slots = slots
+        self._taken: set[int] = set()  # slots
         self._next = 1  # 0 is no ticket: a table that nobody has written to offers nothing
 
     def add(self, epoch: int, batch: Batch) -> None:
         """A task is about to be sent, under a new ticket.
 
         Raises:
-            InvalidTransition: no place is free for it; windows are narrower than the table.
+            InvalidTransition: no slot is free for it; windows are narrower than the table.
         """
         if batch.worker is None:
-            if len(self._taken) >= self._places:
-                raise InvalidTransition(f"all {self._places} places of the table of claims are taken")
-            while self._next % self._places in self._taken:
+            if len(self._taken) >= self._slots:
+                raise InvalidTransition(f"all {self._slots} slots of the table of claims are taken")
+            while self._next % self._slots in self._taken:
                 self._next += 1
-            self._taken.add(self._next % self._places)
+            self._taken.add(self._next % self._slots)
         batch.ticket = self._next
         self._next += 1
         self[epoch, batch.seq] = batch
@@ -47,12 +47,12 @@ class Outstanding(dict[tuple[int, int], Batch]):
         """A task was answered, or will not be."""
         batch = self.pop((epoch, seq))
         if batch.worker is None:
-            self._taken.discard(batch.ticket % self._places)
+            self._taken.discard(batch.ticket % self._slots)
         return batch
 
     def found(self, batch: Batch) -> None:
-        """Who has claimed a task is about to be written down here: the table is not asked for it any more."""
-        self._taken.discard(batch.ticket % self._places)
+        """It is known who has claimed a task: the table is not asked for it any more."""
+        self._taken.discard(batch.ticket % self._slots)
 
     def expects(self, worker: int, answer: Answer) -> bool:
         """Whether `worker` may give this answer: this attempt is its own, or could have been claimed."""
@@ -70,17 +70,17 @@ class Outstanding(dict[tuple[int, int], Batch]):
         Args:
             died: what is known of it.
             now: the epoch.
-            last: nobody is left to claim anything.
+            last: no worker is left to claim anything.
         """
         return [
             key
             for key, batch in self.items()
             if batch.worker == died.worker
-            or (batch.worker is None and (last or batch.ticket in died.unheard or key == (now, died.seq)))
+            or (batch.worker is None and (last or batch.ticket in died.claimed or key == (now, died.seq)))
         ]
 
     def ticket_of(self, epoch: int, seq: int) -> int | None:
-        """The ticket of a task that is anyone's; None if it is known whose, or was answered."""
+        """The ticket of a task that is anyone's; None if it is known whose it is, or it was answered."""
         batch = self.get((epoch, seq))
         return None if batch is None or batch.worker is not None else batch.ticket
 
@@ -94,8 +94,8 @@ class Outstanding(dict[tuple[int, int], Batch]):
         return [batch.ticket for batch in self.values() if batch.worker is None]
 
     def check(self) -> None:
-        """Raise AssertionError unless every task that can be claimed has a place, and nothing else has."""
+        """Raise AssertionError unless every task that can be claimed has a slot, and nothing else has."""
         tickets = self.tickets()
-        places = {ticket % self._places for ticket in tickets}
-        assert len(places) == len(tickets), "two tasks have one place in the table of claims"
-        assert places == self._taken, "a place is taken by nobody, or a task has none"
+        slots = {ticket % self._slots for ticket in tickets}
+        assert len(slots) == len(tickets), "two tasks have one slot in the table of claims"
+        assert slots == self._taken, "a slot is taken by nobody, or a task has none"

@@ -5,17 +5,17 @@ records and the tables that they move by are in `states`.
 
 The order is torch's (`_MultiProcessingDataLoaderIter`): tasks go to the active workers in turn, one index is
 drawn for every batch delivered and before it is handed out, arrivals are processed one at a time and only
-while the wanted batch is not here, and a worker whose stream ended gives its turn away. What differs on
-purpose: an error of the sampler or of an index takes the place of its batch instead of overtaking the batches
-before it, and a dead worker is reported at the place of the batch that it lost.
+while the wanted batch is not here, and a worker whose part of an iterable dataset ended gives its turn away.
+What differs on purpose: an error of the sampler or of an index takes the position of its batch instead of
+overtaking the batches before it, and a dead worker is reported at the position of the batch that it lost.
 
-With `dynamic` a task is nobody's: it is sent to all workers, the first that is free claims it, and who that
-was is known when the answer comes, or when the worker has died. With `restarts` a dead worker is replaced
-and what it had not answered is sent again, as the next attempt; nothing of an older attempt counts any more.
+A *shared* task is sent to all workers, and the first that is free claims it. Who that was is known when the
+answer comes, or when the worker has died. With `restarts` a dead worker is replaced, and what it had not
+answered is sent again, as the next attempt; an answer to an older attempt does not count any more.
 
-`EpochStarted` answers with as many `Draw` as the window is wide. Each asks for one index of the sampler,
-which comes back as `Drawn` or `DrawFailed`, or as `Exhausted` if there is none. `Wanted` (the user called
-`next()`) answers with `Draw` and `Deliver`, or with `Draw` alone (ask again), `Wait`, `Break` or `Finish`.
+`EpochStarted` answers with a `Draw` of as many indices as the window is wide. Each comes back as `Drawn` or
+`DrawFailed`, or as `Exhausted` if there is none. `Wanted` (the user called `next()`) answers with `Draw` and
+`Deliver`, or with `Draw` alone (ask again), `Wait`, `Break` or `Finish`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fastq_loader.errors import InvalidTransition, PoisonousBatch, ProtocolError
-from fastq_loader.ipc.messages import BROKEN, ENDED, SKIPPED, Answer
-from fastq_loader.memory.ledger import BlockLedger
-from fastq_loader.scheduling import answer_checks, invariants
+from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, Task
+from fastq_loader.memory.pool import BlockPool
+from fastq_loader.scheduling import invariants
 from fastq_loader.scheduling.events import (
     Arrived,
     Break,
@@ -57,62 +57,57 @@ from fastq_loader.scheduling.worker_table import WorkerTable
 #: A batch that has cost so many workers their lives is given up.
 DEADLY = 3
 
-_DRAW = Draw()
-_ENDINGS = (ENDED, SKIPPED)  # outcomes of a worker whose part of an iterable dataset has ended
-
 
 class Scheduler:
     """Schedules the batches of one epoch after the other over a fixed number of workers.
 
     Args:
         workers: number of workers, at least 1.
-        prefetch: batches each worker works ahead (torch's `prefetch_factor`), at least 1.
+        pool: the blocks of shared memory.
+        window: how many batches may be asked for and not delivered.
         in_order: deliver in the order of the sampler; False delivers in the order of arrival.
-        ledger: the blocks of the arena.
-        dynamic: tasks are anyone's. Not for iterable datasets: their workers cannot stand in for each other.
-        window: batches asked for and not delivered, at most; None is `prefetch * workers`.
+        shared_tasks: any worker may claim a task. Not for iterable datasets: their workers cannot stand in
+            for each other.
         restarts: how many dead workers are replaced in an epoch.
-        places: in the table of claims; more than the window is wide and there are workers, together.
+        slots: of the table of claims; more than the window is wide and there are workers, together.
 
     Attributes:
         outstanding: what is to be answered.
         stale: answers dropped because their epoch or attempt was over, since they were last taken.
-        refused: answers that could not be true, since it was made.
+        refused: answers whose blocks could not be theirs, since it was made.
     """
 
     def __init__(
         self,
         workers: int,
-        prefetch: int,
-        in_order: bool,
-        ledger: BlockLedger,
+        pool: BlockPool,
+        window: Window,
         *,
-        dynamic: bool = False,
-        window: Window | None = None,
+        in_order: bool = True,
+        shared_tasks: bool = False,
         restarts: int = 0,
-        places: int = 1 << 14,
+        slots: int = 1 << 14,
     ) -> None:
         self.workers = workers
-        self.window = Window(prefetch * workers) if window is None else window
+        self.pool = pool
+        self.window = window
         self.in_order = in_order
-        self.ledger = ledger
+        self.shared_tasks = shared_tasks
         self.epoch = 0
         self.stale = self.refused = 0
-        self.dynamic = dynamic
+        self.outstanding = Outstanding(slots)
         self._restarts = restarts
         self._worker_table = WorkerTable(workers)
-        self.outstanding = Outstanding(places)
         self._reset()
 
     def _reset(self) -> None:
-        # A worker whose stream ends makes room for one more draw, so up to `workers` places beyond
+        # A worker whose part of the dataset ends makes room for one more draw: up to `workers` batches beyond
         # the window may be waiting at once.
         self._in_flight = InFlight(self.window.widest + self.workers)
         self._arrivals: deque[Arrived | Died | Unanswered] = deque()
         self._restarts_left = self._restarts
-        self._quiet: set[int] = set()  # workers that said that nothing more comes of them
         self._deaths: dict[int, int] = {}  # seq → workers that died of it
-        self._idle_deaths: list[int] = []  # workers that died with nothing in hand, and were not replaced
+        self._idle_deaths: list[int] = []  # workers that died between batches, and were not replaced
         self.window.begin_epoch()
 
     @property
@@ -174,30 +169,27 @@ class Scheduler:
         self.epoch = event.epoch
         self._worker_table.begin_epoch()
         self._reset()
-        if self.dynamic:  # else a dead worker is missed at the first batch that is its own
+        if self.shared_tasks:  # else a dead worker is missed at the first batch that is its own
             self._idle_deaths = [worker for worker in range(self.workers) if self._worker_table.dead(worker)]
-        return [_DRAW] * self.window.size
+        return [Draw(self.window.size)]
 
     def abandon(self) -> None:
         """Drop what arrived and was not delivered; answers that are still to come will be stale."""
-        answers = self._in_flight.clear() + [
-            event.answer for event in self._arrivals if type(event) is Arrived
-        ]
+        answers = [event.answer for event in self._arrivals if type(event) is Arrived]
         self._arrivals.clear()
-        for answer in answers:
+        for answer in answers + self._in_flight.clear():
             self._drop(answer)
 
     def _drop(self, answer: Answer) -> None:
-        for offset, _ in answer.used:
-            self.ledger.drop(offset)
+        self.pool.drop(offset for offset, _ in answer.used)
 
     # ---- indices in ---------------------------------------------------------------------------
 
     def _drawn(self, event: Drawn) -> list[Instruction]:
         worker = None
-        if not self.dynamic:
+        if not self.shared_tasks:
             worker = self._worker_table.take_turn(None if self.in_order else self.window.size)
-            if worker is None:  # torch loses the index here too: nobody is left, or nobody has room
+            if worker is None:  # torch loses the index here too: every worker has ended, or has no room
                 return []
         batch = self._new_batch(worker, event.index)
         if self._worker_table.nobody_for(worker):
@@ -209,25 +201,21 @@ class Scheduler:
 
     def _send(self, batch: Batch) -> Send:
         self.outstanding.add(self.epoch, batch)
-        batch.holder = -batch.ticket if batch.worker is None else batch.worker
-        batch.grants, batch.promises = self.ledger.grant(batch.holder)
-        return self._send_to(batch.worker, batch)
-
-    def _send_to(self, worker: int | None, batch: Batch) -> Send:
-        blocks = batch.grants, batch.promises
-        return Send(worker, self.epoch, batch.seq, batch.attempt, batch.index, *blocks, batch.ticket)
+        blocks = self.pool.grant(batch.holder)
+        batch.task = Task(self.epoch, batch.seq, batch.attempt, batch.index, *blocks, batch.ticket)
+        return Send(batch.worker, batch.task)
 
     def _claimed(self, batch: Batch, worker: int) -> None:
         if batch.worker is None:
-            self.ledger.hand_over(batch.holder, worker, batch.grants + batch.promises)
-            batch.worker = batch.holder = worker
+            self.pool.hand_over(batch.holder, worker, batch.blocks)
+            batch.worker = worker
 
     def _give_back(self, batch: Batch) -> None:
-        self.ledger.give_back(batch.holder, [offset for offset, _ in batch.grants + batch.promises])
+        self.pool.give_back(offset for offset, _ in batch.blocks)
 
     def _new_batch(self, worker: int | None, index: Any) -> Batch:
         batch = self._in_flight.new(worker, index)
-        if self.dynamic:
+        if self.shared_tasks:
             self.window.asked(len(self._in_flight))
         return batch
 
@@ -240,7 +228,7 @@ class Scheduler:
         return []
 
     def _undeliverable(self, event: Undeliverable) -> list[Instruction]:
-        batch = self.outstanding.settle(event.send.epoch, event.send.seq)
+        batch = self.outstanding.settle(event.send.task.epoch, event.send.task.seq)
         self._give_back(batch)
         self._fail(batch, event.error)
         return []
@@ -260,29 +248,24 @@ class Scheduler:
             self.stale += 1  # its blocks are the next attempt's
             return []
         self.outstanding.settle(answer.epoch, answer.seq)
-        blocks = answer.used or answer.fresh or answer.returned
-        if blocks or answer.outcome in _ENDINGS:
-            fault = fault or answer_checks.objection(self, worker, batch, answer)
-        if batch.worker is None:
-            self._claimed(batch, worker)
-        if fault is not None:
-            return self._refuse(batch, fault)
-        if blocks or batch.grants:
-            self.ledger.adopt(worker, answer.fresh)
-            self.ledger.give_back(worker, answer.returned)
-            self.ledger.fill(worker, answer.used, batch.grants + batch.promises + answer.fresh)
+        self._claimed(batch, worker)
+        try:
+            if fault is not None:
+                raise fault
+            if answer.used or answer.fresh or answer.returned or batch.blocks:
+                self.pool.accept(worker, answer.used, answer.fresh, answer.returned, batch.blocks)
+        except ProtocolError as error:
+            return self._refuse(batch, error)
         if answer.epoch != self.epoch:
             self.stale += 1
             self._drop(answer)
-        elif answer.outcome != SKIPPED:  # else its batch goes when the head of the line comes by
+        elif answer.outcome != SKIPPED:  # else its batch leaves when the head comes by
             batch.answer = answer
             self._arrivals.append(event)
-            if answer.outcome in (ENDED, BROKEN):
-                self._quiet.add(worker)
         return []
 
     def _refuse(self, batch: Batch, fault: ProtocolError) -> list[Instruction]:
-        """Its blocks stay the worker's until that has ended: who knows what it is writing to."""
+        """Its blocks stay the worker's until that has ended: nobody knows what it is writing to."""
         self.refused += 1
         if self._in_flight.get(batch.seq) is batch:
             self._fail(batch, fault)
@@ -294,11 +277,11 @@ class Scheduler:
         worker = event.worker
         self._worker_table.move(worker, "die")
         lost = self._lose(event)
-        self.ledger.writer_dead(worker)
+        self.pool.mark_dead(worker)
         if self._restarts_left:
             return self._replace(event, lost)
         self._arrivals.append(event)
-        if self.dynamic and not lost:
+        if self.shared_tasks and not lost:
             self._idle_deaths.append(worker)
         return []
 
@@ -320,21 +303,20 @@ class Scheduler:
         worker = event.worker
         self._restarts_left -= 1
         self._worker_table.move(worker, "replace")
-        self._quiet.discard(worker)
         if event.seq is not None:
             self._deaths[event.seq] = self._deaths.get(event.seq, 0) + 1
-        instructions: list[Instruction] = [Replace(worker, event.seq)]
-        if self.dynamic:  # what the others have been sent already
-            others = [self._in_flight[seq] for seq, _ in self.unanswered()]
-            instructions += [self._send_to(worker, batch) for batch in others]
+        instructions: list[Instruction] = [Replace(worker, event.seq, event.cause)]
+        if self.shared_tasks:  # what the others have been sent already
+            tasks = [self._in_flight[seq].task for seq, _ in self.unanswered()]
+            instructions += [Send(worker, task) for task in tasks if task is not None]
         for batch in lost:
             if self._deaths.get(batch.seq, 0) >= DEADLY:
-                deaths = f"{self._deaths[batch.seq]} workers died of it, and the last {event.words}"
+                deaths = f"{self._deaths[batch.seq]} workers died of it, and the last {event.cause}"
                 self._fail(batch, PoisonousBatch(f"{batch} was given up: {deaths}"))
                 continue
             batch.move("replay")
             batch.attempt += 1
-            if self.dynamic:
+            if self.shared_tasks:
                 batch.worker = None
             instructions.append(self._send(batch))
         return instructions
@@ -361,7 +343,8 @@ class Scheduler:
 
     def _idle(self, event: Idle) -> list[Instruction]:
         unanswered = sum(epoch == self.epoch for epoch, _ in self.outstanding)
-        return [_DRAW] * self.window.room(len(self._in_flight), unanswered, self.ledger.batch_bytes)
+        room = self.window.room(len(self._in_flight), unanswered, self.pool.batch_bytes)
+        return [Draw(room)] if room else []
 
     def _process(self, arrival: Arrived | Died | Unanswered) -> list[Instruction]:
         """One arrival, as torch takes one item off its result queue; no instruction: look again."""
@@ -378,7 +361,7 @@ class Scheduler:
         if answer.outcome == ENDED:
             self._in_flight.leave(batch, "end")
             self._worker_table.move(worker, "end")
-            return [_DRAW]
+            return [Draw(1)]
         batch.move("answer")
         return self._put(batch, (answer, None))
 
@@ -393,14 +376,15 @@ class Scheduler:
     def _deliver(self, batch: Batch, outcome: Outcome) -> list[Instruction]:
         self._leave(batch, "deliver")
         deliver = Deliver(batch.seq, batch.worker, *outcome)
-        if not self.dynamic:  # torch asks a sampler again that has nothing more
-            return [_DRAW, deliver]
+        if not self.shared_tasks:  # torch asks a sampler again that has nothing more
+            return [Draw(1), deliver]
         self.window.delivered()
-        return [*[_DRAW] * self.window.refill(len(self._in_flight)), deliver]
+        refill = self.window.refill(len(self._in_flight))
+        return [Draw(refill), deliver] if refill else [deliver]
 
     def _leave(self, batch: Batch, event: str) -> None:
         self._in_flight.leave(batch, event)
-        if batch.worker is not None and not self.dynamic:
+        if batch.worker is not None and not self.shared_tasks:
             self._worker_table.gave(batch.worker)
 
     def _break(self, batch: Batch) -> Break:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from fastq_loader.errors import InvalidTransition, describe_index
-from fastq_loader.ipc.messages import Answer, decode_index
-from fastq_loader.memory.ledger import Extents
+from fastq_loader.ipc.messages import Answer, Task, decode_index
+from fastq_loader.memory.ledger import Extents, Holder
 
 NEW, SENT, READY, LOST, GONE = "new", "sent", "ready", "lost", "gone"
 
@@ -22,7 +22,7 @@ BATCH_TRANSITIONS: dict[str, dict[str, str]] = {
     GONE: {},
 }
 
-#: A dry worker's part of an iterable dataset is exhausted: its death hurts nobody in this epoch.
+#: A dry worker's part of an iterable dataset is exhausted: its death costs nothing in this epoch.
 ACTIVE, DRY, DEAD, DRY_DEAD = "active", "dry", "dead", "dry_dead"
 
 WORKER_TRANSITIONS: dict[str, dict[str, str]] = {
@@ -36,29 +36,17 @@ EXHAUSTED = frozenset((DRY, DRY_DEAD))
 
 
 class Batch:
-    """A sequence number between its task and its delivery.
+    """A batch between the draw of its index and its delivery.
 
     Attributes:
-        worker: whose task it is. None: anyone's, or its index could not be drawn.
+        worker: who has its task. None: any worker may claim it, or its index could not be drawn.
         attempt: how often it was sent again.
         ticket: under which its task is claimed; -1 before it was sent.
+        task: as it was sent last.
         answer: what it was answered with, from its arrival on.
-        grants, promises: the blocks that its task names.
-        holder: in whose name the ledger keeps them: its worker's, or its ticket's until it is claimed.
     """
 
-    __slots__ = (
-        "answer",
-        "attempt",
-        "grants",
-        "holder",
-        "index",
-        "promises",
-        "seq",
-        "state",
-        "ticket",
-        "worker",
-    )
+    __slots__ = ("answer", "attempt", "index", "seq", "state", "task", "ticket", "worker")
 
     def __init__(self, seq: int, worker: int | None, index: Any) -> None:
         self.seq = seq
@@ -67,10 +55,18 @@ class Batch:
         self.state = NEW
         self.attempt = 0
         self.ticket = -1
+        self.task: Task | None = None
         self.answer: Answer | None = None
-        self.grants: Extents = ()
-        self.promises: Extents = ()
-        self.holder = -1
+
+    @property
+    def holder(self) -> Holder:
+        """In whose name the pool keeps the blocks of its task."""
+        return Holder(None, self.ticket) if self.worker is None else Holder(self.worker)
+
+    @property
+    def blocks(self) -> Extents:
+        """What its task may write to, now or once it is let go."""
+        return () if self.task is None else self.task.grants + self.task.promises
 
     def move(self, event: str) -> None:
         state = BATCH_TRANSITIONS[self.state].get(event)

@@ -31,7 +31,7 @@ class Setup:
         consumer: process id of the consumer.
         base_seed, shared_seed: see `seeding` and `datapipes`.
         rules: how the dataset is read.
-        claimed: whether tasks are claimed.
+        shared_tasks: whether any worker may claim a task.
         folder: where the sockets are.
         token: the pool's, see `messages`.
         arena_length: bytes of the shared memory.
@@ -50,7 +50,7 @@ class Setup:
     base_seed: int
     shared_seed: int | None
     rules: Rules
-    claimed: bool
+    shared_tasks: bool
     folder: str
     token: bytes = field(repr=False)
     arena_length: int

@@ -11,16 +11,14 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader.errors import ProtocolError, describe_index
-from fastq_loader.ipc.claim_table import CONSUMER, Busy, ClaimTable
+from fastq_loader.ipc.claim_table import Busy, ClaimTable
 from fastq_loader.ipc.messages import TOKEN_BYTES, Answer, Epoch, Hello, Ping, Stop, decode_index, encode
 from fastq_loader.ipc.sockets import ConsumerSocket, endpoint_folder, remove_folder
-from fastq_loader.memory.arena import Arena
-from fastq_loader.memory.ledger import BlockLedger
+from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.backlog import Backlog
 from fastq_loader.scheduling.outstanding import Outstanding
 from fastq_loader.statistics import Counters, WorkerCounters
@@ -50,7 +48,7 @@ class WorkerGroup:
 
     Args:
         plan: what they do.
-        arena: the shared memory they write to.
+        pool: the shared memory they write to.
         counters: the loader's.
 
     Attributes:
@@ -58,13 +56,13 @@ class WorkerGroup:
         behind: workers that were passed over with tasks, and may have time again.
     """
 
-    def __init__(self, plan: Plan, arena: Arena, counters: Counters) -> None:
+    def __init__(self, plan: Plan, pool: BlockPool, counters: Counters) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._workers = plan.workers
-        self._claimed_tasks = plan.claimed
-        self._arena = arena
+        self._shared_tasks = plan.shared_tasks
+        self._pool = pool
         self._counters = counters
-        self._pool = WorkerPool(plan)
+        self._processes = WorkerPool(plan)
         self._socket: ConsumerSocket | None = None
         self._claims: ClaimTable | None = None
         self._backlog: Backlog[bytes] = Backlog(max(plan.window.widest, _UNREAD))
@@ -83,18 +81,21 @@ class WorkerGroup:
             OSError: descriptors, processes or temporary folders are used up.
         """
         workers = self._workers
-        _in_use.add(self._arena)
+        arena = self._pool.arena
+        _in_use.add(arena)
         folder = self._new_folder(set(range(workers)))
-        self._claims = ClaimTable(self._arena.fd, self._arena.mapping.claims)
-        self._pool.start(self._arena, folder, self.token, base_seed, shared_seed)
+        self._claims = ClaimTable(arena.fd, arena.mapping.claims)
+        self._processes.start(arena, folder, self.token, base_seed, shared_seed)
         # The context of zmq has threads: it is made after the forks (design, rule 9).
         self._socket = ConsumerSocket(folder, workers, self.token)
         _in_use.add(self._socket)
-        for descriptor in self._pool.descriptors:
+        for descriptor in self._processes.descriptors:
             self._socket.watch(descriptor)
         for worker in range(workers):
             self._backlog.begin(worker)
-        self._counters.workers = [WorkerCounters(worker, self._pool.pid(worker)) for worker in range(workers)]
+        self._counters.workers = [
+            WorkerCounters(worker, self._processes.pid(worker)) for worker in range(workers)
+        ]
 
     def _new_folder(self, workers: set[int]) -> str:
         folder = endpoint_folder()
@@ -141,32 +142,32 @@ class WorkerGroup:
     def _mark_ready(self, worker: int) -> None:
         self._is_up.add(worker)
         self._connected(worker)
-        descriptor = self._pool.start_next()
+        descriptor = self._processes.start_next()
         if descriptor is not None:
-            started = len(self._pool.descriptors) - 1
+            started = len(self._processes.descriptors) - 1
             self.socket.watch(descriptor)
-            self._counters.workers[started].pid = self._pool.pid(started)
+            self._counters.workers[started].pid = self._processes.pid(started)
 
     def is_ready(self, worker: int) -> bool:
         """Whether a worker is up: before its hello it has nothing in hand, and no handler for signals."""
         return worker in self._is_up
 
     def pid(self, worker: int) -> int:
-        return self._pool.pid(worker)
+        return self._processes.pid(worker)
 
     def processes(self) -> list[BaseProcess]:
         """The workers' processes, so far as they were started."""
-        return self._pool.processes
+        return self._processes.processes
 
     def stacks(self, worker: int) -> str:
         """The Python stacks of a worker as it writes them now."""
-        return self._pool.stacks(worker) if self.is_ready(worker) else "  (it is still starting)"
+        return self._processes.stacks(worker) if self.is_ready(worker) else "  (it is still starting)"
 
     # ---- deaths -------------------------------------------------------------------------------
 
     def ended(self, ready: Sequence[object]) -> list[int]:
         """The workers that have ended, by what `socket.wait` found readable, and are not is_dead yet."""
-        descriptors = self._pool.descriptors
+        descriptors = self._processes.descriptors
         return [
             worker
             for worker, descriptor in enumerate(descriptors)
@@ -175,17 +176,17 @@ class WorkerGroup:
 
     def kill(self, worker: int) -> None:
         """End a worker that does not answer."""
-        self._pool.kill(worker)
+        self._processes.kill(worker)
 
     def evict(self, worker: int) -> None:
         """A worker sent what is no answer of its own: what it had to say will never come. End it."""
         if worker not in self._evicted:
             self._evicted.add(worker)
-            self._pool.kill(worker)
+            self._processes.kill(worker)
 
     def death(self, worker: int) -> tuple[str, str]:
         """How an ended worker died, in our words and in torch's."""
-        words, torch_text = self._pool.death(worker)
+        words, torch_text = self._processes.death(worker)
         if worker in self._evicted:
             words = "was ended, because it sent what is no answer to any of its tasks,"
         return words, torch_text
@@ -213,9 +214,9 @@ class WorkerGroup:
         self._dead.add(worker)
         if worker in self._is_up:
             self._failed_starts[worker] = 0
-        elif not self._pool.killed(worker):
+        elif not self._processes.killed(worker):
             self._failed_starts[worker] = self._failed_starts.get(worker, 0) + 1
-        self.socket.unwatch(self._pool.descriptors[worker])
+        self.socket.unwatch(self._processes.descriptors[worker])
         self.socket.disconnect(worker)
         self._backlog.end(worker)
         self._connected(worker)
@@ -224,7 +225,7 @@ class WorkerGroup:
         """Whether a worker is dead, and nobody has taken its place."""
         return worker in self._dead
 
-    def replace(self, worker: int, ledger: BlockLedger, epoch: Epoch) -> None:
+    def replace(self, worker: int, epoch: Epoch) -> None:
         """Start a new worker in the place of a is_dead one, and let it begin the epoch.
 
         Raises:
@@ -232,20 +233,16 @@ class WorkerGroup:
         """
         if self._failed_starts.get(worker, 0) >= _FAILED_STARTS:
             raise OSError(f"{_FAILED_STARTS} processes in a row ended before they were up")
-        mapping = self._arena.mapping
-        space = ledger.forget_space(worker, *mapping.region(worker))
-        for offset, size in space:  # what the dead one had written, and nobody heard of
-            mapping.punch(offset, size)
         folder = self._new_folder({worker})
-        generation = self._pool.replace(worker, folder, space)
+        generation = self._processes.replace(worker, folder, self._pool.clear_space(worker))
         self._dead.discard(worker)
         self._evicted.discard(worker)
         self._is_up.discard(worker)
-        self.socket.watch(self._pool.descriptors[worker])
+        self.socket.watch(self._processes.descriptors[worker])
         self.socket.connect(folder, worker, generation)
         self.claims.begin(worker, None)  # what the dead one had begun
         self._backlog.begin(worker)
-        self._counters.workers[worker].replaced(self._pool.pid(worker))
+        self._counters.workers[worker].replaced(self._processes.pid(worker))
         self.socket.send(worker, epoch)
 
     # ---- what goes to all -----------------------------------------------------------------------
@@ -253,7 +250,7 @@ class WorkerGroup:
     def begin_epoch(self, epoch: Epoch) -> None:
         """Tell all workers of a new epoch."""
         frame = encode(epoch)
-        if not self._claimed_tasks:  # what a worker has to answer is sent to it however busy it is
+        if not self._shared_tasks:  # what a worker has to answer is sent to it however busy it is
             self.socket.send_all(frame)
             return
         due = self._backlog.announce(frame)
@@ -284,16 +281,11 @@ class WorkerGroup:
         assert self._claims is not None, "the group was started, and not closed"
         return self._claims
 
-    def holder(self, ticket: int) -> int | None:
-        """The worker that has claimed a ticket; None if nobody has."""
-        holder = self.claims.holder(ticket)
-        return None if holder is None or holder == CONSUMER else holder - 1
-
     def claimed_by(
         self, worker: int, outstanding: Outstanding, epoch: int
     ) -> tuple[int | None, frozenset[int]]:
         """The batch that a dead worker was working on, and the tickets of all that it had claimed."""
-        mine = frozenset(ticket for ticket in outstanding.tickets() if self.holder(ticket) == worker)
+        mine = frozenset(ticket for ticket in outstanding.tickets() if self.claims.holder(ticket) == worker)
         return outstanding.seq_of(epoch, self.claims.begun(worker)), mine
 
     def take_back(self, tickets: list[int]) -> tuple[set[int], dict[int, int]]:
@@ -303,7 +295,7 @@ class WorkerGroup:
         for ticket in tickets:
             if self._take_back(ticket):
                 taken.add(ticket)
-            elif (worker := self.holder(ticket)) is not None:
+            elif (worker := self.claims.holder(ticket)) is not None:
                 claimed[ticket] = worker
         return taken, claimed
 
@@ -311,7 +303,7 @@ class WorkerGroup:
         deadline = time.monotonic() + _CLAIMING
         while True:
             try:
-                return self.claims.claim(ticket, CONSUMER)
+                return self.claims.take_back(ticket)
             except Busy:
                 if time.monotonic() > deadline:  # its maker is stopped: it will answer when it goes on
                     return False
@@ -328,33 +320,33 @@ class WorkerGroup:
         """Let the workers leave; whoever is told so has answered everything. `stop` sees to it."""
         self.socket.send_all(encode(Stop()))
 
-    def stop(self, patience: float, ledger: BlockLedger) -> None:
+    def stop(self, patience: float) -> None:
         """Let the workers finish what they do for that many seconds, and then end them; 0 asks nobody.
 
         Those that take longer than an instant go on when this has returned (see `stopping`); they belong to
-        the loader's counters. When all have ended, everything is given back but the blocks that users look
-        at. May be called again when an interrupt cut it short.
+        the loader's counters. When all have ended, everything is given back but the blocks that users
+        reference. May be called again when an interrupt cut it short.
         """
-        if patience and self._socket is not None and not self._pool.stopped:
+        if patience and self._socket is not None and not self._processes.stopped:
             while (received := self._socket.receive()) is not None:
                 if isinstance(received[1], Hello):
                     self._is_up.add(received[0])
             self.dismiss()
-        after = (self._disconnect, partial(self._retire, ledger))
-        self._pool.stop(lambda worker: self._patience(worker, patience), self._counters, after)
-        if self._pool.ended:  # by `kill_all` perhaps, which gives nothing back
+        after = (self._disconnect, self._close_memory)
+        self._processes.stop(lambda worker: self._patience(worker, patience), self._counters, after)
+        if self._processes.ended:  # by `kill_all` perhaps, which gives nothing back
             self._disconnect()
-            self._retire(ledger)
+            self._close_memory()
 
     def kill_all(self) -> None:
         """End the workers while another thread is in the loop. May be called on any thread."""
-        self._pool.stop(lambda worker: 0, self._counters)
+        self._processes.stop(lambda worker: 0, self._counters)
 
     def _patience(self, worker: int, patience: float) -> float:
         """A worker that is still at its imports has nothing to finish, and does not hear what it is told."""
         if self._socket is None:
             return 0
-        return patience if self.is_ready(worker) or self._pool.forks else min(patience, BRIEF)
+        return patience if self.is_ready(worker) or self._processes.forks else min(patience, BRIEF)
 
     def _disconnect(self) -> None:
         """The workers have ended; those that were on their way up need no folder any more."""
@@ -369,21 +361,7 @@ class WorkerGroup:
         if claims is not None:
             claims.close()
 
-    def _retire(self, ledger: BlockLedger) -> None:
-        """Nobody writes any more: give the memory back, but for what users look at."""
-        arena = self._arena
-        _in_use.discard(arena)
-        if arena.retired:
-            return
-        for offset in arena.released_blocks():
-            ledger.release(offset)
-        for worker in range(self._workers):
-            ledger.writer_dead(worker)
-        held = ledger.held()
-        arena.retire(held)
-        # The user's threads go on meanwhile, and may have let go of some.
-        sizes = dict(held)
-        while arena.released and arena.mapping.whole:  # else pages go with the memfd
-            offset, _, died = arena.released.popleft()
-            if not died:  # else a forked child may look at it
-                arena.mapping.punch(offset, sizes[offset])
+    def _close_memory(self) -> None:
+        """No worker writes any more."""
+        _in_use.discard(self._pool.arena)
+        self._pool.close()

@@ -130,7 +130,7 @@ class _Worker:
         claims: ClaimTable,
     ) -> None:
         self._setup = setup
-        self._tasks = TaskQueue(claims, setup.claimed, setup.worker)
+        self._tasks = TaskQueue(claims, setup.shared_tasks, setup.worker)
         self._allocator = blocks
         self._socket = socket
         self._packer = Packer(blocks, setup.token)
@@ -368,16 +368,14 @@ class _Worker:
         head = (task.epoch, task.seq, task.attempt)
         try:
             self._socket.send(
-                Answer(*head, outcome, started, finished, tuple(used), tuple(fresh), tuple(returned), handle)
+                Answer(*head, outcome, started, finished, tuple(fresh), tuple(returned), handle)
             )
         except Exception as error:  # what does not fit into a message
             if handle is not None:
                 self._packer.unsend(handle)
             returned += [offset for offset, _ in used]
             words = self._in_words(error, error)
-            self._socket.send(
-                Answer(*head, ERROR, started, finished, (), tuple(fresh), tuple(returned), words)
-            )
+            self._socket.send(Answer(*head, ERROR, started, finished, tuple(fresh), tuple(returned), words))
 
 
 def _identity(data: Any) -> Any:

@@ -83,8 +83,8 @@ class Plan:
     to_device: bool = False
 
     @property
-    def claimed(self) -> bool:
-        """Whether tasks are claimed. An iterable dataset's are not: each worker has a part of it to
+    def shared_tasks(self) -> bool:
+        """Whether any worker may claim a task. Not of an iterable dataset: each worker has a part of it to
         itself."""
         return self.dynamic and not self.rules.iterable
 
@@ -145,7 +145,7 @@ class WorkerPool:
             base_seed=base_seed,
             shared_seed=shared_seed,
             rules=plan.rules,
-            claimed=plan.claimed,
+            shared_tasks=plan.shared_tasks,
             to_device=plan.to_device,
             persistent=plan.persistent,
             # The window's batches go around, and the one that is looked at.

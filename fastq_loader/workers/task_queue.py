@@ -1,8 +1,8 @@
 """The tasks that a worker knows of and has not begun.
 
-Runs in a worker, on its main thread. Where tasks are addressed they are all its own, in the order in which
-they came. Where they are claimed every worker knows the same ones, and takes the lowest that nobody has: the
-head of the line is never behind another batch.
+Runs in a worker, on its main thread. Assigned tasks are all its own, in the order in which they came. Shared
+ones are known to every worker, and each takes the lowest that nobody has: the batch that is wanted next is
+never behind another one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class TaskQueue:
 
     Args:
         claims: the table of claims.
-        claimed: whether tasks are claimed; else they are addressed.
+        shared: whether any worker may claim a task; else all are this worker's.
         worker: the worker's number.
     """
 
-    def __init__(self, claims: ClaimTable, claimed: bool, worker: int) -> None:
+    def __init__(self, claims: ClaimTable, shared: bool, worker: int) -> None:
         self._claims = claims
-        self._claimed = claimed
+        self._shared = shared
         self._worker = worker
         self._tasks: deque[Task] = deque()  # a wide window is taken from its left end, task by task
         self._retired = False
@@ -41,7 +41,7 @@ class TaskQueue:
         """A task has come. One that is sent again may be lower than those that came before it."""
         if self._retired:
             return
-        if self._tasks and task.seq < self._tasks[-1].seq and self._claimed:
+        if self._tasks and task.seq < self._tasks[-1].seq and self._shared:
             insort(self._tasks, task, key=_seq)
         else:
             self._tasks.append(task)
@@ -53,17 +53,17 @@ class TaskQueue:
     def drop(self) -> list[Task]:
         """Forget all tasks; those that wait for an answer of this worker."""
         tasks, self._tasks = self._tasks, deque()
-        return [] if self._claimed else list(tasks)
+        return [] if self._shared else list(tasks)
 
     def retire(self) -> None:
         """This worker cannot work: it leaves what is claimed to the others."""
-        if self._claimed:
+        if self._shared:
             self._retired = True
             self._tasks.clear()
 
     def take(self) -> Task | None:
         """The next task to work on, which is this worker's from here on; None if there is none now."""
-        task = self._claim() if self._claimed else self._next()
+        task = self._claim() if self._shared else self._next()
         if task is not None:
             self._claims.begin(self._worker, task.ticket)
         return task
@@ -80,7 +80,7 @@ class TaskQueue:
         while at < len(self._tasks):
             task = self._tasks[at]
             try:
-                mine = self._claims.claim(task.ticket, self._worker + 1)
+                mine = self._claims.claim(task.ticket, self._worker)
             except Busy:  # whoever it is has it in a moment, or dies and nobody has it
                 at += 1
                 continue

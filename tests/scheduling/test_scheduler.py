@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import HealthCheck, settings
 
 from fastq_loader.errors import InvalidTransition, PoisonousBatch
 from fastq_loader.ipc.messages import BATCH, ENDED, SKIPPED, Answer
-from fastq_loader.memory.ledger import BlockLedger, size_class
+from fastq_loader.memory.ledger import size_class
+from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.events import (
     Arrived,
     Break,
@@ -33,6 +35,7 @@ from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.states import BATCH_TRANSITIONS, WORKER_TRANSITIONS
 from fastq_loader.scheduling.window import Window
 from tests.support.scheduler_machine import SchedulerMachine
+from tests.support.simulation import REGION, SimulatedArena
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
@@ -47,10 +50,12 @@ TestScheduler.settings = settings(
 
 
 def started(
-    workers: int = 2, prefetch: int = 2, in_order: bool = True, length: int = 100, **keywords: Any
+    workers: int = 2, prefetch: int = 2, length: int = 100, window: Window | None = None, **keywords: Any
 ) -> tuple[Scheduler, list[Send]]:
     """A scheduler at the beginning of an epoch, and the tasks it sent."""
-    scheduler = Scheduler(workers, prefetch, in_order, BlockLedger(), **keywords)
+    arena: Any = SimulatedArena()
+    window = window or Window(workers * prefetch)
+    scheduler = Scheduler(workers, BlockPool(arena, workers), window, **keywords)
     return scheduler, begin(scheduler, length)
 
 
@@ -62,20 +67,29 @@ def begin(scheduler: Scheduler, length: int = 100, **keywords: Any) -> list[Send
 
 def draw(scheduler: Scheduler, draws: Sequence[Instruction], indices: Iterable[int]) -> list[Send]:
     """Give the scheduler the indices that it asked for, as far as there are any."""
+    times = sum(instruction.times for instruction in draws if isinstance(instruction, Draw))
     sends: list[Any] = []
-    for index, _ in zip(indices, [one for one in draws if one == Draw()], strict=False):
+    for index in islice(indices, times):
         sends += scheduler.handle(Drawn(index))
     return sends
+
+
+def states(scheduler: Scheduler) -> dict[int, str]:
+    """The blocks by offset."""
+    return scheduler.pool._ledger.states()
 
 
 def answer(
     send: Send, outcome: int = BATCH, worker: int | None = None, nbytes: int = 0, at: int = 0
 ) -> Arrived:
-    """The answer of the task's worker or of `worker`, with a batch of `nbytes` in a new block at `at`."""
+    """The answer of the task's worker or of `worker`, with a batch of `nbytes` in a new block, `at` bytes into
+    the worker's part of the arena."""
     worker = send.worker if worker is None else worker
     assert worker is not None
+    at += worker * REGION
     used, fresh = (((at, nbytes),), ((at, size_class(nbytes)),)) if nbytes else ((), ())
-    return Arrived(worker, Answer(send.epoch, send.seq, send.attempt, outcome, 0, 0, used, fresh, (), None))
+    task = send.task
+    return Arrived(worker, Answer(task.epoch, task.seq, task.attempt, outcome, 0, 0, fresh, (), None, used))
 
 
 def delivered(scheduler: Scheduler) -> int:
@@ -86,12 +100,19 @@ def delivered(scheduler: Scheduler) -> int:
 
 
 def of(sends: Sequence[Instruction]) -> list[tuple[int | None, int, int]]:
-    return [(send.worker, send.seq, send.attempt) for send in sends if isinstance(send, Send)]
+    return [(send.worker, send.task.seq, send.task.attempt) for send in sends if isinstance(send, Send)]
 
 
 def test_the_window_is_sent_round_robin_when_the_epoch_starts() -> None:
     _, sends = started(workers=3, prefetch=2)
-    assert [(send.worker, send.seq) for send in sends] == [(0, 0), (1, 1), (2, 2), (0, 3), (1, 4), (2, 5)]
+    assert [(send.worker, send.task.seq) for send in sends] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (0, 3),
+        (1, 4),
+        (2, 5),
+    ]
 
 
 def test_one_index_is_drawn_for_every_batch_and_before_it_is_handed_out() -> None:
@@ -115,7 +136,7 @@ def test_what_a_worker_skipped_may_come_before_its_end_was_looked_at() -> None:
     scheduler.handle(answer(sends[2], SKIPPED))
     scheduler.check()
     scheduler.handle(answer(sends[1]))
-    assert scheduler.handle(Wanted()) == [Draw()]  # for the end
+    assert scheduler.handle(Wanted()) == [Draw(1)]  # for the end
     assert delivered(scheduler) == 1
     scheduler.check()
 
@@ -139,7 +160,7 @@ def test_out_of_order_gives_the_next_index_to_a_worker_with_room() -> None:
 def test_a_worker_whose_stream_ended_gives_its_turn_away() -> None:
     scheduler, sends = started()
     scheduler.handle(answer(sends[0], ENDED))
-    assert scheduler.handle(Wanted()) == [Draw()]
+    assert scheduler.handle(Wanted()) == [Draw(1)]
     (send,) = scheduler.handle(Drawn(4))
     assert isinstance(send, Send)
     assert send.worker == 1
@@ -168,7 +189,7 @@ def test_a_death_between_epochs_is_reported_in_the_next_one() -> None:
 def test_the_death_of_an_exhausted_worker_hurts_nobody_in_this_epoch() -> None:
     scheduler, sends = started(prefetch=1, length=2)
     scheduler.handle(answer(sends[0], ENDED))
-    assert scheduler.handle(Wanted()) == [Draw()]
+    assert scheduler.handle(Wanted()) == [Draw(1)]
     scheduler.handle(Died(0))
     scheduler.handle(answer(sends[1]))
     assert isinstance(scheduler.handle(Wanted())[-1], Deliver)
@@ -181,7 +202,7 @@ def test_the_end_of_a_stream_may_be_looked_at_after_its_workers_death() -> None:
     scheduler.handle(answer(sends[0], ENDED))
     scheduler.handle(Died(0))
     scheduler.check()
-    assert scheduler.handle(Wanted()) == [Draw()]
+    assert scheduler.handle(Wanted()) == [Draw(1)]
     scheduler.handle(answer(sends[1]))
     assert delivered(scheduler) == 1
     assert scheduler.handle(Wanted()) == [Finish()]
@@ -195,7 +216,7 @@ def test_what_a_worker_skipped_after_its_end_leaves_the_line() -> None:
     scheduler.handle(answer(sends[2], SKIPPED))
     scheduler.handle(answer(sends[1]))
     scheduler.handle(answer(sends[3]))
-    assert scheduler.handle(Wanted()) == [Draw()]
+    assert scheduler.handle(Wanted()) == [Draw(1)]
     assert [delivered(scheduler), delivered(scheduler)] == [1, 3]
     scheduler.check()
     assert scheduler.undelivered == 0
@@ -206,7 +227,7 @@ def test_an_exhausted_worker_may_die_before_it_has_said_what_it_skipped() -> Non
     scheduler, sends = started(length=4)
     scheduler.handle(answer(sends[0], ENDED))
     scheduler.handle(answer(sends[1]))
-    assert scheduler.handle(Wanted()) == [Draw()]
+    assert scheduler.handle(Wanted()) == [Draw(1)]
     assert delivered(scheduler) == 1
     assert scheduler.handle(Wanted()) == [Wait(1, 3, 0)]  # past batch 2, which will never come
     assert scheduler.handle(Died(0)) == []
@@ -225,14 +246,14 @@ def test_answers_of_an_abandoned_epoch_are_counted_and_dropped() -> None:
     scheduler, sends = started(workers=1, prefetch=1)
     scheduler.handle(EpochStarted(2))
     block = (0, size_class(100_000))
-    late = Answer(1, sends[0].seq, 0, BATCH, 0, 0, ((0, 100_000),), (block,), (), None)
+    late = Answer(1, sends[0].task.seq, 0, BATCH, 0, 0, (block,), (), None, ((0, 100_000),))
     scheduler.handle(Arrived(0, late))
     assert scheduler.take_stale() == 1
     assert scheduler.take_stale() == 0
-    assert scheduler.ledger.states() == {0: "free"}
+    assert states(scheduler) == {0: "free"}
     (send,) = scheduler.handle(Drawn(0))
     assert isinstance(send, Send)
-    assert send.grants == (block,)
+    assert send.task.grants == (block,)
 
 
 def test_an_answer_that_is_not_owed_is_refused() -> None:
@@ -244,19 +265,19 @@ def test_an_answer_that_is_not_owed_is_refused() -> None:
         scheduler.handle(answer(sends[1]._replace(worker=0)))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_an_answer_is_expected_of_who_may_give_it_and_of_this_attempt(dynamic: bool) -> None:
-    scheduler, sends = started(dynamic=dynamic, restarts=1)
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_answer_is_expected_of_who_may_give_it_and_of_this_attempt(shared: bool) -> None:
+    scheduler, sends = started(shared_tasks=shared, restarts=1)
     here = answer(sends[0], worker=0).answer
-    assert scheduler.expects(0, here)
-    assert scheduler.expects(1, here) == dynamic
-    assert not scheduler.expects(0, here._replace(attempt=1))
-    assert not scheduler.expects(0, here._replace(epoch=2))
+    assert scheduler.outstanding.expects(0, here)
+    assert scheduler.outstanding.expects(1, here) == shared
+    assert not scheduler.outstanding.expects(0, here._replace(attempt=1))
+    assert not scheduler.outstanding.expects(0, here._replace(epoch=2))
     scheduler.handle(Died(0, 0))
-    assert not scheduler.expects(0, here)
-    assert scheduler.expects(0, here._replace(attempt=1))
+    assert not scheduler.outstanding.expects(0, here)
+    assert scheduler.outstanding.expects(0, here._replace(attempt=1))
     scheduler.handle(Arrived(0, here._replace(attempt=1)))
-    assert not scheduler.expects(0, here._replace(attempt=1))
+    assert not scheduler.outstanding.expects(0, here._replace(attempt=1))
 
 
 def test_epochs_only_go_up() -> None:
@@ -272,24 +293,24 @@ def test_epochs_only_go_up() -> None:
 @pytest.mark.parametrize("in_order", [True, False])
 def test_no_index_is_lost_in_a_window_that_is_no_multiple_of_the_workers(size: int, in_order: bool) -> None:
     scheduler, sends = started(workers=3, in_order=in_order, window=Window(size))
-    assert [send.index for send in sends] == list(range(size))
+    assert [send.task.index for send in sends] == list(range(size))
     for index in range(size, 30):
         scheduler.handle(answer(sends.pop(0)))
         sends += draw(scheduler, scheduler.handle(Wanted()), [index])
-        assert sends[-1].index == index
+        assert sends[-1].task.index == index
 
 
 def test_a_worker_has_no_more_than_its_part_of_torchs_window() -> None:
     """The part is rounded down when others have nothing left to read, as in torch."""
     scheduler, sends = started(workers=3, prefetch=1, in_order=False)
     scheduler.handle(answer(sends[0], ENDED))
-    assert scheduler.handle(Wanted()) == [Draw()]
+    assert scheduler.handle(Wanted()) == [Draw(1)]
     assert scheduler.handle(Drawn(3)) == []
 
 
 def grown(least: int = 2, widest: int = 8, budget: int = 1 << 30) -> tuple[Scheduler, list[Send], int]:
     """A scheduler whose head is late: all that the others can do for it. Also how far they got."""
-    scheduler, sends = started(workers=2, dynamic=True, window=Window(least, widest, budget))
+    scheduler, sends = started(workers=2, shared_tasks=True, window=Window(least, widest, budget))
     done = 1
     while done < len(sends):
         scheduler.handle(answer(sends[done], worker=1))
@@ -307,16 +328,16 @@ def test_a_window_grows_while_the_head_of_the_line_is_late() -> None:
 
 def test_a_window_that_was_full_of_unanswered_tasks_grows_when_they_were_answered() -> None:
     """The first look finds every worker busy, and must not be the last one."""
-    scheduler, sends = started(workers=2, prefetch=1, dynamic=True, window=Window(2, 8, 1 << 30))
+    scheduler, sends = started(workers=2, prefetch=1, shared_tasks=True, window=Window(2, 8, 1 << 30))
     scheduler.handle(Wanted())
     assert scheduler.handle(Idle()) == []
     scheduler.handle(answer(sends[1], worker=1))
     scheduler.handle(Wanted())
-    assert scheduler.handle(Idle()) == [Draw()]
+    assert scheduler.handle(Idle()) == [Draw(1)]
 
 
 def test_a_window_stays_within_its_budget() -> None:
-    scheduler, sends = started(workers=2, dynamic=True, window=Window(2, 64, 5 * size_class(100_000)))
+    scheduler, sends = started(workers=2, shared_tasks=True, window=Window(2, 64, 5 * size_class(100_000)))
     scheduler.handle(answer(sends[1], worker=1, nbytes=100_000))
     for seq in range(2, 20):
         scheduler.handle(Wanted())
@@ -328,10 +349,10 @@ def test_a_window_stays_within_its_budget() -> None:
 
 
 def test_a_sampler_that_has_nothing_more_is_not_asked_again_and_again() -> None:
-    scheduler, sends = started(workers=2, length=2, dynamic=True, window=Window(2, 8, 1 << 30))
+    scheduler, sends = started(workers=2, length=2, shared_tasks=True, window=Window(2, 8, 1 << 30))
     scheduler.handle(answer(sends[1], worker=1))
     scheduler.handle(Wanted())
-    assert scheduler.handle(Idle()) == [Draw()]
+    assert scheduler.handle(Idle()) == [Draw(1)]
     scheduler.handle(Exhausted())
     assert scheduler.handle(Wanted()) == [Wait(None, 0, 1)]
     assert scheduler.handle(Idle()) == []
@@ -341,14 +362,14 @@ def test_a_sampler_that_has_nothing_more_is_not_asked_again_and_again() -> None:
         assert isinstance(deliver, Deliver)
         assert deliver.seq == seq
     draws = scheduler.handle(EpochStarted(2))
-    assert len(draws) == scheduler.window.size, "there is a new sampler"
+    assert draws == [Draw(scheduler.window.size)], "there is a new sampler"
     draw(scheduler, draws, range(2))
-    scheduler.handle(Arrived(0, Answer(2, 0, 0, BATCH, 0, 0, (), (), (), None)))
+    scheduler.handle(Arrived(0, Answer(2, 0, 0, BATCH, 0, 0, (), (), None)))
     assert Draw in map(type, scheduler.handle(Wanted()))
 
 
 def test_a_fixed_window_never_grows() -> None:
-    scheduler, sends = started(dynamic=True)
+    scheduler, sends = started(shared_tasks=True)
     for send in sends[1:]:
         scheduler.handle(answer(send, worker=1))
     assert scheduler.handle(Wanted()) == [Wait(None, 0, 3)]
@@ -379,19 +400,19 @@ def test_a_window_that_has_just_shrunk_does_not_grow_past_its_widest() -> None:
     seq = 0
     while scheduler.window.size == 16:
         for send in draw(scheduler, scheduler.handle(Wanted()), range(100)):
-            if send.seq != 64:  # four windows
+            if send.task.seq != 64:  # four windows
                 scheduler.handle(answer(send, worker=0))
         seq += 1
     assert (seq, scheduler.window.size, scheduler.undelivered) == (64, 13, 15)
     assert scheduler.handle(Wanted()) == [Wait(None, 64, 14)]
-    assert scheduler.handle(Idle()) == [Draw()]
+    assert scheduler.handle(Idle()) == [Draw(1)]
 
 
 # ---- claims -----------------------------------------------------------------------------------------
 
 
 def test_a_task_for_anyone_is_sent_to_all_and_answered_by_one() -> None:
-    scheduler, sends = started(dynamic=True)
+    scheduler, sends = started(shared_tasks=True)
     assert of(sends) == [(None, seq, 0) for seq in range(4)]
     assert scheduler.unanswered() == [(0, 0), (1, 0), (2, 0), (3, 0)]
     scheduler.handle(answer(sends[0], worker=1))
@@ -402,42 +423,42 @@ def test_a_task_for_anyone_is_sent_to_all_and_answered_by_one() -> None:
 
 
 def test_every_attempt_has_a_ticket_of_its_own() -> None:
-    scheduler, sends = started(dynamic=True, length=3, restarts=3)
+    scheduler, sends = started(shared_tasks=True, length=3, restarts=3)
     again = [send for send in scheduler.handle(Died(0, 1)) if isinstance(send, Send)]
-    assert [send.ticket for send in again[:-1]] == [sends[0].ticket, sends[2].ticket], (
+    assert [send.task.ticket for send in again[:-1]] == [sends[0].task.ticket, sends[2].task.ticket], (
         "they were sent already"
     )
     later = begin(scheduler, 4)
-    tickets = [send.ticket for send in [*sends, again[-1], *later]]
+    tickets = [send.task.ticket for send in [*sends, again[-1], *later]]
     assert len(set(tickets)) == 8
 
 
 def test_the_numbers_of_claims_come_round_past_a_batch_that_is_very_late() -> None:
-    scheduler, sends = started(dynamic=True, in_order=False, places=7)
+    scheduler, sends = started(shared_tasks=True, in_order=False, slots=7)
     late, sends = sends[0], sends[1:]
     for seq in range(4, 100):
         send = sends.pop(0)
-        assert (send.ticket - late.ticket) % 7
+        assert (send.task.ticket - late.task.ticket) % 7
         scheduler.handle(answer(send, worker=1))
         sends += draw(scheduler, scheduler.handle(Wanted()), [seq])
         scheduler.check()
-    assert sends[-1].ticket > 10 * 7
+    assert sends[-1].task.ticket > 10 * 7
     scheduler.handle(answer(late, worker=0))
     assert delivered(scheduler) == 0
 
 
 def test_a_late_batch_of_an_old_epoch_keeps_its_place_until_it_is_known_who_has_it() -> None:
-    scheduler, sends = started(workers=1, prefetch=2, dynamic=True, places=4)
-    epochs = [begin(scheduler, 2, taken_back=frozenset([sends[1].ticket]))]
+    scheduler, sends = started(workers=1, prefetch=2, shared_tasks=True, slots=4)
+    epochs = [begin(scheduler, 2, taken_back=frozenset([sends[1].task.ticket]))]
     for _ in range(5):
-        epochs.append(begin(scheduler, 2, taken_back=frozenset(send.ticket for send in epochs[-1])))
-        assert all((send.ticket - sends[0].ticket) % 4 for send in epochs[-1])
-    free = frozenset(send.ticket for send in epochs[-1])
+        epochs.append(begin(scheduler, 2, taken_back=frozenset(send.task.ticket for send in epochs[-1])))
+        assert all((send.task.ticket - sends[0].task.ticket) % 4 for send in epochs[-1])
+    free = frozenset(send.task.ticket for send in epochs[-1])
     for _ in range(5):
-        epochs.append(begin(scheduler, 2, taken_back=free, claimed={sends[0].ticket: 0}))
-        free = frozenset(send.ticket for send in epochs[-1])
+        epochs.append(begin(scheduler, 2, taken_back=free, claimed={sends[0].task.ticket: 0}))
+        free = frozenset(send.task.ticket for send in epochs[-1])
         scheduler.check()
-    assert not all((send.ticket - sends[0].ticket) % 4 for late in epochs[-5:] for send in late)
+    assert not all((send.task.ticket - sends[0].task.ticket) % 4 for late in epochs[-5:] for send in late)
     scheduler.handle(answer(sends[0], worker=0))
     assert scheduler.take_stale() == 1
 
@@ -446,60 +467,62 @@ def test_what_a_dead_worker_had_claimed_of_an_old_epoch_is_let_go() -> None:
     """It was stopped in the middle of the claim, and nobody knew that it would have it."""
     scheduler, send, block = granted(restarts=1)
     begin(scheduler, length=0)
-    assert scheduler.outstanding.tickets() == [send.ticket]
-    assert scheduler.handle(Died(1, None, "died", frozenset([send.ticket]))) == [Replace(1, None)]
+    assert scheduler.outstanding.tickets() == [send.task.ticket]
+    assert scheduler.handle(Died(1, None, "died", frozenset([send.task.ticket]))) == [
+        Replace(1, None, "died")
+    ]
     assert scheduler.outstanding.tickets() == []
-    assert scheduler.ledger.states() == {block: "free"}
+    assert states(scheduler) == {block: "free"}
 
 
 def test_a_table_without_a_free_place_is_a_defect() -> None:
-    with pytest.raises(InvalidTransition, match="all 3 places"):
-        started(dynamic=True, places=3)
+    with pytest.raises(InvalidTransition, match="all 3 slots"):
+        started(shared_tasks=True, slots=3)
 
 
 def granted(**keywords: Any) -> tuple[Scheduler, Send, int]:
     """A scheduler with a task under way that was granted a block, at the returned offset."""
-    scheduler, sends = started(workers=2, prefetch=1, dynamic=True, **keywords)
+    scheduler, sends = started(workers=2, prefetch=1, shared_tasks=True, **keywords)
     scheduler.handle(answer(sends[0], worker=0, nbytes=100_000))
     instructions = scheduler.handle(Wanted())
-    scheduler.ledger.drop(0)
+    scheduler.pool.drop([0])
     (send,) = draw(scheduler, instructions, [2])
-    assert send.grants == ((0, size_class(100_000)),)
+    assert send.task.grants == ((0, size_class(100_000)),)
     scheduler.handle(answer(sends[1], worker=0))
     delivered(scheduler)
     return scheduler, send, 0
 
 
 def used_grant(send: Send, worker: int) -> Arrived:
-    ((offset, _),) = send.grants
+    ((offset, _),) = send.task.grants
     return Arrived(worker, answer(send, worker=worker).answer._replace(used=((offset, 1),)))
 
 
 def test_a_task_that_nobody_has_is_taken_back_with_its_blocks() -> None:
     scheduler, send, block = granted()
-    begin(scheduler, length=0, taken_back=frozenset([send.ticket]))
-    assert scheduler.ledger.states() == {block: "free"}
+    begin(scheduler, length=0, taken_back=frozenset([send.task.ticket]))
+    assert states(scheduler) == {block: "free"}
     with pytest.raises(InvalidTransition, match="does not owe"):
         scheduler.handle(used_grant(send, 0))
 
 
 def test_a_task_of_an_older_epoch_is_its_claimants_and_its_blocks_too() -> None:
     scheduler, send, block = granted()
-    begin(scheduler, length=0, claimed={send.ticket: 1})
+    begin(scheduler, length=0, claimed={send.task.ticket: 1})
     with pytest.raises(InvalidTransition, match="does not owe"):
         scheduler.handle(used_grant(send, 0))
     assert scheduler.handle(Died(0)) == []
-    assert scheduler.ledger.states() == {block: "granted"}
+    assert states(scheduler) == {block: "granted"}
     scheduler.handle(used_grant(send, 1))
     assert scheduler.take_stale() == 1
-    assert scheduler.ledger.states() == {block: "free"}
+    assert states(scheduler) == {block: "free"}
 
 
 def test_the_blocks_of_an_older_epochs_task_go_with_the_worker_that_claimed_it() -> None:
     scheduler, send, block = granted(restarts=1)
-    begin(scheduler, length=0, claimed={send.ticket: 1})
-    assert scheduler.handle(Died(1)) == [Replace(1, None)]
-    assert scheduler.ledger.states() == {block: "free"}
+    begin(scheduler, length=0, claimed={send.task.ticket: 1})
+    assert scheduler.handle(Died(1)) == [Replace(1, None, "died")]
+    assert states(scheduler) == {block: "free"}
 
 
 def test_who_claimed_a_task_of_an_older_epoch_may_be_unknown_until_it_answers() -> None:
@@ -507,7 +530,7 @@ def test_who_claimed_a_task_of_an_older_epoch_may_be_unknown_until_it_answers() 
     begin(scheduler)
     scheduler.handle(used_grant(send, 1))
     assert scheduler.take_stale() == 1
-    assert scheduler.ledger.states() == {block: "free"}
+    assert states(scheduler) == {block: "free"}
 
 
 # ---- deaths with restarts ---------------------------------------------------------------------------
@@ -517,7 +540,7 @@ def test_a_dead_workers_batches_are_sent_again_in_their_order() -> None:
     scheduler, sends = started(restarts=1)
     scheduler.handle(answer(sends[1]))
     instructions = scheduler.handle(Died(0, 0))
-    assert instructions[0] == Replace(0, 0)
+    assert instructions[0] == Replace(0, 0, "died")
     assert of(instructions) == [(0, 0, 1), (0, 2, 1)]
     assert scheduler.unanswered(0) == [(0, 1), (2, 1)]
     assert scheduler.attempt_of(2) == 1
@@ -529,26 +552,26 @@ def test_a_dead_workers_batches_are_sent_again_in_their_order() -> None:
 
 
 def test_of_claimed_tasks_only_the_dead_workers_own_is_sent_again() -> None:
-    scheduler, sends = started(dynamic=True, restarts=1)
+    scheduler, sends = started(shared_tasks=True, restarts=1)
     scheduler.handle(answer(sends[0], worker=1))
     instructions = scheduler.handle(Died(1, 2))
-    assert instructions[0] == Replace(1, 2)
+    assert instructions[0] == Replace(1, 2, "died")
     assert of(instructions) == [(1, 1, 0), (1, 3, 0), (None, 2, 1)]
     assert scheduler.unanswered() == [(1, 0), (2, 1), (3, 0)]
 
 
 def test_answers_that_were_lost_with_a_claimant_are_sent_again_too() -> None:
     """It may have claimed its next task while its last answer was still in its socket."""
-    scheduler, sends = started(dynamic=True, restarts=1)
-    instructions = scheduler.handle(Died(1, 0, "died", frozenset([sends[2].ticket])))
+    scheduler, sends = started(shared_tasks=True, restarts=1)
+    instructions = scheduler.handle(Died(1, 0, "died", frozenset([sends[2].task.ticket])))
     assert of(instructions) == [(1, 1, 0), (1, 3, 0), (None, 0, 1), (None, 2, 1)]
 
 
 def test_a_task_that_is_sent_again_has_blocks_anew() -> None:
     scheduler, send, _ = granted(restarts=1)
-    *_, again = scheduler.handle(Died(1, send.seq))
+    *_, again = scheduler.handle(Died(1, send.task.seq))
     assert isinstance(again, Send)
-    assert (again.seq, again.attempt, again.grants) == (send.seq, 1, send.grants)
+    assert (again.task.seq, again.task.attempt, again.task.grants) == (send.task.seq, 1, send.task.grants)
     scheduler.handle(used_grant(again, 0))
     scheduler.check()
 
@@ -559,7 +582,7 @@ def test_an_answer_of_an_older_attempt_is_counted_and_changes_nothing() -> None:
     assert isinstance(again, Send)
     scheduler.handle(answer(sends[0], nbytes=100_000))
     assert scheduler.take_stale() == 1
-    assert scheduler.ledger.states() == {}
+    assert states(scheduler) == {}
     assert scheduler.handle(Wanted()) == [Wait(0, 0, 0)]
     scheduler.handle(answer(again))
     assert delivered(scheduler) == 0
@@ -568,7 +591,7 @@ def test_an_answer_of_an_older_attempt_is_counted_and_changes_nothing() -> None:
 def test_restarts_are_counted_and_every_epoch_has_its_own() -> None:
     scheduler, _ = started(restarts=1, length=0)
     assert scheduler.can_replace
-    assert scheduler.handle(Died(0)) == [Replace(0, None)]
+    assert scheduler.handle(Died(0)) == [Replace(0, None, "died")]
     assert not scheduler.can_replace
     begin(scheduler)
     assert scheduler.can_replace
@@ -577,15 +600,15 @@ def test_restarts_are_counted_and_every_epoch_has_its_own() -> None:
     assert scheduler.handle(Wanted()) == [Break(0, 0, 0)]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("in_order", [False, True])
-def test_a_batch_of_which_three_workers_died_fails_at_its_place(dynamic: bool, in_order: bool) -> None:
-    scheduler, sends = started(dynamic=dynamic, in_order=in_order, restarts=5)
+def test_a_batch_of_which_three_workers_died_fails_at_its_place(shared: bool, in_order: bool) -> None:
+    scheduler, sends = started(shared_tasks=shared, in_order=in_order, restarts=5)
     for deaths in (1, 2, 3):
         instructions = scheduler.handle(Died(1, 1, f"died for the {deaths}. time"))
         assert ((1, deaths) in [(seq, attempt) for _, seq, attempt in of(instructions)]) == (deaths < 3)
     scheduler.check()
-    assert 1 not in [seq for seq, _ in scheduler.unanswered(None if dynamic else 1)]
+    assert 1 not in [seq for seq, _ in scheduler.unanswered(None if shared else 1)]
     scheduler.handle(answer(sends[0], worker=0))
     places = [scheduler.handle(Wanted())[-1] for _ in range(2)]
     error = next(place.error for place in places if isinstance(place, Deliver) and place.seq == 1)
@@ -616,7 +639,7 @@ def test_deaths_are_forgotten_with_the_epoch() -> None:
 
 
 def test_an_idle_workers_death_is_reported_when_there_is_nothing_else_to_do() -> None:
-    scheduler, sends = started(dynamic=True)
+    scheduler, sends = started(shared_tasks=True)
     assert scheduler.handle(Died(1)) == []
     scheduler.handle(answer(sends[0], worker=0))
     assert delivered(scheduler) == 0
@@ -624,7 +647,7 @@ def test_an_idle_workers_death_is_reported_when_there_is_nothing_else_to_do() ->
 
 
 def test_a_claimants_death_is_reported_at_the_batch_it_lost() -> None:
-    scheduler, sends = started(dynamic=True)
+    scheduler, sends = started(shared_tasks=True)
     assert scheduler.handle(Died(1, 1)) == []
     scheduler.handle(answer(sends[2], worker=0))
     scheduler.handle(answer(sends[0], worker=0))
@@ -633,7 +656,7 @@ def test_a_claimants_death_is_reported_at_the_batch_it_lost() -> None:
 
 
 def test_when_the_last_worker_is_dead_nobody_comes_to_any_task() -> None:
-    scheduler, sends = started(dynamic=True)
+    scheduler, sends = started(shared_tasks=True)
     scheduler.handle(Died(1))
     scheduler.handle(answer(sends[0], worker=0))
     scheduler.handle(Died(0, 3))
@@ -644,12 +667,12 @@ def test_when_the_last_worker_is_dead_nobody_comes_to_any_task() -> None:
     assert scheduler.handle(Wanted()) == [Break(0, 1, 1)]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_when_the_last_worker_is_dead_and_replaced_the_new_one_does_it_all(dynamic: bool) -> None:
-    scheduler, _ = started(workers=1, prefetch=3, dynamic=dynamic, restarts=1)
-    instructions = scheduler.handle(Died(0, 1 if dynamic else 0))
+@pytest.mark.parametrize("shared", [False, True])
+def test_when_the_last_worker_is_dead_and_replaced_the_new_one_does_it_all(shared: bool) -> None:
+    scheduler, _ = started(workers=1, prefetch=3, shared_tasks=shared, restarts=1)
+    instructions = scheduler.handle(Died(0, 1 if shared else 0))
     again = [send for send in instructions if isinstance(send, Send)]
-    for send in sorted(again, key=lambda send: send.seq):
+    for send in sorted(again, key=lambda send: send.task.seq):
         scheduler.handle(answer(send, worker=0))
     assert [delivered(scheduler) for _ in range(3)] == [0, 1, 2]
 
@@ -657,7 +680,7 @@ def test_when_the_last_worker_is_dead_and_replaced_the_new_one_does_it_all(dynam
 @pytest.mark.parametrize("lost", [0, 1])
 def test_out_of_order_a_death_is_reported_when_it_is_heard_of(lost: int) -> None:
     """Neither before what came earlier, nor only when nothing else is left."""
-    scheduler, sends = started(dynamic=True, in_order=False)
+    scheduler, sends = started(shared_tasks=True, in_order=False)
     scheduler.handle(answer(sends[3], worker=0))
     scheduler.handle(Died(1, lost))
     assert delivered(scheduler) == 3
@@ -665,13 +688,13 @@ def test_out_of_order_a_death_is_reported_when_it_is_heard_of(lost: int) -> None
 
 
 def test_a_task_that_could_not_be_sent_gives_its_blocks_back() -> None:
-    scheduler, sends = started(workers=2, prefetch=1, dynamic=True)
+    scheduler, sends = started(workers=2, prefetch=1, shared_tasks=True)
     scheduler.handle(answer(sends[0], worker=0, nbytes=100_000))
     instructions = scheduler.handle(Wanted())
-    scheduler.ledger.drop(0)
+    scheduler.pool.drop([0])
     (send,) = draw(scheduler, instructions, [2])
     scheduler.handle(Undeliverable(send, TypeError("a lambda")))
-    assert scheduler.ledger.states() == {0: "free"}
+    assert states(scheduler) == {0: "free"}
     scheduler.handle(answer(sends[1], worker=0))
     assert delivered(scheduler) == 1
     deliver = scheduler.handle(Wanted())[-1]

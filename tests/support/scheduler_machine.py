@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fastq_loader.errors import InvalidTransition, PoisonousBatch, ProtocolError
-from fastq_loader.ipc.claim_table import CONSUMER
 from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, SKIPPED, Answer, Epoch, Ping, Space, Task
-from fastq_loader.memory.ledger import GRANTED, HELD, PROMISED, BlockLedger, Extents
+from fastq_loader.memory.ledger import GRANTED, HELD, PROMISED, Extents
+from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.backlog import Backlog
 from fastq_loader.scheduling.events import (
     Arrived,
@@ -40,7 +41,7 @@ from fastq_loader.scheduling.events import (
 )
 from fastq_loader.scheduling.scheduler import DEADLY, Scheduler
 from fastq_loader.scheduling.window import Window
-from tests.support.simulation import REGION, SimulatedWorker, Table, region
+from tests.support.simulation import REGION, SimulatedArena, SimulatedWorker, Table
 
 ADDRESSED, CLAIMED, ITERABLE = "addressed", "claimed", "iterable"
 SIZES = st.lists(st.sampled_from([1000, 70_000, 90_000, 5_000_000]), max_size=3)
@@ -91,16 +92,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.widest = max(least, window[1]) if window and len(window) > 1 else least
         self.least = least
         places = self.widest + workers + self.spare  # so few that numbers come round soon
-        self.ledger = BlockLedger(region)
+        self.arena: Any = SimulatedArena()
+        self.pool = BlockPool(self.arena, workers)
         self.scheduler = Scheduler(
             workers,
-            prefetch,
-            self.in_order,
-            self.ledger,
-            dynamic=self.kind == CLAIMED,
-            window=None if window is None else Window(*window),
+            self.pool,
+            Window(least) if window is None else Window(*window),
+            in_order=self.in_order,
+            shared_tasks=self.kind == CLAIMED,
             restarts=self.restarts,
-            places=places,
+            slots=places,
         )
         self.table = Table(places)
         self.backlog: Backlog[Epoch | Task] = Backlog(self.limit)
@@ -123,6 +124,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         return SimulatedWorker(number, self.table, self.kind == CLAIMED, space)
 
     # ---- the sampler --------------------------------------------------------------------------
+
+    def states(self) -> dict[int, str]:
+        return self.pool._ledger.states()
+
+    def draw_all(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            assert isinstance(instruction, Draw)
+            for _ in range(instruction.times):
+                self.draw()
 
     def draw(self) -> None:
         """The sampler is asked for one index."""
@@ -147,12 +157,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.lost.add(seq)
         for send in sends:
             assert isinstance(send, Send)
-            assert (send.seq, send.attempt) == (seq, 0)
+            assert (send.task.seq, send.task.attempt) == (seq, 0)
             if index % 17 == 13:
                 self.take_over_blocks(send)
                 self.offer(send)
                 self.scheduler.handle(Undeliverable(send, TypeError(index)))
-                self.forget((send.epoch, seq))
+                self.forget((send.task.epoch, seq))
                 self.ready.add(seq)
             else:
                 self.carry_out(send)
@@ -166,13 +176,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def carry_out(self, send: Send) -> None:
         self.take_over_blocks(send)
         self.offer(send)
-        task = Task(*send[1:])
         if send.worker is None:
-            due = self.backlog.offer({send.ticket: task}, self.table.on_offer)
-            self.to_all(task, due)
+            due = self.backlog.offer({send.task.ticket: send.task}, self.table.on_offer)
+            self.to_all(send.task, due)
         else:
             assert self.workers[send.worker].alive, "a task for a dead worker"
-            self.workers[send.worker].inbox.append(task)
+            self.workers[send.worker].inbox.append(send.task)
 
     def to_all(self, message: Task | Epoch, due: list[int]) -> None:
         for worker in self.workers:
@@ -196,26 +205,28 @@ class SchedulerMachine(RuleBasedStateMachine):
     def offer(self, send: Send) -> None:
         assert (send.worker is None) == (self.kind == CLAIMED)
         if self.kind == CLAIMED:
-            assert send.ticket not in self.tickets, "a ticket for two attempts"
-            self.tickets.add(send.ticket)
-            place = self.table.place(send.ticket)
+            ticket = send.task.ticket
+            assert ticket not in self.tickets, "a ticket for two attempts"
+            self.tickets.add(ticket)
+            place = self.table.place(ticket)
             for key, other in self.outstanding.items():
                 known = other is send or (key[0] != self.epoch and key not in self.unresolved)
-                assert known or self.table.place(other.ticket) != place, "a claim was overwritten"
-            self.table.offer(send.ticket)
+                assert known or self.table.place(other.task.ticket) != place, "a claim was overwritten"
+            self.table.offer(ticket)
 
     def take_over_blocks(self, send: Send) -> None:
-        key = send.epoch, send.seq
-        assert send.epoch == self.epoch
-        assert send.index == self.drawn[send.seq]
+        task = send.task
+        key = task.epoch, task.seq
+        assert task.epoch == self.epoch
+        assert task.index == self.drawn[task.seq]
         assert key not in self.outstanding, "sent again, and still under way"
         self.outstanding[key] = send
-        for offset, _ in send.grants:
-            assert offset not in self.held, "granted while somebody looks"
+        for offset, _ in task.grants:
+            assert offset not in self.held, "granted while it is referenced"
             assert offset not in self.granted, "granted twice"
             self.granted[offset] = key
-        for offset, _ in send.promises:
-            assert offset in self.held, "promised though nobody looks: it could have been granted"
+        for offset, _ in task.promises:
+            assert offset in self.held, "promised though it is free: it could have been granted"
             assert offset not in self.promised, "promised twice"
             self.promised[offset] = key
 
@@ -229,7 +240,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def owner(self, key: Key) -> int | None:
         """Who has a task of this epoch; None: nobody claimed it."""
         if self.kind == CLAIMED:
-            return self.table.holder(self.outstanding[key].ticket)
+            return self.table.holder(self.outstanding[key].task.ticket)
         return self.outstanding[key].worker
 
     def unanswered(self) -> list[Key]:
@@ -255,7 +266,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin_epoch(self, length: int, failing: set[int], stopped: set[int]) -> None:
         taken, claimed = {}, {}
         anyones = [*self.unresolved, *self.unanswered()] if self.kind == CLAIMED else []
-        tickets = [self.outstanding[key].ticket for key in anyones]
+        tickets = [self.outstanding[key].task.ticket for key in anyones]
         assert sorted(self.scheduler.outstanding.tickets()) == sorted(tickets)
         for key, ticket in zip(anyones, tickets, strict=True):
             owner = self.owner(key)
@@ -264,16 +275,16 @@ class SchedulerMachine(RuleBasedStateMachine):
                 stopped = set()  # it claims one at a time
                 continue
             self.unresolved.discard(key)
-            if self.table.claim(ticket, CONSUMER):
+            if self.table.take_back(ticket):
                 taken[ticket] = key
             else:
                 assert owner is not None, "nobody has a task, and it cannot be taken back"
                 claimed[ticket] = owner
         assert self.kind != CLAIMED or self.scheduler.unanswered() == [
-            (seq, self.outstanding[epoch, seq].attempt) for epoch, seq in self.unanswered()
+            (seq, self.outstanding[epoch, seq].task.attempt) for epoch, seq in self.unanswered()
         ]
         instructions = self.scheduler.handle(EpochStarted(self.epoch + 1, frozenset(taken), claimed))
-        assert instructions == [Draw()] * self.scheduler.window.size
+        assert instructions == [Draw(self.scheduler.window.size)]
         for key in taken.values():
             self.forget(key)
         self.epoch += 1
@@ -290,8 +301,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.to_all(self.epoch_message(), self.backlog.announce(self.epoch_message()))
         else:
             self.to_all(self.epoch_message(), [])
-        for _ in instructions:
-            self.draw()
+        self.draw_all(instructions)
 
     def is_claiming(self, number: int, key: Key, owner: int | None) -> bool:
         """Whether a worker that was stopped may be about to claim a task, or has just done so."""
@@ -301,7 +311,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return owner is None if hand is None else key == (hand.epoch, hand.seq)
 
     def epoch_message(self) -> Epoch:
-        return Epoch(self.epoch, True, None, 0)
+        return Epoch(self.epoch, None, 0)
 
     # ---- workers ------------------------------------------------------------------------------
 
@@ -334,9 +344,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         key = worker.hand.epoch, worker.hand.seq
         answer = worker.finish(outcome, sizes, self.held)
         assert key in self.outstanding, "worked on what nobody waits for"
-        assert self.outstanding[key].attempt == answer.attempt
+        assert self.outstanding[key].task.attempt == answer.attempt
         fresh = {offset for offset, _ in answer.fresh}
-        assert not fresh & set(self.ledger.states()), "made a block where one lies"
+        assert not fresh & set(self.states()), "made a block where one lies"
         for offset, _ in answer.used:
             assert offset in fresh or self.granted[offset] == key, "wrote to another task's block"
 
@@ -373,7 +383,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.granted.pop(offset, key) == key
         del self.outstanding[key]
         self.unresolved.discard(key)
-        assert self.scheduler.expects(worker.number, answer)
+        assert self.scheduler.outstanding.expects(worker.number, answer)
         refused = self.scheduler.refused
         assert self.scheduler.handle(Arrived(worker.number, answer)) == []
         assert self.scheduler.refused == refused, "a true answer was not believed"
@@ -423,7 +433,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         worker.pings = 0
         self.backlog.end(worker.number)
         lost = self.lost_with(worker)
-        here = {seq: self.outstanding[epoch, seq].attempt for epoch, seq in lost if epoch == self.epoch}
+        here = {seq: self.outstanding[epoch, seq].task.attempt for epoch, seq in lost if epoch == self.epoch}
         begun = worker.hand
         blamed = begun.seq if begun is not None and begun.epoch == self.epoch else None
         tickets = self.scheduler.outstanding.tickets()
@@ -470,28 +480,29 @@ class SchedulerMachine(RuleBasedStateMachine):
     def replace(
         self, dead: SimulatedWorker, event: Died, lost: dict[int, int], instructions: list[Instruction]
     ) -> None:
-        assert instructions[0] == Replace(dead.number, event.seq)
+        assert instructions[0] == Replace(dead.number, event.seq, event.cause)
         expected: list[tuple[int | None, int, int]] = []
         to = None if self.kind == CLAIMED else dead.number
         if self.kind == CLAIMED:
             expected += [
-                (dead.number, seq, self.outstanding[epoch, seq].attempt) for epoch, seq in self.unanswered()
+                (dead.number, seq, self.outstanding[epoch, seq].task.attempt)
+                for epoch, seq in self.unanswered()
             ]
         poisonous = [seq for seq in lost if self.deaths.get(seq, 0) >= DEADLY]
         expected += [(to, seq, attempt + 1) for seq, attempt in lost.items() if seq not in poisonous]
         sends = [send for send in instructions[1:] if isinstance(send, Send)]
         assert len(sends) == len(instructions) - 1
-        assert [(send.worker, send.seq, send.attempt) for send in sends] == expected
+        assert [(send.worker, send.task.seq, send.task.attempt) for send in sends] == expected
         self.ready.update(poisonous)
-        space = self.ledger.forget_space(dead.number, *region(dead.number))
+        space = self.pool.clear_space(dead.number)
         worker = self.workers[dead.number] = self.new_worker(dead.number, space)
         self.table.begin(dead.number, None)
         self.backlog.begin(dead.number)
         worker.inbox.append(self.epoch_message())
         for send in sends:
             if self.kind == CLAIMED and send.worker is not None:
-                assert send._replace(worker=None) == self.outstanding[send.epoch, send.seq]
-                worker.inbox.append(Task(*send[1:]))
+                assert send._replace(worker=None) == self.outstanding[send.task.epoch, send.task.seq]
+                worker.inbox.append(send.task)
             else:
                 self.carry_out(send)
 
@@ -500,8 +511,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def late(self, data: st.DataObject) -> None:
         """An answer of an attempt that was given up comes all the same."""
         number, answer = data.draw(st.sampled_from(self.ghosts))
-        before = self.ledger.states()
-        assert not self.scheduler.expects(number, answer)
+        before = self.states()
+        assert not self.scheduler.outstanding.expects(number, answer)
         outstanding = self.scheduler.outstanding.get((answer.epoch, answer.seq))
         assert (outstanding is not None) == ((answer.epoch, answer.seq) in self.outstanding)
         if outstanding is not None and outstanding.worker in (
@@ -513,7 +524,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             with pytest.raises(InvalidTransition, match="does not owe"):
                 self.scheduler.handle(Arrived(number, answer))
-        assert self.ledger.states() == before
+        assert self.states() == before
 
     # ---- the user -----------------------------------------------------------------------------
 
@@ -529,7 +540,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert Draw not in map(type, instructions), "a sampler was asked that has nothing more"
             for instruction in instructions:
                 if isinstance(instruction, Draw):
-                    self.draw()
+                    self.draw_all([instruction])
                 elif isinstance(instruction, Deliver):
                     self.deliver(instruction, keep)
                     return
@@ -547,17 +558,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def sleep(self) -> None:
         """The consumer is about to sleep: a window that may grow does, before a worker idles."""
-        window, each = self.scheduler.window, self.ledger.batch_bytes
+        window, each = self.scheduler.window, self.pool.batch_bytes
         size, exhausted = max(window.size, self.scheduler.undelivered), self.exhausted
-        draws = self.scheduler.handle(Idle())
-        assert draws == [Draw()] * len(draws)
+        instructions = self.scheduler.handle(Idle())
+        draws = sum(draw.times for draw in instructions if isinstance(draw, Draw))
         assert not (draws and exhausted), "a sampler was asked that has nothing more"
-        assert size + len(draws) <= self.widest
-        assert not draws or (size + len(draws)) * each <= window.budget
+        assert size + draws <= self.widest
+        assert not draws or (size + draws) * each <= window.budget
         if len(self.unanswered()) < self.least and self.next_index < self.length:
             assert draws or size == self.widest or (size + 1) * each > window.budget, "workers idle"
-        for _ in draws:
-            self.draw()
+        self.draw_all(instructions)
 
     def deliver(self, deliver: Deliver, keep: bool) -> None:
         seq = deliver.seq
@@ -574,11 +584,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert deliver.answer.outcome in (BATCH, ERROR, BROKEN), "there is nothing to hand out"
         offsets = [offset for offset, _ in deliver.answer.used]
         if deliver.answer.outcome == BATCH and keep:
-            self.ledger.deliver(offsets)
+            self.pool.deliver(offsets)
             self.held.update(offsets)
         else:
-            for offset in offsets:
-                self.ledger.drop(offset)
+            self.pool.drop(offsets)
 
     def check_error(self, seq: int, error: BaseException | None) -> None:
         index = self.drawn[seq]
@@ -633,17 +642,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def drop(self, offset: int) -> None:
         self.held.remove(offset)
-        self.ledger.release(offset)
+        self.arena.released.append(offset)
+        self.pool.collect()
         if offset in self.promised:
             self.granted[offset] = self.promised.pop(offset)
 
     @rule()
     def trim(self) -> None:
-        for offset, _ in self.ledger.trim(self.scheduler.window.size + 2):
-            assert offset not in self.held
-            assert offset not in self.granted
+        trimmed: list[int] = []
+        self.pool.trim(self.scheduler.window.size + 2, trimmed.append)
+        assert not self.held & set(trimmed)
+        assert not self.granted.keys() & set(trimmed)
         for worker in self.workers:
-            if worker.alive and (space := self.ledger.space(worker.number)):
+            if worker.alive and (space := self.pool.space(worker.number)):
                 worker.inbox.append(Space(space))
 
     # ---- after every step ---------------------------------------------------------------------
@@ -653,7 +664,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check()
-        states = self.ledger.states()
+        states = self.states()
         of = {state: {o for o, s in states.items() if s == state} for state in (GRANTED, HELD, PROMISED)}
         assert of[PROMISED] == set(self.promised)
         assert of[HELD] | of[PROMISED] == self.held
@@ -750,7 +761,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if worker.pings:
                 self.receive_pings()
                 return True
-        return any(worker.answers or (worker.can_move and worker.begin(True)) for worker in self.workers)
+        return any(
+            worker.answers or (worker.can_move and worker.begin(True)) or worker.pings
+            for worker in self.workers
+        )
 
     def teardown(self) -> None:
         if hasattr(self, "scheduler") and not self.broken:

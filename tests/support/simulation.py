@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, cast
 
-from fastq_loader.ipc.claim_table import CONSUMER
 from fastq_loader.ipc.messages import BATCH, ENDED, SKIPPED, Answer, Epoch, Ping, Space, Task
 from fastq_loader.memory.allocator import AddressSpace
 from fastq_loader.memory.ledger import Extents, size_class
@@ -20,6 +19,25 @@ REGION = 1 << 40  # bytes of address range for each worker
 
 def region(worker: int) -> tuple[int, int]:
     return worker * REGION, (worker + 1) * REGION
+
+
+class SimulatedArena:
+    """The parts of the workers' memory, without any memory."""
+
+    retired = False
+
+    def __init__(self) -> None:
+        self.mapping = self
+        self.released: list[int] = []
+
+    region = staticmethod(region)
+
+    def released_blocks(self) -> list[int]:
+        released, self.released = self.released, []
+        return released
+
+    def punch(self, offset: int, size: int) -> None:
+        """There are no pages to give back."""
 
 
 class Table:
@@ -35,7 +53,13 @@ class Table:
     def offer(self, ticket: int) -> None:
         self._words[self.place(ticket)] = (ticket, 0)
 
-    def claim(self, ticket: int, who: int) -> bool:
+    def claim(self, ticket: int, worker: int) -> bool:
+        return self._claim(ticket, worker + 1)
+
+    def take_back(self, ticket: int) -> bool:
+        return self._claim(ticket, -1)
+
+    def _claim(self, ticket: int, who: int) -> bool:
         if self._words[self.place(ticket)] != (ticket, 0):
             return False
         self._words[self.place(ticket)] = (ticket, who)
@@ -44,7 +68,7 @@ class Table:
     def holder(self, ticket: int) -> int | None:
         """The number of the worker that has claimed a ticket."""
         last, who = self._words[self.place(ticket)]
-        return None if last != ticket or who in (0, CONSUMER) else who - 1
+        return None if last != ticket or who <= 0 else who - 1
 
     def on_offer(self, ticket: int) -> bool:
         return self._words[self.place(ticket)] == (ticket, 0)
@@ -151,16 +175,14 @@ class SimulatedWorker:
         self._clock += 1
         written = {offset for offset, _ in used}
         at_hand = [offset for offset, _ in task.grants + task.promises if offset not in written]
-        blocks = tuple(used), tuple(fresh), tuple(at_hand)
-        self.answers.append(
-            Answer(task.epoch, task.seq, task.attempt, outcome, self._clock, self._clock, *blocks, None)
-        )
+        head = task.epoch, task.seq, task.attempt, outcome, self._clock, self._clock
+        self.answers.append(Answer(*head, tuple(fresh), tuple(at_hand), None, tuple(used)))
         return self.answers[-1]
 
     def late_answer(self, task: Task) -> Answer:
         """What would have come had it not died: a batch in all of the task's blocks and in a new one."""
         offset = self._space.take(size_class(1))
         assert offset is not None
-        used = tuple((block, 1) for block, _ in task.grants)
+        used = (*[(block, 1) for block, _ in task.grants], (offset, 1))
         fresh = ((offset, size_class(1)),)
-        return Answer(task.epoch, task.seq, task.attempt, BATCH, 0, 0, (*used, (offset, 1)), fresh, (), None)
+        return Answer(task.epoch, task.seq, task.attempt, BATCH, 0, 0, fresh, (), None, used)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fastq_loader.scheduling.ring import ReorderRing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from fastq_loader.scheduling.ring import ReorderRing
 
 STEPS = st.lists(
     st.one_of(
