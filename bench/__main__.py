@@ -1,137 +1,146 @@
-"""`python -m bench`, from the repository root: the order of a run, its progress bar and its files."""
+"""`python -m bench`, from the repository root: the order of a run, what it prints, and its files."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from bench import files, gpu, machine, plots, report
+from bench import machine, run
 from bench.arguments import AXES, Options, parse
-from bench.jobs import Files, Job, Outcome, jobs
+from bench.output import pictures, readme, rows
+from bench.output.rows import Results
+from bench.output.tables import Table, case_tables, on_console, summary_tables
+from bench.output.words import size
 from bench.peers import PEERS, peer_class
-from bench.results import Results
+from bench.peers.device import ARMS
+from bench.timing.device_clock import CudaDevice
+from bench.timing.rounds import Case, measure
 from bench.workloads import all_workloads
+from bench.workloads.ready_made import SHAPES
+
+PIPED_WIDTH = 180  # rich assumes 80 columns when there is no terminal, and the tables are wider
+INTERRUPTED = 130  # the shell's 128 + SIGINT
+NO_GPU = "Nothing was measured, because there is no GPU to measure: torch.cuda.is_available() is False."
 
 
-def run(options: Options, results: Results, output: Console, progress: Progress) -> None:
-    """Do all jobs, show those that have a table of their own as they come, and keep the file up to date."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.list:
+        return _list()
+    if options.readme is not None:
+        return _write_readmes(options.readme)
+    if options.device is not None and not torch.cuda.is_available():
+        print(NO_GPU)
+        return 0
+    machine.use_one_thread()
+    # More workers than cores are what the axis of workers is for.
+    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+    here = machine.describe(_distributions(options))
+    if options.device is not None:
+        device = CudaDevice()
+        return perform(options, here | device.describe(), run.device_cases(options, device, here["cores"]))
     with tempfile.TemporaryDirectory(prefix="fastq-bench-") as folder:
-        todo = list(jobs(options, Files(Path(folder)), results))
-        task = progress.add_task("starting", total=len(todo))
-        for number, job in enumerate(todo):
-            for outcome in _work(job, number, progress, task):
-                if (table := report.table(outcome)) is not None:
-                    output.print(table)
-            if options.json is not None:
-                files.write(options.json, results)
+        return perform(options, here, list(run.cases(options, run.Files(Path(folder)))))
 
 
-def _work(job: Job, number: int, progress: Progress, task: TaskID) -> list[Outcome]:
-    ticks = 0
+def perform(options: Options, here: dict[str, Any], cases: Sequence[Case]) -> int:
+    """Measure the cases that the file has not, and show each when it is there."""
+    results = _begun(options)
+    given = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
+    _keep(options, results, [rows.run_row(here, given)])
+    output = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
+    output.print(_machine_lines(here), highlight=False, soft_wrap=True)
+    told: list[Table] = []
+    todo = [case for case in cases if tuple(case.key.values()) not in results]
+    status = 0
+    try:
+        for number, case in enumerate(todo, 1):
+            if sys.stderr.isatty():
+                title = f"{case.axis}, {case.name}, {case.workers} workers, {case.start_method}"
+                print(f"[{number} of {len(todo)}] {title}", file=sys.stderr)
+            _keep(options, results, measure(case))
+            tables = case_tables(results.cases()[-1])
+            told += tables
+            for table in tables:
+                output.print(on_console(table))
+    except KeyboardInterrupt:
+        print("interrupted: what follows is what was measured until then", file=sys.stderr)
+        status = INTERRUPTED
+    for table in (summaries := summary_tables(results)):
+        output.print(on_console(table))
+    for about in dict.fromkeys(table.about for table in (*told, *summaries) if table.about):
+        output.print(" ".join(about.split()), highlight=False)
+    if options.plot is not None and not status:
+        pictures.write(results, options.plot)
+    return status
 
-    def tick(done: str) -> None:
-        nonlocal ticks
-        ticks += 1
-        share = min(ticks / job.ticks, 1)
-        progress.update(task, completed=number + share, description=f"{job.title}: {done}", refresh=True)
 
-    return job.work(tick)
+def _begun(options: Options) -> Results:
+    """Nothing, with an empty file, or what the file of the run to go on with holds."""
+    if options.json is None:
+        return Results()
+    if not (options.resume and options.json.exists()):
+        options.json.write_text("")
+        return Results()
+    try:
+        return rows.read(options.json)
+    except ValueError as error:
+        sys.exit(str(error))
 
 
-def _distributions(names: tuple[str, ...]) -> list[str]:
+def _keep(options: Options, results: Results, found: list[rows.Row]) -> None:
+    results.add(found)
+    if options.json is not None:
+        rows.append(options.json, found)
+
+
+def _distributions(options: Options) -> list[str]:
     """The packages of the peers that are there; the others say so when their turn comes."""
+    if options.device is not None:
+        return ["torch", "numpy", "fastq-loader"]
     found: list[str] = []
-    for name in names:
+    for name in options.peers:
         with suppress(ImportError):
             found += peer_class(name).distributions
     return found
 
 
-def _list() -> None:
-    for workload in all_workloads().values():
-        print(f"{workload.name:19} {workload.description}")
-    print()
-    for name, entry in PEERS.items():
-        print(f"{name:19} {entry.label}{'' if entry.usual else ' (only where it is named)'}")
-    print()
-    for axis, meaning in AXES.items():
-        print(f"{axis:19} {meaning}")
-
-
-def main() -> int:
-    options = parse()
-    if options.list_only:
-        _list()
-        return 0
-    if options.plot is not None:
-        try:
-            import matplotlib  # noqa: F401  # asked for before the run, not after it
-        except ImportError:
-            sys.exit("--plot needs matplotlib: install the package's 'bench' extra")
-    if options.gpu:
-        return gpu.main(options)
-    machine.use_one_thread()
-    # More workers than cores are what the axis of workers is for.
-    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-    here = machine.describe(_distributions(options.peers))
-    results = _results(options, here)
-    output, terminal = report.console(), Console(stderr=True)
-    output.print(report.machine_line(here), highlight=False, soft_wrap=True)
-    progress = Progress(
-        TextColumn("{task.description:50}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        console=terminal,
-        transient=True,
-        auto_refresh=False,  # a drawing thread would run beside the loaders: the bar moves between blocks
-        disable=not terminal.is_terminal,
+def _machine_lines(here: dict[str, Any]) -> str:
+    device = f"{here['device']}, driver {here['driver']}, CUDA {here['cuda']}\n" if "device" in here else ""
+    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
+    return (
+        f"{device}{here['cpu']}, {here['cores']} cores, {size(here['memory'], 1024)}, "
+        f"load {here['load_average']}, {here['system']}\n{versions}, {here['date']}"
     )
-    interrupted = False
+
+
+def _write_readmes(file: Path) -> int:
     try:
-        with progress:
-            run(options, results, output, progress)
-    except KeyboardInterrupt:
-        print("interrupted: what follows is what was measured until then", file=sys.stderr)
-        interrupted = True
-    if results.workloads or results.by_bytes or results.by_workers:
-        output.print(report.LEGEND, highlight=False, soft_wrap=True)
-    for moments in filter(None, (results.start, results.turns)):
-        output.print(report.moments_table(moments))
-    if results.schedule or results.kills:
-        output.print(report.SCHEDULE_LEGEND, highlight=False, soft_wrap=True)
-    if options.plot is not None and not interrupted:
-        plots.write(results, options.plot)
-    return 130 if interrupted else 0  # the shell's 128 + SIGINT
+        print(*readme.write(file), sep="\n")
+    except (OSError, ValueError) as error:
+        sys.exit(f"python -m bench --readme: {error}")
+    return 0
 
 
-def _results(options: Options, here: dict[str, Any]) -> Results:
-    """Empty ones, or those of the run to go on with; the machine is that of its beginning."""
-    if not options.resume or options.json is None or not options.json.exists():
-        return Results(_settings(options), here)
-    try:
-        results = files.read(options.json)
-    except ValueError as error:
-        sys.exit(str(error))
-    results.machine["resumed"] = here["date"]
-    return results
-
-
-def _settings(options: Options) -> dict[str, object]:
-    """The options as they go into the file."""
-    given = asdict(options)
-    return {
-        name: given[name]
-        for name in ("axes", "workloads", "workers", "peers", "blocks", "seconds", "start_method", "memory")
+def _list() -> int:
+    tables = {
+        "workloads": {each.name: each.description for each in all_workloads().values()},
+        "peers": {name: f"{of.label}{'' if of.usual else ' (if it is named)'}" for name, of in PEERS.items()},
+        "axes": AXES,
+        "workloads with --device cuda": {shape.name: shape.description for shape in SHAPES.values()},
+        "peers with --device cuda": ARMS,
     }
+    for title, entries in tables.items():
+        print(f"{title}:", *(f"  {name:19} {meaning}" for name, meaning in entries.items()), sep="\n")
+    return 0
 
 
 if __name__ == "__main__":

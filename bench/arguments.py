@@ -5,34 +5,47 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from bench.peers import PEERS
+from bench.peers.device import ARMS
 from bench.workloads import all_workloads
+from bench.workloads.ready_made import SHAPES
+
+T = TypeVar("T")
 
 AXES = {
     "steady": "batches per second once it runs, for each workload",
     "bytes": "the same for batches from 1 KB to 256 MB",
     "workers": "the same for a growing number of workers",
+    "memory": "peak memory and descriptors, each peer alone",
     "start": "time to the first batch, by start method and number of workers",
     "turns": "first batch, cold first epoch, epoch turns, break and restart, torch against fastq_loader",
-    "schedule": "order without the stall: slow samples, a slow consumer, killed workers; 1 to 4 workers",
+    "schedule": "order without the stall: slow samples, a slow consumer; 2 and 4 workers",
+    "kills": "what the death of a worker costs; 1 and 4 workers",
 }
-# In place of workloads: a run of its own, onto a GPU.
-GPU = "gpu"
-GPU_SECONDS = 0.4  # some 500 blocks have to fit into nine minutes
 # One of each kind, for a run of a few minutes; --full takes all.
 SHORT = ("jpeg", "csv", "large_u8", "rows", "tokens")
 # What an axis runs when no workload is named: bound by messages, by memory and by the dataset.
 FEW = ("rows", "large_u8", "jpeg")
-START_WORKLOADS = ("rows",)
-START_WORKERS = (2, 8)
-STEADY_WORKERS = (2,)
-WORKER_AXIS = (0, 1, 2, 4)
+SIZES = tuple(f"bytes_{1 << power}" for power in range(10, 29, 3))  # 1 KiB to 256 MiB
+WORKLOADS = {
+    "steady": SHORT,
+    "memory": SHORT,
+    "bytes": SIZES,
+    "workers": FEW,
+    "start": ("rows",),
+    "turns": FEW,
+}
+WORKERS = {"workers": (0, 1, 2, 4), "start": (2, 8), "device": ()}
+USUAL_WORKERS = (2,)
 SHORT_BLOCKS, SHORT_SECONDS = 5, 0.5
 FULL_BLOCKS, FULL_SECONDS = 7, 0.8
+DEVICE_SECONDS = 0.4  # some 500 blocks have to fit into nine minutes
 
 
 @dataclass(frozen=True)
@@ -40,17 +53,15 @@ class Options:
     """A run, with every default filled in.
 
     Attributes:
-        axes: what is measured, of `AXES`.
-        workloads: names, for each axis that has any.
-        workers: numbers of worker processes, for each axis.
-        peers: names.
+        axes: what is measured, of `AXES`; none with a device.
+        workloads, workers: names, and numbers of worker processes, for each axis that has any.
+        peers: names, with a device those of arms.
         blocks: timed blocks of a peer, and repetitions of a turn and of an epoch.
         seconds: length of a block.
-        memory: also measure peak memory and descriptors.
-        json: the file to write; None is no file.
-        resume: go on with what that file holds.
+        json: the file to write rows to; None is no file. `resume`: go on with what it holds.
         plot: the folder to draw into; None is no picture.
-        gpu: measure batches on their way to a GPU, and none of the axes.
+        device: measure batches on their way to it; None: on the host.
+        readme: write the READMEs from this file of results, and measure nothing.
     """
 
     axes: tuple[str, ...]
@@ -60,50 +71,40 @@ class Options:
     blocks: int
     seconds: float
     start_method: str
-    memory: bool
     json: Path | None
     resume: bool
     plot: Path | None
-    list_only: bool = False
-    gpu: bool = False
+    device: str | None
+    readme: Path | None
+    list: bool
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """The options of a command line, `sys.argv` by default; argparse's SystemExit when it is wrong."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    gpu = given.workloads == [GPU]
-    if GPU in given.workloads and not gpu:
-        parser.error(f"'{GPU}' is a run of its own, without workloads")
-    axes = tuple(AXES) if given.full else tuple(dict.fromkeys(given.axis or ("steady",)))
-    named = () if gpu else tuple(dict.fromkeys(given.workloads))
-    everything = tuple(all_workloads()) if given.full else SHORT
+    full, device = given.full, given.device
+    everything, peers = (SHAPES, ARMS) if device else (all_workloads(), PEERS)
+    try:
+        named = _known(given.workloads, everything, "a workload")
+        some = _known(given.peers, peers, "a peer")
+        axes = _known(AXES if full else given.axis, AXES, "an axis")
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    usual = {"device": tuple(SHAPES)} if device else WORKLOADS
+    named_or = {axis: tuple(everything) if full and of is SHORT else of for axis, of in usual.items()}
     return Options(
-        axes=axes,
-        workloads={
-            "steady": named or everything,
-            "workers": named or FEW,
-            "start": named or START_WORKLOADS,
-            "turns": named or FEW,
+        axes=() if device else axes,
+        workloads={axis: of if axis == "bytes" else named or of for axis, of in named_or.items()},
+        workers={axis: given.workers or WORKERS.get(axis, USUAL_WORKERS) for axis in (*AXES, "device")},
+        peers=some or tuple(name for name in peers if device or PEERS[name].usual),
+        blocks=given.blocks or (FULL_BLOCKS if full else SHORT_BLOCKS),
+        seconds=given.seconds or (DEVICE_SECONDS if device else FULL_SECONDS if full else SHORT_SECONDS),
+        **{
+            name: getattr(given, name)
+            for name in ("start_method", "json", "resume", "plot", "readme", "list")
         },
-        workers={
-            "steady": given.workers or STEADY_WORKERS,
-            "bytes": given.workers or STEADY_WORKERS,
-            "workers": given.workers or WORKER_AXIS,
-            "start": tuple(filter(None, given.workers or START_WORKERS)),
-            "turns": tuple(filter(None, given.workers or STEADY_WORKERS)),
-            "gpu": tuple(filter(None, given.workers or ())),
-        },
-        peers=tuple(dict.fromkeys(given.peers or (name for name, entry in PEERS.items() if entry.usual))),
-        blocks=given.blocks or (FULL_BLOCKS if given.full else SHORT_BLOCKS),
-        seconds=given.seconds or (GPU_SECONDS if gpu else FULL_SECONDS if given.full else SHORT_SECONDS),
-        start_method=given.start_method,
-        memory=given.full if given.memory is None else given.memory,
-        json=given.json,
-        resume=given.resume,
-        plot=given.plot,
-        list_only=given.list,
-        gpu=gpu,
+        device=device,
     )
 
 
@@ -112,104 +113,71 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench",
         description="fastq_loader beside torch's DataLoader, other loaders and the ceiling, in turn.",
     )
-    parser.add_argument(
-        "workloads",
-        nargs="*",
-        type=_workload,
-        metavar="workload",
-        help=f"what to load (default: {' '.join(SHORT)}), or '{GPU}': batches onto a GPU, in ten minutes",
+    numbers = _checked("whole numbers of at least 0", _numbers)
+    positive = _checked("a whole number of at least 1", int, lambda value: value >= 1)
+    seconds = _checked("a number of seconds above 0", float, lambda value: 0 < value < math.inf)
+    file = _checked("a file in a folder that exists", Path, lambda it: it.parent.is_dir() and not it.is_dir())
+    folder = _checked("a folder that exists", Path, Path.is_dir)
+    methods = multiprocessing.get_all_start_methods()
+    add = parser.add_argument
+    add("workloads", nargs="*", metavar="workload", help=f"what to load (default: {' '.join(SHORT)})")
+    add("--list", action="store_true", help="list workloads, peers and axes, and stop")
+    add("--full", action="store_true", help="every axis and workload, longer blocks")
+    add(
+        "--axis",
+        type=_names,
+        default=("steady",),
+        metavar="A,B",
+        help=f"of {', '.join(AXES)} (default: steady)",
     )
-    parser.add_argument("--list", action="store_true", help="list workloads, peers and axes, and stop")
-    parser.add_argument("--full", action="store_true", help="every axis and workload, memory, longer blocks")
-    parser.add_argument("--axis", type=_axes, metavar="A,B", help=f"of {', '.join(AXES)} (default: steady)")
-    parser.add_argument(
-        "--peers", type=_peers, metavar="A,B", help="who loads (default: all but those marked in --list)"
-    )
-    parser.add_argument(
-        "--workers", type=_counts, metavar="N,M", help="worker processes, also several numbers (default: 2)"
-    )
-    parser.add_argument(
+    about = "batches onto a GPU, in ten minutes; workloads are then shapes of batches, and peers ways there"
+    add("--device", choices=["cuda"], help=about)
+    add("--peers", type=_names, default=(), metavar="A,B", help="who loads (default: nearly all of --list)")
+    add("--workers", type=numbers, metavar="N,M", help="worker processes, also several numbers (default: 2)")
+    add(
         "--blocks",
-        type=_positive,
-        help=f"timed blocks per peer (default: {SHORT_BLOCKS}; {FULL_BLOCKS} in full)",
+        type=positive,
+        help=f"timed blocks per peer (default: {SHORT_BLOCKS}; full: {FULL_BLOCKS})",
     )
-    parser.add_argument(
-        "--seconds",
-        type=_seconds,
-        help=f"length of a block (default: {SHORT_SECONDS}; {FULL_SECONDS} in full)",
-    )
-    parser.add_argument(
-        "--start-method",
-        choices=multiprocessing.get_all_start_methods(),
-        default="fork",
-        help="how workers are started (default: fork)",
-    )
-    parser.add_argument(
-        "--memory",
-        action=argparse.BooleanOptionalAction,
-        help="measure peak memory and descriptors, each peer alone (default: only in full)",
-    )
-    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write every raw figure to this file")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep what FILE holds already, and measure only the rest"
-    )
-    parser.add_argument("--plot", type=_folder, metavar="FOLDER", help="draw pictures into this folder")
+    add("--seconds", type=seconds, help=f"length of a block (default: {SHORT_SECONDS}; full: {FULL_SECONDS})")
+    add("--start-method", choices=methods, default="fork", help="how workers are started (default: fork)")
+    add("--json", type=file, metavar="FILE", help="write every block to this file, as a line of JSON")
+    add("--resume", action="store_true", help="keep what FILE holds already, and measure only the rest")
+    add("--plot", type=folder, metavar="FOLDER", help="draw pictures into this folder")
+    about = "measure nothing: write the figures and pictures of the READMEs from FILE"
+    add("--readme", type=Path, metavar="FILE", help=about)
     return parser
 
 
-def _workload(text: str) -> str:
-    return text if text == GPU else _one_of(text, all_workloads(), "a workload")
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
 
 
-def _peers(text: str) -> tuple[str, ...]:
-    return tuple(_one_of(name.strip(), PEERS, "a peer") for name in text.split(","))
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = tuple(dict.fromkeys(map(int, text.split(","))))
+    if min(numbers) < 0:
+        raise ValueError
+    return numbers
 
 
-def _axes(text: str) -> tuple[str, ...]:
-    return tuple(_one_of(name.strip(), AXES, "an axis") for name in text.split(","))
+def _known(names: Collection[str], known: Collection[str], what: str) -> tuple[str, ...]:
+    """The names, each once."""
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is not {what}; choose from {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
 
 
-def _one_of(name: str, known: Collection[str], what: str) -> str:
-    if name not in known:
-        raise argparse.ArgumentTypeError(f"{name!r} is not {what}; choose from {', '.join(known)}")
-    return name
+def _checked(
+    what: str, convert: Callable[[str], T], holds: Callable[[T], bool] = lambda value: True
+) -> Callable[[str], T]:
+    """A type of argument: checked before the run, not after minutes of it."""
 
+    def check(text: str) -> T:
+        with suppress(ValueError):
+            value = convert(text)
+            if holds(value):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
 
-def _counts(text: str) -> tuple[int, ...]:
-    counts = []
-    for part in text.split(","):
-        if not part.strip().isdecimal():
-            raise argparse.ArgumentTypeError(f"must be whole numbers of at least 0, got {text!r}")
-        counts.append(int(part))
-    return tuple(dict.fromkeys(counts))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
-    return seconds
-
-
-def _new_file(text: str) -> Path:
-    """Checked before the run, not after minutes of it."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"must name a file in a folder that exists, got {text!r}")
-    return path
-
-
-def _folder(text: str) -> Path:
-    path = Path(text)
-    if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"must name a folder that exists, got {text!r}")
-    return path
+    return check

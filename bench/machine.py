@@ -25,12 +25,6 @@ def describe(distributions: list[str]) -> dict[str, Any]:
     }
 
 
-def days(machine: dict[str, Any]) -> str:
-    """When what is in a file was measured: the day, or the first and the last of a run that was resumed."""
-    first, last = machine["date"][:10], machine.get("resumed", machine["date"])[:10]
-    return first if first == last else f"{first} to {last}"
-
-
 def machine_bytes() -> int:
     """The machine's memory, in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

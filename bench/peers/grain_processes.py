@@ -16,10 +16,10 @@ from typing import Any
 import grain
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from bench.batches import is_array, leaves
 from bench.peers import LoaderSettings, Peer, Unsupported
+from bench.timing.batches import is_array
 from bench.workloads import Collate, Load
 
 READING = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -85,7 +85,7 @@ def _batches(load: Load) -> Any:
 def _batch_function(load: Load) -> Collate | None:
     """None is Grain's own, which stacks numbers and arrays; anything else in a sample needs torch's rules."""
     sample = load.fetch([0])[0]
-    stackable = all(is_array(leaf) or isinstance(leaf, (int, float)) for leaf in leaves(sample))
+    stackable = all(is_array(leaf) or isinstance(leaf, (int, float)) for leaf in tree_leaves(sample))
     if load.collate_fn is None and stackable:
         return None
     return _Collate(load.collate)

@@ -11,8 +11,8 @@ from typing import Any
 
 from spdl.dataloader import PyTorchDataLoader, get_pytorch_dataloader
 
-from bench.batches import nbytes
 from bench.peers import LoaderSettings, Peer, Unsupported
+from bench.timing.batches import nbytes
 from bench.workloads import Load
 
 # Of batches in an epoch, at most. The heaps of its workers grow by nearly every batch below 32 MB that they

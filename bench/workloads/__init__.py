@@ -139,45 +139,14 @@ def _no_step(batch: Any) -> None:
 def all_workloads() -> dict[str, Workload]:
     """Every workload by name, in the order of the report."""
     # Imported here because the modules themselves import the protocol above.
-    from bench.workloads import (
-        csv_table,
-        fields,
-        heavy_tail,
-        jpeg,
-        large,
-        objects,
-        ragged,
-        rows,
-        stream,
-        tensor_files,
-        tokens,
-        vectorised,
-    )
+    from bench.workloads import files, jpeg, ready_made, slow, tables, text
 
     workloads: tuple[Workload, ...] = (
-        jpeg.Jpeg(),
-        jpeg.JpegAugment(),
-        tensor_files.TensorFile(),
-        csv_table.CsvTable(),
-        large.LARGE_U8,
-        large.LARGE_F32,
-        rows.Rows(),
-        tokens.Tokens(),
-        fields.Fields(),
-        objects.Objects(),
-        vectorised.Vectorised(),
-        ragged.Ragged(),
-        stream.Stream(),
-        heavy_tail.HeavyTail(),
+        *(jpeg.Jpeg(), jpeg.JpegAugment(), files.TensorFile(), tables.CsvTable()),
+        *(ready_made.LARGE_U8, ready_made.LARGE_F32, tables.Rows(), text.Tokens(), tables.Fields()),
+        *(text.Objects(), tables.Vectorised(), text.Ragged(), files.Stream(), slow.HeavyTail()),
     )
     return {workload.name: workload for workload in workloads}
-
-
-def sized_workload(batch_bytes: int) -> Workload:
-    """The workload of the bytes axis: batches of that many bytes, named `bytes_<batch_bytes>`."""
-    from bench.workloads.sized import Sized
-
-    return Sized(batch_bytes)
 
 
 def find_workload(name: str) -> Workload:
@@ -186,6 +155,7 @@ def find_workload(name: str) -> Workload:
     Raises:
         KeyError: there is none.
     """
-    if sized := _SIZED.fullmatch(name):
-        return sized_workload(int(sized[1]))
-    return all_workloads()[name]
+    from bench.workloads.ready_made import Sized
+
+    sized = _SIZED.fullmatch(name)
+    return Sized(int(sized[1])) if sized else all_workloads()[name]

@@ -1,70 +1,165 @@
-"""Results of a bench run that never took place, in round figures."""
+"""Rows of a bench run that never took place, in round figures."""
 
 from __future__ import annotations
 
-from bench.results import Block, Latency, MomentResult, Peak, PeerResult, Repeated, Results, WorkloadResult
+from typing import Any
 
-ROUNDS = 3
+from bench.output.rows import Results, run_row
+from bench.peers.device import ARMS, OURS, REGISTER, RESIDENT, TORCH
+from bench.timing.device import COPY, DRAIN, LENGTHS, LINK, PEAK_BYTES, READY, step_unit
+from bench.workloads.ready_made import SHAPES
+
+Row = dict[str, Any]
+MACHINE = {
+    "cpu": "A CPU",
+    "cores": 2,
+    "memory": 1 << 34,
+    "load_average": 0.1,
+    "system": "Linux 6.1",
+    "versions": {"python": "3.11.7", "torch": "2.13.0"},
+    "date": "2026-01-02T03:04:05+00:00",
+}
+ROUNDS = (0.9, 1.0, 1.1)  # so that ratios within a round have no spread
 
 
-def blocks(rate: float) -> list[Block]:
-    """Blocks of one second in which everything took 100 ms of the consumer's and 300 ms of the workers' CPU.
-
-    The rounds run at 0.9, 1 and 1.1 times the rate, so that ratios within a round have no spread.
-    """
-    return [Block(round(rate * factor), 1.0, 0.1, 0.3, switches=1000) for factor in (0.9, 1.0, 1.1)]
+def run(date: str = MACHINE["date"]) -> Row:
+    return run_row(MACHINE | {"date": date}, {"blocks": 3})
 
 
-def peer(label: str, rate: float) -> PeerResult:
-    peak = Peak(200_000_000, 150_000_000, 40_000_000, 10_000_000, 20_000_000, 10, 20)
-    return PeerResult(label, blocks(rate), Latency(ROUNDS * round(rate), 0.001, 0.002, 0.003, 0.004), peak)
+def case(axis: str, name: str, facts: Row, peers: dict[str, Row], blocks: dict[str, list[Row]]) -> list[Row]:
+    """The rows of a case; block rows count up where they do not say which round they are of."""
+    key = {"axis": axis, "case": name, "workers": facts.pop("workers", 2), "start_method": "fork"}
+    rows = [{"row": "case", **key, "description": f"what {name} loads", **facts}]
+    for peer, about in peers.items():
+        rows.append(
+            {"row": "peer", **key, "peer": peer, "label": peer, "failure": None, "notes": [], **about}
+        )
+    for peer, found in blocks.items():
+        rows += [
+            {"row": "block", **key, "peer": peer, "part": "", "block": n, **row}
+            for n, row in enumerate(found)
+        ]
+    return rows
 
 
-def workload(name: str, batch_bytes: float = 2560, num_workers: int = 2) -> WorkloadResult:
-    peers = {
-        "torch": peer("torch", 100),
-        "fastq_loader": peer("fastq_loader", 1000),
-        "grain": peer("Grain", 200),
-        "spdl_threads": PeerResult("SPDL, threads", failure="not installed"),
-        "torch_0": peer("torch, num_workers=0", 2000),
-        "fastq_loader_0": peer("fastq_loader, num_workers=0", 3000),
-    }
-    return WorkloadResult(
-        name=name,
-        description=f"what {name} loads",
-        batch_size=64,
-        batch_bytes=batch_bytes,
-        transport_bound=True,
-        num_workers=num_workers,
-        start_method="fork",
-        ceiling=blocks(2000),
-        peers=peers,
+def blocks(rate: float) -> list[Row]:
+    """Blocks of one second, which took 100 ms of the consumer's CPU and 300 ms of the workers'."""
+    used = {"seconds": 1.0, "consumer_cpu": 0.1, "worker_cpu": 0.3, "switches": 1000}
+    return [{"batches": round(rate * factor), **used} for factor in ROUNDS]
+
+
+def steady(
+    name: str = "rows", axis: str = "steady", workers: int = 2, size: float = 2560.0, **more: Row
+) -> list[Row]:
+    waits = {"calls": 300, "p50": 0.001, "p95": 0.002, "p99": 0.003, "longest": 0.004}
+    rates = {"ceiling": 2000, "torch": 100, "fastq_loader": 1000, "grain": 200, "torch_0": 2000}
+    peers = {peer: {} if peer == "ceiling" else dict(waits) for peer in rates} | more
+    facts = {"workers": workers, "batch_size": 64, "batch_bytes": size, "transport_bound": True}
+    return case(
+        axis, name, facts, peers, {peer: blocks(rate) for peer, rate in rates.items() if peer not in more}
     )
 
 
-def moment() -> MomentResult:
-    peers = {
-        "torch": Repeated("torch", [0.040, 0.044, 0.036]),
-        "fastq_loader": Repeated("fastq_loader", [0.010, 0.011, 0.009]),
-        "grain": Repeated("Grain", failure="not installed"),
-    }
-    return MomentResult("epoch turn", "rows", 2, "fork", peers)
-
-
-def run() -> Results:
-    """A whole run: two workloads, three sizes of batches, two numbers of workers, one moment."""
-    return Results(
-        arguments={"blocks": ROUNDS},
-        machine={
-            "cpu": "A CPU",
-            "cores": 2,
-            "load_average": 0.1,
-            "system": "Linux 6.1",
-            "versions": {"python": "3.11.7", "torch": "2.13.0"},
-            "date": "2026-01-02T03:04:05+00:00",
-        },
-        workloads=[workload("rows"), workload("tokens", 524_288)],
-        by_bytes=[workload(f"bytes_{size}", size) for size in (1 << 10, 1 << 20, 1 << 28)],
-        by_workers=[workload("rows", num_workers=workers) for workers in (1, 4)],
-        turns=[moment()],
+def memory(name: str = "rows") -> list[Row]:
+    held = {"pss": 2e8, "shared_memory": 2e7, "consumer_descriptors": 10, "worker_descriptors": 20}
+    return case(
+        "memory", name, {}, {"torch": {}, "fastq_loader": {}}, {"torch": [held], "fastq_loader": [held]}
     )
+
+
+def turns(**failed: Row) -> list[Row]:
+    seconds = {"torch": (0.040, 0.044, 0.036), "fastq_loader": (0.010, 0.011, 0.009)}
+    found = {peer: [{"part": "epoch turn", "seconds": each} for each in of] for peer, of in seconds.items()}
+    return case("turns", "rows", {}, {"torch": {}, "fastq_loader": {}} | failed, found)
+
+
+def schedule(goal_base: str = "bound", bound: float | None = 1.0) -> list[Row]:
+    """Two workers; batch 0 is slow, and the others wait for it."""
+    goal = {"of": "dynamic", "times": 1.2, "base": goal_base}
+    facts = {
+        "batches": 7,
+        "bound": bound,
+        "bounded_by": "sum of costs / 2",
+        "list_schedule": bound,
+        "goal": goal,
+    }
+    timeline = {
+        "batch": list(range(7)),
+        "worker": [0] + [1] * 6,
+        "start": [0.0] + [0.1 * n for n in range(1, 7)],
+    }
+    timeline |= {"end": [0.8] + [0.1 * n + 0.1 for n in range(1, 7)]}
+    timeline |= {"delivered": [0.8, 0.81, 0.82, 0.83, 0.84, 0.85, 0.86]}
+    peers: dict[str, Row] = {"torch": {"timeline": timeline}, "dynamic": {"timeline": timeline}}
+    peers["round_robin"] = {"failure": "no\nsuch argument"}
+    seconds = {"torch": (2.4, 2.2, 2.0), "dynamic": (1.1, 1.0, 1.15)}
+    inside = {"batches": 7, "worked": 1.0, "waited": 0.5}
+    found = {peer: [{"seconds": each, **inside} for each in of] for peer, of in seconds.items()}
+    found["dynamic"] = [row | {"head_of_line": 0.5, "window": 16} for row in found["dynamic"]]
+    return case("schedule", "stalls", facts, peers, found)
+
+
+def kills() -> list[Row]:
+    seconds = {"undisturbed": (3.0, 3.1, 3.0), "killed": (3.5, 3.8, 3.6), "start": (0.05, 0.04, 0.06)}
+    rows = [
+        {"part": part, "block": n, "seconds": each} | ({"kills": 10} if part == "killed" else {})
+        for part, of in seconds.items()
+        for n, each in enumerate(of)
+    ]
+    facts = {"workers": 1, "batches": 100, "batch_seconds": 0.03}
+    return case("kills", "kills", facts, {"fastq_loader": {}}, {"fastq_loader": rows})
+
+
+def shape(name: str, **more: Row) -> list[Row]:
+    """Three rounds on a link of 50 GB/s; eta, seconds of `next()`, CPU and the share of gaps for each arm."""
+    of = SHAPES[name]
+    copy = of.nbytes / 49e9
+    supply = 1 / (5 * copy) if of.fields > 1 else 1.5 / copy
+    figures = dict.fromkeys(ARMS, (0.2, 2e-5 + 5e-7 * of.fields, 0.4, 0.05))
+    figures |= {RESIDENT: (1.0, 0.0, 0.0, 0.001), TORCH: (0.2, 4e-5 * of.fields, 0.9, 0.6)}
+    figures[REGISTER] = (0.97, 2e-5 + 5e-7 * of.fields, 0.2, 0.011)
+    found: dict[str, list[Row]] = {
+        LINK: [_row(COPY, n, bytes=PEAK_BYTES, seconds=PEAK_BYTES / 50e9) for n in (0, 1)]
+    }
+    for arm in figures.keys() - more.keys():
+        eta, wait, cpu, gap = figures[arm]
+        rows = [
+            _row(x, n, steps=1.0, gaps=gap / float(x), p50=wait, p99=wait) for x in LENGTHS for n in range(3)
+        ]
+        if arm != RESIDENT:
+            drained = {"batches": 100, "seconds": 100 * of.nbytes / (eta * 50e9), "consumer_cpu": cpu}
+            rows += [_row(DRAIN, n, **drained) for n in range(3)]
+            rows += [_row(READY, n, p50=wait, p99=2 * wait) for n in range(3)]
+            rows += [
+                _row(COPY, n, bytes=of.nbytes, seconds=of.nbytes / (min(1.02 * eta, 0.99) * 50e9))
+                for n in range(3)
+            ]
+        found[arm] = rows
+    staging = {"populate_seconds": 1.7, "register_seconds": 0.1, "pinned_bytes": 1 << 30}
+    ours = {"first_batch": 2.5, "staging": staging, "reserved_2": 3 << 28, "reserved_20": 3 << 28}
+    peers = {LINK: {}} | {
+        arm: {"label": label} | (ours if arm in OURS else {}) for arm, label in ARMS.items()
+    }
+    for arm, about in more.items():
+        peers[arm] = {"label": ARMS[arm]} | about
+    facts = {"workers": 14, "batch_bytes": of.nbytes, "fields": of.fields}
+    facts |= {"copy_seconds": copy, "supply": supply, "unit": step_unit(copy, supply)}
+    return case("device", name, facts, peers, found)
+
+
+def _row(part: str, number: int, **figures: float) -> Row:
+    return {"part": part, "block": number, **figures}
+
+
+def everything() -> Results:
+    """A whole run on the host."""
+    sizes = [row for n in (1 << 10, 1 << 20) for row in steady(f"bytes_{n}", "bytes", size=n)]
+    several = [row for workers in (1, 4) for row in steady(axis="workers", workers=workers)]
+    rows = [run(), *steady(), *steady("tokens"), *sizes, *several, *memory(), *turns(), *schedule(), *kills()]
+    return Results(rows)
+
+
+def device_run(**more: Row) -> Results:
+    machine = {"device": "NVIDIA H200", "driver": "570.86.15", "cuda": "13.0"}
+    first = run_row(MACHINE | machine, {})
+    return Results([first, *(row for name in SHAPES for row in shape(name, **more))])

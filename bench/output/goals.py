@@ -1,0 +1,119 @@
+"""What was wanted, and whether it came about: of the schedule, of killed workers and of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.output import figures
+from bench.output.figures import BASELINE, Spread, compared, figure, ratio, series, share_of_peak, spread
+from bench.output.rows import CaseRows, Results
+from bench.output.words import worker_count
+from bench.peers.device import OURS, REGISTER, TORCH
+from bench.timing.device import AXIS, COPY, DRAIN, EPOCHS, READY
+from bench.timing.kills import KILLED, START, UNDISTURBED
+from bench.timing.schedule_cases import BOUND
+from bench.workloads.ready_made import LARGE
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What was wanted, and what came.
+
+    Attributes:
+        measure: what, in words.
+        wanted: the limit. `at_most`: the figure is to stay below it; else to reach it.
+        unit: of both, as a suffix.
+        figure: the median, with the range of the rounds; None: not measured.
+        beside: what torch's is; None where the figure is a comparison already.
+    """
+
+    measure: str
+    wanted: float
+    figure: Spread | None
+    unit: str = " x"
+    at_most: bool = True
+    beside: Spread | None = None
+
+    @property
+    def verdict(self) -> str:
+        """Whether it came about, in words; rounds that disagree do not decide it."""
+        if self.figure is None:
+            return "not measured"
+        met, *ends = ((each <= self.wanted) == self.at_most or each == self.wanted for each in self.figure)
+        return f"{'met' if met else 'missed'}{'' if {*ends} == {met} else ', within noise'}"
+
+
+def goals(results: Results) -> list[Goal]:
+    """All goals of what was measured."""
+    found = [_schedule(case) for case in results.cases("schedule")]
+    found += [_kill(case) for case in results.cases("kills")]
+    return found + [goal for shape in results.cases(AXIS) for goal in _device(shape)]
+
+
+def times_of(case: CaseRows, contender: str, base: str) -> Spread | None:
+    """An epoch in multiples of the bound, or of another contender's in the same round (above 1: slower)."""
+    if base != BOUND:
+        return compared(case, contender, base, "seconds")
+    bound = case.facts["bound"]
+    return None if bound is None else figure(case, contender, "seconds", scale=1 / bound)
+
+
+def name_of(case: CaseRows, base: str) -> str:
+    """What a time is in multiples of."""
+    if base == BOUND:
+        return str(case.facts["bounded_by"])
+    return case.peers[base].label if base in case.peers else base
+
+
+def _schedule(case: CaseRows) -> Goal:
+    of, wanted, base = (case.facts["goal"][name] for name in ("of", "times", "base"))
+    measure = f"{case.name}: an epoch of {name_of(case, of)} / {name_of(case, base)}"
+    return Goal(measure, wanted, times_of(case, of, base))
+
+
+def seconds_per_kill(case: CaseRows) -> Spread | None:
+    """What a killed worker costs an epoch: the median round, the cheapest and the dearest."""
+    killed, undisturbed = (case.part("fastq_loader", part) for part in (KILLED, UNDISTURBED))
+    if killed.empty:
+        return None
+    return spread((killed["seconds"] - undisturbed["seconds"]) / killed["kills"].clip(lower=1))
+
+
+def kill_limit(case: CaseRows) -> float:
+    """Seconds that a killed worker may cost: a worker's start and the batch that was lost."""
+    start = figure(case, "fastq_loader", "seconds", START)
+    return float(case.facts["batch_seconds"]) + (start.median if start else 0.0)
+
+
+def _kill(case: CaseRows) -> Goal:
+    cost, workers = seconds_per_kill(case), worker_count(case.facts["workers"])
+    measure = f"kills, {workers}: a killed worker costs an epoch its start and one batch"
+    return Goal(measure, 1e3 * kill_limit(case), cost and cost.scaled(1e3), unit=" ms")
+
+
+def _device(shape: CaseRows) -> list[Goal]:
+    """Those of the arm whose pages are registered."""
+    name = shape.name
+    found = []
+    if name == LARGE:
+        for part, what in ((COPY, "the copies alone"), (DRAIN, "a full drain")):
+            own, torch = (share_of_peak(shape, arm, part) for arm in (REGISTER, TORCH))
+            measure = f"{name}: GB/s of {what} / peak of a pinned copy"
+            found.append(Goal(measure, 0.95, own, unit="", at_most=False, beside=torch))
+        cheaper = compared(shape, TORCH, REGISTER, "consumer_cpu", DRAIN)
+        measure = f"{name}: consumer's CPU seconds per GB of a full drain, torch / ours"
+        found.append(Goal(measure, 3.0, cheaper, at_most=False))
+    else:
+        shorter = ratio(*(series(shape, arm, "p50", READY) for arm in (TORCH, REGISTER)))
+        measure = f"{name}: time of next() when the batch is ready, torch / ours"
+        found.append(Goal(measure, 5.0, shorter, at_most=False))
+    for length in filter(lambda length: figures.supplied(shape, length), figures.lengths(shape)):
+        own, torch = (figures.stall_points(shape, arm, length) for arm in (REGISTER, BASELINE))
+        measure = f"{name}: stall beyond the resident arm, steps of {length} x the unit"
+        found.append(Goal(measure, 2.0, own, unit=" points", beside=torch))
+    for arm in OURS:
+        few, many = (figures.reserved(shape, arm, epochs) for epochs in EPOCHS)
+        grown = Spread(*[many / few] * 3) if few and many else None
+        measure = f"{name}, {arm}: memory reserved after {EPOCHS[1]} epochs / after {EPOCHS[0]}"
+        found.append(Goal(measure, 1.0, grown))
+    return found

@@ -1,0 +1,160 @@
+"""Results as rows: a file of JSON lines, each of which says in `row` what it is.
+
+`run`: the first line, and one more for each time that a run was gone on with: `version` of the layout, the
+`machine` with its versions and the date, the command line's `arguments`.
+
+All others name the case: `axis`, `case` (a workload, a case of the schedule, a shape), `workers`,
+`start_method`.
+
+`case`: what is known of it before any block (`description`, `batch_bytes`, bounds and goals).
+
+`peer`: what is known of a contender beside its blocks: `label`, `notes`, and in `failure` why it has no
+blocks. In the steady state percentiles of `next()` in seconds (`p50` ...).
+
+`block`: one timed block: `peer`, `block` (of every peer block k ran in round k), `part` where a round has
+several, `batches`, `seconds` of wall clock. `consumer_cpu` and `worker_cpu` are seconds of CPU, user and
+system, of all threads; `switches` are context switches of both. In the schedule `waited` are seconds within
+`next()`, `worked` those that workers spent on samples, `head_of_line` those in which later batches were
+ready, `window` the batches that could be under way at the end. `timing.device_clock` says what blocks on a
+device have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+VERSION = 3
+KEY = ("axis", "case", "workers", "start_method")
+DIGITS = 9  # after the point: nanoseconds
+
+Row = dict[str, Any]
+
+
+@dataclass
+class PeerRows:
+    """What a case's rows say of one peer."""
+
+    about: Row
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return str(self.about["label"])
+
+    @property
+    def failure(self) -> str | None:
+        return self.about.get("failure")
+
+    @cached_property
+    def _frame(self) -> pd.DataFrame:
+        return pd.DataFrame(self.rows)
+
+    def part(self, name: str = "") -> pd.DataFrame:
+        """The blocks of one part, by their round; empty where there are none."""
+        frame = self._frame
+        return frame[frame["part"] == name].set_index("block") if len(frame) else frame
+
+
+@dataclass
+class CaseRows:
+    """What the rows say of one case; of every peer in the order of the report."""
+
+    facts: Row
+    peers: dict[str, PeerRows] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return tuple(self.facts[name] for name in KEY)
+
+    @property
+    def name(self) -> str:
+        return str(self.facts["case"])
+
+    def part(self, peer: str, name: str = "") -> pd.DataFrame:
+        """The blocks of a peer, which need not be there."""
+        return self.peers[peer].part(name) if peer in self.peers else pd.DataFrame()
+
+
+class Results:
+    """The cases that rows are about, and the machine that they come from."""
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self.runs: list[Row] = []
+        self._cases: dict[tuple[Any, ...], CaseRows] = {}
+        self.add(rows)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            if row["row"] == "run":
+                self.runs.append(row)
+                continue
+            key = tuple(row[name] for name in KEY)
+            if row["row"] == "case":
+                self._cases[key] = CaseRows(row)
+            elif row["row"] == "peer":
+                self._cases[key].peers[row["peer"]] = PeerRows(row)
+            else:
+                self._cases[key].peers[row["peer"]].rows.append(row)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._cases
+
+    def cases(self, *axes: str) -> list[CaseRows]:
+        """In the order in which they were measured; all of them where no axis is named."""
+        return [case for case in self._cases.values() if not axes or case.key[0] in axes]
+
+    def case(self, axis: str, like: CaseRows) -> CaseRows | None:
+        """The same case on another axis."""
+        return self._cases.get((axis, *like.key[1:]))
+
+    @property
+    def machine(self) -> Row:
+        """Where it was measured."""
+        return dict(self.runs[0]["machine"])
+
+    @property
+    def days(self) -> str:
+        """When: the day, or the first and the last of a run that was gone on with."""
+        first, last = (str(run["machine"]["date"])[:10] for run in (self.runs[0], self.runs[-1]))
+        return first if first == last else f"{first} to {last}"
+
+
+def run_row(machine: Row, arguments: Row) -> Row:
+    """The line that a run begins with."""
+    return {"row": "run", "version": VERSION, "machine": machine, "arguments": arguments}
+
+
+def append(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows behind those that a file has."""
+    with path.open("a") as file:
+        file.writelines(f"{json.dumps(_rounded(row), separators=(',', ':'))}\n" for row in rows)
+
+
+def read(path: Path) -> Results:
+    """The results in a file.
+
+    Raises:
+        ValueError: it is no file of results, or one of another version.
+    """
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        if rows[0]["version"] == VERSION:
+            return Results(rows)
+    except (TypeError, KeyError, IndexError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} holds no results: {error!r}") from error
+    raise ValueError(f"{path} has version {rows[0]['version']} of the layout; this bench reads {VERSION}")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(each) for each in value]
+    return round(value, DIGITS) if isinstance(value, float) else value

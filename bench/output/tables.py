@@ -1,0 +1,325 @@
+"""The tables of a run, the same on the console and in a README: text in data frames, made of rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pandas as pd
+from rich import box
+from rich.console import Group
+from rich.table import Table as Grid
+from rich.text import Text
+
+from bench.output import figures
+from bench.output.figures import BASELINE, CEILING, INLINE, OURS, compared, figure, median, share_of_peak
+from bench.output.goals import goals, kill_limit, name_of, seconds_per_kill, times_of
+from bench.output.rows import CaseRows, PeerRows, Results
+from bench.output.words import NONE, number, percent, ranged, ratio, size, times, worker_count
+from bench.peers import PEERS
+from bench.peers.device import MEANINGS, RESIDENT
+from bench.timing.device import AXIS as DEVICE
+from bench.timing.device import COPY, DRAIN, EPOCHS, LINK, READY, SUPPLY
+from bench.timing.kills import KILLED, START, UNDISTURBED
+from bench.timing.schedule_cases import BOUND
+
+STEADY = ("steady", "bytes", "workers")
+
+ABOUT_PEERS = """batches/s: the median block (slowest..fastest). ceiling: share of what as many processes
+fetch and collate without delivering it. ÷ torch: ratio of the medians (lowest..highest in a round), 'within
+noise' when the rounds disagree on which is faster. p50, p95, p99: of next(), in ms. CPU: ms for a batch,
+consumer + workers. switches: context switches for a batch."""
+ABOUT_COST = """Each as torch's / ours. PSS: peak of consumer and workers. shared: peak of the machine's
+shared memory, with what waits there and is mapped by nobody."""
+ABOUT_SCHEDULE = """Seconds of an epoch whose workers were up. bound: what no order of loading can do
+without. list schedule: whoever is free takes the next batch, and nothing else takes time. next(): seconds
+of it within next(). busy: share of all workers' time that went into samples. late head: seconds of waiting
+while later batches were ready. window: batches that could be under way at the end."""
+ABOUT_GOALS = "A goal is met or missed 'within noise' when the rounds disagree."
+ABOUT_SPEED = f"""{MEANINGS} eta: bytes per second as a share of the peak of a 256 MiB copy from pinned
+memory; copies: the arm's kind of copy alone; drain: the whole loader. stall: share of the device's time
+between the end of a step and the start of the next, in percentage points beyond the resident arm (whose row
+has its own share, %); *: workers and link supply {SUPPLY:g} x what such steps need. At most two steps are
+queued ahead."""
+ABOUT_ARMS = f"""ready: next() after a pause, when the batch is there; behind: next() at the longest steps.
+CPU: the consumer's seconds per GB of a full drain. first: seconds until the first batch, the workers' start
+included. populate, register: seconds until all pages were mapped and locked. reserved: device memory after
+{EPOCHS[0]} and {EPOCHS[1]} epochs."""
+
+
+class Table(NamedTuple):
+    """A table under a title.
+
+    Attributes:
+        rows: the cells of each row by their column; a cell may be missing.
+        names: so many of the first columns hold names; the others hold figures, which stand to the right.
+        about: what the columns are.
+        notes: what has to be known beside the figures.
+    """
+
+    title: str
+    rows: Sequence[dict[str, str]]
+    names: int = 1
+    about: str = ""
+    notes: Sequence[str] = ()
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        return pd.DataFrame(self.rows).fillna("")
+
+
+def on_console(table: Table) -> Group:
+    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for place, name in enumerate(table.frame.columns):
+        grid.add_column(name, justify="left" if place < table.names else "right", no_wrap=place == 0)
+    for row in table.frame.itertuples(index=False):
+        grid.add_row(*row)
+    return Group(Text(table.title, style="bold"), grid, *map(Text, table.notes), Text())
+
+
+def in_markdown(table: Table, heading: str = "") -> str:
+    """Title, table and notes; `heading` goes before the title."""
+    frame = table.frame
+    rules = ["---"] * table.names + ["---:"] * (len(frame.columns) - table.names)
+    lines = [frame.columns, rules, *frame.itertuples(index=False)]
+    grid = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    title, notes = heading + table.title, "\n".join(f"- {note}" for note in table.notes)
+    return "\n\n".join(filter(None, (title, table.about, grid, notes)))
+
+
+def case_tables(case: CaseRows) -> list[Table]:
+    """What is shown of a case as soon as it is measured; nothing where it is a row of a summary."""
+    axis = case.key[0]
+    makers = {"schedule": _schedule, DEVICE: _speed_onto_device} | dict.fromkeys(STEADY, _peers)
+    found = [makers[axis](case)] if axis in makers else []
+    return [*found, _cost_onto_device(case)] if axis == DEVICE else found
+
+
+def summary_tables(results: Results) -> list[Table]:
+    """What is shown of several cases together."""
+    found = []
+    for run in dict.fromkeys(case.key[2:] for case in results.cases("steady")):
+        cases = [case for case in results.cases("steady") if case.key[2:] == run]
+        several = f"{worker_count(run[0])} ({run[1]})"
+        costs = [_cost(case, results.case("memory", case)) for case in cases]
+        found.append(Table(f"Speed with {several}, in batches per second", list(map(_speed, cases))))
+        found.append(Table(f"Cost with {several}", costs, about=ABOUT_COST))
+    found.append(Table("Moments in a loader's life, in milliseconds", list(_moments(results)), 3))
+    kills = list(map(_kills, results.cases("kills")))
+    found.append(Table("What the death of a worker costs an epoch, with Processes(max_restarts=n)", kills))
+    found.append(Table("Goals", list(_goals(results)), about=ABOUT_GOALS))
+    return [table for table in found if table.rows]
+
+
+def _title(case: CaseRows) -> str:
+    facts = case.facts
+    bytes_of = f"; {size(facts['batch_bytes'])} a batch" if "batch_bytes" in facts else ""
+    run = f"{worker_count(facts['workers'])}, {facts['start_method']}"
+    return f"{case.name}: {facts['description']}{bytes_of}; {run}"
+
+
+def _remarks(case: CaseRows) -> list[str]:
+    """Who was not measured and why, and what has to be known of those who were."""
+    found = list(case.facts.get("notes", ()))
+    for peer in case.peers.values():
+        found += [f"{peer.label}: {note}" for note in peer.about["notes"]]
+        found += [f"{peer.label}: not measured: {peer.failure}"] if peer.failure else []
+    if left_out := case.facts.get("left_out"):
+        found.append(f"no time was left for {len(left_out)} blocks, the first of them {left_out[0]}")
+    return [" ".join(text.split()) for text in found]
+
+
+def _measured(case: CaseRows, *without: str) -> dict[str, PeerRows]:
+    return {name: peer for name, peer in case.peers.items() if not peer.failure and name not in without}
+
+
+def _goals(results: Results) -> Iterator[dict[str, str]]:
+    for goal in goals(results):
+        text = times if goal.wanted < 10 else ranged
+        yield {
+            "goal": goal.measure,
+            "wanted": f"at {'most' if goal.at_most else 'least'} {goal.wanted:.3g}{goal.unit}",
+            "measured": text(goal.figure),
+            "verdict": goal.verdict,
+            "torch": text(goal.beside) if goal.beside else "",
+        }
+
+
+# ---- the steady state ---------------------------------------------------------------------------
+
+
+def _peers(case: CaseRows) -> Table:
+    rows = []
+    for name, peer in _measured(case).items():
+        cpu = (median(case, name, each, 1e3) for each in ("consumer_cpu", "worker_cpu"))
+        bytes_of = median(case, name, "rate", case.facts["batch_bytes"])
+        waits = {each: peer.about.get(each) for each in ("p50", "p95", "p99")}
+        rows.append(
+            {
+                "loader": peer.label,
+                "batches/s": ranged(figure(case, name, "rate")),
+                "bytes/s": NONE if bytes_of is None else size(bytes_of),
+                "ceiling": "" if name == CEILING else percent(compared(case, name, CEILING)).split(" ")[0],
+                "÷ torch": "" if name in (CEILING, BASELINE) else ratio(compared(case, name, BASELINE)),
+                **{f"{each}, ms": "" if wait is None else number(1e3 * wait) for each, wait in waits.items()},
+                "CPU, ms": " + ".join(map(number, cpu)),
+                "switches": number(median(case, name, "switches")),
+            }
+        )
+    return Table(_title(case), rows, about=ABOUT_PEERS, notes=_remarks(case))
+
+
+def _rate(case: CaseRows, peer: str) -> str:
+    return number(median(case, peer, "rate"))
+
+
+def _speed(case: CaseRows) -> dict[str, str]:
+    best = figures.best_other(case)
+    by_hand = [f"{name}: {_rate(case, name)}" for name in case.peers if name not in PEERS and name != CEILING]
+    other = best and f"{case.peers[best].label} {_rate(case, best)}; {ratio(compared(case, OURS, best))}"
+    return {
+        "workload": f"{case.name}: {case.facts['description']}; {size(case.facts['batch_bytes'])}",
+        "torch": _rate(case, BASELINE),
+        OURS: _rate(case, OURS),
+        "÷ torch": ratio(compared(case, OURS, BASELINE)),
+        "share of the ceiling": percent(compared(case, OURS, CEILING)),
+        "best other loader; ours ÷ it": other or NONE,
+        "0 workers: torch / ours": "; ".join([" / ".join(_rate(case, name) for name in INLINE), *by_hand]),
+    }
+
+
+def _cost(case: CaseRows, memory: CaseRows | None) -> dict[str, str]:
+    def both(of: CaseRows | None, measure: str, scale: float = 1) -> str:
+        return " / ".join(number(median(of, name, measure, scale)) for name in (BASELINE, OURS))
+
+    waits = (case.peers[name].about.get("p95") if name in case.peers else None for name in (BASELINE, OURS))
+    return {
+        "workload": case.name,
+        "next(), p95 in ms": " / ".join(number(wait and 1e3 * wait) for wait in waits),
+        "CPU µs per batch": both(case, "cpu", 1e6),
+        "switches per batch": both(case, "switches"),
+        "PSS, MB": both(memory, "pss", 1e-6),
+        "shared, MB": both(memory, "shared_memory", 1e-6),
+        "descriptors": both(memory, "descriptors"),
+    }
+
+
+def short_table(results: Results, names: Iterable[str]) -> Table:
+    """The table of the project's own README: the fastest of each kind on these workloads."""
+    rows = []
+    for case in results.cases("steady"):
+        if case.name in names:
+            best = figures.best_other(case)
+            row = {"batches per second": f"{case.name}: {case.facts['description']}"}
+            row |= {"torch": _rate(case, BASELINE)}
+            row |= {"best other": f"{_rate(case, best)} ({case.peers[best].label})" if best else NONE}
+            rows.append(row | {OURS: _rate(case, OURS), "÷ torch": ratio(compared(case, OURS, BASELINE))})
+    return Table("", rows)
+
+
+# ---- moments, the schedule, kills ---------------------------------------------------------------
+
+
+def _moments(results: Results) -> Iterator[dict[str, str]]:
+    """A row for every moment, whose figures are times: shorter is better."""
+    for case in results.cases("start", "turns"):
+        run = {"workload": case.name, "workers": f"{case.facts['workers']}, {case.facts['start_method']}"}
+        for note in _remarks(case):
+            yield {"moment": note} | run
+        for part in dict.fromkeys(row["part"] for peer in case.peers.values() for row in peer.rows):
+            seconds = {name: figure(case, name, "seconds", part) for name in case.peers}
+            shorter = ratio(compared(case, BASELINE, OURS, "seconds", part))
+            cells = {case.peers[name].label: ranged(found, 1e3) for name, found in seconds.items()}
+            yield {"moment": part} | run | cells | {"times shorter": shorter}
+
+
+def _schedule(case: CaseRows) -> Table:
+    """The bounds, and a row for every contender."""
+    facts, base = case.facts, case.facts["goal"]["base"]
+    bounds = {f"bound: {facts['bounded_by']}": facts["bound"], "list schedule": facts["list_schedule"]}
+    rows = []
+    for label, seconds in bounds.items():
+        if seconds is not None:
+            cells = {"s": f"{seconds:.2f}", "÷ bound": f"{seconds / facts['bound']:.2f}"}
+            rows.append({"loader": label} | cells)
+    for name, peer in _measured(case).items():
+        bases = [each for each in dict.fromkeys((BOUND, base)) if each != name]
+        found = {each: times_of(case, name, each) for each in bases}
+        titles = {each: "÷ bound" if each == BOUND else f"÷ {name_of(case, each)}" for each in bases}
+        worked = figures.ratio(figures.series(case, name, "worked"), figures.series(case, name, "seconds"))
+        late, window = (figure(case, name, each) for each in ("head_of_line", "window"))
+        rows.append(
+            {"loader": peer.label, "s": times(figure(case, name, "seconds"))}
+            | {titles[each]: times(value) for each, value in found.items() if value}
+            | {"batches/s": ranged(figure(case, name, "rate"))}
+            | {"next(), s": times(figure(case, name, "waited"))}
+            | {"busy": f"{worked.median / facts['workers']:.0%}" if worked else ""}
+            | {
+                "late head, s": f"{late.median:.2f}" if late else "",
+                "window": ranged(window) if window else "",
+            }
+        )
+    return Table(_title(case), rows, about=ABOUT_SCHEDULE, notes=_remarks(case))
+
+
+def _kills(case: CaseRows) -> dict[str, str]:
+    seconds = {part: figure(case, OURS, "seconds", part) for part in (UNDISTURBED, KILLED, START)}
+    return {
+        "epoch": "; ".join([f"{case.facts['batches']} batches, {_title(case)}", *_remarks(case)]),
+        "undisturbed, s": times(seconds[UNDISTURBED]),
+        "with kills, s": times(seconds[KILLED]),
+        "kills": ranged(figure(case, OURS, "kills", KILLED)),
+        "ms a kill": ranged(seconds_per_kill(case), 1e3),
+        "a worker's start, ms": ranged(seconds[START], 1e3),
+        "start and one batch, ms": number(1e3 * kill_limit(case) if seconds[START] else None),
+    }
+
+
+# ---- onto a device ------------------------------------------------------------------------------
+
+
+def _speed_onto_device(shape: CaseRows) -> Table:
+    rows = []
+    for name, arm in _measured(shape, LINK).items():
+        rows.append(
+            {"arm": arm.label, "MB/s, drain": ranged(figure(shape, name, "rate", DRAIN, _megabytes(shape)))}
+            | {f"eta, {part}": times(share_of_peak(shape, name, part)) for part in (DRAIN, COPY)}
+        )
+        for length in figures.lengths(shape):
+            title = f"stall, {length}{'*' if figures.supplied(shape, length) else ''}"
+            beyond = figures.stall_points(shape, name, length)
+            rows[-1][title] = ranged(figure(shape, name, "stall", length) if name == RESIDENT else beyond)
+    return Table(_title(shape), rows, about=" ".join(ABOUT_SPEED.split()))
+
+
+def _megabytes(shape: CaseRows) -> float:
+    return float(shape.facts["batch_bytes"]) / 1e6
+
+
+def _cost_onto_device(shape: CaseRows) -> Table:
+    facts, peak = shape.facts, figure(shape, LINK, "copy_rate", COPY, 1e-9)
+    rows = []
+    for name, arm in _measured(shape, LINK, RESIDENT).items():
+        waits = {"ready": READY} | dict(zip(["behind"], figures.lengths(shape)[-1:], strict=False))
+        row = {"arm": arm.label}
+        for title, part in waits.items():
+            for each in ("p50", "p99"):
+                row[f"{title} {each}, µs"] = ranged(figure(shape, name, each, part, 1e6))
+        row["CPU s/GB"] = ranged(figure(shape, name, "consumer_cpu", DRAIN, 1e3 / _megabytes(shape)))
+        row["first, s"] = number(arm.about.get("first_batch"))
+        staging: dict[str, Any] = arm.about.get("staging", {})
+        row |= {f"{each}, s": number(staging.get(f"{each}_seconds")) for each in ("populate", "register")}
+        row["pinned"] = size(staging["pinned_bytes"], 1024) if staging else NONE
+        for epochs in EPOCHS:
+            reserved = figures.reserved(shape, name, epochs)
+            row[f"reserved, {epochs}"] = size(reserved, 1024) if reserved else NONE
+        rows.append(row)
+    source = (
+        "the copy of a batch" if facts["unit"] == facts["copy_seconds"] else f"{SUPPLY:g} x the workers' time"
+    )
+    note = (
+        f"peak {number(peak.high if peak else None)} GB/s; a copy takes {1e6 * facts['copy_seconds']:,.0f} "
+        f"µs; workers supply a batch every {1e6 / facts['supply']:,.0f} µs; steps in units of "
+        f"{1e6 * facts['unit']:,.0f} µs: {source}"
+    )
+    return Table(f"{shape.name}: what it costs", rows, about=ABOUT_ARMS, notes=[note, *_remarks(shape)])

@@ -1,0 +1,193 @@
+"""The ceiling: what these processes could deliver if delivering cost nothing.
+
+As many processes as the loaders have workers fetch and collate the same batches, each its share, into private
+memory that is warm, and drop them. There is no consumer, no queue and no shared memory: what a loader loses
+against this is what its transport costs. Without workers it is one process.
+
+A tensor that torch's default collate would make goes into a buffer that was used for it before. What a user's
+collate makes is dropped as it comes.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import cycle, islice
+from multiprocessing.connection import Connection
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data._utils import worker as torch_worker
+
+from bench.timing.processes import named, usage
+from bench.timing.rounds import Row
+from bench.workloads import Load, whole_batches
+
+# Below this malloc's memory is as warm as a buffer, and looking for the buffer costs more than it saves.
+SMALLEST_BUFFER = 64 << 10  # bytes
+STOPPING_S = 10.0
+
+
+class WarmBuffers:
+    """torch's functions that stack samples, into buffers that are kept: one for each leaf of a batch."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._leaf = 0
+
+    def begin_batch(self) -> None:
+        """The batch before may be overwritten from here on."""
+        self._leaf = 0
+
+    def install(self) -> None:
+        """Replace torch's functions in this process."""
+        table = torch_collate.default_collate_fn_map
+        table[torch.Tensor] = self.stack_tensors
+        table[np.ndarray] = self.stack_arrays
+
+    def stack_tensors(self, samples: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+        first = samples[0]
+        shape = (len(samples), *first.shape)
+        if first.nbytes * len(samples) < SMALLEST_BUFFER or type(first) is not torch.Tensor:
+            return torch.stack(samples, 0)
+        return torch.stack(samples, 0, out=self._buffer(shape, first.dtype))
+
+    def stack_arrays(self, samples: Any, *, collate_fn_map: Any = None) -> Any:
+        first = samples[0]
+        if first.dtype.kind not in "biufc":
+            others: Any = torch_collate.collate_numpy_array_fn(samples, collate_fn_map=collate_fn_map)
+            return others
+        if first.nbytes * len(samples) < SMALLEST_BUFFER:
+            return torch.from_numpy(np.stack(samples))
+        buffer = self._buffer((len(samples), *first.shape), torch.from_numpy(np.empty(0, first.dtype)).dtype)
+        np.stack(samples, out=buffer.numpy())
+        return buffer
+
+    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        kept = self._buffers.get(self._leaf)
+        if kept is None or kept.shape != shape or kept.dtype != dtype:
+            kept = self._buffers[self._leaf] = torch.zeros(shape, dtype=dtype)
+        self._leaf += 1
+        return kept
+
+
+class Ceiling:
+    """The processes, and the clock over all of them."""
+
+    def __init__(self, load: Load, workers: int) -> None:
+        """Fork them: they share the dataset and differ in nothing from a loader's forked workers."""
+        context = multiprocessing.get_context("fork")
+        count = max(1, workers)
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for number in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(load, number, workers, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def block(self, seconds: float) -> Row:
+        """Let all of them work for about `seconds`; their rates are added up."""
+        pids = [process.pid for process in self._processes if process.pid is not None]
+        before = usage(pids)
+        for pipe in self._pipes:
+            pipe.send(seconds)
+        counted = [pipe.recv() for pipe in self._pipes]
+        used = usage(pids) - before
+        batches = sum(count for count, _ in counted)
+        rate = sum(count / took for count, took in counted)
+        # The processes worked side by side: the time is what makes the sum of their rates the rate.
+        return {"batches": batches, "seconds": batches / rate, **named(used), "consumer_cpu": 0.0}
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            with suppress(BrokenPipeError):  # its process is gone already
+                pipe.send(None)
+            pipe.close()
+        for process in self._processes:
+            process.join(STOPPING_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+# ---- a worker's share ---------------------------------------------------------------------------
+
+
+@contextmanager
+def as_worker(worker: int, workers: int, dataset: Dataset[Any]) -> Iterator[None]:
+    """Let `torch.utils.data.get_worker_info()` say so; nothing changes with 0 workers."""
+    before = torch_worker._worker_info
+    if workers:
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=worker, num_workers=workers, seed=0, dataset=dataset
+        )
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before
+
+
+def share(load: Load, worker: int, workers: int) -> Iterator[Any]:
+    """The batches of one epoch that are this worker's, as torch deals them out.
+
+    For an iterable dataset this is to be called, and iterated, within `as_worker`.
+    """
+    if load.iterable:
+        return map(load.collate, whole_batches(load.dataset, load.batch_size))  # type: ignore[arg-type]
+    indices = islice(load.index_batches(), worker, None, max(1, workers))
+    return (load.collate(load.fetch(batch)) for batch in indices)
+
+
+def first_batch(load: Load, shards: int) -> Any:
+    """The first batch that a loader gives with so many workers; 0 is none."""
+    with as_worker(0, shards, load.dataset):
+        return next(share(load, 0, shards))
+
+
+# ---- the process --------------------------------------------------------------------------------
+
+
+def _work(load: Load, number: int, workers: int, pipe: Connection) -> None:
+    """One process: work for as long as the pipe says, answer (batches, seconds), again; None is the end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the consumer decides what Ctrl-C means
+    torch.set_num_threads(1)
+    gc.freeze()
+    buffers = WarmBuffers()
+    buffers.install()
+    with as_worker(number, workers, load.dataset):
+        batches = _endless(load, number, workers)
+        while True:
+            try:
+                seconds = pipe.recv()
+            except (EOFError, ConnectionResetError):  # the consumer was killed
+                return
+            if seconds is None:
+                return
+            taken, started = 0, perf_counter()
+            deadline = started + seconds
+            now = started
+            while now < deadline:
+                buffers.begin_batch()
+                next(batches)
+                taken += 1
+                now = perf_counter()
+            pipe.send((taken, now - started))
+
+
+def _endless(load: Load, number: int, workers: int) -> Iterator[Any]:
+    if load.shuffle:
+        # The order is the consumer's work, so it is drawn once, before the clock runs.
+        indices = list(islice(load.index_batches(), number, None, max(1, workers)))
+        yield from (load.collate(load.fetch(batch)) for batch in cycle(indices))
+    while True:
+        yield from share(load, number, workers)

@@ -1,0 +1,218 @@
+"""How every case is measured: its lanes are alive side by side and take turns, block by block.
+
+The speed of a machine drifts over minutes by more than loaders differ, so the lanes run to and fro within
+seconds of each other. While one is timed the others rest: their workers stop once their prefetch is full, and
+a block waits for that.
+
+A lane that is missing, cannot do a case, raises, hangs or gives wrong batches has a reason in place of
+figures, and the run goes on without it.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from bench.peers import Unsupported
+from bench.timing.processes import wait_until_quiet
+
+STARTING_S = 120.0  # many spawned workers import torch on few cores, or the first batch is a heavy one
+HANGING_S = 60.0  # beyond what a block is expected to take: longer than any batch
+CLOSING_S = 30.0
+LONGEST_REASON = 200  # characters
+
+Row = dict[str, Any]
+"""A line of the results; `bench.output.rows` says what is in it."""
+
+
+class Lane:
+    """One contender of a case. `start` comes first, `close` last, all in the main thread of the consumer.
+
+    Attributes:
+        peer: the name in the rows. `label`: the name to show.
+        seconds: about how long a block takes.
+        parts: of a round, that it takes; None is all of them.
+        notes: what a reader has to know beside the figures. `failure`: why it has none.
+    """
+
+    seconds = 0.0
+    parts: Sequence[str] | None = None
+
+    def __init__(self, peer: str, label: str) -> None:
+        self.peer = peer
+        self.label = label
+        self.notes: list[str] = []
+        self.failure: str | None = None
+
+    def start(self) -> None:
+        """Make the loader, look at its first batch, use all its memory once."""
+
+    def block(self, part: str) -> list[Row]:
+        """Time one block: the figures for its rows, which may name parts of their own."""
+        raise NotImplementedError
+
+    def finish(self) -> Row:
+        """What is known after the last block only."""
+        return {}
+
+    def close(self) -> None:
+        """Stop the workers."""
+
+
+@dataclass
+class Plan:
+    """A case that is about to be measured.
+
+    Attributes:
+        facts: what is known of the case before any block.
+        lanes: in the order of the report.
+        parts: of a round, in turn; all lanes take a part before the next one begins.
+        until: no block starts after this moment of `time.monotonic`.
+    """
+
+    facts: Row
+    lanes: Sequence[Lane]
+    parts: Sequence[str] = ("",)
+    until: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to measure, and what identifies its rows.
+
+    Attributes:
+        axis: what is asked, of `arguments.AXES`. `name`: of the workload, or of the case.
+        blocks: rounds.
+        plan: called when the case's turn comes, because it may build a large dataset.
+    """
+
+    axis: str
+    name: str
+    workers: int
+    start_method: str
+    blocks: int
+    plan: Callable[[], Plan]
+
+    @property
+    def key(self) -> Row:
+        key = {"axis": self.axis, "case": self.name, "workers": self.workers}
+        return {**key, "start_method": self.start_method}
+
+
+class _Rounds:
+    """The lanes that are alive, and the rows of all of them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._until = plan.until
+        self.alive: list[Lane] = []
+        self.blocks: dict[str, list[Row]] = {lane.peer: [] for lane in plan.lanes}
+        self.left_out: list[str] = []
+
+    def start(self, lane: Lane) -> None:
+        self.alive.append(lane)
+        if self._over():
+            self._fail(lane, "no time was left to start it")
+            return
+        with self._watched(lane, STARTING_S):
+            wait_until_quiet()
+            lane.start()
+
+    def block(self, lane: Lane, number: int, part: str) -> None:
+        if lane.parts is not None and part not in lane.parts:
+            return
+        if self._over():
+            self.left_out.append(f"round {number + 1}: {lane.label} {part}".strip())
+            return
+        with self._watched(lane, lane.seconds + HANGING_S):
+            wait_until_quiet()
+            found = {"peer": lane.peer, "part": part, "block": number}
+            self.blocks[lane.peer] += [found | row for row in lane.block(part)]
+
+    def finish(self, lane: Lane) -> Row:
+        """All that is known of a lane beside its blocks."""
+        found: Row = {}
+        if lane in self.alive:
+            try:
+                with time_limit(HANGING_S):
+                    found = lane.finish()
+            except Exception as error:  # its blocks hold all the same
+                lane.notes.append(reason(error))
+            self.close(lane)
+        return {"peer": lane.peer, "label": lane.label, "failure": lane.failure, "notes": lane.notes} | found
+
+    def close(self, lane: Lane) -> None:
+        self.alive.remove(lane)
+        try:
+            with time_limit(CLOSING_S):
+                lane.close()
+        except Exception as error:
+            lane.notes.append(f"closing: {reason(error)}")
+
+    @contextmanager
+    def _watched(self, lane: Lane, seconds: float) -> Iterator[None]:
+        try:
+            with time_limit(seconds):
+                yield
+        except Exception as error:
+            self._fail(lane, reason(error))
+
+    def _fail(self, lane: Lane, why: str) -> None:
+        """A lane that broke has no figures, also where it had some."""
+        lane.failure = why
+        self.blocks[lane.peer] = []
+        self.close(lane)
+
+    def _over(self) -> bool:
+        return time.monotonic() >= self._until
+
+
+def measure(case: Case) -> list[Row]:
+    """The rows of a case: one for the case, one for each peer, one for each block and part."""
+    plan = case.plan()
+    rounds = _Rounds(plan)
+    try:
+        for lane in plan.lanes:
+            rounds.start(lane)
+        for number in range(case.blocks):
+            for part in plan.parts:
+                # To and fro, so that no lane always runs after the same other one.
+                for lane in rounds.alive[:: 1 if number % 2 == 0 else -1]:
+                    rounds.block(lane, number, part)
+        peers = [rounds.finish(lane) for lane in plan.lanes]
+    finally:
+        for lane in list(rounds.alive):
+            rounds.close(lane)
+    facts = plan.facts | ({"left_out": rounds.left_out} if rounds.left_out else {})
+    blocks = [row for found in rounds.blocks.values() for row in found]
+    kinds = {"case": [facts], "peer": peers, "block": blocks}
+    return [{"row": kind} | case.key | row for kind, found in kinds.items() for row in found]
+
+
+def reason(error: Exception) -> str:
+    """Why a lane has no figures, in one line."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"not installed: {error}"
+    lines = str(error).strip().splitlines() or [""]
+    text = lines[0] if isinstance(error, Unsupported) else f"{type(error).__name__}: {lines[0]}"
+    return text[:LONGEST_REASON]
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the main thread when this takes longer."""
+
+    def ring(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"took more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,173 @@
+"""Order without the stall: whole epochs of the same batches, by loaders that differ in who loads which one.
+
+What a loader delivers is compared with what it was asked for: every batch once, and in order where order is
+promised.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset
+
+import fastq_loader
+from bench.timing.rounds import Case, Lane, Plan, Row
+from bench.timing.schedule_cases import CONTENDERS, ScheduleCase, bound
+from bench.workloads.slow import END, INDEX, START, WORKER, TracedSamples
+
+WARM_BATCHES = 4  # for each worker, before the first epoch
+
+
+class Order(Iterable[int]):
+    """A sampler of the first samples in turn, of which there are more or fewer in every epoch."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.samples))
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+class ScheduleLane(Lane):
+    """One contender's loader, whose workers live until `close`."""
+
+    def __init__(self, case: ScheduleCase, dataset: Dataset[Any], name: str, start_method: str) -> None:
+        self._contender = CONTENDERS[name]
+        super().__init__(name, self._contender.label)
+        self._case = case
+        self._dataset = dataset
+        self._start_method = start_method
+        self._order = Order()
+        self._loader: Any = None
+        self._timelines: list[tuple[float, Row]] = []
+
+    def start(self) -> None:
+        """Make the loader, and start its workers with an epoch of a few batches."""
+        make: Any = TorchDataLoader if self._contender.peer == "torch" else fastq_loader.DataLoader
+        self._loader = make(
+            self._dataset,
+            self._case.batch_size,
+            sampler=self._order,
+            num_workers=self._case.workers,
+            persistent_workers=True,
+            multiprocessing_context=self._start_method,
+            **self._contender.arguments,
+        )
+        few = min(WARM_BATCHES * self._case.workers, self._case.batches)
+        self._order.samples = few * self._case.batch_size
+        for _ in self._loader:
+            pass
+
+    def block(self, part: str) -> list[Row]:
+        """
+        Raises:
+            RuntimeError: batches were lost, came twice or in another order than was promised.
+        """
+        self._order.samples = self._case.samples
+        late_before = self._statistics("head_of_line_seconds")
+        batches: list[Any] = []
+        began = time.monotonic()
+        deliveries, waited, ended = self._epoch(batches, began)
+        if len(deliveries) != self._case.batches:
+            raise RuntimeError(f"gave {len(deliveries)} of {self._case.batches} batches")
+        row: Row = {"batches": len(deliveries), "seconds": ended - began, "waited": waited}
+        if isinstance(self._dataset, TracedSamples):
+            self._check([int(index) for batch in batches for index in batch[:, INDEX]])
+            timeline = timeline_of(batches, deliveries, began)
+            self._timelines.append((row["seconds"], timeline))
+            row["worked"] = sum(timeline["end"]) - sum(timeline["start"])
+        if late_before is not None:
+            row["head_of_line"] = self._statistics("head_of_line_seconds") - late_before
+            row["window"] = self._statistics("window")
+        return [row]
+
+    def _epoch(self, batches: list[Any], began: float) -> tuple[list[float], float, float]:
+        """When each batch came, the seconds within `next()`, and when the epoch ended."""
+        step, traced = self._case.step, isinstance(self._dataset, TracedSamples)
+        waited, deliveries = 0.0, []
+        iterator = iter(self._loader)
+        asked = time.monotonic()
+        for batch in iterator:
+            came = time.monotonic()
+            waited += came - asked
+            deliveries.append(came - began)
+            if traced:
+                batches.append(batch)
+            if step.seconds and len(deliveries) % step.every == 0:
+                _hold_the_gil(step.seconds)
+            asked = time.monotonic()
+        return deliveries, waited, asked
+
+    def finish(self) -> Row:
+        """The timeline of the median epoch, or of the next shorter one."""
+        if not (self._case.picture and self._timelines):
+            return {}
+        ordered = sorted(self._timelines, key=lambda each: each[0])
+        return {"timeline": ordered[(len(ordered) - 1) // 2][1]}
+
+    def close(self) -> None:
+        if isinstance(self._loader, fastq_loader.DataLoader):
+            self._loader.close()
+        self._loader = None  # torch's workers end with the last reference
+
+    def _statistics(self, name: str) -> Any:
+        if isinstance(self._loader, fastq_loader.DataLoader):
+            return getattr(self._loader.statistics(), name)
+        return None
+
+    def _check(self, indices: list[int]) -> None:
+        expected = list(range(self._case.samples))
+        if sorted(indices) != expected:
+            raise RuntimeError("batches were lost, or came twice")
+        if self._contender.in_order and indices != expected:
+            raise RuntimeError("batches came in another order than the sampler's")
+
+
+def timeline_of(batches: Sequence[Tensor], deliveries: list[float], began: float) -> Row:
+    """Who loaded which batch from when to when, in seconds since `began`, and when the consumer had them."""
+    work = sorted(
+        (
+            int(batch[0, INDEX]) // len(batch),
+            int(batch[0, WORKER]),
+            float(batch[0, START]) - began,
+            float(batch[-1, END]) - began,
+        )
+        for batch in batches
+    )
+    columns = map(list, zip(*work, strict=True))
+    return {**dict(zip(("batch", "worker", "start", "end"), columns, strict=True)), "delivered": deliveries}
+
+
+def case(each: ScheduleCase, peers: Sequence[str], start_method: str, blocks: int) -> Case:
+    """The contenders of a case that are the loaders of these peers."""
+    names = [name for name in each.contenders if CONTENDERS[name].peer in peers]
+    rounds = min(blocks, each.most_rounds or blocks)
+
+    def plan() -> Plan:
+        dataset = each.build()
+        seconds, bounded_by, listed = bound(each, dataset)
+        facts: Row = {
+            "description": each.description,
+            "batches": each.batches,
+            "bound": seconds,
+            "bounded_by": bounded_by,
+            "list_schedule": listed,
+            "goal": each.goal._asdict(),
+        }
+        return Plan(facts, [ScheduleLane(each, dataset, name, start_method) for name in names])
+
+    return Case("schedule", each.name, each.workers, start_method, rounds, plan)
+
+
+def _hold_the_gil(seconds: float) -> None:
+    """A training step in pure Python."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass

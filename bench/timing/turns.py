@@ -1,0 +1,117 @@
+"""Moments between and around epochs, for loaders that take torch's arguments.
+
+Every repetition makes a new loader, so that its first epoch writes to memory that nobody has touched before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from time import perf_counter, sleep
+from typing import Any
+
+from bench.peers import PEERS, LoaderSettings, Peer, Unsupported, peer_class
+from bench.timing.rounds import Case, Lane, Plan, Row
+from bench.timing.steady import Prepare
+from bench.workloads import Load, find_workload
+
+EPOCH = 64  # batches
+DEEP_PREFETCH = 8
+STEP_S = 0.05  # of a training step, in which workers that are not needed any more can end
+
+PERSISTENT, NEW_WORKERS, BREAK = "persistent", "new workers", "break"
+SCENES = (PERSISTENT, NEW_WORKERS, BREAK)
+FIRST_BATCH = "first batch"
+FIRST_EPOCH = "first epoch, from its first batch to its last"
+TURN_PERSISTENT = "epoch turn, persistent workers"
+TURN_NEW_WORKERS = "epoch turn, new workers"
+TURN_AFTER_STEP = f"epoch turn, new workers, after a step of {STEP_S * 1e3:.0f} ms"
+RESTART = f"break at batch 1, prefetch {DEEP_PREFETCH}: first batch of the next epoch"
+
+
+class TurnsLane(Lane):
+    """A peer, of which every scene makes loaders of its own."""
+
+    seconds = 60.0
+
+    def __init__(self, peer: str, load: Load, settings: LoaderSettings) -> None:
+        super().__init__(peer, PEERS[peer].label)
+        self._load = load
+        self._settings = settings
+
+    def start(self) -> None:
+        if self._load.iterable:
+            raise Unsupported("the epochs of a stream have a length of their own")
+        peer_class(self.peer)
+
+    def block(self, part: str) -> list[Row]:
+        scene = {PERSISTENT: self._persistent, NEW_WORKERS: self._new_workers, BREAK: self._break}[part]
+        return [{"part": moment, "seconds": seconds} for moment, seconds in scene().items()]
+
+    def _persistent(self) -> dict[str, float]:
+        with self._loader() as peer:
+            started = perf_counter()
+            batches = peer.epoch()
+            held = next(batches)
+            first = perf_counter()
+            for _ in range(EPOCH - 1):
+                held = next(batches)
+            last = perf_counter()
+            turn = _turn(peer, batches)
+            del held, batches
+        return {FIRST_BATCH: first - started, FIRST_EPOCH: last - first, TURN_PERSISTENT: turn}
+
+    def _new_workers(self) -> dict[str, float]:
+        turns = {}
+        for moment, step in ((TURN_NEW_WORKERS, 0.0), (TURN_AFTER_STEP, STEP_S)):
+            with self._loader(persistent=False) as peer:
+                batches = peer.epoch()
+                for _ in range(EPOCH):
+                    next(batches)
+                sleep(step)
+                turns[moment] = _turn(peer, batches)
+                del batches
+        return turns
+
+    def _break(self) -> dict[str, float]:
+        with self._loader(prefetch_factor=DEEP_PREFETCH) as peer:
+            batches = peer.epoch()
+            next(batches)
+            started = perf_counter()
+            batches = peer.epoch()
+            next(batches)
+            ended = perf_counter()
+            del batches
+        return {RESTART: ended - started}
+
+    @contextmanager
+    def _loader(self, **settings: Any) -> Iterator[Peer]:
+        peer = peer_class(self.peer)(self._load, replace(self._settings, **settings))
+        try:
+            yield peer
+        finally:
+            peer.close()
+
+
+def case(name: str, peers: Sequence[str], settings: LoaderSettings, blocks: int, prepare: Prepare) -> Case:
+    """The moments of one workload; the peers are drop-ins for torch's loader, which end an epoch
+    themselves."""
+    workload = find_workload(name)
+
+    def plan() -> Plan:
+        load = workload.build(prepare(workload)).shortened(EPOCH)
+        lanes = [TurnsLane(peer, load, settings) for peer in peers]
+        return Plan({"description": workload.description}, lanes, SCENES)
+
+    return Case("turns", name, settings.num_workers, settings.start_method, blocks, plan)
+
+
+def _turn(peer: Peer, batches: Iterator[Any]) -> float:
+    """Seconds from asking for what comes after the last batch to the first batch of the next epoch."""
+    started = perf_counter()
+    if next(batches, None) is not None:
+        raise RuntimeError(f"an epoch of {EPOCH} batches went on")
+    following = peer.epoch()
+    next(following)
+    return perf_counter() - started  # before `following` goes, and its workers with it

@@ -1,0 +1,111 @@
+"""Samples from files: one file for each, and a stream of records out of shards.
+
+`tensor_files` is the layout that tutorials on large data sets teach, with string IDs, a dict of labels and a
+partition; it follows A. Amidi and S. Amidi, "A detailed example of how to generate your data in parallel with
+PyTorch". `stream` has no indices: a worker reads the shards whose number is its own modulo the number of
+workers, a record from each in turn, so that record k comes from worker k modulo that number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from bench.workloads import Load, Workload
+
+TRAIN, VALIDATION = 512, 128  # files, 131 KB each: 84 MB in all, which stay in the page cache
+BATCHES = 512  # in an epoch, which are 64 passes: eight would be over before they can be timed
+SHARDS = 48  # divided by 1, 2, 3, 4, 6, 8, 12 and 16 workers
+RECORDS = 1776  # of 1,797: 37 in each shard
+PASSES = 256  # over the records: an epoch is 7,104 batches
+BATCH = 64
+
+
+class TensorFiles(Dataset[tuple[Tensor, int]]):
+    """`dataset[i]` is (float32[32, 32, 32], int): the file and the label of `list_ids[i]`."""
+
+    def __init__(self, folder: Path, list_ids: Sequence[str], labels: Mapping[str, int]) -> None:
+        self.folder = str(folder)
+        self.list_ids = list_ids
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.list_ids)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        sample_id = self.list_ids[index]
+        volume = torch.load(f"{self.folder}/{sample_id}.pt", weights_only=True)
+        return volume, self.labels[sample_id]
+
+
+class TensorFile(Workload):
+    name = "tensor_files"
+    description = "64 shuffled float32 volumes of 32x32x32, each from a file of its own by torch.load"
+
+    def prepare(self, folder: Path) -> None:
+        files = folder / self.name
+        files.mkdir()
+        generator = torch.Generator().manual_seed(0)
+        ids = [f"id-{number:04d}" for number in range(TRAIN + VALIDATION)]
+        for sample_id in ids:
+            torch.save(torch.rand(32, 32, 32, generator=generator), files / f"{sample_id}.pt")
+        partition = {"train": ids[:TRAIN], "validation": ids[TRAIN:]}
+        labels = {sample_id: number % 6 for number, sample_id in enumerate(ids)}
+        (files / "partition.json").write_text(json.dumps(partition))
+        (files / "labels.json").write_text(json.dumps(labels))
+
+    def build(self, folder: Path) -> Load:
+        return Load(self.part(folder, "train"), batch_size=BATCH, shuffle=True, batches=BATCHES)
+
+    def part(self, folder: Path, name: str) -> TensorFiles:
+        """Make the dataset of one list of the partition, "train" or "validation"."""
+        files = folder / self.name
+        partition = json.loads((files / "partition.json").read_text())
+        labels = json.loads((files / "labels.json").read_text())
+        return TensorFiles(files, partition[name], labels)
+
+
+class DigitStream(IterableDataset[tuple[Tensor, int]]):
+    """Yields (float32[64], int), the pixels of a digit in 0..1 and which one it is; no length."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shards = sorted(str(path) for path in folder.glob("*.jsonl"))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        worker = get_worker_info()
+        shards = self.shards if worker is None else self.shards[worker.id :: worker.num_workers]
+        for _ in range(PASSES):
+            with ExitStack() as stack:
+                files = [stack.enter_context(open(shard)) for shard in shards]
+                for line in chain.from_iterable(zip(*files, strict=True)):
+                    record = json.loads(line)
+                    yield torch.tensor(record["pixels"]).div_(16), record["digit"]
+
+
+class Stream(Workload):
+    name = "stream"
+    description = "64 records of an iterable dataset: JSON lines (digits, 64 pixels), shards by worker"
+
+    def prepare(self, folder: Path) -> None:
+        # Imported late: only the process that writes the files pays for scikit-learn.
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        lines = [
+            json.dumps({"pixels": pixels.tolist(), "digit": int(digit)})
+            for pixels, digit in zip(digits.data[:RECORDS], digits.target[:RECORDS], strict=True)
+        ]
+        (folder / self.name).mkdir()
+        for shard in range(SHARDS):
+            path = folder / self.name / f"{shard:02d}.jsonl"
+            path.write_text("".join(f"{line}\n" for line in lines[shard::SHARDS]))
+
+    def build(self, folder: Path) -> Load:
+        return Load(DigitStream(folder / self.name), batch_size=BATCH)

@@ -1,0 +1,123 @@
+"""Samples that sleep: what a loader does while one worker is late.
+
+A sleep stands for the latency of a disk or an object store: what is measured is who waits for whom, not how
+many cores are free. `heavy_tail` is one of the workloads; `TracedSamples` tell who made them and when, for
+the cases of the schedule, with how soon so many workers could have them all.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, get_worker_info
+
+from bench.workloads import ENDLESS, Load, Workload
+
+SAMPLES = 4096
+MEDIAN_S, SIGMA = 0.0005, 1.5  # one sample in a hundred takes 16 ms, every seventh batch has such a one
+LONGEST_S = 0.1  # a stall that a single draw could stretch over a whole block would be noise
+BATCH = 16
+
+
+class SlowSamples(Dataset[tuple[Tensor, int]]):
+    """`dataset[i]` is (float32[256], int) after sleeping as long as sample `i` always does."""
+
+    def __init__(self) -> None:
+        self.seconds = [min(cost, LONGEST_S) for cost in log_normal(MEDIAN_S, SIGMA, SAMPLES)]
+        self.rows = torch.rand(SAMPLES, 256, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        which = index % SAMPLES
+        time.sleep(self.seconds[which])
+        return self.rows[which], which
+
+
+class HeavyTail(Workload):
+    name = "heavy_tail"
+    description = "16 samples that sleep: log-normal, median 0.5 ms, one in a hundred over 16 ms"
+
+    def build(self, folder: Path) -> Load:
+        return Load(SlowSamples(), batch_size=BATCH)
+
+
+INDEX, WORKER, START, END = range(4)
+"""Columns of a sample."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the consumer does with the GIL held: `seconds` of pure Python after every `every` batches."""
+
+    seconds: float
+    every: int
+
+    def total(self, batches: int) -> float:
+        """Seconds of an epoch of so many batches."""
+        return batches // self.every * self.seconds
+
+
+NO_STEP = Step(0.0, 1)
+
+
+class TracedSamples(Dataset[Tensor]):
+    """`dataset[i]` is float64[4] after a sleep of `costs[i]` seconds: `i`, the worker's number, and the
+    readings of `time.monotonic` before and after, which all processes of a machine share."""
+
+    def __init__(self, costs: Sequence[float]) -> None:
+        self.costs = list(costs)
+
+    def __len__(self) -> int:
+        return len(self.costs)
+
+    def __getitem__(self, index: int) -> Tensor:
+        worker = get_worker_info()
+        start = time.monotonic()
+        if self.costs[index]:
+            time.sleep(self.costs[index])
+        numbers = (index, -1 if worker is None else worker.id, start, time.monotonic())
+        return torch.tensor(numbers, dtype=torch.float64)
+
+
+def every(period: int, slow: float, fast: float, samples: int) -> list[float]:
+    """Seconds of each sample: the first of every `period` is slow."""
+    return [fast if index % period else slow for index in range(samples)]
+
+
+def log_normal(median: float, sigma: float, samples: int) -> list[float]:
+    """Seconds of each sample, the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+    costs: list[float] = torch.empty(samples).normal_(0, sigma, generator=generator).exp_().tolist()
+    return [median * cost for cost in costs]
+
+
+def of_batches(costs: Sequence[float], batch_size: int) -> list[float]:
+    """Seconds of each batch, whose samples are loaded one after the other."""
+    return [sum(costs[first : first + batch_size]) for first in range(0, len(costs), batch_size)]
+
+
+def ideal(costs: Sequence[float], workers: int) -> float:
+    """Seconds that nobody can do without: all workers are busy all the time, and no batch is divided."""
+    return max(sum(costs) / workers, *costs)
+
+
+def list_schedule(costs: Sequence[float], workers: int, step: Step = NO_STEP) -> float:
+    """Seconds of a list schedule, which needs no knowledge of costs: whoever is free takes the next batch,
+    however far ahead that is, the consumer takes batches in order, and nothing else takes time."""
+    free = [0.0] * workers
+    now = 0.0
+    for number, cost in enumerate(costs, 1):
+        ready = free[0] + cost
+        heapq.heapreplace(free, ready)
+        now = max(now, ready)
+        if number % step.every == 0:
+            now += step.seconds
+    return now

@@ -1,0 +1,106 @@
+"""The command line: what a bare one means, what is named, and what is wrong with others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pandas", reason="the bench extra is not installed")
+
+from bench import run
+from bench.__main__ import NO_GPU, main
+from bench.arguments import AXES, DEVICE_SECONDS, SHORT, parse
+from bench.peers import PEERS
+from bench.peers.device import ARMS
+from bench.workloads import all_workloads
+from bench.workloads.ready_made import SHAPES
+
+
+def test_a_bare_command_is_a_short_run() -> None:
+    options = parse([])
+    assert options.axes == ("steady",)
+    assert options.workloads["steady"] == SHORT
+    assert options.workers["steady"] == (2,)
+    assert options.peers == tuple(name for name in PEERS if name != "fastq_loader_cached")
+    assert (options.json, options.device) == (None, None)
+
+
+def test_full_is_everything() -> None:
+    options = parse(["--full"])
+    assert options.axes == tuple(AXES)
+    assert options.workloads["steady"] == options.workloads["memory"] == tuple(all_workloads())
+    assert options.blocks > parse([]).blocks
+
+
+def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
+    line = "rows tokens --axis steady,turns --workers 0,4 --peers fastq_loader,torch --blocks 3 --seconds 0.1"
+    options = parse(line.split())
+    assert (options.peers, options.blocks, options.seconds) == (("fastq_loader", "torch"), 3, 0.1)
+    found = [(case.axis, case.name, case.workers) for case in run.cases(options, run.Files(tmp_path))]
+    steady = [("steady", name, workers) for name in ("rows", "tokens") for workers in (0, 4)]
+    assert found == [*steady, ("turns", "rows", 4), ("turns", "tokens", 4)]
+
+
+@pytest.mark.parametrize(
+    ("peers", "axes"),
+    [
+        ("torch", ["bytes"] * 7 + ["start"] * 6 + ["turns"] * 3 + ["schedule"] * 4),
+        ("fastq_loader", ["bytes"] * 7 + ["start"] * 6 + ["turns"] * 3 + ["schedule"] * 6 + ["kills"] * 2),
+        ("grain", ["bytes"] * 7),
+    ],
+)
+def test_only_peers_that_are_asked_for_contend(peers: str, axes: list[str], tmp_path: Path) -> None:
+    options = parse(["--axis", "bytes,start,turns,schedule,kills", "--peers", peers])
+    assert [case.axis for case in run.cases(options, run.Files(tmp_path))] == axes
+
+
+def test_a_device_has_workloads_and_peers_of_its_own() -> None:
+    options = parse(["--device", "cuda", "--workers", "0,6"])
+    assert options.axes == ()
+    assert (options.peers, options.workloads) == (tuple(ARMS), {"device": tuple(SHAPES)})
+    assert (options.seconds, options.workers["device"]) == (DEVICE_SECONDS, (0, 6))
+    some = parse(["fields_32", "--device", "cuda", "--peers", "torch,register"])
+    assert (some.workloads["device"], some.peers) == (("fields_32",), ("torch", "register"))
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("nosuch", "is not a workload"),
+        ("rows --device cuda", "is not a workload"),
+        ("--peers torch,nosuch", "is not a peer"),
+        ("--axis nosuch", "is not an axis"),
+        ("--device tpu", "invalid choice"),
+        ("--workers two", "whole numbers"),
+        ("--workers -1", "whole numbers"),
+        ("--blocks 0", "at least 1"),
+        ("--seconds 0", "above 0"),
+        ("--seconds nan", "above 0"),
+        ("--json /nosuch/x.json", "folder that exists"),
+        ("--plot /nosuch", "folder that exists"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_wrong(
+    line: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(line.split())
+    assert named in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so_and_exits_with_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    written = tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "bench", "--device", "cuda", "--json", str(written)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", f"{NO_GPU}\n")
+    assert not written.exists()
+
+
+def test_the_list_has_all_that_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
+    assert listed == {*all_workloads(), *PEERS, *AXES, *SHAPES, *ARMS}

@@ -1,0 +1,469 @@
+"""What is timed: rounds with lanes that break, batches, the ceiling; and a short run of each axis."""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils import collate
+
+pytest.importorskip("psutil", reason="the bench extra is not installed")
+
+from bench.arguments import parse
+from bench.output.rows import CaseRows, Results
+from bench.peers import PEERS, Entry, LoaderSettings, Unsupported
+from bench.peers.torch_loader import TorchInline
+from bench.run import Files, cases
+from bench.timing import alone, kills, rounds, schedule, schedule_cases, steady, turns
+from bench.timing.batches import compare, nbytes
+from bench.timing.ceiling import SMALLEST_BUFFER, WarmBuffers, first_batch, share
+from bench.timing.rounds import Case, Lane, Plan, measure, reason
+from bench.timing.schedule_cases import BOUND, CONTENDERS, Goal, ScheduleCase, bound
+from bench.workloads import Load, slow
+from bench.workloads.slow import Step, TracedSamples
+
+SETTINGS = LoaderSettings(1, "fork")
+
+
+def measured(case: Case) -> CaseRows:
+    return Results(measure(case)).cases()[0]
+
+
+# ---- rounds -------------------------------------------------------------------------------------
+
+
+class Told(Lane):
+    """A lane that tells a story, and breaks where it is told to."""
+
+    def __init__(self, name: str, story: list[str], breaks: str = "") -> None:
+        super().__init__(name, name)
+        self._story = story
+        self._breaks = breaks
+
+    def _tell(self, what: str) -> None:
+        self._story.append(f"{self.peer} {what}")
+        if what == self._breaks:
+            raise ValueError(what)
+
+    def start(self) -> None:
+        self._tell("start")
+
+    def block(self, part: str) -> list[rounds.Row]:
+        self._tell(f"block {part}".strip())
+        return [{"seconds": 1.0}]
+
+    def finish(self) -> rounds.Row:
+        self._tell("finish")
+        return {"p50": 1.0}
+
+    def close(self) -> None:
+        self._tell("close")
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "wait_until_quiet", lambda: None)
+
+
+def told(lanes: list[Lane], blocks: int = 2, **plan: Any) -> CaseRows:
+    return measured(Case("steady", "told", 1, "fork", blocks, lambda: Plan({}, lanes, **plan)))
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_lanes_take_turns_to_and_fro_part_by_part() -> None:
+    story: list[str] = []
+    found = told([Told("a", story), Told("b", story)], parts=("x", "y"))
+    ends = ["a finish", "a close", "b finish", "b close"]
+    forth, back = (["a", "b"], ["b", "a"])
+    blocks = [f"{name} block {part}" for order in (forth, back) for part in "xy" for name in order]
+    assert story == ["a start", "b start", *blocks, *ends]
+    assert [(row["part"], row["block"]) for row in found.peers["a"].rows] == [
+        ("x", 0),
+        ("y", 0),
+        ("x", 1),
+        ("y", 1),
+    ]
+    assert found.peers["a"].about["p50"] == 1.0
+
+
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize(
+    ("breaks", "failure", "notes", "blocks"),
+    [
+        ("start", "ValueError: start", [], 0),
+        ("block", "ValueError: block", [], 0),
+        ("finish", None, ["ValueError: finish"], 2),
+        ("close", None, ["closing: ValueError: close"], 2),
+    ],
+)
+def test_a_lane_that_breaks_has_a_reason_and_others_go_on(
+    breaks: str, failure: str | None, notes: list[str], blocks: int
+) -> None:
+    story: list[str] = []
+    found = told([Told("bad", story, breaks), Told("good", story)])
+    assert (found.peers["bad"].failure, found.peers["bad"].about["notes"]) == (failure, notes)
+    assert len(found.peers["bad"].rows) == blocks
+    assert (found.peers["good"].failure, len(found.peers["good"].rows)) == (None, 2)
+    assert story.count("bad close") == story.count("good close") == 1
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_when_the_time_is_over_what_is_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    story: list[str] = []
+    now = iter([0.0, 0.0, 2.0])
+    monkeypatch.setattr(rounds.time, "monotonic", lambda: next(now, 2.0))
+    found = told([Told("a", story)], until=1.0)
+    assert (len(found.peers["a"].rows), found.facts["left_out"]) == (1, ["round 2: a"])
+    late = told([Told("a", story)], until=1.0)
+    assert late.peers["a"].failure == "no time was left to start it"
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_an_interrupt_closes_every_lane() -> None:
+    class Interrupted(Told):
+        def block(self, part: str) -> list[rounds.Row]:
+            raise KeyboardInterrupt
+
+    story: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        told([Told("a", story), Interrupted("b", story)])
+    assert story[-2:] == ["a close", "b close"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("No module named 'grain'"), "not installed: No module named 'grain'"),
+        (Unsupported("no streams"), "no streams"),
+        (ValueError("one\ntwo"), "ValueError: one"),
+        (ValueError(), "ValueError: "),
+    ],
+)
+def test_reasons_are_one_line(error: Exception, said: str) -> None:
+    assert reason(error) == said
+
+
+# ---- batches and shares -------------------------------------------------------------------------
+
+
+def a_batch() -> dict[str, Any]:
+    return {"x": torch.arange(6).reshape(2, 3), "rest": [np.ones(2), "text", None]}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"x": torch.zeros(2, 3, dtype=torch.int64)}, r"\['x'\] has other values"),
+        ({"x": torch.arange(6)}, r"\['x'\] has shape \(6,\), not \(2, 3\)"),
+        ({"x": torch.arange(6.0).reshape(2, 3)}, r"dtype torch.float32, not torch.int64"),
+        ({"x": None}, "no array"),
+        ({"rest": [np.ones(2), "text"]}, r"other leaves: \['rest'\]\[2\]"),
+        ({"rest": [np.ones(2), "other", None]}, "other values"),
+        ({"more": 1}, r"other leaves: \['more'\]"),
+        ({}, None),
+    ],
+)
+def test_other_batches_are_told(change: dict[str, Any], said: str | None) -> None:
+    wrong, _ = compare(a_batch() | change, a_batch())
+    assert not wrong if said is None else re.search(said, *wrong)
+
+
+def test_what_is_no_other_batch() -> None:
+    batch = a_batch()
+    assert compare((batch["x"].numpy(),), [batch["x"]]) == (
+        [],
+        ["batch is tuple, not list", "batch[0] is ndarray, not Tensor"],
+    )
+    assert compare(batch | {"x": batch["x"] + 1}, batch, values=False) == ([], [])
+    assert nbytes(batch) == 6 * 8 + 2 * 8 + len("text")
+
+
+class Squares(Dataset[int]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        worker = get_worker_info()
+        return iter(range(12) if worker is None else range(worker.id, 12, worker.num_workers))
+
+
+def test_batches_are_dealt_out_as_torch_does() -> None:
+    load = Load(Squares(), batch_size=4)
+    assert [batch.tolist() for batch in share(load, 1, 3)] == [[16, 25, 36, 49], [256, 289, 324, 361]]
+    assert len(list(share(load, 0, 0))) == 6
+    stream = Load(Numbers(), batch_size=3)
+    assert [first_batch(stream, shards).tolist() for shards in (0, 2)] == [[0, 1, 2], [0, 2, 4]]
+    assert get_worker_info() is None
+
+
+def test_shuffled_loads_give_the_same_order_to_everybody() -> None:
+    load = Load(Squares(), batch_size=4, shuffle=True, batches=3)
+    order = list(load.index_batches())
+    assert order == list(load.index_batches())
+    assert len(order) == 3
+
+
+@pytest.mark.parametrize("length", [3, SMALLEST_BUFFER])
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_the_ceiling_makes_the_batches_that_torch_makes(
+    length: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = torch.arange(length, dtype=torch.float32)
+    samples = [{"x": sample if kind == "tensor" else sample.numpy(), "y": number} for number in range(4)]
+    expected = default_collate(samples)
+    buffers = WarmBuffers()
+    monkeypatch.setattr(collate, "default_collate_fn_map", dict(collate.default_collate_fn_map))
+    buffers.install()
+    kept = []  # so that malloc cannot hand out the same memory again
+    for _ in range(2):
+        buffers.begin_batch()
+        kept.append(default_collate(samples))
+        assert compare(kept[-1], expected) == ([], [])
+    if length == SMALLEST_BUFFER:
+        assert kept[0]["x"].data_ptr() == kept[1]["x"].data_ptr()
+
+
+# ---- the schedule's cases -----------------------------------------------------------------------
+
+
+def test_what_batches_cost_and_how_soon_they_could_be_there() -> None:
+    stalls = slow.every(8, 0.24, 0.03, 64)
+    assert stalls[:9] == [0.24, *[0.03] * 7, 0.24]
+    assert slow.ideal(stalls, 4) == pytest.approx(0.9)
+    assert slow.list_schedule(stalls, 4) == pytest.approx(0.99)
+    assert slow.ideal([1.0, 0.1, 0.1], 4) == 1.0, "no batch is divided"
+    assert slow.list_schedule([3, 1, 1, 1, 2], 2) == 5
+    assert slow.list_schedule([1, 1, 1, 1], 1, Step(10, 2)) == 2 + 10 + 10
+    assert slow.list_schedule([5, 1, 1, 1], 2, Step(1, 1)) == 5 + 4, "in order"
+    assert slow.of_batches([1, 2, 3, 4, 5], 2) == [3, 7, 5]
+    drawn = slow.log_normal(0.01, 1.0, 1000)
+    assert drawn == slow.log_normal(0.01, 1.0, 1000)
+    assert sorted(drawn)[500] == pytest.approx(0.01, rel=0.1)
+
+
+def test_a_sample_tells_who_made_it_and_when() -> None:
+    index, worker, start, end = TracedSamples([0.0, 0.002])[1].tolist()
+    assert (index, worker) == (1, -1)
+    assert end - start >= 0.002
+
+
+def test_cases_name_contenders_that_there_are() -> None:
+    for case in schedule_cases.schedule_cases():
+        assert set(case.contenders) <= set(CONTENDERS)
+        assert case.goal.of in case.contenders
+        assert case.goal.base in (*case.contenders, BOUND)
+        dataset: Any = case.build()
+        assert len(dataset) >= case.samples
+        assert (bound(case, dataset)[0] is not None) == isinstance(dataset, TracedSamples)
+        assert isinstance(dataset, TracedSamples) or case.goal.base != BOUND
+
+
+def _instant() -> TracedSamples:
+    return TracedSamples([0.0] * 24)
+
+
+SMALL = ScheduleCase(
+    "small", "", _instant, 12, 2, 2, ("torch", "torch_unordered", "dynamic"), Goal("dynamic", 1, BOUND)
+)
+
+
+def test_steps_are_a_bound_too() -> None:
+    case = replace(SMALL, batches=64, batch_size=1, workers=4)
+    dataset = TracedSamples([0.1] * 64)
+    assert bound(case, dataset) == (pytest.approx(1.6), "sum of costs / 4", pytest.approx(1.6))
+    # The first step waits for its batches, and the last one follows all of them.
+    for every, seconds, listed in ((8, 8 * 0.5, 0.2 + 8 * 0.5), (32, 1.6, 1.6 + 0.5)):
+        words = "max(steps, sum of costs / 4)"
+        found = bound(replace(case, step=Step(0.5, every)), dataset)
+        assert found == (pytest.approx(seconds), words, pytest.approx(listed))
+
+
+def test_a_timeline_is_by_batch_and_from_the_start_of_the_clock() -> None:
+    rows = [[[2, 1, 10.5, 10.6], [3, 1, 10.6, 10.75]], [[0, 0, 10.0, 10.1], [1, 0, 10.1, 11.0]]]
+    batches = [torch.tensor(row, dtype=torch.float64) for row in rows]
+    line = schedule.timeline_of(batches, [0.8, 1.0], began=10.0)
+    assert (line["batch"], line["worker"], line["delivered"]) == ([0, 1], [0, 1], [0.8, 1.0])
+    assert (line["start"][1], line["end"][1]) == (pytest.approx(0.5), pytest.approx(0.75))
+
+
+def test_kills_are_spread_over_the_epoch_and_the_same_in_every_run() -> None:
+    found = kills.moments(random.Random(0), 4, 2.0)
+    assert found == kills.moments(random.Random(0), 4, 2.0)
+    assert [int(moment / 0.5) for moment in found] == [0, 1, 2, 3]
+
+
+# ---- runs of a fraction of a second -------------------------------------------------------------
+
+
+def steady_case(peers: list[str], folder: Path, name: str = "rows", memory: float = 1e12) -> Case:
+    return steady.case("steady", name, peers, SETTINGS, 2, 0.03, Files(folder).prepare, memory)
+
+
+@pytest.mark.processes
+def test_the_steady_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "grain", None)  # as if it were not installed
+    found = measured(steady_case(["torch", "fastq_loader", "grain", "torch_0"], tmp_path))
+    assert "not installed" in str(found.peers["grain"].failure)
+    assert found.facts["batch_bytes"] == 64 * (8 * 4 + 8)
+    for name in ("ceiling", "torch", "fastq_loader", "torch_0"):
+        peer = found.peers[name]
+        assert (peer.failure, peer.about["notes"], len(peer.rows)) == (None, [], 2)
+        assert all(row["batches"] and row["seconds"] for row in peer.rows)
+        assert any(row["worker_cpu"] for row in peer.rows) == (name != "torch_0")
+        assert any(row["consumer_cpu"] for row in peer.rows) == (name != "ceiling")
+        assert ("p95" in peer.about) == (name != "ceiling")
+
+
+class Raising(TorchInline):
+    def epoch(self) -> Iterator[Any]:
+        yield from islice(super().epoch(), 100)
+        raise ValueError("in the middle")
+
+
+class Hanging(TorchInline):
+    def epoch(self) -> Iterator[Any]:
+        yield from islice(super().epoch(), 100)
+        time.sleep(60)
+
+
+class Wrong(TorchInline):
+    def epoch(self) -> Iterator[Any]:
+        return ([rows + 1, labels] for rows, labels in super().epoch())
+
+
+class Short(TorchInline):
+    def epoch(self) -> Iterator[Any]:
+        return islice(super().epoch(), 0)
+
+
+@pytest.mark.processes
+def test_a_failing_peer_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = ModuleType("bench.peers.bad")
+    monkeypatch.setitem(sys.modules, bad.__name__, bad)
+    for peer in (Raising, Hanging, Wrong, Short):
+        setattr(bad, peer.__name__, peer)
+        monkeypatch.setitem(PEERS, peer.__name__, Entry("bad", peer.__name__, peer.__name__))
+    monkeypatch.setattr(rounds, "HANGING_S", 1.0)
+    monkeypatch.setattr(rounds, "STARTING_S", 1.0)
+    found = measured(steady_case(["Raising", "Hanging", "Wrong", "Short", "torch_0"], tmp_path))
+    assert {name: peer.failure for name, peer in found.peers.items()} == {
+        "ceiling": None,
+        "Raising": "ValueError: in the middle",
+        "Hanging": "TimeoutError: took more than 1 s",
+        "Wrong": "RuntimeError: wrong batches: batch[0] has other values",
+        "Short": "RuntimeError: it gave no batch",
+        "torch_0": None,
+    }
+
+
+@pytest.mark.processes
+def test_large_batches_are_measured_with_the_peers_that_fit(tmp_path: Path) -> None:
+    found = measured(steady_case(["torch_0", "grain"], tmp_path, "bytes_4096", memory=2 * 16 * 4096))
+    assert list(found.peers) == ["ceiling", "torch_0"]
+    assert found.facts["notes"] == ["not measured, for want of memory for all at once: Grain"]
+
+
+@pytest.mark.processes
+def test_moments_between_epochs(tmp_path: Path) -> None:
+    names = ["torch", "fastq_loader"]
+    found = measured(turns.case("rows", names, SETTINGS, 1, Files(tmp_path).prepare))
+    moments = [turns.FIRST_BATCH, turns.FIRST_EPOCH, turns.TURN_PERSISTENT]
+    moments += [turns.TURN_NEW_WORKERS, turns.TURN_AFTER_STEP, turns.RESTART]
+    for name in names:
+        assert found.peers[name].failure is None
+        assert [row["part"] for row in found.peers[name].rows] == moments
+        assert all(0 < row["seconds"] < 30 for row in found.peers[name].rows)
+    stream = measured(turns.case("stream", names[:1], SETTINGS, 1, Files(tmp_path).prepare))
+    assert "length of their own" in str(stream.peers["torch"].failure)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("axis", ["start", "memory"])
+def test_a_peer_alone_in_a_fresh_process(axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alone, "SAMPLING_S", 0.1)
+    settings = LoaderSettings(1, "nosuch")
+    broken = measured(alone.case(axis, "rows", ["torch"], settings, 1, Files(tmp_path).prepare))
+    assert (
+        "nosuch" in str(broken.peers["torch"].failure) if axis == "start" else broken.peers["torch"].failure
+    )
+    found = measured(alone.case(axis, "rows", ["fastq_loader"], SETTINGS, 1, Files(tmp_path).prepare))
+    assert found.peers["fastq_loader"].failure is None
+    (row,) = found.peers["fastq_loader"].rows
+    if axis == "start":
+        assert (row["part"], 0 < row["seconds"] < 60) == (alone.FIRST_BATCH, True)
+    else:
+        assert row["pss"] > 10 << 20
+        assert row["consumer_descriptors"] > 3
+        assert row["worker_descriptors"] > 3
+
+
+@pytest.mark.processes
+def test_contenders_take_turns_over_the_same_batches() -> None:
+    case = replace(SMALL, step=Step(0.001, 4), picture=True)
+    found = measured(schedule.case(case, ["torch", "fastq_loader"], "fork", 2))
+    assert list(found.peers) == ["torch", "torch_unordered", "dynamic"]
+    for name, peer in found.peers.items():
+        assert (peer.failure, len(peer.rows)) == (None, 2)
+        for row in peer.rows:
+            assert row["seconds"] > max(row["waited"], 3 * 0.001)
+            assert ("window" in row) == (name == "dynamic")
+        line = peer.about["timeline"]
+        assert line["batch"] == list(range(12))
+        assert set(line["worker"]) <= {0, 1}
+        assert len(line["delivered"]) == 12
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ([*range(2, 24), 0, 1], "another order"),
+        ([0, 1, *range(22)], "came twice"),
+        (list(range(22)), "gave 11 of 12 batches"),
+    ],
+)
+def test_wrong_batches_are_no_figures(wrong: list[int], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule.Order, "__iter__", lambda order: iter(wrong))
+    case = replace(SMALL, contenders=("dynamic", "torch_unordered"))
+    found = measured(schedule.case(case, ["torch", "fastq_loader"], "fork", 1))
+    assert said in str(found.peers["dynamic"].failure)
+    unordered = found.peers["torch_unordered"].failure
+    assert unordered is None if said == "another order" else said in str(unordered)
+
+
+@pytest.mark.processes
+def test_workers_are_killed_and_replaced() -> None:
+    setting = kills.Setting(workers=2, kills=2, start_method="fork", batch_s=0.005, per_worker=40)
+    found = measured(kills.case(setting, 1))
+    assert found.peers["fastq_loader"].failure is None
+    undisturbed, killed, start = found.peers["fastq_loader"].rows
+    assert [row["part"] for row in (undisturbed, killed, start)] == list(kills.PARTS)
+    assert 1 <= killed["kills"] <= 2
+    assert undisturbed["seconds"] > start["seconds"]
+
+
+def test_every_axis_has_cases(tmp_path: Path) -> None:
+    assert list(cases(parse(["--full", "--peers", "torch_0"]), Files(tmp_path)))
+
+
+def test_a_case_names_its_rows() -> None:
+    plan: Callable[[], Plan] = lambda: Plan({}, [])  # noqa: E731
+    case = Case("steady", "rows", 2, "fork", 1, plan)
+    assert tuple(case.key.values()) == CaseRows(measure(case)[0]).key

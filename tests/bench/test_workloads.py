@@ -1,0 +1,177 @@
+"""Each workload of the bench: what its samples are, that they are the same every time, also when spawned.
+
+Sizes are made small, and nothing sleeps: what is tested is the data and not the speed.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+pytest.importorskip("PIL", reason="comes with the bench's extra")
+pytest.importorskip("sklearn", reason="comes with the bench's extra")
+
+from bench.workloads import Load, all_workloads, files, find_workload, jpeg, ready_made, slow, tables, text
+from tests.support.datasets import assert_same
+
+NAMES = [*all_workloads(), "bytes_1024"]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jpeg, "FILES", 4)
+    monkeypatch.setattr(ready_made, "IMAGES", 2)
+    monkeypatch.setattr(ready_made, "LARGEST_SET", 1 << 20)
+    monkeypatch.setattr(files, "TRAIN", 6)
+    monkeypatch.setattr(files, "VALIDATION", 3)
+    monkeypatch.setattr(tables, "ALL_ROWS", 3 * tables.BATCH + 1)
+    monkeypatch.setattr(slow, "time", SimpleNamespace(sleep=lambda seconds: None))
+
+
+def built(name: str, folder: Path) -> Load:
+    workload = find_workload(name)
+    workload.prepare(folder)
+    return workload.build(folder)
+
+
+def batches(load: Load) -> Iterator[Any]:
+    """As torch's loader gives them, on this thread."""
+    torch.manual_seed(0)
+    return iter(
+        DataLoader(
+            load.dataset,
+            batch_size=load.batch_size,
+            sampler=load.sampler(),
+            collate_fn=load.collate_fn,
+            drop_last=True,
+        )
+    )
+
+
+def test_names_are_unique_and_found() -> None:
+    for name, workload in all_workloads().items():
+        assert find_workload(name).name == workload.name == name
+        assert workload.description
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_are_the_same_again_and_from_a_spawned_worker(name: str, tmp_path: Path) -> None:
+    load = built(name, tmp_path)
+    first = list(islice(batches(load), 2))
+    assert len(first) == 2
+    assert_same(list(islice(batches(load), 2)), first)
+    assert_same(list(islice(batches(pickle.loads(pickle.dumps(load))), 2)), first)
+
+
+def test_photographs_are_bytes_or_normalised_floats(tmp_path: Path) -> None:
+    images, labels = next(batches(built("jpeg", tmp_path)))
+    assert images.shape == (32, 3, 224, 224)
+    assert images.dtype == torch.uint8
+    assert set(labels.tolist()) == {0, 1}
+    images, labels = next(batches(built("jpeg_augment", tmp_path)))
+    assert images.shape == (32, 3, 224, 224)
+    assert images.dtype == torch.float32
+    assert images[0].is_contiguous()
+    darkest, brightest = -jpeg.MEAN / jpeg.STD, (1 - jpeg.MEAN) / jpeg.STD
+    assert (images >= darkest - 1e-5).all()
+    assert (images <= brightest + 1e-5).all()
+    assert images.std() > 0.1
+
+
+def test_tensor_files_have_ids_labels_and_two_lists(tmp_path: Path) -> None:
+    workload = files.TensorFile()
+    workload.prepare(tmp_path)
+    train, validation = (workload.part(tmp_path, name) for name in ("train", "validation"))
+    assert (len(train), len(validation)) == (6, 3)
+    assert not {*train.list_ids} & {*validation.list_ids}
+    assert train.labels.keys() == {*train.list_ids, *validation.list_ids}
+    volume, label = validation[0]
+    assert volume.shape == (32, 32, 32)
+    assert label == train.labels[validation.list_ids[0]]
+    load = workload.build(tmp_path)
+    assert load.batches == files.BATCHES
+    assert {*load.dataset.list_ids} == {*train.list_ids}  # type: ignore[attr-defined]
+
+
+def test_fields_are_fifty_of_each_kind(tmp_path: Path) -> None:
+    batch = next(batches(built("fields", tmp_path)))
+    assert len(batch) == 50
+    shapes = [tuple(value.shape) for value in batch.values()]
+    assert (shapes.count((16,)), shapes.count((16, 8)), shapes.count((16, 16))) == (38, 6, 6)
+    dtypes = {value.dtype for value in batch.values()}
+    assert dtypes == {torch.float64, torch.float32, torch.int64, torch.bool}
+
+
+def test_objects_hold_no_tensor_and_what_torch_refuses_to_collate(tmp_path: Path) -> None:
+    load = built("objects", tmp_path)
+    batch = next(batches(load))
+    assert list(batch) == ["id", "caption", "boxes", "extras"]
+    assert "tensor" not in repr(batch)
+    assert len({len(boxes) for boxes in batch["boxes"]}) > 1
+    with pytest.raises((TypeError, RuntimeError)):
+        next(iter(DataLoader(load.dataset, 32)))
+    assert text.columns([{"a": 1}, {"a": None}]) == {"a": [1, None]}
+
+
+def test_vectorised_rows_are_those_of_a_slice_by_hand(tmp_path: Path) -> None:
+    load = built("vectorised", tmp_path)
+    assert isinstance(load.dataset, tables.VectorisedRows)
+    assert torch.equal(load.dataset.__getitems__([5, 3]), load.dataset.rows[[5, 3]])
+    (loop,) = tables.Vectorised().loops(load).values()
+    by_hand = list(loop())
+    assert len(by_hand) == 3
+    assert_same(by_hand, list(batches(load)))
+    assert not torch.equal(next(loop()), by_hand[0]), "the next epoch has another order"
+    (short,) = tables.Vectorised().loops(load.shortened(2)).values()
+    assert_same(list(short()), by_hand[:2])
+
+
+def test_ragged_batches_are_padded_to_their_longest(tmp_path: Path) -> None:
+    load = built("ragged", tmp_path)
+    for batch in islice(batches(load), 3):
+        assert batch["tokens"].shape == (32, batch["lengths"].max())
+        padding = torch.arange(batch["tokens"].shape[1]) >= batch["lengths"][:, None]
+        assert not batch["tokens"][padding].any()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 16])
+def test_a_worker_streams_every_so_manieth_record(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PASSES", 1)
+    dataset = built("stream", tmp_path).dataset
+    everything = list(dataset)  # type: ignore[call-overload]
+    assert len(everything) == files.RECORDS
+    for worker in range(workers):
+        info = SimpleNamespace(id=worker, num_workers=workers)
+        monkeypatch.setattr(files, "get_worker_info", lambda info=info: info)
+        share = list(dataset)  # type: ignore[call-overload]
+        assert_same(share, everything[worker::workers])
+
+
+def test_the_tail_is_as_heavy_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(slow, "time", SimpleNamespace(sleep=slept.append))
+    dataset = slow.SlowSamples()
+    for index in range(slow.SAMPLES):
+        dataset[index]
+    seconds = torch.tensor(slept)
+    assert 0.0004 < seconds.median() < 0.0006
+    assert 0.012 < seconds.quantile(0.99) < 0.022
+    assert seconds.max() <= slow.LONGEST_S
+    late = (seconds.reshape(-1, slow.BATCH) > 0.016).any(dim=1).float().mean()
+    assert 0.1 < late < 0.2
+
+
+@pytest.mark.parametrize("count", [1 << 10, 1 << 20])
+def test_a_sized_batch_has_that_many_bytes(count: int, tmp_path: Path) -> None:
+    batch = next(batches(built(f"bytes_{count}", tmp_path)))
+    assert batch.nbytes == count
