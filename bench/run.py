@@ -10,7 +10,7 @@ from bench.machine import machine_bytes
 from bench.peers import LoaderSettings
 from bench.peers.device import START_METHOD
 from bench.timing import alone, device, kills, schedule, steady, turns
-from bench.timing.device_clock import Device
+from bench.timing.device_clock import CudaDevice
 from bench.timing.rounds import Case
 from bench.timing.schedule_cases import CONTENDERS, schedule_cases
 from bench.workloads import Workload
@@ -80,7 +80,7 @@ def _kills(options: Options) -> Iterator[Case]:
 
 
 def device_cases(
-    options: Options, machine: Device, cores: int, start_method: str = START_METHOD
+    options: Options, machine: CudaDevice, cores: int, start_method: str = START_METHOD
 ) -> list[Case]:
     """All cases of a run onto a device. There are as many workers as the machine has cores, but for the
     consumer's and that of torch's pin thread."""

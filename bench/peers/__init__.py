@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from bench.workloads import Load
+from bench.workloads import Load, Loop
 
 # Grain's absl warns on import that jax is not installed. This silences the consumer; its workers import Grain
 # before anything of ours.
@@ -91,6 +91,21 @@ class Peer(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop the workers, also in the middle of an epoch. The caller drops its iterator first."""
+
+
+class ByHand(Peer):
+    """A workload's own loop: batches made without any loader."""
+
+    distributions = ()
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def epoch(self) -> Iterator[Any]:
+        return self._loop()
+
+    def close(self) -> None:
+        """Nothing runs that would have to be stopped."""
 
 
 def peer_class(name: str) -> type[Peer]:

@@ -6,32 +6,23 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from bench.peers import LoaderSettings, Peer, Unsupported
-from bench.peers.torch_loader import inline_arguments, loader_arguments, refuse_no_workers
+from bench.peers import LoaderSettings, Unsupported
+from bench.peers.torch_loader import TorchInline, TorchLoader
 from bench.workloads import Load
 from fastq_loader import DataLoader
 from fastq_loader.memory import nontemporal
 
 
-class FastqLoader(Peer):
+class FastqLoader(TorchLoader):
     distributions = ("fastq-loader", "pyzmq", "msgpack")
-
-    def __init__(self, load: Load, settings: LoaderSettings) -> None:
-        self.prefetched = settings.num_workers * settings.prefetch_factor
-        self.shards = settings.num_workers
-        self._loader: DataLoader[Any] = DataLoader(**loader_arguments(load, settings))
-
-    def epoch(self) -> Iterator[Any]:
-        return iter(self._loader)
+    loader_class = DataLoader
 
     def close(self) -> None:
         self._loader.close()
 
 
-class FastqInline(FastqLoader):
-    def __init__(self, load: Load, settings: LoaderSettings) -> None:
-        refuse_no_workers(settings)
-        self._loader = DataLoader(**inline_arguments(load))
+class FastqInline(TorchInline, FastqLoader):
+    """Without workers."""
 
 
 class FastqCached(FastqLoader):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from bench.peers import LoaderSettings
-from bench.peers.torch_loader import TorchLoader, loader_arguments
-from bench.workloads import Load
+from bench.peers.torch_loader import TorchLoader
 
 # torchdata 0.11 calls what torch 2.13 has deprecated.
 warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
@@ -17,6 +14,4 @@ warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
 
 class Stateful(TorchLoader):
     distributions = ("torchdata",)
-
-    def _make(self, load: Load, settings: LoaderSettings) -> Any:
-        return StatefulDataLoader(**loader_arguments(load, settings))
+    loader_class = StatefulDataLoader

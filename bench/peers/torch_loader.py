@@ -1,11 +1,13 @@
 """torch.utils.data.DataLoader: with worker processes the loader all others are compared to, and without.
 
-Without workers it is the plain loop that a loader for small batches has to beat.
+Without workers it is the plain loop that a loader for small batches has to beat. Drop-in replacements are
+subclasses that make another loader of the very same arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader
@@ -14,49 +16,29 @@ from bench.peers import LoaderSettings, Peer, Unsupported
 from bench.workloads import Load
 
 
-def inline_arguments(load: Load) -> dict[str, Any]:
-    """The arguments of torch's constructor without workers, which a drop-in replacement takes unchanged."""
-    return {
-        "dataset": load.dataset,
-        "batch_size": load.batch_size,
+def loader_arguments(load: Load, settings: LoaderSettings) -> dict[str, Any]:
+    """The arguments of torch's constructor, which a drop-in replacement takes unchanged."""
+    several = ("dataset", "batch_size", "collate_fn")
+    arguments = {name: getattr(load, name) for name in several} | {
         "sampler": load.sampler(),
-        "collate_fn": load.collate_fn,
         "drop_last": True,
     }
-
-
-def loader_arguments(load: Load, settings: LoaderSettings) -> dict[str, Any]:
-    """The same with workers, if the settings ask for any."""
-    arguments = inline_arguments(load)
-    if settings.num_workers == 0:
-        return arguments
-    return arguments | {
-        "num_workers": settings.num_workers,
-        "prefetch_factor": settings.prefetch_factor,
-        "persistent_workers": settings.persistent,
-        "multiprocessing_context": settings.start_method,
-    }
-
-
-def refuse_no_workers(settings: LoaderSettings) -> None:
-    """For a peer that is another one's counterpart without workers."""
-    if settings.num_workers == 0:
-        raise Unsupported("the run's own number of workers is 0 already")
+    if settings.num_workers:
+        arguments |= {"num_workers": settings.num_workers, "multiprocessing_context": settings.start_method}
+        arguments |= {"prefetch_factor": settings.prefetch_factor, "persistent_workers": settings.persistent}
+    return arguments
 
 
 class TorchLoader(Peer):
     distributions: ClassVar[tuple[str, ...]] = ("torch", "numpy")
+    loader_class: ClassVar[Any] = DataLoader
 
     def __init__(self, load: Load, settings: LoaderSettings) -> None:
         self.prefetched = settings.num_workers * settings.prefetch_factor
         self.shards = settings.num_workers
-        self._loader: DataLoader[Any] | None = self._make(load, settings)
-
-    def _make(self, load: Load, settings: LoaderSettings) -> DataLoader[Any]:
-        return DataLoader(**loader_arguments(load, settings))
+        self._loader: Any = self.loader_class(**loader_arguments(load, settings))
 
     def epoch(self) -> Iterator[Any]:
-        assert self._loader is not None, "epoch() after close()"
         return iter(self._loader)
 
     def close(self) -> None:
@@ -64,15 +46,10 @@ class TorchLoader(Peer):
         self._loader = None
 
 
-class TorchInline(Peer):
-    distributions = ("torch", "numpy")
+class TorchInline(TorchLoader):
+    """The same without workers; also for the loader of another class, if that comes after this one."""
 
     def __init__(self, load: Load, settings: LoaderSettings) -> None:
-        refuse_no_workers(settings)
-        self._loader: DataLoader[Any] = DataLoader(**inline_arguments(load))
-
-    def epoch(self) -> Iterator[Any]:
-        return iter(self._loader)
-
-    def close(self) -> None:
-        """Nothing runs that would have to be stopped."""
+        if settings.num_workers == 0:
+            raise Unsupported("the run's own number of workers is 0 already")
+        super().__init__(load, replace(settings, num_workers=0))

@@ -11,13 +11,13 @@ beside it stands the shared memory of the whole machine beyond what it was befor
 
 from __future__ import annotations
 
-import argparse
 import select
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.machine import use_one_thread
 from bench.peers import PEERS, LoaderSettings, Peer, peer_class
@@ -25,13 +25,13 @@ from bench.timing.batches import touch
 from bench.timing.processes import descendants, descriptors, machine_shared_memory, pss
 from bench.timing.rounds import Case, Lane, Plan, Row
 from bench.timing.steady import Prepare
-from bench.workloads import Step, Workload, find_workload
+from bench.workloads import Load, Step, Workload, find_workload
 
 FIRST_BATCH = "first batch, in a fresh process"
 LIMIT_S = 120.0  # many spawned workers import torch on few cores
 SAMPLING_S, INTERVAL_S = 1.2, 0.04  # a look takes milliseconds: looking more often would slow the loader
 STOPPING_S = 30.0
-_STEADY = "steady"
+STEADY = "steady\n"
 
 
 class AloneLane(Lane):
@@ -39,69 +39,43 @@ class AloneLane(Lane):
 
     seconds = LIMIT_S
 
-    def __init__(self, peer: str, workload: Workload, folder: Path, settings: LoaderSettings) -> None:
+    def __init__(self, axis: str, peer: str, name: str, folder: Path, settings: LoaderSettings) -> None:
         super().__init__(peer, PEERS[peer].label)
-        self._arguments = [workload.name, peer, str(folder), str(settings.num_workers), settings.start_method]
+        self._axis = axis
+        arguments = [axis, name, peer, str(folder), str(settings.num_workers), settings.start_method]
+        self._command = [sys.executable, "-m", "bench.timing.alone", *arguments]
 
-    def _popen(self, what: str) -> subprocess.Popen[str]:
-        # In a session of its own Ctrl-C does not reach it: it ends when its standard input is closed.
-        return subprocess.Popen(
-            [sys.executable, "-m", "bench.timing.alone", what, *self._arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-
-class StartLane(AloneLane):
     def block(self, part: str) -> list[Row]:
-        with self._popen("start") as process:
+        before = machine_shared_memory()
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        # In a session of its own Ctrl-C does not reach it: it ends when its standard input is closed.
+        with subprocess.Popen(self._command, text=True, start_new_session=True, **pipes) as process:
             try:
-                written, errors = process.communicate(timeout=LIMIT_S)
+                assert process.stdout is not None
+                spoke = select.select([process.stdout], [], [], LIMIT_S)[0]
+                said = process.stdout.readline() if spoke else ""
+                looks = _looks(process.pid, before) if said == STEADY else []
+                _, errors = process.communicate(timeout=STOPPING_S)
             except BaseException:
                 process.kill()
                 raise
-        if process.returncode:
+        if process.returncode or not said:
             raise RuntimeError((errors.strip().splitlines() or [f"ended with {process.returncode}"])[-1])
-        return [{"part": FIRST_BATCH, "seconds": float(written)}]
-
-
-class MemoryLane(AloneLane):
-    def block(self, part: str) -> list[Row]:
-        before = machine_shared_memory()
-        with self._popen("memory") as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            looks, died = [], True
-            try:
-                spoke = select.select([process.stdout], [], [], LIMIT_S)[0]
-                if spoke and process.stdout.readline().strip() == _STEADY:
-                    deadline = time.monotonic() + SAMPLING_S
-                    while time.monotonic() < deadline:
-                        looks.append(_look(process.pid, before))
-                        time.sleep(INTERVAL_S)
-                    died = process.poll() is not None
-            finally:
-                process.stdin.close()
-                try:
-                    process.wait(STOPPING_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-        if died:
-            raise RuntimeError(f"its process ended with {process.returncode} after {len(looks)} looks")
+        if said != STEADY:
+            return [{"part": FIRST_BATCH, "seconds": float(said)}]
         return [{name: max(look[name] for look in looks) for name in looks[0]}]
 
 
-def _look(consumer: int, shared_before: int) -> dict[str, int]:
-    workers = descendants(consumer)
-    return {
-        "pss": pss([consumer, *workers]),
-        "shared_memory": machine_shared_memory() - shared_before,
-        "consumer_descriptors": descriptors(consumer),
-        "worker_descriptors": sum(map(descriptors, workers)),
-    }
+def _looks(consumer: int, shared_before: int) -> list[dict[str, int]]:
+    found = []
+    deadline = time.monotonic() + SAMPLING_S
+    while time.monotonic() < deadline:
+        workers = descendants(consumer)
+        look = {"pss": pss([consumer, *workers]), "shared_memory": machine_shared_memory() - shared_before}
+        look |= {"consumer_descriptors": descriptors(consumer)}
+        found.append(look | {"worker_descriptors": sum(map(descriptors, workers))})
+        time.sleep(INTERVAL_S)
+    return found
 
 
 def case(
@@ -109,11 +83,10 @@ def case(
 ) -> Case:
     """The start ("start") or the memory ("memory") of one workload's loaders."""
     workload = find_workload(name)
-    kind = StartLane if axis == "start" else MemoryLane
 
     def plan() -> Plan:
         folder = prepare(workload)
-        lanes = [kind(peer, workload, folder, settings) for peer in peers]
+        lanes = [AloneLane(axis, peer, name, folder, settings) for peer in peers]
         return Plan({"description": workload.description}, lanes)
 
     return Case(axis, name, settings.num_workers, settings.start_method, blocks, plan)
@@ -122,8 +95,7 @@ def case(
 # ---- the fresh process --------------------------------------------------------------------------
 
 
-def _start(make: type[Peer], workload: Workload, folder: Path, settings: LoaderSettings) -> None:
-    load = workload.build(folder)
+def _start(make: type[Peer], load: Load, settings: LoaderSettings) -> None:
     started = time.perf_counter()
     peer = make(load, settings)
     batches = peer.epoch()
@@ -133,9 +105,9 @@ def _start(make: type[Peer], workload: Workload, folder: Path, settings: LoaderS
     peer.close()
 
 
-def _iterate(make: type[Peer], workload: Workload, folder: Path, settings: LoaderSettings) -> None:
+def _iterate(make: type[Peer], load: Load, settings: LoaderSettings, workload: Workload) -> None:
     """Until standard input is closed, which also happens when the parent dies."""
-    peer = make(workload.build(folder), settings)
+    peer = make(load, settings)
     try:
         _consume(peer, workload.new_step())
     finally:
@@ -151,24 +123,20 @@ def _consume(peer: Peer, step: Step) -> None:
             step(batch)
             seen += 1
             if seen == settled:
-                print(_STEADY, flush=True)
+                print(STEADY, end="", flush=True)
             if select.select([sys.stdin], [], [], 0)[0]:
                 return
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.timing.alone")
-    parser.add_argument("what", choices=("start", "memory"))
-    parser.add_argument("workload", type=find_workload)
-    parser.add_argument("peer")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("workers", type=int)
-    parser.add_argument("start_method")
-    given = parser.parse_args()
+    axis, name, peer, folder, workers, start_method = sys.argv[1:]
     use_one_thread()
-    run = _start if given.what == "start" else _iterate
-    settings = LoaderSettings(given.workers, given.start_method)
-    run(peer_class(given.peer), given.workload, given.folder, settings)
+    workload, settings = find_workload(name), LoaderSettings(int(workers), start_method)
+    load, make = workload.build(Path(folder)), peer_class(peer)
+    if axis == "start":
+        _start(make, load, settings)
+    else:
+        _iterate(make, load, settings, workload)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import multiprocessing
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import cycle, islice
 from multiprocessing.connection import Connection
 from time import perf_counter
@@ -48,34 +49,24 @@ class WarmBuffers:
 
     def install(self) -> None:
         """Replace torch's functions in this process."""
-        table = torch_collate.default_collate_fn_map
-        table[torch.Tensor] = self.stack_tensors
-        table[np.ndarray] = self.stack_arrays
+        for kind in (torch.Tensor, np.ndarray):
+            usual = torch_collate.default_collate_fn_map[kind]
+            torch_collate.default_collate_fn_map[kind] = partial(self._stack, usual)
 
-    def stack_tensors(self, samples: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    def _stack(self, usual: Any, samples: Any, *, collate_fn_map: Any = None) -> Any:
         first = samples[0]
-        shape = (len(samples), *first.shape)
-        if first.nbytes * len(samples) < SMALLEST_BUFFER or type(first) is not torch.Tensor:
-            return torch.stack(samples, 0)
-        return torch.stack(samples, 0, out=self._buffer(shape, first.dtype))
-
-    def stack_arrays(self, samples: Any, *, collate_fn_map: Any = None) -> Any:
-        first = samples[0]
-        if first.dtype.kind not in "biufc":
-            others: Any = torch_collate.collate_numpy_array_fn(samples, collate_fn_map=collate_fn_map)
-            return others
-        if first.nbytes * len(samples) < SMALLEST_BUFFER:
-            return torch.from_numpy(np.stack(samples))
-        buffer = self._buffer((len(samples), *first.shape), torch.from_numpy(np.empty(0, first.dtype)).dtype)
-        np.stack(samples, out=buffer.numpy())
-        return buffer
-
-    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        plain = type(first) is torch.Tensor or (isinstance(first, np.ndarray) and first.dtype.kind in "biufc")
+        if not plain or first.nbytes * len(samples) < SMALLEST_BUFFER:
+            return usual(samples, collate_fn_map=collate_fn_map)
+        like, shape = torch.as_tensor(first), (len(samples), *first.shape)
         kept = self._buffers.get(self._leaf)
-        if kept is None or kept.shape != shape or kept.dtype != dtype:
-            kept = self._buffers[self._leaf] = torch.zeros(shape, dtype=dtype)
+        if kept is None or kept.shape != shape or kept.dtype != like.dtype:
+            kept = self._buffers[self._leaf] = torch.zeros(shape, dtype=like.dtype)
         self._leaf += 1
-        return kept
+        if isinstance(first, np.ndarray):
+            np.stack(samples, out=kept.numpy())
+            return kept
+        return torch.stack(samples, 0, out=kept)
 
 
 class Ceiling:

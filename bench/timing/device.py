@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from bench.peers.device import ARMS, BOUNCE, OURS, RESIDENT, START_METHOD, Arm, host_only, make
 from bench.timing.batches import compare
-from bench.timing.device_clock import PAUSE_S, Device, Pace, timed_block
+from bench.timing.device_clock import PAUSE_S, CudaDevice, Pace, timed_block
 from bench.timing.rounds import Case, Lane, Plan, Row, time_limit
 from bench.workloads.ready_made import SHAPES, ReadyMade, Shape
 
@@ -47,7 +47,7 @@ class LinkLane(Lane):
 
     parts = (COPY,)
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: CudaDevice) -> None:
         super().__init__(LINK, "peak of a pinned copy")
         self._device = device
 
@@ -58,7 +58,7 @@ class LinkLane(Lane):
 class ArmLane(Lane):
     """One arm with one shape of batches; `unit` is a step of length 1 in seconds, `until` as of a plan."""
 
-    def __init__(self, name: str, shape: Shape, device: Device, unit: float, until: float) -> None:
+    def __init__(self, name: str, shape: Shape, device: CudaDevice, unit: float, until: float) -> None:
         super().__init__(name, ARMS[name])
         self.parts = LENGTHS if name == RESIDENT else PARTS
         self.workers, self.start_method = 1, START_METHOD
@@ -126,7 +126,7 @@ def step_unit(copy_seconds: float, supply: float) -> float:
 def cases(
     names: Sequence[str],
     arms: Sequence[str],
-    device: Device,
+    device: CudaDevice,
     workers: int,
     blocks: int,
     seconds: float,
@@ -159,7 +159,7 @@ def cases(
     return [Case(AXIS, name, workers, start_method, blocks, partial(plan, name)) for name in names]
 
 
-def _supply(shape: Shape, device: Device, workers: int, start_method: str, seconds: float) -> float:
+def _supply(shape: Shape, device: CudaDevice, workers: int, start_method: str, seconds: float) -> float:
     """Batches per second that the workers make and a consumer takes, on the host."""
     arm = host_only(shape, workers, start_method)
     try:

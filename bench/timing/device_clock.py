@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,37 +29,6 @@ _CALIBRATION_CYCLES = 20_000_000  # some 10 ms
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 Mark = Any
-
-
-class Device(Protocol):
-    """What the bench asks of a device; `torch` is its name in torch."""
-
-    torch: torch.device
-
-    def mark(self) -> Mark:
-        """An event on the current stream, which knows when it took place."""
-
-    def wait(self, mark: Mark) -> None:
-        """Return when it has taken place; the thread sleeps until then."""
-
-    def between(self, first: Mark, second: Mark) -> float:
-        """Seconds on the device between two events that have taken place."""
-
-    def step(self, seconds: float) -> None:
-        """Keep the current stream busy for so long."""
-
-    def copy_seconds(self, memory: str, nbytes: int, pieces: int) -> float:
-        """Seconds on the device for the copy of so many bytes in so many pieces, from memory that is
-        page-locked as in an arm's name."""
-
-    def reserved(self) -> int:
-        """Bytes of the device's memory that are reserved, in use or not."""
-
-    def release(self) -> None:
-        """Give back what is reserved and not in use."""
-
-    def describe(self) -> dict[str, str]:
-        """The device's name, its driver and its runtime."""
 
 
 class CudaDevice:
@@ -82,21 +51,26 @@ class CudaDevice:
         self._cycles_per_second = statistics.median_high(rates[1:])
 
     def mark(self) -> Mark:
+        """An event on the current stream, which knows when it took place."""
         # Waiting for an event that is not "blocking" spins, and would be counted as the consumer's CPU time.
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.torch))
         return event
 
     def wait(self, mark: Mark) -> None:
+        """Return when it has taken place; the thread sleeps until then."""
         mark.synchronize()
 
     def between(self, first: Mark, second: Mark) -> float:
+        """Seconds on the device between two events that have taken place."""
         return float(first.elapsed_time(second)) / 1e3
 
     def step(self, seconds: float) -> None:
+        """Keep the current stream busy for so long."""
         torch.cuda._sleep(int(seconds * self._cycles_per_second))  # type: ignore[no-untyped-call]
 
     def copy_seconds(self, memory: str, nbytes: int, pieces: int) -> float:
+        """Seconds on the device for a copy in so many pieces, from memory that is pinned as the arm's."""
         there = torch.empty(nbytes, dtype=torch.uint8, device=self.torch).chunk(pieces)
         with _host_memory(memory, nbytes) as host:
             pairs = list(zip(there, host.chunk(pieces), strict=True))
@@ -110,12 +84,15 @@ class CudaDevice:
             return self.between(start, end) / COPIES
 
     def reserved(self) -> int:
+        """Bytes of the device's memory that are reserved, in use or not."""
         return torch.cuda.memory_reserved(self.torch)
 
     def release(self) -> None:
+        """Give back what is reserved and not in use."""
         torch.cuda.empty_cache()
 
     def describe(self) -> dict[str, str]:
+        """The device's name, its driver and its runtime."""
         return {
             "device": torch.cuda.get_device_name(self.torch),
             "driver": driver_version(_DRIVER.read_text()) if _DRIVER.exists() else "unknown",
@@ -156,7 +133,7 @@ class Pace(NamedTuple):
     pause: float = 0.0
 
 
-def timed_block(arm: Arm, device: Device, pace: Pace, seconds: float) -> Row:
+def timed_block(arm: Arm, device: CudaDevice, pace: Pace, seconds: float) -> Row:
     """Batches for about that long, after those that had become ready in the meantime.
 
     `steps` are seconds in which the device was within steps, `gaps` those between the end of a step and the
@@ -176,7 +153,7 @@ def timed_block(arm: Arm, device: Device, pace: Pace, seconds: float) -> Row:
 
 
 def _loop(
-    arm: Arm, device: Device, pace: Pace, seconds: float, most: float = float("inf")
+    arm: Arm, device: CudaDevice, pace: Pace, seconds: float, most: float = float("inf")
 ) -> tuple[list[float], list[tuple[Mark, Mark]]]:
     """Take batches, at least three, until time or number is up and the device is done with them; the host's
     seconds within `next()`, and each step between its events."""

@@ -13,12 +13,9 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-from bench.timing.processes import wait_until_quiet
 from bench.timing.rounds import Case, Lane, Plan, Row
 from bench.workloads.slow import INDEX, TracedSamples
 from fastq_loader import DataLoader, Processes
@@ -27,13 +24,10 @@ from fastq_loader.errors import WorkerReplaced
 RESTARTS = 1000  # more than will be needed
 KILLS = {1: 8, 4: 20}
 """Number of workers → kills in an epoch. One worker: nobody else goes on while it is started again."""
-
-UNDISTURBED, KILLED, START = "undisturbed", "killed", "start"
-PARTS = (UNDISTURBED, KILLED, START)
+PARTS = UNDISTURBED, KILLED, START = ("undisturbed", "killed", "start")
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """Epochs of `workers * per_worker` batches that cost `batch_s` seconds each."""
 
     workers: int
@@ -41,10 +35,6 @@ class Setting:
     start_method: str
     batch_s: float = 0.03
     per_worker: int = 100  # 3 s
-
-    @property
-    def batches(self) -> int:
-        return self.workers * self.per_worker
 
 
 class KillsLane(Lane):
@@ -60,36 +50,47 @@ class KillsLane(Lane):
         self._undisturbed = 0.0
 
     def start(self) -> None:
-        self._loader = self._make(self._setting.workers, [self._setting.batch_s] * self._setting.batches)
+        setting = self._setting
+        self._loader = self._make(setting.workers, [setting.batch_s] * setting.workers * setting.per_worker)
         _epoch(self._loader)  # starts the workers
 
     def block(self, part: str) -> list[Row]:
+        assert self._loader is not None
+        if part == START:  # to the first batch of a fresh loader whose worker has nothing to wait for
+            with self._make(1, [0.0]) as loader:
+                return [{"seconds": _epoch(loader)}]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", WorkerReplaced)
-            return [self._timed(part)]
-
-    def _timed(self, part: str) -> Row:
-        assert self._loader is not None
-        if part == UNDISTURBED:
+            if part == KILLED:
+                return [self._killed(self._loader)]
             self._undisturbed = _epoch(self._loader)
-            return {"seconds": self._undisturbed}
-        if part == START:
-            return {"seconds": self._start()}
-        before = self._loader.statistics().worker_restarts
+            return [{"seconds": self._undisturbed}]
+
+    def _killed(self, loader: DataLoader[Any]) -> Row:
+        before, over = loader.statistics().worker_restarts, threading.Event()
         times = moments(self._chance, self._setting.kills, self._undisturbed)
-        with _killing(self._loader, times, self._chance):
-            seconds = _epoch(self._loader)
-        return {"seconds": seconds, "kills": self._loader.statistics().worker_restarts - before}
+        began = time.monotonic()
+
+        def kill() -> None:
+            for moment in times:
+                if over.wait(max(0, began + moment - time.monotonic())):
+                    return
+                worker = self._chance.choice(loader.statistics().workers)
+                with suppress(ProcessLookupError):  # it is dead already, and the next one is not there yet
+                    os.kill(worker.pid, signal.SIGKILL)
+
+        thread = threading.Thread(target=kill, name="kills")
+        thread.start()
+        try:
+            seconds = _epoch(loader)
+        finally:
+            over.set()
+            thread.join()
+        return {"seconds": seconds, "kills": loader.statistics().worker_restarts - before}
 
     def close(self) -> None:
         if self._loader is not None:
             self._loader.close()
-
-    def _start(self) -> float:
-        """Seconds to the first batch of a fresh loader whose worker has nothing to wait for."""
-        wait_until_quiet()
-        with self._make(1, [0.0]) as loader:
-            return _epoch(loader)
 
     def _make(self, workers: int, costs: list[float]) -> DataLoader[Any]:
         return DataLoader(
@@ -103,16 +104,11 @@ class KillsLane(Lane):
 
 
 def case(setting: Setting, blocks: int) -> Case:
-    facts: Row = {
-        "description": f"one sample a batch that sleeps {setting.batch_s:g} s, SIGKILL at random moments",
-        "batches": setting.batches,
-        "batch_seconds": setting.batch_s,
-    }
-
-    def plan() -> Plan:
-        return Plan(facts, [KillsLane(setting)], PARTS)
-
-    return Case("kills", "kills", setting.workers, setting.start_method, blocks, plan)
+    description = f"one sample a batch that sleeps {setting.batch_s:g} s, SIGKILL at random moments"
+    facts: Row = {"description": description, "batches": setting.workers * setting.per_worker}
+    facts["batch_seconds"] = setting.batch_s
+    workers, method = setting.workers, setting.start_method
+    return Case("kills", "kills", workers, method, blocks, lambda: Plan(facts, [KillsLane(setting)], PARTS))
 
 
 def moments(chance: random.Random, kills: int, seconds: float) -> list[float]:
@@ -126,34 +122,11 @@ def _epoch(loader: DataLoader[Any]) -> float:
     Raises:
         RuntimeError: batches were lost, came twice or out of order.
     """
-    began = time.monotonic()
-    indices, came = [], began
+    began = came = time.monotonic()
+    indices = []
     for batch in loader:
         came = time.monotonic()
         indices.append(int(batch[0, INDEX]))
     if indices != list(range(len(loader))):
         raise RuntimeError("batches were lost, came twice or out of order")
     return came - began
-
-
-@contextmanager
-def _killing(loader: DataLoader[Any], times: Sequence[float], chance: random.Random) -> Iterator[None]:
-    """While this lasts, kill a worker at each of these times, in seconds from now."""
-    over = threading.Event()
-    began = time.monotonic()
-
-    def run() -> None:
-        for moment in times:
-            if over.wait(max(0, began + moment - time.monotonic())):
-                return
-            worker = chance.choice(loader.statistics().workers)
-            with suppress(ProcessLookupError):  # it is dead already, and the next one is not there yet
-                os.kill(worker.pid, signal.SIGKILL)
-
-    thread = threading.Thread(target=run, name="kills")
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from bench.workloads import find_workload, slow
+from bench.workloads import Load, find_workload, slow
 from bench.workloads.slow import NO_STEP, Step, TracedSamples
 from fastq_loader import Dynamic
 
 BOUND = "bound"
 """What a goal is in multiples of, if it is no contender."""
 _OURS = "fastq_loader"
+OURS = ("round_robin", "dynamic")
 
 
 class Contender(NamedTuple):
@@ -91,91 +93,67 @@ UNIFORM_S, UNIFORM_ITEMS = 0.01, 256
 SMALL_BATCHES = 6000  # a second or two of messages
 
 
+def _stalls() -> TracedSamples:
+    return TracedSamples(slow.every(PERIOD, SLOW_S, FAST_S, ITEMS))
+
+
+def _tail() -> TracedSamples:
+    return TracedSamples(slow.log_normal(MEDIAN_S, SIGMA, STEP_BATCHES * TAIL_BATCH))
+
+
+def _uniform() -> TracedSamples:
+    return TracedSamples([UNIFORM_S] * UNIFORM_ITEMS)
+
+
 def schedule_cases() -> list[ScheduleCase]:
     """All of them, in the order of the report."""
-    everybody = ("torch", "torch_unordered", "dynamic_32", "dynamic")
-    ours = ("round_robin", "dynamic")
+    both, all_four = ("torch", "torch_unordered"), ("torch", "torch_unordered", "dynamic_32", "dynamic")
     stalls = f"{ITEMS} batches of one sample that sleeps {FAST_S} s, every {PERIOD}th {SLOW_S} s"
-    tail = f"{TAIL_BATCH} samples that sleep: log-normal, median {1e3 * MEDIAN_S:g} ms, sigma {SIGMA:g}"
+    sleeps = f"samples that sleep: log-normal, median {1e3 * MEDIAN_S:g} ms, sigma {SIGMA:g}"
+    tail = f"{TAIL_BATCHES} batches of {TAIL_BATCH} {sleeps}"
     steps = f"{STEP_BATCHES} such batches, {1e3 * STEP.seconds:g} ms of pure Python after every {STEP.every}"
     uniform = f"{UNIFORM_ITEMS} batches of one sample that sleeps {UNIFORM_S} s"
-
-    def stalling() -> TracedSamples:
-        return TracedSamples(slow.every(PERIOD, SLOW_S, FAST_S, ITEMS))
-
-    def heavy() -> TracedSamples:
-        return TracedSamples(slow.log_normal(MEDIAN_S, SIGMA, TAIL_BATCHES * TAIL_BATCH))
-
-    def stepping() -> TracedSamples:
-        return TracedSamples(slow.log_normal(MEDIAN_S, SIGMA, STEP_BATCHES * TAIL_BATCH))
-
-    def even() -> TracedSamples:
-        return TracedSamples([UNIFORM_S] * UNIFORM_ITEMS)
-
+    unordered, even = Goal("dynamic_32", 1.15, "torch_unordered"), Goal("dynamic", 1.0, "round_robin")
     cases = [
         ScheduleCase(
-            "stalls",
-            stalls,
-            stalling,
-            ITEMS,
-            1,
-            4,
-            ("torch", "torch_unordered", *ours),
-            Goal("dynamic", 1.2, BOUND),
-            picture=True,
+            "stalls", stalls, _stalls, ITEMS, 1, 4, (*both, *OURS), Goal("dynamic", 1.2, BOUND), picture=True
         ),
         ScheduleCase(
-            "tail",
-            f"{TAIL_BATCHES} batches of {tail}",
-            heavy,
-            TAIL_BATCHES,
-            TAIL_BATCH,
-            4,
-            (*everybody, "dynamic_unordered"),
-            Goal("dynamic_32", 1.15, "torch_unordered"),
+            "tail", tail, _tail, TAIL_BATCHES, TAIL_BATCH, 4, (*all_four, "dynamic_unordered"), unordered
         ),
         ScheduleCase(
             "steps",
             steps,
-            stepping,
+            _tail,
             STEP_BATCHES,
             TAIL_BATCH,
             4,
-            everybody,
+            all_four,
             Goal("dynamic_32", 1.1, BOUND),
             STEP,
             most_rounds=STEP_ROUNDS,
         ),
-        ScheduleCase(
-            "uniform",
-            uniform,
-            even,
-            UNIFORM_ITEMS,
-            1,
-            4,
-            ("torch", *ours),
-            Goal("dynamic", 1.0, "round_robin"),
-        ),
+        ScheduleCase("uniform", uniform, _uniform, UNIFORM_ITEMS, 1, 4, ("torch", *OURS), even),
     ]
-    return [*cases, _small("rows"), _small("tokens")]
+    for name in ("rows", "tokens"):  # made in no time: what the messages cost
+        workload = find_workload(name)
+        load = workload.build(Path())
+        about = f"{SMALL_BATCHES} batches: {workload.description}"
+        cases.append(
+            ScheduleCase(name, about, partial(_dataset, load), SMALL_BATCHES, load.batch_size, 2, OURS, even)
+        )
+    return cases
 
 
-def _small(name: str) -> ScheduleCase:
-    """Batches of a workload that are made in no time: what the messages cost."""
-    workload = find_workload(name)
-    load = workload.build(Path())
-    description = f"{SMALL_BATCHES} batches: {workload.description}"
-    goal, ours = Goal("dynamic", 1.0, "round_robin"), ("round_robin", "dynamic")
-    return ScheduleCase(
-        name, description, lambda: load.dataset, SMALL_BATCHES, load.batch_size, 2, ours, goal
-    )
+def _dataset(load: Load) -> Dataset[Any]:
+    return load.dataset
 
 
 def bound(case: ScheduleCase, dataset: Dataset[Any]) -> tuple[float | None, str, float | None]:
     """Seconds that nobody can do without, what they are, and those of a list schedule; None: not known."""
     if not isinstance(dataset, TracedSamples):
         return None, "", None
-    batches = slow.of_batches(dataset.costs, case.batch_size)
+    batches = slow.of_batches(dataset.costs[: case.samples], case.batch_size)
     ideal = slow.ideal(batches, case.workers)
     loading = f"sum of costs / {case.workers}"
     listed = slow.list_schedule(batches, case.workers, case.step)

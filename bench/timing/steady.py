@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.peers import PEERS, LoaderSettings, Peer, peer_class
-from bench.peers.by_hand import ByHand
+from bench.peers import PEERS, ByHand, LoaderSettings, Peer, peer_class
 from bench.timing.batches import compare, nbytes
 from bench.timing.ceiling import Ceiling, first_batch
 from bench.timing.processes import USAGE, Owners, named, usage

@@ -7,7 +7,6 @@ batch size and an order, and each peer turns these into its own arguments.
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,41 +98,38 @@ def whole_batches(items: Iterable[Any], batch_size: int) -> Iterator[list[Any]]:
     return (list(piece) for piece in zip(*pieces, strict=False))
 
 
-class Workload(ABC):
+class Endless(Dataset[Any]):
+    """A dataset whose epoch is longer than any run; its samples come again and again."""
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+
+@dataclass(frozen=True)
+class Workload:
     """One kind of data to load.
 
     Datasets and collate functions are classes and functions at the top level of their module, so that
     spawned workers can import them.
+
+    Attributes:
+        build: makes the dataset; it may read what `prepare` wrote into the folder.
+        prepare: writes the files that the dataset reads into a folder: once a run, before any `build`.
+        transport_bound: making a batch costs little beside getting it to the consumer.
+        random: samples depend on random generators, so that two loaders' batches have equal shapes only.
+        new_step: makes a function to call with every batch; each peer trains a model of its own.
+        loops: ways to make these batches by hand, without any loader: name → a function that begins an epoch.
+            They are measured beside the loaders, and have to give the same batches.
     """
 
     name: str
     description: str
+    build: Callable[[Path], Load]
+    prepare: Callable[[Path], None] = lambda folder: None
     transport_bound: bool = False
-    """Making a batch costs little beside getting it to the consumer."""
     random: bool = False
-    """Samples depend on random generators, so that two loaders' batches have equal shapes only."""
-
-    def prepare(self, folder: Path) -> None:  # noqa: B027 - most workloads need no files
-        """Write the files that the dataset reads into `folder`: once a run, before any `build`."""
-
-    @abstractmethod
-    def build(self, folder: Path) -> Load:
-        """Make the dataset; it may read what `prepare` wrote into `folder`."""
-
-    def new_step(self) -> Step:
-        """A function to call with every batch. One for each peer, so that each trains a model of its own."""
-        return _no_step
-
-    def loops(self, load: Load) -> Mapping[str, Loop]:
-        """Ways to make these batches by hand, without any loader: name → a function that begins an epoch.
-
-        They are measured as peers beside the loaders, and have to give the same batches.
-        """
-        return {}
-
-
-def _no_step(batch: Any) -> None:
-    """Take the batch and do nothing: the loader alone is timed."""
+    new_step: Callable[[], Step] = lambda: lambda batch: None
+    loops: Callable[[Load], Mapping[str, Loop]] = lambda load: {}
 
 
 def all_workloads() -> dict[str, Workload]:
@@ -141,11 +137,9 @@ def all_workloads() -> dict[str, Workload]:
     # Imported here because the modules themselves import the protocol above.
     from bench.workloads import files, jpeg, ready_made, slow, tables, text
 
-    workloads: tuple[Workload, ...] = (
-        *(jpeg.Jpeg(), jpeg.JpegAugment(), files.TensorFile(), tables.CsvTable()),
-        *(ready_made.LARGE_U8, ready_made.LARGE_F32, tables.Rows(), text.Tokens(), tables.Fields()),
-        *(text.Objects(), tables.Vectorised(), text.Ragged(), files.Stream(), slow.HeavyTail()),
-    )
+    workloads = [jpeg.BYTES, jpeg.FLOATS, files.TENSORS, tables.CSV, *ready_made.LARGE_BATCHES, tables.ROWS]
+    workloads += [text.TOKENS, tables.FIELDS, text.OBJECTS, tables.VECTORISED, text.RAGGED, files.STREAM]
+    workloads.append(slow.HEAVY_TAIL)
     return {workload.name: workload for workload in workloads}
 
 
@@ -155,7 +149,7 @@ def find_workload(name: str) -> Workload:
     Raises:
         KeyError: there is none.
     """
-    from bench.workloads.ready_made import Sized
+    from bench.workloads.ready_made import sized
 
-    sized = _SIZED.fullmatch(name)
-    return Sized(int(sized[1])) if sized else all_workloads()[name]
+    found = _SIZED.fullmatch(name)
+    return sized(int(found[1])) if found else all_workloads()[name]

@@ -25,7 +25,6 @@ BATCHES = 512  # in an epoch, which are 64 passes: eight would be over before th
 SHARDS = 48  # divided by 1, 2, 3, 4, 6, 8, 12 and 16 workers
 RECORDS = 1776  # of 1,797: 37 in each shard
 PASSES = 256  # over the records: an epoch is 7,104 batches
-BATCH = 64
 
 
 class TensorFiles(Dataset[tuple[Tensor, int]]):
@@ -45,31 +44,30 @@ class TensorFiles(Dataset[tuple[Tensor, int]]):
         return volume, self.labels[sample_id]
 
 
-class TensorFile(Workload):
-    name = "tensor_files"
-    description = "64 shuffled float32 volumes of 32x32x32, each from a file of its own by torch.load"
+def write_tensors(folder: Path) -> None:
+    files = folder / "tensor_files"
+    files.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    ids = [f"id-{number:04d}" for number in range(TRAIN + VALIDATION)]
+    for sample_id in ids:
+        torch.save(torch.rand(32, 32, 32, generator=generator), files / f"{sample_id}.pt")
+    partition = {"train": ids[:TRAIN], "validation": ids[TRAIN:]}
+    labels = {sample_id: number % 6 for number, sample_id in enumerate(ids)}
+    (files / "lists.json").write_text(json.dumps({"partition": partition, "labels": labels}))
 
-    def prepare(self, folder: Path) -> None:
-        files = folder / self.name
-        files.mkdir()
-        generator = torch.Generator().manual_seed(0)
-        ids = [f"id-{number:04d}" for number in range(TRAIN + VALIDATION)]
-        for sample_id in ids:
-            torch.save(torch.rand(32, 32, 32, generator=generator), files / f"{sample_id}.pt")
-        partition = {"train": ids[:TRAIN], "validation": ids[TRAIN:]}
-        labels = {sample_id: number % 6 for number, sample_id in enumerate(ids)}
-        (files / "partition.json").write_text(json.dumps(partition))
-        (files / "labels.json").write_text(json.dumps(labels))
 
-    def build(self, folder: Path) -> Load:
-        return Load(self.part(folder, "train"), batch_size=BATCH, shuffle=True, batches=BATCHES)
+def part(folder: Path, name: str) -> TensorFiles:
+    """Make the dataset of one list of the partition, "train" or "validation"."""
+    lists = json.loads((folder / "tensor_files" / "lists.json").read_text())
+    return TensorFiles(folder / "tensor_files", lists["partition"][name], lists["labels"])
 
-    def part(self, folder: Path, name: str) -> TensorFiles:
-        """Make the dataset of one list of the partition, "train" or "validation"."""
-        files = folder / self.name
-        partition = json.loads((files / "partition.json").read_text())
-        labels = json.loads((files / "labels.json").read_text())
-        return TensorFiles(files, partition[name], labels)
+
+TENSORS = Workload(
+    "tensor_files",
+    "64 shuffled float32 volumes of 32x32x32, each from a file of its own by torch.load",
+    lambda folder: Load(part(folder, "train"), batch_size=64, shuffle=True, batches=BATCHES),
+    write_tensors,
+)
 
 
 class DigitStream(IterableDataset[tuple[Tensor, int]]):
@@ -89,23 +87,23 @@ class DigitStream(IterableDataset[tuple[Tensor, int]]):
                     yield torch.tensor(record["pixels"]).div_(16), record["digit"]
 
 
-class Stream(Workload):
-    name = "stream"
-    description = "64 records of an iterable dataset: JSON lines (digits, 64 pixels), shards by worker"
+def write_shards(folder: Path) -> None:
+    """scikit-learn's handwritten digits as JSON lines, in shards by turns."""
+    # Imported late: only the process that writes the files pays for scikit-learn.
+    from sklearn.datasets import load_digits
 
-    def prepare(self, folder: Path) -> None:
-        # Imported late: only the process that writes the files pays for scikit-learn.
-        from sklearn.datasets import load_digits
+    digits = load_digits()
+    records = zip(digits.data[:RECORDS].tolist(), digits.target[:RECORDS].tolist(), strict=True)
+    lines = [json.dumps({"pixels": pixels, "digit": digit}) for pixels, digit in records]
+    (folder / "stream").mkdir()
+    for shard in range(SHARDS):
+        text = "".join(f"{line}\n" for line in lines[shard::SHARDS])
+        (folder / "stream" / f"{shard:02d}.jsonl").write_text(text)
 
-        digits = load_digits()
-        lines = [
-            json.dumps({"pixels": pixels.tolist(), "digit": int(digit)})
-            for pixels, digit in zip(digits.data[:RECORDS], digits.target[:RECORDS], strict=True)
-        ]
-        (folder / self.name).mkdir()
-        for shard in range(SHARDS):
-            path = folder / self.name / f"{shard:02d}.jsonl"
-            path.write_text("".join(f"{line}\n" for line in lines[shard::SHARDS]))
 
-    def build(self, folder: Path) -> Load:
-        return Load(DigitStream(folder / self.name), batch_size=BATCH)
+STREAM = Workload(
+    "stream",
+    "64 records of an iterable dataset: JSON lines (digits, 64 pixels), shards by worker",
+    lambda folder: Load(DigitStream(folder / "stream"), batch_size=64),
+    write_shards,
+)

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from bench.workloads import ENDLESS, Load, Workload
+from bench.workloads import Endless, Load, Workload
 
 CROP = 224  # the input size of the ImageNet models
 FILES = 384
@@ -33,15 +32,12 @@ AREA = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
 
 
-class JpegFolder(Dataset[tuple[Tensor, int]]):
+class JpegFolder(Endless):
     """`dataset[i]` decodes file `i % len(files)` to (uint8[3, 224, 224], which photograph it came from)."""
 
     def __init__(self, folder: Path) -> None:
         self.paths = sorted(str(path) for path in folder.glob("*.jpg"))
         self.labels = [int(Path(path).stem.split("_")[1]) for path in self.paths]
-
-    def __len__(self) -> int:
-        return ENDLESS
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         which = index % len(self.paths)
@@ -87,13 +83,13 @@ def _uniform(low: float, high: float) -> float:
 
 
 def write_photographs(folder: Path) -> None:
-    """Write the JPEG files, named `<number>_<photograph>.jpg`, into a folder that is made."""
+    """Write the JPEG files, named `<number>_<photograph>.jpg`; both workloads read them."""
     # Imported late: only the process that writes the files pays for scikit-learn.
     from sklearn.datasets import load_sample_images
 
     photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
     random = np.random.default_rng(0)
-    folder.mkdir()
+    (folder / "jpeg").mkdir(exist_ok=True)
     for number in range(FILES):
         label = number % len(photographs)
         photograph = photographs[label]
@@ -101,28 +97,20 @@ def write_photographs(folder: Path) -> None:
         left = int(random.integers(photograph.width - width, endpoint=True))
         top = int(random.integers(photograph.height - height, endpoint=True))
         crop = photograph.crop((left, top, left + width, top + height))
-        crop.save(folder / f"{number:04d}_{label}.jpg", quality=QUALITY)
+        crop.save(folder / "jpeg" / f"{number:04d}_{label}.jpg", quality=QUALITY)
 
 
-class Jpeg(Workload):
-    name = "jpeg"
-    description = "32 JPEG photographs decoded with pillow, random 224x224 crop and flip, uint8"
-    random = True
-
-    def prepare(self, folder: Path) -> None:
-        write_photographs(folder / self.name)
-
-    def build(self, folder: Path) -> Load:
-        return Load(JpegFolder(folder / self.name), batch_size=BATCH)
-
-
-class JpegAugment(Workload):
-    name = "jpeg_augment"
-    description = "32 JPEG photographs, random crop scaled to 224x224, flip, float32, normalised"
-    random = True
-
-    def prepare(self, folder: Path) -> None:
-        write_photographs(folder / self.name)
-
-    def build(self, folder: Path) -> Load:
-        return Load(AugmentedJpegs(folder / self.name), batch_size=BATCH)
+BYTES = Workload(
+    "jpeg",
+    "32 JPEG photographs decoded with pillow, random 224x224 crop and flip, uint8",
+    lambda folder: Load(JpegFolder(folder / "jpeg"), batch_size=BATCH),
+    write_photographs,
+    random=True,
+)
+FLOATS = Workload(
+    "jpeg_augment",
+    "32 JPEG photographs, random crop scaled to 224x224, flip, float32, normalised",
+    lambda folder: Load(AugmentedJpegs(folder / "jpeg"), batch_size=BATCH),
+    write_photographs,
+    random=True,
+)

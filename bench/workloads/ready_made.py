@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from bench.workloads import ENDLESS, Load, Workload
+from bench.workloads import Endless, Load, Workload
 
 IMAGES = 256  # as float32 154 MB: past any cache, so that samples come from memory as in training
 SIZED_BATCH = 16  # samples; few, so that asking for them costs little beside their bytes
@@ -25,60 +24,52 @@ LARGE = "large"
 """The shape that speed and CPU time are judged by; `next()` is by those with several fields."""
 
 
-class Images(Dataset[Tensor]):
+class Images(Endless):
     """`dataset[i]` is image `i % len(images)`, a view: no copy and no arithmetic."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         pixels = torch.randint(256, (IMAGES, 3, 224, 224), dtype=torch.uint8)
         self.images = pixels if dtype == torch.uint8 else pixels.to(dtype).div_(255)
 
-    def __len__(self) -> int:
-        return ENDLESS
-
     def __getitem__(self, index: int) -> Tensor:
         return self.images[index % IMAGES]
 
 
-class Large(Workload):
-    transport_bound = True
+LARGE_BATCHES = (
+    Workload(
+        "large_u8",
+        "64 ready-made 3x224x224 images, uint8",
+        lambda folder: Load(Images(torch.uint8), batch_size=64),
+        transport_bound=True,
+    ),
+    Workload(
+        "large_f32",
+        "64 ready-made 3x224x224 images, float32",
+        lambda folder: Load(Images(torch.float32), batch_size=64),
+        transport_bound=True,
+    ),
+)
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name = name
-        self.description = f"64 ready-made 3x224x224 images, {str(dtype).removeprefix('torch.')}"
-        self.dtype = dtype
 
-    def build(self, folder: Path) -> Load:
-        return Load(Images(self.dtype), batch_size=64)
-
-
-LARGE_U8 = Large("large_u8", torch.uint8)
-LARGE_F32 = Large("large_f32", torch.float32)
-
-
-class SizedSamples(Dataset[Tensor]):
+class SizedSamples(Endless):
     """`dataset[i]` is uint8[length], a view on a ready-made sample: no copy and no arithmetic."""
 
     def __init__(self, length: int) -> None:
         samples = min(MOST_SAMPLES, LARGEST_SET // length)
         self.samples = torch.randint(256, (samples, length), dtype=torch.uint8)
 
-    def __len__(self) -> int:
-        return ENDLESS
-
     def __getitem__(self, index: int) -> Tensor:
         return self.samples[index % len(self.samples)]
 
 
-class Sized(Workload):
-    transport_bound = True
-
-    def __init__(self, batch_bytes: int) -> None:
-        self.name = f"bytes_{batch_bytes}"
-        self.description = f"{SIZED_BATCH} ready-made samples, {batch_bytes:,} bytes together"
-        self.length = batch_bytes // SIZED_BATCH
-
-    def build(self, folder: Path) -> Load:
-        return Load(SizedSamples(self.length), batch_size=SIZED_BATCH)
+def sized(batch_bytes: int) -> Workload:
+    """The workload of the bytes axis: batches of that many bytes."""
+    return Workload(
+        f"bytes_{batch_bytes}",
+        f"{SIZED_BATCH} ready-made samples, {batch_bytes:,} bytes together",
+        lambda folder: Load(SizedSamples(batch_bytes // SIZED_BATCH), batch_size=SIZED_BATCH),
+        transport_bound=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -10,30 +10,35 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from bench.workloads import ENDLESS, Load, Workload
+from bench.workloads import Endless, Load, Workload
 
 SAMPLES = 4096
 MEDIAN_S, SIGMA = 0.0005, 1.5  # one sample in a hundred takes 16 ms, every seventh batch has such a one
 LONGEST_S = 0.1  # a stall that a single draw could stretch over a whole block would be noise
 BATCH = 16
+INDEX, WORKER, START, END = range(4)
+"""Columns of a traced sample."""
 
 
-class SlowSamples(Dataset[tuple[Tensor, int]]):
+def log_normal(median: float, sigma: float, samples: int) -> list[float]:
+    """Seconds of each sample, the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+    costs: list[float] = torch.empty(samples).normal_(0, sigma, generator=generator).exp_().tolist()
+    return [median * cost for cost in costs]
+
+
+class SlowSamples(Endless):
     """`dataset[i]` is (float32[256], int) after sleeping as long as sample `i` always does."""
 
     def __init__(self) -> None:
         self.seconds = [min(cost, LONGEST_S) for cost in log_normal(MEDIAN_S, SIGMA, SAMPLES)]
         self.rows = torch.rand(SAMPLES, 256, generator=torch.Generator().manual_seed(1))
-
-    def __len__(self) -> int:
-        return ENDLESS
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         which = index % SAMPLES
@@ -41,31 +46,11 @@ class SlowSamples(Dataset[tuple[Tensor, int]]):
         return self.rows[which], which
 
 
-class HeavyTail(Workload):
-    name = "heavy_tail"
-    description = "16 samples that sleep: log-normal, median 0.5 ms, one in a hundred over 16 ms"
-
-    def build(self, folder: Path) -> Load:
-        return Load(SlowSamples(), batch_size=BATCH)
-
-
-INDEX, WORKER, START, END = range(4)
-"""Columns of a sample."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """What the consumer does with the GIL held: `seconds` of pure Python after every `every` batches."""
-
-    seconds: float
-    every: int
-
-    def total(self, batches: int) -> float:
-        """Seconds of an epoch of so many batches."""
-        return batches // self.every * self.seconds
-
-
-NO_STEP = Step(0.0, 1)
+HEAVY_TAIL = Workload(
+    "heavy_tail",
+    "16 samples that sleep: log-normal, median 0.5 ms, one in a hundred over 16 ms",
+    lambda folder: Load(SlowSamples(), batch_size=BATCH),
+)
 
 
 class TracedSamples(Dataset[Tensor]):
@@ -87,16 +72,23 @@ class TracedSamples(Dataset[Tensor]):
         return torch.tensor(numbers, dtype=torch.float64)
 
 
+class Step(NamedTuple):
+    """What the consumer does with the GIL held: `seconds` of pure Python after every `every` batches."""
+
+    seconds: float
+    every: int
+
+    def total(self, batches: int) -> float:
+        """Seconds of an epoch of so many batches."""
+        return batches // self.every * self.seconds
+
+
+NO_STEP = Step(0.0, 1)
+
+
 def every(period: int, slow: float, fast: float, samples: int) -> list[float]:
     """Seconds of each sample: the first of every `period` is slow."""
     return [fast if index % period else slow for index in range(samples)]
-
-
-def log_normal(median: float, sigma: float, samples: int) -> list[float]:
-    """Seconds of each sample, the same in every run."""
-    generator = torch.Generator().manual_seed(0)
-    costs: list[float] = torch.empty(samples).normal_(0, sigma, generator=generator).exp_().tolist()
-    return [median * cost for cost in costs]
 
 
 def of_batches(costs: Sequence[float], batch_size: int) -> list[float]:
@@ -117,7 +109,5 @@ def list_schedule(costs: Sequence[float], workers: int, step: Step = NO_STEP) ->
     for number, cost in enumerate(costs, 1):
         ready = free[0] + cost
         heapq.heapreplace(free, ready)
-        now = max(now, ready)
-        if number % step.every == 0:
-            now += step.seconds
+        now = max(now, ready) + (step.seconds if number % step.every == 0 else 0.0)
     return now

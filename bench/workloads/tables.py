@@ -1,14 +1,13 @@
 """Rows of tables: what a loader spends on every batch, every sample and every field of it.
 
-`csv`: a small table in a real training loop, whose step is part of what is timed: here a loader shows what
-it is worth to a training loop. `rows`: 2.6 KB a batch. `fields`: a batch is 50 tensors of a few hundred
-bytes, as recommenders read them; whoever sends them one by one pays 50 times. `vectorised`: `__getitems__`
-indexes the tensor once and returns the batch; beside it stands the loop that needs no loader at all.
+`csv`: a small table in a real training loop, whose step is part of what is timed: here a loader shows what it
+is worth to a training loop. `rows`: 2.6 KB a batch. `fields`: 50 tensors of a few hundred bytes a batch, as
+recommenders read them; whoever sends them one by one pays 50 times. `vectorised`: `__getitems__` indexes the
+tensor once and returns the batch; beside it stands the loop that needs no loader at all.
 """
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, RandomSampler
 
-from bench.workloads import ENDLESS, Load, Loop, Step, Workload
+from bench.workloads import Endless, Load, Loop, Workload
 
 CSV_BATCHES = 3536  # in an epoch, which are 512 passes over 442 patients: six would be over at once
-ROWS, FIELD_ROWS, ALL_ROWS = 4096, 1024, 1_000_000
-FLOATS, FLAGS, CATEGORIES = 20, 4, 14  # Python's float, bool and int
+LABELLED_ROWS, FIELD_ROWS, ALL_ROWS = 4096, 1024, 1_000_000
 HISTORY_NAMES = [f"history_{number}" for number in range(6)]  # int64[8]
 EMBEDDING_NAMES = [f"embedding_{number}" for number in range(6)]  # float32[16]
 VOCABULARY = 100_000
@@ -31,35 +29,11 @@ BATCH = 4096  # of the vectorised rows
 T = TypeVar("T")
 
 
-class CsvTable(Workload):
-    name = "csv"
-    description = "64 shuffled rows of a CSV table (diabetes, 10 features), a small network trained on them"
-
-    def prepare(self, folder: Path) -> None:
-        # Imported late: only the process that writes the file pays for scikit-learn.
-        from sklearn.datasets import load_diabetes
-
-        table = load_diabetes(scaled=False)
-        with (folder / "diabetes.csv").open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow([*table.feature_names, "target"])
-            writer.writerows([*row, target] for row, target in zip(table.data, table.target, strict=True))
-
-    def build(self, folder: Path) -> Load:
-        return Load(CsvRows(folder / "diabetes.csv"), batch_size=64, shuffle=True, batches=CSV_BATCHES)
-
-    def new_step(self) -> Step:
-        return TrainingStep()
-
-
 class CsvRows(Dataset[tuple[Tensor, Tensor]]):
     """`dataset[i]` is (float32[10], float32[]), both standardised over the table; read whole at the start."""
 
     def __init__(self, path: Path) -> None:
-        with path.open(newline="") as file:
-            reader = csv.reader(file)
-            next(reader)  # the header
-            table = torch.tensor([[float(field) for field in row] for row in reader])
+        table = torch.from_numpy(np.loadtxt(path, dtype=np.float32, delimiter=",", skiprows=1))
         table = (table - table.mean(dim=0)) / table.std(dim=0)
         self.features, self.targets = table[:, :-1].contiguous(), table[:, -1].contiguous()
 
@@ -68,6 +42,14 @@ class CsvRows(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.features[index], self.targets[index]
+
+
+def write_csv(folder: Path) -> None:
+    """scikit-learn's diabetes data."""
+    # Imported late: only the process that writes the file pays for scikit-learn.
+    from sklearn.datasets import load_diabetes
+
+    load_diabetes(as_frame=True, scaled=False).frame.to_csv(folder / "diabetes.csv", index=False)
 
 
 class TrainingStep:
@@ -85,31 +67,36 @@ class TrainingStep:
         self.optimizer.step()
 
 
-class LabelledRows(Dataset[tuple[Tensor, int]]):
+CSV = Workload(
+    "csv",
+    "64 shuffled rows of a CSV table (diabetes, 10 features), a small network trained on them",
+    lambda folder: Load(CsvRows(folder / "diabetes.csv"), batch_size=64, shuffle=True, batches=CSV_BATCHES),
+    write_csv,
+    new_step=TrainingStep,
+)
+
+
+class LabelledRows(Endless):
     """`dataset[i]` is (float32[8], int): a row of one tensor, indexed sample by sample, and its label."""
 
     def __init__(self) -> None:
-        self.rows = torch.rand(ROWS, 8)
-        self.labels = [row % 10 for row in range(ROWS)]
-
-    def __len__(self) -> int:
-        return ENDLESS
+        self.rows = torch.rand(LABELLED_ROWS, 8)
+        self.labels = [row % 10 for row in range(LABELLED_ROWS)]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        which = index % ROWS
+        which = index % LABELLED_ROWS
         return self.rows[which], self.labels[which]
 
 
-class Rows(Workload):
-    name = "rows"
-    description = "64 rows of 8 floats and an integer label"
-    transport_bound = True
+ROWS = Workload(
+    "rows",
+    "64 rows of 8 floats and an integer label",
+    lambda folder: Load(LabelledRows(), batch_size=64),
+    transport_bound=True,
+)
 
-    def build(self, folder: Path) -> Load:
-        return Load(LabelledRows(), batch_size=64)
 
-
-class FieldRows(Dataset[dict[str, Any]]):
+class FieldRows(Endless):
     """`dataset[i]` is a dict of 50 fields: 38 Python numbers, 6 int64[8], 6 float32[16]."""
 
     def __init__(self) -> None:
@@ -118,9 +105,6 @@ class FieldRows(Dataset[dict[str, Any]]):
         # One tensor for each kind, as columns of a table are: 12,288 of them could not be sent to a worker.
         self.histories = torch.randint(VOCABULARY, (FIELD_ROWS, 6, 8), generator=generator)
         self.embeddings = torch.randn(FIELD_ROWS, 6, 16, generator=generator)
-
-    def __len__(self) -> int:
-        return ENDLESS
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         which = index % FIELD_ROWS
@@ -131,23 +115,21 @@ class FieldRows(Dataset[dict[str, Any]]):
 
 
 def _numbers(generator: torch.Generator) -> dict[str, float]:
+    """Python's float, bool and int."""
     columns = {
-        "price": torch.rand(FLOATS, generator=generator),
-        "flag": torch.rand(FLAGS, generator=generator) < 0.5,
-        "category": torch.randint(VOCABULARY, (CATEGORIES,), generator=generator),
+        "price": torch.rand(20, generator=generator),
+        "flag": torch.rand(4, generator=generator) < 0.5,
+        "category": torch.randint(VOCABULARY, (14,), generator=generator),
     }
-    return {
-        f"{kind}_{n}": value for kind, column in columns.items() for n, value in enumerate(column.tolist())
-    }
+    return {f"{kind}_{n}": value for kind, of in columns.items() for n, value in enumerate(of.tolist())}
 
 
-class Fields(Workload):
-    name = "fields"
-    description = "16 dicts of 50 small fields: floats, ints, bools and short tensors"
-    transport_bound = True
-
-    def build(self, folder: Path) -> Load:
-        return Load(FieldRows(), batch_size=16)
+FIELDS = Workload(
+    "fields",
+    "16 dicts of 50 small fields: floats, ints, bools and short tensors",
+    lambda folder: Load(FieldRows(), batch_size=16),
+    transport_bound=True,
+)
 
 
 class VectorisedRows(Dataset[Tensor]):
@@ -172,24 +154,25 @@ def as_it_is(batch: T) -> T:
     return batch
 
 
-class Vectorised(Workload):
-    name = "vectorised"
-    description = "4096 shuffled rows of 1,000,000 x 16 float32, fetched by one vectorised call"
-    transport_bound = True
+def slicing(load: Load) -> Mapping[str, Loop]:
+    dataset, sampler = load.dataset, load.sampler()
+    assert isinstance(dataset, VectorisedRows)
+    assert isinstance(sampler, RandomSampler)
 
-    def build(self, folder: Path) -> Load:
-        return Load(VectorisedRows(), batch_size=BATCH, shuffle=True, collate_fn=as_it_is)
+    def by_hand() -> Iterator[Tensor]:
+        # The sampler's own draw and order, so that the batches are the same.
+        order = torch.randperm(ALL_ROWS, generator=sampler.generator)
+        whole = sampler.num_samples // BATCH * BATCH
+        for indices in torch.split(order[:whole], BATCH):
+            yield dataset.rows[indices]
 
-    def loops(self, load: Load) -> Mapping[str, Loop]:
-        dataset, sampler = load.dataset, load.sampler()
-        assert isinstance(dataset, VectorisedRows)
-        assert isinstance(sampler, RandomSampler)
+    return {"slicing by hand": by_hand}
 
-        def by_hand() -> Iterator[Tensor]:
-            # The sampler's own draw and order, so that the batches are the same.
-            order = torch.randperm(ALL_ROWS, generator=sampler.generator)
-            whole = sampler.num_samples // BATCH * BATCH
-            for indices in torch.split(order[:whole], BATCH):
-                yield dataset.rows[indices]
 
-        return {"slicing by hand": by_hand}
+VECTORISED = Workload(
+    "vectorised",
+    "4096 shuffled rows of 1,000,000 x 16 float32, fetched by one vectorised call",
+    lambda folder: Load(VectorisedRows(), batch_size=BATCH, shuffle=True, collate_fn=as_it_is),
+    transport_bound=True,
+    loops=slicing,
+)

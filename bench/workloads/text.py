@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
 
-from bench.workloads import ENDLESS, Load, Workload
+from bench.workloads import Endless, Load, Workload
 
 SEQUENCES, DOCUMENTS, ANNOTATIONS = 256, 4096, 1024
 LENGTH = 4096
@@ -29,34 +26,30 @@ MOST_BOXES = 12
 WORDS = (
     "a the two small large red blue old man woman dog horse bus tree street table on under near with".split()  # noqa: SIM905
 )
-OBJECTS = ("person", "dog", "horse", "bus", "tree", "table")
+CATEGORIES = ("person", "dog", "horse", "bus", "tree", "table")
 
 
-class Sequences(Dataset[dict[str, npt.NDArray[np.int64]]]):
+class Sequences(Endless):
     """`dataset[i]` is {"tokens": int64[4096], "labels": int64[4096]}, the labels one token ahead."""
 
     def __init__(self) -> None:
         text = np.random.default_rng(0).integers(VOCABULARY, size=(SEQUENCES, LENGTH + 1), dtype=np.int64)
         self.tokens, self.labels = text[:, :-1].copy(), text[:, 1:].copy()
 
-    def __len__(self) -> int:
-        return ENDLESS
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         which = index % SEQUENCES
         return {"tokens": self.tokens[which], "labels": self.labels[which]}
 
 
-class Tokens(Workload):
-    name = "tokens"
-    description = "8 dicts of 4096 tokens and 4096 labels, int64 numpy arrays"
-    transport_bound = True
+TOKENS = Workload(
+    "tokens",
+    "8 dicts of 4096 tokens and 4096 labels, int64 numpy arrays",
+    lambda folder: Load(Sequences(), batch_size=8),
+    transport_bound=True,
+)
 
-    def build(self, folder: Path) -> Load:
-        return Load(Sequences(), batch_size=8)
 
-
-class Documents(Dataset[tuple[Tensor, int]]):
+class Documents(Endless):
     """`dataset[i]` is (int64[8 to 1024], int): the tokens of a document and its class."""
 
     def __init__(self) -> None:
@@ -66,9 +59,6 @@ class Documents(Dataset[tuple[Tensor, int]]):
         # One tensor and where its documents end: pickling 4096 views of it would write all of it 4096 times.
         self.text = torch.randint(VOCABULARY, (ends[-1],), generator=generator)
         self.bounds = list(pairwise([0, *ends]))
-
-    def __len__(self) -> int:
-        return ENDLESS
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         which = index % DOCUMENTS
@@ -86,15 +76,14 @@ def pad(samples: list[tuple[Tensor, int]]) -> dict[str, Any]:
     }
 
 
-class Ragged(Workload):
-    name = "ragged"
-    description = "32 token sequences of 8 to 1024, padded to the longest by a collate of the user's"
+RAGGED = Workload(
+    "ragged",
+    "32 token sequences of 8 to 1024, padded to the longest by a collate of the user's",
+    lambda folder: Load(Documents(), batch_size=32, collate_fn=pad),
+)
 
-    def build(self, folder: Path) -> Load:
-        return Load(Documents(), batch_size=32, collate_fn=pad)
 
-
-class Annotations(Dataset[dict[str, Any]]):
+class Annotations(Endless):
     """`dataset[i]` is the annotation of one image, as COCO's are: id, caption, boxes, and a dict of extras.
 
     "boxes" is a list of 0 to 12 dicts with four floats, a name and an optional score; fields that nobody
@@ -104,9 +93,6 @@ class Annotations(Dataset[dict[str, Any]]):
     def __init__(self) -> None:
         source = random.Random(0)
         self.annotations = [_annotation(source, number) for number in range(ANNOTATIONS)]
-
-    def __len__(self) -> int:
-        return ENDLESS
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.annotations[index % ANNOTATIONS]
@@ -128,7 +114,7 @@ def _annotation(source: random.Random, number: int) -> dict[str, Any]:
 def _box(source: random.Random) -> dict[str, Any]:
     return {
         "xywh": [round(source.uniform(0, 300), 2) for _ in range(4)],
-        "category": source.choice(OBJECTS),
+        "category": source.choice(CATEGORIES),
         "score": source.choice((None, round(source.random(), 3))),
     }
 
@@ -138,10 +124,9 @@ def columns(samples: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return {key: [sample[key] for sample in samples] for key in samples[0]}
 
 
-class Objects(Workload):
-    name = "objects"
-    description = "32 annotations: strings, lists of boxes, nested dicts with None; a collate of the user's"
-    transport_bound = True
-
-    def build(self, folder: Path) -> Load:
-        return Load(Annotations(), batch_size=32, collate_fn=columns)
+OBJECTS = Workload(
+    "objects",
+    "32 annotations: strings, lists of boxes, nested dicts with None; a collate of the user's",
+    lambda folder: Load(Annotations(), batch_size=32, collate_fn=columns),
+    transport_bound=True,
+)

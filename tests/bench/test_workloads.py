@@ -87,18 +87,14 @@ def test_photographs_are_bytes_or_normalised_floats(tmp_path: Path) -> None:
 
 
 def test_tensor_files_have_ids_labels_and_two_lists(tmp_path: Path) -> None:
-    workload = files.TensorFile()
-    workload.prepare(tmp_path)
-    train, validation = (workload.part(tmp_path, name) for name in ("train", "validation"))
+    dataset: Any = built("tensor_files", tmp_path).dataset
+    train, validation = (files.part(tmp_path, name) for name in ("train", "validation"))
     assert (len(train), len(validation)) == (6, 3)
     assert not {*train.list_ids} & {*validation.list_ids}
     assert train.labels.keys() == {*train.list_ids, *validation.list_ids}
     volume, label = validation[0]
-    assert volume.shape == (32, 32, 32)
-    assert label == train.labels[validation.list_ids[0]]
-    load = workload.build(tmp_path)
-    assert load.batches == files.BATCHES
-    assert {*load.dataset.list_ids} == {*train.list_ids}  # type: ignore[attr-defined]
+    assert (volume.shape, label) == ((32, 32, 32), train.labels[validation.list_ids[0]])
+    assert {*dataset.list_ids} == {*train.list_ids}
 
 
 def test_fields_are_fifty_of_each_kind(tmp_path: Path) -> None:
@@ -125,12 +121,12 @@ def test_vectorised_rows_are_those_of_a_slice_by_hand(tmp_path: Path) -> None:
     load = built("vectorised", tmp_path)
     assert isinstance(load.dataset, tables.VectorisedRows)
     assert torch.equal(load.dataset.__getitems__([5, 3]), load.dataset.rows[[5, 3]])
-    (loop,) = tables.Vectorised().loops(load).values()
+    (loop,) = tables.VECTORISED.loops(load).values()
     by_hand = list(loop())
     assert len(by_hand) == 3
     assert_same(by_hand, list(batches(load)))
     assert not torch.equal(next(loop()), by_hand[0]), "the next epoch has another order"
-    (short,) = tables.Vectorised().loops(load.shortened(2)).values()
+    (short,) = tables.VECTORISED.loops(load.shortened(2)).values()
     assert_same(list(short()), by_hand[:2])
 
 
