@@ -11,6 +11,7 @@ spawned.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import grain
@@ -38,18 +39,10 @@ class GrainProcesses(Peer):
         # Each worker's buffer, the batch it is about to put there, and the one that the consumer reads ahead.
         self.prefetched = settings.num_workers * (settings.prefetch_factor + 2)
         self._epoch: Any = None
-        self._dataset = (
-            _batches(load)
-            .to_iter_dataset(READING)
-            .mp_prefetch(
-                grain.MultiprocessingOptions(
-                    num_workers=settings.num_workers, per_worker_buffer_size=settings.prefetch_factor
-                )
-            )
-            .map(_tensors)
-        )
         options = grain.experimental.DatasetOptions(min_shm_size=MIN_SHM_SIZE)
-        self._dataset = grain.experimental.WithOptionsIterDataset(self._dataset, options)
+        workers = grain.MultiprocessingOptions(settings.num_workers, settings.prefetch_factor)
+        batches = _batches(load).to_iter_dataset(READING).mp_prefetch(workers).map(_tensors)
+        self._dataset = grain.experimental.WithOptionsIterDataset(batches, options)
 
     def epoch(self) -> Iterator[Any]:
         self.close()
@@ -84,21 +77,18 @@ def _batches(load: Load) -> Any:
 
 def _batch_function(load: Load) -> Collate | None:
     """None is Grain's own, which stacks numbers and arrays; anything else in a sample needs torch's rules."""
-    sample = load.fetch([0])[0]
-    stackable = all(is_array(leaf) or isinstance(leaf, (int, float)) for leaf in tree_leaves(sample))
-    if load.collate_fn is None and stackable:
-        return None
-    return _Collate(load.collate)
+    leaves = tree_leaves(load.fetch([0])[0])
+    stackable = all(is_array(leaf) or isinstance(leaf, (int, float)) for leaf in leaves)
+    return None if load.collate_fn is None and stackable else partial(_arrays, load.collate)
 
 
-class _Collate:
-    """A collate function whose tensors become arrays, which is what Grain puts into shared memory."""
+def _arrays(collate: Collate, samples: Any) -> Any:
+    """A batch whose tensors are arrays, which is what Grain puts into shared memory."""
+    return tree_map(lambda leaf: leaf.numpy() if isinstance(leaf, torch.Tensor) else leaf, collate(samples))
 
-    def __init__(self, collate: Collate) -> None:
-        self._collate = collate
 
-    def __call__(self, samples: Any) -> Any:
-        return tree_map(_array, self._collate(samples))
+def _tensors(batch: Any) -> Any:
+    return tree_map(lambda leaf: torch.from_numpy(leaf) if is_array(leaf) else leaf, batch)
 
 
 class _BatchSource:
@@ -106,7 +96,6 @@ class _BatchSource:
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        self._collate = _Collate(load.collate)
         sampler = load.sampler()
         assert sampler is not None, "an iterable dataset has no indices"
         # An order is known as a whole before the workers start, and each of them gets it.
@@ -117,17 +106,5 @@ class _BatchSource:
 
     def __getitem__(self, batch: int) -> Any:
         size = self._load.batch_size
-        indices = self._indices[batch * size : (batch + 1) * size]
-        return self._collate(self._load.fetch([int(index) for index in indices]))
-
-
-def _array(leaf: Any) -> Any:
-    return leaf.numpy() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _tensor(leaf: Any) -> Any:
-    return torch.from_numpy(leaf) if is_array(leaf) else leaf
-
-
-def _tensors(batch: Any) -> Any:
-    return tree_map(_tensor, batch)
+        indices = [int(index) for index in self._indices[batch * size : (batch + 1) * size]]
+        return _arrays(self._load.collate, self._load.fetch(indices))

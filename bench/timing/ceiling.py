@@ -75,10 +75,9 @@ class Ceiling:
     def __init__(self, load: Load, workers: int) -> None:
         """Fork them: they share the dataset and differ in nothing from a loader's forked workers."""
         context = multiprocessing.get_context("fork")
-        count = max(1, workers)
         self._pipes: list[Connection] = []
         self._processes = []
-        for number in range(count):
+        for number in range(max(1, workers)):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(load, number, workers, theirs), daemon=True)
             process.start()
@@ -93,25 +92,21 @@ class Ceiling:
         for pipe in self._pipes:
             pipe.send(seconds)
         counted = [pipe.recv() for pipe in self._pipes]
-        used = usage(pids) - before
+        used = named(usage(pids) - before) | {"consumer_cpu": 0.0}
         batches = sum(count for count, _ in counted)
         rate = sum(count / took for count, took in counted)
         # The processes worked side by side: the time is what makes the sum of their rates the rate.
-        return {"batches": batches, "seconds": batches / rate, **named(used), "consumer_cpu": 0.0}
+        return {"batches": batches, "seconds": batches / rate, **used}
 
     def close(self) -> None:
-        for pipe in self._pipes:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
             with suppress(BrokenPipeError):  # its process is gone already
                 pipe.send(None)
             pipe.close()
-        for process in self._processes:
             process.join(STOPPING_S)
             if process.is_alive():
                 process.kill()
                 process.join()
-
-
-# ---- a worker's share ---------------------------------------------------------------------------
 
 
 @contextmanager
@@ -119,9 +114,8 @@ def as_worker(worker: int, workers: int, dataset: Dataset[Any]) -> Iterator[None
     """Let `torch.utils.data.get_worker_info()` say so; nothing changes with 0 workers."""
     before = torch_worker._worker_info
     if workers:
-        torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=worker, num_workers=workers, seed=0, dataset=dataset
-        )
+        info = torch_worker.WorkerInfo(id=worker, num_workers=workers, seed=0, dataset=dataset)
+        torch_worker._worker_info = info
     try:
         yield
     finally:
@@ -145,9 +139,6 @@ def first_batch(load: Load, shards: int) -> Any:
         return next(share(load, 0, shards))
 
 
-# ---- the process --------------------------------------------------------------------------------
-
-
 def _work(load: Load, number: int, workers: int, pipe: Connection) -> None:
     """One process: work for as long as the pipe says, answer (batches, seconds), again; None is the end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the consumer decides what Ctrl-C means
@@ -155,24 +146,16 @@ def _work(load: Load, number: int, workers: int, pipe: Connection) -> None:
     gc.freeze()
     buffers = WarmBuffers()
     buffers.install()
-    with as_worker(number, workers, load.dataset):
+    # A consumer that was killed is the end, too.
+    with as_worker(number, workers, load.dataset), suppress(EOFError, ConnectionResetError):
         batches = _endless(load, number, workers)
-        while True:
-            try:
-                seconds = pipe.recv()
-            except (EOFError, ConnectionResetError):  # the consumer was killed
-                return
-            if seconds is None:
-                return
+        while (seconds := pipe.recv()) is not None:
             taken, started = 0, perf_counter()
-            deadline = started + seconds
-            now = started
-            while now < deadline:
+            while (took := perf_counter() - started) < seconds:
                 buffers.begin_batch()
                 next(batches)
                 taken += 1
-                now = perf_counter()
-            pipe.send((taken, now - started))
+            pipe.send((taken, took))
 
 
 def _endless(load: Load, number: int, workers: int) -> Iterator[Any]:

@@ -146,14 +146,8 @@ def cases(
         several = [ArmLane(name, shape, device, unit, until) for name in arms]
         for lane in several:
             lane.seconds, lane.workers, lane.start_method = seconds, workers, start_method
-        facts = {
-            "description": shape.description,
-            "batch_bytes": shape.nbytes,
-            "fields": shape.fields,
-            "copy_seconds": copy_seconds,
-            "supply": supply,
-            "unit": unit,
-        }
+        facts = {"description": shape.description, "batch_bytes": shape.nbytes, "fields": shape.fields}
+        facts |= {"copy_seconds": copy_seconds, "supply": supply, "unit": unit}
         return Plan(facts, [LinkLane(device), *several], PARTS, until)
 
     return [Case(AXIS, name, workers, start_method, blocks, partial(plan, name)) for name in names]

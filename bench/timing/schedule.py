@@ -18,6 +18,7 @@ import fastq_loader
 from bench.timing.rounds import Case, Lane, Plan, Row
 from bench.timing.schedule_cases import CONTENDERS, ScheduleCase, bound
 from bench.workloads.slow import END, INDEX, START, WORKER, TracedSamples
+from fastq_loader import LoaderStatistics
 
 WARM_BATCHES = 4  # for each worker, before the first epoch
 
@@ -70,28 +71,11 @@ class ScheduleLane(Lane):
         Raises:
             RuntimeError: batches were lost, came twice or in another order than was promised.
         """
-        self._order.samples = self._case.samples
-        late_before = self._statistics("head_of_line_seconds")
-        batches: list[Any] = []
+        case, traced = self._case, isinstance(self._dataset, TracedSamples)
+        self._order.samples = case.samples
+        before = self._statistics()
+        batches, deliveries, waited = [], [], 0.0
         began = time.monotonic()
-        deliveries, waited, ended = self._epoch(batches, began)
-        if len(deliveries) != self._case.batches:
-            raise RuntimeError(f"gave {len(deliveries)} of {self._case.batches} batches")
-        row: Row = {"batches": len(deliveries), "seconds": ended - began, "waited": waited}
-        if isinstance(self._dataset, TracedSamples):
-            self._check([int(index) for batch in batches for index in batch[:, INDEX]])
-            timeline = timeline_of(batches, deliveries, began)
-            self._timelines.append((row["seconds"], timeline))
-            row["worked"] = sum(timeline["end"]) - sum(timeline["start"])
-        if late_before is not None:
-            row["head_of_line"] = self._statistics("head_of_line_seconds") - late_before
-            row["window"] = self._statistics("window")
-        return [row]
-
-    def _epoch(self, batches: list[Any], began: float) -> tuple[list[float], float, float]:
-        """When each batch came, the seconds within `next()`, and when the epoch ended."""
-        step, traced = self._case.step, isinstance(self._dataset, TracedSamples)
-        waited, deliveries = 0.0, []
         iterator = iter(self._loader)
         asked = time.monotonic()
         for batch in iterator:
@@ -100,10 +84,21 @@ class ScheduleLane(Lane):
             deliveries.append(came - began)
             if traced:
                 batches.append(batch)
-            if step.seconds and len(deliveries) % step.every == 0:
-                _hold_the_gil(step.seconds)
+            if case.step.seconds and len(deliveries) % case.step.every == 0:
+                _hold_the_gil(case.step.seconds)
             asked = time.monotonic()
-        return deliveries, waited, asked
+        if len(deliveries) != case.batches:
+            raise RuntimeError(f"gave {len(deliveries)} of {case.batches} batches")
+        row: Row = {"batches": len(deliveries), "seconds": asked - began, "waited": waited}
+        if traced:
+            self._check([int(index) for batch in batches for index in batch[:, INDEX]])
+            timeline = timeline_of(batches, deliveries, began)
+            self._timelines.append((row["seconds"], timeline))
+            row["worked"] = sum(timeline["end"]) - sum(timeline["start"])
+        if (after := self._statistics()) is not None and before is not None:
+            row["head_of_line"] = after.head_of_line_seconds - before.head_of_line_seconds
+            row["window"] = after.window
+        return [row]
 
     def finish(self) -> Row:
         """The timeline of the median epoch, or of the next shorter one."""
@@ -117,10 +112,9 @@ class ScheduleLane(Lane):
             self._loader.close()
         self._loader = None  # torch's workers end with the last reference
 
-    def _statistics(self, name: str) -> Any:
-        if isinstance(self._loader, fastq_loader.DataLoader):
-            return getattr(self._loader.statistics(), name)
-        return None
+    def _statistics(self) -> LoaderStatistics | None:
+        ours = isinstance(self._loader, fastq_loader.DataLoader)
+        return self._loader.statistics() if ours else None
 
     def _check(self, indices: list[int]) -> None:
         expected = list(range(self._case.samples))
@@ -153,14 +147,8 @@ def case(each: ScheduleCase, peers: Sequence[str], start_method: str, blocks: in
     def plan() -> Plan:
         dataset = each.build()
         seconds, bounded_by, listed = bound(each, dataset)
-        facts: Row = {
-            "description": each.description,
-            "batches": each.batches,
-            "bound": seconds,
-            "bounded_by": bounded_by,
-            "list_schedule": listed,
-            "goal": each.goal._asdict(),
-        }
+        facts: Row = {"description": each.description, "batches": each.batches, "goal": each.goal._asdict()}
+        facts |= {"bound": seconds, "bounded_by": bounded_by, "list_schedule": listed}
         return Plan(facts, [ScheduleLane(each, dataset, name, start_method) for name in names])
 
     return Case("schedule", each.name, each.workers, start_method, rounds, plan)

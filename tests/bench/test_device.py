@@ -6,10 +6,9 @@ import itertools
 import pickle
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -41,6 +40,7 @@ from bench.timing.device_clock import AHEAD, COPIES, CudaDevice, Pace, driver_ve
 from bench.timing.rounds import measure
 from bench.workloads.ready_made import LARGE, SHAPES, ReadyMade, Shape
 from tests.support.bench_example import MACHINE
+from tests.support.datasets import assert_same
 from tests.support.late_device import late_device
 
 NO_PINNING = "ignore:'pin_memory' argument is set as true but no accelerator is found"
@@ -94,14 +94,14 @@ def test_shapes_are_those_of_the_goals() -> None:
 def test_samples_are_made_in_the_worker_and_no_two_fields_are_alike(shape: Shape) -> None:
     dataset = ReadyMade(shape)
     fresh = len(pickle.dumps(dataset))
-    leaves = tree_leaves(pickle.loads(pickle.dumps(dataset)).batch())
-    assert len(leaves) == shape.fields
-    assert sum(leaf.nbytes for leaf in leaves) == shape.nbytes
-    for leaf, other in zip(leaves, tree_leaves(dataset.batch()), strict=True):
-        assert (leaf.shape, leaf.dtype) == ((shape.samples, *shape.sample_shape), shape.dtype)
-        assert torch.equal(leaf, other)
+    leaves = tree_leaves(dataset.batch())
     assert len({tuple(leaf.flatten().tolist()) for leaf in leaves}) == shape.fields
+    assert sum(leaf.nbytes for leaf in leaves) == shape.nbytes
+    assert {(leaf.shape, leaf.dtype) for leaf in leaves} == {
+        ((shape.samples, *shape.sample_shape), shape.dtype)
+    }
     assert len(pickle.dumps(dataset)) == fresh
+    assert_same(pickle.loads(pickle.dumps(dataset)).batch(), dataset.batch())
 
 
 def test_an_epoch_is_as_long_as_it_is_told_or_until_it_is_stopped() -> None:
@@ -117,45 +117,28 @@ def test_an_epoch_is_as_long_as_it_is_told_or_until_it_is_stopped() -> None:
 def test_the_prefetcher_copies_the_next_batch_before_it_hands_one_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    story: list[str] = []
-    now = ["consumer"]
-
-    @contextmanager
-    def on(stream: Any) -> Any:
-        now[0] = stream.name
-        yield
-        now[0] = "consumer"
-
-    def stream(name: str) -> Any:
-        def record_event() -> str:
-            story.append(f"recorded on {name}")
-            return f"event {len([line for line in story if 'recorded' in line])}"
-
-        return SimpleNamespace(
-            name=name,
-            record_event=record_event,
-            wait_event=lambda event: story.append(f"{name} waits for {event}"),
-        )
-
-    class Leaf:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def to(self, device: Any, non_blocking: bool) -> Leaf:
-            story.append(f"copy {self.number} on {now[0]}")
-            return self
-
-        def record_stream(self, stream: Any) -> None:
-            story.append(f"{self.number} is {stream.name}'s too")
-
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream("consumer"))
-    batches = prefetched([Leaf(1), Leaf(2)], torch.device("cpu"), stream("side"))
-    assert next(batches).number == 1
-    first = ["copy 1 on side", "recorded on side", "consumer waits for event 1", "1 is consumer's too"]
-    assert story == [*first, "copy 2 on side", "recorded on side"]
-    assert [leaf.number for leaf in batches] == [2]
-    assert story[6:] == ["consumer waits for event 2", "2 is consumer's too"]
+    story = MagicMock()
+    monkeypatch.setattr(torch.cuda, "stream", story.on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: story.consumer)
+    monkeypatch.setattr("bench.peers.device.to_device", lambda batch, device: story.copy(batch) and batch)
+    first, second = torch.zeros(1), torch.ones(1)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda leaf, stream: story.record_stream(leaf, stream))
+    batches = prefetched([first, second], torch.device("cpu"), story.side)
+    assert next(batches) is first
+    copied = [call.on(story.side), call.copy(first), call.side.record_event()]
+    waited = call.consumer.wait_event(story.side.record_event())
+    told = [each for each in story.mock_calls if "__" not in str(each)][:-1]
+    assert told == [
+        *copied,
+        waited,
+        call.record_stream(first, story.consumer),
+        *copied[:1],
+        call.copy(second),
+        copied[2],
+    ]
+    story.reset_mock()
+    assert list(batches) == [second]
+    assert story.mock_calls == [waited, call.record_stream(second, story.consumer)]
 
 
 @pytest.mark.processes
@@ -207,94 +190,60 @@ def test_what_was_ready_before_a_block_is_not_counted() -> None:
     assert (done["steps"], done["gaps"]) == (0, 0)
 
 
-class Clocked:
-    """An event of a GPU whose only work is to count cycles, two in a nanosecond."""
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Torch's CUDA, so far as it is called by name, over host memory: `now` counts the milliseconds of a GPU whose
+    cycles are two in a nanosecond, `registered` the addresses that are page-locked."""
+    fake = MagicMock(now=0.0, registered=[])
 
-    now = 0.0  # milliseconds
-
-    def __init__(self, enable_timing: bool, blocking: bool) -> None:
+    def event(enable_timing: bool, blocking: bool) -> Any:
         assert enable_timing
         assert blocking, "a wait that spins is CPU time"
+        made = MagicMock()
+        made.record.side_effect = lambda stream: setattr(made, "at", fake.now)
+        made.elapsed_time.side_effect = lambda later: later.at - made.at
+        return made
 
-    def record(self, stream: str) -> None:
-        assert stream == "consumer"
-        self.at = Clocked.now
-
-    def synchronize(self) -> None:
-        Clocked.now += 0.02  # the host wakes up
-
-    def elapsed_time(self, later: Clocked) -> float:
-        return later.at - self.at
-
-
-@pytest.fixture
-def cycles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Torch's CUDA, so far as it is called by name, over host memory; and the cycles that were asked for."""
-    slept: list[int] = []
-
-    def sleep(count: int) -> None:
-        slept.append(count)
-        Clocked.now += count / 2e6
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "consumer")
-    monkeypatch.setattr(torch.cuda, "Event", Clocked)
-    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
-    return slept
+    fake.Event.side_effect = event
+    fake._sleep.side_effect = lambda count: setattr(fake, "now", fake.now + count / 2e6)
+    runtime = fake.cudart.return_value
+    runtime.cudaHostRegister.side_effect = lambda address, nbytes, flags: fake.registered.append(address) or 0
+    runtime.cudaHostUnregister.side_effect = lambda address: fake.registered.remove(address) or 0
+    for name in ("Event", "_sleep", "cudart", "current_stream", "current_device", "check_error"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    fake.current_device.return_value = 0
+    fake.device = CudaDevice()
+    fake.device.torch = torch.device("cpu")
+    return fake
 
 
-def test_a_step_is_as_many_cycles_as_were_measured(cycles: list[int]) -> None:
-    cuda = CudaDevice()
-    start = cuda.mark()
-    cuda.step(0.003)
-    assert cycles[-1] == pytest.approx(0.003 * 2e9)
-    assert cuda.between(start, cuda.mark()) == pytest.approx(0.003)
+def test_a_step_is_as_many_cycles_as_were_measured(cuda: Any) -> None:
+    start = cuda.device.mark()
+    cuda.device.step(0.003)
+    cuda._sleep.assert_called_with(pytest.approx(0.003 * 2e9))
+    assert cuda.device.between(start, cuda.device.mark()) == pytest.approx(0.003)
 
 
-@pytest.mark.usefixtures("cycles")
 @pytest.mark.parametrize("memory", [PAGEABLE, REGISTER])
-def test_copies_are_timed_in_pieces(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    registered: list[int] = []
-
-    def register(address: int, nbytes: int, flags: int) -> int:
-        registered.append(address)
-        return 0
-
-    def unregister(address: int) -> int:
-        registered.remove(address)
-        return 0
-
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
-    cuda = CudaDevice()
-    cuda.torch = torch.device("cpu")
+def test_copies_are_timed_in_pieces(memory: str, cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[int] = []
-    copy = torch.Tensor.copy_
 
-    def timed(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    def timed(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
         assert non_blocking
-        assert bool(registered) == (memory == REGISTER)
+        assert bool(cuda.registered) == (memory == REGISTER)
         pieces.append(source.nbytes)
-        Clocked.now += 0.5
-        return copy(target, source)
+        cuda.now += 0.5
 
     monkeypatch.setattr(torch.Tensor, "copy_", timed)
-    assert cuda.copy_seconds(memory, 4096, 4) == pytest.approx(4 * 0.5e-3)
+    assert cuda.device.copy_seconds(memory, 4096, 4) == pytest.approx(4 * 0.5e-3)
     assert pieces == [1024] * 4 * (2 + COPIES)
-    assert registered == []
+    assert cuda.registered == []
 
 
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue Jan", "570.86.15"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.1  Rel", "580.1"),
-        ("nothing", "unknown"),
-    ],
-)
-def test_the_version_of_the_driver_is_found(text: str, version: str) -> None:
-    assert driver_version(text) == version
+def test_the_version_of_the_driver_is_found() -> None:
+    for kernel in ("x86_64 Kernel Module  570.86.15", "Open Kernel Module for x86_64  570.86.15"):
+        assert driver_version(f"NVRM version: NVIDIA UNIX {kernel}  Tue Jan") == "570.86.15"
+    assert driver_version("nothing") == "unknown"
 
 
 # ---- runs ---------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ def test_goals_that_are_not_met_say_so() -> None:
             row["reserved_20"] += 1
     found = verdicts(goals(Results(rows)))
     assert sorted(name.split(": ")[-1][:12] for name, said in found.items() if said == "missed") == [
-        *("GB/s of a fu", "memory reser", "stall beyond"),
+        *("GB/s of a fu", "memory reser", "stall beyond")
     ]
 
 

@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,11 +23,10 @@ from torch.utils.data._utils import collate
 
 pytest.importorskip("psutil", reason="the bench extra is not installed")
 
-from bench.arguments import parse
 from bench.output.rows import CaseRows, Results
 from bench.peers import PEERS, Entry, LoaderSettings, Unsupported
 from bench.peers.torch_loader import TorchInline
-from bench.run import Files, cases
+from bench.run import Files
 from bench.timing import alone, kills, rounds, schedule, schedule_cases, steady, turns
 from bench.timing.batches import compare, nbytes
 from bench.timing.ceiling import SMALLEST_BUFFER, WarmBuffers, first_batch, share
@@ -49,27 +50,18 @@ class Told(Lane):
 
     def __init__(self, name: str, story: list[str], breaks: str = "") -> None:
         super().__init__(name, name)
-        self._story = story
-        self._breaks = breaks
 
-    def _tell(self, what: str) -> None:
-        self._story.append(f"{self.peer} {what}")
-        if what == self._breaks:
-            raise ValueError(what)
+        def tell(what: str, part: str = "") -> None:
+            story.append(f"{name} {what} {part}".strip())
+            if what == breaks:
+                raise ValueError(what)
 
-    def start(self) -> None:
-        self._tell("start")
+        def block(part: str) -> list[rounds.Row]:
+            tell("block", part)
+            return [{"seconds": 1.0}]
 
-    def block(self, part: str) -> list[rounds.Row]:
-        self._tell(f"block {part}".strip())
-        return [{"seconds": 1.0}]
-
-    def finish(self) -> rounds.Row:
-        self._tell("finish")
-        return {"p50": 1.0}
-
-    def close(self) -> None:
-        self._tell("close")
+        self.start, self.close = partial(tell, "start"), partial(tell, "close")  # type: ignore[method-assign]
+        self.block, self.finish = block, lambda: tell("finish") or {"p50": 1.0}  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -89,12 +81,8 @@ def test_lanes_take_turns_to_and_fro_part_by_part() -> None:
     forth, back = (["a", "b"], ["b", "a"])
     blocks = [f"{name} block {part}" for order in (forth, back) for part in "xy" for name in order]
     assert story == ["a start", "b start", *blocks, *ends]
-    assert [(row["part"], row["block"]) for row in found.peers["a"].rows] == [
-        ("x", 0),
-        ("y", 0),
-        ("x", 1),
-        ("y", 1),
-    ]
+    rows = [(row["part"], row["block"]) for row in found.peers["a"].rows]
+    assert rows == [("x", 0), ("y", 0), ("x", 1), ("y", 1)]
     assert found.peers["a"].about["p50"] == 1.0
 
 
@@ -131,14 +119,12 @@ def test_when_the_time_is_over_what_is_left_is_named(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("no_waiting")
-def test_an_interrupt_closes_every_lane() -> None:
-    class Interrupted(Told):
-        def block(self, part: str) -> list[rounds.Row]:
-            raise KeyboardInterrupt
-
+def test_an_interrupt_closes_every_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     story: list[str] = []
+    lanes: list[Lane] = [Told("a", story), Told("b", story)]
+    monkeypatch.setattr(lanes[1], "block", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        told([Told("a", story), Interrupted("b", story)])
+        told(lanes)
     assert story[-2:] == ["a close", "b close"]
 
 
@@ -331,44 +317,44 @@ def test_the_steady_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert ("p95" in peer.about) == (name != "ceiling")
 
 
-class Raising(TorchInline):
-    def epoch(self) -> Iterator[Any]:
-        yield from islice(super().epoch(), 100)
-        raise ValueError("in the middle")
+def bad_peer(epoch: Callable[[Iterator[Any]], Iterator[Any]]) -> type[TorchInline]:
+    """What `epoch` makes of torch's batches."""
+    return type("Bad", (TorchInline,), {"epoch": lambda self: epoch(TorchInline.epoch(self))})
 
 
-class Hanging(TorchInline):
-    def epoch(self) -> Iterator[Any]:
-        yield from islice(super().epoch(), 100)
-        time.sleep(60)
+def raising(batches: Iterator[Any]) -> Iterator[Any]:
+    yield from islice(batches, 100)
+    raise ValueError("in the middle")
 
 
-class Wrong(TorchInline):
-    def epoch(self) -> Iterator[Any]:
-        return ([rows + 1, labels] for rows, labels in super().epoch())
+def hanging(batches: Iterator[Any]) -> Iterator[Any]:
+    yield from islice(batches, 100)
+    time.sleep(60)
 
 
-class Short(TorchInline):
-    def epoch(self) -> Iterator[Any]:
-        return islice(super().epoch(), 0)
+def wrong(batches: Iterator[Any]) -> Iterator[Any]:
+    return ([rows + 1, labels] for rows, labels in batches)
+
+
+def short(batches: Iterator[Any]) -> Iterator[Any]:
+    return islice(batches, 0)
 
 
 @pytest.mark.processes
 def test_a_failing_peer_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bad = ModuleType("bench.peers.bad")
-    monkeypatch.setitem(sys.modules, bad.__name__, bad)
-    for peer in (Raising, Hanging, Wrong, Short):
-        setattr(bad, peer.__name__, peer)
-        monkeypatch.setitem(PEERS, peer.__name__, Entry("bad", peer.__name__, peer.__name__))
+    monkeypatch.setitem(sys.modules, "bench.peers.bad", bad := ModuleType("bad"))
+    for epoch in (raising, hanging, wrong, short):
+        setattr(bad, epoch.__name__, bad_peer(epoch))
+        monkeypatch.setitem(PEERS, epoch.__name__, Entry("bad", epoch.__name__, epoch.__name__))
     monkeypatch.setattr(rounds, "HANGING_S", 1.0)
     monkeypatch.setattr(rounds, "STARTING_S", 1.0)
-    found = measured(steady_case(["Raising", "Hanging", "Wrong", "Short", "torch_0"], tmp_path))
+    found = measured(steady_case(["raising", "hanging", "wrong", "short", "torch_0"], tmp_path))
     assert {name: peer.failure for name, peer in found.peers.items()} == {
         "ceiling": None,
-        "Raising": "ValueError: in the middle",
-        "Hanging": "TimeoutError: took more than 1 s",
-        "Wrong": "RuntimeError: wrong batches: batch[0] has other values",
-        "Short": "RuntimeError: it gave no batch",
+        "raising": "ValueError: in the middle",
+        "hanging": "TimeoutError: took more than 1 s",
+        "wrong": "RuntimeError: wrong batches: batch[0] has other values",
+        "short": "RuntimeError: it gave no batch",
         "torch_0": None,
     }
 
@@ -457,13 +443,3 @@ def test_workers_are_killed_and_replaced() -> None:
     assert [row["part"] for row in (undisturbed, killed, start)] == list(kills.PARTS)
     assert 1 <= killed["kills"] <= 2
     assert undisturbed["seconds"] > start["seconds"]
-
-
-def test_every_axis_has_cases(tmp_path: Path) -> None:
-    assert list(cases(parse(["--full", "--peers", "torch_0"]), Files(tmp_path)))
-
-
-def test_a_case_names_its_rows() -> None:
-    plan: Callable[[], Plan] = lambda: Plan({}, [])  # noqa: E731
-    case = Case("steady", "rows", 2, "fork", 1, plan)
-    assert tuple(case.key.values()) == CaseRows(measure(case)[0]).key

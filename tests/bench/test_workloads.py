@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader
 pytest.importorskip("PIL", reason="comes with the bench's extra")
 pytest.importorskip("sklearn", reason="comes with the bench's extra")
 
+from bench.peers import LoaderSettings
+from bench.peers.torch_loader import loader_arguments
 from bench.workloads import Load, all_workloads, files, find_workload, jpeg, ready_made, slow, tables, text
 from tests.support.datasets import assert_same
 
@@ -45,15 +47,7 @@ def built(name: str, folder: Path) -> Load:
 def batches(load: Load) -> Iterator[Any]:
     """As torch's loader gives them, on this thread."""
     torch.manual_seed(0)
-    return iter(
-        DataLoader(
-            load.dataset,
-            batch_size=load.batch_size,
-            sampler=load.sampler(),
-            collate_fn=load.collate_fn,
-            drop_last=True,
-        )
-    )
+    return iter(DataLoader(**loader_arguments(load, LoaderSettings(0, "fork"))))
 
 
 def test_names_are_unique_and_found() -> None:
