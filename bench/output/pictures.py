@@ -61,48 +61,23 @@ STALL_TICKS = (0, 1, 2, 5, 10, 20, 50, 100)
 def pictures(results: Results) -> list[Picture]:
     """What there is to draw, in the order of the README."""
     found = []
-
-    def add(
-        name: str, title: str, draw: Callable[[Sequence[CaseRows], Figure], None], cases: Sequence[CaseRows]
-    ) -> None:
-        if cases:
-            found.append(Picture(name, title, partial(draw, cases)))
-
     for axis in ("steady", "bytes"):
         for workers, method in dict.fromkeys(case.key[2:] for case in results.cases(axis)):
             cases = [case for case in results.cases(axis) if case.key[2:] == (workers, method)]
-            run, end = f"({worker_count(workers)}, {method})", f"-{workers}-workers.png"
-            if axis == "bytes":
-                add(f"bytes{end}", f"Batches per second over the bytes of a batch {run}", _over_bytes, cases)
-                continue
-            add(
-                f"ratio{end}", f"Batches per second, in multiples of torch's DataLoader {run}", _ratios, cases
-            )
-            shares = f"Batches per second, as a share of what the same processes make without transport {run}"
-            add(f"ceiling{end}", shares, _shares, cases)
-    cost = "CPU time of a batch, consumer and workers together, over the number of workers"
-    add("cost.png", cost, _over_workers, results.cases("workers"))
+            for name, (of, title, draw) in _OF_WORKERS.items():
+                title = f"{title} ({worker_count(workers)}, {method})"
+                found += (
+                    [Picture(f"{name}-{workers}-workers.png", title, partial(draw, cases))]
+                    if of == axis
+                    else []
+                )
+    if cases := results.cases("workers"):
+        title = "CPU time of a batch, consumer and workers together, over the number of workers"
+        found.append(Picture("cost.png", title, partial(_over_workers, cases)))
     found += timeline.pictures(results.cases("schedule"))
-    shapes = results.cases(DEVICE)
-    add(
-        "gpu-eta.png",
-        "Host to device: share of the peak of a pinned copy, full drain and the copies alone",
-        _eta,
-        shapes,
-    )
-    add(
-        "gpu-stall.png",
-        "Time the device has no step to work on, beyond that with resident batches",
-        _stall,
-        shapes,
-    )
-    several = [shape for shape in shapes if shape.facts["fields"] > 1]
-    add(
-        "gpu-next.png",
-        "Time of next() on the host when the batch is ready (torch's with .to() of each field)",
-        _next,
-        several,
-    )
+    for name, (title, draw_shapes, fields) in _OF_SHAPES.items():
+        shapes = [shape for shape in results.cases(DEVICE) if shape.facts["fields"] >= fields]
+        found += [Picture(f"gpu-{name}.png", title, partial(draw_shapes, shapes))] if shapes else []
     return found
 
 
@@ -159,40 +134,33 @@ def _panels(
 
 
 def _eta(shapes: Sequence[CaseRows], picture: Figure) -> None:
-    def of(shape: CaseRows, arm: str) -> tuple[Spread | None, Spread | None]:
-        return share_of_peak(shape, arm, DRAIN), share_of_peak(shape, arm, COPY)
+    def bar(shape: CaseRows, arm: str) -> Bar:
+        return _arm_bar(arm, share_of_peak(shape, arm, DRAIN), share_of_peak(shape, arm, COPY), 100, " %")
 
+    panels = {_title(shape): [bar(shape, arm) for arm in _arms(shape)] for shape in shapes}
     unit = "% of the bandwidth of a 256 MiB copy from pinned memory"
-    grid = bar_panels(picture, _arm_panels(shapes, of, 100, " %"), unit, 1, start=0.0, log=False)
-    for axes in grid:
+    for axes in bar_panels(picture, panels, unit, 1, start=0.0, log=False):
         axes.axvline(GOAL_ETA, color=DARK, linestyle="--", linewidth=1)
     goal = dashed(f"goal for large batches: {GOAL_ETA} %")
     _legend(picture, "bar: full drain, median and range", "copies alone", [goal])
 
 
 def _next(shapes: Sequence[CaseRows], picture: Figure) -> None:
-    def of(shape: CaseRows, arm: str) -> tuple[Spread | None, Spread | None]:
-        return figure(shape, arm, "p50", READY), figure(shape, arm, "p99", READY)
+    def bar(shape: CaseRows, arm: str) -> Bar:
+        p50, p99 = (figure(shape, arm, percentile, READY) for percentile in ("p50", "p99"))
+        return _arm_bar(arm, p50, p99, 1e6, " µs")
 
+    panels = {_title(shape): [bar(shape, arm) for arm in _arms(shape)] for shape in shapes}
     # No call takes less than a microsecond: bars begin at the same place in every run.
-    panels = _arm_panels(shapes, of, 1e6, " µs")
     grid = bar_panels(picture, panels, "microseconds of the host's time", 1, start=1.0, log=True)
     grid[-1].set_xlim(left=1)
     _legend(picture, "bar: p50, median and range of the blocks", "p99", [])
 
 
-def _arm_panels(
-    shapes: Sequence[CaseRows],
-    of: Callable[[CaseRows, str], tuple[Spread | None, Spread | None]],
-    scale: float,
-    unit: str,
-) -> dict[str, list[Bar]]:
-    def bar(shape: CaseRows, arm: str) -> Bar:
-        found, mark = (each and each.scaled(scale) for each in of(shape, arm))
-        text = f"{number(found.median)}{unit}" if found else "not measured"
-        return Bar(ARMS[arm], STYLES[arm][0], found, text, mark)
-
-    return {_title(shape): [bar(shape, arm) for arm in _arms(shape)] for shape in shapes}
+def _arm_bar(arm: str, found: Spread | None, mark: Spread | None, scale: float, unit: str) -> Bar:
+    text = f"{number(scale * found.median)}{unit}" if found else "not measured"
+    scaled = (each and each.scaled(scale) for each in (found, mark))
+    return Bar(ARMS[arm], STYLES[arm][0], next(scaled), text, next(scaled))
 
 
 def _arms(shape: CaseRows) -> list[str]:
@@ -282,3 +250,17 @@ def _stall(shapes: Sequence[CaseRows], picture: Figure) -> None:
     grid[0].set_ylabel("stall beyond the resident arm, percentage points")
     goal = f"goal: {GOAL_STALL} points where workers and link suffice (*)"
     legend_below(picture, grid, [dashed(goal)], 3)
+
+
+_OF_WORKERS = {
+    "ratio": ("steady", "Batches per second, in multiples of torch's DataLoader", _ratios),
+    "ceiling": ("steady", "Batches per second, as a share of the same processes' without transport", _shares),
+    "bytes": ("bytes", "Batches per second over the bytes of a batch", _over_bytes),
+}
+"""Name → axis, title, what draws it."""
+_OF_SHAPES = {
+    "eta": ("Host to device: share of the peak of a pinned copy, full drain and the copies alone", _eta, 1),
+    "stall": ("Time the device has no step to work on, beyond that with resident batches", _stall, 1),
+    "next": ("Time of next() when the batch is ready (torch's with .to() of each field)", _next, 2),
+}
+"""Name → title, what draws it, and how many fields a shape needs for it."""

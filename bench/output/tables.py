@@ -53,8 +53,7 @@ class Table(NamedTuple):
     Attributes:
         rows: the cells of each row by their column; a cell may be missing.
         names: so many of the first columns hold names; the others hold figures, which stand to the right.
-        about: what the columns are.
-        notes: what has to be known beside the figures.
+        about: what the columns are. `notes`: what has to be known beside the figures.
     """
 
     title: str

@@ -122,12 +122,8 @@ def _host_memory(memory: str, nbytes: int) -> Iterator[torch.Tensor]:
 
 
 class Pace(NamedTuple):
-    """What a loop does with a batch.
-
-    Attributes:
-        step: seconds that the device works on each; 0: it only has to arrive.
-        pause: seconds that the host sleeps before each `next()`.
-    """
+    """Seconds that the device works on each batch (0: it only has to arrive), and that the host sleeps before
+    each `next()`."""
 
     step: float = 0.0
     pause: float = 0.0

@@ -126,17 +126,15 @@ class ScheduleLane(Lane):
 
 def timeline_of(batches: Sequence[Tensor], deliveries: list[float], began: float) -> Row:
     """Who loaded which batch from when to when, in seconds since `began`, and when the consumer had them."""
-    work = sorted(
-        (
-            int(batch[0, INDEX]) // len(batch),
-            int(batch[0, WORKER]),
-            float(batch[0, START]) - began,
-            float(batch[-1, END]) - began,
-        )
-        for batch in batches
-    )
-    columns = map(list, zip(*work, strict=True))
-    return {**dict(zip(("batch", "worker", "start", "end"), columns, strict=True)), "delivered": deliveries}
+    found = ((int(each[0, INDEX]) // len(each), each) for each in batches)
+    work = sorted(found, key=lambda each: each[0])
+    return {
+        "batch": [number for number, _ in work],
+        "worker": [int(each[0, WORKER]) for _, each in work],
+        "start": [float(each[0, START]) - began for _, each in work],
+        "end": [float(each[-1, END]) - began for _, each in work],
+        "delivered": deliveries,
+    }
 
 
 def case(each: ScheduleCase, peers: Sequence[str], start_method: str, blocks: int) -> Case:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, call
@@ -55,12 +54,8 @@ class HostDevice(CudaDevice):
         self.torch = torch.device("cpu")
         self.steps: list[float] = []
         self.waited: list[float] = []
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def wait(self, mark: float) -> None:
-        self.waited.append(mark)
+        self.mark = time.perf_counter  # type: ignore[method-assign]
+        self.wait = self.waited.append  # type: ignore[method-assign]
 
     def between(self, first: float, second: float) -> float:
         return second - first
@@ -128,14 +123,8 @@ def test_the_prefetcher_copies_the_next_batch_before_it_hands_one_out(
     copied = [call.on(story.side), call.copy(first), call.side.record_event()]
     waited = call.consumer.wait_event(story.side.record_event())
     told = [each for each in story.mock_calls if "__" not in str(each)][:-1]
-    assert told == [
-        *copied,
-        waited,
-        call.record_stream(first, story.consumer),
-        *copied[:1],
-        call.copy(second),
-        copied[2],
-    ]
+    handed = [waited, call.record_stream(first, story.consumer)]
+    assert told == [*copied, *handed, copied[0], call.copy(second), copied[2]]
     story.reset_mock()
     assert list(batches) == [second]
     assert story.mock_calls == [waited, call.record_stream(second, story.consumer)]
@@ -192,8 +181,10 @@ def test_what_was_ready_before_a_block_is_not_counted() -> None:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Torch's CUDA, so far as it is called by name, over host memory: `now` counts the milliseconds of a GPU whose
-    cycles are two in a nanosecond, `registered` the addresses that are page-locked."""
+    """Torch's CUDA, so far as it is called by name, over host memory.
+
+    `now` counts the milliseconds of a GPU whose cycles are two in a nanosecond.
+    """
     fake = MagicMock(now=0.0, registered=[])
 
     def event(enable_timing: bool, blocking: bool) -> Any:
@@ -277,12 +268,8 @@ def test_a_whole_run_in_miniature(
         assert "left_out" not in shape.facts
         # There is no side stream without CUDA: that arm has a reason, and the others have figures.
         assert "CUDA" in str(shape.peers[SIDE_STREAM].failure)
-        for name, parts in {
-            LINK: [COPY],
-            RESIDENT: LENGTHS,
-            TORCH: PARTS,
-            **dict.fromkeys(OURS, PARTS),
-        }.items():
+        asked = {LINK: [COPY], RESIDENT: LENGTHS, TORCH: PARTS, **dict.fromkeys(OURS, PARTS)}
+        for name, parts in asked.items():
             peer = shape.peers[name]
             assert (peer.failure, peer.about["notes"]) == (None, [])
             assert [len(peer.part(part)) for part in parts] == [2] * len(parts)
@@ -307,19 +294,19 @@ def test_there_are_as_many_workers_as_cores_but_two() -> None:
         assert [(case.name, case.workers) for case in found] == [(name, workers) for name in SHAPES]
 
 
-def broken_run(monkeypatch: pytest.MonkeyPatch, arms: str, breaks: Callable[[Any], None]) -> CaseRows:
-    """The first shape by these arms; `breaks` gets the device's stager."""
+def shape_of(stager_breaks: Any, arms: str, monkeypatch: pytest.MonkeyPatch) -> CaseRows:
+    """The first shape by these arms, over a late device with other methods."""
     with late_device(monkeypatch) as stager:
+        for name, broken in stager_breaks.items():
+            monkeypatch.setattr(stager, name, broken)
         (case,) = cases(f"large --blocks 2 --peers {arms}")
-        breaks(stager)
         return Results(measure(case)).cases()[0]
 
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("small_shapes")
 def test_an_arm_that_breaks_has_a_reason_and_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = itertools.count()
-    following = Arm.next
+    taken, following = itertools.count(), Arm.next
 
     def failing(arm: Arm) -> Any:
         if arm.staging().get("pin") == BOUNCE and next(taken) > 20:
@@ -327,24 +314,19 @@ def test_an_arm_that_breaks_has_a_reason_and_no_figures(monkeypatch: pytest.Monk
         return following(arm)
 
     monkeypatch.setattr(Arm, "next", failing)
-    found = broken_run(monkeypatch, "resident,pageable,bounce", lambda stager: None)
+    found = shape_of({}, "resident,pageable,bounce", monkeypatch)
     assert (found.peers[BOUNCE].failure, found.peers[BOUNCE].rows) == ("ValueError: no more", [])
     assert len(found.part(PAGEABLE, READY)) == len(found.part(PAGEABLE, DRAIN)) == 2
 
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("small_shapes")
-def test_wrong_batches_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def copy_nothing(stager: Any) -> None:
-        monkeypatch.setattr(stager, "copy_async", lambda memory, source, nbytes: None)
-
-    found = broken_run(monkeypatch, "register", copy_nothing)
-    assert found.peers[REGISTER].failure == "RuntimeError: wrong batches"
-
-
-@pytest.mark.processes
-@pytest.mark.usefixtures("small_shapes")
-def test_no_block_starts_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "LIMIT_S", 0.0)
-    found = broken_run(monkeypatch, "resident,pageable", lambda stager: None)
-    assert {peer.failure for peer in found.peers.values()} == {"no time was left to start it"}
+@pytest.mark.parametrize(
+    ("limit", "failure"), [(540.0, "RuntimeError: wrong batches"), (0.0, "no time was left to start it")]
+)
+def test_wrong_batches_and_what_is_late_are_no_figures(
+    limit: float, failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "LIMIT_S", limit)
+    found = shape_of({"copy_async": lambda memory, source, nbytes: None}, "register", monkeypatch)
+    assert found.peers[REGISTER].failure == failure
