@@ -1,9 +1,9 @@
 """A drop-in replacement for torch's DataLoader: `from fastq_loader import DataLoader`.
 
-The way of a batch, and the module of each station: `loader` (arguments) → `iterator` → `engine` (the gate) →
-`loop` (the event loop) → `processes` → `worker` → `fetch` and `collate` → `packing` → `allocator` and
-`arena` (shared memory) → `transport` → `messages` → `scheduler` with `ring` and `blocks` → `delivery` →
-`unpacking`; and on to a device: `link` → `staging` → `pinning` → `copies` → `device` → `transforms`.
+The way of a batch through the folders: `loader` reads the `arguments` and makes one of the `iterators`. Its
+`consumer` asks `scheduling` what to load next and sends it to `workers`, which read the dataset (`reading`)
+and write the batch to shared memory (`packing`, `memory`). The answer comes back over `ipc`; the consumer
+hands the batch out, or `device` copies it on to an accelerator.
 """
 
 from fastq_loader.device.options import ToDevice

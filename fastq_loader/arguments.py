@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data.dataloader import _DatasetKind
 
-from fastq_loader.device.options import ToDevice, read_device
+from fastq_loader.device.options import read_device
 from fastq_loader.errors import warn_user
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
-from fastq_loader.scheduling.options import Dynamic, Schedule, read_schedule
+from fastq_loader.scheduling.options import Dynamic, read_schedule
 from fastq_loader.scheduling.window import WindowLimits
 from fastq_loader.workers.options import Processes, read_workers
 
@@ -26,26 +26,44 @@ if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
 
 
-def iterable(loader: DataLoader[Any]) -> bool:
+def is_iterable(loader: DataLoader[Any]) -> bool:
     """Whether its dataset is read in order, and not by index."""
     return bool(getattr(loader, "_dataset_kind", None) == _DatasetKind.Iterable)
 
 
-def check_workers(loader: DataLoader[Any]) -> None:
-    """Raise unless workers can be started here.
+def is_dynamic(loader: DataLoader[Any]) -> bool:
+    """Whether every batch has its own random numbers."""
+    return isinstance(read_schedule(loader.schedule), Dynamic)
+
+
+def workers(loader: DataLoader[Any]) -> Processes:
+    """Which kind of workers there are.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: they cannot be started or kept; see `check_workers`.
+    """
+    processes = read_workers(loader.workers)
+    check_workers(loader, processes)
+    return processes
+
+
+def check_workers(loader: DataLoader[Any], processes: Processes) -> None:
+    """Raise unless workers of this kind can be started here, and kept with the loader's dataset.
 
     Raises:
         RuntimeError: the system has no memfd.
         TypeError: the context's workers would be no processes.
+        ValueError: there are too many, or the dataset cannot be given to a new worker.
     """
-    if not loader.num_workers:
+    number = getattr(loader, "num_workers", 0)
+    if not number:
         return
     if not arena.AVAILABLE:
         raise RuntimeError(
-            f"num_workers={loader.num_workers} needs memfd_create, which this system does not have (Linux "
-            "has it): use num_workers=0"
+            f"num_workers={number} needs memfd_create, which this system does not have (Linux has it): use "
+            "num_workers=0"
         )
-    context = loader.multiprocessing_context
+    context = getattr(loader, "multiprocessing_context", None)
     process = getattr(context, "Process", None)
     if isinstance(process, type) and not issubclass(process, BaseProcess):
         raise TypeError(
@@ -53,45 +71,19 @@ def check_workers(loader: DataLoader[Any]) -> None:
             f"{process.__qualname__}, which is no process. Workers need processes, for their signals and "
             'generators: use "fork", "spawn" or "forkserver", or num_workers=0'
         )
-
-
-def schedule(loader: DataLoader[Any]) -> Schedule:
-    """Who loads which batch."""
-    return read_schedule(loader.schedule)
-
-
-def is_dynamic(loader: DataLoader[Any]) -> bool:
-    """Whether every batch has its own random numbers."""
-    return isinstance(schedule(loader), Dynamic)
-
-
-def workers(loader: DataLoader[Any], given: Any = None) -> Processes:
-    """Which kind of workers there are; `given` in the place of what is set.
-
-    Raises:
-        TypeError, ValueError: it is none, or cannot be kept with the loader's dataset.
-    """
-    processes = read_workers(loader.workers if given is None else given)
-    number = getattr(loader, "num_workers", 0)
     if number > WORKERS:
         raise ValueError(f"num_workers={number} is too many: use at most {WORKERS}")
-    if processes.max_restarts and number and iterable(loader):
+    if processes.max_restarts and is_iterable(loader):
         raise ValueError(
             f"{processes} cannot be kept with an IterableDataset: a new worker would read its part from the "
             "beginning. Use max_restarts=0, or a dataset with __getitem__"
         )
-    return processes
-
-
-def to_device(loader: DataLoader[Any]) -> ToDevice | None:
-    """The way of batches to a device; None: they stay on the host as they are."""
-    return read_device(loader.device)
 
 
 #: What is checked when an argument is set.
 CHECKS: dict[str, Callable[[DataLoader[Any], Any], object]] = {
     "schedule": lambda loader, value: read_schedule(value),
-    "workers": lambda loader, value: workers(loader, read_workers(value)),
+    "workers": lambda loader, value: check_workers(loader, read_workers(value)),
     "device": lambda loader, value: read_device(value),
 }
 
@@ -100,16 +92,16 @@ def window(loader: DataLoader[Any]) -> WindowLimits:
     """How many batches may be under way."""
     assert loader.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
     return WindowLimits.of(
-        schedule(loader),
+        read_schedule(loader.schedule),
         workers=loader.num_workers,
         prefetch=loader.prefetch_factor,
-        iterable=iterable(loader),
+        iterable=is_iterable(loader),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
     )
 
 
 def pinning(loader: DataLoader[Any]) -> tuple[bool, str | None]:
-    """Whether to copy batches into page-locked memory, and the type of device that it is for; with torch's
+    """Whether batches are copied to page-locked memory, and the type of device that it is for; with torch's
     warnings."""
     if not loader.pin_memory:
         return False, None
@@ -120,18 +112,10 @@ def pinning(loader: DataLoader[Any]) -> tuple[bool, str | None]:
             UserWarning,
         )
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        warn_user(
-            "'pin_memory' argument is set as true but no accelerator is found, "
-            "then device pinned memory won't be used.",
-            UserWarning,
-        )
-        return False, None
-    if accelerator.type == "mps":
-        warn_user(
-            "'pin_memory' argument is set as true but not supported on MPS now, "
-            "device pinned memory won't be used.",
-            UserWarning,
-        )
-        return False, "mps"
-    return True, accelerator.type
+    if accelerator is not None and accelerator.type != "mps":
+        return True, accelerator.type
+    why = "no accelerator is found, then " if accelerator is None else "not supported on MPS now, "
+    warn_user(
+        f"'pin_memory' argument is set as true but {why}device pinned memory won't be used.", UserWarning
+    )
+    return False, None if accelerator is None else accelerator.type

@@ -1,8 +1,8 @@
-"""The exceptions of this package, how their texts show what users handed in, and checks of arguments.
+"""The exceptions and warnings of this package, and how their texts show what users handed in.
 
-Owns no state; imported by every other module. What a user's own code raises keeps its own type
-(see `pickling.dump_exception`); the classes here are for failures of the loader itself. They derive
-from the type that torch's DataLoader raises in the same place, so that existing `except` clauses hold.
+Pure; runs in the consumer and in workers. What a user's own code raises keeps its own type; the classes here
+are for failures of the loader itself. They derive from the type that torch's DataLoader raises in the same
+place, so that existing `except` clauses hold.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 import sys
 import warnings
+from types import FrameType
 from typing import Any
 
 
@@ -38,7 +39,7 @@ class LoaderTimeout(RuntimeError):
 
 
 class IteratorInvalid(RuntimeError):
-    """`next()` on an iterator whose workers were closed, or that a newer one has replaced."""
+    """`next()` on an iterator whose workers were closed, or that a newer iterator has replaced."""
 
 
 class PinFailed(RuntimeError):
@@ -65,35 +66,31 @@ class WorkerTraceback(Exception):
 
 
 def warn_user(text: str, category: type[Warning]) -> None:
-    """Warn at the line of the user's code from which this package was called, however deep that is."""
-    depth, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__ + "."):
+    """Warn at the line of the user's code from which this package was called, however deep that is.
+
+    `warnings.warn` fails where stderr is closed, and not where it is None or its pipe is gone; this does not.
+    """
+    depth, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_ours(frame):
         depth, frame = depth + 1, frame.f_back
-    warn(text, category, depth + 1)
-
-
-def warn(text: str, category: type[Warning], stacklevel: int) -> None:
-    """`warnings.warn`, which fails where stderr is closed, and not where it is None or its pipe is gone."""
     try:
-        warnings.warn(text, category, stacklevel=stacklevel + 1)
+        warnings.warn(text, category, stacklevel=depth)
     except ValueError:
         if not getattr(sys.stderr, "closed", False):
             raise
 
 
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(f"{__package__}.")
+
+
 def is_int(value: Any) -> bool:
-    """Whether an argument is a whole number, which True is not."""
+    """Whether an argument is a whole number; True is none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError unless the argument `name` is one of `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, allowed))}")
-
-
 def shorten(value: Any, limit: int = 80) -> str:
-    """`repr(value)` in at most `limit` characters; a repr that fails is said to."""
+    """`repr(value)` in at most `limit` characters; where that fails, what it raised."""
     try:
         text = repr(value)
     except Exception as error:  # a user's repr may do anything

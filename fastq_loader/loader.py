@@ -1,13 +1,13 @@
 """`DataLoader`: torch's arguments and attributes, and what it offers beyond.
 
-Runs in the consumer. Owns the arguments, their validation, the attribute contract that frameworks rely on,
-and the pools of workers that its iterators use; what an iteration does is in `iterator`.
+Runs in the consumer. Owns the attributes that frameworks rely on, and says which iterator an epoch gets and
+what its pool of workers is to do. What the arguments come to is in `arguments`, what an iteration does in
+`iterators`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -17,9 +17,9 @@ from torch.utils.data import Dataset, Sampler
 from fastq_loader import arguments
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.consumer.runtime import Runtime
-from fastq_loader.device.options import ToDevice
+from fastq_loader.device.options import ToDevice, read_device
 from fastq_loader.device.session import DeviceSession
-from fastq_loader.iterators.multiprocess import WorkerIterator
+from fastq_loader.iterators.multiprocess import MultiprocessIterator
 from fastq_loader.iterators.serial import SerialIterator
 from fastq_loader.reading import datapipes
 from fastq_loader.scheduling.options import Schedule
@@ -36,19 +36,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     """A drop-in `torch.utils.data.DataLoader` over ZeroMQ and reused shared memory.
 
     Takes torch's arguments with torch's meaning, in torch's order, and gives the same batches, random
-    numbers, warnings and errors; see https://pytorch.org/docs/stable/data.html. Tensors and arrays of
-    64 KiB or more are views on shared memory, writable, and valid for as long as anything looks at them,
-    also after the loader is gone. Smaller ones are copies.
+    numbers, warnings and errors; see https://pytorch.org/docs/stable/data.html. Batches are writable and stay
+    valid for as long as anything refers to them, also after the loader is gone: tensors and arrays of 64 KiB
+    or more are views on shared memory, smaller ones are copies.
 
-    Where it differs from torch on purpose: an exception in a worker arrives with its own type and
-    attributes and the worker's traceback as `__cause__`; the sampler's exceptions keep their place; what
-    cannot be pickled raises instead of hanging; StopIteration in a dataset is an error; a second iteration
-    of a persistent loader ends the first with a RuntimeError.
-
-    With a `device`, batches arrive there: tensors wherever they are in the batch, in containers of the same
-    types; arrays, numbers, strings and objects without tensors stay on the host. One copy for each batch
-    runs on a stream of its own beside the step before; whatever is queued on the stream that is current in
-    `next()` finds the batch there. All tensors of a batch share one piece of device memory.
+    It differs from torch on purpose where torch loses something: an exception in a worker arrives with its
+    own type and attributes, and the worker's traceback as `__cause__`; an exception of the sampler raises at
+    its place; what cannot be pickled raises, and so does StopIteration in a dataset; a second iteration of a
+    persistent loader ends the first with a RuntimeError.
 
     Args:
         dataset: map-style or iterable.
@@ -68,8 +63,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         persistent_workers: keep the workers from one epoch to the next.
         pin_memory_device: deprecated by torch.
         in_order: False hands batches out as they come.
-        schedule: who loads which batch: "round_robin", as in torch, or "dynamic", by whoever is free; or
-            `RoundRobin(...)` or `Dynamic(...)`, which say more.
+        schedule: which worker loads which batch: "round_robin", as in torch, or "dynamic", whichever is free;
+            or `RoundRobin(...)` or `Dynamic(...)`, which say more.
         workers: which kind of workers loads: "processes", or `Processes(...)`, which replaces dead ones.
         device: where batches go: torch's accelerator ("cuda", "cuda:1", "xpu", a torch.device), or
             `ToDevice(...)`, which says how. None leaves them on the host.
@@ -127,12 +122,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 "prefetch_factor=0 with num_workers > 0 would never load a batch: use 1 or more, or None, "
                 "which is 2"
             )
-        arguments.check_workers(self)
         self.schedule = schedule
         self.workers = workers
         self.device = device
 
-    # Of an instance that this constructor did not make.
+    # Of instances that this constructor did not make.
     schedule: str | Schedule = "round_robin"
     workers: str | Processes = "processes"
     device: str | int | torch.device | ToDevice | None = None
@@ -156,7 +150,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if iterator is None:
             iterator = self._get_iterator()
         else:
-            if isinstance(iterator, WorkerIterator):
+            if isinstance(iterator, MultiprocessIterator):
                 iterator = iterator.successor()
             iterator._reset(self)
         object.__setattr__(self, "_iterator", iterator)
@@ -164,12 +158,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _get_iterator(self) -> Any:
         """The only maker of iterators; subclasses wrap what it returns (torch_geometric, litdata)."""
-        arguments.check_workers(self)
         arguments.workers(self)
         if self.num_workers == 0:
             return SerialIterator(self)
         self.check_worker_number_rationality()
-        return WorkerIterator(self)
+        return MultiprocessIterator(self)
 
     def _start_engine(self, base_seed: int, shared_seed: int | None) -> Engine:
         """A pool of workers, for an iterator."""
@@ -178,10 +171,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         runtime.engines.add(engine)
         return engine
 
-    def _find_way_to_device(self) -> DeviceSession | None:
-        """Make the session when the first iteration begins, and keep it: a stream for each epoch would strand
-        memory. A new one, and new workers, if the user has set other arguments since."""
-        runtime, options = self._runtime, arguments.to_device(self)
+    def _device_session(self) -> DeviceSession | None:
+        """The session with the device, kept from epoch to epoch: a stream for each epoch would strand memory.
+        Another device, or other options of it, need a new session and new workers."""
+        runtime, options = self._runtime, read_device(self.device)
         if options is not None and options.target is None:
             options = None
         if options != (None if runtime.session is None else runtime.session.options):
@@ -198,7 +191,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 self.collate_fn,
                 datapipes.sharding_init_fn(self.dataset, self.worker_init_fn),
             ),
-            rules=Rules(arguments.iterable(self), self._auto_collation, self.drop_last),
+            rules=Rules(arguments.is_iterable(self), self._auto_collation, self.drop_last),
             workers=self.num_workers,
             prefetch=self.prefetch_factor,
             in_order=self.in_order,
@@ -215,9 +208,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     @property
     def _runtime(self) -> Runtime:
-        """What this loader has besides its arguments. Made when it is first used: not every instance went
-        through the constructor (torchdata's subclass never calls it), and what was copied from another
-        loader's attributes is that one's."""
+        """What this loader has besides its arguments. Made when it is first used: torchdata's subclass never
+        calls the constructor, and what was copied with another loader's attributes is that loader's."""
         runtime: Runtime | None = vars(self).get("_runtime")
         if runtime is None or runtime.owner() is not self:
             runtime = vars(self)["_runtime"] = Runtime(self)
@@ -232,7 +224,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     @_iterator.setter
     def _iterator(self, value: Any) -> None:
         previous, vars(self)["_iterator"] = self._iterator, value
-        if value is None and isinstance(previous, WorkerIterator):
+        if value is None and isinstance(previous, MultiprocessIterator):
             previous.engine.close("its loader's _iterator was set to None", wait=True)
 
     @_iterator.deleter
@@ -257,35 +249,18 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def __enter__(self) -> DataLoader[T_co]:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def statistics(self) -> LoaderStatistics:
         """What this loader did so far, as an immutable snapshot."""
         runtime = self._runtime
-        counters = runtime.counters
-        blocks = [engine.blocks() for engine in list(runtime.engines)]
-        return LoaderStatistics(
-            epochs=counters.epochs,
-            batches=counters.batches,
-            bytes=counters.bytes,
-            wait_seconds=counters.wait_ns / 1e9,
-            head_of_line_seconds=counters.head_of_line_ns / 1e9,
-            late_batches=counters.late_batches(),
-            window=counters.window,
-            worker_restarts=sum(worker.restarts for worker in counters.workers),
-            rejected_frames=counters.rejected_frames,
-            workers=tuple(worker.snapshot() for worker in counters.workers),
-            blocks_in_use=sum(in_use for in_use, _, _ in blocks),
-            blocks_free=sum(free for _, free, _ in blocks),
-            blocks_grown=counters.blocks_grown,
-            arena_bytes=sum(nbytes for _, _, nbytes in blocks),
-            stale_answers=counters.stale_answers,
+        blocks = [(0, 0, 0), *(engine.blocks() for engine in list(runtime.engines))]
+        in_use, free, nbytes = map(sum, zip(*blocks, strict=True))
+        return runtime.counters.snapshot(
+            blocks_in_use=in_use,
+            blocks_free=free,
+            arena_bytes=nbytes,
             staging=None if runtime.session is None else runtime.session.snapshot(),
         )
 
@@ -298,16 +273,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _describe(self) -> str:
         runtime = self._runtime
-        live = [engine for engine in list(runtime.engines) if engine.closed is None]
-        if self.num_workers == 0:
-            state = "loads on the calling thread"
-        elif live:
-            state = f"{self.num_workers * len(live)} workers running"
-        else:
-            state = "no workers running"
+        pools = sum(engine.closed is None for engine in list(runtime.engines))
+        running = "loads on the calling thread"
+        if self.num_workers:
+            running = f"{self.num_workers * pools or 'no'} workers running"
         return (
             f"dataset={type(self.dataset).__name__} batch_size={self.batch_size} "
-            f"num_workers={self.num_workers} persistent_workers={self.persistent_workers}: {state}, "
+            f"num_workers={self.num_workers} persistent_workers={self.persistent_workers}: {running}, "
             f"{runtime.counters.epochs} epochs begun, {runtime.counters.batches} batches delivered"
         )
 

@@ -1,23 +1,30 @@
-"""Counters of a loader, and the immutable snapshot that users see.
+"""What a loader counts, and the snapshots of it that users see.
 
-`Counters` is written on the consumer's thread only; it belongs to the loader and outlives the engines
-(pools of workers) that come and go under it. `LoaderStatistics` is a snapshot, never a handle.
+`Counters` is written on the consumer's thread only; it belongs to the loader and outlives the pools of
+workers that come and go under it. It counts in the fields of `LoaderStatistics`, which is frozen: what
+`statistics()` returns is a copy, which later counting does not change and nobody alters by accident.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # else it would not allow the counters below to count
+    from dataclasses import dataclass as frozen
+else:
+    frozen = dataclass(frozen=True)
 
 #: Batches that `statistics()` names as late.
 _LATE = 10
 
 
-@dataclass(frozen=True)
+@frozen
 class WorkerStatistics:
     """What one worker did since it started.
 
     Attributes:
-        id: position of the worker, 0 … num_workers-1.
+        id: its number, 0 … num_workers-1.
         pid: process id.
         restarts: how often its process died and another one took its place.
         batches: answers it gave (batches and errors).
@@ -27,10 +34,10 @@ class WorkerStatistics:
 
     id: int
     pid: int
-    restarts: int
-    batches: int
-    work_seconds: float
-    idle_seconds: float
+    restarts: int = 0
+    batches: int = 0
+    work_seconds: float = 0.0
+    idle_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class StagingStatistics:
     block_wait_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
+@frozen
 class LoaderStatistics:
     """A snapshot of what a loader did; all counts since the loader was made unless said otherwise.
 
@@ -96,11 +103,11 @@ class LoaderStatistics:
         worker_restarts: workers that died or hung and were replaced.
         rejected_frames: what came over the sockets and was no answer to any task.
         workers: one entry for each worker of the live pool, or of the last one.
-        blocks_in_use: blocks of shared memory that are granted, filled or looked at now.
+        blocks_in_use: blocks of shared memory that are granted, filled or held by users now.
         blocks_free: blocks that are free now.
         blocks_grown: blocks made since the loader was made. A number that keeps growing means that
             batches are being kept, or that their sizes keep growing.
-        arena_bytes: bytes of shared memory behind the blocks that are not free and cold.
+        arena_bytes: bytes of shared memory behind them; those of free blocks that were trimmed do not count.
         stale_answers: answers that came after their epoch had been abandoned, and were dropped.
         staging: copies to the device; None without one.
     """
@@ -142,64 +149,67 @@ class StagingCounters:
         return StagingStatistics(device=device, **vars(self))
 
 
-@dataclass
-class WorkerCounters:
-    """The mutable side of `WorkerStatistics`; times in nanoseconds of the monotonic clock."""
+class _Counting:
+    """Lets a class count in the fields of a frozen one."""
 
-    id: int
-    pid: int
-    restarts: int = 0
-    batches: int = 0
-    work_ns: int = 0
-    idle_ns: int = 0
-    last_finished_ns: int = 0
+    __setattr__, __delattr__ = object.__setattr__, object.__delattr__
+
+
+class WorkerCounters(_Counting, WorkerStatistics):
+    """Counts for one worker."""
+
+    _finished_ns = 0  # when it gave its last answer, on the monotonic clock; 0: it has given none
 
     def answered(self, started_ns: int, finished_ns: int) -> None:
+        """It answered a task; when it had started and finished it, on the monotonic clock."""
         self.batches += 1
-        self.work_ns += finished_ns - started_ns
-        if self.last_finished_ns:
-            self.idle_ns += started_ns - self.last_finished_ns
-        self.last_finished_ns = finished_ns
+        self.work_seconds += (finished_ns - started_ns) / 1e9
+        if self._finished_ns:
+            self.idle_seconds += (started_ns - self._finished_ns) / 1e9
+        self._finished_ns = finished_ns
 
     def replaced(self, pid: int) -> None:
         """Another process has its number from here on."""
         self.pid = pid
         self.restarts += 1
-        self.last_finished_ns = 0
+        self._finished_ns = 0
 
-    def snapshot(self) -> WorkerStatistics:
-        return WorkerStatistics(
-            self.id, self.pid, self.restarts, self.batches, self.work_ns / 1e9, self.idle_ns / 1e9
+
+class Counters(_Counting, LoaderStatistics):
+    """Counts for a loader. `late_batches`, `worker_restarts` and what is said of blocks are found when a
+    snapshot is taken."""
+
+    workers: tuple[WorkerCounters, ...]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late: dict[tuple[int, int], float] = {}  # (epoch, batch) → seconds
+
+    def waited(self, nanoseconds: int, epoch: int = 0, batch: int = 0, behind: int = 0) -> None:
+        """`next()` waited for a batch while `behind` others were ready."""
+        seconds = nanoseconds / 1e9
+        self.wait_seconds += seconds
+        if behind:
+            self.head_of_line_seconds += seconds
+            self._late[epoch, batch] = self._late.get((epoch, batch), 0.0) + seconds
+            if len(self._late) > 2 * _LATE:
+                self._late = dict(self._worst())
+
+    def _worst(self) -> list[tuple[tuple[int, int], float]]:
+        return sorted(self._late.items(), key=lambda entry: -entry[1])[:_LATE]
+
+    def snapshot(self, **now: Any) -> LoaderStatistics:
+        """What was counted so far, and `now`: fields that others know."""
+        return LoaderStatistics(
+            **_values(self)
+            | now
+            | {
+                "late_batches": tuple(LateBatch(*number, seconds) for number, seconds in self._worst()),
+                "worker_restarts": sum(worker.restarts for worker in self.workers),
+                "workers": tuple(WorkerStatistics(**_values(worker)) for worker in self.workers),
+            }
         )
 
 
-@dataclass
-class Counters:
-    """The mutable side of `LoaderStatistics`."""
-
-    epochs: int = 0
-    batches: int = 0
-    bytes: int = 0
-    wait_ns: int = 0
-    blocks_grown: int = 0
-    stale_answers: int = 0
-    rejected_frames: int = 0
-    head_of_line_ns: int = 0
-    window: int = 0
-    late: dict[tuple[int, int], int] = field(default_factory=dict)  # (epoch, batch) → nanoseconds
-    workers: list[WorkerCounters] = field(default_factory=list)
-
-    def waited(self, nanoseconds: int, epoch: int, batch: int, behind: int) -> None:
-        """`next()` waited for a batch while `behind` others were ready."""
-        self.wait_ns += nanoseconds
-        if behind:
-            self.head_of_line_ns += nanoseconds
-            self.late[epoch, batch] = self.late.get((epoch, batch), 0) + nanoseconds
-            if len(self.late) > 2 * _LATE:
-                self.late = dict(self._latest())
-
-    def _latest(self) -> list[tuple[tuple[int, int], int]]:
-        return sorted(self.late.items(), key=lambda entry: -entry[1])[:_LATE]
-
-    def late_batches(self) -> tuple[LateBatch, ...]:
-        return tuple(LateBatch(epoch, batch, ns / 1e9) for (epoch, batch), ns in self._latest())
+def _values(counters: LoaderStatistics | WorkerStatistics) -> dict[str, Any]:
+    return {field.name: getattr(counters, field.name) for field in fields(counters)}

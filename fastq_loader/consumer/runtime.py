@@ -1,6 +1,6 @@
-"""What a loader has besides its arguments.
+"""What a loader has besides its arguments: counters, pools of workers, and its way to a device.
 
-Runs in the consumer; made when a loader first needs it, because frameworks make loaders without running the
+Runs in the consumer. Made when a loader first needs it, because frameworks make loaders without running the
 constructor.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Runtime:
-    """The live side of one loader: none of it is copied or pickled with the arguments.
+    """What is alive of one loader; none of it is copied or pickled with the arguments.
 
     Args:
         owner: the loader.
@@ -30,7 +30,7 @@ class Runtime:
         counters: of everything that it did.
         engines: the pools of workers that its iterators use.
         session: its way to a device, once an iteration has begun, or None.
-        idle: what iterations without workers have left behind, buffers and all.
+        idle: the staging of iterations without workers that are over, to be used again.
     """
 
     def __init__(self, owner: DataLoader[Any] | None = None) -> None:
@@ -41,10 +41,10 @@ class Runtime:
         self.idle: list[SerialStaging] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Runtime, ()  # nobody's: a subclass has copied all attributes of its loader
+        return Runtime, ()  # no loader's: a subclass copied all attributes
 
     def close_engines(self, reason: str) -> None:
-        """End all workers of the loader, and wait for those that are in the middle of something."""
+        """End all workers of the loader; wait for those that are in the middle of a sample."""
         for engine in list(self.engines):
             engine.close(reason)
         stopping.wait(self.counters)

@@ -1,4 +1,4 @@
-"""What `iter(loader)` returns: with workers and without them.
+"""What `iter(loader)` returns: an iterator over a pool of workers, or one that loads by itself.
 
 Runs in the consumer.
 """

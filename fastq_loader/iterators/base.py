@@ -1,9 +1,9 @@
-"""What all iterators of a loader have in common, and the one over a pool of workers; `serial` has the other.
+"""What both iterators of a loader have in common.
 
-Runs in the consumer. An iterator knows the loader's arguments, the order in which torch draws random
-numbers, the warnings about lengths, and pinning; everything about workers is the engine's.
+Runs in the consumer, on the thread that calls `next()`. Owns the order in which torch draws random numbers,
+the warnings about lengths, and pinning.
 
-Both are subclasses of torch's iterators, because code outside tests for those classes and reads their
+The iterators are subclasses of torch's, because code outside tests for those classes and reads their
 attributes. Nothing of torch's runs in them: every method is ours, and the attributes have torch's names and
 meaning (torch/utils/data/dataloader.py).
 """
@@ -24,6 +24,7 @@ from torch.utils.data.dataloader import (
 
 from fastq_loader import arguments
 from fastq_loader.consumer.outcomes import Outcome
+from fastq_loader.device.options import read_device
 from fastq_loader.device.session import apply
 from fastq_loader.device.transforms import copy_into
 from fastq_loader.errors import warn_user
@@ -39,10 +40,13 @@ def draw_base_seed(generator: torch.Generator | None) -> int:
 
 
 class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
-    """What both kinds have in common.
+    """An epoch of a loader, or one epoch after the other.
 
     Args:
         loader: whose arguments hold.
+
+    Attributes:
+        outcome: what `next()` gives next, once it is there.
     """
 
     _profile_name = ""
@@ -59,14 +63,12 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._index_sampler = loader._index_sampler
         self._num_workers = loader.num_workers
         self._world_size, self._rank = datapipes.ranks()
-        self._session = loader._find_way_to_device()
-        #: With device="cpu" the host is where a transform for the device runs.
-        on_host = arguments.to_device(loader) if self._session is None else None
-        self._transform = None if on_host is None else on_host.transform
-        # What goes to a device is page-locked on its way there.
-        self._pin_memory, self._pin_memory_device = (
-            arguments.pinning(loader) if self._session is None else (False, None)
-        )
+        self._session = loader._device_session()
+        self._pin_memory, self._pin_memory_device, self._transform = False, None, None
+        if self._session is None:  # else batches are page-locked and transformed on their way to the device
+            self._pin_memory, self._pin_memory_device = arguments.pinning(loader)
+            if (host := read_device(loader.device)) is not None:  # device="cpu"
+                self._transform = host.transform
         self._timeout = loader.timeout
         self._collate_fn = loader.collate_fn
         self._dynamic = arguments.is_dynamic(loader)
@@ -74,7 +76,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._base_seed = draw_base_seed(loader.generator)
         self._persistent_workers = loader.persistent_workers
         self._num_yielded = 0
-        self.outcome: Outcome | None = None  # what `next()` gives next, once it is there
+        self.outcome: Outcome | None = None
 
     def __iter__(self) -> LoaderIterator:
         return self
@@ -87,10 +89,10 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         raise NotImplementedError("{} cannot be pickled", type(self).__name__)
 
     def __next__(self) -> Any:
-        # A handler of a signal may raise wherever there is a call. So an outcome is put down where it comes
-        # about, and from where it is taken here to the end there is none: what was made is never lost.
+        # A handler of a signal may raise wherever there is a call. So whoever makes an outcome stores it, and
+        # there is no call from where it is taken here to the end: what was made is never lost.
         outcome, self.outcome = self.outcome, None
-        while outcome is None:  # another thread may be quicker to take it
+        while outcome is None:  # another thread may take it first
             if profiler._is_profiler_enabled:
                 with profiler.record_function(self._profile_name):
                     self._advance()
@@ -149,10 +151,10 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     @abstractmethod
     def _advance(self) -> None:
-        """Put the next outcome down in `outcome`."""
+        """Store the next outcome in `outcome`."""
 
     def _finished(self, batch: Any) -> Any:
-        """What a batch that stays on the host goes through last."""
+        """A batch that stays on the host, transformed and pinned."""
         batch = apply(self._transform, batch)
         return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch  # type: ignore[no-untyped-call]
 
@@ -167,10 +169,10 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                 "IterableDataset replica at each worker. Please see "
                 "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
             )
-        self.outcome = outcome  # it is on its way, and this is a call
+        self.outcome = outcome  # this is a call, which an interrupt may end
         try:
             warn_user(text, UserWarning)
-        except Warning:  # made an error; torch has lost the batch then
+        except Warning:  # it was made an error; torch loses the batch then
             self.outcome = None
             raise
         self.outcome = None

@@ -21,31 +21,12 @@ from fastq_loader.reading import datapipes, sampling
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
 
-#: What torch's iterators with workers have, and ours could only pretend to.
-_MACHINERY = frozenset(
-    (
-        "_data_queue",
-        "_index_queues",
-        "_pin_memory_thread",
-        "_rcvd_idx",
-        "_send_idx",
-        "_task_info",
-        "_tasks_outstanding",
-        "_worker_pids_set",
-        "_worker_queue_idx_cycle",
-        "_worker_result_queue",
-        "_workers_done_event",
-        "_workers_num_tasks",
-        "_workers_status",
-    )
-)
 
-
-class WorkerIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
+class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
     """One epoch of a pool of workers.
 
     With persistent workers the pool serves one epoch after the other, and lives as long as an iterator that
-    knows it; otherwise this iterator is its only owner, and takes it down when it is exhausted or dropped.
+    refers to it; otherwise this iterator is its only owner, and closes it when it is exhausted or dropped.
     """
 
     _profile_name = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
@@ -61,32 +42,32 @@ class WorkerIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         if self._prefetch_factor <= 0:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
         self.engine = loader._start_engine(self._base_seed, self._shared_seed)
-        self._exhausted = False
-        if self._dynamic:  # the draws are those without workers
-            self._epoch = self.engine.start_epoch(self._source, self._shared_seed, self._base_seed)
-        else:
+        shared_seed = self._shared_seed
+        if not self._dynamic:
             # torch resets a new iterator, and draws once more: a second iter() of the sampler, and a second
-            # seed for a graph, which is not used in this epoch.
-            shared_seed = self._shared_seed
+            # seed for a graph, which is not used in this epoch. With dynamic, the draws are those without
+            # workers.
             super()._reset(loader, first_iter=True)
-            self._epoch = self.engine.start_epoch(self._source, shared_seed)
+        self._start_epoch(shared_seed)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        loader._find_way_to_device()  # which ends the workers if another device was asked for
+        loader._device_session()  # which ends the workers if another device was asked for
         if not self.engine.usable:
             self.engine.close("a new iteration began")
             loader.check_worker_number_rationality()
-            WorkerIterator.__init__(self, loader)
+            MultiprocessIterator.__init__(self, loader)
             return
         super()._reset(loader, first_iter)
-        self._exhausted = False
         if self._dynamic:
             self._base_seed = draw_base_seed(loader.generator)
-            self._epoch = self.engine.start_epoch(self._source, self._shared_seed, self._base_seed)
-        else:
-            self._epoch = self.engine.start_epoch(self._source, self._shared_seed)
+        self._start_epoch(self._shared_seed)
 
-    def successor(self) -> WorkerIterator:
+    def _start_epoch(self, shared_seed: int | None) -> None:
+        self._exhausted = False
+        base_seed = self._base_seed if self._dynamic else None
+        self._epoch = self.engine.start_epoch(self._source, shared_seed, base_seed)
+
+    def successor(self) -> MultiprocessIterator:
         """The iterator of the next epoch, to be reset. Its own object, so that `next()` on this one can say
         that it has ended, where torch's two epochs would share one iterator and lose batches."""
         successor = object.__new__(type(self))
@@ -95,7 +76,7 @@ class WorkerIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
 
     def _restart_sampler(self) -> None:
         self._source = sampling.iterate_packed(self._index_sampler)
-        self._spelled: Iterator[Any] = map(decode_index, self._source)
+        self._indices: Iterator[Any] = map(decode_index, self._source)
 
     def _advance(self) -> None:
         if self._session is not None:
@@ -122,11 +103,11 @@ class WorkerIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
 
     @property
     def _sampler_iter(self) -> Iterator[Any]:
-        return self._spelled
+        return self._indices
 
     @_sampler_iter.setter
     def _sampler_iter(self, indices: Iterator[Any]) -> None:
-        self._spelled = self._source.drawn = indices
+        self._indices = self._source.drawn = indices
 
     @property
     def _workers(self) -> list[BaseProcess]:  # type: ignore[override]
@@ -141,9 +122,10 @@ class WorkerIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         self.engine.close("_shutdown_workers() was called", wait=True)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _MACHINERY:
-            raise AttributeError(f"{name} is torch's machinery, and nothing of that runs under this iterator")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}; nothing of torch's iterators runs, "
+            "so their queues and tasks are not there either"
+        )
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError("torch's queues and tasks are not there: nothing of torch's iterators runs")
@@ -152,5 +134,5 @@ class WorkerIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
     _mark_worker_as_unavailable = _register_persistent_workers_atexit = _refuse
 
     def __del__(self) -> None:
-        """Not torch's, which ends the workers: they may be at an epoch that another iterator is for. They end
-        with the engine, when nobody knows it any more."""
+        """Replaces torch's, which ends the workers: they may be serving another iterator's epoch. They end
+        with the engine, when the last reference to it is gone."""

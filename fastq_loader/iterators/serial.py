@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
@@ -17,7 +18,7 @@ from fastq_loader.device.staging import SerialStaging
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.iterators.base import LoaderIterator
 from fastq_loader.reading import datapipes, sampling, seeding
-from fastq_loader.reading.fetch import EndOfStream, Fetcher, make_fetcher
+from fastq_loader.reading.fetch import EndOfStream, make_fetcher
 from fastq_loader.system.interrupts import refuse_interrupt
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
-    """num_workers=0: loads on the consumer's thread. No process, thread, socket or shared memory."""
+    """num_workers=0: loads on the consumer's thread."""
 
     _profile_name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
@@ -41,24 +42,19 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._idle = loader._runtime.idle
         self._staging = None if self._session is None else SerialStaging.of(self._session, self._idle)
         self._drawn = 0
-        self._left: tuple[int, Any] | None = None  # the number and index that a call was cut short at
+        self._left: tuple[int, Any] | None = None  # number and index of the batch that is to be loaded next
         self._lock = threading.RLock()  # threads may share the iterator
-        self._busy = False  # in the middle of something that cannot be done again
-        if self._dynamic:
-            with seeding.put_back():
+        self._busy = False  # in the middle of a step that cannot be repeated
+        with seeding.put_back() if self._dynamic else nullcontext():
+            if self._dynamic:
                 seeding.seed_worker(self._base_seed, 0)  # for what iter(dataset) draws
-                self._dataset_fetcher = self._make_fetcher()
-        else:
-            self._dataset_fetcher = self._make_fetcher()
-
-    def _make_fetcher(self) -> Fetcher:
-        return make_fetcher(
-            self._dataset,
-            iterable=self._dataset_kind == _DatasetKind.Iterable,
-            auto_collation=self._auto_collation,
-            collate=self._collate_fn,
-            drop_last=self._drop_last,
-        )
+            self._dataset_fetcher = make_fetcher(
+                self._dataset,
+                iterable=self._dataset_kind == _DatasetKind.Iterable,
+                auto_collation=self._auto_collation,
+                collate=self._collate_fn,
+                drop_last=self._drop_last,
+            )
 
     def __del__(self) -> None:
         staging = getattr(self, "_staging", None)
@@ -109,7 +105,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         del outcome  # an error holds this frame by its traceback
 
     def _draw(self) -> None:
-        """Put the number of the next batch and its index down in `_left`, or what the sampler raised in
+        """Store the number of the next batch and its index in `_left`, or what the sampler raised in
         `outcome`."""
         self._busy = True
         number = self._drawn
@@ -129,7 +125,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         try:
             batch = self._fetch(number, index)
         finally:
-            self._counters.wait_ns += time.monotonic_ns() - began
+            self._counters.waited(time.monotonic_ns() - began)
         if self._staging is None:
             return self._finished(batch)
         self._busy = True  # a copy to the device is under way

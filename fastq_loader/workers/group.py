@@ -93,9 +93,9 @@ class WorkerGroup:
             self._socket.watch(descriptor)
         for worker in range(workers):
             self._backlog.begin(worker)
-        self._counters.workers = [
+        self._counters.workers = tuple(
             WorkerCounters(worker, self._processes.pid(worker)) for worker in range(workers)
-        ]
+        )
 
     def _new_folder(self, workers: set[int]) -> str:
         folder = endpoint_folder()

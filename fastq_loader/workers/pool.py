@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastq_loader.errors import warn
+from fastq_loader.errors import warn_user
 from fastq_loader.memory import nontemporal
 from fastq_loader.memory.arena import Arena, Mapping
 from fastq_loader.memory.ledger import Extents
@@ -224,7 +224,7 @@ class WorkerPool:
         try:
             process.start()
         except (TypeError, AttributeError, PicklingError) as error:
-            warn(_PICKLE_WARNING, UserWarning, 3)
+            warn_user(_PICKLE_WARNING, UserWarning)
             raise _named(error, self._plan.payload.parts) from error
         finally:
             if not self._left() and not self._plan.restarts:
