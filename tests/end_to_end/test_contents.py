@@ -1,0 +1,555 @@
+"""Rows B5, B7 and B8: whatever tensors and objects a batch is made of, they arrive as they are with torch.
+
+Tables of cases, each a function that makes a sample in the worker. One loader carries a whole table.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import datetime
+import decimal
+import fractions
+import functools
+import pathlib
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from fastq_loader import DataLoader
+from tests.support.datasets import (
+    Colour,
+    Count,
+    FrozenRecord,
+    Keyed,
+    Level,
+    Made,
+    MapDataset,
+    Name,
+    Opaque,
+    Point,
+    Record,
+    Slotted,
+    Tagged,
+    assert_same,
+    describe,
+    dict_sample,
+    difference,
+    identity,
+    namedtuple_sample,
+    numpy_sample,
+)
+
+pytestmark = [
+    pytest.mark.processes,
+    # torch warns that quantized, nested and sparse tensors are unfinished, unchecked or on their way out.
+    pytest.mark.filterwarnings(
+        "ignore:.*(prototype stage|beta state|Sparse invariant checks|TypedStorage).*:UserWarning",
+        "ignore:.*(quantized dtypes|torch.ao.quantization).*:UserWarning",
+        "ignore:.*(quantiz|TypedStorage).*:DeprecationWarning",
+    ),
+]
+
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+
+def image(index: int) -> torch.Tensor:
+    """196,608 bytes: it has shared memory of its own."""
+    return torch.full((3, 128, 128), float(index))
+
+
+def image_and_label(index: int) -> tuple[torch.Tensor, int]:
+    return image(index), index
+
+
+class Cases:
+    """A dataset of the cases of a table, `repeats` samples of each."""
+
+    def __init__(self, table: Callable[[], Mapping[str, Callable[..., Any]]], repeats: int = 1) -> None:
+        self.table = table
+        self.repeats = repeats
+
+    def __len__(self) -> int:
+        return len(self.table()) * self.repeats
+
+    def __getitem__(self, index: int) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # prototype kinds of tensors warn where they are made
+            return list(self.table().values())[index // self.repeats]()
+
+
+def outcomes(kind: type, cases: Cases, workers: int, **arguments: Any) -> dict[str, Any]:
+    """Of each case its batch, described, or the type of the error."""
+    arguments = {"batch_size": None, "collate_fn": identity, **arguments}
+    if workers:
+        arguments["prefetch_factor"] = 20  # errors and batches are received many at once
+    iterator = iter(kind(cases, num_workers=workers, **arguments))
+    found = {}
+    for name in cases.table():
+        try:
+            found[name] = describe(next(iterator))
+        except Exception as error:
+            error.with_traceback(None)  # it leads to the iterator
+            found[name] = type(error)
+    return found
+
+
+# B5: every kind of tensor
+
+
+class Marked(torch.Tensor):
+    """A tensor subclass."""
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.arange(float(np.prod(shape))).reshape(shape)
+
+
+@functools.cache
+def tensor_cases() -> dict[str, Callable[[], torch.Tensor]]:
+    """Name → a function that makes the tensor."""
+    base = numbers(3, 4)
+    cases: dict[str, Callable[[], torch.Tensor]] = {
+        "transposed": lambda: numbers(3, 4).t(),
+        "transposed and large": lambda: numbers(300, 400).t(),
+        "permuted": lambda: numbers(2, 3, 4).permute(2, 0, 1),
+        "channels_last": lambda: numbers(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "channels_last and large": lambda: numbers(2, 3, 90, 90).to(memory_format=torch.channels_last),
+        "channels_last_3d": lambda: numbers(1, 2, 3, 4, 5).to(memory_format=torch.channels_last_3d),
+        "every other row": lambda: numbers(8, 4)[::2],
+        "every other row and large": lambda: numbers(800, 400)[::2],
+        "a column": lambda: numbers(8, 4)[:, 1],
+        "expanded": lambda: numbers(1, 4).expand(5, 4),
+        "expanded from one value": lambda: torch.tensor(2.5).expand(300, 300),
+        "overlapping itself": lambda: numbers(12).as_strided((5, 4), (2, 1)),
+        "an offset into a storage": lambda: numbers(100)[37:41],
+        "0-dim": lambda: torch.tensor(3.5),
+        "empty": lambda: torch.empty(0),
+        "empty with sizes": lambda: torch.empty(3, 0, 5),
+        "one element": lambda: torch.ones(1, 1, 1),
+        "ones in its shape": lambda: numbers(4).as_strided((1, 4, 1), (99, 1, 77)),
+        "nan and negative zero": lambda: torch.tensor([float("nan"), -0.0, float("inf")]),
+        "sparse COO": lambda: base.to_sparse(),
+        "sparse COO, uncoalesced": lambda: torch.sparse_coo_tensor([[0, 0, 1]], [1.0, 2.0, 3.0], (4,)),
+        "sparse COO, large": lambda: numbers(200, 200).to_sparse(),
+        "sparse CSR, large": lambda: numbers(200, 200).to_sparse_csr(),
+        "sparse CSR": lambda: base.to_sparse_csr(),
+        "sparse CSC": lambda: base.to_sparse_csc(),
+        "sparse BSR": lambda: numbers(4, 4).to_sparse_bsr((2, 2)),
+        "nested": lambda: torch.nested.nested_tensor([numbers(2, 3), numbers(4, 3)]),
+        "nested, jagged": lambda: torch.nested.nested_tensor(
+            [numbers(2, 3), numbers(4, 3)], layout=torch.jagged
+        ),
+        "quantized": lambda: torch.quantize_per_tensor(base, 0.1, 2, torch.quint8),
+        "quantized per channel": lambda: torch.quantize_per_channel(
+            base, torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0, 1, 2]), 0, torch.qint8
+        ),
+        "leaf that requires grad": lambda: numbers(3, 4).requires_grad_(),
+        "large leaf that requires grad": lambda: numbers(300, 400).requires_grad_(),
+        "parameter": lambda: torch.nn.Parameter(numbers(3, 4)),
+        "frozen parameter": lambda: torch.nn.Parameter(numbers(3, 4), requires_grad=False),
+        "subclass": lambda: numbers(3, 4).as_subclass(Marked),
+        "large subclass": lambda: numbers(300, 400).as_subclass(Marked),
+        "conjugated lazily": lambda: torch.complex(base, base + 1).conj(),
+        "negated lazily": lambda: torch.complex(base, base + 1).conj().imag,
+        "meta": lambda: torch.empty(3, 4, device="meta"),
+        "made from numpy": lambda: torch.from_numpy(np.arange(6.0)),
+        "made from a buffer": lambda: torch.frombuffer(bytearray(range(8)), dtype=torch.int16),
+        "in shared memory already": lambda: numbers(3, 4).share_memory_(),
+    }
+    dtypes = (
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.complex32, torch.complex64, torch.complex128),
+        *(torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
+    )
+    for dtype in dtypes:
+        cases[str(dtype)] = functools.partial(torch.Tensor.to, numbers(5, 3) % 2, dtype)
+        cases[f"{dtype} and large"] = functools.partial(torch.Tensor.to, numbers(700, 200) % 2, dtype)
+    return cases
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _prototypes_made_once() -> None:
+    """The first jagged tensor of a process makes torch create a folder, which is no leak of a loader."""
+    list(map(Cases(tensor_cases).__getitem__, range(len(tensor_cases()))))
+
+
+def test_b5_tensors_of_a_users_collate_arrive_as_they_are_without_workers() -> None:
+    """torch's own workers do this for nearly all kinds: they lose lazy conjugation and quantizers."""
+    expected = outcomes(TorchDataLoader, Cases(tensor_cases), 0)
+    for workers in (0, 2):
+        for name, found in outcomes(DataLoader, Cases(tensor_cases), workers).items():
+            if name.endswith("ed lazily"):  # the value arrives, in a copy of other strides
+                assert found[-1] == expected[name][-1], name
+            else:
+                assert difference(expected[name], found, f"{workers} workers: {name}") is None
+
+
+def test_b5_the_default_collate_gives_what_torchs_workers_give() -> None:
+    """Where torch's workers cannot stack a kind that the main process can, stacking it is right as well."""
+
+    def run(kind: type, workers: int) -> dict[str, Any]:
+        return outcomes(kind, Cases(tensor_cases, 2), workers, batch_size=2, collate_fn=None)
+
+    with_none, with_one, ours_with_none, ours = (
+        *(run(TorchDataLoader, workers) for workers in (0, 1)),
+        *(run(DataLoader, workers) for workers in (0, 2)),
+    )
+    for name, torchs in with_none.items():
+        assert difference(torchs, ours_with_none[name], name) is None
+        if isinstance(torchs, type):
+            assert ours[name] is torchs, name
+        elif not isinstance(with_one[name], type):
+            assert difference(with_one[name], ours[name], name) is None
+        elif not isinstance(ours[name], type):
+            assert difference(torchs, ours[name], name) is None
+
+
+def aliases(*shape: int) -> dict[str, torch.Tensor]:
+    x = numbers(*shape)
+    views = {"t": x.t(), "row": x[2], "flat": x.view(-1)[5:20], "bits": x.view(torch.int32)}
+    return {"a": x, "b": x, **views}
+
+
+@WORKERS
+@pytest.mark.parametrize("shape", [(6, 8), (300, 400)], ids=["small", "large"])
+def test_b5_tensors_that_alias_still_alias(shape: tuple[int, int], workers: int) -> None:
+    dataset = Cases(lambda: dict.fromkeys(range(4), functools.partial(aliases, *shape)))
+    for batch in DataLoader(dataset, batch_size=None, num_workers=workers, collate_fn=identity):
+        assert_same(aliases(*shape), batch)
+        batch["a"].fill_(-1)
+        for name in ("b", "t", "row", "flat"):
+            assert (batch[name] == -1).all(), f"{name} is a copy"
+        batch["bits"].zero_()
+        assert not batch["t"].any()
+
+
+def test_b5_the_same_object_twice_is_one_object() -> None:
+    (batch,) = DataLoader(Made(twice, 1), batch_size=None, num_workers=1, collate_fn=identity)
+    assert batch["a"] is batch["b"]
+    assert batch["list"] is batch["list again"]
+    assert batch["objects"][0].value is batch["a"]
+
+
+def twice(index: int) -> dict[str, Any]:
+    x, y = numbers(3), [1, 2]
+    return {"a": x, "b": x, "list": y, "list again": y, "objects": [Opaque(x)]}
+
+
+# B7, B8: containers, objects and collates
+
+
+def parts() -> list[torch.Tensor]:
+    """Views that touch without overlapping, and views of other element sizes at odd offsets."""
+    x = torch.arange(60_000, dtype=torch.int32)
+    raw = x.view(torch.uint8)
+    return [x[:30_000], x[30_000:], raw[3:11], raw[1:], raw[8:200_000].view(torch.int64), x[7:9], raw[5:5]]
+
+
+def nest(depth: int) -> Any:
+    value: Any = torch.tensor(depth)
+    for level in range(depth):
+        value = [value] if level % 3 == 0 else {"in": value} if level % 3 == 1 else (value, level)
+    return value
+
+
+def with_cycle() -> list[Any]:
+    cycle: list[Any] = [1, torch.ones(2)]
+    cycle.append(cycle)
+    return cycle
+
+
+def recursive_object() -> Opaque:
+    outer = Opaque(None)
+    outer.value = {"self": outer, "t": torch.ones(2)}
+    return outer
+
+
+def tagged(items: list[Any]) -> Tagged:
+    result = Tagged(items)
+    result.tag = "instance"  # type: ignore[misc]
+    return result
+
+
+def structured() -> np.ndarray:
+    return np.array([(1, 2.5, "x"), (3, 4.5, "yz")], dtype=[("i", "i4"), ("f", "f8"), ("s", "U3")])
+
+
+def read_only(values: np.ndarray) -> np.ndarray:
+    values.flags.writeable = False
+    return values
+
+
+@functools.cache
+def object_cases() -> dict[str, Callable[[], Any]]:
+    """Name → a function that makes the batch."""
+    return {
+        "namedtuple": lambda: Point(torch.ones(2), Point(1, "a")),
+        "dict with any keys": lambda: {1: "int", "1": "str", (1, 2): torch.ones(1), None: 0, 2.5: 1, b"k": 2},
+        "dict with equal-looking keys": lambda: [{True: 1}, {1: 1}, {1.0: 1}, {"1": 1}],
+        "dict with subclass keys": lambda: {Name("a"): 1, Level.LOW: 2, np.int64(3): 3, np.str_("b"): 4},
+        "dict with huge keys": lambda: {2**70: 1, -(2**70): 2, 2**64: 3},
+        "OrderedDict": lambda: collections.OrderedDict(b=torch.ones(1), a=1),
+        "defaultdict": lambda: collections.defaultdict(list, a=[torch.ones(1)], b=[]),
+        "Counter": lambda: collections.Counter("abca"),
+        "dict subclass": lambda: Keyed({1: torch.ones(2), "x": 2}, tag="mine"),
+        "list subclass": lambda: tagged([torch.ones(2), 1]),
+        "deque": lambda: collections.deque([1, torch.ones(1)], maxlen=5),
+        "empty containers": lambda: [[], (), {}, set(), frozenset(), "", b"", None],
+        "tuple and list": lambda: [(1, [2, (3,)]), [(), []]],
+        "torch.Size": lambda: torch.Size([2, 3]),
+        "dataclass": lambda: Record("r", torch.ones(3)),
+        "frozen dataclass": lambda: FrozenRecord("f", [torch.ones(3), {"a": 1}]),
+        "slots": lambda: Slotted(torch.ones(2)),
+        "objects": lambda: [Opaque(torch.ones(2)), Opaque({"n": np.ones(2)}), Opaque(None)],
+        "object with large arrays": lambda: Opaque([numbers(200, 200), np.ones((200, 200))]),
+        "recursive object": recursive_object,
+        "cycle": with_cycle,
+        "packed sequence": lambda: pack_sequence([torch.arange(3), torch.arange(2)]),
+        "str": lambda: ["", "plain", "ä\U0001f600", "\ud800", "\0", "x" * 200_000],
+        "bytes": lambda: [b"", b"\x00\xff", bytes(200_000), bytearray(b"abc")],
+        "int": lambda: [0, -1, 2**31, 2**63 - 1, -(2**63), 2**63, 2**64 - 1, 2**64, 2**70, -(2**70)],
+        "bool and int": lambda: [True, 1, False, 0, [True], {"t": True}],
+        "float": lambda: [0.1, -0.0, float("nan"), float("inf"), 1e308, 5e-324],
+        "complex": lambda: [1 + 2j, complex("nan")],
+        "sets": lambda: [{1, 2}, frozenset({"a", (1, 2)})],
+        "enums": lambda: [Colour.RED, Level.HIGH, {Colour.BLUE: 1}],
+        "subclasses of plain types": lambda: [Name("n"), Count(3), [Name("m")]],
+        "constants": lambda: [None, ..., NotImplemented, int, range(3), slice(1, 2)],
+        "functions": lambda: [len, numbers, collections.OrderedDict],
+        "library types": lambda: [
+            datetime.datetime(2024, 2, 29, 12),
+            decimal.Decimal("1.10"),
+            fractions.Fraction(1, 3),
+            uuid.UUID(int=5),
+            pathlib.PurePosixPath("/a"),
+            array.array("i", [1, 2]),
+        ],
+        "torch types": lambda: [torch.float16, torch.device("cpu"), torch.strided],
+        "numpy scalars": lambda: [
+            *(np.float16(0.1), np.float64(0.1), np.int8(-3), np.uint64(2**64 - 1), np.bool_(True)),
+            *(
+                np.complex64(1j),
+                np.str_("s"),
+                np.bytes_(b"b"),
+                np.datetime64("2024-02-29"),
+                np.float64("nan"),
+            ),
+        ],
+        "numpy arrays": lambda: [
+            *(np.arange(6, dtype=dtype).reshape(2, 3) for dtype in ("u1", "i2", "f2", "f8", "c8")),
+            *(np.array([True, False]), np.array(5), np.empty((0, 3)), np.array(["a", "bcd"])),
+            *(np.array([b"x", b"yz"]), np.array(["2024-02-29"], dtype="M8[D]"), np.array([1], "m8[ns]")),
+        ],
+        "numpy layouts": lambda: [
+            *(np.asfortranarray(np.ones((3, 4))), np.arange(12).reshape(3, 4)[:, 1]),
+            *(np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1), np.arange(5)[::-1]),
+            *(np.broadcast_to(np.arange(3), (4, 3)), np.ones((3, 1, 4))[:, :, ::2]),
+        ],
+        "numpy objects": lambda: np.array([1, "a", None, torch.ones(1)], dtype=object),
+        "numpy records": lambda: [structured(), structured()[0], structured().view(np.recarray)],
+        "numpy, masked": lambda: np.ma.masked_array([1.0, 2.0], mask=[True, False]).filled(7.0),
+        "numpy, matrix-like": lambda: np.ones((2, 2)).view(np.ndarray),
+        "numpy, read-only": lambda: [read_only(np.ones(3)), read_only(np.ones((200, 200)))],
+        "numpy, foreign byte order": lambda: [np.full(3, 5, dtype=">i4"), np.full(100_000, 5, dtype=">i4")],
+        "numpy, large": lambda: [
+            *(np.arange(40_000.0).reshape(200, 200), np.asfortranarray(np.ones((300, 100)))),
+            *(np.arange(80_000).reshape(200, 400)[:, ::2], structured().repeat(20_000)),
+        ],
+        "parts of one tensor": parts,
+        "a column of a large tensor": lambda: numbers(1000, 1000)[:, 0],
+        "nested deep": lambda: nest(40),
+        "wide": lambda: {f"key {i}": [torch.tensor(i), i, str(i)] for i in range(300)},
+    }
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "beside a large tensor"])
+def test_b7_a_batch_of_any_python_objects_equals_torchs(large: bool) -> None:
+    def cases() -> dict[str, Callable[[], Any]]:
+        if not large:
+            return object_cases()
+        return {name: lambda make=make: [make(), image(3)] for name, make in object_cases().items()}
+
+    for workers in (0, 2):
+        torchs, ours = (outcomes(kind, Cases(cases), workers) for kind in (TorchDataLoader, DataLoader))
+        for name, expected in torchs.items():
+            if "foreign byte order" in name and workers:  # pickling, and with it torch, makes them native
+                expected = describe(cases()[name]())
+            assert difference(expected, ours[name], f"{workers} workers: {name}") is None
+
+
+def rows_of_dtypes(dtypes: list[torch.dtype], size: int, index: int) -> torch.Tensor:
+    return torch.full((size, size), index, dtype=dtypes[index % len(dtypes)])
+
+
+COLLATED: dict[str, Callable[[int], Any]] = {
+    "dict": dict_sample,
+    "namedtuple": namedtuple_sample,
+    "numpy": numpy_sample,
+    "OrderedDict": lambda index: collections.OrderedDict(b=index, a=torch.ones(index * 0 + 2)),
+    "defaultdict": lambda index: collections.defaultdict(int, a=index),
+    "dict subclass": lambda index: Keyed({1: index, "x": (index, str(index))}, tag=f"sample {index}"),
+    "list subclass": lambda index: tagged([index, torch.tensor(index)]),
+    "nested lists": lambda index: [[index, [index / 2]], (index, b"b")],
+    "bool": lambda index: index % 2 == 0,
+    "range": lambda index: range(index, index + 3),
+    "large": image_and_label,
+    "large numpy": lambda index: np.full((200, 200), index, dtype=np.uint16),
+    "torch.Size": lambda index: torch.Size([index, 2]),
+    "mixed floats": functools.partial(rows_of_dtypes, [torch.float32, torch.float64, torch.float16], 3),
+    "mixed floats, large": functools.partial(
+        rows_of_dtypes, [torch.float32, torch.float64, torch.float16], 300
+    ),
+    "mixed kinds": functools.partial(rows_of_dtypes, [torch.int64, torch.float32], 3),
+    "mixed kinds, large": functools.partial(rows_of_dtypes, [torch.int64, torch.float32], 300),
+    "refused: None": lambda index: None,
+    "refused: object": Opaque,
+    "refused: unequal lists": lambda index: [0] * (index % 3 + 1),
+    "refused: unequal sizes": lambda index: torch.ones(index + 1),
+    "refused: text arrays": lambda index: np.array(["a"]),
+    "refused: huge": lambda index: 2**70,
+}
+
+
+@pytest.mark.parametrize("name", COLLATED)
+def test_b7_the_default_collate_keeps_container_types(name: str) -> None:
+    for workers in (0, 2):
+        seen: list[Any] = []
+        for kind in (TorchDataLoader, DataLoader):
+            try:
+                seen.append(describe(list(kind(Made(COLLATED[name], 7), 3, num_workers=workers))))
+            except Exception as error:
+                error.with_traceback(None)
+                seen.append(type(error))
+        assert difference(*seen, name) is None, f"{workers} workers: {difference(*seen, name)}"
+        if not name.startswith("mixed kinds"):  # which torch refuses in workers alone
+            assert name.startswith("refused") == isinstance(seen[1], type)
+
+
+class PinCounter:
+    """An object with a `pin_memory` of its own."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+        self.pinned = 0
+
+    def pin_memory(self) -> PinCounter:
+        self.value = self.value.pin_memory()
+        self.pinned += 1
+        return self
+
+
+@WORKERS
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
+def test_b7_pinned_batches_are_equal_and_pinned_where_there_is_an_accelerator(workers: int) -> None:
+    pins = torch.accelerator.is_available()
+    for make in (dict_sample, namedtuple_sample, image_and_label):
+        plain = list(TorchDataLoader(Made(make, 8), 4, num_workers=workers))
+        pinned = list(DataLoader(Made(make, 8), 4, num_workers=workers, pin_memory=True))
+        assert_same(plain, pinned)
+    assert [images.is_pinned() for images, _ in pinned] == [pins] * 2
+    custom = DataLoader(Made(image, 2), None, collate_fn=PinCounter, num_workers=workers, pin_memory=True)
+    assert [(one.pinned, one.value.is_pinned()) for one in custom] == [(pins, pins)] * 2
+
+
+class Celsius:
+    """A type that the default collate knows only when it is told."""
+
+    def __init__(self, degrees: float) -> None:
+        self.degrees = degrees
+
+
+def collate_celsius(batch: list[Celsius], *, collate_fn_map: Any = None) -> torch.Tensor:
+    return torch.tensor([one.degrees for one in batch])
+
+
+def collate_tensors_as_list(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
+    return {"mine": list(batch)}
+
+
+@WORKERS
+@pytest.mark.parametrize("given", [None, default_collate], ids=["default", "given as collate_fn"])
+def test_b8_torchs_collate_map_can_be_added_to_and_changed_and_is_left_alone(
+    workers: int, given: Callable[[Any], Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(default_collate_fn_map, Celsius, collate_celsius)
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, collate_tensors_as_list)
+    before = dict(default_collate_fn_map)
+    loader = DataLoader(Made(warm_image, 4), batch_size=2, num_workers=workers, collate_fn=given)
+    for position, (images, degrees) in enumerate(loader):
+        assert degrees.tolist() == [2 * position, 2 * position + 1]
+        assert_same({"mine": [image(2 * position), image(2 * position + 1)]}, images)
+    assert default_collate_fn_map == before
+
+
+def warm_image(index: int) -> tuple[torch.Tensor, Celsius]:
+    return image(index), Celsius(index)
+
+
+class Collator:
+    """A callable object, as tokenizer libraries use them; it calls torch's own collate inside."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, batch: list[Any]) -> dict[str, Any]:
+        images, labels = default_collate(batch)
+        return {"images": images * self.scale, "labels": labels, "raw": batch[0][0]}
+
+    def method(self, batch: list[Any]) -> dict[str, Any]:
+        return self(batch)
+
+
+@WORKERS
+@pytest.mark.parametrize(
+    "collate",
+    [
+        Collator(2.0),
+        Collator(2.0).method,
+        functools.partial(Collator.__call__, Collator(2.0)),
+        lambda batch: Collator(2.0)(batch),
+    ],
+    ids=["object", "method", "partial", "lambda"],
+)
+def test_b8_user_collates_of_every_shape_work(collate: Callable[[Any], Any], workers: int) -> None:
+    loader = DataLoader(Made(image_and_label, 6), batch_size=3, num_workers=workers, collate_fn=collate)
+    for position, batch in enumerate(loader):
+        labels = torch.arange(3 * position, 3 * position + 3)
+        expected = torch.stack([image(index) for index in labels.tolist()]) * 2
+        assert_same({"images": expected, "labels": labels, "raw": image(3 * position)}, batch)
+
+
+class AsksWhoReadsIt(MapDataset):
+    """Whether the dataset that `get_worker_info()` names is the one that is read."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        return super().__getitem__(index), info is None or info.dataset is self
+
+
+def who_am_i(batch: list[Any]) -> Any:
+    info = get_worker_info()
+    if info is None:
+        return batch
+    return [info.id, info.num_workers, info.seed, type(info).__name__, repr(info.dataset), batch]
+
+
+@WORKERS
+def test_b8_get_worker_info_is_torchs_in_dataset_and_collate(workers: int) -> None:
+    seen = []
+    for kind in (TorchDataLoader, DataLoader):
+        torch.manual_seed(3)
+        seen.append(list(kind(AsksWhoReadsIt("tensors", 6), 2, num_workers=workers, collate_fn=who_am_i)))
+    assert_same(seen[0], seen[1])
+    assert all(is_read for batch in seen[1] for _, is_read in (batch[-1] if workers else batch))
+    assert get_worker_info() is None, "the consumer is no worker"
