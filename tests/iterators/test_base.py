@@ -1,0 +1,137 @@
+"""What both iterators have in common: the base seed, the lines that warnings name, and what they refuse."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset
+
+from fastq_loader import DataLoader
+from fastq_loader.iterators.base import draw_base_seed
+from tests.support.datasets import SizedStream
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_base_seed_is_one_draw_of_an_int64(given: bool) -> None:
+    expected = torch.Generator().manual_seed(4)
+    generator = torch.Generator().manual_seed(4) if given else None
+    torch.manual_seed(4)
+    seed = draw_base_seed(generator)
+    assert seed == torch.empty((), dtype=torch.int64).random_(generator=expected).item()
+    state = torch.get_rng_state() if generator is None else generator.get_state()
+    assert torch.equal(state, expected.get_state())
+
+
+# Warnings: torch's texts, and a line of the user's
+
+
+class TooLong(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 2
+
+    def __repr__(self) -> str:
+        return "TooLong()"
+
+
+def make(kind: Any, **arguments: Any) -> Any:
+    return kind(arguments.pop("dataset", range(4)), **arguments)
+
+
+def iterate(loader: Any) -> int:
+    return sum(1 for _ in loader)
+
+
+def warned(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[tuple[str, str, int]]:
+    """Of each warning its text, file and line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(*arguments, **keywords)
+    return [
+        (str(warning.message), warning.filename, warning.lineno)
+        for warning in caught
+        if "use of fork()" not in str(warning.message)
+    ]
+
+
+def texts(found: list[tuple[str, str, int]]) -> list[str]:
+    return [text for text, _, _ in found]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_i9b_the_length_of_a_stream_warns_at_torchs_line(workers: int) -> None:
+    """The line of the user's that calls `next()`, for both."""
+    found = []
+    for kind in (TorchDataLoader, DataLoader):
+        loader = make(kind, dataset=TooLong(), num_workers=workers)
+        assert len(loader) == 2
+        found.append(warned(iterate, loader))
+    assert found[0] == found[1]
+    assert {(file, line) for _, file, line in found[1]} == {(__file__, iterate.__code__.co_firstlineno + 1)}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the warning is about having no accelerator")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("device", ["", "cuda"])
+def test_i9b_pinning_without_an_accelerator_warns_in_torchs_words_at_the_users_line(
+    workers: int, device: str
+) -> None:
+    """torch names a line of its own."""
+    given = {"pin_memory": True, "pin_memory_device": device, "num_workers": workers}
+    torchs, ours = (warned(iterate, make(kind, **given)) for kind in (TorchDataLoader, DataLoader))
+    assert texts(ours) == texts(torchs)
+    assert len(ours) == (2 if device else 1)
+    assert {(file, line) for _, file, line in ours} == {(__file__, iterate.__code__.co_firstlineno + 1)}
+
+
+def test_i9b_more_workers_than_cpus_warn_at_construction_as_torch_does() -> None:
+    """It is torch's own check, and names a line of torch's constructor."""
+    workers = len(os.sched_getaffinity(0)) + 1
+    torchs, ours = (warned(make, kind, num_workers=workers) for kind in (TorchDataLoader, DataLoader))
+    assert len(ours) == 1
+    assert ours == torchs
+
+
+def test_a_warning_that_was_made_an_error_loses_its_batch_as_with_torch() -> None:
+    for kind in (TorchDataLoader, DataLoader):
+        loader = make(kind, dataset=SizedStream("tensors", [4], told=2), batch_size=None)
+        assert len(loader) == 2
+        iterator = iter(loader)
+        assert [next(iterator)[1] for _ in range(2)] == [0, 1]
+        for number in (2, 3):
+            with pytest.raises(UserWarning, match=f"{number + 1} samples have been fetched"):
+                next(iterator)
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+def test_an_error_of_the_dataset_keeps_no_frame_of_the_iterator_alive() -> None:
+    """An iterator that its own error kept alive would keep its workers."""
+
+    class Fails:
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> int:
+            raise LookupError(index)
+
+    iterator = iter(DataLoader(Fails()))
+    with pytest.raises(LookupError) as caught:
+        next(iterator)
+    frames = []
+    traceback = caught.value.__traceback__
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    assert len(frames) > 2
+    assert not any(caught.value in frame.f_locals.values() for frame in frames[1:])

@@ -1,0 +1,106 @@
+"""The iterator over a pool of workers: its epochs, its owner, and what it has of torch's."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+
+from fastq_loader import DataLoader, IteratorInvalid, Processes, WorkerReplaced
+from tests.conftest import descendants, of_kind, wait_until
+from tests.support.crimes import CrimeAt, kill_itself
+
+pytestmark = pytest.mark.processes
+
+
+def persistent(**arguments: Any) -> DataLoader[int]:
+    return DataLoader(range(4), 2, num_workers=1, persistent_workers=True, **arguments)
+
+
+def numbers(batches: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+def test_epochs_of_a_persistent_loader_share_a_pool_and_not_an_iterator() -> None:
+    with persistent() as loader:
+        first, second = iter(loader), iter(loader)
+        assert first is not second
+        assert first.engine is second.engine
+        with pytest.raises(IteratorInvalid, match="ended when a newer iteration"):
+            next(first)
+        assert numbers(second) == [[0, 1], [2, 3]]
+        assert list(second) == []
+
+
+def test_a_pool_ends_with_the_last_iterator_that_refers_to_it() -> None:
+    loader = persistent()
+    iterator = iter(loader)
+    iterator.__del__()  # as torch_geometric's wrapper calls it
+    assert numbers(iterator) == [[0, 1], [2, 3]]
+    vars(loader)["_iterator"] = None
+    assert len(descendants()) == 1
+    del iterator
+    assert wait_until(lambda: not descendants(), 3)
+
+
+def test_a_pool_that_has_ended_is_replaced_in_the_next_epoch() -> None:
+    with persistent() as loader:
+        assert numbers(loader) == [[0, 1], [2, 3]]
+        loader._iterator._shutdown_workers()
+        assert loader._iterator._shutdown
+        assert numbers(loader) == [[0, 1], [2, 3]]
+        assert not loader._iterator._shutdown
+
+
+@pytest.mark.parametrize(("schedule", "seeds"), [("round_robin", 1), ("dynamic", 2)])
+def test_persistent_workers_have_one_base_seed_and_with_dynamic_one_for_each_epoch(
+    schedule: str, seeds: int
+) -> None:
+    with persistent(schedule=schedule) as loader:
+        assert len({iter(loader)._base_seed for _ in range(2)}) == seeds
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_method_of_torchs_iterators_runs_in_ours(workers: int) -> None:
+    iterator = iter(DataLoader(range(2), num_workers=workers))
+    ours, theirs = type(iterator), _MultiProcessingDataLoaderIter if workers else _SingleProcessDataLoaderIter
+    methods = {name for name, _ in inspect.getmembers(theirs, inspect.isfunction)}
+    inherited = {name for name in methods if getattr(ours, name) is getattr(theirs, name)}
+    # For torch's own iterators that keep workers, at the exit.
+    assert inherited <= {"_clean_up_persistent_workers_atexit"}
+    for name in methods & {"_try_put_index", "_get_data", "_try_get_data", "_process_data"}:
+        with pytest.raises(NotImplementedError, match="nothing of torch's iterators runs"):
+            getattr(iterator, name)()
+    with pytest.raises(AttributeError, match="has no attribute '_data_queue'"):
+        _ = iterator._data_queue
+
+
+def test_a_worker_that_is_replaced_warns_at_the_users_line() -> None:
+    def iterate() -> int:
+        return sum(1 for _ in loader)
+
+    loader = DataLoader(
+        CrimeAt(kill_itself, at=1, length=4), num_workers=1, workers=Processes(max_restarts=3)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError, match="3 workers"):
+            iterate()
+    found = of_kind(caught, WorkerReplaced)
+    assert found
+    line = iterate.__code__.co_firstlineno + 1
+    assert {(warning.filename, warning.lineno) for warning in found} == {(__file__, line)}
+    assert signal.Signals.SIGKILL.name in str(found[0].message)
+
+
+def test_indices_that_were_drawn_ahead_can_be_read_and_replaced() -> None:
+    iterator = iter(DataLoader(range(20), 2, num_workers=1, prefetch_factor=2))
+    assert next(iterator._sampler_iter) == [4, 5]
+    iterator._sampler_iter = iter([[0, 9]])
+    assert numbers(iterator) == [[0, 1], [2, 3], [0, 9]]
+    assert torch.utils.data.get_worker_info() is None

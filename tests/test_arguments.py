@@ -1,0 +1,139 @@
+"""What arguments come to, and what is refused of those beyond torch's."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from multiprocessing.context import SpawnContext
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, ToDevice, arguments
+from fastq_loader.ipc.claim_table import WORKERS
+from fastq_loader.memory import arena
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+def loader(**given: Any) -> DataLoader[Any]:
+    return DataLoader(given.pop("dataset", range(4)), **given)
+
+
+class ThreadContext(SpawnContext):
+    """MONAI's `_ProcessThreadContext` (data/thread_buffer.py): its processes are threads."""
+
+    Process = threading.Thread  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "text"),
+    [
+        ("schedule", "bogus", ValueError, "schedule='bogus' is unknown: use 'round_robin', 'dynamic', "),
+        ("schedule", None, TypeError, "schedule=None is unknown"),
+        ("workers", "threads", ValueError, "workers='threads' is unknown"),
+        ("workers", 4, TypeError, "how many there are is num_workers"),
+        ("workers", None, TypeError, "workers=None is unknown"),
+        ("device", "toaster", ValueError, "device='toaster' is unknown"),
+    ],
+)
+def test_i9_wrong_values_are_refused_at_construction_when_set_and_when_an_iteration_begins(
+    name: str, value: Any, kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind, match=re.escape(text)):
+        loader(**{name: value})
+    made = loader()
+    before = getattr(made, name)
+    with pytest.raises(kind, match=re.escape(text)):
+        setattr(made, name, value)
+    assert getattr(made, name) == before
+    object.__setattr__(made, name, value)  # past the check, as frameworks may
+    with pytest.raises(kind, match=re.escape(text)):
+        iter(made)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        (
+            {"multiprocessing_context": ThreadContext()},
+            TypeError,
+            "multiprocessing_context=.* starts workers as threading.Thread, which is no process",
+        ),
+        ({"num_workers": WORKERS + 1}, ValueError, f"num_workers={WORKERS + 1} is too many: use at most"),
+        (
+            {"dataset": Stream(), "workers": Processes(max_restarts=2)},
+            ValueError,
+            r"Processes\(max_restarts=2\) cannot be kept with an IterableDataset",
+        ),
+    ],
+    ids=["h5: threads", "too many", "restarts of a stream"],
+)
+@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
+def test_workers_that_cannot_be_started_or_kept_are_refused(
+    given: dict[str, Any], kind: type[Exception], text: str, schedule: str
+) -> None:
+    given = {"num_workers": 2, "schedule": schedule, **given}
+    with pytest.raises(kind, match=text):
+        loader(**given)
+    made = loader(dataset=given.pop("dataset", range(4)))
+    made.prefetch_factor = 2
+    with pytest.raises(kind, match=text):  # noqa: PT012
+        for name, value in given.items():
+            setattr(made, name, value)
+        iter(made)
+    made.num_workers = 0  # nobody to start or to keep
+    arguments.workers(made)
+
+
+def test_a_system_without_memfd_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "AVAILABLE", False)
+    with pytest.raises(RuntimeError, match="num_workers=2 needs memfd_create"):
+        loader(num_workers=2)
+    assert len(list(loader())) == 4
+
+
+def test_what_arguments_come_to() -> None:
+    made = loader(num_workers=2, workers=Processes(max_restarts=3), schedule=Dynamic(window=9))
+    assert arguments.workers(made) == Processes(max_restarts=3)
+    assert arguments.is_dynamic(made)
+    assert not arguments.is_iterable(made)
+    assert not arguments.is_iterable(object.__new__(DataLoader))
+    assert arguments.is_iterable(loader(dataset=Stream()))
+    assert arguments.window(made)[:2] == (9, 9)
+    for schedule in ("round_robin", RoundRobin()):
+        assert arguments.window(loader(num_workers=2, prefetch_factor=3, schedule=schedule))[:2] == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "expected", "texts"),
+    [
+        (None, (False, None), ["pin_memory_device is deprecated", "no accelerator is found"]),
+        ("cuda", (True, "cuda"), ["pin_memory_device is deprecated"]),
+        ("mps", (False, "mps"), ["pin_memory_device is deprecated", "not supported on MPS now"]),
+    ],
+)
+def test_what_pin_memory_comes_to(
+    accelerator: str | None, expected: Any, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(accelerator or "cpu"))
+    assert arguments.pinning(loader()) == (False, None)
+    with pytest.warns(UserWarning, match="pin_memory") as caught:
+        assert arguments.pinning(loader(pin_memory=True, pin_memory_device="cuda")) == expected
+    for text, warning in zip(texts, caught, strict=True):
+        assert text in str(warning.message)
+
+
+def test_a_device_on_the_host_needs_no_session() -> None:
+    made = loader(device=ToDevice("cpu", transform=abs))
+    assert made._device_session() is None
+    assert [batch.item() for batch in made] == [0, 1, 2, 3]

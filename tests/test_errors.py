@@ -1,0 +1,118 @@
+"""The exceptions and warnings, the line that a warning names, and how texts show what users handed in."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import fastq_loader
+from fastq_loader import errors, statistics
+from fastq_loader.errors import describe_index, is_int, shorten, warn_user
+
+
+def test_whatever_can_be_raised_or_warned_is_exported() -> None:
+    kinds = {
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, BaseException)
+    }
+    assert kinds <= {*fastq_loader.__all__}
+    assert {"WorkerReplaced", "PinFallback", "PoisonousBatch"} < kinds
+    public = {name for name in vars(statistics) if name.endswith("Statistics") or name == "LateBatch"}
+    assert public <= {*fastq_loader.__all__}
+
+
+def test_errors_are_caught_by_clauses_written_for_torch() -> None:
+    for kind in (errors.WorkerDied, errors.LoaderTimeout, errors.IteratorInvalid, errors.ProtocolError):
+        assert issubclass(kind, RuntimeError)
+    assert issubclass(errors.PoisonousBatch, errors.WorkerDied)
+    for kind in (errors.WorkerReplaced, errors.PinFallback):
+        assert issubclass(kind, RuntimeWarning)
+
+
+def test_the_traceback_of_a_worker_begins_on_a_line_of_its_own() -> None:
+    cause = errors.WorkerTraceback("Caught ValueError in worker 3")
+    assert str(cause) == "\nCaught ValueError in worker 3"
+    assert cause.text == "Caught ValueError in worker 3"
+
+
+def called_in(module: str) -> None:
+    """Call `warn_user` three functions deep in a module of this name."""
+    names = {"__name__": module, "warn_user": warn_user}
+    exec(
+        textwrap.dedent(
+            """
+            def inner(): warn_user("look", UserWarning)
+            def middle(): inner()
+            def outer(): middle()
+            """
+        ),
+        names,
+    )
+    names["outer"]()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("module", ["fastq_loader.loader", "fastq_loader.iterators.base"])
+def test_a_warning_names_the_line_from_which_the_package_was_called(module: str) -> None:
+    with pytest.warns(UserWarning, match="look") as caught:
+        called_in(module)
+    (warning,) = caught
+    assert (warning.filename, warning.lineno) == (__file__, called_in.__code__.co_firstlineno + 13)
+
+
+def test_a_warning_names_no_line_beyond_the_users() -> None:
+    with pytest.warns(UserWarning, match="look") as caught:
+        called_in("fastq_loader_extras")
+    assert caught[0].filename == "<string>"
+
+
+def test_a_warning_is_dropped_where_stderr_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("I/O operation on closed file")
+
+    monkeypatch.setattr(warnings, "warn", fail)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(closed=True))
+    warn_user("nobody reads this", UserWarning)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(closed=False))
+    with pytest.raises(ValueError, match="closed file"):
+        warn_user("this fails for another reason", UserWarning)
+
+
+def test_true_is_no_number() -> None:
+    assert [is_int(value) for value in (3, -1, True, 3.0, "3", None)] == [True, True, *[False] * 4]
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("x", "'x'"),
+        ("x" * 20, "'xxxxxx..."),
+        (Unprintable(), "<repr f..."),
+    ],
+)
+def test_what_is_shown_of_a_value_is_short(value: Any, text: str) -> None:
+    assert shorten(value, 10) == text
+
+
+@pytest.mark.parametrize(
+    ("index", "text"),
+    [
+        ([0, 1, 2, 3], "[0, 1, 2, 3]"),
+        ([8, 9, 10, 11, 12], "8..12"),
+        ([9, 1, 2, 3, 4], "9, 1, … 4, 5 in all"),
+        (["a"] * 3, "['a', 'a', 'a']"),
+        (Unprintable(), "<repr failed: RuntimeError>"),
+    ],
+)
+def test_an_index_is_shown_by_its_ends(index: Any, text: str) -> None:
+    assert describe_index(index) == text

@@ -1,0 +1,291 @@
+"""The attributes of a loader, its copies, what it says of itself, and the texts of its refusals."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, SequentialSampler
+
+from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, ToDevice
+from tests.conftest import descendants, wait_until
+from tests.support.crimes import Rows
+from tests.support.datasets import SizedStream, Stream, identity
+
+
+class Four(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(4)
+
+    def __repr__(self) -> str:
+        return "Four()"
+
+
+MAP = Rows(4)
+SAMPLER = SequentialSampler(MAP)
+
+# I9: torch's own arguments
+
+
+BAD_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "negative workers": {"num_workers": -1},
+    "workers of the wrong type": {"num_workers": "two"},
+    "negative timeout": {"timeout": -1},
+    "prefetch without workers": {"prefetch_factor": 2},
+    "negative prefetch": {"num_workers": 1, "prefetch_factor": -1},
+    "persistent without workers": {"persistent_workers": True},
+    "context without workers": {"multiprocessing_context": "fork"},
+    "unknown start method": {"num_workers": 1, "multiprocessing_context": "teleport"},
+    "context of the wrong type": {"num_workers": 1, "multiprocessing_context": 3},
+    "sampler and shuffle": {"sampler": SAMPLER, "shuffle": True},
+    "batch sampler and batch size": {"batch_sampler": [[0]], "batch_size": 2},
+    "batch sampler and shuffle": {"batch_sampler": [[0]], "shuffle": True},
+    "batch sampler and sampler": {"batch_sampler": [[0]], "sampler": SAMPLER},
+    "batch sampler and drop_last": {"batch_sampler": [[0]], "drop_last": True},
+    "drop_last without batches": {"batch_size": None, "drop_last": True},
+    "batch size 0": {"batch_size": 0},
+    "negative batch size": {"batch_size": -3},
+    "batch size of the wrong type": {"batch_size": "three"},
+    "batch size True": {"batch_size": True},
+    "drop_last of the wrong type": {"drop_last": "yes"},
+    "shuffled stream": {"dataset": Four(), "shuffle": True},
+    "stream with a sampler": {"dataset": Four(), "sampler": SAMPLER},
+    "stream with a batch sampler": {"dataset": Four(), "batch_sampler": [[0]]},
+    "shuffled and empty": {"dataset": Rows(0), "shuffle": True},
+    # Two mistakes at once: the first check decides.
+    "workers before timeout": {"num_workers": -1, "timeout": -1},
+    "timeout before prefetch": {"timeout": -1, "prefetch_factor": 2},
+    "prefetch before persistent": {"prefetch_factor": 2, "persistent_workers": True},
+    "persistent before context": {"persistent_workers": True, "multiprocessing_context": "fork"},
+    "context before samplers": {"multiprocessing_context": "fork", "sampler": SAMPLER, "shuffle": True},
+    "stream before batch size": {"dataset": Four(), "shuffle": True, "batch_size": 0},
+    "shuffle before batch sampler": {"sampler": SAMPLER, "shuffle": True, "batch_sampler": [[0]]},
+}
+
+
+def refusal(loader: Callable[..., Any], arguments: dict[str, Any]) -> tuple[type, str]:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        loader(**{"dataset": MAP, **arguments})
+    return caught.type, str(caught.value)
+
+
+@pytest.mark.parametrize("mistake", BAD_ARGUMENTS)
+def test_i9_bad_arguments_are_refused_in_torchs_words(mistake: str) -> None:
+    arguments = BAD_ARGUMENTS[mistake]
+    assert refusal(DataLoader, arguments) == refusal(TorchDataLoader, arguments)
+
+
+def test_i9_unknown_and_superfluous_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="no_such_argument"):
+        DataLoader(MAP, no_such_argument=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional"):
+        DataLoader(MAP, *[None] * 13)  # type: ignore[misc]
+
+
+def test_i9_a_prefetch_factor_of_0_with_workers_is_refused_at_construction() -> None:
+    with pytest.raises(ValueError, match="prefetch_factor=0"):
+        DataLoader(MAP, num_workers=1, prefetch_factor=0)
+
+
+@pytest.mark.parametrize(
+    "attribute", ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"]
+)
+def test_i9_attributes_that_torch_refuses_to_set_are_refused_in_its_words(attribute: str) -> None:
+    texts = []
+    for loader in (TorchDataLoader(MAP), DataLoader(MAP)):
+        with pytest.raises(ValueError, match=attribute) as caught:
+            setattr(loader, attribute, getattr(loader, attribute))
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+
+
+def test_i9b_the_class_can_be_subscripted() -> None:
+    assert DataLoader[int](MAP, batch_size=2).batch_size == 2
+
+
+def test_i9b_len_follows_a_dataset_that_grows() -> None:
+    dataset = [0, 1, 2, 3, 4]
+    loader = DataLoader(dataset, batch_size=2)  # type: ignore[arg-type]
+    assert len(loader) == 3
+    dataset += [5, 6]
+    assert len(loader) == 4
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6]]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "drop_last", "length"), [(4, False, 3), (4, True, 2), (11, True, 1), (None, False, 11)]
+)
+def test_r9_the_length_of_a_stream_follows_torchs_formula(
+    batch_size: int | None, drop_last: bool, length: int
+) -> None:
+    stream = SizedStream("tensors", [1], told=11)
+    for kind in (TorchDataLoader, DataLoader):
+        assert len(kind(stream, batch_size=batch_size, drop_last=drop_last)) == length
+    with pytest.raises(TypeError, match=r"has no len\(\)"):
+        len(DataLoader(Stream("tensors", [1])))
+
+
+# Attributes, from which frameworks rebuild loaders
+
+
+def same(batch: Any) -> Any:
+    return batch
+
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "torch's": {
+        "batch_size": 3,
+        "sampler": SAMPLER,
+        "num_workers": 2,
+        "collate_fn": identity,
+        "pin_memory": True,
+        "drop_last": True,
+        "timeout": 2.5,
+        "worker_init_fn": print,
+        "multiprocessing_context": torch.multiprocessing.get_context("fork"),
+        "generator": torch.Generator(),
+        "prefetch_factor": 3,
+        "persistent_workers": True,
+        "pin_memory_device": "cuda",
+        "in_order": False,
+    },
+    "batch sampler": {"batch_sampler": [[0, 1]]},
+    "names": {"schedule": "dynamic", "workers": "processes", "device": "cpu"},
+    "round robin": {"schedule": RoundRobin(7), "workers": Processes(), "device": torch.device("cpu")},
+    "configurations": {
+        "schedule": Dynamic(window=5),
+        "workers": Processes(max_restarts=3),
+        "device": ToDevice(
+            "cpu", prefetch=3, transform=same, buffers="reuse", pin="bounce", pin_limit_bytes=9
+        ),
+    },
+}
+
+
+PARAMETERS = [*inspect.signature(DataLoader.__init__).parameters][1:]
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_every_parameter_is_an_attribute_of_the_same_name_and_value(name: str) -> None:
+    loader = DataLoader(MAP, **GIVEN[name])
+    assert [parameter for parameter in PARAMETERS if not hasattr(loader, parameter)] == ["shuffle"]
+    for parameter, value in GIVEN[name].items():
+        assert getattr(loader, parameter) is value, parameter
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_loader_that_is_rebuilt_from_its_attributes_is_the_same(name: str) -> None:
+    loader = DataLoader(MAP, **GIVEN[name])
+    made = ("batch_sampler",) if name != "batch sampler" else ("batch_size", "drop_last", "sampler")
+    arguments = {each: getattr(loader, each) for each in PARAMETERS if each not in ("shuffle", *made)}
+    twin = DataLoader(**arguments)
+    assert {each: getattr(twin, each) for each in arguments} == arguments
+
+
+def test_arguments_beyond_torchs_travel_with_a_pickled_loader() -> None:
+    loader: DataLoader[Any] = DataLoader(MAP, **GIVEN["configurations"])
+    twin = pickle.loads(pickle.dumps(loader))
+    assert [twin.schedule, twin.workers, twin.device] == [*GIVEN["configurations"].values()]
+
+
+def test_instances_that_the_constructor_did_not_make_have_the_defaults() -> None:
+    bare = object.__new__(DataLoader)
+    assert (bare.schedule, bare.workers, bare.device) == ("round_robin", "processes", None)
+    assert "not initialised (AttributeError" in repr(bare)
+    assert bare.statistics().batches == 0
+    bare.close()
+
+
+# I10, and what a loader says of itself
+
+
+def pickled(loader: DataLoader[Any]) -> DataLoader[Any]:
+    copied = pickle.loads(pickle.dumps(loader))
+    assert isinstance(copied, DataLoader)
+    return copied
+
+
+def eight(workers: int = 2) -> DataLoader[int]:
+    return DataLoader(range(8), batch_size=2, num_workers=workers, persistent_workers=workers > 0)
+
+
+EIGHT = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def numbers(batches: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("duplicate", [pickled, copy.deepcopy, copy.copy])
+@pytest.mark.parametrize("state", ["fresh", "used", "closed"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_i10_a_loader_pickles_and_copies(
+    duplicate: Callable[[DataLoader[Any]], DataLoader[Any]], state: str, workers: int
+) -> None:
+    with eight(workers) as loader:
+        if state != "fresh":
+            assert numbers(loader) == EIGHT
+        if state == "closed":
+            loader.close()
+        with duplicate(loader) as copied:
+            assert type(copied) is DataLoader
+            with pytest.raises(ValueError, match="batch_size"):
+                copied.batch_size = 3
+            assert copied.statistics().batches == 0
+            assert numbers(copied) == numbers(loader) == EIGHT
+
+
+@pytest.mark.processes
+def test_i10_setting_the_iterator_to_none_ends_persistent_workers() -> None:
+    loader = eight()
+    assert loader._iterator is None
+    for _ in range(2):
+        assert numbers(loader) == EIGHT
+        assert loader._iterator is not None
+        assert len(descendants()) == 2
+        loader._iterator = None
+        gc.collect()
+        assert wait_until(lambda: not descendants(), 3)
+        assert loader._iterator is None
+
+
+@pytest.mark.processes
+def test_repr_says_what_the_loader_is_doing() -> None:
+    with eight() as loader:
+        assert repr(loader) == (
+            "<fastq_loader.loader.DataLoader dataset=range batch_size=2 num_workers=2 "
+            "persistent_workers=True: no workers running, 0 epochs begun, 0 batches delivered>"
+        )
+        next(iter(loader))
+        assert repr(loader).endswith(": 2 workers running, 1 epochs begun, 1 batches delivered>")
+    assert ": no workers running, 1 epochs begun" in repr(loader)
+    assert "loads on the calling thread, 0 epochs" in repr(eight(0))
+
+
+@pytest.mark.processes
+def test_statistics_count_what_the_loader_did() -> None:
+    with DataLoader(Rows(8, 50_000), batch_size=2, num_workers=2, persistent_workers=True) as loader:
+        at_first = loader.statistics()
+        kept = [list(loader) for _ in range(2)]
+        after = loader.statistics()
+        assert {worker.pid for worker in after.workers} == set(descendants())
+    assert (at_first.epochs, at_first.batches, at_first.bytes) == (0, 0, 0)
+    assert (after.epochs, after.batches) == (2, 8)
+    assert after.bytes == 8 * 2 * 50_000 * 4
+    assert [worker.id for worker in after.workers] == [0, 1]
+    assert [worker.batches for worker in after.workers] == [4, 4]
+    assert all(worker.work_seconds > 0 and worker.idle_seconds >= 0 for worker in after.workers)
+    assert after.wait_seconds > 0
+    assert after.blocks_in_use >= len(kept) * 4
+    assert after.blocks_grown >= after.blocks_in_use
+    assert after.arena_bytes >= after.bytes
+    assert (after.window, after.stale_answers, after.rejected_frames, after.staging) == (4, 0, 0, None)
