@@ -1,10 +1,8 @@
-"""schedule="dynamic": the same bits whoever loads them, the window, and what the arguments refuse."""
+"""schedule="dynamic": the same bits whichever worker loads them, and a window that no batch holds up."""
 
 from __future__ import annotations
 
-import copy
 import itertools
-import pickle
 import random
 import time
 from collections.abc import Container, Iterator
@@ -25,11 +23,14 @@ from tests.support.datasets import Backwards, Drawing
 
 SIZE = 26
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
 
 
 class Draws(Dataset):
-    """A sample is its index and a draw of each of the three generators, after a moment nobody can foresee."""
+    """A sample is its index and a draw of each of the three generators, after a random moment."""
 
     def __init__(self, jitter: float = 0.0, size: int = SIZE) -> None:
         self.jitter = jitter
@@ -49,21 +50,26 @@ def as_lists(batch: Any) -> Any:
     return [leaf.tolist() for leaf in batch]
 
 
-def epochs(count: int, dataset: Any, workers: int, **options: Any) -> list[list[Any]]:
-    """What some epochs gave, from one seed of the consumer's generators."""
-    torch.manual_seed(11)
-    random.seed(12)
-    np.random.seed(13)
-    with DataLoader(
-        dataset, batch_size=3, shuffle=True, num_workers=workers, **{"schedule": "dynamic", **options}
-    ) as loader:
-        return [[as_lists(batch) for batch in loader] for _ in range(count)]
+def epochs(
+    count: int, dataset: Any, workers: int, stop: int | None = None, **options: Any
+) -> list[list[Any]]:
+    """What some epochs gave, from one seed of the consumer's generators; the first ends at `stop`."""
+    seed_everything(11)
+    arguments = {"shuffle": "sampler" not in options, "schedule": "dynamic", **options}
+    with DataLoader(dataset, batch_size=3, num_workers=workers, **arguments) as loader:
+        first = [as_lists(batch) for batch in itertools.islice(iter(loader), stop)]
+        return [first, *([as_lists(batch) for batch in loader] for _ in range(count - 1))]
+
+
+def seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 # ---- the same bits ----------------------------------------------------------------------------------
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", [1, 2, 3, 5, 8])
 def test_bits_do_not_depend_on_workers_prefetch_persistence_or_time(workers: int) -> None:
     alone = epochs(2, Draws(), 0)
@@ -72,32 +78,27 @@ def test_bits_do_not_depend_on_workers_prefetch_persistence_or_time(workers: int
         assert epochs(2, Draws(jitter=0.004), workers, **options) == alone, options
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_bits_do_not_depend_on_the_start_method(method: str) -> None:
     assert epochs(1, Draws(), 2, multiprocessing_context=method) == epochs(1, Draws(), 0)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("window", [1, 2, 5, 64])
 def test_bits_do_not_depend_on_the_window(window: int) -> None:
     assert epochs(1, Draws(jitter=0.003), 3, schedule=Dynamic(window=window)) == epochs(1, Draws(), 0)
 
 
-@pytest.mark.processes
 def test_without_order_the_batches_are_the_same_ones() -> None:
     (free,), (ordered,) = epochs(1, Draws(jitter=0.004), 3, in_order=False), epochs(1, Draws(), 0)
     assert sorted(free) == sorted(ordered)
 
 
-@pytest.mark.processes
 def test_epochs_differ_and_a_repeated_run_does_not() -> None:
     first, second = epochs(2, Draws(), 2)
     assert [row[1:] for row in first] != [row[1:] for row in second]
     assert epochs(2, Draws(), 2) == [first, second]
 
 
-@pytest.mark.processes
 def test_batches_of_one_epoch_differ() -> None:
     class Same(Draws):
         def __getitem__(self, index: int) -> Any:
@@ -108,113 +109,60 @@ def test_batches_of_one_epoch_differ() -> None:
         assert len({repr(row[position]) for row in rows}) == len(rows)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_epoch_after_one_that_was_broken_off_is_the_one_without_workers(persistent: bool) -> None:
-    def run(workers: int, **options: Any) -> list[Any]:
-        torch.manual_seed(3)
-        with DataLoader(
-            Draws(jitter=0.002 * workers), 3, shuffle=True, num_workers=workers, schedule="dynamic", **options
-        ) as loader:
-            broken = [as_lists(batch) for batch in itertools.islice(iter(loader), 2)]
-            return [broken, [as_lists(batch) for batch in loader]]
-
-    assert run(2, persistent_workers=persistent) == run(0)
+    options: Any = {"stop": 2, "persistent_workers": persistent}
+    assert epochs(2, Draws(jitter=0.004), 2, **options) == epochs(2, Draws(), 0, stop=2)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("sampler", [Backwards, Drawing])
 def test_other_samplers_draw_what_they_draw_without_workers(sampler: Any) -> None:
-    def run(workers: int, **options: Any) -> list[Any]:
-        seed_everything(3)
-        with DataLoader(
-            Draws(), 3, sampler=sampler(SIZE), num_workers=workers, schedule="dynamic", **options
-        ) as loader:
-            return [[as_lists(batch) for batch in loader] for _ in range(2)]
-
-    assert run(2) == run(2, persistent_workers=True) == run(0)
+    alone = epochs(2, Draws(), 0, sampler=sampler(SIZE))
+    for persistent in (False, True):
+        assert epochs(2, Draws(), 2, sampler=sampler(SIZE), persistent_workers=persistent) == alone
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_generator_of_the_users_is_drawn_from_alike(workers: int) -> None:
-    generator = torch.Generator().manual_seed(5)
-    loader = DataLoader(
-        Draws(), 3, shuffle=True, num_workers=workers, schedule="dynamic", generator=generator
-    )
-    batches = [as_lists(batch) for batch in loader]
-    reference = torch.Generator().manual_seed(5)
-    alone = DataLoader(Draws(), 3, shuffle=True, schedule="dynamic", generator=reference)
-    assert batches == [as_lists(batch) for batch in alone]
-    assert torch.equal(generator.get_state(), reference.get_state())
+def test_a_generator_of_the_users_is_drawn_from_as_without_workers() -> None:
+    found = []
+    for workers in (0, 2):
+        generator = torch.Generator().manual_seed(5)
+        batches = epochs(2, Draws(), workers, generator=generator)
+        found.append((batches, generator.get_state().tolist()))
+    assert found[0] == found[1]
 
 
-def test_without_workers_the_consumers_generators_go_on_as_if_nothing_was_loaded() -> None:
-    loader = DataLoader(Draws(), 3, schedule="dynamic")
-    torch.manual_seed(1)
-    random.seed(2)
-    np.random.seed(3)
-    iterator = iter(loader)  # draws the base seed
+class Stumbling:
+    """A sampler whose third index is an error, and which goes on after it."""
 
-    def states() -> tuple[Any, ...]:
-        return torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())
+    def __len__(self) -> int:
+        return 6
 
-    before = states()
-    next(iterator)
-    assert states() == before
+    def __iter__(self) -> Any:
+        self.given = 0
+        return self
 
-
-def test_without_workers_the_generators_are_put_back_after_an_error() -> None:
-    class Failing(Draws):
-        def __getitem__(self, index: int) -> Any:
-            super().__getitem__(index)
-            raise LookupError(index)
-
-    iterator = iter(DataLoader(Failing(), 3, schedule="dynamic"))
-    before = torch.get_rng_state()
-    with pytest.raises(LookupError):
-        next(iterator)
-    assert torch.equal(torch.get_rng_state(), before)
+    def __next__(self) -> list[int]:
+        self.given += 1
+        if self.given == 3:
+            raise LookupError("the third")
+        if self.given > 6:
+            raise StopIteration
+        return [self.given]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_error_of_a_sampler_takes_a_number_as_its_batch_would(workers: int) -> None:
-    class Stumbling:
-        """Its third index is an error; it goes on after it."""
+    def start(sampler: Any, workers: int) -> Iterator[Any]:
+        torch.manual_seed(0)
+        loader = DataLoader(Draws(), batch_sampler=sampler, num_workers=workers, schedule="dynamic")
+        return map(as_lists, loader)
 
-        def __init__(self) -> None:
-            self.given = 0
-
-        def __iter__(self) -> Any:
-            self.given = 0
-            return self
-
-        def __len__(self) -> int:
-            return 6
-
-        def __next__(self) -> list[int]:
-            self.given += 1
-            if self.given == 3:
-                raise LookupError("the third")
-            if self.given > 6:
-                raise StopIteration
-            return [self.given]
-
-    torch.manual_seed(0)
-    sampler: Any = Stumbling()
-    iterator = iter(DataLoader(Draws(), batch_sampler=sampler, num_workers=workers, schedule="dynamic"))
-    found = []
-    for _ in range(2):
-        found += [as_lists(batch) for batch in itertools.islice(iterator, 2)]
-        if len(found) == 2:
-            with pytest.raises(LookupError, match="the third"):
-                next(iterator)
-    found += [as_lists(batch) for batch in iterator]
-    torch.manual_seed(0)
-    smooth: Any = [[1], [2], [9], [4], [5], [6]]
-    expected = [as_lists(b) for b in DataLoader(Draws(), batch_sampler=smooth, schedule="dynamic")]
-    assert found == expected[:2] + expected[3:]
+    expected = list(start([[1], [2], [9], [4], [5], [6]], 0))
+    iterator = start(Stumbling(), workers)
+    assert [next(iterator), next(iterator)] == expected[:2]
+    with pytest.raises(LookupError, match="the third"):
+        next(iterator)
+    assert list(iterator) == expected[3:]
 
 
 # ---- seeds ------------------------------------------------------------------------------------------
@@ -232,28 +180,13 @@ class Seeds(Dataset):
         return info.seed, torch.rand(1).item()
 
 
-@pytest.mark.processes
 def test_worker_info_has_the_seed_of_the_batch() -> None:
-    torch.manual_seed(4)
-    rows = list(
-        DataLoader(Seeds(), batch_size=None, num_workers=3, schedule="dynamic", worker_init_fn=ask_for_info)
-    )
+    rows = list(DataLoader(Seeds(), batch_size=None, num_workers=3, schedule="dynamic"))
     assert len({seed for seed, _ in rows}) == len(rows)
     for seed, draw in rows:
         assert torch.rand(1, generator=torch.Generator().manual_seed(seed)).item() == draw
 
 
-def ask_for_info(worker: int) -> None:
-    assert get_worker_info() is not None
-
-
-def seed_everything(worker: int) -> None:
-    torch.manual_seed(worker)
-    random.seed(worker)
-    np.random.seed(worker)
-
-
-@pytest.mark.processes
 def test_what_an_init_function_seeds_has_no_effect() -> None:
     assert epochs(1, Draws(), 2, worker_init_fn=seed_everything) == epochs(1, Draws(), 0)
 
@@ -276,20 +209,13 @@ class Stream(IterableDataset):
             yield first + number, torch.rand(1)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_stream_keeps_torchs_interleave_and_does_not_depend_on_time(persistent: bool) -> None:
-    def run(jitter: float, persistent: bool) -> list[Any]:
-        torch.manual_seed(9)
-        with DataLoader(
-            Stream(jitter), 2, num_workers=3, schedule="dynamic", persistent_workers=persistent
-        ) as loader:
-            return [[as_lists(batch) for batch in loader] for _ in range(2)]
-
-    found = run(0.005, persistent)
-    assert found == run(0.0, False)
+    options: Any = {"shuffle": False, "persistent_workers": persistent}
+    found = epochs(2, Stream(jitter=0.005), 3, **options)
+    assert found == epochs(2, Stream(), 3, shuffle=False)
     for epoch in found:
-        assert [batch[0][0] // 100 for batch in epoch] == [0, 1, 2] * 4
+        assert [batch[0][0] // 100 for batch in epoch] == [0, 1, 2] * 3
     assert found[0] != found[1]
 
 
@@ -310,7 +236,6 @@ class Slow(Dataset):
         return index
 
 
-@pytest.mark.processes
 def test_the_window_widens_behind_a_late_batch_and_statistics_name_it() -> None:
     with DataLoader(Slow(), num_workers=3, schedule="dynamic", persistent_workers=True) as loader:
         assert [batch.item() for batch in loader] == list(range(48))
@@ -326,7 +251,6 @@ def test_the_window_widens_behind_a_late_batch_and_statistics_name_it() -> None:
         assert len(seconds) <= 10
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("schedule", [RoundRobin(window=7), Dynamic(window=7)])
 def test_no_more_batches_are_under_way_than_the_window_allows(schedule: Schedule) -> None:
     asked = []
@@ -346,7 +270,6 @@ def test_no_more_batches_are_under_way_than_the_window_allows(schedule: Schedule
     loader.close()
 
 
-@pytest.mark.processes
 def test_a_wider_window_is_used_in_turn_too() -> None:
     """Round robin with a window of 12 works past a slow batch that a window of 4 waits for."""
     loader = DataLoader(Slow(16, long=0.5), num_workers=2, schedule=RoundRobin(window=12))
@@ -358,7 +281,6 @@ def test_a_wider_window_is_used_in_turn_too() -> None:
     loader.close()
 
 
-@pytest.mark.processes
 def test_no_worker_idles_while_the_consumer_is_busy() -> None:
     """The consumer does not give up the GIL; the workers do not need it."""
     loader = DataLoader(Slow(24, long=0.02, short=0.02), num_workers=3, schedule=Dynamic(window=24))
@@ -378,7 +300,6 @@ def test_no_worker_idles_while_the_consumer_is_busy() -> None:
     assert max(idle) < 0.15, idle
 
 
-@pytest.mark.processes
 def test_the_head_of_the_line_is_never_queued_behind_another_batch() -> None:
     """One worker is held up by batch 0; the other one loads everything else."""
 
@@ -396,7 +317,6 @@ def test_the_head_of_the_line_is_never_queued_behind_another_batch() -> None:
     assert {worker for _, worker in rows[1:]} == {1 - owner}
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_batch_may_be_later_than_the_table_of_claims_is_long(
     restarts: int, monkeypatch: pytest.MonkeyPatch
@@ -439,7 +359,6 @@ class Held(Slow):
         return index, info.id
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_busy_worker_is_not_sent_all_that_the_others_load_and_then_goes_on(
     in_order: bool, monkeypatch: pytest.MonkeyPatch
@@ -491,7 +410,6 @@ class Once(Slow):
         return index
 
 
-@pytest.mark.processes
 def test_who_was_passed_over_is_heard_of_at_the_next_batch_however_many_are_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -518,24 +436,3 @@ def test_who_was_passed_over_is_heard_of_at_the_next_batch_however_many_are_read
         found.append(next(iterator))
         assert not groups[0].behind
         assert sorted(found + list(iterator)) == list(range(2000))
-
-
-# ---- arguments ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
-def test_restarts_of_a_stream_are_refused(schedule: str) -> None:
-    with pytest.raises(ValueError, match=r"Processes\(max_restarts=2\) .*IterableDataset"):
-        DataLoader(Stream(), num_workers=2, schedule=schedule, workers=Processes(max_restarts=2))
-    DataLoader(
-        Stream(), num_workers=0, schedule=schedule, workers=Processes(max_restarts=2)
-    )  # nobody to restart
-
-
-def test_arguments_are_attributes_and_travel_with_copies() -> None:
-    schedule, workers = Dynamic(window=5), Processes(max_restarts=3)
-    loader: DataLoader[Any] = DataLoader(Draws(), num_workers=2, schedule=schedule, workers=workers)
-    for twin in (loader, copy.copy(loader), pickle.loads(pickle.dumps(loader))):
-        assert (twin.schedule, twin.workers, twin.device) == (schedule, workers, None)
-    plain: DataLoader[Any] = DataLoader(Draws())
-    assert (plain.schedule, plain.workers, plain.device) == ("round_robin", "processes", None)

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -170,14 +171,22 @@ def return_non_leaf(_: int) -> Any:
 # Datasets
 
 
+@dataclass(eq=False)
+class Sized(Dataset[Any]):
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@dataclass(eq=False)
 class CrimeAt(Dataset[Any]):
     """`length` integers, a crime at index `at`, `delay` seconds before it."""
 
-    def __init__(self, crime: Crime, at: int, *, length: int = 12, delay: float = 0) -> None:
-        self.crime = crime
-        self.at = at
-        self.length = length
-        self.delay = delay
+    crime: Crime
+    at: int
+    length: int = 12
+    delay: float = 0
 
     def __len__(self) -> int:
         return self.length
@@ -189,13 +198,13 @@ class CrimeAt(Dataset[Any]):
         return self.crime(index)
 
 
+@dataclass(eq=False)
 class CrimeInStream(IterableDataset[int]):
     """A stream of `length` integers with a crime at index `at`."""
 
-    def __init__(self, crime: Crime, at: int, *, length: int = 12) -> None:
-        self.crime = crime
-        self.at = at
-        self.length = length
+    crime: Crime
+    at: int
+    length: int = 12
 
     def __iter__(self) -> Iterator[int]:
         for index in range(self.length):
@@ -209,58 +218,43 @@ class CrimeInIter(IterableDataset[int]):
         raise ValueError("no stream to read")
 
 
-class Slow(Dataset[int]):
+@dataclass(eq=False)
+class Slow(Sized):
     """Integers that take `seconds` each."""
 
-    def __init__(self, length: int, seconds: float) -> None:
-        self.length = length
-        self.seconds = seconds
-
-    def __len__(self) -> int:
-        return self.length
+    seconds: float
 
     def __getitem__(self, index: int) -> int:
         time.sleep(self.seconds)
         return index
 
 
-class Rows(Dataset[torch.Tensor]):
+@dataclass(eq=False)
+class Rows(Sized):
     """Rows of `width` floats, all equal to their index."""
 
-    def __init__(self, length: int, width: int = 4) -> None:
-        self.length = length
-        self.width = width
-
-    def __len__(self) -> int:
-        return self.length
+    width: int = 4
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((self.width,), float(index))
 
 
-class ManyFields(Dataset[dict[str, torch.Tensor]]):
+@dataclass(eq=False)
+class ManyFields(Sized):
     """A dict of `fields` tensors of `width` floats for each index; field j of sample i is full of i + j."""
 
-    def __init__(self, length: int, fields: int, width: int) -> None:
-        self.length = length
-        self.fields = fields
-        self.width = width
-
-    def __len__(self) -> int:
-        return self.length
+    fields: int
+    width: int
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {f"field{j}": torch.full((self.width,), float(index + j)) for j in range(self.fields)}
 
 
-class WorkerReport(Dataset[dict[str, Any]]):
+@dataclass(eq=False)
+class WorkerReport(Sized):
     """What a worker says about itself."""
 
-    def __init__(self, length: int = 4) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
+    length: int = 4
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         info = get_worker_info()
@@ -276,12 +270,12 @@ class WorkerReport(Dataset[dict[str, Any]]):
         }
 
 
+@dataclass(eq=False)
 class HugeIndices:
     """A batch sampler whose every batch is one index of `size` bytes."""
 
-    def __init__(self, batches: int, size: int) -> None:
-        self.batches = batches
-        self.size = size
+    batches: int
+    size: int
 
     def __len__(self) -> int:
         return self.batches
@@ -302,19 +296,16 @@ class SlowLengthOf(Dataset[int]):
         return len(index)
 
 
-class CountsPickling(Dataset[int]):
+@dataclass(eq=False)
+class CountsPickling(Sized):
     """Counts, in the process that pickles it, how often it was pickled."""
 
-    def __init__(self, length: int = 4) -> None:
-        self.length = length
-        self.pickled = 0
+    length: int = 4
+    pickled: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
         self.pickled += 1
         return self.__dict__
-
-    def __len__(self) -> int:
-        return self.length
 
     def __getitem__(self, index: int) -> int:
         return index
@@ -334,19 +325,19 @@ class Archive:
         self.cursor = threading.Lock()
 
 
+@dataclass(eq=False)
 class HoldsUnpicklable(Rows):
     """A dataset with something unpicklable at `self.archive.cursor`."""
 
-    def __init__(self, length: int = 4) -> None:
-        super().__init__(length)
-        self.archive = Archive()
+    length: int = 4
+    archive: Archive = field(default_factory=Archive)
 
 
+@dataclass(eq=False)
 class LoaderInside(Dataset[int]):
     """Every sample is the sum of what a loader inside the worker gives."""
 
-    def __init__(self, inner_workers: int) -> None:
-        self.inner_workers = inner_workers
+    inner_workers: int
 
     def __len__(self) -> int:
         return 4

@@ -169,12 +169,12 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
 # Map-style datasets
 
 
+@dataclasses.dataclass(eq=False)
 class MapDataset(Dataset):
     """`size` samples of one kind."""
 
-    def __init__(self, kind: str, size: int) -> None:
-        self.kind = kind
-        self.size = size
+    kind: str
+    size: int
 
     def __len__(self) -> int:
         return self.size
@@ -183,9 +183,6 @@ class MapDataset(Dataset):
         if not 0 <= index < self.size:
             raise IndexError(index)
         return SAMPLES[self.kind](index)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.kind!r}, {self.size})"
 
 
 class BatchedDataset(MapDataset):
@@ -201,13 +198,12 @@ class UnbatchedDataset(MapDataset):
     __getitems__ = None
 
 
+@dataclasses.dataclass(eq=False)
 class FaultyDataset(MapDataset):
     """Raises at some indices."""
 
-    def __init__(self, kind: str, size: int, bad: frozenset[int], error: type[Exception]) -> None:
-        super().__init__(kind, size)
-        self.bad = bad
-        self.error = error
+    bad: frozenset[int]
+    error: type[Exception]
 
     def __getitem__(self, index: int) -> Any:
         if index in self.bad:
@@ -226,11 +222,11 @@ class DoublingSubset(Subset):
         return 2 * super().__getitem__(index)
 
 
+@dataclasses.dataclass(eq=False)
 class Echo(Dataset):
     """Returns what it was asked for, with what is left of its type."""
 
-    def __init__(self, size: int = 1) -> None:
-        self.size = size
+    size: int = 1
 
     def __len__(self) -> int:
         return self.size
@@ -246,12 +242,12 @@ class BatchEcho(Echo):
         return [type(keys), keys]
 
 
+@dataclasses.dataclass(eq=False)
 class Made(Dataset):
     """`size` samples from a function of the index."""
 
-    def __init__(self, make: Callable[[int], Any], size: int) -> None:
-        self.make = make
-        self.size = size
+    make: Callable[[int], Any]
+    size: int
 
     def __len__(self) -> int:
         return self.size
@@ -263,12 +259,12 @@ class Made(Dataset):
 # Iterable datasets
 
 
+@dataclasses.dataclass(eq=False)
 class Stream(IterableDataset):
     """Worker k yields `lengths[k]` samples, numbered 1000 k + 0, 1, …; one process alone yields them all."""
 
-    def __init__(self, kind: str, lengths: Sequence[int]) -> None:
-        self.kind = kind
-        self.lengths = tuple(lengths)
+    kind: str
+    lengths: Sequence[int]
 
     def numbers(self) -> Iterator[int]:
         info = get_worker_info()
@@ -279,27 +275,23 @@ class Stream(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         return (SAMPLES[self.kind](number) for number in self.numbers())
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.kind!r}, {self.lengths})"
 
-
+@dataclasses.dataclass(eq=False)
 class SizedStream(Stream):
     """A stream that tells its length, which need not be true."""
 
-    def __init__(self, kind: str, lengths: Sequence[int], told: int) -> None:
-        super().__init__(kind, lengths)
-        self.told = told
+    told: int
 
     def __len__(self) -> int:
         return self.told
 
 
+@dataclasses.dataclass(eq=False)
 class FaultyNumbers:
     """An iterator that raises at every third number and then goes on."""
 
-    def __init__(self, kind: str, numbers: Iterator[int]) -> None:
-        self.kind = kind
-        self.numbers = numbers
+    kind: str
+    numbers: Iterator[int]
 
     def __iter__(self) -> FaultyNumbers:
         return self
@@ -321,11 +313,11 @@ class FaultyStream(Stream):
 # Samplers
 
 
+@dataclasses.dataclass(eq=False)
 class Backwards(Sampler[int]):
     """From the last index to the first."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    size: int
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.size - 1, -1, -1))
@@ -334,14 +326,14 @@ class Backwards(Sampler[int]):
         return self.size
 
 
+@dataclasses.dataclass(eq=False)
 class Drawing(Sampler[int]):
     """Draws each index when it is asked for, from the three global generators in turn.
 
     How far a loader runs ahead of the training step can be read from their states.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    size: int
 
     def __iter__(self) -> Iterator[int]:
         for position in range(self.size):
@@ -356,11 +348,11 @@ class Drawing(Sampler[int]):
         return self.size
 
 
+@dataclasses.dataclass(eq=False)
 class UnevenBatches(Sampler[list[int]]):
     """Batches of 1, 2, 3, 4, 1, 2, … indices."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    size: int
 
     def batches(self) -> list[list[int]]:
         found: list[list[int]] = []
@@ -378,13 +370,13 @@ class UnevenBatches(Sampler[list[int]]):
         return len(self.batches())
 
 
+@dataclasses.dataclass(eq=False)
 class CountingSampler(Sampler[Any]):
     """Counts the calls of `__iter__` (no generator, so each call counts) and the keys handed out."""
 
-    def __init__(self, keys: Sequence[Any]) -> None:
-        self.keys = keys
-        self.iterations = 0
-        self.handed_out = 0
+    keys: Sequence[Any]
+    iterations: int = 0
+    handed_out: int = 0
 
     def __iter__(self) -> Iterator[Any]:
         self.iterations += 1
@@ -399,11 +391,11 @@ class CountingSampler(Sampler[Any]):
         return len(self.keys)
 
 
+@dataclasses.dataclass(eq=False)
 class FailingSampler(Sampler[Any]):
     """Hands out its keys and then raises."""
 
-    def __init__(self, keys: Sequence[Any]) -> None:
-        self.keys = keys
+    keys: Sequence[Any]
 
     def __iter__(self) -> Iterator[Any]:
         yield from self.keys
