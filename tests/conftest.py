@@ -111,8 +111,8 @@ def descendants(root: int | None = None) -> dict[int, ProcessEntry]:
 def open_descriptors() -> dict[int, str]:
     """Descriptor → what it points at, without those that lead to multiprocessing's helpers."""
     helpers = {
-        getattr(resource_tracker._resource_tracker, "_fd", None),  # type: ignore[attr-defined]
-        getattr(forkserver._forkserver, "_forkserver_alive_fd", None),  # type: ignore[attr-defined]
+        getattr(resource_tracker._resource_tracker, "_fd", None),
+        getattr(forkserver._forkserver, "_forkserver_alive_fd", None),
     }
     found: dict[int, str] = {}
     for name in os.listdir("/proc/self/fd"):
@@ -267,7 +267,7 @@ def pytest_runtest_makereport(
 ) -> Iterator[None]:  # a wrapper yields for the report and returns it
     report = yield
     if call.when == "call":
-        item.stash[FAILED] = report.failed  # type: ignore[attr-defined]
+        item.stash[FAILED] = report.failed
     return report
 
 

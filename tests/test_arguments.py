@@ -31,7 +31,7 @@ def loader(**given: Any) -> DataLoader[Any]:
 class ThreadContext(SpawnContext):
     """MONAI's `_ProcessThreadContext` (data/thread_buffer.py): its processes are threads."""
 
-    Process = threading.Thread  # type: ignore[assignment]
+    Process = threading.Thread
 
 
 @pytest.mark.parametrize(

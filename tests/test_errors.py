@@ -54,7 +54,7 @@ def called_in(module: str) -> None:
         ),
         names,
     )
-    names["outer"]()  # type: ignore[operator]
+    names["outer"]()
 
 
 @pytest.mark.parametrize("module", ["fastq_loader.loader", "fastq_loader.iterators.base"])

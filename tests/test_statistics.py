@@ -55,7 +55,7 @@ def test_a_snapshot_is_of_the_public_classes_and_travels() -> None:
 
 def test_units_and_fields_stand_in_the_docstrings() -> None:
     for kind in (LoaderStatistics, WorkerStatistics, LateBatch, StagingStatistics):
-        for field in fields(kind):  # type: ignore[arg-type]
+        for field in fields(kind):
             assert field.name in str(kind.__doc__)
 
 

@@ -147,6 +147,7 @@ def epochs(kind: type, case: str, stops: Sequence[int | None], **arguments: Any)
             except StopIteration:
                 break
             except ValueError as error:
+                error.with_traceback(None)  # with torch it keeps the iterator, and so the workers
                 batches.append(type(error))
         seen.append(batches)
     loader._iterator = None

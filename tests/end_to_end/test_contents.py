@@ -277,7 +277,7 @@ def recursive_object() -> Opaque:
 
 def tagged(items: list[Any]) -> Tagged:
     result = Tagged(items)
-    result.tag = "instance"  # type: ignore[misc]
+    result.tag = "instance"
     return result
 
 

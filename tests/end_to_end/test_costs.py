@@ -1,4 +1,4 @@
-"""What a batch costs must not grow with the epoch, with the batches that are kept, or faster than its leaves.
+"""What a batch costs does not grow with the epoch, with the batches that are kept, or faster than its leaves.
 
 Costs are counted in calls of Python and C functions, not in seconds: the same on every machine.
 """
@@ -6,6 +6,7 @@ Costs are counted in calls of Python and C functions, not in seconds: the same o
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -18,6 +19,7 @@ from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.memory.allocator import Allocator, empty
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.ledger import BlockLedger
+from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.events import (
     Arrived,
     Deliver,
@@ -32,6 +34,7 @@ from fastq_loader.scheduling.in_flight import InFlight
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.window import Window
 from tests.support.pair import LARGE, Pair, paired
+from tests.support.simulation import SimulatedArena
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
@@ -84,26 +87,42 @@ def test_a_batch_costs_what_its_leaves_cost(pair: Pair, elements: int) -> None:
         for _ in range(3):  # the spec is known, and the blocks are there
             pair.trip(batch_of(leaves, elements))
         batch = batch_of(leaves, elements)
-        costs.append(calls(lambda batch=batch: pair.trip(batch)))  # type: ignore[misc]
+        costs.append(calls(lambda batch=batch: pair.trip(batch)))
     ten = costs[1] - costs[0]
     assert costs[2] - costs[1] <= ten * 1.1
     assert costs[3] - costs[2] <= 18 * ten * 1.1
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_scheduling_a_batch_costs_the_same_all_epoch_long(dynamic: bool) -> None:
-    scheduler = Scheduler(workers=2, prefetch=2, in_order=True, ledger=BlockLedger(), dynamic=dynamic)
+def scheduler(window: Window, **keywords: Any) -> Scheduler:
+    """One over two workers."""
+    arena: Any = SimulatedArena()
+    return Scheduler(2, BlockPool(arena, 2), window, **keywords)
+
+
+def drawn(scheduler: Scheduler, instructions: list[Any], indices: Iterator[int]) -> list[Any]:
+    """Answer what of the instructions asks for indices; the tasks that were sent."""
     sends: list[Any] = []
-    for index, _ in enumerate(scheduler.handle(EpochStarted(1))):
-        sends += scheduler.handle(Drawn(index))
+    for _ in range(sum(one.times for one in instructions if type(one) is Draw)):
+        index = next(indices, None)
+        sends += scheduler.handle(Exhausted() if index is None else Drawn(index))
+    return sends
+
+
+def batch_for(send: Send) -> Arrived:
+    task = send.task
+    return Arrived(send.worker or 0, Answer(task.epoch, task.seq, 0, BATCH, 0, 0, (), (), None))
+
+
+@pytest.mark.parametrize("shared_tasks", [False, True])
+def test_scheduling_a_batch_costs_the_same_all_epoch_long(shared_tasks: bool) -> None:
+    one, indices = scheduler(Window(4), shared_tasks=shared_tasks), itertools.count()
+    sends = drawn(one, one.handle(EpochStarted(1)), indices)
 
     def step() -> None:
-        send = sends.pop(0)
-        assert isinstance(send, Send)
-        answer = Answer(send.epoch, send.seq, 0, BATCH, 0, 0, (), (), (), None)
-        scheduler.handle(Arrived(send.worker or 0, answer))
-        assert len(scheduler.handle(Wanted())) == 2
-        sends.extend(scheduler.handle(Drawn(send.seq)))
+        one.handle(batch_for(sends.pop(0)))
+        instructions = one.handle(Wanted())
+        assert type(instructions[-1]) is Deliver
+        sends.extend(drawn(one, instructions, indices))
 
     costs = [calls(step) for _ in range(2000)]
     assert set(costs[10:]) == {costs[10]}
@@ -133,26 +152,19 @@ def test_an_epoch_in_one_wide_window_costs_what_its_batches_cost(in_order: bool)
     """Also when it ends: the window empties, and the sampler has nothing more to fill it with."""
 
     def epoch(batches: int) -> int:
-        scheduler = Scheduler(2, 2, in_order, BlockLedger(), dynamic=True, window=Window(batches, group=2))
+        one = scheduler(Window(batches, group=2), in_order=in_order, shared_tasks=True)
         indices = iter(range(2 * batches))
 
-        def draw() -> list[Any]:
-            index = next(indices, None)
-            return scheduler.handle(Exhausted() if index is None else Drawn(index))
-
         def play() -> None:
-            sends = [send for _ in scheduler.handle(EpochStarted(1)) for send in draw()]
+            sends = drawn(one, one.handle(EpochStarted(1)), indices)
             handed_out = 0
             while handed_out < 2 * batches:
-                if sends:
-                    send = sends.pop()  # the last one first: all of them wait for the head of the line
-                    answer = Answer(send.epoch, send.seq, 0, BATCH, 0, 0, (), (), (), None)
-                    scheduler.handle(Arrived(0, answer))
-                for instruction in scheduler.handle(Wanted()):
-                    if type(instruction) is Draw:
-                        sends += draw()
-                    handed_out += type(instruction) is Deliver
-                scheduler.upcoming(2)
+                if sends:  # the last one first: all of them wait for the head of the line
+                    one.handle(batch_for(sends.pop()))
+                instructions = one.handle(Wanted())
+                sends += drawn(one, instructions, indices)
+                handed_out += sum(type(instruction) is Deliver for instruction in instructions)
+                one.upcoming(2)
 
         return calls(play)
 
@@ -163,7 +175,7 @@ def test_an_epoch_in_one_wide_window_costs_what_its_batches_cost(in_order: bool)
 def test_what_goes_to_a_device_next_is_found_without_a_look_at_all_that_is_ready(
     in_order: bool, looks: int
 ) -> None:
-    answers = [Answer(1, seq, 0, BATCH, 0, 0, (), (), (), None) for seq in range(100)]
+    answers = [Answer(1, seq, 0, BATCH, 0, 0, (), (), None) for seq in range(100)]
     line, looked = InFlight(100), []
     for answer in answers:
         line.new(0, answer.seq).answer = answer

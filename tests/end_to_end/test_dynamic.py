@@ -369,7 +369,7 @@ def test_a_busy_worker_is_not_sent_all_that_the_others_load_and_then_goes_on(
 
     def counted(self: ConsumerSocket, *frames: bytes, but: Container[int] = ()) -> None:
         send_all(self, *frames, but=but)
-        for worker in queued.keys() - set(but):  # type: ignore[call-overload]
+        for worker in queued.keys() - set(but):
             queued[worker] += len(frames)
 
     monkeypatch.setattr(ConsumerSocket, "send_all", counted)

@@ -61,7 +61,7 @@ def plain(value: Any) -> Any:
     """Batches as lists and numbers."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list | tuple):
         return [plain(part) for part in value]
     return value
 
@@ -140,7 +140,7 @@ def every_name_of_the_class_is_there(kind: Any) -> Any:
 
 @row
 def subscripts(kind: Any) -> Any:
-    class Ours(kind[int]):  # type: ignore[misc]
+    class Ours(kind[int]):
         pass
 
     return plain(list(Ours(range(4), 2))), kind[int].__origin__ is kind
@@ -148,7 +148,7 @@ def subscripts(kind: Any) -> Any:
 
 @row
 def instances_and_subclasses(kind: Any) -> Any:
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         pass
 
     loader = kind(range(3))
@@ -186,7 +186,7 @@ def truth_and_hash(kind: Any) -> Any:
 @row
 def attributes_that_are_set_once(kind: Any) -> Any:
     loader = kind(range(6), 2)
-    names = (
+    names = [
         "batch_size",
         "batch_sampler",
         "sampler",
@@ -194,7 +194,7 @@ def attributes_that_are_set_once(kind: Any) -> Any:
         "dataset",
         "persistent_workers",
         "timeout",
-    )
+    ]
     return [attempt(lambda name=name: setattr(loader, name, 0)) for name in names]
 
 
@@ -281,7 +281,7 @@ def the_context_is_a_property(kind: Any) -> Any:
 
 @row
 def the_context_may_be_overridden(kind: Any) -> Any:
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         asked = 0
 
         @property
@@ -299,7 +299,7 @@ def the_context_may_be_overridden(kind: Any) -> Any:
 
 @row
 def the_sampler_that_is_used_may_be_overridden(kind: Any) -> Any:
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         @property
         def _index_sampler(self) -> Any:
             return [[5, 6], [7]]
@@ -312,7 +312,7 @@ def the_sampler_that_is_used_may_be_overridden(kind: Any) -> Any:
 
 @row
 def whether_samples_are_collated_may_be_overridden(kind: Any) -> Any:
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         @property
         def _auto_collation(self) -> bool:
             return False
@@ -322,7 +322,7 @@ def whether_samples_are_collated_may_be_overridden(kind: Any) -> Any:
 
 @row
 def the_length_may_be_overridden(kind: Any) -> Any:
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         def __len__(self) -> int:
             return 2
 
@@ -349,7 +349,7 @@ def the_length_of_a_stream_is_remembered_and_warned_about(kind: Any) -> Any:
 
 @row
 def the_warning_about_many_workers_may_be_overridden(kind: Any) -> Any:
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         calls = 0
 
         def check_worker_number_rationality(self) -> None:
@@ -411,7 +411,7 @@ class Wrapped:
 
 
 def wrapping(kind: Any) -> Any:
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         made = 0
 
         def _get_iterator(self) -> Any:
@@ -457,7 +457,7 @@ def a_wrapper_is_what_the_loader_keeps(kind: Any) -> Any:
 
 @row
 def get_iterator_may_be_a_generator(kind: Any) -> Any:
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         def _get_iterator(self) -> Any:
             for batch in super()._get_iterator():
                 yield batch + 1
@@ -467,7 +467,7 @@ def get_iterator_may_be_a_generator(kind: Any) -> Any:
 
 @row
 def get_iterator_may_have_nothing_to_do_with_ours(kind: Any) -> Any:
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         def _get_iterator(self) -> Any:
             return iter("abc")
 
@@ -489,7 +489,7 @@ def get_iterator_called_by_hand(kind: Any) -> Any:
 
 @row
 def iter_may_be_overridden(kind: Any) -> Any:
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         def __iter__(self) -> Any:
             for batch in super().__iter__():
                 yield batch - 1
@@ -506,7 +506,7 @@ def iter_may_be_overridden(kind: Any) -> Any:
 def iter_may_run_in_a_thread(kind: Any) -> Any:
     """prefetch_generator's BackgroundGenerator, the DataLoaderX of many repositories."""
 
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         def __iter__(self) -> Any:
             batches: queue.Queue[Any] = queue.Queue(2)
 
@@ -537,7 +537,7 @@ class Repeated:
 
 @row
 def one_iterator_for_all_epochs(kind: Any) -> Any:
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
             super().__init__(*arguments, **keywords)
             object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
@@ -604,26 +604,10 @@ def the_classes_of_iterators(kind: Any) -> Any:
 
 
 READ = (
-    "_IterableDataset_len_called",
-    "_auto_collation",
-    "_base_seed",
-    "_dataset_kind",
-    "_drop_last",
-    "_in_order",
-    "_num_workers",
-    "_num_yielded",
-    "_persistent_workers",
-    "_pg",
-    "_pin_memory",
-    "_pin_memory_device",
-    "_prefetch_factor",
-    "_profile_name",
-    "_rank",
-    "_shared_seed",
-    "_shutdown",
-    "_timeout",
-    "_worker_init_fn",
-    "_world_size",
+    *("_IterableDataset_len_called", "_auto_collation", "_base_seed", "_dataset_kind", "_drop_last"),
+    *("_in_order", "_num_workers", "_num_yielded", "_persistent_workers", "_pg", "_pin_memory"),
+    *("_pin_memory_device", "_prefetch_factor", "_profile_name", "_rank", "_shared_seed", "_shutdown"),
+    *("_timeout", "_worker_init_fn", "_world_size"),
 )
 
 
@@ -788,7 +772,7 @@ def the_profilers_name_for_a_batch(kind: Any) -> Any:
 
 @row
 def a_subclass_with_arguments_of_its_own(kind: Any) -> Any:
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         def __init__(self, dataset: Any, extra: int, **keywords: Any) -> None:
             self.extra = extra
             self.early = getattr(self, "batch_size", "not there")
@@ -821,7 +805,7 @@ def several_bases(kind: Any) -> Any:
                 return "found"
             raise AttributeError(name)
 
-    class Mine(Logs, kind, Generic[T]):  # type: ignore[misc]
+    class Mine(Logs, kind, Generic[T]):
         pass
 
     loader = Mine[int](range(4), 2)
@@ -830,7 +814,7 @@ def several_bases(kind: Any) -> Any:
 
 @row
 def a_dataset_that_is_a_property(kind: Any) -> Any:
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         @property
         def dataset(self) -> Any:
             return range(10, 14)
@@ -844,7 +828,7 @@ def a_dataset_that_is_a_property(kind: Any) -> Any:
 
 @row
 def a_collate_function_that_is_a_method(kind: Any) -> Any:
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
             super().__init__(*arguments, collate_fn=self.join, **keywords)
 
@@ -875,7 +859,7 @@ def what_was_noted(_: list[int]) -> list[int]:
 
 @row
 def a_class_that_is_swapped(kind: Any) -> Any:
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         def __len__(self) -> int:
             return 77
 
@@ -888,7 +872,7 @@ def a_class_that_is_swapped(kind: Any) -> Any:
 def setattr_and_init_that_are_replaced_for_a_while(kind: Any) -> Any:
     """lightning.fabric.utilities.data._replace_dunder_methods, which records how loaders are made."""
 
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         pass
 
     record: list[Any] = []
@@ -926,7 +910,7 @@ def an_instance_without_the_constructor(kind: Any) -> Any:
 def an_instance_that_sets_its_own_attributes(kind: Any) -> Any:
     """torchdata's StatefulDataLoader: the constructor's work is done by hand."""
 
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         def __init__(self, dataset: Any, workers: int) -> None:
             self.num_workers = workers
             self.dataset = dataset
@@ -1042,11 +1026,11 @@ def torchs_name_for_the_class_is_replaced(kind: Any) -> Any:
 
     before = torch.utils.data.DataLoader
     try:
-        torch.utils.data.DataLoader = module.DataLoader = kind  # type: ignore[misc]
+        torch.utils.data.DataLoader = module.DataLoader = kind
         loader = torch.utils.data.DataLoader(range(4), 2, num_workers=2)
         return plain(list(loader)), isinstance(loader, torch.utils.data.DataLoader)
     finally:
-        torch.utils.data.DataLoader = module.DataLoader = before  # type: ignore[misc]
+        torch.utils.data.DataLoader = module.DataLoader = before
 
 
 @row
@@ -1058,15 +1042,15 @@ def torchs_constructor_is_wrapped(kind: Any) -> Any:
         before(self, *arguments, **keywords)
 
     try:
-        TorchDataLoader.__init__ = wrapped  # type: ignore[method-assign]
+        TorchDataLoader.__init__ = wrapped
         return plain(list(kind(range(4), 2))), calls
     finally:
-        TorchDataLoader.__init__ = before  # type: ignore[method-assign]
+        TorchDataLoader.__init__ = before
 
 
 @row
 def the_class_is_patched(kind: Any) -> Any:
-    class Mine(kind):  # type: ignore[misc]
+    class Mine(kind):
         pass
 
     Mine.__iter__ = lambda self: map(plain, kind.__iter__(self))
@@ -1079,10 +1063,10 @@ def torchs_own_methods_are_patched(kind: Any) -> Any:
     """Patch the class that is used: ours has an engine of its own behind these."""
     before = TorchDataLoader._get_iterator
     try:
-        TorchDataLoader._get_iterator = lambda self: iter(["mine"])  # type: ignore[assignment,method-assign,return-value]
+        TorchDataLoader._get_iterator = lambda self: iter(["mine"])
         return [plain(list(kind(range(4), 2, num_workers=workers))) for workers in (0, 1)]
     finally:
-        TorchDataLoader._get_iterator = before  # type: ignore[method-assign]
+        TorchDataLoader._get_iterator = before
 
 
 @on_purpose([True] * 4, ["AttributeError"] * 4)
@@ -1127,20 +1111,3 @@ def test_a_hook_that_differs_on_purpose(name: str) -> None:
     function, torchs, ours = ON_PURPOSE[name]
     assert function(TorchDataLoader) == torchs
     assert function(DataLoader) == ours
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("workers", [0, 1])
-def test_no_method_of_torchs_iterators_runs_in_ours(workers: int) -> None:
-    iterator = iter(DataLoader(range(2), num_workers=workers))
-    ours, theirs = (
-        type(iterator),
-        (_MultiProcessingDataLoaderIter if workers else _SingleProcessDataLoaderIter),
-    )
-    methods = {name for name, _ in inspect.getmembers(theirs, inspect.isfunction)}
-    inherited = {name for name in methods if getattr(ours, name) is getattr(theirs, name)}
-    # For torch's own iterators that keep workers, at the exit.
-    assert inherited <= {"_clean_up_persistent_workers_atexit"}
-    for name in methods & {"_try_put_index", "_get_data", "_try_get_data", "_process_data"}:
-        with pytest.raises(NotImplementedError, match="nothing of torch's iterators runs"):
-            getattr(iterator, name)()

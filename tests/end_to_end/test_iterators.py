@@ -111,7 +111,7 @@ def test_i3_closing_a_generator_around_the_loader_ends_its_workers() -> None:
     generator = around(eight(2))
     assert next(generator).tolist() == [0, 1]
     assert len(descendants()) == 2
-    generator.close()  # type: ignore[attr-defined]
+    generator.close()
     assert all_workers_end()
 
 
@@ -224,7 +224,7 @@ def test_a_keyboard_interrupt_inside_next_leaves_a_loader_that_closes(persistent
     start = time.monotonic()
     loader.close()
     assert time.monotonic() - start < 6
-    loader.dataset.seconds = 0  # type: ignore[attr-defined]
+    loader.dataset.seconds = 0
     assert numbers(loader) == [[0], [1], [2], [3]]
     loader.close()
 

@@ -179,7 +179,7 @@ class Forwards:
 
 
 def wrapped(kind: Any) -> Any:
-    class Wrapped(kind):  # type: ignore[misc]
+    class Wrapped(kind):
         def _get_iterator(self) -> Any:
             return Forwards(super()._get_iterator())
 
@@ -187,7 +187,7 @@ def wrapped(kind: Any) -> Any:
 
 
 def generating(kind: Any) -> Any:
-    class Generating(kind):  # type: ignore[misc]
+    class Generating(kind):
         def __iter__(self) -> Any:
             iterator = super().__iter__()
             return (("generated", batch) for batch in iterator)
@@ -196,7 +196,7 @@ def generating(kind: Any) -> Any:
 
 
 def resampled(kind: Any) -> Any:
-    class Resampled(kind):  # type: ignore[misc]
+    class Resampled(kind):
         """Sets its sampler past the class, and draws for every index."""
 
         def __init__(self, **arguments: Any) -> None:
@@ -240,7 +240,7 @@ def draw_and_change_the_dataset(worker: int) -> None:
     info = get_worker_info()
     assert info is not None
     if (kind := getattr(info.dataset, "kind", None)) in ("tensors", "dict"):
-        info.dataset.kind = "tuple" if kind == "tensors" else "tensors"  # type: ignore[attr-defined]
+        info.dataset.kind = "tuple" if kind == "tensors" else "tensors"
     _ = torch.rand(3), random.random(), np.random.rand()
 
 

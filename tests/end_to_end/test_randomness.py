@@ -101,7 +101,7 @@ def draw_in_init(worker: int) -> None:
     info = get_worker_info()
     assert info is not None
     assert info.id == worker
-    info.dataset.before = draw()  # type: ignore[attr-defined]
+    info.dataset.before = draw()
 
 
 def seed_in_init(worker: int) -> None:
