@@ -276,5 +276,4 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """The arguments; workers and counters stay behind, so a copy starts idle."""
-        state = {name: value for name, value in vars(self).items() if name != "_runtime"}
-        return {**state, "_iterator": None}
+        return {**vars(self), "_iterator": None}  # the runtime copies nothing of itself

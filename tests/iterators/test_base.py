@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 from fastq_loader import DataLoader
+from fastq_loader.iterators import base
 from fastq_loader.iterators.base import draw_base_seed
 from tests.support.datasets import SizedStream
 
@@ -115,23 +119,39 @@ def test_a_warning_that_was_made_an_error_loses_its_batch_as_with_torch() -> Non
             next(iterator)
 
 
-def test_an_error_of_the_dataset_keeps_no_frame_of_the_iterator_alive() -> None:
-    """An iterator that its own error kept alive would keep its workers."""
+def test_a_batch_whose_warning_an_interrupt_cut_short_is_handed_out_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(text: str, category: type[Warning]) -> None:
+        raise KeyboardInterrupt
 
-    class Fails:
-        def __len__(self) -> int:
-            return 1
-
-        def __getitem__(self, index: int) -> int:
-            raise LookupError(index)
-
-    iterator = iter(DataLoader(Fails()))
-    with pytest.raises(LookupError) as caught:
+    iterator = iter(DataLoader(SizedStream("tensors", [4], told=2), batch_size=None))
+    iterator._IterableDataset_len_called = 0
+    monkeypatch.setattr(base, "warn_user", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         next(iterator)
-    frames = []
-    traceback = caught.value.__traceback__
-    while traceback is not None:
-        frames.append(traceback.tb_frame)
-        traceback = traceback.tb_next
-    assert len(frames) > 2
-    assert not any(caught.value in frame.f_locals.values() for frame in frames[1:])
+    monkeypatch.setattr(base, "warn_user", lambda text, category: None)
+    assert [label for _, label in iterator] == [0, 1, 2, 3]
+
+
+class Fails:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        raise LookupError(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_is_not_kept_alive_by_an_error_that_it_raised(workers: int) -> None:
+    """It would keep its workers until the garbage collector comes."""
+    iterator = iter(DataLoader(Fails(), num_workers=workers))
+    gc.disable()
+    try:
+        with suppress(LookupError):
+            next(iterator)
+        watched = weakref.ref(iterator)
+        del iterator
+        assert watched() is None
+    finally:
+        gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -117,8 +118,17 @@ def test_a_stream_that_an_interrupt_cut_short_cannot_go_on() -> None:
     assert not iterator._busy
 
 
+class SlowSampler:
+    """Its iterator is a generator, which refuses to be entered by two threads at once."""
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(200):
+            time.sleep(0.0001)
+            yield index
+
+
 def test_threads_share_an_iterator_and_each_batch_is_handed_out_once() -> None:
-    iterator = iter(DataLoader(range(200)))
+    iterator = iter(DataLoader(range(200), sampler=SlowSampler()))
     found: list[int] = []
     threads = [threading.Thread(target=lambda: found.extend(numbers(iterator))) for _ in range(4)]
     for thread in threads:
