@@ -162,6 +162,9 @@ class EventLoop:
         Returns:
             Whether there is one; else the engine is closing.
         """
+        if into.outcome is not None:  # of another thread, which has not taken it yet
+            self.phase = IDLE
+            return True
         self._begin_call()
         outcome: Outcome | Closed | None = None
         while outcome is None:

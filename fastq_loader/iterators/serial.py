@@ -42,7 +42,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._idle = loader._runtime.idle
         self._staging = None if self._session is None else SerialStaging.of(self._session, self._idle)
         self._drawn = 0
-        self._left: tuple[int, Any] | None = None  # number and index of the batch that is to be loaded next
+        self._due: tuple[int, Any] | None = None  # number and index of the batch that is to be loaded next
         self._lock = threading.RLock()  # threads may share the iterator
         self._busy = False  # in the middle of a step that cannot be repeated
         with seeding.put_back() if self._dynamic else nullcontext():
@@ -66,7 +66,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
-        self._drawn, self._left, self._busy = 0, None, False
+        self._drawn, self._due, self._busy = 0, None, False
 
     def _fetch(self, number: int, index: Any) -> Any:
         if not self._dynamic:
@@ -84,9 +84,11 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def _load_next(self) -> None:
         if self._busy:
             raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
-        if self._left is None:
+        if self.outcome is not None:  # of another thread, which has not taken it yet
+            return
+        if self._due is None:
             self._draw()
-        drawn, self._left = self._left, None
+        drawn, self._due = self._due, None
         if drawn is None:  # the sampler has ended, or failed
             return
         outcome: Outcome
@@ -96,16 +98,16 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         except EndOfStream:
             outcome = ENDED
         except BaseException as error:
-            self._left = drawn  # before there is any call, at which the next interrupt may come
+            self._due = drawn  # before there is any call, at which the next interrupt may come
             if not isinstance(error, Exception):
                 raise
             refuse_interrupt(error)
             outcome = Raised(error)
-        self.outcome, self._left, self._busy = outcome, None, False
+        self.outcome, self._due, self._busy = outcome, None, False
         del outcome  # an error holds this frame by its traceback
 
     def _draw(self) -> None:
-        """Store the number of the next batch and its index in `_left`, or what the sampler raised in
+        """Store the number of the next batch and its index in `_due`, or what the sampler raised in
         `outcome`."""
         self._busy = True
         number = self._drawn
@@ -115,7 +117,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             refuse_interrupt(error)
             self.outcome = Raised(error)
         else:
-            self._left = (number, index)
+            self._due = (number, index)
         self._drawn, self._busy = number + 1, False  # also when the sampler fails: its error has a place
 
     def _load(self, number: int, index: Any) -> Any:

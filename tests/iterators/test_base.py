@@ -155,3 +155,17 @@ def test_an_iterator_is_not_kept_alive_by_an_error_that_it_raised(workers: int) 
         assert watched() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_outcome_that_another_thread_has_not_taken_yet_is_not_overwritten(workers: int) -> None:
+    iterator = iter(DataLoader(range(3), num_workers=workers))
+    for expected in range(3):
+        iterator._advance()  # of a thread that the system has stopped right after it
+        assert next(iterator).item() == expected
+        iterator._advance()
+        iterator._advance()
+        if expected < 2:
+            assert iterator.outcome.batch.item() == expected + 1
+    with pytest.raises(StopIteration):
+        next(iterator)
