@@ -54,9 +54,11 @@ class LateBatch:
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class StagingStatistics:
     """What was copied to the device, since the loader was made unless said otherwise.
+
+    `DataLoader.statistics()` gives a copy, which later counting does not change.
 
     Attributes:
         device: which.
@@ -128,25 +130,6 @@ class LoaderStatistics:
     arena_bytes: int = 0
     stale_answers: int = 0
     staging: StagingStatistics | None = None
-
-
-@dataclass
-class StagingCounters:
-    """The mutable side of `StagingStatistics`."""
-
-    pin: str = ""
-    pin_reason: str = ""
-    pinned_bytes: int = 0
-    populate_seconds: float = 0.0
-    register_seconds: float = 0.0
-    copies: int = 0
-    copied_bytes: int = 0
-    late_copies: int = 0
-    copy_wait_seconds: float = 0.0
-    block_wait_seconds: float = 0.0
-
-    def snapshot(self, device: str) -> StagingStatistics:
-        return StagingStatistics(device=device, **vars(self))
 
 
 class _Counting:

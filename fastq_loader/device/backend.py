@@ -5,8 +5,8 @@ epoch begins, after its workers were started: forked workers inherit nothing of 
 is touched at import; in a CPU build of torch its streams and events raise.
 
 Every accelerator is used through what torch has for all of them: `torch.Stream`, `torch.Event` and
-`torch.accelerator`. What is CUDA's own stands behind a look at the kind of the device: page-locking in place,
-events that let a thread sleep, and a count of the devices without the runtime.
+`torch.accelerator`. Only for CUDA there is more: page-locking in place, events that let a thread sleep, and a
+count of the devices without the runtime.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import ctypes
 import mmap
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,14 +35,12 @@ _PROBE_BYTES = 64 * 1024
 
 
 def parse(device: Any) -> torch.device | None:
-    """The accelerator that `device` names, None for no staging (None, "cpu"). Initialises nothing.
+    """The accelerator that `device` names; None for the host ("cpu"). Initialises nothing.
 
     Raises:
         TypeError: `device` is no device.
         ValueError: it is unknown, not there, or not the accelerator of this build of torch.
     """
-    if device is None:
-        return None
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise TypeError(f"device={device!r} must be a string such as 'cuda:0', a torch.device, or None")
     try:
@@ -88,25 +89,20 @@ def device_count(kind: str) -> int:
 
 
 def visible(count: int, environment: Mapping[str, str]) -> int:
-    """How many of `count` GPUs CUDA_VISIBLE_DEVICES shows: a list of numbers, read up to the first that is
-    none, as CUDA does; other forms (UUIDs) are counted."""
+    """How many of `count` GPUs CUDA_VISIBLE_DEVICES shows. CUDA reads a list of numbers, up to the first that
+    no GPU has; other forms (UUIDs) are counted."""
     shown = environment.get("CUDA_VISIBLE_DEVICES")
     if shown is None:
         return count
     names = [name.strip() for name in shown.split(",")]
     if not all(re.fullmatch(r"-?\d+", name) for name in names):
         return min(len([name for name in names if name]), count)
-    taken = 0
-    while taken < len(names) and 0 <= int(names[taken]) < count:
-        taken += 1
-    return taken
+    return len(list(takewhile(lambda name: 0 <= int(name) < count, names)))
 
 
 def can_share(device: torch.device) -> bool:
     """Whether torch can keep memory of a device that a second stream reads from being handed out again, by
     `Tensor.record_stream`. Asks torch's table of kernels, and so initialises nothing."""
-    if device.type == "cpu":  # has no streams
-        return True
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::record_stream", key)
 
@@ -124,22 +120,26 @@ class TorchStager:
         device: with its index.
         side: the stream of all copies; one for as long as this lives, because a new one for each epoch would
             strand the memory that was cached for the old one.
+        shares: whether memory can be shared with a second stream.
     """
+
+    clock = staticmethod(time.monotonic)
 
     def __init__(self, device: torch.device) -> None:
         # Asked for first, because this initialises the device as torch does; making a stream does not.
         self.device = torch.accelerator.current_stream(device).device
         self.side: Any = torch.Stream(device=self.device)
+        self.shares = can_share(self.device)
 
     def current_stream(self) -> Any:
         return torch.accelerator.current_stream(self.device)
 
     def capturing(self) -> bool:
-        """Whether the current stream is captured into a graph; events cannot be asked then."""
+        """Whether the current stream is captured into a graph; events cannot be queried then."""
         return is_captured(self.device)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        # Rounded up, so that it can be looked at as any dtype.
+        # Rounded up, so that it can be viewed as any dtype.
         return torch.empty(device_aligned(max(nbytes, 1)), dtype=torch.uint8, device=self.device)
 
     def copy_async(self, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
@@ -160,8 +160,7 @@ class TorchStager:
                 torch.accelerator.set_stream(before)
 
     def record(self, stream: Any, event: Any = None) -> Any:
-        if event is None:
-            event = self._event()
+        event = event or self._event()
         event.record(self._own(stream))
         return event
 
@@ -191,11 +190,8 @@ class TorchStager:
         event.synchronize()
 
     def share(self, memory: Any, stream: Any) -> None:
-        storages = {}
-        for tensor in tensors_of(memory):
-            if tensor.device == self.device:
-                storages[tensor.untyped_storage().data_ptr()] = tensor
-        for tensor in storages.values():
+        there = [tensor for tensor in tensors_of(memory) if tensor.device == self.device]
+        for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in there}.values():
             tensor.record_stream(stream)
 
     def on_side(self, call: Callable[[], Any]) -> Any:
@@ -206,7 +202,8 @@ class TorchStager:
 
     def view(self, address: int, nbytes: int) -> torch.Tensor:
         # It does not keep the memory: the pool does, until its copies have run.
-        return torch.from_numpy(np.asarray(_At(address, nbytes)))
+        interface = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
+        return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=interface)))
 
     def fill(self, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
         memory[:nbytes].copy_(source[:nbytes])
@@ -272,15 +269,3 @@ class TorchStager:
             self.unregister(address)
         if not torch.equal(back, pattern):
             raise PinFailed("a copy from registered memory arrived with other bytes")
-
-
-class _At:
-    """Memory at an address, as numpy asks for it."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-        }

@@ -1,18 +1,19 @@
 """Copies to the device: which are under way, who waits for whom, and when memory may be written again.
 
-Pure: streams, events and memory are opaque and belong to a `Stager` (`device` has the real one, the tests a
+Pure: streams, events and memory are opaque and belong to a `Stager` (`backend` has the real one, the tests a
 simulated one that runs copies late and in any order that streams allow). Used in the consumer, on the thread
 that calls `next()`; nothing here runs on a thread of its own.
 
 The rules, each with the wait that keeps it:
 
-- a copy may write to device memory once all that was queued on the consumer's stream when the memory was
-  taken has run: the side stream waits for a *fence*;
+- device memory is written once everything has run that was queued on the consumer's stream when the memory
+  was allocated: the side stream waits for a *fence*;
 - a batch is read once it has arrived: the consumer's current stream waits for the copy's event, and for no
   later copy;
-- host memory is written again once its copy has run: `reap` asks the event, `drain` waits for it;
-- device memory that another stream than its own looks at is shared with that stream, so that it is not
-  handed out again under its feet; where nothing can be shared, the batch moves to memory of that stream;
+- host memory is written again once its copy has run: `reap` queries the event, `drain` waits for it;
+- device memory that is read on another stream than its own is shared with that stream, so that it is not
+  allocated again before the read has run; where memory cannot be shared, the batch moves to memory of that
+  stream;
 - a slab of the ring (`buffers="reuse"`) is written again after what the consumer had queued when it
   asked for the next batch.
 """
@@ -21,9 +22,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fastq_loader.statistics import StagingCounters
+if TYPE_CHECKING:
+    from fastq_loader.device.options import ToDevice
+    from fastq_loader.statistics import StagingStatistics
 
 Stream = Hashable
 Event = Any
@@ -35,9 +39,14 @@ class Stager(Protocol):
 
     Attributes:
         side: the stream that all copies run on, one after the other.
+        shares: whether `share` works.
     """
 
     side: Stream
+    shares: bool
+
+    def clock(self) -> float:
+        """Seconds of the host's clock."""
 
     def current_stream(self) -> Stream:
         """The stream that the consumer queues its work on now."""
@@ -49,11 +58,11 @@ class Stager(Protocol):
         """Queue a copy of the first `nbytes` on the side stream, from host memory or from the device's."""
 
     def record(self, stream: Stream, event: Event | None = None) -> Event:
-        """An event (the one given, if nobody waits for it any more) that is over when all that is queued on
-        `stream` has run."""
+        """An event (the one given, if nobody waits for it any more) that is over when everything that is
+        queued on `stream` has run."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Let what is queued on `stream` from here on run after the event."""
+        """What is queued on `stream` from here on runs after the event."""
 
     def query(self, event: Event) -> bool:
         """Whether an event is over."""
@@ -62,11 +71,11 @@ class Stager(Protocol):
         """Wait here until an event is over."""
 
     def share(self, memory: Any, stream: Stream) -> None:
-        """`memory`, or every part of a batch, is looked at on `stream` too: when its last owner lets go of
-        it, it must not be handed out again before what is queued on `stream` by then has run."""
+        """`memory`, or every part of a batch, is read on `stream` too: when its last owner is gone, it is not
+        allocated again before what is queued on `stream` by then has run."""
 
     def on_side(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns; the device work that it asks for is queued on the side stream."""
+        """What `call` returns; the device work in it is queued on the side stream."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock host memory where it lies.
@@ -96,49 +105,50 @@ class Stager(Protocol):
         """New host memory like any other."""
 
     def view(self, address: int, nbytes: int) -> Memory:
-        """Host memory that is there already, as `copy_async` and `fill` take it."""
+        """Host memory that exists already, as `copy_async` and `fill` take it."""
 
     def fill(self, memory: Memory, source: Memory, nbytes: int) -> None:
         """Copy `nbytes` between host memories, here and now."""
 
 
+@dataclass(eq=False, slots=True)
+class Slab:
+    """Device memory, allocated on the stream `home`.
+
+    Attributes:
+        fences: what has to run before it is written to.
+    """
+
+    memory: Memory
+    nbytes: int
+    home: Stream
+    fences: list[Event]
+
+
+@dataclass(eq=False, slots=True)
 class Copy:
     """One batch on its way to the device, or there.
 
     Attributes:
-        memory: where on the device. `nbytes`: how much was copied. `home`: the stream that the memory was
-            allocated on.
-        result: what ran on the side stream after the copy made of it.
-        done: event: its bytes have arrived. `ready`: and `result` is there.
-        host: host memory that may be written again once it was handed out and has arrived.
-        over: its bytes are known to have arrived.
+        slab: where on the device. `nbytes`: how much was copied.
+        blocks: host memory that may be written again once the batch was handed out and has arrived.
+        done: event: the bytes have arrived.
+        result: what was made of it on the side stream, after the copy. `ready`: event: it is there.
+        over: the bytes are known to have arrived.
     """
 
-    __slots__ = ("done", "home", "host", "memory", "nbytes", "over", "ready", "result", "slab")
+    slab: Slab
+    nbytes: int
+    blocks: tuple[int, ...]
+    done: Event
+    ready: Event
+    result: Any = None
+    over: bool = False
 
-    def __init__(self, memory: Memory, nbytes: int, home: Stream, host: Any, slab: _Slab | None) -> None:
-        self.memory = memory
-        self.nbytes = nbytes
-        self.home = home
-        self.host = host
-        self.slab = slab
-        self.result: Any = None
-        self.done: Event = None
-        self.ready: Event = None
-        self.over = False
-
-
-class _Slab:
-    """Device memory that one batch after the other is copied to."""
-
-    __slots__ = ("fences", "home", "memory", "nbytes", "shown_on")
-
-    def __init__(self, memory: Memory, nbytes: int, home: Stream) -> None:
-        self.memory = memory
-        self.nbytes = nbytes
-        self.home = home
-        self.shown_on: Stream = None  # the stream that its batch was handed out on
-        self.fences: list[Event] = []  # what was queued when the consumer was done with it
+    @property
+    def memory(self) -> Memory:
+        """Where on the device."""
+        return self.slab.memory
 
 
 class Copies:
@@ -146,37 +156,24 @@ class Copies:
 
     Args:
         stager: the device.
-        ahead: batches that are copied before they are asked for, at least 1.
-        reuse: copy to a ring of `ahead + 1` slabs in turn; else to new memory for each batch.
-        counters: the loader's.
-        clock: seconds, for the waits that are counted.
-        shares: the stager can share memory; without it no `then` may be given to `begin`.
+        options: `prefetch` batches are copied before they are asked for; with `buffers="reuse"` to a ring of
+            `prefetch + 1` slabs in turn, else to new memory for each batch.
+        statistics: the loader's.
     """
 
-    def __init__(
-        self,
-        stager: Stager,
-        ahead: int,
-        reuse: bool,
-        counters: StagingCounters,
-        clock: Callable[[], float],
-        shares: bool = True,
-    ) -> None:
+    def __init__(self, stager: Stager, options: ToDevice, statistics: StagingStatistics) -> None:
         self._stager = stager
-        self._counters = counters
-        self._clock = clock
-        self._reuse = reuse
-        self._shares = shares
-        self._slabs = ahead + 1  # those that are on their way, and the one that is looked at
+        self._statistics = statistics
         # A consumer that never waits for its device would run ahead of it for ever, and hold as many blocks.
-        self._most = 2 * ahead
+        self._most = 2 * options.prefetch
         self._running: deque[Copy] = deque()  # not known to be over, in the order of the side stream
         self._staged: dict[int, Copy] = {}  # not handed out
-        self._taken: list[Copy] = []  # handed out, and `reap` has not given their host memory back
-        self._free: deque[_Slab] = deque()
-        self._made = 0  # slabs of the ring
-        self._shown: _Slab | None = None  # the slab of the batch that was handed out last
+        self._taken: list[Copy] = []  # handed out, and `reap` has not given their blocks back
         self._events: list[Event] = []  # that nobody waits for
+        self._reuse = options.buffers == "reuse"
+        # Those that hold no batch, the one that waits longest first. Each gets its memory at its first use.
+        self._ring = deque(Slab(None, -1, None, []) for _ in range(options.prefetch + 1))
+        self._shown: tuple[Copy, Stream] | None = None  # of the ring: the last batch handed out, and where
 
     def __contains__(self, key: int) -> bool:
         """Whether a batch was begun, and not handed out."""
@@ -184,16 +181,19 @@ class Copies:
 
     def turn(self) -> None:
         """The consumer asks for the next batch. In a ring, the one that it had may be overwritten after what
-        it has queued up to here, on the stream that it was given the batch on and on the one it uses now."""
-        shown, self._shown = self._shown, None
-        if shown is not None:
-            shown.fences = [
-                self._record(stream) for stream in {shown.shown_on, self._stager.current_stream()}
-            ]
-            self._free.append(shown)
+        it has queued so far, on the stream that it was given the batch on and on the one it uses now."""
+        if self._shown is not None:
+            (copy, stream), self._shown = self._shown, None
+            copy.slab.fences = [self._record(each) for each in {stream, self._stager.current_stream()}]
+            self._ring.append(copy.slab)
 
     def begin(
-        self, key: int, source: Memory, nbytes: int, host: Any, then: Callable[[Memory], Any] | None = None
+        self,
+        key: int,
+        source: Memory,
+        nbytes: int,
+        blocks: tuple[int, ...],
+        then: Callable[[Memory], Any] | None = None,
     ) -> Copy:
         """Begin to copy a batch.
 
@@ -201,36 +201,24 @@ class Copies:
             key: names the batch.
             source: page-locked or pageable host memory.
             nbytes: how much of it.
-            host: what `reap` gives back when the batch was handed out and has arrived.
+            blocks: what `reap` gives back when the batch was handed out and has arrived.
             then: runs on the side stream after the copy; what it returns is the batch's `result`.
         """
+        stager, statistics = self._stager, self._statistics
         if self.full:
-            began = self._clock()
+            began = stager.clock()
             self.wait_for(self._running[0])
-            self._counters.block_wait_seconds += self._clock() - began
-        stager = self._stager
-        copy = self._on_slab(nbytes, host) if self._reuse else self._on_new_memory(nbytes, host)
-        stager.copy_async(copy.memory, source, nbytes)
-        copy.done = copy.ready = self._record(stager.side)
-        self._counters.copies += 1
-        self._counters.copied_bytes += nbytes
+            statistics.block_wait_seconds += stager.clock() - began
+        slab = self._slab(nbytes)
+        done = self._queue(slab, source, nbytes)
+        copy = self._staged[key] = Copy(slab, nbytes, blocks, done, ready=done)
         self._running.append(copy)
-        self._staged[key] = copy
+        statistics.copies += 1
+        statistics.copied_bytes += nbytes
         if then is not None:
-            try:
-                copy.result = stager.on_side(lambda: then(copy.memory))
-            except BaseException:  # an interrupt: nobody will ask for this batch
-                self._forget(key)
-                raise
+            copy.result = stager.on_side(lambda: then(slab.memory))
             copy.ready = self._record(stager.side)
         return copy
-
-    def _forget(self, key: int) -> None:
-        copy = self._staged.pop(key)
-        if copy.slab is not None:
-            self._free.append(copy.slab)  # what is written to it next is queued behind what runs there now
-        else:
-            self._stager.share(copy.memory, self._stager.side)
 
     @property
     def full(self) -> bool:
@@ -244,39 +232,33 @@ class Copies:
             RuntimeError: the memory that the batch has to be moved to cannot be had.
         """
         copy = self._staged.pop(key)
-        self._taken.append(copy)  # whatever happens here, its host memory comes back
+        self._taken.append(copy)  # whatever happens here, its blocks come back
         stager = self._stager
         stream = stager.current_stream()
-        self._counters.late_copies += not (copy.over or stager.query(copy.done))
+        if self._reuse:  # and so does its slab
+            self._shown = copy, stream
+        self._statistics.late_copies += not (copy.over or stager.query(copy.done))
         stager.wait(stream, copy.ready)
-        if stream != copy.home:
-            self._show(copy, stream)
+        if stream != copy.slab.home:
+            if stager.shares:
+                stager.share(copy.slab.memory, stream)
+            else:
+                self._move(copy)
         if copy.result is not None:
             stager.share(copy.result, stream)
-        if copy.slab is not None:
-            copy.slab.shown_on = stream
-            self._shown = copy.slab
         return copy
 
-    def _show(self, copy: Copy, stream: Stream) -> None:
-        """Let the current stream, which is not the one that a batch's memory belongs to, look at it."""
-        stager = self._stager
-        if self._shares:
-            stager.share(copy.memory, stream)
-            return
-        if copy.slab is not None:  # what is written to it next is queued behind the move
-            self._free.append(copy.slab)
-            copy.slab = None
-        memory = self._fenced(copy.nbytes, stream)
-        stager.copy_async(memory, copy.memory, copy.nbytes)
-        moved = self._record(stager.side)
-        stager.wait(stream, moved)
-        stager.wait(copy.home, moved)  # where the old memory is handed out again
+    def _move(self, copy: Copy) -> None:
+        """Copy a batch to memory of the current stream."""
+        old, new = copy.slab, self._new_slab(copy.slab.nbytes)
+        moved = self._queue(new, old.memory, copy.nbytes)
+        self._stager.wait(new.home, moved)
+        self._stager.wait(old.home, moved)  # where the old memory is allocated again
         self._events.append(moved)
-        copy.memory = memory
+        copy.slab = new
 
-    def reap(self) -> list[Any]:
-        """The `host` of batches that were handed out and have arrived since the last call."""
+    def reap(self) -> list[int]:
+        """The blocks of batches that were handed out and have arrived since the last call."""
         running, query = self._running, self._stager.query
         while running and query(running[0].done):
             running.popleft().over = True
@@ -294,57 +276,54 @@ class Copies:
             while not copy.over:
                 self._running.popleft().over = True
 
-    def drain(self) -> list[Any]:
+    def drain(self) -> list[int]:
         """Wait until everything that was begun has run, and forget what was not handed out.
 
         Returns:
-            The `host` of batches that were handed out; of the others nobody looks at theirs any more.
+            The blocks of batches that were handed out; the others' may be written again as well.
         """
         # Not the copies' own events: an interrupt may have come between a copy and its entry here.
         self._stager.synchronize(self._record(self._stager.side))
         for copy in self._running:
             copy.over = True
         self._running.clear()
-        self._free += [copy.slab for copy in self._staged.values() if copy.slab is not None]
+        if self._reuse:
+            self._ring += [copy.slab for copy in self._staged.values()]
         self._staged.clear()
         return self._leave()
 
-    def _leave(self) -> list[Any]:
+    def _leave(self) -> list[int]:
         left = [copy for copy in self._taken if copy.over]
         if left:
             self._taken = [copy for copy in self._taken if not copy.over]
-            for copy in left:
-                self._events.append(copy.done)
-                if copy.ready is not copy.done:
-                    self._events.append(copy.ready)
-        return [copy.host for copy in left]
+        for copy in left:
+            self._events += [copy.done] if copy.ready is copy.done else [copy.done, copy.ready]
+        return [offset for copy in left for offset in copy.blocks]
 
     def _record(self, stream: Stream) -> Event:
         return self._stager.record(stream, self._events.pop() if self._events else None)
 
     # ---- device memory ------------------------------------------------------------------------
 
-    def _on_new_memory(self, nbytes: int, host: Any) -> Copy:
+    def _slab(self, nbytes: int) -> Slab:
+        """Where the next batch goes: to new memory, or to the slab of the ring that waits longest."""
+        if not self._reuse:
+            return self._new_slab(nbytes)
+        if self._ring[0].nbytes < nbytes:
+            self._ring[0] = self._new_slab(nbytes)
+        return self._ring.popleft()
+
+    def _new_slab(self, nbytes: int) -> Slab:
+        """New memory of the current stream, to be written to after what used it last."""
         home = self._stager.current_stream()
-        return Copy(self._fenced(nbytes, home), nbytes, home, host, None)
+        return Slab(self._stager.empty(nbytes), nbytes, home, [self._record(home)])
 
-    def _fenced(self, nbytes: int, home: Stream) -> Memory:
-        """New memory, which the side stream does not write to before what used it last has run."""
-        memory = self._stager.empty(nbytes)
-        fence = self._record(home)
-        self._stager.wait(self._stager.side, fence)
-        self._events.append(fence)  # who waits for an event waits for what it was when the wait was queued
-        return memory
-
-    def _on_slab(self, nbytes: int, host: Any) -> Copy:
-        slab = self._free.popleft() if self._made == self._slabs else None
-        if slab is None or slab.nbytes < nbytes:
-            self._made -= slab is not None
-            home = self._stager.current_stream()
-            slab = _Slab(self._fenced(nbytes, home), nbytes, home)
-            self._made += 1
+    def _queue(self, slab: Slab, source: Memory, nbytes: int) -> Event:
+        """Queue a copy to a slab, after its fences. Returns the copy's event."""
+        stager = self._stager
         for fence in slab.fences:
-            self._stager.wait(self._stager.side, fence)
-        self._events += slab.fences
+            stager.wait(stager.side, fence)
+        self._events += slab.fences  # who waits for an event waits for what it was when the wait was queued
         slab.fences = []
-        return Copy(slab.memory, nbytes, slab.home, host, slab)
+        stager.copy_async(slab.memory, source, nbytes)
+        return self._record(stager.side)

@@ -1,4 +1,4 @@
-"""What a user says about the way of batches to a device: `device=`.
+"""What a user says about batches on a device: the argument `device`.
 
 Runs in the consumer. Nothing in here initialises a device.
 """
@@ -80,6 +80,20 @@ class ToDevice:
 
     def _refuse(self, kind: type[Exception], name: str, why: str) -> None:
         raise kind(f"ToDevice({self.device!r}, {name}={getattr(self, name)!r}): {why}")
+
+    def apply_transform(self, batch: Any) -> Any:
+        """The batch as the user's transform returns it, on the stream that is current.
+
+        Raises:
+            RuntimeError: it raised StopIteration, which out of `next()` would end the epoch silently.
+            Exception: whatever else it raises.
+        """
+        if self.transform is None:
+            return batch
+        try:
+            return self.transform(batch)
+        except StopIteration as stopped:
+            raise RuntimeError(f"the transform raised StopIteration: {stopped}") from stopped
 
 
 def read_device(device: Any) -> ToDevice | None:

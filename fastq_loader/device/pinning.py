@@ -2,7 +2,7 @@
 
 Pure: what locks pages is a `Stager` (see `copies`). Used in the consumer, on the thread that calls `next()`.
 
-A copy from page-locked memory runs at the speed of the link and by itself; from pageable memory the driver
+A copy from page-locked memory runs by itself, as fast as the bus allows; from pageable memory the driver
 copies in steps, with the caller's help. Blocks are locked in place ("register"), each the first time that a
 batch arrives in it: from then on it costs nothing, since blocks are reused. A block is one registration, so
 that no copy straddles two. Where that fails, or there is a limit, a batch is copied into one of a few
@@ -13,19 +13,101 @@ page-locked buffers first ("bounce"), at the speed of the CPU; where that fails,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastq_loader.device.copies import Copies, Copy, Memory, Stager
-from fastq_loader.errors import PinFailed
-from fastq_loader.statistics import StagingCounters
+from fastq_loader.errors import PinFailed, PinFallback, warn_user
 
-REGISTER, BOUNCE, PAGEABLE = "register", "bounce", "pageable"
-#: What `pin=` may be; "auto" takes the first of the others that works.
-PIN_MODES = ("auto", REGISTER, BOUNCE, PAGEABLE)
+if TYPE_CHECKING:
+    from fastq_loader.device.options import ToDevice
+    from fastq_loader.memory.arena import Mapping
+    from fastq_loader.statistics import StagingStatistics
+
+AUTO, REGISTER, BOUNCE, PAGEABLE = "auto", "register", "bounce", "pageable"
+#: What `pin` may be; "auto" takes the first of the others that works.
+PIN_MODES = (AUTO, REGISTER, BOUNCE, PAGEABLE)
 
 
-class Place(NamedTuple):
+class PinPolicy:
+    """What `pin` comes to on this device. The loader's, so that what failed in one pool is known to the next.
+
+    Args:
+        options: the user's.
+        statistics: the loader's; `pin` in it is the mode of blocks that are not registered.
+    """
+
+    def __init__(self, options: ToDevice, statistics: StagingStatistics) -> None:
+        self.options = options
+        self.statistics = statistics
+        self._proven = False
+        self._refused: dict[str, str] = {}  # mode → why the driver refused it
+        self._warned: set[str] = set()
+
+    def choose(self, stager: Stager, in_blocks: bool) -> None:
+        """Choose the mode of a new pool. Before blocks are registered for the first time, find out whether
+        copies from registered memory arrive.
+
+        Args:
+            in_blocks: its batches lie in blocks, which can be registered.
+
+        Raises:
+            PinFailed: they do not, and the user asked for them.
+        """
+        mode, reason = self.options.pin, f"pin={self.options.pin!r} was asked for"
+        if mode == AUTO:
+            mode = next(mode for mode in PIN_MODES[1:] if mode not in self._refused)
+            reason = "; ".join(self._refused.values()) or "it is the fastest here"
+        if mode == REGISTER and not in_blocks:
+            if BOUNCE not in self._refused or self.options.pin != AUTO:
+                mode, reason = BOUNCE, "without workers, batches are packed into page-locked buffers"
+            else:
+                mode = PAGEABLE
+        self.statistics.pin, self.statistics.pin_reason = mode, reason
+        if mode == REGISTER and not self._proven:
+            try:
+                stager.prove()
+                self._proven = True
+            except PinFailed as error:
+                self.refuse(REGISTER, error)
+
+    def refuse(self, mode: str, error: PinFailed) -> None:
+        """The driver refused a mode: fall back, in this pool and in later ones."""
+        self._refused[mode] = str(error)
+        self.fall_back(mode, str(error))
+
+    def fall_back(self, mode: str, reason: str) -> None:
+        """Go on with the next mode after `mode`; warn, once.
+
+        Raises:
+            PinFailed: the user asked for a mode by name.
+        """
+        if self.options.pin != AUTO:
+            raise PinFailed(
+                f"pin={self.options.pin!r} cannot be kept: {reason}; pin='auto' would fall back to another "
+                "mode"
+            )
+        lower = PIN_MODES[PIN_MODES.index(mode) + 1]
+        self.statistics.pin, self.statistics.pin_reason = lower, reason
+        text = f"batches go to the device with pin={lower!r} from here on: {reason}"
+        if text not in self._warned:
+            self._warned.add(text)
+            warn_user(text, PinFallback)
+
+    def allows(self, nbytes: int, what: str) -> bool:
+        """Whether so many bytes may be page-locked on top of those that are; else fall back.
+
+        Args:
+            what: what they are, for the warning: "blocks" or "buffers".
+        """
+        limit = self.options.pin_limit_bytes
+        if limit is None or self.statistics.pinned_bytes + nbytes <= limit:
+            return True
+        self.fall_back(self.statistics.pin, f"pin_limit_bytes={limit} leaves no room for {what}")
+        return False
+
+
+class Source(NamedTuple):
     """Where a batch lies: `nbytes` from `start` bytes into the block (offset, size)."""
 
     offset: int
@@ -34,18 +116,7 @@ class Place(NamedTuple):
     nbytes: int
 
 
-class Blocks(NamedTuple):
-    """The blocks' memory.
-
-    Attributes:
-        base: address of the byte at offset 0.
-        populate: takes offset and size, and makes this process see the pages there.
-    """
-
-    base: int
-    populate: Callable[[int, int], None]
-
-
+@dataclass(eq=False)
 class Buffer:
     """Host memory that one batch after the other leaves from.
 
@@ -54,12 +125,10 @@ class Buffer:
         copy: the last copy from it.
     """
 
-    __slots__ = ("copy", "locked", "memory", "nbytes")
-
-    def __init__(self) -> None:
-        self.memory: Memory = None
-        self.nbytes = self.locked = 0
-        self.copy: Copy | None = None
+    memory: Memory = None
+    nbytes: int = 0
+    locked: int = 0
+    copy: Copy | None = None
 
 
 class Pinner:
@@ -68,185 +137,113 @@ class Pinner:
     Args:
         stager: the device.
         copies: of the pool.
-        blocks: where batches lie; None: they are packed into buffers, by whoever asks for one.
-        wish: one of `PIN_MODES`.
-        limit: bytes that may be page-locked; None: any number.
-        buffers: number of buffers.
-        refused: modes that the driver refused, with the reason; the loader's, so that its next pool knows.
-        counters: the loader's; `pin` in it is what is done with blocks that are not registered.
-        say: called with a text when "auto" falls back.
-        clock: seconds.
+        mapping: where batches lie; None: they are packed into buffers, by whoever asks for one.
+        policy: the loader's.
     """
 
-    def __init__(
-        self,
-        stager: Stager,
-        copies: Copies,
-        blocks: Blocks | None,
-        wish: str,
-        limit: int | None,
-        buffers: int,
-        refused: dict[str, str],
-        counters: StagingCounters,
-        say: Callable[[str], None],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, stager: Stager, copies: Copies, mapping: Mapping | None, policy: PinPolicy) -> None:
         self._stager = stager
         self._copies = copies
-        self._at = blocks
-        self._wish = wish
-        self._limit = limit
-        self._refused = refused
-        self._counters = counters
-        self._say = say
-        self._clock = clock
+        self._mapping = mapping
+        self._policy = policy
+        self._statistics = policy.statistics
         self._registered: dict[int, int] = {}  # offset → size of the blocks that are page-locked
-        self._buffers = deque(Buffer() for _ in range(buffers))  # the one that waits longest first
-        counters.pin, counters.pin_reason = self._choose()
-
-    def _choose(self) -> tuple[str, str]:
-        wish = self._wish
-        if wish == "auto":
-            modes = [mode for mode in (REGISTER, BOUNCE, PAGEABLE) if mode not in self._refused]
-            wish, reason = modes[0], "; ".join(self._refused.values()) or "it is the fastest here"
-        else:
-            reason = f"pin={wish!r} was asked for"
-        if wish != REGISTER or self._at is not None:
-            return wish, reason
-        if self._wish == "auto" and BOUNCE in self._refused:
-            return PAGEABLE, reason
-        return BOUNCE, "without workers, batches are packed into page-locked buffers"
-
-    def prove(self) -> None:
-        """Find out whether copies from registered memory arrive, if that is what is to be done.
-
-        Raises:
-            PinFailed: they do not, and the user asked for them.
-        """
-        if self._counters.pin == REGISTER:
-            try:
-                self._stager.prove()
-            except PinFailed as error:
-                self._refuse(REGISTER, BOUNCE, error)
-
-    def _refuse(self, mode: str, instead: str, error: PinFailed) -> None:
-        self._refused[mode] = str(error)
-        self.fall_back(instead, str(error))
-
-    def fall_back(self, mode: str, reason: str) -> None:
-        """Go on with another mode.
-
-        Raises:
-            PinFailed: the user asked for the mode that does not work.
-        """
-        if self._wish != "auto":
-            raise PinFailed(
-                f"pin={self._wish!r} cannot be kept: {reason}; pin='auto' would fall back to another mode"
-            )
-        self._counters.pin, self._counters.pin_reason = mode, reason
-        self._say(f"batches go to the device with pin={mode!r} from here on: {reason}")
+        # The one that waits longest first.
+        self._buffers = deque(Buffer() for _ in range(policy.options.prefetch + 1))
 
     # ---- where a copy reads from --------------------------------------------------------------
 
-    def source(self, place: Place) -> tuple[Memory, Buffer | None]:
-        """What to copy a batch from. With a buffer, the block is free again already, and `sent` wants to
+    def prepare(self, source: Source) -> tuple[Memory, Buffer | None]:
+        """What to copy a batch from. With a buffer, the block is free again already, and the buffer wants to
         know the copy."""
-        view = self._view(place)
-        if place.offset in self._registered or (self._counters.pin == REGISTER and self._register(place)):
+        view = self._stager.view(self._address(source.offset) + source.start, source.nbytes)
+        if source.offset in self._registered or (self._statistics.pin == REGISTER and self._register(source)):
             return view, None
-        buffer = self.buffer(place.nbytes) if self._counters.pin == BOUNCE else None
+        buffer = self.buffer(source.nbytes) if self._statistics.pin == BOUNCE else None
         if buffer is None:
             return view, None
-        self._stager.fill(buffer.memory, view, place.nbytes)
+        self._stager.fill(buffer.memory, view, source.nbytes)
         return buffer.memory, buffer
 
     @property
     def busy(self) -> bool:
         """Whether a buffer would have to be waited for."""
         copy = self._buffers[0].copy
-        return self._counters.pin == BOUNCE and copy is not None and not copy.over
+        return self._statistics.pin == BOUNCE and copy is not None and not copy.over
 
-    def sent(self, buffer: Buffer, copy: Copy) -> None:
-        """A copy from `buffer` was begun."""
-        buffer.copy = copy
+    def _address(self, offset: int) -> int:
+        assert self._mapping is not None
+        return self._mapping.base + offset
 
-    def _view(self, place: Place) -> Memory:
-        assert self._at is not None
-        return self._stager.view(self._at.base + place.offset + place.start, place.nbytes)
-
-    def _register(self, place: Place) -> bool:
-        assert self._at is not None
-        offset, size = place.offset, place.size
-        if self._limit is not None and self._counters.pinned_bytes + size > self._limit:
-            self.fall_back(BOUNCE, f"pin_limit_bytes={self._limit} leaves no room for more blocks")
+    def _register(self, source: Source) -> bool:
+        assert self._mapping is not None
+        offset, size, statistics, clock = source.offset, source.size, self._statistics, self._stager.clock
+        if not self._policy.allows(size, "blocks"):
             return False
-        began = self._clock()
-        self._at.populate(offset, size)
-        populated = self._clock()
-        self._counters.populate_seconds += populated - began
+        began = clock()
+        self._mapping.populate(offset, size)
+        populated = clock()
+        statistics.populate_seconds += populated - began
         # Entered first: an interrupt must not leave a registration that nobody knows of.
         self._registered[offset] = size
-        self._counters.pinned_bytes += size
+        statistics.pinned_bytes += size
         try:
-            self._stager.register(self._at.base + offset, size)
+            self._stager.register(self._address(offset), size)
         except PinFailed as error:
-            del self._registered[offset]
-            self._counters.pinned_bytes -= size
-            self.close()  # half a pool that is locked is memory that nobody gets anything for
-            self._refuse(REGISTER, BOUNCE, error)
+            statistics.pinned_bytes -= self._registered.pop(offset)
+            self.close()  # memory of a pool that is half locked is locked for nothing
+            self._policy.refuse(REGISTER, error)
             return False
-        self._counters.register_seconds += self._clock() - populated
+        statistics.register_seconds += clock() - populated
         return True
 
     # ---- buffers ------------------------------------------------------------------------------
 
     def buffer(self, nbytes: int) -> Buffer | None:
         """A buffer of at least `nbytes` that no copy reads from; None: page-locked ones cannot be had, and
-        only blocks are to be copied."""
+        batches lie in blocks, which are as good as other pageable memory."""
         buffer = self._buffers[0]
         if buffer.copy is not None and not buffer.copy.over:
-            began = self._clock()
+            began = self._stager.clock()
             self._copies.wait_for(buffer.copy)
-            self._counters.copy_wait_seconds += self._clock() - began
+            self._statistics.copy_wait_seconds += self._stager.clock() - began
         if buffer.nbytes < nbytes and not self._enlarge(buffer, nbytes):
             return None
         self._buffers.rotate(-1)
         return buffer
 
     def _enlarge(self, buffer: Buffer, nbytes: int) -> bool:
-        if self._counters.pin == BOUNCE:
+        if self._statistics.pin == BOUNCE:
             self._lock(buffer, nbytes)
-        if self._counters.pin == PAGEABLE:
-            if self._at is not None:
+        if self._statistics.pin == PAGEABLE:
+            if self._mapping is not None:
                 return False
-            self._counters.pinned_bytes -= buffer.locked
+            self._statistics.pinned_bytes -= buffer.locked
             buffer.memory, buffer.nbytes, buffer.locked = self._stager.pageable(nbytes), nbytes, 0
         return True
 
     def _lock(self, buffer: Buffer, nbytes: int) -> None:
         nbytes = 1 << (nbytes - 1).bit_length()  # as torch's allocator of such memory rounds it
-        pinned_bytes = self._counters.pinned_bytes - buffer.locked + nbytes
-        if self._limit is not None and pinned_bytes > self._limit:
-            self.fall_back(PAGEABLE, f"pin_limit_bytes={self._limit} leaves no room for buffers")
+        more = nbytes - buffer.locked
+        if not self._policy.allows(more, "buffers"):
             return
-        began = self._clock()
+        began = self._stager.clock()
         try:
             buffer.memory = self._stager.pinned(nbytes)
         except PinFailed as error:
-            self._refuse(BOUNCE, PAGEABLE, error)
+            self._policy.refuse(BOUNCE, error)
         else:
             buffer.nbytes = buffer.locked = nbytes
-            self._counters.pinned_bytes = pinned_bytes
-        self._counters.register_seconds += self._clock() - began
+            self._statistics.pinned_bytes += more
+        self._statistics.register_seconds += self._stager.clock() - began
 
     # ---- the end ------------------------------------------------------------------------------
 
     def forget(self, offset: int) -> None:
         """The pages of a block are about to go back to the system."""
         if offset in self._registered:
-            assert self._at is not None
-            self._stager.unregister(self._at.base + offset)
-            self._counters.pinned_bytes -= self._registered.pop(offset)
+            self._stager.unregister(self._address(offset))
+            self._statistics.pinned_bytes -= self._registered.pop(offset)
 
     def close(self) -> None:
         """Undo every registration and let the buffers go, after the copies that are under way."""
@@ -254,5 +251,5 @@ class Pinner:
         for offset in list(self._registered):
             self.forget(offset)
         for at, buffer in enumerate(self._buffers):
-            self._counters.pinned_bytes -= buffer.locked
+            self._statistics.pinned_bytes -= buffer.locked
             self._buffers[at] = Buffer()

@@ -4,22 +4,23 @@ Runs in the consumer, on the thread that calls `next()`: a thread of its own wou
 break the capture of CUDA graphs. `Staging` serves one pool of workers, whose batches lie in blocks, ready for
 one copy each; `SerialStaging` does the same without workers.
 
-The order in a call of `next()`: look which copies have run, whose blocks are free again; take the head, whose
-copy was begun before, or begin it; let the consumer's stream wait for that copy; begin the copies of the next
-`prefetch` batches, so far as they are ready; hand out.
+The order in a call of `next()`: find the copies that have run, whose blocks are free again; take the head,
+whose copy was begun before, or begin it; let the consumer's stream wait for that copy; begin the copies of
+the next `prefetch` batches, so far as they are ready; hand out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
-from fastq_loader.device.copies import Copy
-from fastq_loader.device.pinning import Blocks, Buffer, Place
+from fastq_loader.device.copies import Copy, Memory
+from fastq_loader.device.pinning import Buffer, Source
 from fastq_loader.device.session import DeviceSession
-from fastq_loader.errors import ProtocolError, UnpicklableError
+from fastq_loader.errors import UnpicklableError
 from fastq_loader.ipc.messages import Answer
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.ledger import device_aligned
@@ -32,7 +33,45 @@ from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.system.interrupts import refuse_interrupt
 
 
-class Staging:
+class _Stage:
+    """What both kinds have in common.
+
+    Args:
+        session: the loader's.
+        mapping: the pool's memory; None without workers.
+    """
+
+    def __init__(self, session: DeviceSession, mapping: Mapping | None) -> None:
+        self._session = session
+        self._options = session.options
+        self._copies, self._pinner = session.open(mapping)
+
+    def _begin(
+        self,
+        key: int,
+        source: tuple[Memory, Buffer | None],
+        nbytes: int,
+        blocks: tuple[int, ...],
+        build: Callable[[Memory], Any],
+    ) -> None:
+        """Begin the copy of a batch, which `build` then puts together, on the stream that the user wants."""
+        memory, buffer = source
+        then = _attempt(build) if self._options.transform_stream == "side" else None
+        copy = self._copies.begin(key, memory, nbytes, blocks, then)
+        if buffer is not None:
+            buffer.copy = copy
+
+    def _finish(self, key: int, build: Callable[[Memory], Any]) -> Any:
+        """The batch whose copy was begun."""
+        copy = self._copies.take(key)
+        return _result(copy) if self._options.transform_stream == "side" else build(copy.memory)
+
+    def _no_memory(self) -> torch.Tensor:
+        """For a batch of which nothing is copied."""
+        return torch.empty(0, dtype=torch.uint8, device=self._session.stager.device)
+
+
+class Staging(_Stage):
     """The copies of one pool of workers.
 
     Args:
@@ -42,15 +81,14 @@ class Staging:
     """
 
     def __init__(self, session: DeviceSession, unpacker: Unpacker, mapping: Mapping) -> None:
-        self._session = session
+        super().__init__(session, mapping)
         self._unpacker = unpacker
-        self._copies, self._pinner = session.open(Blocks(mapping.base, mapping.populate))
-        self._free: list[int] = []  # blocks of batches that were handed out and of which nothing is under way
+        self._free: list[int] = []  # blocks of batches that were handed out, and that no copy reads
 
     @property
     def ahead(self) -> int:
         """Batches that are copied before they are asked for."""
-        return self._session.options.prefetch
+        return self._options.prefetch
 
     def turn(self) -> list[int]:
         """The next batch is asked for.
@@ -65,10 +103,8 @@ class Staging:
         """Offsets of blocks that may be written again since they were asked for last."""
         return self._freed(self._copies.reap())
 
-    def _freed(self, over: Iterable[tuple[int, ...]]) -> list[int]:
-        free, self._free = self._free, []
-        for offsets in over:
-            free += offsets
+    def _freed(self, offsets: list[int]) -> list[int]:
+        free, self._free = self._free + offsets, []
         return free
 
     def begin(self, answers: Iterable[Answer], wait: bool = True) -> None:
@@ -78,57 +114,47 @@ class Staging:
         for answer in answers:
             if not wait and (self._copies.full or self._pinner.busy):
                 return
-            if answer.seq not in self._copies and self._unpacker.part(_handle(answer)) is not None:
+            if answer.seq not in self._copies and (source := self._source(answer)):
                 try:
-                    self._copy(answer)
+                    self._copy(answer, source)
                 except Exception as error:
                     refuse_interrupt(error)
                     return
 
-    def _copy(self, answer: Answer) -> Copy:
-        handle = _handle(answer)
-        part = self._unpacker.part(handle)
-        assert part is not None
-        offset, size, into, nbytes = part
-        source, buffer = self._pinner.source(Place(offset, size, into, nbytes))
-        blocks = tuple(offset for offset, _ in answer.used)
+    def _source(self, answer: Answer) -> Source | None:
+        """Where the part of a batch lies that goes to the device; None if nothing does."""
+        assert answer.handle is not None
+        part = self._unpacker.part(answer.handle)
+        return None if part is None else Source(*part)
 
-        def finish(memory: torch.Tensor) -> Any:
-            return self._session.finish(self._build(answer, memory))
-
-        then = _attempt(finish) if self._session.options.transform_stream == "side" else None
-        copy = self._copies.begin(answer.seq, source, nbytes, blocks, then)
-        if buffer is not None:
-            self._pinner.sent(buffer, copy)
-        return copy
+    def _copy(self, answer: Answer, source: Source) -> None:
+        prepared, build = self._pinner.prepare(source), partial(self._build, answer)
+        self._begin(answer.seq, prepared, source.nbytes, _blocks(answer), build)
 
     def _build(self, answer: Answer, memory: torch.Tensor) -> Any:
-        handle = _handle(answer)
-        return self._unpacker.unpack(handle, self._unpacker.open(handle)[2], memory)
+        assert answer.handle is not None
+        pickled = self._unpacker.open(answer.handle)[2]
+        return self._options.apply_transform(self._unpacker.unpack(answer.handle, pickled, memory))
 
     def deliver(self, answer: Answer) -> Any:
         """The batch of an answer, on the device, ready for what is queued on the current stream from here on.
 
         Raises:
-            ProtocolError: the answer does not speak of a batch.
+            ProtocolError: what should be unpickled is none of this pool's pickles.
             Exception: whatever unpickling, or the user's transform, raises.
             RuntimeError: the device's memory is used up, or it failed; with torch's text.
         """
-        blocks = [offset for offset, _ in answer.used]
-        if self._unpacker.part(_handle(answer)) is None:  # nothing of it goes over
-            self._free += blocks
-            nothing = torch.empty(0, dtype=torch.uint8, device=self._session.stager.device)
-            return self._session.finish(self._build(answer, nothing))
+        source = self._source(answer)
+        if source is None:
+            self._free += _blocks(answer)
+            return self._build(answer, self._no_memory())
         if answer.seq not in self._copies:
             try:
-                self._copy(answer)
+                self._copy(answer, source)
             except BaseException:
-                self._free += blocks
+                self._free += _blocks(answer)
                 raise
-        copy = self._copies.take(answer.seq)
-        if self._session.options.transform_stream == "side":
-            return _result(copy)
-        return self._session.finish(self._build(answer, copy.memory))
+        return self._finish(answer.seq, partial(self._build, answer))
 
     def drain(self) -> list[int]:
         """Wait for every copy, and forget what was not handed out: its blocks are somebody else's to free.
@@ -149,14 +175,12 @@ class Staging:
         return offsets
 
 
-def _handle(answer: Answer) -> Any:
-    if answer.handle is None:
-        raise ProtocolError("an answer without a batch")
-    return answer.handle
+def _blocks(answer: Answer) -> tuple[int, ...]:
+    return tuple(offset for offset, _ in answer.used)
 
 
 def _attempt(build: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, Exception | None]]:
-    """`build`, with its error beside its result: it has a place, which is not where it runs."""
+    """`build`, with its error beside its result: the error is raised where the batch is handed out."""
 
     def attempt(memory: Any) -> tuple[Any, Exception | None]:
         try:
@@ -169,7 +193,7 @@ def _attempt(build: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, Exceptio
 
 
 def _result(copy: Copy) -> Any:
-    """What `_attempt` has come to, which the copy forgets: an error holds the frames that look at it."""
+    """The result of `_attempt`, which the copy forgets: the traceback of an error keeps frames alive."""
     (batch, error), copy.result = copy.result, (None, None)
     try:
         if error is not None:
@@ -180,14 +204,14 @@ def _result(copy: Copy) -> Any:
 
 
 class _Walker(Walker):
-    """Lets tensors pass that only workers cannot hand over: those of a graph."""
+    """Lets tensors of a graph pass, which only workers cannot hand over."""
 
     @staticmethod
     def is_leaf(value: Any) -> bool:
         return not getattr(value, "requires_grad", False) and pickling.is_leaf(value)
 
 
-class SerialStaging:
+class SerialStaging(_Stage):
     """The same without workers: each batch is put together in a buffer, and its copy begins at once.
 
     Args:
@@ -195,10 +219,9 @@ class SerialStaging:
     """
 
     def __init__(self, session: DeviceSession) -> None:
-        self._session = session
-        self._copies, self._pinner = session.open(None)
+        super().__init__(session, None)
         self._walker = _Walker()
-        self._specs: dict[Any, Spec] = {}
+        self._spec = lru_cache(SPECS)(Spec)
         self._batches = 0
 
     @classmethod
@@ -207,6 +230,7 @@ class SerialStaging:
         while idle:
             staging = idle.pop()
             if staging._session is session:
+                staging._copies.drain()  # an interrupt may have left a batch that nobody asks for any more
                 return staging
             staging.close()
         return cls(session)
@@ -228,79 +252,59 @@ class SerialStaging:
         self._copies.turn()
         self._copies.reap()
         try:
-            put_together = self._take_apart(batch)
+            return self._stage(batch)
         finally:
             self._walker.clear()
-        return put_together()
 
-    def _take_apart(self, batch: Any) -> Callable[[], Any]:
+    def _stage(self, batch: Any) -> Any:
         walker = self._walker
         tree = walker.walk(batch)
         values, objects = walker.values, [self._carry(value) for value in walker.objects]
-        leaves = list(walker.leaves)
-        metas, extents = extents_of(walker.leaves)
-        bound = bound_places(metas)
-        starts, nbytes = [-1] * len(extents), 0
-        for place in bound:
-            starts[place] = nbytes
-            nbytes += device_aligned(extents[place][1] - extents[place][0])
-        spec = self._spec(tree, metas, tuple([end - start for start, end in extents]), tuple(starts))
+        leaves = list(walker.leaves)  # the user's own; in the walker's list arrays are made contiguous
+        metas, spans = extents_of(walker.leaves)
+        segments, offsets, nbytes = bound_places(metas), [-1] * len(spans), 0
+        for segment in segments:
+            offsets[segment] = nbytes
+            nbytes += device_aligned(spans[segment][1] - spans[segment][0])
+        spec = self._spec((tree, metas, tuple([end - start for start, end in spans]), tuple(offsets)))
 
         def build(memory: torch.Tensor) -> Any:
             spec.look(memory, leaves)
             there = [carried(leaves, memory.device) for carried in objects]
-            return self._session.finish(spec.build(leaves, iter(values), there))
+            return self._options.apply_transform(spec.build(leaves, iter(values), there))
 
-        if not bound:
-            return lambda: build(torch.empty(0, dtype=torch.uint8, device=self._session.stager.device))
-        buffer = self._gather(extents, bound, starts, nbytes)
-        return lambda: self._send(buffer, spec.device_bytes, build)
-
-    def _spec(self, *key: Any) -> Spec:
-        spec = self._specs.get(key)
-        if spec is None:
-            spec = self._specs[key] = Spec(key)
-            if len(self._specs) > SPECS:
-                del self._specs[next(iter(self._specs))]
-        return spec
+        if not segments:
+            return build(self._no_memory())
+        buffer = self._fill_buffer(nbytes, [(*spans[segment], offsets[segment]) for segment in segments])
+        self._batches += 1
+        self._begin(self._batches, (buffer.memory, buffer), spec.device_bytes, (), build)
+        return self._finish(self._batches, build)
 
     def _carry(self, value: Any) -> Callable[[list[Any], torch.device], Any]:
         """How an object of a batch is made again: of its own parts on the device, if it has tensors."""
         if isinstance(value, torch.Tensor):  # sparse, of a subclass, that requires grad, …
             return lambda leaves, device: moved(value, device)
-        found: list[Any] = []
+        has_tensors = False
 
         def add_leaf(leaf: Any) -> int:
-            found.append(leaf)
+            nonlocal has_tensors
+            has_tensors = has_tensors or isinstance(leaf, torch.Tensor)
             return self._walker.add_leaf(leaf)
 
+        data = b""
         try:
             data = pickling.dump(value, add_leaf, storages_stay=True)
         except UnpicklableError:
-            if any(isinstance(leaf, torch.Tensor) for leaf in found):
+            if has_tensors:
                 raise
-            return lambda leaves, device: value
-        if not any(isinstance(leaf, torch.Tensor) for leaf in found):
-            return lambda leaves, device: value
-        return lambda leaves, device: pickling.load(data, leaves)
+        return lambda leaves, device: pickling.load(data, leaves) if has_tensors else value
 
-    def _gather(
-        self, extents: list[tuple[int, int]], bound: list[int], starts: list[int], nbytes: int
-    ) -> Buffer:
+    def _fill_buffer(self, nbytes: int, segments: list[tuple[int, int, int]]) -> Buffer:
+        """A buffer with these segments (start, end, offset in the buffer) in it."""
         stager = self._session.stager
         buffer = self._pinner.buffer(max(nbytes, 1))
         assert buffer is not None, "where there are no blocks, there is always a buffer"
-        for place in bound:
-            start, end = extents[place]
-            if end > start:
-                there = buffer.memory[starts[place] : starts[place] + end - start]
-                stager.fill(there, stager.view(start, end - start), end - start)
+        for start, end, offset in segments:
+            if size := end - start:
+                stager.fill(buffer.memory[offset : offset + size], stager.view(start, size), size)
         return buffer
-
-    def _send(self, buffer: Buffer, nbytes: int, build: Callable[[torch.Tensor], Any]) -> Any:
-        key = self._batches = self._batches + 1
-        then = _attempt(build) if self._session.options.transform_stream == "side" else None
-        copy = self._copies.begin(key, buffer.memory, nbytes, (), then)
-        self._pinner.sent(buffer, copy)
-        self._copies.take(key)
-        return build(copy.memory) if then is None else _result(copy)

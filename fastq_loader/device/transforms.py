@@ -80,21 +80,19 @@ class normalize:
         """
         if isinstance(batch, torch.Tensor):
             return self.image(batch)
-        if isinstance(batch, Mapping):
-            parts = {key: self._part(key, value) for key, value in batch.items()}
-        elif isinstance(batch, (list, tuple)):
-            parts = {at: self._part(at, value) for at, value in enumerate(batch)}
-        else:
+        given = _parts(batch)
+        if given is None:
             raise ValueError(
                 f"normalize got a {type(batch).__name__}, and looks for images in dicts and lists"
             )
+        parts = {key: self._part(key, value) for key, value in given.items()}
         if self.which is not None and not self.which <= parts.keys():
             missing = sorted(self.which - parts.keys(), key=str)
             raise ValueError(f"which names {missing}, and the batch has {list(parts)}")
-        if all(part is old for part, old in zip(parts.values(), _values(batch), strict=True)):
+        if all(parts[key] is given[key] for key in given):
             raise ValueError(
                 f"normalize found no image with {len(self.mean)} channels among "
-                f"{', '.join(map(_describe, _values(batch)))}: name it with which=, or check the collate_fn"
+                f"{', '.join(map(_describe, given.values()))}: name it with which=, or check the collate_fn"
             )
         return _like(batch, parts)
 
@@ -168,13 +166,18 @@ class normalize:
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} with the keys {list(value)}"
     if isinstance(value, (list, tuple)):
         return f"{type(value).__name__} of {len(value)}"
     return type(value).__name__
 
 
-def _values(batch: Any) -> list[Any]:
-    return list(batch.values() if isinstance(batch, Mapping) else batch)
+def _parts(batch: Any) -> dict[Any, Any] | None:
+    """What a container holds, by key or position; None for what is not a container."""
+    if isinstance(batch, Mapping):
+        return dict(batch.items())
+    return dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else None
 
 
 def _like(batch: Any, parts: dict[Any, Any]) -> Any:
@@ -212,43 +215,29 @@ def copy_into(static_batch: Any, batch: Any) -> None:
 
 
 def _pair(static: Any, new: Any, path: str, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    parts, others = _parts(static), _parts(new)
     if isinstance(static, torch.Tensor):
         if not isinstance(new, torch.Tensor) or (static.shape, static.dtype) != (new.shape, new.dtype):
-            raise ValueError(
-                f"static_batch and {path} differ: {_describe(static)} was captured, and {_describe(new)} came"
-                + ("; drop_last=True leaves out the short last batch" if _is_shorter(static, new) else "")
-            )
+            raise _difference(static, new, path)
         if any(step == 0 and size > 1 for size, step in zip(static.shape, static.stride(), strict=True)):
             raise ValueError(f"static_batch has an expanded tensor at {path}: make it contiguous()")
         pairs.append((static, new))
-    elif isinstance(static, Mapping):
-        if not isinstance(new, Mapping) or set(static) != set(new):
-            raise ValueError(
-                f"static_batch and {path} differ in their keys: {_keys(static)} and {_keys(new)}"
-            )
-        for key, value in static.items():
-            _pair(value, new[key], f"{path}[{key!r}]", pairs)
-    elif isinstance(static, (list, tuple)):
-        if not isinstance(new, (list, tuple)) or len(static) != len(new):
-            raise ValueError(
-                f"static_batch and {path} differ: {_describe(static)} was captured, and {_describe(new)} came"
-            )
-        for at, (mine, other) in enumerate(zip(static, new, strict=True)):
-            _pair(mine, other, f"{path}[{at}]", pairs)
+    elif parts is not None:
+        alike = isinstance(static, Mapping) == isinstance(new, Mapping)
+        if others is None or not alike or set(parts) != set(others):
+            raise _difference(static, new, path)
+        for key, value in parts.items():
+            _pair(value, others[key], f"{path}[{key!r}]", pairs)
     elif tensors_of(static):
         raise ValueError(
             f"static_batch has a {type(static).__name__} with tensors at {path}: use dicts, lists and tuples"
         )
 
 
-def _is_shorter(static: torch.Tensor, new: Any) -> bool:
-    return (
-        isinstance(new, torch.Tensor)
-        and new.dim() == static.dim() > 0
-        and new.shape[1:] == static.shape[1:]
-        and new.shape[0] < static.shape[0]
-    )
-
-
-def _keys(value: Any) -> str:
-    return str(list(value)) if isinstance(value, Mapping) else f"a {type(value).__name__}"
+def _difference(static: Any, new: Any, path: str) -> ValueError:
+    text = f"static_batch and {path} differ: {_describe(static)} was captured, and {_describe(new)} came"
+    if isinstance(static, torch.Tensor) and isinstance(new, torch.Tensor):
+        same = static.dim() == new.dim() > 0 and static.shape[1:] == new.shape[1:]
+        if same and len(new) < len(static):
+            text += "; drop_last=True leaves out the short last batch"
+    return ValueError(text)

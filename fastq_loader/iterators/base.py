@@ -24,8 +24,7 @@ from torch.utils.data.dataloader import (
 
 from fastq_loader import arguments
 from fastq_loader.consumer.outcomes import Outcome
-from fastq_loader.device.options import read_device
-from fastq_loader.device.session import apply
+from fastq_loader.device.options import ToDevice, read_device
 from fastq_loader.device.transforms import copy_into
 from fastq_loader.errors import warn_user
 from fastq_loader.reading import datapipes
@@ -64,11 +63,11 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._num_workers = loader.num_workers
         self._world_size, self._rank = datapipes.ranks()
         self._session = loader._device_session()
-        self._pin_memory, self._pin_memory_device, self._transform = False, None, None
+        self._pin_memory, self._pin_memory_device = False, None
+        self._on_host: ToDevice | None = None
         if self._session is None:  # else batches are page-locked and transformed on their way to the device
             self._pin_memory, self._pin_memory_device = arguments.pinning(loader)
-            if (host := read_device(loader.device)) is not None:  # device="cpu"
-                self._transform = host.transform
+            self._on_host = read_device(loader.device)  # device="cpu"
         self._timeout = loader.timeout
         self._collate_fn = loader.collate_fn
         self._dynamic = arguments.is_dynamic(loader)
@@ -155,7 +154,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     def _finished(self, batch: Any) -> Any:
         """A batch that stays on the host, transformed and pinned."""
-        batch = apply(self._transform, batch)
+        if self._on_host is not None:
+            batch = self._on_host.apply_transform(batch)
         return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch  # type: ignore[no-untyped-call]
 
     def _warn_about_length(self, length: int, outcome: Outcome) -> None:

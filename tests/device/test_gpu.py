@@ -1,15 +1,14 @@
 """On a real GPU: no batch is read before it has come, and no memory is written while anybody reads it.
 
-The numbers in the names are those of the invariants of the design ("What must hold"). Each test that has a
-guard runs without it too, and must fail then; see `tests.support.gpu`. What begins, ends and breaks is in
-`test_gpu_lifecycle`, what users do with batches in `test_gpu_use`.
+Each test that has a guard runs without it too, and must fail then; see `tests.support.gpu`. What begins, ends
+and breaks is in `test_gpu_lifecycle`, page-locking in `test_gpu_pinning`, what users do in `test_gpu_use`.
 """
 
 from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -20,8 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fastq_loader import DataLoader, ToDevice
 from fastq_loader.device.backend import TorchStager
-from fastq_loader.device.copies import Copies
-from fastq_loader.statistics import StagingCounters
+from fastq_loader.device.session import DeviceSession
 from tests.conftest import run_script
 from tests.support.crimes import ManyFields
 from tests.support.gpu import (
@@ -31,7 +29,6 @@ from tests.support.gpu import (
     MARKS,
     WIDTH,
     Guard,
-    device_or_skip,
     guarded,
     lag,
     looks_right,
@@ -46,19 +43,13 @@ BUFFERS = pytest.mark.parametrize("buffers", ["fresh", "reuse"])
 PINNED = "Memcpy HtoD (Pinned -> Device)"
 
 
-@pytest.fixture(autouse=True)
-def _device() -> Iterator[None]:
-    with device_or_skip():
-        yield
-
-
 # ---- who waits for whom -------------------------------------------------------------------------------
 
 
 @pytest.mark.processes
 @guarded
 @pytest.mark.parametrize(("pin", "workers"), [("register", 2), ("bounce", 2), ("bounce", 0)])
-def test_1_no_host_memory_is_rewritten_before_its_copy_has_run(
+def test_no_host_memory_is_rewritten_before_its_copy_has_run(
     pin: str, workers: int, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with warm_loader(pin=pin, num_workers=workers) as loader:
@@ -71,7 +62,7 @@ def test_1_no_host_memory_is_rewritten_before_its_copy_has_run(
 @pytest.mark.processes
 @guarded
 @BUFFERS
-def test_2_a_batch_is_not_read_before_it_has_come(
+def test_a_batch_is_not_read_before_it_has_come(
     buffers: str, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with warm_loader(buffers=buffers) as loader:
@@ -84,7 +75,7 @@ def test_2_a_batch_is_not_read_before_it_has_come(
 @pytest.mark.processes
 @guarded
 @BUFFERS
-def test_3_device_memory_is_not_overwritten_under_queued_reads(
+def test_device_memory_is_not_overwritten_under_queued_reads(
     buffers: str, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with warm_loader(buffers=buffers) as loader:
@@ -94,7 +85,7 @@ def test_3_device_memory_is_not_overwritten_under_queued_reads(
 
 
 @pytest.mark.processes
-def test_3_nor_under_those_of_a_transform_on_the_side_stream() -> None:
+def test_device_memory_is_not_overwritten_under_a_transform_on_the_side_stream() -> None:
     """No guard is taken away: copies and transform share a stream, which keeps the order."""
 
     def twice(batch: torch.Tensor) -> torch.Tensor:
@@ -121,15 +112,14 @@ class _Halves(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Pair:
-    """Two batches on their way through memory of the current stream, the first looked at on another stream.
+    """Two batches on their way through memory of the current stream, the first read on another stream.
 
-    Once the first is let go, its memory is what torch's allocator hands out next: to the second batch.
+    Once the first is gone, its memory is what torch's allocator hands out next: to the second batch.
     """
 
     def __init__(self) -> None:
         torch.cuda.empty_cache()
-        self.stager = TorchStager(torch.device("cuda"))
-        self.copies = Copies(self.stager, 1, False, StagingCounters(), time.monotonic)
+        self.copies, _ = DeviceSession(ToDevice("cuda", prefetch=1)).open(None)
         self.sources = [self._source(0), self._source(BATCH)]
         self.other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
@@ -139,10 +129,10 @@ class Pair:
 
     def begin(self, key: int, then: Callable[[Any], Any] | None = None) -> None:
         """Copy a batch, and wait until its bytes are there."""
-        self.copies.wait_for(self.copies.begin(key, self.sources[key], BATCH_BYTES, None, then))
+        self.copies.wait_for(self.copies.begin(key, self.sources[key], BATCH_BYTES, (), then))
 
-    def look_at_first_elsewhere(self, pause: Callable[[], None]) -> torch.Tensor:
-        """Take batch 0 on the other stream, look at it there after a pause, and let go of it."""
+    def read_first_elsewhere(self, pause: Callable[[], None]) -> torch.Tensor:
+        """Take batch 0 on the other stream, read it there after a pause, and let go of it."""
         with torch.cuda.stream(self.other):
             copy = self.copies.take(0)
             pause()
@@ -154,13 +144,13 @@ class Pair:
 
 @guarded
 @pytest.mark.parametrize("then", [None, torch.clone], ids=["copied", "transformed"])
-def test_4_a_batch_may_be_looked_at_on_another_stream(
+def test_a_batch_may_be_read_on_another_stream(
     then: Callable[[Any], Any] | None, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair()
     guard.remove(monkeypatch, TorchStager, "share", lambda self, memory, stream: None)
     pair.begin(0, then)
-    seen = pair.look_at_first_elsewhere(lag)
+    seen = pair.read_first_elsewhere(lag)
     pair.begin(1, then)
     torch.cuda.synchronize()
     with guard.outcome:
@@ -169,7 +159,7 @@ def test_4_a_batch_may_be_looked_at_on_another_stream(
 
 
 @guarded
-def test_4_a_transform_on_the_side_stream_reads_memory_that_is_still_its_own(
+def test_a_transform_on_the_side_stream_reads_memory_that_is_still_its_own(
     guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def late(memory: torch.Tensor) -> torch.Tensor:
@@ -181,7 +171,7 @@ def test_4_a_transform_on_the_side_stream_reads_memory_that_is_still_its_own(
     torch.cuda.empty_cache()
     guard.remove(monkeypatch, TorchStager, "share", lambda self, memory, stream: None)
     pair.begin(0, late)
-    seen = pair.look_at_first_elsewhere(lambda: None)
+    seen = pair.read_first_elsewhere(lambda: None)
     torch.empty(BATCH_BYTES, dtype=torch.uint8, device="cuda").fill_(0)
     torch.cuda.synchronize()
     with guard.outcome:
@@ -191,7 +181,7 @@ def test_4_a_transform_on_the_side_stream_reads_memory_that_is_still_its_own(
 
 @pytest.mark.processes
 @BUFFERS
-def test_4_a_loop_may_change_streams_at_every_step(buffers: str) -> None:
+def test_a_loop_may_change_streams_at_every_step(buffers: str) -> None:
     """In `reuse` mode too. That a guard is missing is seen for certain in the two tests above only."""
     with warm_loader(buffers=buffers, prefetch=1) as loader:
         others = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -212,7 +202,7 @@ def test_4_a_loop_may_change_streams_at_every_step(buffers: str) -> None:
 
 
 @pytest.mark.parametrize("pin", ["register", "bounce", "pageable"])
-def test_6_a_batch_is_one_copy_from_page_locked_memory(pin: str) -> None:
+def test_a_batch_is_one_copy_from_page_locked_memory(pin: str) -> None:
     """`pageable` is the run without the guard. The profiler keeps descriptors of its own, so that nothing is
     said here about what is left behind."""
     dataset = ManyFields(BATCH * BATCHES, 32, 1000)
@@ -231,11 +221,12 @@ def test_6_a_batch_is_one_copy_from_page_locked_memory(pin: str) -> None:
 
 
 @pytest.mark.parametrize("memory", ["registered", "pinned", "pageable"])
-def test_6_to_begin_a_copy_of_1_gib_takes_less_than_a_millisecond(memory: str) -> None:
+def test_to_begin_a_copy_of_1_gib_takes_less_than_a_millisecond(memory: str) -> None:
     """`pageable` is the run without the guard."""
     nbytes = 1 << 30
-    stager = TorchStager(torch.device("cuda"))
-    copies = Copies(stager, 2, True, StagingCounters(), time.monotonic)
+    session = DeviceSession(ToDevice("cuda", buffers="reuse"))
+    copies, _ = session.open(None)
+    stager = session.stager
     shared = mmap.mmap(-1, nbytes)  # as the arena is
     source = torch.from_numpy(np.frombuffer(shared, np.uint8)) if memory == "registered" else None
     if source is not None:
@@ -247,7 +238,7 @@ def test_6_to_begin_a_copy_of_1_gib_takes_less_than_a_millisecond(memory: str) -
     for key in range(8):
         copies.turn()
         began = time.perf_counter()
-        copies.begin(key, source, nbytes, None)
+        copies.begin(key, source, nbytes, ())
         seconds.append(time.perf_counter() - began)
         torch.cuda.synchronize()
         copies.take(key)
@@ -264,7 +255,7 @@ def test_6_to_begin_a_copy_of_1_gib_takes_less_than_a_millisecond(memory: str) -
 
 @pytest.mark.processes
 @pytest.mark.parametrize("pin", ["register", "bounce"])
-def test_10_a_graph_is_captured_between_two_batches(pin: str) -> None:
+def test_a_graph_is_captured_between_two_batches(pin: str) -> None:
     """What would break it, a CUDA call on another thread, is in the test below."""
     with warm_loader(pin=pin) as loader:
         batches = iter(loader)
@@ -326,7 +317,7 @@ os._exit(0)  # a broken capture leaves a context that cannot be tidied up
 
 
 @pytest.mark.parametrize(("crime", "outcome"), [("", "captured"), ("thread", "broken"), ("next", "broken")])
-def test_10_a_capture_breaks_where_a_copy_is_asked_for_in_the_middle(crime: str, outcome: str) -> None:
+def test_a_capture_breaks_where_a_copy_is_asked_for_in_the_middle(crime: str, outcome: str) -> None:
     """The guards: no thread of the loader's own, and `next()` refuses. A broken capture takes its process
     along, so it has one of its own."""
     result = run_script(CAPTURE.format(crime=crime), timeout=50)
@@ -338,7 +329,7 @@ def test_10_a_capture_breaks_where_a_copy_is_asked_for_in_the_middle(crime: str,
 
 @pytest.mark.processes
 @BUFFERS
-def test_12_a_batch_that_is_held_for_50_steps_keeps_its_values(buffers: str) -> None:
+def test_a_batch_that_is_held_for_50_steps_keeps_its_values(buffers: str) -> None:
     """`reuse` is the run without the guard: there a batch is valid until the next `next()`."""
     with warm_loader(buffers=buffers) as loader:
         steps = chain.from_iterable(loader for _ in range(4))
@@ -382,9 +373,7 @@ def _bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
 @pytest.mark.processes
 @guarded
 @pytest.mark.parametrize("workers", [0, 2])
-def test_13_every_dtype_arrives_to_the_bit(
-    workers: int, guard: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_dtype_arrives_to_the_bit(workers: int, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run without the guard: every copy is a byte too short."""
     copy_async, empty = TorchStager.copy_async, TorchStager.empty
     guard.remove(monkeypatch, TorchStager, "empty", lambda self, nbytes: empty(self, nbytes).fill_(0xEE))

@@ -1,14 +1,10 @@
-"""On a real GPU: how a loader with a device begins, breaks and ends, and what it leaves behind.
-
-The numbers in the names are those of the invariants of the design ("What must hold"); see `test_gpu`.
-"""
+"""On a real GPU: how a loader with a device begins, breaks and ends, and what it leaves behind."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,6 @@ from tests.support.gpu import (
     WIDTH,
     Guard,
     Numbers,
-    device_or_skip,
     guarded,
     lag,
     looks_right,
@@ -38,12 +33,6 @@ from tests.support.gpu import (
 )
 
 pytestmark = MARKS
-
-
-@pytest.fixture(autouse=True)
-def _device() -> Iterator[None]:
-    with device_or_skip():
-        yield
 
 
 # ---- the end of an iteration --------------------------------------------------------------------------
@@ -68,7 +57,7 @@ def _close(loader: Any) -> None:
 @pytest.mark.processes
 @guarded
 @pytest.mark.parametrize("end", [_break, _fail, _close])
-def test_5_blocks_are_unlocked_after_their_copies(
+def test_blocks_are_unlocked_after_their_copies(
     end: Any, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     idle: list[bool] = []
@@ -94,7 +83,7 @@ def test_5_blocks_are_unlocked_after_their_copies(
 
 @pytest.mark.processes
 @guarded
-def test_5_a_new_epoch_waits_for_the_copies_of_the_one_that_it_cuts_off(
+def test_a_new_epoch_waits_for_the_copies_of_the_one_that_it_cuts_off(
     guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with warm_loader(pin="register") as loader:
@@ -136,7 +125,7 @@ loader.close()
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_9_forked_workers_inherit_nothing_of_the_driver(early: bool) -> None:
+def test_forked_workers_inherit_nothing_of_the_driver(early: bool) -> None:
     """With CUDA initialised before, which is the run without the guard, they do."""
     result = run_script(DESCRIPTORS.format(early=early), timeout=50)
     assert result.stdout.split() == ["True", str(early)], result.stderr
@@ -159,9 +148,7 @@ class _Images(Numbers):
         ("side", "fresh", Guard(False)),
     ],
 )
-def test_11_twenty_epochs_take_no_more_device_memory_than_two(
-    stream: str, buffers: str, guard: Guard
-) -> None:
+def test_twenty_epochs_take_no_more_device_memory_than_two(stream: str, buffers: str, guard: Guard) -> None:
     """The run without the guard has a new side stream in every epoch. The host waits at every step, so that
     how many batches are under way does not depend on time."""
     torch.cuda.empty_cache()
@@ -171,7 +158,6 @@ def test_11_twenty_epochs_take_no_more_device_memory_than_two(
         BATCH,
         num_workers=2,
         device=ToDevice("cuda", transform=transform, transform_stream=stream, buffers=buffers),
-        transform_stream=stream,
     )
 
     def epochs(count: int) -> int:
@@ -181,8 +167,9 @@ def test_11_twenty_epochs_take_no_more_device_memory_than_two(
                 torch.cuda.synchronize()
                 time.sleep(0.02)  # the next batches are ready by then
             if not guard.kept:
-                assert loader._session is not None
-                loader._session._stager = None
+                session = loader._runtime.session
+                assert session is not None
+                session._stager = None
         return torch.cuda.memory_reserved()
 
     with loader:
@@ -197,7 +184,7 @@ def test_11_twenty_epochs_take_no_more_device_memory_than_two(
 @pytest.mark.processes
 @guarded
 @pytest.mark.parametrize("pin", ["register", "bounce", "pageable"])
-def test_14_few_blocks_a_deep_prefetch_and_a_slow_gpu_come_to_an_end(
+def test_few_blocks_a_deep_prefetch_and_a_slow_gpu_come_to_an_end(
     pin: str, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within this module's time limit. Workers never wait for a block: without the guard, that copies give
@@ -220,7 +207,7 @@ def test_14_few_blocks_a_deep_prefetch_and_a_slow_gpu_come_to_an_end(
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore::fastq_loader.PinFallback")
 @pytest.mark.parametrize("limit", [0, 1 << 24, 3 << 24])
-def test_14_and_so_they_do_with_little_locked_memory(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_locked_memory_is_enough(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_copies(monkeypatch)
     with DataLoader(
         Numbers(),
@@ -251,7 +238,7 @@ class _KilledOnce:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
-def test_15_a_block_that_a_killed_worker_left_half_written_is_not_staged(
+def test_a_block_that_a_killed_worker_left_half_written_is_not_staged(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no run without a guard: what is staged is what was answered, and no single line sees to it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -15,18 +15,9 @@ from fastq_loader import DataLoader, ToDevice, copy_into, normalize
 from tests.support import datasets
 from tests.support.datasets import Made, assert_same
 from tests.support.gpu import (
-    BATCH,
-    BATCH_BYTES,
-    BATCHES,
     MARKS,
-    WIDTH,
-    Numbers,
-    device_or_skip,
     lag,
     slow_copies,
-    staging_of,
-    warm_loader,
-    wrong_batches,
 )
 
 pytestmark = MARKS
@@ -40,12 +31,6 @@ SAMPLES = (
     datasets.namedtuple_sample,
     datasets.large_sample,
 )
-
-
-@pytest.fixture(autouse=True)
-def _device() -> Iterator[None]:
-    with device_or_skip():
-        yield
 
 
 # ---- parity with torch --------------------------------------------------------------------------------
@@ -152,29 +137,6 @@ def test_normalize_is_torchvisions_formula(
     assert torch.cat([labels for _, labels in batches]).tolist() == list(range(16))
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("stream", ["consumer", "side"])
-def test_what_a_transform_raises_comes_at_its_batch(stream: str) -> None:
-    def picky(batch: torch.Tensor) -> torch.Tensor:
-        if batch[0, 0].item() == 2 * BATCH + 1:
-            raise KeyError("not this one")
-        return batch
-
-    with DataLoader(
-        Numbers(),
-        BATCH,
-        num_workers=2,
-        device=ToDevice("cuda", transform=picky, transform_stream=stream),
-    ) as loader:
-        found, batches = [], iter(loader)
-        for _ in range(BATCHES):
-            try:
-                found.append(next(batches)[0, 0].item())
-            except KeyError:
-                found.append("raised")
-    assert found == ["raised" if number == 2 else number * BATCH + 1 for number in range(BATCHES)]
-
-
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.timeout(300)
 def test_normalize_can_be_compiled() -> None:
@@ -218,46 +180,3 @@ def test_a_captured_step_normalises_what_is_copied_into_its_inputs(
     for (images, labels), plain, number in zip(outputs, PLAIN, range(4), strict=True):
         assert (images.cpu().double() - torchvisions(plain)).abs().max().item() <= TOLERANCE[torch.float16]
         assert labels.tolist() == list(range(4 * number, 4 * number + 4))
-
-
-@pytest.mark.processes
-def test_copy_into_refuses_a_short_batch_and_copies_nothing() -> None:
-    with DataLoader(Numbers(6, 100), 4, num_workers=1, device="cuda") as loader:
-        batches = iter(loader)
-        static = next(batches).clone()
-        with pytest.raises(ValueError, match="drop_last=True leaves out the short last batch"):
-            batches.copy_into(static)
-        assert static[:, 0].tolist() == [1, 2, 3, 4]
-
-
-# ---- poll, and no workers ------------------------------------------------------------------------------
-
-
-@pytest.mark.processes
-def test_poll_begins_copies_during_a_long_step() -> None:
-    with warm_loader(prefetch=3, prefetch_factor=4) as loader:
-        batches = iter(loader)
-        next(batches)
-        before = 0
-        for _ in range(100):  # until the workers have three batches ready
-            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-            batches.poll()
-            before = staging_of(loader).copies - BATCHES
-            if before == 4:
-                break
-        assert before == 4, "the batch that was taken, and three ahead"
-        assert wrong_batches(_shifted(batches)) == []
-
-
-def _shifted(batches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The rest of an epoch after its first batch, with the values of one that begins there."""
-    return (batch - BATCH for batch in batches)
-
-
-def test_without_workers_batches_go_over_in_the_same_way() -> None:
-    with warm_loader(num_workers=0, buffers="reuse", prefetch=1) as loader:
-        for batch in loader:
-            assert (batch.is_cuda, batch.shape) == (True, (BATCH, WIDTH))
-        staging = staging_of(loader)
-        assert (staging.copies, staging.copied_bytes) == (2 * BATCHES, 2 * BATCHES * BATCH_BYTES)

@@ -1,20 +1,37 @@
-"""The staging logic over a simulated device: random runs, and the same with one of its waits deleted."""
+"""Staging: random runs over a simulated device, also with a wait left out; whole loaders over a late one."""
 
 from __future__ import annotations
 
-import sys
+import functools
+import gc
+import mmap
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import Sampler
 
+from fastq_loader import DataLoader, Processes, ToDevice, empty
 from fastq_loader.device import copies, pinning, session, staging
-from tests.support.simulated_device import Breach
+from fastq_loader.errors import WorkerReplaced
+from fastq_loader.memory.arena import Mapping
+from tests.conftest import descendants, run_script, wait_until
+from tests.support.datasets import Echo, Made, MapDataset, assert_same, identity
+from tests.support.defects import defects
+from tests.support.late_device import Late, LateStager, image_and_label
 from tests.support.staging_runs import choose, run
 
 
+@pytest.mark.filterwarnings("ignore::fastq_loader.PinFallback")
 @settings(max_examples=600, deadline=None)
 @given(st.integers(0, 2**32))
 def test_no_run_breaks_a_rule(seed: int) -> None:
@@ -24,152 +41,450 @@ def test_no_run_breaks_a_rule(seed: int) -> None:
         raise AssertionError(f"seed={seed}: {choose(seed)}") from error
 
 
-class Mutant(NamedTuple):
-    """A defect: `old` stands once in `module`, and becomes `new`."""
-
-    what: str
-    module: ModuleType
-    old: str
-    new: str
-
-
-MUTANTS = (
-    Mutant(
-        "a copy does not wait for what used its memory before",
-        copies,
-        "self._stager.wait(self._stager.side, fence)\n        self._events",
-        "self._events",
-    ),
-    Mutant(
-        "the fence stands on the wrong stream",
-        copies,
-        "self._record(home)",
-        "self._record(self._stager.side)",
-    ),
-    Mutant("a batch is read before it arrives", copies, "stager.wait(stream, copy.ready)\n", "\n"),
-    Mutant(
-        "a transformed batch is read once its bytes are there",
-        copies,
-        "stager.wait(stream, copy.ready)",
-        "stager.wait(stream, copy.done)",
-    ),
-    Mutant("a stream looks at memory that is let go of", copies, "if stream != copy.home:", "if False:"),
-    Mutant("memory is shared that cannot be", copies, "if self._shares:", "if True:"),
-    Mutant("a batch that moves is read on its way", copies, "stager.wait(stream, moved)\n", "\n"),
-    Mutant("the place a batch moved from is let go of", copies, "stager.wait(copy.home, moved)", "pass"),
-    Mutant(
-        "a batch moves into memory in use",
-        copies,
-        "self._fenced(copy.nbytes, stream)",
-        "stager.empty(copy.nbytes)",
-    ),
-    Mutant(
-        "the slab of a batch that moved is lost",
-        copies,
-        "self._free.append(copy.slab)\n            copy.slab = None",
-        "copy.slab = None",
-    ),
-    Mutant("a batch that moved is not the consumer's", copies, "copy.memory = memory\n", "pass"),
-    Mutant("what the side stream made is let go of", copies, "if copy.result is not None:", "if False:"),
-    Mutant("a slab is written while it is read", copies, "in slab.fences:", "in slab.fences[:0]:"),
-    Mutant(
-        "a slab waits only for the stream of now",
-        copies,
-        "{shown.shown_on, self._stager.current_stream()}",
-        "{self._stager.current_stream()}",
-    ),
-    Mutant("a slab is too small", copies, "if slab is None or slab.nbytes < nbytes:", "if slab is None:"),
-    Mutant("the ring has a slab too few", copies, "self._slabs = ahead + 1", "self._slabs = ahead"),
-    Mutant(
-        "a copy counts as over before it is",
-        copies,
-        "while running and query(running[0].done):",
-        "while running:",
-    ),
-    Mutant(
-        "blocks come back before their copies are over",
-        copies,
-        "[copy for copy in self._taken if copy.over]",
-        "list(self._taken)",
-    ),
-    Mutant("blocks come back again and again", copies, "if not copy.over]", "]"),
-    Mutant(
-        "draining does not wait",
-        copies,
-        "self._stager.synchronize(self._record(self._stager.side))\n",
-        "self._record(self._stager.side)\n",
-    ),
-    Mutant("poll waits for copies", staging, "self._copies.full or self._pinner.busy", "self._pinner.busy"),
-    Mutant("poll waits for buffers", staging, "self._copies.full or self._pinner.busy", "self._copies.full"),
-    Mutant("draining loses slabs", copies, "self._free += [copy.slab", "[copy.slab"),
-    Mutant("the consumer runs ahead for ever", copies, "self._most = 2 * ahead", "self._most = 1000"),
-    Mutant("nobody waits for a copy", copies, "            self._stager.synchronize(copy.done)\n", ""),
-    Mutant(
-        "a buffer is filled while it is copied from",
-        pinning,
-        "if buffer.copy is not None and not buffer.copy.over:",
-        "if False:",
-    ),
-    Mutant("the copy from a buffer is forgotten", pinning, "buffer.copy = copy\n", "pass\n"),
-    Mutant("blocks are unregistered under a copy", pinning, "        self._copies.settle()\n", ""),
-    Mutant(
-        "a block stays registered when its pages go",
-        pinning,
-        "self._stager.unregister(self._at.base + offset)",
-        "pass",
-    ),
-    Mutant("the limit is not kept", pinning, "self._counters.pinned_bytes + size > self._limit", "False"),
-    Mutant("the limit does not hold for buffers", pinning, "and pinned_bytes > self._limit", "and False"),
-    Mutant("a failed registration stays half done", pinning, "            self.close()  #", "            #"),
-    Mutant("locked bytes are not counted down", pinning, "self._counters.pinned_bytes -= size", "pass"),
-    Mutant(
-        "buffers are not counted down",
-        pinning,
-        "self._counters.pinned_bytes -= buffer.locked\n            self._buffers[at]",
-        "self._buffers[at]",
-    ),
-    Mutant(
-        "blocks of a batch that could not be copied are lost",
-        staging,
-        "                self._free += blocks\n                raise",
-        "                raise",
-    ),
-    Mutant("blocks are given back twice", staging, "free, self._free = self._free, []", "free = self._free"),
-    Mutant(
-        "the ring is never turned", staging, "        self._copies.turn()\n        return", "        return"
-    ),
-    Mutant("closing does not wait", staging, "offsets = self.drain()\n", "offsets: list[int] = []\n"),
-)
+#: Parts of a defect's name, and why no run finds it.
+HARMLESS = {
+    "_events": "events are used again only to save time",
+    "if stager.shares: never": "batches are moved where sharing would do",
+    "buffer.nbytes < nbytes and": "buffers are made anew where there is one",
+    "buffer.copy is not None and (not buffer.copy.over), without not": "`wait_for` knows what is over",
+    "Pinner.busy: self._statistics.pin == BOUNCE": "in other modes no copy reads from a buffer",
+    "_seconds": "see test_copies and test_pinning",
+    "late_copies": "see test_copies",
+    "copy.over or stager.query": "see test_copies",
+    "Pinner._enlarge": "see test_pinning: buffers that are pageable are made without workers only",
+    "refuse_interrupt": "handlers of signals that raise errors are tested with whole loaders",
+}
 
 
-def mutated(mutant: Mutant) -> ModuleType:
-    """The module with the defect."""
-    assert mutant.module.__file__ is not None
-    with open(mutant.module.__file__) as file:
-        source = file.read()
-    assert source.count(mutant.old) >= 1, f"{mutant.old!r} is not in {mutant.module.__name__} any more"
-    module = ModuleType(mutant.module.__name__ + "_mutant")
-    sys.modules[module.__name__] = module  # dataclasses and named tuples look for it there
-    try:
-        exec(compile(source.replace(mutant.old, mutant.new, 1), mutant.module.__file__, "exec"), vars(module))
-    finally:
-        del sys.modules[module.__name__]
-    return module
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
-def test_a_defect_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = mutated(mutant)
-    tested = staging.Staging
-    if mutant.module is copies:
-        monkeypatch.setattr(session, "Copies", module.Copies)
-    elif mutant.module is pinning:
-        monkeypatch.setattr(session, "Pinner", module.Pinner)
-    else:
-        tested = module.Staging
-    for seed in range(400):
+def is_found() -> bool:
+    """Whether some run fails."""
+    for seed in range(600):
         try:
-            run(seed, tested)
-        except (Breach, LookupError, AttributeError, AssertionError):
-            return
-    pytest.fail(f"{mutant.what}: not seen in 400 runs")
+            run(seed)
+        except Exception:
+            return True
+    return False
+
+
+@pytest.mark.filterwarnings("ignore::fastq_loader.PinFallback")
+@pytest.mark.parametrize(
+    ("module", "name", "place"),
+    [(copies, "Copies", session), (pinning, "Pinner", session), (staging, "Staging", staging)],
+)
+def test_whatever_is_left_out_is_found(
+    module: ModuleType, name: str, place: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every wait, every count, every condition."""
+    for what, defective in defects(module, name):
+        if any(part in what for part in HARMLESS):
+            continue
+        monkeypatch.setattr(place, name, getattr(defective, name))
+        assert is_found(), f"{what}: not seen"
+
+
+class _FenceOnWrongStream(copies.Copies):
+    def _new_slab(self, nbytes: int) -> copies.Slab:
+        slab = super()._new_slab(nbytes)
+        slab.fences = [self._stager.record(self._stager.side)]
+        return slab
+
+
+def test_a_fence_on_the_wrong_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "Copies", _FenceOnWrongStream)
+    assert is_found()
+
+
+# ---- whole loaders: when copies begin, and when memory is free ---------------------------------------
+
+loaders = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+IMAGES = functools.partial(Made, image_and_label)
+
+
+def staging_of(loader: DataLoader[Any]) -> Any:
+    return loader.statistics().staging
+
+
+def poll_until_copies_run(iterator: Any, device: LateStager) -> None:
+    assert wait_until(lambda: iterator.poll() or device.queued, 5)
+
+
+class Counting(Made):
+    """Notes the samples that were loaded."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(image_and_label, size)
+        self.loaded = mmap.mmap(-1, size)  # shared with workers
+
+    def __getitem__(self, index: int) -> Any:
+        self.loaded[index] = 1
+        return super().__getitem__(index)
+
+
+@loaders
+@pytest.mark.processes
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_the_next_batches_are_on_their_way_when_one_is_handed_out(ahead: int, late: Late) -> None:
+    device, dataset = late(), Counting(24)
+    options: Any = {"num_workers": 2, "prefetch_factor": 6, "device": ToDevice("cuda", prefetch=ahead)}
+    with DataLoader(dataset, 2, **options) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        assert wait_until(lambda: sum(dataset.loaded[:]) == 24, 5)
+        time.sleep(0.1)  # the last answers are on their way
+        for at in range(1, 12):
+            next(iterator)
+            assert len(device.copies) == min(at + 1 + ahead, 12)
+
+
+@loaders
+@pytest.mark.processes
+def test_poll_begins_copies_without_a_next(late: Late) -> None:
+    device = late()
+    with DataLoader(IMAGES(40), 2, num_workers=2, device="cuda") as loader:
+        iterator = iter(loader)
+        next(iterator)
+        assert wait_until(lambda: iterator.poll() or len(device.copies) == 3, 5)
+        assert [labels.tolist() for _, labels in iterator] == [[at, at + 1] for at in range(2, 40, 2)]
+        iterator.poll()  # at the end there is nothing to do, and no error
+
+
+@loaders
+@pytest.mark.processes
+@pytest.mark.parametrize("pin", ["register", "bounce", "pageable"])
+def test_memory_does_not_grow_with_the_epoch(pin: str, late: Late) -> None:
+    late()
+    options: Any = {"num_workers": 2, "persistent_workers": True, "device": ToDevice("cuda", pin=pin)}
+    with DataLoader(IMAGES(160), 2, **options) as loader:
+        for _ in loader:
+            continue
+        blocks = loader.statistics().blocks_grown
+        for _ in range(2):
+            for _ in loader:
+                continue
+        assert loader.statistics().blocks_grown <= blocks + 2
+        assert blocks <= 2 * 2 + 2 + 2 * 2 + 2
+
+
+def shrinking(index: int) -> torch.Tensor:
+    return torch.full((400_000 if index < 20 else 90_000,), index % 256, dtype=torch.uint8)
+
+
+@loaders
+@pytest.mark.processes
+def test_pages_go_back_to_the_system_only_when_they_are_not_locked(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the device would read the locked ones, and workers write to new ones."""
+    device = late()
+    punched = []
+    punch = Mapping.punch
+
+    def watch(self: Mapping, offset: int, size: int) -> None:
+        punched.append(size)
+        assert self.base + offset not in device.registered
+        punch(self, offset, size)
+
+    monkeypatch.setattr(Mapping, "punch", watch)
+    with DataLoader(Made(shrinking, 300), 2, num_workers=2, device="cuda") as loader:
+        for at, batch in enumerate(loader):
+            assert batch[:, 0].tolist() == [2 * at % 256, (2 * at + 1) % 256]
+            trimmed = len(punched)
+        assert trimmed >= 2  # blocks of the large batches
+
+
+@loaders
+@pytest.mark.processes
+def test_what_is_locked_stays_locked_while_batches_are_alike(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = late()
+    # The consumer runs ahead of a device that is slow, and now and then everything arrives at once.
+    monkeypatch.setattr(device, "wait", lambda stream, event: None)
+    monkeypatch.setattr(device, "query", lambda event: bool(event.over))
+    undone: list[int] = []
+    undo = device.unregister
+    monkeypatch.setattr(device, "unregister", lambda address: (undone.append(address), undo(address)))
+    options: Any = {"num_workers": 2, "device": ToDevice("cuda", prefetch=4), "prefetch_factor": 1}
+    with DataLoader(IMAGES(600), 2, **options) as loader:
+        iterator = iter(loader)
+        for at in range(299):
+            next(iterator)
+            if at % 20 == 0:
+                device.synchronize(device.record(device.side))
+        assert undone == [0]  # that of the proof that it works
+
+
+@loaders
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["objects", "text"])
+def test_batches_without_tensors_leave_no_blocks_behind(kind: str, late: Late) -> None:
+    device = late()
+    options: Any = {"collate_fn": identity, "num_workers": 2, "device": "cuda", "persistent_workers": True}
+    with DataLoader(MapDataset(kind, 400), 2, **options) as loader:
+        assert len(list(loader)) == 200
+        assert loader.statistics().blocks_grown < 20
+    assert device.copies == []
+
+
+@loaders
+@pytest.mark.processes
+def test_reuse_overwrites_a_batch_after_the_next_one_was_asked_for(late: Late) -> None:
+    late()
+    with DataLoader(IMAGES(40), 2, num_workers=2, device=ToDevice("cuda", buffers="reuse")) as loader:
+        iterator = iter(loader)
+        kept = [next(iterator) for _ in range(12)]
+        addresses = {images.data_ptr() for images, _ in kept}
+    assert len(addresses) == 3  # prefetch + 1
+    assert kept[-1][1].tolist() == [22, 23]
+    assert [labels.tolist() for _, labels in kept[:3]] != [[0, 1], [2, 3], [4, 5]]
+
+
+# ---- ends -------------------------------------------------------------------------------------------
+
+
+class Reordered(Sampler[int]):
+    """Another order in each epoch."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.epoch).sample(range(self.size), self.size))
+
+
+@loaders
+@pytest.mark.processes
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("beside", ["consumer", "side"])
+def test_an_epoch_that_is_broken_off_leaves_nothing_under_way(
+    persistent: bool, beside: str, late: Late
+) -> None:
+    device, sampler = late(), Reordered(60)
+    options: Any = {
+        "sampler": sampler,
+        "num_workers": 2,
+        "persistent_workers": persistent,
+        "device": ToDevice("cuda", transform=identity, transform_stream=beside),
+    }
+    loader = DataLoader(IMAGES(60), 2, **options)
+    for sampler.epoch in range(4):
+        order = list(sampler)
+        for at, (images, labels) in enumerate(loader):
+            assert labels.tolist() == order[2 * at : 2 * at + 2]
+            assert images[:, 0, 0, 0].tolist() == labels.tolist()
+            if at == 3 + 6 * sampler.epoch:  # further each time: past what was under way at the last break
+                break
+    loader.close()
+    assert not device.registered
+    assert staging_of(loader).pinned_bytes == 0
+
+
+@loaders
+@pytest.mark.processes
+@pytest.mark.parametrize("ending", ["close", "drop"])
+def test_copies_are_drained_before_memory_goes(ending: str, late: Late) -> None:
+    device, dataset = late(), MapDataset("large", 30)
+    loader = DataLoader(dataset, 2, num_workers=2, device="cuda")
+    iterator = iter(loader)
+    batch = next(iterator)
+    poll_until_copies_run(iterator, device)
+    if ending == "close":
+        loader.close()
+    else:
+        del loader, iterator
+        gc.collect()
+    assert not device.queued
+    assert not device.registered
+    assert_same([dataset[0][0], dataset[1][0]], list(batch[0]))
+
+
+def test_a_loader_that_is_left_to_the_exit_ends_in_order() -> None:
+    script = """
+import pytest, torch
+from fastq_loader import DataLoader
+from tests.support.datasets import MapDataset
+from tests.support.late_device import late_device
+context = late_device(pytest.MonkeyPatch())
+context.__enter__()
+loader = DataLoader(MapDataset("large", 30), 2, num_workers=2, device="cuda")
+iterator = iter(loader)
+print(next(iterator)[1].tolist())
+"""
+    result = run_script(script)
+    assert (result.returncode, result.stdout.strip(), result.stderr) == (0, "[0, 1]", "")
+
+
+@loaders
+@pytest.mark.processes
+def test_an_interrupt_while_copies_are_drained_leaves_the_rest_to_the_next_close(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = late()
+    loader = DataLoader(MapDataset("large", 40), 2, num_workers=2, device="cuda")
+    iterator = iter(loader)
+    next(iterator)
+    poll_until_copies_run(iterator, device)
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "synchronize", fail_with(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            loader.close()
+    assert device.registered
+    iterator.engine.close()
+    assert not device.queued
+    assert not device.registered
+
+
+def test_an_interrupt_in_a_transform_leaves_no_buffer_behind(late: Late) -> None:
+    late()
+    device = ToDevice(
+        "cuda", transform=fail_at(0, KeyboardInterrupt), transform_stream="side", buffers="reuse"
+    )
+    loader = DataLoader(IMAGES(8), 2, device=device)
+    for _ in range(6):  # more often than there are buffers
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(loader))
+
+
+# ---- errors -----------------------------------------------------------------------------------------
+
+
+def fail_with(kind: type[BaseException]) -> Any:
+    def fail(*_: Any) -> Any:
+        raise kind("on purpose")
+
+    return fail
+
+
+def fail_at(label: int, kind: type[BaseException]) -> Any:
+    """A transform that fails at the batch with this label."""
+
+    def transform(batch: Any) -> Any:
+        if label in batch[1].tolist():
+            raise kind("on purpose")
+        return batch
+
+    return transform
+
+
+@loaders
+@pytest.mark.processes
+@WORKERS
+@pytest.mark.parametrize("beside", ["consumer", "side"])
+def test_an_error_of_the_transform_has_its_place(workers: int, beside: str, late: Late) -> None:
+    late()
+    transform = fail_at(4, KeyError)
+    device = ToDevice("cuda", transform=transform, transform_stream=beside)
+    loader = DataLoader(IMAGES(20), 2, num_workers=workers, device=device)
+    iterator = iter(loader)
+    assert [next(iterator)[1].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(KeyError, match="on purpose"):
+        next(iterator)
+    assert [labels.tolist() for _, labels in iterator] == [[at, at + 1] for at in range(6, 20, 2)]
+    loader.close()
+
+
+@loaders
+@pytest.mark.processes
+@pytest.mark.parametrize("buffers", ["fresh", "reuse"])
+@WORKERS
+def test_a_loader_lives_through_any_number_of_failing_transforms(
+    workers: int, buffers: str, late: Late
+) -> None:
+    late()
+
+    def fail_early(batch: Any) -> Any:
+        if batch[1][0] < 24:
+            raise KeyError("not yet")
+        return batch
+
+    device = ToDevice("cuda", transform=fail_early, transform_stream="side", buffers=buffers)
+    with DataLoader(IMAGES(48), 2, num_workers=workers, device=device) as loader:
+        iterator = iter(loader)
+        for _ in range(12):
+            with pytest.raises(KeyError, match="not yet"):
+                next(iterator)
+        assert [labels.tolist() for _, labels in iterator] == [[at, at + 1] for at in range(24, 48, 2)]
+
+
+@loaders
+@pytest.mark.processes
+def test_an_error_of_the_transform_does_not_keep_the_workers(late: Late) -> None:
+    late()
+    device = ToDevice("cuda", transform=fail_with(StopIteration), transform_stream="side")
+    loader = DataLoader(IMAGES(8), 2, num_workers=1, device=device)
+    iterator = iter(loader)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        next(iterator)
+    gc.disable()
+    try:
+        del iterator, loader, device
+        assert wait_until(lambda: not descendants(), 3)
+    finally:
+        gc.enable()
+
+
+@loaders
+@pytest.mark.processes
+def test_a_device_without_memory_is_an_error_at_its_place(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = late()
+    with DataLoader(IMAGES(30), 2, num_workers=2, device="cuda") as loader:
+        iterator = iter(loader)
+        assert next(iterator)[1].tolist() == [0, 1]
+        assert wait_until(lambda: iterator.poll() or len(device.copies) == 3, 5)
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "empty", fail_with(RuntimeError))
+            assert [next(iterator)[1].tolist() for _ in range(2)] == [[2, 3], [4, 5]]
+            with pytest.raises(RuntimeError, match="on purpose"):
+                next(iterator)
+        assert [labels.tolist() for _, labels in iterator] == [[at, at + 1] for at in range(8, 30, 2)]
+
+
+@loaders
+@pytest.mark.processes
+def test_batches_that_could_not_be_copied_leave_no_blocks_behind(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = late()
+    monkeypatch.setattr(device, "empty", fail_with(RuntimeError))
+    with DataLoader(IMAGES(200), 2, num_workers=2, device="cuda") as loader:
+        iterator = iter(loader)
+        for _ in range(100):
+            with pytest.raises(RuntimeError, match="on purpose"):
+                next(iterator)
+        with pytest.raises(StopIteration):
+            next(iterator)
+        assert loader.statistics().blocks_grown < 15
+
+
+class Deadly(Echo):
+    """Writes half of its sample to shared memory and dies, the first time that it comes to one index."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        super().__init__(size)
+        self.folder = folder
+
+    def __getitem__(self, index: Any) -> Any:
+        image = empty((3, 200, 200), torch.uint8)
+        image[:, :100] = index
+        if index == 13 and not (self.folder / "died").exists():
+            (self.folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        image[:, 100:] = index
+        return image, index
+
+
+@loaders
+@pytest.mark.processes
+def test_what_a_dead_worker_left_half_written_is_never_copied(tmp_path: Path, late: Late) -> None:
+    late()
+    options: Any = {"workers": Processes(max_restarts=3), "schedule": "dynamic", "device": "cuda"}
+    with DataLoader(Deadly(40, tmp_path), 2, num_workers=2, **options) as loader:
+        with pytest.warns(WorkerReplaced):
+            batches = list(loader)
+        for at, (images, labels) in enumerate(batches):
+            assert labels.tolist() == [2 * at, 2 * at + 1]
+            assert [image.unique().tolist() for image in images] == [[2 * at], [2 * at + 1]]

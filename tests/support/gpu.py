@@ -32,7 +32,7 @@ BATCH, BATCHES = 4, 16
 WIDTH = 3 << 18
 BATCH_BYTES = BATCH * WIDTH * 4
 
-#: The filters and limits of all GPU tests; with the fixture that skips, each module has its own.
+#: The filters and limits of all GPU tests.
 MARKS = [
     pytest.mark.gpu,
     pytest.mark.timeout(60),
@@ -105,18 +105,18 @@ def lag(stream: Any = None, times: int = 1) -> None:
 
 
 def wrong_batches(batches: Iterable[torch.Tensor], then: Callable[[], None] = lambda: None) -> list[int]:
-    """Numbers of the batches of an epoch that held other values than theirs when the device looked at them.
+    """Numbers of the batches of an epoch that held other values than theirs when the device read them.
 
     Args:
         batches: a loader of `Numbers`, or its iterator.
-        then: called after each `next()`, before the batch is looked at.
+        then: called after each `next()`, before the batch is read.
     """
     seen, first = [], 0
     for batch in batches:
         then()
         seen.append(looks_right(batch, first))
         first += len(batch)
-        del batch  # its memory is free again while the device has not looked yet
+        del batch  # its memory is free again before the device has read it
     torch.cuda.synchronize()
     assert first, "an epoch without batches proves nothing"
     return [number for number, right in enumerate(torch.stack(seen).tolist()) if not right]
@@ -147,13 +147,14 @@ def slow_copies(patch: pytest.MonkeyPatch, times: int = 1) -> None:
 
 
 def waits_of(side: bool) -> Callable[[TorchStager, Any, Any], None]:
-    """A `TorchStager.wait` that only the side stream, or only the consumer's streams, know."""
+    """A `TorchStager.wait` that works for the side stream only, or for the consumer's streams only."""
+    wait = TorchStager.wait
 
-    def wait(self: TorchStager, stream: Any, event: Any) -> None:
+    def some(self: TorchStager, stream: Any, event: Any) -> None:
         if (stream == self.side) == side:
-            stream.wait_event(event)
+            wait(self, stream, event)
 
-    return wait
+    return some
 
 
 def staging_of(loader: DataLoader[Any]) -> StagingStatistics:

@@ -1,8 +1,7 @@
 """A device made of CPU memory whose copies run late, for whole loaders: what a real one may do, made likely.
 
-The consumer's stream has nothing queued, ever: what is copied from there on sees the batch as soon as the
-stream has waited for it. The side stream falls behind as far as it may: a copy runs when somebody waits for
-it, or now and then when somebody asks.
+Nothing is ever queued on the consumer's stream: it reads a batch as soon as it has waited for it. The side
+stream falls behind as far as it may: a copy runs when something waits for it, or now and then at a query.
 """
 
 from __future__ import annotations
@@ -25,6 +24,11 @@ from fastq_loader.errors import PinFailed
 POISON = 0xEE  # what device memory holds before a copy
 
 
+def image_and_label(index: int) -> Any:
+    """A sample whose batches lie in blocks of their own, from three samples on."""
+    return torch.full((3, 96, 96), index % 251, dtype=torch.uint8), index
+
+
 class Event:
     def __init__(self) -> None:
         self.over = True
@@ -41,13 +45,14 @@ class LateStager(TorchStager):
     def __init__(self, seed: int = 0, refuse: tuple[str, ...] = ()) -> None:
         self.device = torch.device("cpu")
         self.side = "side"
+        self.shares = True
         self.current = "consumer"
         self.is_capturing = False
         self.registered: dict[int, int] = {}
         self.copies: list[int] = []  # bytes of each
         self._refuse = refuse
         self._random = random.Random(seed)
-        self._queue: deque[Callable[[], None]] = deque()
+        self.queued: deque[Callable[[], None]] = deque()
 
     def current_stream(self) -> str:
         return self.current
@@ -68,14 +73,14 @@ class LateStager(TorchStager):
         def run() -> None:
             memory[:nbytes].copy_(source[:nbytes])
 
-        self._queue.append(run)
+        self.queued.append(run)
 
     def record(self, stream: Any, event: Any = None) -> Any:
         event = Event() if event is None else event
         if stream == self.side:
-            event = Event()  # whoever waits, waits for what the event was then
+            event = Event()  # a wait is for what the event was then
             event.over = False
-            self._queue.append(lambda: setattr(event, "over", True))
+            self.queued.append(lambda: setattr(event, "over", True))
         return event
 
     def wait(self, stream: Any, event: Any) -> None:
@@ -83,20 +88,20 @@ class LateStager(TorchStager):
             self.synchronize(event)
 
     def query(self, event: Any) -> bool:
-        while self._queue and self._random.random() < 0.3:
-            self._queue.popleft()()
+        while self.queued and self._random.random() < 0.3:
+            self.queued.popleft()()
         return bool(event.over)
 
     def synchronize(self, event: Any) -> None:
         while not event.over:
-            self._queue.popleft()()
+            self.queued.popleft()()
 
     def share(self, memory: Any, stream: Any) -> None:
-        """Nothing is handed out again here while anything looks at it."""
+        """No memory is allocated again here while a tensor has it."""
 
     def on_side(self, call: Callable[[], Any]) -> Any:
-        while self._queue:
-            self._queue.popleft()()
+        while self.queued:
+            self.queued.popleft()()
         return call()
 
     def pinned(self, nbytes: int) -> torch.Tensor:
@@ -119,11 +124,15 @@ class LateStager(TorchStager):
         return super().view(address, nbytes)
 
 
+Late = Callable[..., LateStager]  # the fixture `late`
+
+
 @contextmanager
 def late_device(patch: pytest.MonkeyPatch, **options: Any) -> Iterator[LateStager]:
     """Inside, device="cuda" is this."""
     stager = LateStager(**options)
     with patch.context() as patched:
-        patched.setattr(session, "open_stager", lambda device: stager)
+        patched.setattr(session, "TorchStager", lambda device: stager)
         patched.setattr(device_options, "parse", lambda device: torch.device("cpu"))
+        patched.setattr(device_options, "can_share", lambda device: True)
         yield stager

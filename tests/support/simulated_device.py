@@ -1,8 +1,8 @@
 """A device without a device: streams as queues that a seed drives, and memory that is handed out again.
 
 What is queued runs when the seed says so, in any order that streams and events allow. So a copy reads what
-its source holds when it runs, a read sees what memory holds by then, and memory that its owner let go of
-comes back at once. Whoever forgot to wait is found out: `Breach`.
+its source holds when it runs, a read sees what memory holds by then, and memory without an owner is allocated
+again at once. A wait that is missing shows: `Breach`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Cell:
     Attributes:
         home: the stream that it was allocated on.
         value: what it holds.
-        shared: streams that looked at it as well.
+        shared: the other streams that it is read on.
     """
 
     def __init__(self, nbytes: int, home: str) -> None:
@@ -68,15 +68,17 @@ class Memory:
 
 
 class Host:
-    """Host memory that a copy may read from. `address`: of a block; None: a buffer."""
+    """Host memory that a copy may read from. `address`: of a block; None: a buffer, which may be `locked`."""
 
-    def __init__(self, address: int | None = None) -> None:
+    def __init__(self, nbytes: int, address: int | None = None, locked: bool = False) -> None:
+        self.nbytes = nbytes
         self.address = address
+        self.locked = locked
         self.value: Value = "never filled"
 
 
 class Batch:
-    """What a consumer looks at: memories, and what each should hold."""
+    """What a consumer reads: memories, and what each should hold."""
 
     def __init__(self, parts: list[tuple[Memory, Value]]) -> None:
         self.parts = parts
@@ -93,21 +95,31 @@ class SimulatedDevice:
     Attributes:
         current: the consumer's stream.
         blocks: what the blocks hold, by address; workers write to it.
-        registered: address → bytes.
-        most: copies from the host that were queued at once, at most.
+        populated: addresses of blocks whose pages are there. `registered`: address → bytes.
+        unlocked: copies from memory that was not page-locked.
+        copies: bytes of the copies from the host. `queued_copies`: how many have not run. `most`: the most
+            there were of those.
+        seconds: of the host's clock: it ticks at every step that is waited for, and when pages are locked.
         may_wait: whether the host may wait for an event now. `waited`: it did although it may not.
     """
 
     def __init__(self, seed: int, refuse: tuple[str, ...] = ()) -> None:
+        self.device = "meta"  # for tensors that nobody reads
         self.side = SIDE
+        self.shares = "share" not in refuse
         self.current = HOME
         self.blocks: dict[int, Value] = {}
+        self.populated: set[int] = set()
         self.registered: dict[int, int] = {}
+        self.unlocked = 0
+        self.copies: list[int] = []
         self.most = 0
+        self.seconds = 0
         self.may_wait = True
         self.waited = False
-        self._queued_copies = 0
+        self.queued_copies = 0
         self._refuse = refuse
+        self._asked_in_vain: set[str] = set()
         self._random = random.Random(seed)
         self._queues: dict[str, deque[Token | Callable[[], None]]] = {
             stream: deque() for stream in (SIDE, HOME, OTHER)
@@ -156,7 +168,7 @@ class SimulatedDevice:
     # ---- what users do ------------------------------------------------------------------------
 
     def read(self, batch: Batch) -> None:
-        """Queue a look at a batch."""
+        """Queue a read of a batch."""
         for memory, value in batch.parts:
             self.queue(self._reader(memory.cell, value))
 
@@ -183,6 +195,9 @@ class SimulatedDevice:
 
     # ---- the protocol -------------------------------------------------------------------------
 
+    def clock(self) -> float:
+        return self.seconds
+
     def current_stream(self) -> str:
         return self.current
 
@@ -191,7 +206,7 @@ class SimulatedDevice:
 
     def prove(self) -> None:
         if "register" in self._refuse:
-            raise PinFailed("refused")
+            self._refused("register")
 
     def empty(self, nbytes: int) -> Memory:
         if "memory" in self._refuse and self._random.random() < 0.1:
@@ -208,16 +223,18 @@ class SimulatedDevice:
             self._move(memory.cell, source.cell, nbytes)
             return
         cell, address = memory.cell, source.address
-        locked = address in self.registered
-        self._queued_copies += 1
-        self.most = max(self.most, self._queued_copies)
+        registered = address in self.registered
+        self.unlocked += not (registered or source.locked)
+        self.copies.append(nbytes)
+        self.queued_copies += 1
+        self.most = max(self.most, self.queued_copies)
 
         def copy() -> None:
-            self._queued_copies -= 1
-            if locked and address not in self.registered:
+            self.queued_copies -= 1
+            if registered and address not in self.registered:
                 raise Breach(f"the block at {address} was unregistered before its copy ran")
-            if nbytes > cell.nbytes:
-                raise Breach(f"{nbytes} bytes were copied to {cell.nbytes}")
+            if nbytes > min(cell.nbytes, source.nbytes):
+                raise Breach(f"{nbytes} bytes were copied from {source.nbytes} to {cell.nbytes}")
             cell.value = source.value if address is None else self.blocks[address]
 
         self._queues[SIDE].append(copy)
@@ -250,11 +267,12 @@ class SimulatedDevice:
     def synchronize(self, event: Event) -> None:
         self.waited = self.waited or not (self.may_wait or event.token.over)
         while not event.token.over:
+            self.seconds += 1
             if not self.run(1):
                 raise Breach("what is waited for never comes")
 
     def share(self, memory: Any, stream: str) -> None:
-        if "share" in self._refuse:
+        if not self.shares:
             raise Breach("memory was shared that cannot be")
         if isinstance(memory, Memory):
             memory.cell.shared.add(stream)
@@ -269,27 +287,34 @@ class SimulatedDevice:
         finally:
             self.current = before
 
+    def _refused(self, what: str) -> None:
+        if what in self._asked_in_vain:
+            raise Breach(f"{what} was tried again")
+        self._asked_in_vain.add(what)
+        raise PinFailed("refused")
+
     def register(self, address: int, nbytes: int) -> None:
-        later = "register later" in self._refuse and len(self.registered) == 2
-        if later or "register" in self._refuse:
-            raise PinFailed("refused")
-        if address in self.registered:
-            raise Breach(f"the block at {address} is registered already")
+        if "register later" in self._refuse and len(self.registered) == 2:
+            self._refused("register")
+        if address in self.registered or address not in self.populated:
+            raise Breach(f"the block at {address} is registered already, or its pages are not there")
         self.registered[address] = nbytes
+        self.seconds += 1
 
     def unregister(self, address: int) -> None:
         del self.registered[address]
 
     def pinned(self, nbytes: int) -> Host:
+        self.seconds += 1
         if "pinned" in self._refuse:
-            raise PinFailed("refused")
-        return Host()
+            self._refused("pinned")
+        return Host(nbytes, locked=True)
 
     def pageable(self, nbytes: int) -> Host:
-        return Host()
+        return Host(nbytes)
 
     def view(self, address: int, nbytes: int) -> Host:
-        return Host(address)
+        return Host(nbytes, address)
 
     def fill(self, memory: Host, source: Host, nbytes: int) -> None:
         assert source.address is not None

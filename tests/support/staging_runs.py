@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 
-from fastq_loader.device import options as device_options
 from fastq_loader.device import session as session_module
 from fastq_loader.device import staging as staging_module
 from fastq_loader.device.options import ToDevice
@@ -36,6 +36,10 @@ REFUSALS: tuple[tuple[str, ...], ...] = (
     ("register later", "pinned"),
     ("memory",),
 )
+
+
+class Interrupted(BaseException):
+    """As Ctrl-C raises it, in the middle of a transform."""
 
 
 class Choice(NamedTuple):
@@ -70,11 +74,11 @@ def choose(seed: int) -> Choice:
     return choice if choice.pin == "auto" else choice._replace(limit=None, refuse=())
 
 
-class QuietLink(DeviceSession):
-    """Keeps its warnings to itself."""
-
-    def say(self, text: str) -> None:
-        self._said.add(text)
+def options_for(device: str = "cpu", **given: Any) -> ToDevice:
+    """Options for whatever stands in an accelerator's place, which is not asked whether it is there."""
+    options = ToDevice("cpu", **given)
+    object.__setattr__(options, "target", torch.device(device))
+    return options
 
 
 class Run:
@@ -82,51 +86,54 @@ class Run:
 
     Args:
         choice: the configuration.
-        staging: the class that is tested.
     """
 
-    def __init__(self, choice: Choice, staging: type[staging_module.Staging]) -> None:
+    def __init__(self, choice: Choice) -> None:
         self.choice = choice
         self.random = random.Random(choice.seed)
         self.device = SimulatedDevice(choice.seed, choice.refuse + (() if choice.shares else ("share",)))
-        with (
-            patch.object(device_options, "parse", torch.device),
-            patch.object(device_options, "can_share", lambda device: True),
-        ):
-            options = ToDevice(
-                "cpu",
-                prefetch=choice.ahead,
-                transform=self.transform if choice.beside or self.random.random() < 0.3 else None,
-                transform_stream="side" if choice.beside else "consumer",
-                buffers="reuse" if choice.reuse else "fresh",
-                pin=choice.pin,
-                pin_limit_bytes=choice.limit,
-            )
-        with (
-            patch.object(session_module, "open_stager", lambda device: self.device),
-            patch.object(session_module, "can_share", lambda device: choice.shares),
-        ):
-            self.session = QuietLink(options)
-            mapping: Any = SimpleNamespace(base=BASE, populate=lambda offset, size: None)
+        options = options_for(
+            prefetch=choice.ahead,
+            transform=self.transform if choice.beside or self.random.random() < 0.3 else None,
+            transform_stream="side" if choice.beside else "consumer",
+            buffers="reuse" if choice.reuse else "fresh",
+            pin=choice.pin,
+            pin_limit_bytes=choice.limit,
+        )
+        self.session = DeviceSession(options)
+        with patch.object(session_module, "TorchStager", lambda device: self.device):
+            mapping: Any = SimpleNamespace(base=BASE, populate=self.populate)
             unpacker: Any = SimpleNamespace(
-                part=lambda handle: handle,
+                part=lambda handle: handle or None,
                 open=lambda handle: ([], [], b""),
                 unpack=lambda handle, pickled, memory: self.unpack(memory),
             )
-            self.staging = staging(self.session, unpacker, mapping)
+            self.staging = staging_module.Staging(self.session, unpacker, mapping)
         self.epoch = self.unpacking = -1  # what is iterated, and which batch of it is put together
         self.free: set[int] = set()
         self.used: dict[int, int] = {}  # seq → block
         self.made = 0
         self.answers: dict[int, Any] = {}
+        self.failed: set[int] = set()  # batches of the epoch whose transform failed
 
     # ---- what the package asks of others ------------------------------------------------------
 
-    def unpack(self, memory: Memory) -> Batch:
-        return Batch([(memory, self.tag(self.unpacking))])
+    def populate(self, offset: int, size: int) -> None:
+        self.device.seconds += 1
+        self.device.populated.add(BASE + offset)
+
+    def unpack(self, memory: Any) -> Batch:
+        return Batch([(memory, self.tag(self.unpacking))] if isinstance(memory, Memory) else [])
 
     def transform(self, batch: Batch) -> Batch:
-        """As users' transforms do, it gives out something new, what it got, both, or works in place."""
+        """As users' transforms do, it returns something new, what it got, both, works in place, or fails."""
+        if not batch.parts:
+            return batch
+        if self.choice.beside and self.random.random() < 0.02:
+            raise Interrupted
+        if self.random.random() < 0.05:
+            self.failed.add(self.unpacking)
+            raise KeyError("the transform fails")
         (source, value), *_ = batch.parts
         cell = source.cell
         if self.unpacking % 4 == 0:
@@ -156,9 +163,8 @@ class Run:
         self.device.blocks[BASE + offset] = self.tag(seq)
         self.used[seq] = offset
         nbytes = self.random.choice((64, 64, 64, 128, 256))
-        self.answers[seq] = SimpleNamespace(
-            seq=seq, used=((offset, nbytes),), handle=(offset, SIZE, 0, nbytes)
-        )
+        handle = () if self.random.random() < 0.05 else (offset, SIZE, 0, nbytes)  # (): it has no tensors
+        self.answers[seq] = SimpleNamespace(seq=seq, used=((offset, nbytes),), handle=handle)
 
     def let_go(self, offsets: list[int]) -> None:
         """The blocks are free, and somebody writes to them at once."""
@@ -172,7 +178,9 @@ class Run:
 
     def epochs(self, count: int, batches: int) -> None:
         for self.epoch in range(count):
-            self.iterate(batches)
+            self.failed.clear()
+            with suppress(Interrupted):  # it ends the iteration
+                self.iterate(batches)
             last = self.epoch == count - 1
             self.let_go(self.staging.close() if last else self.staging.drain())
             left = [self.used[seq] for seq in self.answers]  # the scheduler drops these
@@ -184,9 +192,14 @@ class Run:
                 self.device.run(5)
         if len(self.free) != self.made:
             raise Breach(f"{self.made - len(self.free)} blocks were never given back")
-        if self.device.registered or self.session.counters.pinned_bytes:
+        staging = self.session.statistics
+        if self.device.registered or staging.pinned_bytes:
             raise Breach("something is page-locked after the end")
         self.device.finish()
+        if self.device.unlocked and staging.pin != "pageable":
+            raise Breach(f"pin={staging.pin!r}, and some copies were not from page-locked memory")
+        if (staging.copies, staging.copied_bytes) != (len(self.device.copies), sum(self.device.copies)):
+            raise Breach("copies were counted wrong")
         if self.device.most > 2 * self.choice.ahead:
             raise Breach(f"{self.device.most} copies were under way at once")
 
@@ -203,18 +216,23 @@ class Run:
             if draw.random() < 0.15:
                 device.current = OTHER if device.current == HOME else HOME
             if self.choice.reuse:
-                self.look_again(held)
+                self.read_again(held)
+                self.read_here(held)
                 held.clear()
             try:
                 held.append((device.current, self.next(seq)))
-            except OutOfMemory:
+            except (OutOfMemory, KeyError) as error:
+                if isinstance(error, KeyError) and seq not in self.failed:
+                    raise
                 continue
-            self.look_again(held[-1:])
+            if seq in self.failed:
+                raise Breach("the error of a transform is lost")
+            self.read_again(held[-1:])
             self.check_locks()
             self.use_memory()
             while len(held) > 4 or (held and draw.random() < 0.6):
                 del held[draw.randrange(len(held))]
-            self.look_again(held)
+            self.read_again(held)
             if draw.random() < 0.2:
                 while loaded < min(seq + WINDOW, batches):
                     self.load(loaded)
@@ -235,7 +253,8 @@ class Run:
             if seq in self.answers:
                 self.unpacking = seq
                 self.staging.begin([self.answers[seq]])
-                if seq not in self.staging._copies and "memory" not in self.choice.refuse:
+                begun = seq in self.staging._copies or not self.answers[seq].handle
+                if not begun and "memory" not in self.choice.refuse:
                     raise Breach(f"the copy of batch {seq} could not be begun ahead")
 
     def check_locks(self) -> None:
@@ -243,32 +262,51 @@ class Run:
         locked = sum(self.device.registered.values())
         if (
             self.choice.limit is not None
-            and max(locked, self.session.counters.pinned_bytes) > self.choice.limit
+            and max(locked, self.session.statistics.pinned_bytes) > self.choice.limit
         ):
             raise Breach(f"{locked} bytes are page-locked, and {self.choice.limit} may be")
-        if locked and self.session.counters.pin_reason == "refused":
+        if locked and self.session.statistics.pin_reason == "refused":
             raise Breach(f"{locked} bytes stayed registered when the driver refused the rest")
 
     def poll(self, head: int) -> None:
         """Waits for nothing; so some copies may not be begun."""
         self.let_go(self.staging.reap())
         self.device.may_wait = False
-        for seq in range(head, head + self.choice.ahead):
-            if seq in self.answers:
-                self.unpacking = seq
-                self.staging.begin([self.answers[seq]], wait=False)
-        self.device.may_wait = True
+        idle = not self.device.queued_copies
+        try:
+            for seq in range(head, head + self.choice.ahead):
+                if seq in self.answers:
+                    self.unpacking = seq
+                    self.staging.begin([self.answers[seq]], wait=False)
+        finally:
+            self.device.may_wait = True
+        first = self.answers.get(head)
+        if (
+            idle
+            and first
+            and first.handle
+            and not (head in self.staging._copies or "memory" in self.choice.refuse)
+        ):
+            raise Breach("poll begins nothing")
         falls_back = self.choice.refuse or self.choice.limit is not None  # which waits, once
         if self.device.waited and not falls_back:
             raise Breach("poll waited for the device")
 
-    def look_again(self, held: list[tuple[str, Batch]]) -> None:
+    def read_again(self, held: list[tuple[str, Batch]]) -> None:
         """On the stream that a batch was handed out on: others are the user's to synchronise."""
         before = self.device.current
         for stream, batch in held:
             self.device.current = stream
             self.device.read(batch)
         self.device.current = before
+
+    def read_here(self, held: list[tuple[str, Batch]]) -> None:
+        """On the stream of now, which the user has synchronised with the one that a batch was handed out on,
+        as torch wants it: with `record_stream`."""
+        for stream, batch in held if self.device.shares else []:
+            self.device.share((batch,), self.device.current)
+            self.device.wait(self.device.current, self.device.record(stream))
+            self.device.read(batch)
 
     def use_memory(self) -> None:
         """The step allocates, writes and lets go."""
@@ -285,16 +323,15 @@ class Run:
         if self.free:
             offset = self.random.choice(sorted(self.free))
             self.staging.forget(offset)
+            self.device.populated.discard(BASE + offset)
             if BASE + offset in self.device.registered:
                 raise Breach("pages went back to the system that are locked")
 
 
-def run(seed: int, staging: type[staging_module.Staging] = staging_module.Staging) -> Run:
+def run(seed: int) -> None:
     """One random run.
 
     Raises:
         Breach: something was seen that must not be.
     """
-    one = Run(choose(seed), staging)
-    one.epochs(3, 14)
-    return one
+    Run(choose(seed)).epochs(3, 14)

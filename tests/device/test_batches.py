@@ -1,0 +1,256 @@
+"""Whole loaders with `device=`, over a late device: batches are torch's, and each is one copy.
+
+What a real device does is in test_gpu; what is here holds on any, and runs everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from fastq_loader import DataLoader, ToDevice
+from fastq_loader.memory.allocator import Allocator
+from fastq_loader.memory.ledger import DEVICE_ALIGNMENT
+from tests.support.datasets import (
+    SAMPLES,
+    Made,
+    MapDataset,
+    Opaque,
+    Point,
+    Record,
+    Stream,
+    alias,
+    assert_same,
+    identity,
+    wrap,
+)
+from tests.support.late_device import POISON, Late, image_and_label
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # more workers than cores
+]
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+
+# ---- the same batches -------------------------------------------------------------------------------
+
+
+def configuration(draw: random.Random) -> dict[str, Any]:
+    """Arguments for both loaders."""
+    kind = draw.choice(sorted(SAMPLES))
+    collate = draw.choice((None, identity, wrap))
+    if kind in ("ragged", "objects", "text"):
+        collate = identity
+    workers = draw.choice((0, 1, 2, 3))
+    iterable = draw.random() < 0.2
+    options: dict[str, Any] = {
+        "dataset": Stream(kind, (7, 4, 9)) if iterable else Made(SAMPLES[kind], draw.randint(1, 17)),
+        "batch_size": draw.choice((1, 2, 5)),
+        "collate_fn": collate,
+        "num_workers": workers,
+        "drop_last": draw.random() < 0.3,
+        "shuffle": None if iterable else draw.random() < 0.5,
+    }
+    if workers:
+        options["prefetch_factor"] = draw.choice((1, 2, 4))
+        options["persistent_workers"] = draw.random() < 0.5
+    return options
+
+
+def device_options(draw: random.Random) -> ToDevice:
+    return ToDevice(
+        "cuda",
+        prefetch=draw.choice((1, 2, 3)),
+        transform_stream=draw.choice(("consumer", "side")),
+        buffers=draw.choice(("fresh", "reuse")),
+        pin=draw.choice(("auto", "register", "bounce", "pageable")),
+        transform=draw.choice((None, identity)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_batches_are_torchs(seed: int, late: Late) -> None:
+    draw = random.Random(seed)
+    stager = late(seed=seed)
+    options, device = configuration(draw), device_options(draw)
+    what = f"seed={seed}: {options} {device}"
+    torch.manual_seed(seed)
+    expected = TorchDataLoader(**options)
+    with DataLoader(**options, device=device) as loader:
+        for epoch in range(2):
+            torch.manual_seed(seed + epoch)
+            there = list(expected)
+            torch.manual_seed(seed + epoch)
+            count = 0
+            for at, batch in enumerate(loader):
+                assert_same(there[at], batch, f"{what}, epoch {epoch}, batch {at}")
+                count += 1
+            assert count == len(there), what
+    assert not stager.registered, what
+
+
+@WORKERS
+@pytest.mark.parametrize("in_order", [True, False])
+def test_batches_may_be_kept(workers: int, in_order: bool, late: Late) -> None:
+    late()
+    loader = DataLoader(Made(image_and_label, 44), 4, num_workers=workers, device="cuda", in_order=in_order)
+    batches = list(loader)
+    labels = sorted(label for _, labels in batches for label in labels.tolist())
+    assert labels == list(range(44))
+    for images, indices in batches:
+        for image, index in zip(images, indices.tolist(), strict=True):
+            assert image.unique().tolist() == [index]
+
+
+@WORKERS
+def test_any_schedule_gives_the_same_bits(workers: int, late: Late) -> None:
+    late()
+    found = []
+    for device in (None, "cuda"):
+        torch.manual_seed(3)
+        options: Any = {"shuffle": True, "num_workers": workers, "schedule": "dynamic", "device": device}
+        found.append(list(DataLoader(MapDataset("drawn", 20), 3, **options)))
+    assert_same(found[0], found[1])
+
+
+def everything(index: int) -> Any:
+    values = torch.arange(12.0).reshape(3, 4) + index
+    return {
+        "transposed": values.t(),
+        "expanded": torch.tensor([float(index)]).expand(4),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(index, dtype=torch.bfloat16),
+        "bool": torch.tensor([True, False]),
+        "complex": torch.complex(values, values),
+        "grad": torch.ones(3).mul_(index).requires_grad_(),
+        "coo": torch.eye(3).mul_(index + 1).to_sparse(),
+        "csr": torch.eye(3).mul_(index + 1).to_sparse_csr(),
+        "float8": values.to(torch.float8_e4m3fn),
+        "array": np.full((200, 200), index, dtype=np.int32),
+        "small array": np.arange(3),
+        "object": Opaque({"inner": values, "text": "x"}),
+        "record": Record("r", [values, index]),
+        "point": Point(values, None),
+        "text": "text",
+        "big": 2**80,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta state|Sparse invariant checks).*:UserWarning")
+@WORKERS
+def test_every_kind_of_leaf(workers: int, late: Late) -> None:
+    late()
+    options: dict[str, Any] = {"batch_size": None, "collate_fn": identity, "num_workers": workers}
+    with DataLoader(Made(everything, 5), device="cuda", **options) as loader:
+        for expected, batch in zip(TorchDataLoader(Made(everything, 5), **options), loader, strict=True):
+            assert_same(expected, batch)
+
+
+@WORKERS
+def test_a_batch_of_empty_tensors(workers: int, late: Late) -> None:
+    late()
+    dataset = Made(lambda index: torch.empty(0, 3), 4)
+    for buffers in ("fresh", "reuse"):
+        with DataLoader(dataset, 2, num_workers=workers, device=ToDevice("cuda", buffers=buffers)) as loader:
+            assert [batch.shape for batch in loader] == [(2, 0, 3)] * 2
+
+
+@WORKERS
+def test_aliases_stay_aliases(workers: int, late: Late) -> None:
+    device = late()
+    options: Any = {"collate_fn": alias, "num_workers": workers, "device": "cuda"}
+    with DataLoader(Made(image_and_label, 8), 4, **options) as loader:
+        for batch in loader:
+            assert batch["a"].data_ptr() == batch["b"].data_ptr()
+            batch["a"][1, 2] = -1.0
+            assert batch["t"][2, 1] == batch["row"][2] == -1.0
+    assert len(device.copies) == 2
+
+
+@WORKERS
+def test_fields_can_be_written_to_without_spoiling_what_autograd_saved(workers: int, late: Late) -> None:
+    late()
+    dataset = Made(lambda index: (torch.ones(3), torch.ones(3)), 2)
+    for first, second in DataLoader(dataset, 2, num_workers=workers, device="cuda"):
+        weights = torch.ones(3, requires_grad=True)
+        loss = (first * weights).sum()  # saves `first`
+        second.mul_(2)
+        loss.backward()
+        assert weights.grad is not None
+
+
+def test_without_workers_what_is_no_tensor_need_not_be_picklable(late: Late) -> None:
+    late()
+    unpicklable = lambda: None  # noqa: E731
+    dataset = Made(lambda index: (torch.tensor(index), unpicklable), 2)
+    loader = DataLoader(dataset, None, collate_fn=identity, device="cuda")
+    assert all(value is unpicklable for _, value in loader)
+
+
+def test_nothing_is_read_before_it_was_copied(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device here is late enough to tell: without the wait there is poison."""
+    device = late()
+    monkeypatch.setattr(device, "wait", lambda stream, event: None)
+    monkeypatch.setattr(device, "query", lambda event: False)
+    with DataLoader(Made(image_and_label, 8), 2, num_workers=1, device="cuda") as loader:
+        iterator = iter(loader)
+        images, _ = next(iterator)
+        assert images.unique().tolist() == [POISON]
+
+
+# ---- one copy ---------------------------------------------------------------------------------------
+
+
+def fields(index: int) -> Any:
+    small = {f"field {at}": torch.full((at + 1,), float(index)) for at in range(50)}
+    return {**small, "image": torch.full((100_000,), index, dtype=torch.uint8)}
+
+
+@WORKERS
+def test_a_batch_is_one_copy_and_its_fields_are_aligned(workers: int, late: Late) -> None:
+    device = late()
+    with DataLoader(Made(fields, 24), 4, num_workers=workers, device="cuda") as loader:
+        for batch in loader:
+            storages = {value.untyped_storage().data_ptr() for value in batch.values()}
+            assert len(storages) == 1
+            start = storages.pop()
+            assert all((value.data_ptr() - start) % DEVICE_ALIGNMENT == 0 for value in batch.values())
+        staging = loader.statistics().staging
+    assert staging is not None
+    assert len(device.copies) == staging.copies == 6
+    assert sum(device.copies) == staging.copied_bytes
+    assert staging.copied_bytes < 1.1 * 24 * sum(value.nbytes for value in fields(0).values()) + 6 * 51 * 256
+
+
+def _two_fields(index: int) -> Any:
+    return torch.full((300_000,), float(index)), torch.full((200_000,), float(-index))
+
+
+def _collate_and_count(written: list[int], samples: Any) -> Any:
+    first, second = torch.utils.data.default_collate(samples)
+    return first, second, len([nbytes for nbytes in written if nbytes > 100_000])
+
+
+def test_batches_are_collated_where_they_are_copied_from(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second batch on: the first shows how much room a batch takes."""
+    late()
+    written: list[int] = []
+    write = Allocator.write
+
+    def watch(self: Allocator, offset: int, source: int, nbytes: int) -> None:
+        written.append(nbytes)
+        write(self, offset, source, nbytes)
+
+    monkeypatch.setattr(Allocator, "write", watch)
+    collate: Any = functools.partial(_collate_and_count, written)
+    dataset = Made(_two_fields, 40)
+    with DataLoader(dataset, 2, num_workers=1, collate_fn=collate, device="cuda") as loader:
+        counts = [batch[2] for batch in loader]
+    assert max(counts) == counts[-1] <= 2  # both fields of the first batch, and nothing after it

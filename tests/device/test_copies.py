@@ -1,0 +1,120 @@
+"""Copies over a simulated device: what is counted, and what a caller gets. The waits are in test_staging."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastq_loader.device.copies import Copies
+from fastq_loader.statistics import StagingStatistics
+from tests.support.simulated_device import OTHER, Host, SimulatedDevice
+from tests.support.staging_runs import options_for
+
+BUFFERS = pytest.mark.parametrize("buffers", ["fresh", "reuse"])
+
+
+class Pool:
+    """Copies to a device that runs nothing until something waits for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.device = SimulatedDevice(0)
+        monkeypatch.setattr(self.device, "query", lambda event: event.token.over)
+        self.statistics = StagingStatistics("simulated")
+        self.copies = Copies(self.device, options_for(**options), self.statistics)
+
+    def begin(self, key: int) -> Any:
+        return self.copies.begin(key, Host(64), 64, (key, key + 100))
+
+
+@BUFFERS
+def test_blocks_come_back_once_their_batch_was_taken_and_has_arrived(
+    buffers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Pool(monkeypatch, buffers=buffers)
+    pool.begin(0), pool.begin(1)
+    assert 0 in pool.copies
+    pool.copies.take(0)
+    assert 0 not in pool.copies
+    assert pool.copies.reap() == []
+    pool.device.finish()
+    assert pool.copies.reap() == [0, 100]
+    assert pool.copies.reap() == []
+    pool.begin(2)
+    pool.copies.take(1)
+    assert pool.copies.drain() == [1, 101]
+    assert 2 not in pool.copies, "what was not taken is forgotten"
+    assert pool.copies.drain() == []
+
+
+def test_a_batch_that_is_taken_before_it_has_arrived_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(monkeypatch)
+    for key in range(4):
+        pool.begin(key)
+    pool.copies.take(0)
+    assert pool.statistics.late_copies == 1
+    pool.device.finish()
+    pool.copies.take(1)
+    pool.copies.reap()
+    pool.copies.take(2)
+    assert pool.statistics.late_copies == 1
+    assert (pool.statistics.copies, pool.statistics.copied_bytes) == (4, 4 * 64)
+
+
+def test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = Pool(monkeypatch, prefetch=1)
+    for key in range(2):
+        assert not pool.copies.full
+        pool.begin(key)
+    assert pool.statistics.block_wait_seconds == 0
+    assert pool.copies.full
+    pool.begin(2)
+    assert pool.statistics.block_wait_seconds == pool.device.seconds > 0
+
+
+def test_waiting_for_a_copy_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(monkeypatch)
+    first, second, third = (pool.begin(key) for key in range(3))
+    pool.copies.wait_for(second)
+    assert (first.over, second.over, third.over) == (True, True, False)
+    pool.copies.settle()
+    assert third.over
+
+
+@given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=20), prefetch=st.integers(1, 3))
+def test_a_ring_has_one_slab_more_than_are_prefetched(sizes: list[int], prefetch: int) -> None:
+    device = SimulatedDevice(1)
+    copies = Copies(device, options_for(prefetch=prefetch, buffers="reuse"), StagingStatistics(""))
+    memories = []
+    for key, size in enumerate(sizes):
+        copies.turn()
+        copies.begin(key, Host(64 * size), 64 * size, ())
+        memories.append(copies.take(key).memory)
+        assert memories[-1].cell.nbytes >= 64 * size
+        copies.reap()
+    for at in range(len(memories) - prefetch - 1):
+        again = memories[at + prefetch + 1]
+        assert (again is memories[at]) == (again.cell.nbytes == memories[at].cell.nbytes)
+    device.finish()
+
+
+def test_a_slab_of_the_ring_moves_for_good_where_memory_is_not_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = Pool(monkeypatch, prefetch=1, buffers="reuse")
+    pool.device.shares = False
+    pool.begin(0)
+    pool.device.current = OTHER
+    moved = pool.copies.take(0)
+    assert moved.slab.home == OTHER
+    for key in (1, 2):
+        pool.copies.turn()
+        pool.begin(key)
+    assert pool.copies.take(1).slab.home == OTHER
+    pool.copies.turn()
+    assert pool.copies.take(2).memory is moved.memory
+    assert len(pool.device.copies) == 3

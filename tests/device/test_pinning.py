@@ -1,0 +1,275 @@
+"""How host memory is page-locked: the policy and the buffers alone, and whole loaders over a late device."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fastq_loader import DataLoader, PinFailed, PinFallback, StagingStatistics, ToDevice
+from fastq_loader.device.copies import Copies
+from fastq_loader.device.pinning import BOUNCE, PAGEABLE, PIN_MODES, REGISTER, Pinner, PinPolicy, Source
+from tests.conftest import of_kind
+from tests.support.datasets import Made
+from tests.support.late_device import Late, image_and_label
+from tests.support.simulated_device import SimulatedDevice
+from tests.support.staging_runs import options_for
+
+KIB = 1024
+
+
+class Pool:
+    """One pool's pinner over a simulated device."""
+
+    def __init__(self, in_blocks: bool, refuse: tuple[str, ...] = (), **options: Any) -> None:
+        self.device = SimulatedDevice(0, refuse)
+        self.statistics = StagingStatistics("simulated")
+        given = options_for(**options)
+        self.copies = Copies(self.device, given, self.statistics)
+        self.policy = PinPolicy(given, self.statistics)
+        self.policy.choose(self.device, in_blocks)
+        mapping: Any = SimpleNamespace(base=0, populate=self.populate) if in_blocks else None
+        self.pinner = Pinner(self.device, self.copies, mapping, self.policy)
+
+    def populate(self, offset: int, size: int) -> None:
+        self.device.seconds += 1
+        self.device.populated.add(offset)
+
+
+def warned(caught: pytest.WarningsRecorder) -> list[str]:
+    return [str(warning.message) for warning in of_kind(caught, PinFallback)]
+
+
+# ---- the policy -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+@pytest.mark.parametrize("pin", PIN_MODES)
+def test_what_was_asked_for_is_chosen(pin: str, in_blocks: bool) -> None:
+    statistics = Pool(in_blocks, pin=pin).statistics
+    wanted = REGISTER if pin == "auto" else pin
+    assert statistics.pin == (BOUNCE if wanted == REGISTER and not in_blocks else wanted)
+    if pin in (BOUNCE, PAGEABLE) or (pin == REGISTER and in_blocks):
+        assert statistics.pin_reason == f"pin={pin!r} was asked for"
+    elif not in_blocks:
+        assert "without workers" in statistics.pin_reason
+    else:
+        assert (pin, statistics.pin_reason) == ("auto", "it is the fastest here")
+
+
+def test_registered_memory_is_proven_once_and_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(in_blocks=False)
+    proofs: list[bool] = []
+    monkeypatch.setattr(pool.device, "prove", lambda: proofs.append(True))
+    for in_blocks in (False, True, True):
+        pool.policy.choose(pool.device, in_blocks)
+    assert proofs == [True], "not without blocks, and not twice"
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+def test_a_mode_that_the_driver_refused_is_not_chosen_again(in_blocks: bool) -> None:
+    pool = Pool(in_blocks)
+    with pytest.warns(PinFallback, match="pin='bounce' from here on: no registration"):
+        pool.policy.refuse(REGISTER, PinFailed("no registration"))
+    with pytest.warns(PinFallback, match="pin='pageable' from here on: no buffers"):
+        pool.policy.refuse(BOUNCE, PinFailed("no buffers"))
+    pool.policy.choose(pool.device, in_blocks)
+    assert (pool.statistics.pin, pool.statistics.pin_reason) == (PAGEABLE, "no registration; no buffers")
+
+
+def test_buffers_that_were_refused_leave_blocks_registered() -> None:
+    pool = Pool(in_blocks=False)
+    with pytest.warns(PinFallback, match="no buffers"):
+        pool.policy.refuse(BOUNCE, PinFailed("no buffers"))
+    pool.policy.choose(pool.device, in_blocks=False)
+    assert pool.statistics.pin == PAGEABLE
+    pool.policy.choose(pool.device, in_blocks=True)
+    assert pool.statistics.pin == REGISTER
+
+
+@pytest.mark.parametrize("pin", [REGISTER, BOUNCE])
+def test_what_was_asked_for_by_name_is_kept_or_an_error(pin: str) -> None:
+    pool = Pool(in_blocks=True, pin=pin)
+    for _ in range(2):
+        with pytest.raises(PinFailed, match=f"pin='{pin}' cannot be kept: no; pin='auto' would fall back"):
+            pool.policy.refuse(pin, PinFailed("no"))
+    assert pool.statistics.pin == pin
+
+
+def test_a_fallback_is_said_once() -> None:
+    pool = Pool(in_blocks=True)
+    with pytest.warns(PinFallback, match="the limit"):
+        pool.policy.fall_back(REGISTER, "the limit")
+    pool.policy.fall_back(REGISTER, "the limit")  # a warning would be an error
+
+
+@pytest.mark.parametrize("limit", [None, 0, 100])
+def test_the_limit_counts_what_is_locked_already(limit: int | None) -> None:
+    pool = Pool(in_blocks=True, pin_limit_bytes=limit)
+    pool.statistics.pinned_bytes = 60
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PinFallback)
+        assert pool.policy.allows(40, "blocks") == (limit != 0)
+        assert pool.statistics.pin == (REGISTER if limit != 0 else BOUNCE)
+        assert pool.policy.allows(41, "blocks") == (limit is None)
+
+
+# ---- blocks and buffers -----------------------------------------------------------------------------
+
+
+def test_seconds_are_counted() -> None:
+    pool = Pool(in_blocks=True)
+    pool.pinner.prepare(Source(0, KIB, 0, 64))
+    pool.pinner.prepare(Source(0, KIB, 64, 64))
+    assert (pool.statistics.populate_seconds, pool.statistics.register_seconds) == (1, 1), "once for a block"
+    assert pool.device.registered == {0: KIB}
+    assert pool.statistics.pinned_bytes == KIB
+    pool.pinner.forget(0)
+    pool.pinner.forget(0)
+    assert (pool.device.registered, pool.statistics.pinned_bytes) == ({}, 0)
+
+
+def test_waiting_for_a_buffer_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(in_blocks=False, prefetch=1)
+    monkeypatch.setattr(pool.device, "query", lambda event: event.token.over)
+    for key in range(2):
+        buffer = pool.pinner.buffer(100)
+        assert buffer is not None
+        buffer.copy = pool.copies.begin(key, buffer.memory, 100, ())
+    assert pool.statistics.copy_wait_seconds == 0
+    assert pool.pinner.busy
+    pool.pinner.buffer(100)
+    assert pool.statistics.copy_wait_seconds > 0
+    pool.copies.settle()
+    assert not pool.pinner.busy
+
+
+def test_buffers_grow_and_are_locked_in_powers_of_two() -> None:
+    pool = Pool(in_blocks=False, prefetch=1)
+    sizes = []
+    for nbytes in (100, 100, 100, 200):
+        buffer = pool.pinner.buffer(nbytes)
+        assert buffer is not None
+        sizes.append(buffer.nbytes)
+    assert sizes == [128, 128, 128, 256]
+    assert pool.statistics.pinned_bytes == 128 + 256
+    assert pool.statistics.register_seconds == 3
+    pool.pinner.close()
+    assert pool.statistics.pinned_bytes == 0
+
+
+def test_without_blocks_a_buffer_that_is_not_locked_takes_the_place_of_one_that_was() -> None:
+    pool = Pool(in_blocks=False, prefetch=1, pin_limit_bytes=300)
+    for nbytes in (100, 100):
+        pool.pinner.buffer(nbytes)
+    with pytest.warns(PinFallback, match="pin_limit_bytes=300 leaves no room for buffers"):
+        buffer = pool.pinner.buffer(1000)
+    assert buffer is not None
+    assert (buffer.nbytes, buffer.locked, buffer.memory.locked) == (1000, 0, False)
+    assert pool.statistics.pinned_bytes == 128
+    assert pool.pinner.buffer(100) is not buffer
+
+
+# ---- whole loaders ----------------------------------------------------------------------------------
+
+loaders = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+@loaders
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("refuse", "modes", "reason"),
+    [
+        (("register",), [BOUNCE], "the driver refuses"),
+        (("register", "pinned"), [BOUNCE, PAGEABLE], "no page-locked memory today"),
+    ],
+)
+def test_auto_falls_back_and_says_so_once(
+    refuse: tuple[str, ...], modes: list[str], reason: str, late: Late
+) -> None:
+    late(refuse=refuse)
+    loader = DataLoader(Made(image_and_label, 20), 2, num_workers=2, device="cuda")
+    with pytest.warns(PinFallback) as caught:
+        assert [len(list(loader)) for _ in range(3)] == [10] * 3
+    assert [text.split("pin='")[1].split("'")[0] for text in warned(caught)] == modes
+    staging = loader.statistics().staging
+    assert staging is not None
+    assert staging.pin == modes[-1]
+    assert reason in staging.pin_reason
+
+
+@loaders
+@pytest.mark.processes
+def test_a_limit_is_said_once_however_many_pools_come_to_it(late: Late) -> None:
+    late()
+    device = ToDevice("cuda", pin_limit_bytes=0)
+    loader = DataLoader(Made(image_and_label, 20), 2, num_workers=2, device=device)
+    with pytest.warns(PinFallback) as caught:
+        assert [len(list(loader)) for _ in range(3)] == [10] * 3
+    assert len(set(warned(caught))) == len(warned(caught)) == 2
+
+
+def test_without_page_locked_memory_batches_still_come(late: Late) -> None:
+    late(refuse=("register", "pinned"))
+    loader = DataLoader(Made(image_and_label, 8), 2, device="cuda")
+    first = iter(loader)
+    with pytest.warns(PinFallback, match="pageable"):
+        next(first)
+    second = iter(loader)  # a staging of its own, that knows
+    assert next(second)[1].tolist() == [0, 1]
+    assert next(first)[1].tolist() == [2, 3]
+
+
+@loaders
+@pytest.mark.processes
+@pytest.mark.parametrize(("pin", "workers"), [("register", 2), ("register", 0), ("bounce", 0)])
+def test_a_mode_by_name_raises_rather_than_degrade(pin: str, workers: int, late: Late) -> None:
+    late(refuse=("register", "pinned"))
+    loader = DataLoader(Made(image_and_label, 8), 2, num_workers=workers, device=ToDevice("cuda", pin=pin))
+    for _ in range(2):
+        with pytest.raises(PinFailed, match=f"pin='{pin}' cannot be kept"):
+            next(iter(loader))
+
+
+@loaders
+@pytest.mark.processes
+@pytest.mark.parametrize("pin", ["register", "auto"])
+def test_the_limit_of_page_locked_bytes_is_kept(pin: str, late: Late) -> None:
+    device = late()
+    limit = 300_000  # four blocks of 64 KiB
+    options: Any = {"num_workers": 2, "device": ToDevice("cuda", pin=pin, pin_limit_bytes=limit)}
+    with DataLoader(Made(image_and_label, 60), 2, **options) as loader:
+        iterator = iter(loader)
+        if pin == "register":
+            with pytest.raises(PinFailed, match=f"pin_limit_bytes={limit}"):
+                list(iterator)
+            return
+        with pytest.warns(PinFallback, match=f"pin_limit_bytes={limit}"):
+            seen = [(sum(device.registered.values()), loader.statistics().staging) for _ in iterator]
+        for registered, staging in seen:
+            assert staging is not None
+            assert registered <= staging.pinned_bytes <= limit
+        assert seen[-1][1].pin in (BOUNCE, PAGEABLE)
+
+
+@loaders
+@pytest.mark.processes
+def test_an_interrupt_while_a_block_is_locked_leaves_no_lock(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = late()
+    register = device.register
+
+    def interrupted(address: int, nbytes: int) -> None:
+        register(address, nbytes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device, "register", interrupted)
+    monkeypatch.setattr(device, "prove", lambda: None)
+    loader = DataLoader(Made(image_and_label, 8), 2, num_workers=1, device="cuda")
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(loader))
+    loader.close()
+    assert not device.registered
