@@ -38,7 +38,7 @@ def parse(device: Any) -> torch.device | None:
     """The accelerator that `device` names; None for the host ("cpu"). Initialises nothing.
 
     Raises:
-        TypeError: `device` is no device.
+        TypeError: `device` is not a device.
         ValueError: it is unknown, not there, or not the accelerator of this build of torch.
     """
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
@@ -101,8 +101,8 @@ def visible(count: int, environment: Mapping[str, str]) -> int:
 
 
 def can_share(device: torch.device) -> bool:
-    """Whether torch can keep memory of a device that a second stream reads from being handed out again, by
-    `Tensor.record_stream`. Asks torch's table of kernels, and so initialises nothing."""
+    """Whether memory of a device can be shared with a second stream, by `Tensor.record_stream`: the allocator
+    keeps it until that stream has read it. Asks torch's table of kernels, and so initialises nothing."""
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::record_stream", key)
 
@@ -111,7 +111,7 @@ class TorchStager:
     """An accelerator behind torch's stream API; see `copies.Stager` for what the methods promise.
 
     Memory is a uint8 tensor. Streams are `torch.Stream`, which are equal where device and number are; a
-    `torch.cuda.Stream` is equal to none of them, so one that is to be compared is asked for here.
+    `torch.cuda.Stream` is equal to none of them, so streams that are compared come from here.
 
     Args:
         device: torch's accelerator, with or without an index; without one it is the current device.
@@ -126,7 +126,7 @@ class TorchStager:
     clock = staticmethod(time.monotonic)
 
     def __init__(self, device: torch.device) -> None:
-        # Asked for first, because this initialises the device as torch does; making a stream does not.
+        # This comes first, because it initialises the device as torch does; making a stream does not.
         self.device = torch.accelerator.current_stream(device).device
         self.side: Any = torch.Stream(device=self.device)
         self.shares = can_share(self.device)
@@ -148,7 +148,7 @@ class TorchStager:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Inside, the side stream is the current one. `torch.Stream` is no context in torch 2.6."""
+        """Inside, the side stream is the current one. `torch.Stream` is not a context in torch 2.6."""
         before = torch.accelerator.current_stream()
         there = torch.accelerator.current_stream(self.device)
         try:

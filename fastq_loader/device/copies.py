@@ -58,8 +58,8 @@ class Stager(Protocol):
         """Queue a copy of the first `nbytes` on the side stream, from host memory or from the device's."""
 
     def record(self, stream: Stream, event: Event | None = None) -> Event:
-        """An event (the one given, if nobody waits for it any more) that is over when everything that is
-        queued on `stream` has run."""
+        """An event that is over when everything that is queued on `stream` has run. `event` is used again:
+        nothing waits for it any more."""
 
     def wait(self, stream: Stream, event: Event) -> None:
         """What is queued on `stream` from here on runs after the event."""
@@ -169,7 +169,7 @@ class Copies:
         self._running: deque[Copy] = deque()  # not known to be over, in the order of the side stream
         self._staged: dict[int, Copy] = {}  # not handed out
         self._taken: list[Copy] = []  # handed out, and `reap` has not given their blocks back
-        self._events: list[Event] = []  # that nobody waits for
+        self._events: list[Event] = []  # to be used again
         self._reuse = options.buffers == "reuse"
         # Those that hold no batch, the one that waits longest first. Each gets its memory at its first use.
         self._ring = deque(Slab(None, -1, None, []) for _ in range(options.prefetch + 1))
@@ -321,9 +321,9 @@ class Copies:
     def _queue(self, slab: Slab, source: Memory, nbytes: int) -> Event:
         """Queue a copy to a slab, after its fences. Returns the copy's event."""
         stager = self._stager
-        for fence in slab.fences:
+        while slab.fences:
+            fence = slab.fences.pop()
             stager.wait(stager.side, fence)
-        self._events += slab.fences  # who waits for an event waits for what it was when the wait was queued
-        slab.fences = []
+            self._events.append(fence)  # a wait is for what the event was when the wait was queued
         stager.copy_async(slab.memory, source, nbytes)
         return self._record(stager.side)

@@ -100,6 +100,6 @@ def read_device(device: Any) -> ToDevice | None:
     """What `device=` means; None: batches stay on the host as they are.
 
     Raises:
-        ValueError, TypeError: it is no device, or an unknown or absent one.
+        ValueError, TypeError: it is not a device, or an unknown or absent one.
     """
     return device if device is None or isinstance(device, ToDevice) else ToDevice(device)

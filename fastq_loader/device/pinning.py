@@ -137,7 +137,7 @@ class Pinner:
     Args:
         stager: the device.
         copies: of the pool.
-        mapping: where batches lie; None: they are packed into buffers, by whoever asks for one.
+        mapping: where batches lie; None: the caller packs them into buffers.
         policy: the loader's.
     """
 
@@ -184,7 +184,7 @@ class Pinner:
         self._mapping.populate(offset, size)
         populated = clock()
         statistics.populate_seconds += populated - began
-        # Entered first: an interrupt must not leave a registration that nobody knows of.
+        # Entered first, so that after an interrupt `close` undoes it.
         self._registered[offset] = size
         statistics.pinned_bytes += size
         try:

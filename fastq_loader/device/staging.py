@@ -157,7 +157,7 @@ class Staging(_Stage):
         return self._finish(answer.seq, partial(self._build, answer))
 
     def drain(self) -> list[int]:
-        """Wait for every copy, and forget what was not handed out: its blocks are somebody else's to free.
+        """Wait for every copy, and forget what was not handed out: the scheduler frees its blocks.
 
         Returns:
             Offsets of the blocks of batches that were handed out.
@@ -230,7 +230,7 @@ class SerialStaging(_Stage):
         while idle:
             staging = idle.pop()
             if staging._session is session:
-                staging._copies.drain()  # an interrupt may have left a batch that nobody asks for any more
+                staging._copies.drain()  # an interrupt may have left a batch behind
                 return staging
             staging.close()
         return cls(session)

@@ -145,7 +145,7 @@ class normalize:
         if key not in self._factors:
             with torch.inference_mode(False):  # else no later step could save them for its gradient
                 made = self._make(*form)
-            if type(made[0]) is not torch.Tensor:  # of a fake mode, which only looks at shapes
+            if type(made[0]) is not torch.Tensor:  # of a fake mode, which computes shapes only
                 return made
             self._factors[key] = made
         return self._factors[key]
@@ -199,7 +199,7 @@ def copy_into(static_batch: Any, batch: Any) -> None:
 
     Args:
         static_batch: dicts, lists and tuples of tensors, as they were when the step was captured.
-        batch: of the same structure, shapes and dtypes. What is no tensor in `static_batch` is passed over.
+        batch: of the same structure, shapes and dtypes. What is not a tensor in `static_batch` is skipped.
 
     Raises:
         ValueError: structure, a shape or a dtype differ (the short last batch of an epoch: use

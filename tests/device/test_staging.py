@@ -58,7 +58,7 @@ HARMLESS = {
 
 def is_found() -> bool:
     """Whether some run fails."""
-    for seed in range(600):
+    for seed in range(1000):
         try:
             run(seed)
         except Exception:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
 from fastq_loader.errors import PinFailed
 
@@ -26,20 +28,21 @@ class OutOfMemory(RuntimeError):
     """The device has no memory left, for now."""
 
 
+@dataclass(eq=False)
 class Token:
     """A place in a stream's queue."""
 
-    def __init__(self) -> None:
-        self.over = False
+    over: bool = False
 
 
+@dataclass(eq=False)
 class Event:
     """What it stands for changes when it is recorded again, as a CUDA event's does."""
 
-    def __init__(self) -> None:
-        self.token = Token()
+    token: Token = field(default_factory=Token)
 
 
+@dataclass(eq=False)
 class Cell:
     """A piece of device memory.
 
@@ -49,15 +52,14 @@ class Cell:
         shared: the other streams that it is read on.
     """
 
-    def __init__(self, nbytes: int, home: str) -> None:
-        self.nbytes = nbytes
-        self.home = home
-        self.value: Value = "never written"
-        self.shared: set[str] = set()
+    nbytes: int
+    home: str
+    value: Value = "never written"
+    shared: set[str] = field(default_factory=set)
 
 
 class Memory:
-    """An owner's name for a cell; when the last one is gone, the device hands the cell out again."""
+    """An owner's name for a cell; when the last one is gone, the device allocates the cell again."""
 
     def __init__(self, device: SimulatedDevice, cell: Cell) -> None:
         self._device = device
@@ -67,21 +69,20 @@ class Memory:
         self._device.freed(self.cell)
 
 
+@dataclass(eq=False)
 class Host:
     """Host memory that a copy may read from. `address`: of a block; None: a buffer, which may be `locked`."""
 
-    def __init__(self, nbytes: int, address: int | None = None, locked: bool = False) -> None:
-        self.nbytes = nbytes
-        self.address = address
-        self.locked = locked
-        self.value: Value = "never filled"
+    nbytes: int
+    address: int | None = None
+    locked: bool = False
+    value: Value = "never filled"
 
 
-class Batch:
+class Batch(NamedTuple):
     """What a consumer reads: memories, and what each should hold."""
 
-    def __init__(self, parts: list[tuple[Memory, Value]]) -> None:
-        self.parts = parts
+    parts: list[tuple[Memory, Value]]
 
 
 class SimulatedDevice:
@@ -170,23 +171,12 @@ class SimulatedDevice:
     def read(self, batch: Batch) -> None:
         """Queue a read of a batch."""
         for memory, value in batch.parts:
-            self.queue(self._reader(memory.cell, value))
-
-    def _reader(self, cell: Cell, value: Value) -> Callable[[], None]:
-        def read() -> None:
-            if cell.value != value:
-                raise Breach(f"{value} was expected, and {cell.value} is there")
-
-        return read
+            self.queue(partial(_expect, memory.cell, value))
 
     def write(self, memory: Memory, value: Callable[[], Value]) -> None:
         """Queue a kernel that writes."""
         cell = memory.cell
-
-        def write() -> None:
-            cell.value = value()
-
-        self.queue(write)
+        self.queue(lambda: setattr(cell, "value", value()))
 
     def freed(self, cell: Cell) -> None:
         tokens = [self._mark(stream) for stream in cell.shared - {cell.home}]
@@ -219,10 +209,12 @@ class SimulatedDevice:
         return Memory(self, Cell(nbytes, self.current))
 
     def copy_async(self, memory: Memory, source: Host | Memory, nbytes: int) -> None:
+        cell, queue = memory.cell, self._queues[SIDE]
         if isinstance(source, Memory):
-            self._move(memory.cell, source.cell, nbytes)
+            there = source.cell
+            queue.append(lambda: _write(cell, nbytes, there.nbytes, there.value))
             return
-        cell, address = memory.cell, source.address
+        address = source.address
         registered = address in self.registered
         self.unlocked += not (registered or source.locked)
         self.copies.append(nbytes)
@@ -233,19 +225,10 @@ class SimulatedDevice:
             self.queued_copies -= 1
             if registered and address not in self.registered:
                 raise Breach(f"the block at {address} was unregistered before its copy ran")
-            if nbytes > min(cell.nbytes, source.nbytes):
-                raise Breach(f"{nbytes} bytes were copied from {source.nbytes} to {cell.nbytes}")
-            cell.value = source.value if address is None else self.blocks[address]
+            value = source.value if address is None else self.blocks[address]
+            _write(cell, nbytes, source.nbytes, value)
 
-        self._queues[SIDE].append(copy)
-
-    def _move(self, cell: Cell, source: Cell, nbytes: int) -> None:
-        def move() -> None:
-            if nbytes > min(cell.nbytes, source.nbytes):
-                raise Breach(f"{nbytes} bytes were moved from {source.nbytes} to {cell.nbytes}")
-            cell.value = source.value
-
-        self._queues[SIDE].append(move)
+        queue.append(copy)
 
     def _mark(self, stream: str) -> Token:
         token = Token()
@@ -276,7 +259,7 @@ class SimulatedDevice:
             raise Breach("memory was shared that cannot be")
         if isinstance(memory, Memory):
             memory.cell.shared.add(stream)
-        elif isinstance(memory, tuple) and memory[0] is not None:
+        elif memory[0] is not None:  # what a transform made, and no error
             for part, _ in memory[0].parts:
                 part.cell.shared.add(stream)
 
@@ -319,3 +302,14 @@ class SimulatedDevice:
     def fill(self, memory: Host, source: Host, nbytes: int) -> None:
         assert source.address is not None
         memory.value = self.blocks[source.address]
+
+
+def _expect(cell: Cell, value: Value) -> None:
+    if cell.value != value:
+        raise Breach(f"{value} was expected, and {cell.value} is there")
+
+
+def _write(cell: Cell, nbytes: int, most: int, value: Value) -> None:
+    if nbytes > min(cell.nbytes, most):
+        raise Breach(f"{nbytes} bytes were copied from {most} to {cell.nbytes}")
+    cell.value = value

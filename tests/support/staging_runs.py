@@ -43,35 +43,29 @@ class Interrupted(BaseException):
 
 
 class Choice(NamedTuple):
-    """One configuration."""
+    """One configuration: a user's options, and what the device refuses or cannot do."""
 
-    ahead: int
-    reuse: bool
-    beside: bool
-    pin: str
-    limit: int | None
+    options: dict[str, Any]
     refuse: tuple[str, ...]
     seed: int
-    shares: bool
 
 
 def choose(seed: int) -> Choice:
     """A configuration at random."""
     draw = random.Random(seed)
-    choice = Choice(
-        ahead=draw.choice((1, 2, 3)),
-        reuse=draw.random() < 0.5,
-        beside=draw.random() < 0.4,
-        pin=draw.choice(("auto", "auto", "bounce", "pageable")),
-        limit=draw.choice((None, None, 0, 3 * SIZE)),
-        refuse=draw.choice(REFUSALS),
-        seed=seed,
-        shares=draw.random() < 0.6,
-    )
-    if not choice.shares:  # a transform on the side stream is refused before
-        choice = choice._replace(beside=False)
-    # What was asked for by name is refused with an error, at every batch.
-    return choice if choice.pin == "auto" else choice._replace(limit=None, refuse=())
+    options = {
+        "prefetch": draw.choice((1, 2, 3)),
+        "buffers": draw.choice(("fresh", "reuse")),
+        "transform_stream": draw.choice(("consumer", "side")),
+        "pin": draw.choice(("auto", "auto", "bounce", "pageable")),
+        "pin_limit_bytes": draw.choice((None, None, 0, 3 * SIZE)),
+    }
+    refuse = draw.choice(REFUSALS)
+    if options["pin"] != "auto":  # what was asked for by name is refused with an error, at every batch
+        options["pin_limit_bytes"], refuse = None, ()
+    if draw.random() < 0.4:  # a transform on the side stream is refused before
+        options["transform_stream"], refuse = "consumer", (*refuse, "share")
+    return Choice(options, refuse, seed)
 
 
 def options_for(device: str = "cpu", **given: Any) -> ToDevice:
@@ -89,18 +83,13 @@ class Run:
     """
 
     def __init__(self, choice: Choice) -> None:
-        self.choice = choice
+        self.refuse = choice.refuse
         self.random = random.Random(choice.seed)
-        self.device = SimulatedDevice(choice.seed, choice.refuse + (() if choice.shares else ("share",)))
-        options = options_for(
-            prefetch=choice.ahead,
-            transform=self.transform if choice.beside or self.random.random() < 0.3 else None,
-            transform_stream="side" if choice.beside else "consumer",
-            buffers="reuse" if choice.reuse else "fresh",
-            pin=choice.pin,
-            pin_limit_bytes=choice.limit,
+        self.device = SimulatedDevice(choice.seed, choice.refuse)
+        self.options = options_for(
+            **choice.options, transform=self.transform if self.random.random() < 0.6 else None
         )
-        self.session = DeviceSession(options)
+        self.session = DeviceSession(self.options)
         with patch.object(session_module, "TorchStager", lambda device: self.device):
             mapping: Any = SimpleNamespace(base=BASE, populate=self.populate)
             unpacker: Any = SimpleNamespace(
@@ -129,7 +118,7 @@ class Run:
         """As users' transforms do, it returns something new, what it got, both, works in place, or fails."""
         if not batch.parts:
             return batch
-        if self.choice.beside and self.random.random() < 0.02:
+        if self.options.transform_stream == "side" and self.random.random() < 0.02:
             raise Interrupted
         if self.random.random() < 0.05:
             self.failed.add(self.unpacking)
@@ -200,7 +189,7 @@ class Run:
             raise Breach(f"pin={staging.pin!r}, and some copies were not from page-locked memory")
         if (staging.copies, staging.copied_bytes) != (len(self.device.copies), sum(self.device.copies)):
             raise Breach("copies were counted wrong")
-        if self.device.most > 2 * self.choice.ahead:
+        if self.device.most > 2 * self.options.prefetch:
             raise Breach(f"{self.device.most} copies were under way at once")
 
     def iterate(self, batches: int) -> None:
@@ -215,7 +204,7 @@ class Run:
             device.run(draw.randrange(12))
             if draw.random() < 0.15:
                 device.current = OTHER if device.current == HOME else HOME
-            if self.choice.reuse:
+            if self.options.buffers == "reuse":
                 self.read_again(held)
                 self.read_here(held)
                 held.clear()
@@ -249,22 +238,20 @@ class Run:
         return batch
 
     def begin(self, head: int) -> None:
-        for seq in range(head, head + self.choice.ahead):
+        for seq in range(head, head + self.options.prefetch):
             if seq in self.answers:
                 self.unpacking = seq
                 self.staging.begin([self.answers[seq]])
                 begun = seq in self.staging._copies or not self.answers[seq].handle
-                if not begun and "memory" not in self.choice.refuse:
+                if not begun and "memory" not in self.refuse:
                     raise Breach(f"the copy of batch {seq} could not be begun ahead")
 
     def check_locks(self) -> None:
         """Whether more is page-locked than may be, or something although the driver refused some of it."""
         locked = sum(self.device.registered.values())
-        if (
-            self.choice.limit is not None
-            and max(locked, self.session.statistics.pinned_bytes) > self.choice.limit
-        ):
-            raise Breach(f"{locked} bytes are page-locked, and {self.choice.limit} may be")
+        limit = self.options.pin_limit_bytes
+        if limit is not None and max(locked, self.session.statistics.pinned_bytes) > limit:
+            raise Breach(f"{locked} bytes are page-locked, and {limit} may be")
         if locked and self.session.statistics.pin_reason == "refused":
             raise Breach(f"{locked} bytes stayed registered when the driver refused the rest")
 
@@ -274,21 +261,16 @@ class Run:
         self.device.may_wait = False
         idle = not self.device.queued_copies
         try:
-            for seq in range(head, head + self.choice.ahead):
+            for seq in range(head, head + self.options.prefetch):
                 if seq in self.answers:
                     self.unpacking = seq
                     self.staging.begin([self.answers[seq]], wait=False)
         finally:
             self.device.may_wait = True
         first = self.answers.get(head)
-        if (
-            idle
-            and first
-            and first.handle
-            and not (head in self.staging._copies or "memory" in self.choice.refuse)
-        ):
+        if idle and first and first.handle and not (head in self.staging._copies or "memory" in self.refuse):
             raise Breach("poll begins nothing")
-        falls_back = self.choice.refuse or self.choice.limit is not None  # which waits, once
+        falls_back = {*self.refuse} - {"share"} or self.options.pin_limit_bytes is not None  # which waits, once
         if self.device.waited and not falls_back:
             raise Breach("poll waited for the device")
 
