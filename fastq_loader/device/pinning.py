@@ -118,7 +118,7 @@ class Source(NamedTuple):
 
 @dataclass(eq=False)
 class Buffer:
-    """Host memory that one batch after the other leaves from.
+    """Host memory that copies read from, one after the other.
 
     Attributes:
         memory: as the stager made it. `nbytes`: its length. `locked`: how many of them are page-locked.
@@ -153,17 +153,17 @@ class Pinner:
 
     # ---- where a copy reads from --------------------------------------------------------------
 
-    def prepare(self, source: Source) -> tuple[Memory, Buffer | None]:
-        """What to copy a batch from. With a buffer, the block is free again already, and the buffer wants to
-        know the copy."""
-        view = self._stager.view(self._address(source.offset) + source.start, source.nbytes)
+    def prepare(self, source: Source) -> Buffer:
+        """What to copy a batch from: its block, or a buffer; then the block is free again already."""
+        start = self._address(source.offset) + source.start
+        block = Buffer(self._stager.view(start, source.nbytes))
         if source.offset in self._registered or (self._statistics.pin == REGISTER and self._register(source)):
-            return view, None
+            return block
         buffer = self.buffer(source.nbytes) if self._statistics.pin == BOUNCE else None
         if buffer is None:
-            return view, None
-        self._stager.fill(buffer.memory, view, source.nbytes)
-        return buffer.memory, buffer
+            return block
+        self._stager.fill(buffer.memory, block.memory, source.nbytes)
+        return buffer
 
     @property
     def busy(self) -> bool:

@@ -47,19 +47,11 @@ class _Stage:
         self._copies, self._pinner = session.open(mapping)
 
     def _begin(
-        self,
-        key: int,
-        source: tuple[Memory, Buffer | None],
-        nbytes: int,
-        blocks: tuple[int, ...],
-        build: Callable[[Memory], Any],
+        self, key: int, buffer: Buffer, nbytes: int, blocks: tuple[int, ...], build: Callable[[Memory], Any]
     ) -> None:
         """Begin the copy of a batch, which `build` then puts together, on the stream that the user wants."""
-        memory, buffer = source
         then = _attempt(build) if self._options.transform_stream == "side" else None
-        copy = self._copies.begin(key, memory, nbytes, blocks, then)
-        if buffer is not None:
-            buffer.copy = copy
+        buffer.copy = self._copies.begin(key, buffer.memory, nbytes, blocks, then)
 
     def _finish(self, key: int, build: Callable[[Memory], Any]) -> Any:
         """The batch whose copy was begun."""
@@ -128,8 +120,8 @@ class Staging(_Stage):
         return None if part is None else Source(*part)
 
     def _copy(self, answer: Answer, source: Source) -> None:
-        prepared, build = self._pinner.prepare(source), partial(self._build, answer)
-        self._begin(answer.seq, prepared, source.nbytes, _blocks(answer), build)
+        buffer, build = self._pinner.prepare(source), partial(self._build, answer)
+        self._begin(answer.seq, buffer, source.nbytes, _blocks(answer), build)
 
     def _build(self, answer: Answer, memory: torch.Tensor) -> Any:
         assert answer.handle is not None
@@ -277,7 +269,7 @@ class SerialStaging(_Stage):
             return build(self._no_memory())
         buffer = self._fill_buffer(nbytes, [(*spans[segment], offsets[segment]) for segment in segments])
         self._batches += 1
-        self._begin(self._batches, (buffer.memory, buffer), spec.device_bytes, (), build)
+        self._begin(self._batches, buffer, spec.device_bytes, (), build)
         return self._finish(self._batches, build)
 
     def _carry(self, value: Any) -> Callable[[list[Any], torch.device], Any]:

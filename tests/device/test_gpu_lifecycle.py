@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fastq_loader import DataLoader, Processes, ToDevice, empty, normalize
+from fastq_loader import DataLoader, ToDevice, normalize
 from fastq_loader.device.backend import TorchStager
 from fastq_loader.device.copies import Copies
-from fastq_loader.errors import WorkerReplaced
 from tests.conftest import run_script
 from tests.support.gpu import (
     BATCH,
-    BATCHES,
     MARKS,
-    WIDTH,
     Guard,
     Numbers,
     guarded,
     lag,
     looks_right,
     slow_copies,
-    staging_of,
     warm_loader,
     wrong_batches,
 )
@@ -202,56 +195,3 @@ def test_few_blocks_a_deep_prefetch_and_a_slow_gpu_come_to_an_end(
         with guard.outcome:
             # One with the worker, one that has come, twice `prefetch` under way, and one to spare.
             assert loader.statistics().blocks_grown <= 9
-
-
-@pytest.mark.processes
-@pytest.mark.filterwarnings("ignore::fastq_loader.PinFallback")
-@pytest.mark.parametrize("limit", [0, 1 << 24, 3 << 24])
-def test_little_locked_memory_is_enough(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_copies(monkeypatch)
-    with DataLoader(
-        Numbers(),
-        BATCH,
-        num_workers=2,
-        device=ToDevice("cuda", prefetch=4, pin_limit_bytes=limit),
-    ) as loader:
-        assert wrong_batches(loader, lag) == []
-        assert staging_of(loader).pinned_bytes <= limit
-
-
-class _KilledOnce:
-    """A collate function whose worker is killed when the batch of `value` is half written, the first time."""
-
-    def __init__(self, folder: Path, value: int) -> None:
-        self.folder = folder
-        self.value = value
-
-    def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
-        batch = empty((len(samples), WIDTH), torch.int32)
-        for row, sample in enumerate(samples):
-            batch[row] = sample
-            if sample[0] == self.value and not any(self.folder.iterdir()):
-                (self.folder / "killed").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-        return batch
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
-def test_a_block_that_a_killed_worker_left_half_written_is_not_staged(
-    schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is no run without a guard: what is staged is what was answered, and no single line sees to it."""
-    slow_copies(monkeypatch)
-    with DataLoader(
-        Numbers(),
-        BATCH,
-        num_workers=2,
-        collate_fn=_KilledOnce(tmp_path, 6 * BATCH + 2),
-        schedule=schedule,
-        workers=Processes(max_restarts=1),
-        device="cuda",
-    ) as loader:
-        with pytest.warns(WorkerReplaced, match="SIGKILL"):
-            assert wrong_batches(loader) == []
-        assert staging_of(loader).copies == BATCHES

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 import torch
 from torch.utils._triton import has_triton
-from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, ToDevice, copy_into, normalize
-from tests.support import datasets
-from tests.support.datasets import Made, assert_same
+from tests.support.datasets import Made
 from tests.support.gpu import (
     MARKS,
     lag,
@@ -22,69 +16,6 @@ from tests.support.gpu import (
 
 pytestmark = MARKS
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-SAMPLES = (
-    datasets.tensor_sample,
-    datasets.numpy_sample,
-    datasets.dict_sample,
-    datasets.tuple_sample,
-    datasets.complex_sample,
-    datasets.namedtuple_sample,
-    datasets.large_sample,
-)
-
-
-# ---- parity with torch --------------------------------------------------------------------------------
-
-
-def on_host(value: Any) -> Any:
-    """A batch with its tensors on the host, which must all have been on the device."""
-    if isinstance(value, torch.Tensor):
-        assert value.is_cuda
-        return value.cpu()
-    if isinstance(value, Mapping):
-        return type(value)({key: on_host(part) for key, part in value.items()})  # type: ignore[call-arg]
-    if hasattr(value, "_fields"):
-        return type(value)(*map(on_host, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(on_host, value))
-    return value
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("seed", range(24))
-def test_batches_are_those_of_torch_sent_to_the_device(seed: int) -> None:
-    draw = random.Random(seed)
-    make = draw.choice(SAMPLES)
-    same: dict[str, Any] = {
-        "batch_size": draw.choice([1, 3, 4, 8]),
-        "shuffle": draw.random() < 0.5,
-        "drop_last": draw.random() < 0.5,
-        "num_workers": draw.choice([0, 1, 2]),
-    }
-    own: dict[str, Any] = {
-        "prefetch": draw.choice([1, 2, 3]),
-        "buffers": draw.choice(["fresh", "reuse"]),
-        "pin": draw.choice(["auto", "bounce", "pageable"] + ["register"] * (same["num_workers"] > 0)),
-        "transform_stream": draw.choice(["consumer", "side"]),
-        "transform": draw.choice([None, list_of]),
-    }
-    what = f"seed {seed}: {make.__name__}, {same}, {own}"
-    dataset = Made(make, draw.randrange(9, 20))
-    torch.manual_seed(seed)
-    wanted = list(TorchDataLoader(dataset, **same))
-    torch.manual_seed(seed)
-    with DataLoader(dataset, device=ToDevice("cuda", **own), **same) as loader:
-        found = [on_host(batch) for batch in loader]
-    if own["transform"] is not None:
-        wanted = [[batch] for batch in wanted]
-    assert len(found) == len(wanted), what
-    for number, (one, other) in enumerate(zip(wanted, found, strict=True)):
-        assert_same(one, other, f"{what}, batch {number}")
-
-
-def list_of(batch: Any) -> list[Any]:
-    """A transform that leaves the values as they are."""
-    return [batch]
 
 
 # ---- transforms ---------------------------------------------------------------------------------------

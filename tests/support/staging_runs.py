@@ -270,7 +270,8 @@ class Run:
         first = self.answers.get(head)
         if idle and first and first.handle and not (head in self.staging._copies or "memory" in self.refuse):
             raise Breach("poll begins nothing")
-        falls_back = {*self.refuse} - {"share"} or self.options.pin_limit_bytes is not None  # which waits, once
+        # To fall back takes a wait, once.
+        falls_back = {*self.refuse} - {"share"} or self.options.pin_limit_bytes is not None
         if self.device.waited and not falls_back:
             raise Breach("poll waited for the device")
 
