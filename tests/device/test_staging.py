@@ -413,7 +413,7 @@ def test_a_loader_lives_through_any_number_of_failing_transforms(
 def test_an_error_of_the_transform_does_not_keep_the_workers(late: Late) -> None:
     late()
     device = ToDevice("cuda", transform=fail_with(StopIteration), transform_stream="side")
-    loader = DataLoader(IMAGES(8), 2, num_workers=1, device=device)
+    loader = DataLoader(IMAGES(2), 2, num_workers=1, device=device, persistent_workers=True)
     iterator = iter(loader)
     with pytest.raises(RuntimeError, match="StopIteration"):
         next(iterator)
