@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -327,15 +327,21 @@ def test_streams_of_torch_are_equal_by_device_and_number() -> None:
     assert len({one, same, number, place}) == 3
 
 
-# ---- what is asked of torch -------------------------------------------------------------------------
+# ---- page-locking -----------------------------------------------------------------------------------
 
 
-class Runtime:
-    """Stands for libcudart: notes what is registered, fails on demand."""
+class HostStager(TorchStager):
+    """The host in a device's place, and libcudart as well: notes what is registered, fails on demand."""
+
+    clearings = code = 0
 
     def __init__(self) -> None:
-        self.code = 0
+        self.device = torch.device("cpu")
+        self.side = "side"
         self.registered: dict[int, int] = {}
+
+    def _runtime(self) -> Any:
+        return self
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if not self.code:
@@ -345,48 +351,32 @@ class Runtime:
     def cudaHostUnregister(self, address: int) -> int:
         return 0 if self.registered.pop(address, None) else 1
 
+    def _clear_error(self) -> None:
+        self.clearings += 1
 
-class Nothing:
-    """A context that does nothing."""
+    def _ignore(self, *_: Any) -> None:
+        """Nothing is queued, so there is nothing to wait for."""
 
-    def __init__(self, *_: Any) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    return runtime
+    record = wait = synchronize = current_stream = _ignore  # type: ignore[assignment]
+    _beside = staticmethod(nullcontext)  # type: ignore[assignment]
 
 
 @pytest.fixture
-def stager(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Believes that it has CUDA, over CPU memory: what it does with host memory can be seen."""
-    stager: Any = object.__new__(TorchStager)
-    monkeypatch.setattr(torch.cuda, "device", Nothing)
-    stager._beside = Nothing
-    stager.side = "side"
-    stager.device = SimpleNamespace(type="cuda")
-    stager._clear_error = lambda: cleared.append(True)
-    cleared: list[bool] = []
-    stager.cleared = cleared
-    return stager
+def stager(monkeypatch: pytest.MonkeyPatch) -> HostStager:
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    return HostStager()
 
 
-def test_a_failed_registration_is_cleared(runtime: Runtime, stager: Any) -> None:
-    runtime.code = 304
+def test_a_failed_registration_is_cleared(stager: HostStager) -> None:
+    stager.code = 304
     with pytest.raises(PinFailed, match="cudaHostRegister of 4096 bytes failed with error 304"):
         stager.register(1 << 20, 4096)
-    assert stager.cleared == [True]
+    assert stager.clearings == 1
+    stager.unregister(1 << 20)
+    assert stager.clearings == 2
 
 
-def test_clearing_an_error_launches_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    stager: Any = object.__new__(TorchStager)
-    stager.device = "cuda:0"
+def test_clearing_an_error_launches_a_kernel(stager: HostStager, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def zeros(size: int, device: Any) -> None:
@@ -395,51 +385,42 @@ def test_clearing_an_error_launches_a_kernel(monkeypatch: pytest.MonkeyPatch) ->
             raise RuntimeError("CUDA error: the one before")
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    stager._clear_error()
-    assert calls == ["cuda:0"] * 2
+    TorchStager._clear_error(stager)
+    assert calls == [stager.device] * 2
 
 
-def test_only_cuda_registers(stager: Any) -> None:
-    stager.device = SimpleNamespace(type="xpu")
-    with pytest.raises(PinFailed, match=r"torch.xpu cannot page-lock memory that is there already"):
-        stager.register(1 << 20, 4096)
+def test_only_cuda_registers(stager: HostStager) -> None:
+    with pytest.raises(PinFailed, match=r"torch.cpu cannot page-lock memory that is there already"):
+        TorchStager._runtime(stager)
 
 
-def test_memory_that_cannot_be_pinned_is_said_to(stager: Any) -> None:
-    """As on a machine without an accelerator."""
-    if torch.accelerator.is_available():
-        pytest.skip("needs a machine without an accelerator")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+def test_memory_that_cannot_be_pinned_is_said_to(stager: HostStager) -> None:
     with pytest.raises(PinFailed, match="torch could not page-lock 4096 bytes"):
         stager.pinned(4096)
+    assert stager.clearings == 1
 
 
-def test_the_proof_fails_where_copies_do_nothing(
-    runtime: Runtime, stager: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_proof_fails_where_copies_do_nothing(stager: HostStager, monkeypatch: pytest.MonkeyPatch) -> None:
     """WSL2. The probe is registered and unregistered in any case, and its memory is freed."""
-    stager.device = torch.device("cpu")
-    monkeypatch.setattr(stager, "_runtime", lambda: runtime)
-    for name in ("wait", "synchronize"):
-        monkeypatch.setattr(stager, name, lambda *_: None)
-    monkeypatch.setattr(stager, "record", lambda *_: None)
-    monkeypatch.setattr(stager, "current_stream", lambda: None)
     stager.prove()
     monkeypatch.setattr(stager, "copy_async", lambda *_: None)
     with pytest.raises(PinFailed, match="arrived with other bytes"):
         stager.prove()
-    assert runtime.registered == {}
-    runtime.code = 1
+    assert stager.registered == {}
+    stager.code = 1
     with pytest.raises(PinFailed, match="failed with error 1"):
         stager.prove()
 
 
-def test_a_default_device_changes_nothing(
-    runtime: Runtime, stager: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stager.device = torch.device("cpu")
-    monkeypatch.setattr(stager, "_runtime", lambda: runtime)
-    for name in ("wait", "synchronize", "record", "current_stream"):
-        monkeypatch.setattr(stager, name, lambda *_: None)
+def test_torchs_default_device_changes_nothing(stager: HostStager) -> None:
     with torch.device("meta"):
         assert stager.pageable(8).device.type == "cpu"
         stager.prove()
+
+
+@pytest.mark.parametrize("nbytes", [0, 5])
+def test_memory_at_an_address_is_viewed_and_filled(nbytes: int, stager: HostStager) -> None:
+    source, there = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    stager.fill(there, stager.view(source.data_ptr() + 1, nbytes), nbytes)
+    assert there.tolist() == [*range(1, nbytes + 1), *[0] * (8 - nbytes)]

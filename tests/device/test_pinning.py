@@ -19,6 +19,8 @@ from tests.support.staging_runs import options_for
 
 KIB = 1024
 
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
 
 class Pool:
     """One pool's pinner over a simulated device."""
@@ -174,10 +176,7 @@ def test_without_blocks_a_buffer_that_is_not_locked_takes_the_place_of_one_that_
 
 # ---- whole loaders ----------------------------------------------------------------------------------
 
-loaders = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
-
-@loaders
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("refuse", "modes", "reason"),
@@ -200,7 +199,6 @@ def test_auto_falls_back_and_says_so_once(
     assert reason in staging.pin_reason
 
 
-@loaders
 @pytest.mark.processes
 def test_a_limit_is_said_once_however_many_pools_come_to_it(late: Late) -> None:
     late()
@@ -222,7 +220,6 @@ def test_without_page_locked_memory_batches_still_come(late: Late) -> None:
     assert next(first)[1].tolist() == [2, 3]
 
 
-@loaders
 @pytest.mark.processes
 @pytest.mark.parametrize(("pin", "workers"), [("register", 2), ("register", 0), ("bounce", 0)])
 def test_a_mode_by_name_raises_rather_than_degrade(pin: str, workers: int, late: Late) -> None:
@@ -233,7 +230,6 @@ def test_a_mode_by_name_raises_rather_than_degrade(pin: str, workers: int, late:
             next(iter(loader))
 
 
-@loaders
 @pytest.mark.processes
 @pytest.mark.parametrize("pin", ["register", "auto"])
 def test_the_limit_of_page_locked_bytes_is_kept(pin: str, late: Late) -> None:
@@ -254,7 +250,6 @@ def test_the_limit_of_page_locked_bytes_is_kept(pin: str, late: Late) -> None:
         assert seen[-1][1].pin in (BOUNCE, PAGEABLE)
 
 
-@loaders
 @pytest.mark.processes
 def test_an_interrupt_while_a_block_is_locked_leaves_no_lock(
     late: Late, monkeypatch: pytest.MonkeyPatch

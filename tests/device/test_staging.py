@@ -30,6 +30,8 @@ from tests.support.defects import defects
 from tests.support.late_device import Late, LateStager, image_and_label
 from tests.support.staging_runs import choose, run
 
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
 
 @pytest.mark.filterwarnings("ignore::fastq_loader.PinFallback")
 @settings(max_examples=600, deadline=None)
@@ -96,7 +98,6 @@ def test_a_fence_on_the_wrong_stream_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 # ---- whole loaders: when copies begin, and when memory is free ---------------------------------------
 
-loaders = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 IMAGES = functools.partial(Made, image_and_label)
 
@@ -121,7 +122,6 @@ class Counting(Made):
         return super().__getitem__(index)
 
 
-@loaders
 @pytest.mark.processes
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_the_next_batches_are_on_their_way_when_one_is_handed_out(ahead: int, late: Late) -> None:
@@ -137,7 +137,6 @@ def test_the_next_batches_are_on_their_way_when_one_is_handed_out(ahead: int, la
             assert len(device.copies) == min(at + 1 + ahead, 12)
 
 
-@loaders
 @pytest.mark.processes
 def test_poll_begins_copies_without_a_next(late: Late) -> None:
     device = late()
@@ -149,7 +148,6 @@ def test_poll_begins_copies_without_a_next(late: Late) -> None:
         iterator.poll()  # at the end there is nothing to do, and no error
 
 
-@loaders
 @pytest.mark.processes
 @pytest.mark.parametrize("pin", ["register", "bounce", "pageable"])
 def test_memory_does_not_grow_with_the_epoch(pin: str, late: Late) -> None:
@@ -170,7 +168,6 @@ def shrinking(index: int) -> torch.Tensor:
     return torch.full((400_000 if index < 20 else 90_000,), index % 256, dtype=torch.uint8)
 
 
-@loaders
 @pytest.mark.processes
 def test_pages_go_back_to_the_system_only_when_they_are_not_locked(
     late: Late, monkeypatch: pytest.MonkeyPatch
@@ -193,7 +190,6 @@ def test_pages_go_back_to_the_system_only_when_they_are_not_locked(
         assert trimmed >= 2  # blocks of the large batches
 
 
-@loaders
 @pytest.mark.processes
 def test_what_is_locked_stays_locked_while_batches_are_alike(
     late: Late, monkeypatch: pytest.MonkeyPatch
@@ -215,7 +211,6 @@ def test_what_is_locked_stays_locked_while_batches_are_alike(
         assert undone == [0]  # that of the proof that it works
 
 
-@loaders
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["objects", "text"])
 def test_batches_without_tensors_leave_no_blocks_behind(kind: str, late: Late) -> None:
@@ -227,7 +222,6 @@ def test_batches_without_tensors_leave_no_blocks_behind(kind: str, late: Late) -
     assert device.copies == []
 
 
-@loaders
 @pytest.mark.processes
 def test_reuse_overwrites_a_batch_after_the_next_one_was_asked_for(late: Late) -> None:
     late()
@@ -254,7 +248,6 @@ class Reordered(Sampler[int]):
         return iter(random.Random(self.epoch).sample(range(self.size), self.size))
 
 
-@loaders
 @pytest.mark.processes
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("beside", ["consumer", "side"])
@@ -281,7 +274,6 @@ def test_an_epoch_that_is_broken_off_leaves_nothing_under_way(
     assert staging_of(loader).pinned_bytes == 0
 
 
-@loaders
 @pytest.mark.processes
 @pytest.mark.parametrize("ending", ["close", "drop"])
 def test_copies_are_drained_before_memory_goes(ending: str, late: Late) -> None:
@@ -316,7 +308,6 @@ print(next(iterator)[1].tolist())
     assert (result.returncode, result.stdout.strip(), result.stderr) == (0, "[0, 1]", "")
 
 
-@loaders
 @pytest.mark.processes
 def test_an_interrupt_while_copies_are_drained_leaves_the_rest_to_the_next_close(
     late: Late, monkeypatch: pytest.MonkeyPatch
@@ -368,7 +359,6 @@ def fail_at(label: int, kind: type[BaseException]) -> Any:
     return transform
 
 
-@loaders
 @pytest.mark.processes
 @WORKERS
 @pytest.mark.parametrize("beside", ["consumer", "side"])
@@ -385,7 +375,6 @@ def test_an_error_of_the_transform_has_its_place(workers: int, beside: str, late
     loader.close()
 
 
-@loaders
 @pytest.mark.processes
 @pytest.mark.parametrize("buffers", ["fresh", "reuse"])
 @WORKERS
@@ -408,7 +397,6 @@ def test_a_loader_lives_through_any_number_of_failing_transforms(
         assert [labels.tolist() for _, labels in iterator] == [[at, at + 1] for at in range(24, 48, 2)]
 
 
-@loaders
 @pytest.mark.processes
 def test_an_error_of_the_transform_does_not_keep_the_workers(late: Late) -> None:
     late()
@@ -425,7 +413,6 @@ def test_an_error_of_the_transform_does_not_keep_the_workers(late: Late) -> None
         gc.enable()
 
 
-@loaders
 @pytest.mark.processes
 def test_a_device_without_memory_is_an_error_at_its_place(
     late: Late, monkeypatch: pytest.MonkeyPatch
@@ -443,7 +430,6 @@ def test_a_device_without_memory_is_an_error_at_its_place(
         assert [labels.tolist() for _, labels in iterator] == [[at, at + 1] for at in range(8, 30, 2)]
 
 
-@loaders
 @pytest.mark.processes
 def test_batches_that_could_not_be_copied_leave_no_blocks_behind(
     late: Late, monkeypatch: pytest.MonkeyPatch
@@ -477,7 +463,6 @@ class Deadly(Echo):
         return image, index
 
 
-@loaders
 @pytest.mark.processes
 def test_what_a_dead_worker_left_half_written_is_never_copied(tmp_path: Path, late: Late) -> None:
     late()
