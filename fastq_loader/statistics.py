@@ -54,11 +54,9 @@ class LateBatch:
     seconds: float
 
 
-@dataclass
+@frozen
 class StagingStatistics:
     """What was copied to the device, since the loader was made unless said otherwise.
-
-    `DataLoader.statistics()` gives a copy, which later counting does not change.
 
     Attributes:
         device: which.
@@ -158,6 +156,14 @@ class WorkerCounters(_Counting, WorkerStatistics):
         self._finished_ns = 0
 
 
+class StagingCounters(_Counting, StagingStatistics):
+    """Counts for the way to a device."""
+
+    def snapshot(self) -> StagingStatistics:
+        """What was counted so far."""
+        return StagingStatistics(**_values(self))
+
+
 class Counters(_Counting, LoaderStatistics):
     """Counts for a loader. `late_batches`, `worker_restarts` and what is said of blocks are found when a
     snapshot is taken."""
@@ -194,5 +200,5 @@ class Counters(_Counting, LoaderStatistics):
         )
 
 
-def _values(counters: LoaderStatistics | WorkerStatistics) -> dict[str, Any]:
+def _values(counters: LoaderStatistics | WorkerStatistics | StagingStatistics) -> dict[str, Any]:
     return {field.name: getattr(counters, field.name) for field in fields(counters)}

@@ -200,7 +200,10 @@ class EventLoop:
         for instruction in instructions:
             outcome = _ACTIONS[type(instruction)](self, instruction)
             if outcome is not None:
-                return outcome
+                try:
+                    return outcome
+                finally:
+                    del outcome  # an error holds this frame by its traceback
         return None
 
     def _draw(self, draw: Draw) -> None:
@@ -239,9 +242,12 @@ class EventLoop:
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
             self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
         outcome = self._delivery.hand_out(deliver)
-        if self._delivery.staging is not None:
-            self._stage_ahead(self._delivery.staging)
-        return outcome
+        try:
+            if self._delivery.staging is not None:
+                self._stage_ahead(self._delivery.staging)
+            return outcome
+        finally:
+            del outcome  # an error holds this frame by its traceback
 
     def _finish(self, finish: Finish) -> Ended:
         return ENDED

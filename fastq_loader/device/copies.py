@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from fastq_loader.device.options import ToDevice
-    from fastq_loader.statistics import StagingStatistics
+    from fastq_loader.statistics import StagingCounters
 
 Stream = Hashable
 Event = Any
@@ -161,7 +161,7 @@ class Copies:
         statistics: the loader's.
     """
 
-    def __init__(self, stager: Stager, options: ToDevice, statistics: StagingStatistics) -> None:
+    def __init__(self, stager: Stager, options: ToDevice, statistics: StagingCounters) -> None:
         self._stager = stager
         self._statistics = statistics
         # A consumer that never waits for its device would run ahead of it for ever, and hold as many blocks.

@@ -22,7 +22,7 @@ from fastq_loader.errors import PinFailed, PinFallback, warn_user
 if TYPE_CHECKING:
     from fastq_loader.device.options import ToDevice
     from fastq_loader.memory.arena import Mapping
-    from fastq_loader.statistics import StagingStatistics
+    from fastq_loader.statistics import StagingCounters
 
 AUTO, REGISTER, BOUNCE, PAGEABLE = "auto", "register", "bounce", "pageable"
 #: What `pin` may be; "auto" takes the first of the others that works.
@@ -37,7 +37,7 @@ class PinPolicy:
         statistics: the loader's; `pin` in it is the mode of blocks that are not registered.
     """
 
-    def __init__(self, options: ToDevice, statistics: StagingStatistics) -> None:
+    def __init__(self, options: ToDevice, statistics: StagingCounters) -> None:
         self.options = options
         self.statistics = statistics
         self._proven = False

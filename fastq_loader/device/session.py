@@ -7,13 +7,12 @@ the first epoch begins, after its workers were started.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastq_loader.device.backend import TorchStager
 from fastq_loader.device.copies import Copies
 from fastq_loader.device.pinning import Pinner, PinPolicy
-from fastq_loader.statistics import StagingStatistics
+from fastq_loader.statistics import StagingCounters, StagingStatistics
 
 if TYPE_CHECKING:
     from fastq_loader.device.options import ToDevice
@@ -33,7 +32,7 @@ class DeviceSession:
     def __init__(self, options: ToDevice) -> None:
         assert options.target is not None, "batches that stay on the host need no session"
         self.options = options
-        self.statistics = StagingStatistics(str(options.target))
+        self.statistics = StagingCounters(str(options.target))
         self._target = options.target
         self._policy = PinPolicy(options, self.statistics)
         self._stager: TorchStager | None = None  # once it was opened
@@ -63,7 +62,7 @@ class DeviceSession:
 
     def snapshot(self) -> StagingStatistics:
         """The statistics now."""
-        return replace(self.statistics)
+        return self.statistics.snapshot()
 
     def refuse_capture(self) -> None:
         """Raise RuntimeError while the current stream is captured into a CUDA graph: events cannot be queried

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from fastq_loader import DataLoader, StagingStatistics, ToDevice
+from fastq_loader import DataLoader, ToDevice
 from fastq_loader.device import backend, options
 from fastq_loader.device.backend import TorchStager, parse, visible
 from fastq_loader.device.copies import Copies
 from fastq_loader.errors import PinFailed
 from fastq_loader.packing.tensors import accelerator, current_stream, is_captured
+from fastq_loader.statistics import StagingCounters
 from tests.conftest import run_script
 from tests.support.fake_accelerator import KIND, FakeAccelerator, Memory, fake_accelerator
 from tests.support.staging_runs import options_for
@@ -277,7 +278,7 @@ def test_batches_arrive_in_order_on_any_stream(elsewhere: bool, buffers: str, fa
     """Without record_stream, too: the stream that reads a batch has it in memory of its own."""
     stager = FakeStager(fake)
     assert not stager.shares
-    copies = Copies(stager, options_for(prefetch=1, buffers=buffers), StagingStatistics(KIND))
+    copies = Copies(stager, options_for(prefetch=1, buffers=buffers), StagingCounters(KIND))
     streams = [stager.current_stream(), fake._new(0) if elsewhere else stager.current_stream()]
     seen: list[list[int]] = []
     for key in range(6):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.device.copies import Copies
-from fastq_loader.statistics import StagingStatistics
+from fastq_loader.statistics import StagingCounters
 from tests.support.simulated_device import OTHER, Host, SimulatedDevice
 from tests.support.staging_runs import options_for
 
@@ -22,7 +22,7 @@ class Pool:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.device = SimulatedDevice(0)
         monkeypatch.setattr(self.device, "query", lambda event: event.token.over)
-        self.statistics = StagingStatistics("simulated")
+        self.statistics = StagingCounters("simulated")
         self.copies = Copies(self.device, options_for(**options), self.statistics)
 
     def begin(self, key: int) -> Any:
@@ -88,7 +88,7 @@ def test_waiting_for_a_copy_waits_for_those_before_it(monkeypatch: pytest.Monkey
 @given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=20), prefetch=st.integers(1, 3))
 def test_a_ring_has_one_slab_more_than_are_prefetched(sizes: list[int], prefetch: int) -> None:
     device = SimulatedDevice(1)
-    copies = Copies(device, options_for(prefetch=prefetch, buffers="reuse"), StagingStatistics(""))
+    copies = Copies(device, options_for(prefetch=prefetch, buffers="reuse"), StagingCounters(""))
     memories = []
     for key, size in enumerate(sizes):
         copies.turn()

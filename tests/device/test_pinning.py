@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from fastq_loader import DataLoader, PinFailed, PinFallback, StagingStatistics, ToDevice
+from fastq_loader import DataLoader, PinFailed, PinFallback, ToDevice
 from fastq_loader.device.copies import Copies
 from fastq_loader.device.pinning import BOUNCE, PAGEABLE, PIN_MODES, REGISTER, Pinner, PinPolicy, Source
+from fastq_loader.statistics import StagingCounters
 from tests.conftest import of_kind
 from tests.support.datasets import Made
 from tests.support.late_device import Late, image_and_label
@@ -27,7 +28,7 @@ class Pool:
 
     def __init__(self, in_blocks: bool, refuse: tuple[str, ...] = (), **options: Any) -> None:
         self.device = SimulatedDevice(0, refuse)
-        self.statistics = StagingStatistics("simulated")
+        self.statistics = StagingCounters("simulated")
         given = options_for(**options)
         self.copies = Copies(self.device, given, self.statistics)
         self.policy = PinPolicy(given, self.statistics)
