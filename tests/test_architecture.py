@@ -115,7 +115,7 @@ def siblings(module: str) -> set[str]:
 
 def test_the_walk_finds_imports_of_every_kind() -> None:
     assert "memory.pool" in siblings("scheduling.scheduler")
-    assert {"packing.pickling", "memory.allocator"} <= siblings("workers.main"), "from a import b, c"
+    assert {"reading.collate", "memory.allocator"} <= siblings("workers.main"), "from a import b, c"
     assert "loader" not in siblings("iterators.base"), "an import for the type checker alone"
 
 

@@ -100,10 +100,10 @@ class Receiver:
                 raise ProtocolError(f"outcome {outcome} with a handle that it does not have, or without one")
             return answer
         handle = self._unpacker.learn(worker, handle)
-        if not handle.places:
+        if not handle.segments:
             return answer._replace(handle=handle)
         fresh = dict(answer.fresh)
-        for offset, size, _ in handle.places:
+        for offset, size, _ in handle.segments:
             if size != fresh.get(offset, self._scheduler.pool.size_of(offset)):
                 raise ProtocolError(f"a handle that names a block of {size} bytes at {offset}, where none is")
         return answer._replace(handle=handle, used=self._unpacker.used(handle))

@@ -25,11 +25,11 @@ from fastq_loader.ipc.messages import Answer
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.ledger import device_aligned
 from fastq_loader.packing import pickling
-from fastq_loader.packing.aliasing import bound_places, extents_of
-from fastq_loader.packing.pack import SPECS, Walker
-from fastq_loader.packing.spec import Spec
+from fastq_loader.packing.aliasing import device_segments, segments_of
+from fastq_loader.packing.spec import SPECS, Spec
 from fastq_loader.packing.tensors import moved
 from fastq_loader.packing.unpack import Unpacker
+from fastq_loader.packing.walker import Walker
 from fastq_loader.system.interrupts import refuse_interrupt
 
 
@@ -253,15 +253,15 @@ class SerialStaging(_Stage):
         tree = walker.walk(batch)
         values, objects = walker.values, [self._carry(value) for value in walker.objects]
         leaves = list(walker.leaves)  # the user's own; in the walker's list arrays are made contiguous
-        metas, spans = extents_of(walker.leaves)
-        segments, offsets, nbytes = bound_places(metas), [-1] * len(spans), 0
+        metas, spans = segments_of(walker.leaves)
+        segments, offsets, nbytes = device_segments(metas), [-1] * len(spans), 0
         for segment in segments:
             offsets[segment] = nbytes
             nbytes += device_aligned(spans[segment][1] - spans[segment][0])
         spec = self._spec((tree, metas, tuple([end - start for start, end in spans]), tuple(offsets)))
 
         def build(memory: torch.Tensor) -> Any:
-            spec.look(memory, leaves)
+            spec.fill_device(memory, leaves)
             there = [carried(leaves, memory.device) for carried in objects]
             return self._options.apply_transform(spec.build(leaves, iter(values), there))
 
@@ -285,7 +285,7 @@ class SerialStaging(_Stage):
 
         data = b""
         try:
-            data = pickling.dump(value, add_leaf, storages_stay=True)
+            data = pickling.dump(value, add_leaf, for_device=True)
         except UnpicklableError:
             if has_tensors:
                 raise

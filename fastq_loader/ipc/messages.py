@@ -123,18 +123,19 @@ class Handle(NamedTuple):
     Attributes:
         spec_id: the number under which the worker knows the batch's spec.
         spec: the spec itself the first time that this worker names it, else None; in the consumer the
-            compiled `unpacking.Spec`, from its arrival on.
+            compiled `packing.spec.Spec`, from its arrival on.
         values: the plain leaves (int, float, str, bytes, bool, None), in the order of the tree.
         parcel: the small leaves' bytes, if they travel in the message, else None.
-        places: blocks (offset, size, bytes into the block) of the parcel, if it lies in one, and
-            then of the large leaves.
+        segments: where the segments lie that are not in the message, as (offset and size of the block, bytes
+            into it): the parcel, with its size as the third number, if it lies in a block; the part for a
+            device; the large ones.
     """
 
     spec_id: int
     spec: Any
     values: tuple[Any, ...]
     parcel: bytes | None
-    places: tuple[tuple[int, int, int], ...]
+    segments: tuple[tuple[int, int, int], ...]
 
 
 class Answer(NamedTuple):
@@ -381,13 +382,13 @@ def _answer(
     return Answer(epoch, seq, attempt, outcome, started, finished, fresh, returned, handle)
 
 
-def _handle(spec_id: Any, spec: Any, values: Any, parcel: Any, places: Any) -> Handle:
+def _handle(spec_id: Any, spec: Any, values: Any, parcel: Any, segments: Any) -> Handle:
     if type(values) is not tuple or not (parcel is None or type(parcel) is bytes):
         raise ProtocolError("a handle whose values or parcel are none")
     _check_counts((spec_id,))
-    if places != ():
-        _check_blocks(places, 3, tuple)
-    return Handle(spec_id, spec, values, parcel, places)
+    if segments != ():
+        _check_blocks(segments, 3, tuple)
+    return Handle(spec_id, spec, values, parcel, segments)
 
 
 def _unpack(frame: bytes, *, use_list: bool) -> Any:

@@ -1,24 +1,23 @@
-"""The shared memory of one pool of workers: one memfd, its mapping, and the leases of what users look at.
+"""The shared memory of one pool of workers: one memfd, its mapping, and the leases of what users reference.
 
-Runs in the consumer (`Arena`, `Lease`) and in its workers (`Mapping`). Who may use a block is decided by
-the ledger (`blocks`) and the worker's allocator; this module only knows addresses.
+Runs in the consumer (`Arena`, `Lease`) and in its workers (`Mapping`). The ledger and the worker's allocator
+decide who may use a block; this module only knows addresses.
 
 The memfd is sparse: it is as long as all that its blocks could ever take, and costs the pages that were
-written. So everybody maps it once, growing takes no coordination, and one descriptor is all there is. Where
-a limit of the address space (`ulimit -v`) leaves no room for that, everybody maps the blocks that it looks at
-or writes to, each for as long. Each worker makes new blocks in a part of the range that is its own. memfd
-memory is not bound by the size of /dev/shm, has no name, and goes with its last holder.
+written. So every process maps it once, growing takes no coordination, and there is only one descriptor. Where
+a limit of the address space (`ulimit -v`) leaves no room for that, each process maps the blocks that it reads
+or writes, one by one, for as long as it does. Each worker makes new blocks in a part of the range that is its
+own. The memory of a memfd is not bound by the size of /dev/shm, has no name, and goes with its last holder.
 
-Leases follow rule 8: the finalizer appends to a queue. After the loader was closed nobody reads that
-queue, and the dying lease gives its pages back to the system itself: one system call on addresses that
-nobody else can reach any more.
+A finalizer may run on any thread, at any moment. So that of a lease only appends to a queue. Once the loader
+is closed nobody reads that queue, and the dying lease gives its pages back to the system itself: one system
+call on addresses that nobody else can reach any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import mmap
 import os
 from collections import deque
@@ -26,29 +25,29 @@ from typing import Any
 
 import numpy as np
 
-from fastq_loader.memory.forks import Onlookers, moment
+from fastq_loader.memory.forks import ForkedChildren, moment
 from fastq_loader.memory.ledger import PAGE, SMALLEST
 from fastq_loader.system import calls, process_id
 
 AVAILABLE = calls.AVAILABLE
 
-#: Length of an arena: four times the machine's memory, so that all of it fits in batches that a user keeps,
-#: also when some workers make more of them than others. At most 4 TiB, because an arena stays mapped as long
-#: as one of its batches is kept and x86-64 gives a process 128 TiB.
+#: Length of an arena: four times the machine's memory. So all of the memory can be in batches that a user
+#: keeps, also where some workers make more of them than others. At most 4 TiB: an arena stays mapped as long
+#: as one of its batches is kept, and x86-64 gives a process 128 TiB.
 _OVERCOMMIT = 4
 _LARGEST = 4 << 40
 _SMALLEST = 64 << 20
-#: It is mapped as a whole where that takes at most a quarter of RLIMIT_AS, which others live on too. Where it
-#: does not, it is at most 16 times as long as the limit: its tables, which are mapped, take 1/512 of that.
+#: It is mapped as a whole where that takes at most a quarter of RLIMIT_AS, which is not there for the arena
+#: alone. Else it is at most 16 times as long as the limit: its tables, which are mapped, take 1/512 of that.
 _SHARE, _BEYOND = 4, 16
-#: Part of RLIMIT_AS that may be taken by what is kept mapped for the next time.
+#: Part of RLIMIT_AS for blocks that stay mapped for the next time.
 _KEPT_SHARE = 32
+_AT_ONCE = 1 << 30  # bytes of one read; Linux reads up to 2 GiB
 
-#: Words of the table of claims, see `claims`.
+#: Words of the claim table, see `ipc.claim_table`.
 CLAIMS = 1 << 15
 
 # Not every Python knows the names of these; numbers from <asm-generic/mman-common.h>.
-_AT_ONCE = 1 << 30  # bytes of one read
 _MADV_DONTDUMP, _MADV_REMOVE, _MADV_POPULATE_WRITE = 16, 9, 23
 
 
@@ -59,12 +58,12 @@ class Mapping:
         fd: the memfd; it stays the caller's, and open if it is not mapped as a whole.
         length: its bytes.
         regions: equal parts that the range is cut into, one for each worker.
-        whole: map all of it. Else parts are mapped while somebody needs them, see `reach`.
+        whole: map all of it. Else parts are mapped while they are in use, see `reach`.
 
     Attributes:
         base: address of its first byte, if it is mapped as a whole.
         memory: its bytes, if it is mapped as a whole.
-        claims: the table of who loads which batch, 64-bit words.
+        claims: the table that says who loads which batch, in 64-bit words.
 
     Raises:
         OSError: there is not enough address space.
@@ -74,14 +73,14 @@ class Mapping:
         self.length = length
         self.whole = whole
         self._fd = fd
-        # Parts (offset, bytes) that were needed of late: mapping them anew costs a fault for each page.
+        # Parts (offset, bytes) that were used of late: mapping them anew costs a fault for each page.
         self._mapped: dict[tuple[int, int], calls.Piece] = {}
         self._budget = 0 if whole else (calls.address_space_limit() or _LARGEST) // _KEPT_SHARE
-        # At the end of the range two words for every possible start of a block: see `was_let_go`.
+        # At the end of the range: two words for every possible start of a block (see `is_released`), claims.
         table = length // PAGE * PAGE - CLAIMS * 8
         words = (table - length // SMALLEST * 8) // PAGE * PAGE
         self._region = words // regions // SMALLEST * SMALLEST
-        first = 0 if whole else words  # the tables are always looked at
+        first = 0 if whole else words  # the tables are always mapped
         self._map = mmap.mmap(fd, length - first, offset=first)
         self._map.madvise(_MADV_DONTDUMP)
         self._anchor = ctypes.c_char.from_buffer(self._map)  # keeps the address valid
@@ -123,10 +122,10 @@ class Mapping:
             return calls.Piece(self._fd, offset, nbytes)
 
     def forget(self) -> None:
-        """Keep nothing mapped that nobody needs now."""
+        """Keep nothing mapped that is not in use."""
         self._mapped.clear()
 
-    def look(self, offset: int, nbytes: int) -> memoryview | bytes:
+    def read(self, offset: int, nbytes: int) -> memoryview | bytes:
         """Some bytes, to be copied at once."""
         if self.whole:
             return self.memory[offset : offset + nbytes]
@@ -146,16 +145,16 @@ class Mapping:
             source, offset = source[written:], offset + written
 
     # The words of a block hold the number of its last lease, and the number of the last lease that died.
-    # The consumer writes them and the worker to which the block is promised reads them. Numbers rather
+    # The consumer writes them, and the worker to which the block is promised reads them. Numbers rather
     # than a flag, because a finalizer may be held up on its thread until after the block's next lease.
 
-    def leased(self, offset: int, number: int) -> None:
+    def mark_leased(self, offset: int, number: int) -> None:
         self._words[offset // SMALLEST * 2] = number
 
-    def let_go(self, offset: int, number: int) -> None:
+    def mark_released(self, offset: int, number: int) -> None:
         self._words[offset // SMALLEST * 2 + 1] = number
 
-    def was_let_go(self, offset: int) -> bool:
+    def is_released(self, offset: int) -> bool:
         """Whether the last lease on a block has died."""
         at = offset // SMALLEST * 2
         return self._words[at] == self._words[at + 1]
@@ -168,8 +167,8 @@ class Mapping:
             calls.punch_hole(self._fd, offset, size)
 
     def populate(self, offset: int, size: int) -> None:
-        """Make this process see the pages of a range, and have them be there."""
-        with contextlib.suppress(OSError):  # Linux before 5.14: they come when they are looked at
+        """Put the pages of a range into memory, and into this process's page table."""
+        with contextlib.suppress(OSError):  # Linux before 5.14: they come when they are touched
             self._map.madvise(_MADV_POPULATE_WRITE, offset, size)
 
 
@@ -185,8 +184,8 @@ class Arena:
         fd: the memfd, -1 once retired.
         mapping: where it is mapped.
         released: blocks whose last view died: offset, and the moments of the lease's birth and death if a
-            forked child may look at it, else zeros.
-        onlookers: the children that were forked while somebody looked at a block.
+            forked child may see the block, else zeros.
+        children: those that were forked while a block was leased.
         retired: the loader was closed.
 
     Raises:
@@ -197,14 +196,13 @@ class Arena:
         self.pid = process_id.current()
         self.fd = calls.memfd_create("fastq_loader")
         self.mapping = self._map_largest(regions, whole)
-        # No process can cut the memory short under another one's feet (that would be SIGBUS).
+        # No process can cut the memory short while another one uses it (that would be SIGBUS).
         calls.seal_length(self.fd)
         self.released: deque[tuple[int, int, int]] = deque()
         self.retired = False
-        self.onlookers = Onlookers()  # counts the leases that have not been heard to die
+        self.children = ForkedChildren()  # its count: leases that have not been read from `released`
         self._number = 0  # of the last lease
-        # Blocks that a forked child may look at, as in `released`.
-        self._quarantine: list[tuple[int, int, int]] = []
+        self._quarantine: list[tuple[int, int, int]] = []  # of `released`: what a forked child may see
 
     def _map_largest(self, regions: int, whole: bool) -> Mapping:
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -227,49 +225,42 @@ class Arena:
                 if length < _SMALLEST:
                     raise
 
-    def lease(
-        self,
-        block: tuple[int, int],
-        delta: int,
-        shape: tuple[int, ...],
-        typestr: str,
-        strides: tuple[int, ...] | None = None,
-    ) -> np.ndarray[Any, Any]:
-        """A writable array over a block (offset, size), from `delta` bytes into it.
+    def lease(self, block: tuple[int, int], into: int, nbytes: int) -> np.ndarray[Any, Any]:
+        """A writable array of bytes in a block (offset, size), from `into` bytes into it.
 
         The block stays in use until the array and everything made of it are gone.
 
         Raises:
             MemoryError: there is not enough address space; the block is to be abandoned.
         """
-        at = block[0] + delta
-        nbytes = 0 if self.mapping.whole else _extent(shape, typestr, strides)
-        address, memory = self.mapping.reach(at, nbytes)
-        self.onlookers.count += 1
+        mapping = self.mapping
+        address, memory = mapping.reach(block[0] + into, nbytes)
+        self.children.owned += 1
         self._number = self._number % 0xFFFFFFFF + 1  # 32 bits; 0 is what new memory reads
-        self.mapping.leased(block[0], self._number)
-        return np.asarray(Lease(self, self._number, block, address, memory, shape, typestr, strides))
+        mapping.mark_leased(block[0], self._number)
+        interface = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
+        return np.asarray(Lease(self, self._number, block, memory, interface))
 
     def abandon(self, offset: int) -> None:
         """A block that should be leased is not: it counts as released."""
-        self.onlookers.count += 1
+        self.children.owned += 1
         self.released.append((offset, 0, 0))
 
     def released_blocks(self) -> list[int]:
-        """Offsets of the blocks whose last view died since the last call, and that no child looks at."""
+        """Offsets of the blocks whose last view died since the last call, and that no child may see."""
         free = []
         while self.released:
             offset, born, died = self.released.popleft()
-            self.onlookers.count -= 1
+            self.children.owned -= 1
             if died:
                 self._quarantine.append((offset, born, died))
             else:
                 free.append(offset)
         if self._quarantine:
-            self.onlookers.reap()
+            self.children.reap()
             entries, self._quarantine = self._quarantine, []
             for offset, born, died in entries:
-                if self.onlookers.saw(born, died):
+                if self.children.may_see(born, died):
                     self._quarantine.append((offset, born, died))
                 else:
                     free.append(offset)
@@ -289,7 +280,7 @@ class Arena:
             self.mapping.forget()
             fd, self.fd = self.fd, -1
             os.close(fd)
-        self.onlookers.close()
+        self.children.close()
 
     def __del__(self) -> None:
         # Retired arenas have closed it; this is for one whose engine was interrupted while it was made.
@@ -297,66 +288,36 @@ class Arena:
             os.close(self.fd)
 
 
-def _extent(shape: tuple[int, ...], typestr: str, strides: tuple[int, ...] | None) -> int:
-    """Bytes from the first element of an array to the end of its last one."""
-    itemsize = np.dtype(typestr).itemsize
-    if strides is None or 0 in shape:
-        return math.prod(shape) * itemsize
-    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + itemsize
-
-
 class Lease:
-    """Somebody looks at a block: lives as long as the last array or tensor over it.
+    """A reference to a block: lives as long as the last array or tensor over it.
 
     numpy's array interface makes this object the base of the array; `torch.from_numpy` keeps the array.
     """
 
-    __slots__ = (
-        "__array_interface__",
-        "__weakref__",
-        "_arena",
-        "_born",
-        "_memory",
-        "_number",
-        "_offset",
-        "_size",
-    )
+    __slots__ = ("__array_interface__", "_arena", "_block", "_born", "_memory", "_number")
 
     def __init__(
-        self,
-        arena: Arena,
-        number: int,
-        block: tuple[int, int],
-        address: int,
-        memory: Any,
-        shape: tuple[int, ...],
-        typestr: str,
-        strides: tuple[int, ...] | None = None,
+        self, arena: Arena, number: int, block: tuple[int, int], memory: Any, interface: dict[str, Any]
     ) -> None:
-        self._offset, self._size = block
-        self._memory = memory  # keeps the address valid
+        self.__array_interface__ = interface
         self._arena = arena
         self._number = number
+        self._block = block
+        self._memory = memory  # keeps the address valid
         self._born = moment()
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "shape": shape,
-            "typestr": typestr,
-            "strides": strides,
-        }
 
     def __del__(self, getpid: Any = process_id.current) -> None:
         arena = self._arena
         if arena.pid != getpid():
             return  # the parent's block: a forked child has nothing to give back
+        offset, size = self._block
         died = moment()
-        seen = arena.onlookers.saw(self._born, died)  # by a forked child that may still look at it
+        seen = arena.children.may_see(self._born, died)
         if not arena.retired:
-            arena.released.append((self._offset, self._born, died) if seen else (self._offset, 0, 0))
+            arena.released.append((offset, self._born, died) if seen else (offset, 0, 0))
             if not seen:
-                arena.mapping.let_go(self._offset, self._number)
+                arena.mapping.mark_released(offset, self._number)
         elif not seen and arena.mapping.whole:
-            arena.mapping.punch(self._offset, self._size)
+            arena.mapping.punch(offset, size)
         elif not seen:
             self._memory.punch()

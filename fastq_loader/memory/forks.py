@@ -1,17 +1,18 @@
-"""The children that user code forks, and until when they may look at what was there.
+"""The children that user code forks, and until when they may see what was in shared memory.
 
 Runs in the consumer and in workers, on whatever thread forks. A child goes on seeing the shared memory that
-was there at the fork, as it is now. So what somebody looked at then stays out of use until the child has
-ended, or runs another program. `Onlookers` says so to its owner: the arena, for what the user looks at, or a
-worker's allocator, for what a batch is being written to.
+was there at the fork, as it is now. So whatever was referenced then stays out of use until the child has
+ended or runs another program. `ForkedChildren` tells its owner: the arena, for what the user references,
+and a worker's allocator, for what a batch is being written to.
 
 The child holds one end of a pipe, which closes when it and its own children are gone. Where descriptors are
-used up there is no pipe: nobody knows when it ends, and it counts as alive as long as its owner is in use.
+used up there is no pipe: nobody knows when the child ends, and it counts as alive as long as its owner is in
+use.
 
-When something happened is told by moments: numbers that grow from call to call, on all threads. A fork is not
-one moment, because other threads go on between its hooks: what was made before it ended may be seen.
+Points in time are moments: numbers that grow from call to call, on all threads. A fork takes more than one
+moment, because other threads go on between its hooks: the child may see what was made before the fork ended.
 
-The hooks raise nothing: an error in one would be printed, and the fork would go on without the rest of it.
+The hooks raise nothing: Python would print the error, and the fork would go on without the rest of the hook.
 """
 
 from __future__ import annotations
@@ -39,63 +40,52 @@ class _Child:
 
     Attributes:
         began, ended: moments before and after the fork.
+        read, write: the ends of its pipe, in lists, out of which only one thread can take a descriptor.
     """
 
-    __slots__ = ("_read", "_write", "began", "ended")
+    __slots__ = ("began", "ended", "read", "write")
 
     def __init__(self, watched: bool) -> None:
         self.began = moment()
         self.ended = _NEVER
-        # In lists, out of which one thread takes a descriptor once.
-        self._read: list[int] = []
-        self._write: list[int] = []
+        self.read: list[int] = []
+        self.write: list[int] = []
         if watched:
-            with contextlib.suppress(OSError):  # they are used up
+            with contextlib.suppress(OSError):  # descriptors are used up
                 read, write = os.pipe()
-                self._read.append(read)
-                self._write.append(write)
-
-    def saw(self, born: int, died: int) -> bool:
-        return born < self.ended and died > self.began
+                self.read.append(read)
+                self.write.append(write)
 
     def gone(self) -> bool:
         """Whether it is known to have ended, with its own children, or to run another program."""
-        return self.ended < _NEVER and bool(self._read and calls.readable(self._read, 0))
-
-    def forget_its_end(self) -> None:
-        """Nobody will ask any more whether it is gone."""
-        _close(self._read)
-
-    def let_go(self) -> None:
-        """Only the child itself holds the other end."""
-        _close(self._write)
+        return self.ended < _NEVER and bool(self.read and calls.readable(self.read, 0))
 
 
 def _close(descriptors: list[int]) -> None:
-    with contextlib.suppress(IndexError):
+    with contextlib.suppress(IndexError):  # it is closed already
         os.close(descriptors.pop())
 
 
-class Onlookers:
-    """The children that may look at what their owner has.
+class ForkedChildren:
+    """The children that may see what their owner has.
 
     Attributes:
-        count: things that its owner has now; while it is 0 a fork is none of its business. The owner counts a
-            thing before it asks for the moment of its birth.
+        owned: number of things that the owner has now; a fork while it is 0 does not count. The owner counts
+            a thing before it asks for the moment of its birth.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.owned = 0
         self._children: list[_Child] = []
         self._closed = False
         _registry[id(self)] = self
 
-    def saw(self, born: int, died: int) -> bool:
-        """Whether a child that was alive when `reap` was called last may look at what was there from one
-        moment to another. Makes no system call, and may be called on any thread."""
+    def may_see(self, born: int, died: int) -> bool:
+        """Whether a child that was alive at the last `reap` may see what was there between two moments. Makes
+        no system call, and may be called on any thread."""
         if not self._children:
             return False
-        return any(child.saw(born, died) for child in tuple(self._children))
+        return any(born < child.ended and died > child.began for child in tuple(self._children))
 
     def reap(self) -> None:
         """Forget the children that are gone."""
@@ -108,73 +98,73 @@ class Onlookers:
         forked later too."""
         self._closed = True
         for child in tuple(self._children):
-            child.forget_its_end()
+            _close(child.read)
 
     def _forget(self, child: _Child) -> None:
         with contextlib.suppress(ValueError):  # another thread has done it
             self._children.remove(child)
-        child.forget_its_end()
+        _close(child.read)
 
     # ---- the hooks ----------------------------------------------------------------------------
 
     def forking(self) -> _Child:
-        self.reap()  # else every fork would cost a descriptor while nothing is let go
+        self.reap()  # else every fork would cost a descriptor while no block is released
         child = _Child(watched=not self._closed)
         self._children.append(child)
         return child
 
     def forked(self, child: _Child) -> None:
         child.ended = moment()
-        child.let_go()
-        if not self.count:
+        _close(child.write)  # only the child itself holds it now
+        if not self.owned:
             self._forget(child)
-        elif self._closed:  # the latest saw all that those before it saw
+        elif self._closed:  # the latest child saw all that those before it saw
             self._children[:] = [other for other in self._children if other.ended >= child.ended]
 
     def inherited(self, mine: list[_Child]) -> None:
         """This process is a child itself, and the owner is its parent's."""
         for child in self._children:
-            child.forget_its_end()
-            if child not in mine or not self.count:
-                child.let_go()
+            _close(child.read)
+            if child not in mine or not self.owned:
+                _close(child.write)
 
 
 #: By id. Its references are listed in one step, while other threads make owners and drop them.
-_registry: weakref.WeakValueDictionary[int, Onlookers] = weakref.WeakValueDictionary()
+_registry: weakref.WeakValueDictionary[int, ForkedChildren] = weakref.WeakValueDictionary()
 
 
 class _Forks(threading.local):
     """The forks that this thread is in the middle of: a hook of the user's may fork, too."""
 
     def __init__(self) -> None:
-        self.begun: list[list[tuple[Onlookers, _Child]]] = []
+        self.begun: list[list[tuple[ForkedChildren, _Child]]] = []
 
 
 _forks = _Forks()
 
 
-def _living() -> list[Onlookers]:
+def _living() -> list[ForkedChildren]:
     found = [reference() for reference in _registry.valuerefs()]
-    return [onlookers for onlookers in found if onlookers is not None]
+    return [children for children in found if children is not None]
 
 
 def _before_fork() -> None:
-    begun: list[tuple[Onlookers, _Child]] = []
+    begun: list[tuple[ForkedChildren, _Child]] = []
     _forks.begun.append(begun)
-    for onlookers in _living():
-        begun.append((onlookers, onlookers.forking()))  # noqa: PERF401 - whatever comes between, these have begun
+    for children in _living():
+        begun.append((children, children.forking()))  # noqa: PERF401 - whatever interrupts it, these have begun
 
 
 def _after_fork_in_parent() -> None:
-    for onlookers, child in _forks.begun.pop() if _forks.begun else ():
-        onlookers.forked(child)
+    for children, child in _forks.begun.pop() if _forks.begun else ():
+        children.forked(child)
 
 
 def _after_fork_in_child() -> None:
     global _registry
     mine = [child for _, child in _forks.begun.pop()] if _forks.begun else []
-    for onlookers in _living():
-        onlookers.inherited(mine)
+    for children in _living():
+        children.inherited(mine)
     _registry = weakref.WeakValueDictionary()
 
 

@@ -1,7 +1,8 @@
 """Where the leaves of a batch lie in memory: which bytes have to travel, and which leaves share them.
 
-Runs in workers, and in the consumer where it packs batches itself. Tensors of one storage whose bytes overlap
-share a *place*, so that they alias on the other side as well.
+Runs in workers, and in the consumer where it packs batches itself. A *segment* is the memory of one leaf,
+or of tensors of one storage whose bytes overlap: they alias on the other side as well. Its *span* is where
+it starts and ends in this process.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from fastq_loader.memory.allocator import address_of
 from fastq_loader.memory.ledger import device_aligned
 
 _TENSOR = torch.Tensor
+#: Bytes of the largest element. A segment of several leaves starts at a multiple of it from the start of the
+#: storage, so that each leaf starts at a whole number of its own elements, whatever their size.
+_LARGEST_ELEMENT = 16
+
+Span = tuple[int, int]
+Metas = tuple[tuple[Any, ...], ...]
 
 
 class _DtypeNames(dict[torch.dtype, str]):
@@ -29,10 +36,13 @@ class _DtypeNames(dict[torch.dtype, str]):
 _NAMES = _DtypeNames()
 
 
-def extents_of(leaves: list[Any]) -> tuple[tuple[Any, ...], list[tuple[int, int]]]:
-    """The spec's `leaves`, and the places as address ranges [start, end)."""
+def segments_of(leaves: list[Any]) -> tuple[Metas, list[Span]]:
+    """The `leaves` of the spec, and the spans of the segments.
+
+    An array that is not contiguous is replaced in `leaves` by a copy that is.
+    """
     metas: list[tuple[Any, ...]] = []
-    spans: list[tuple[int, int]] = []
+    spans: list[Span] = []
     for number, leaf in enumerate(leaves):
         if type(leaf) is _TENSOR:
             start = leaf.data_ptr()
@@ -54,42 +64,35 @@ def extents_of(leaves: list[Any]) -> tuple[tuple[Any, ...], list[tuple[int, int]
         spans.append((start, start + leaf.nbytes))
         strides = None if flags.c_contiguous else leaf.strides
         metas.append(("A", leaf.dtype.str, leaf.shape, strides, number, 0))
-    if _apart(spans):
-        return tuple(metas), spans
-    return _shared(leaves, metas, spans)
+    if all(left[1] <= right[0] for left, right in pairwise(sorted(spans))):
+        return tuple(metas), spans  # no two overlap, as in nearly every batch
+    return _merge(leaves, metas, spans)
 
 
-def _apart(spans: list[tuple[int, int]]) -> bool:
-    """Whether no two leaves overlap: each is a place of its own, as in nearly every batch."""
-    return all(left[1] <= right[0] for left, right in pairwise(sorted(spans)))
-
-
-def _shared(
-    leaves: list[Any], metas: list[tuple[Any, ...]], spans: list[tuple[int, int]]
-) -> tuple[tuple[Any, ...], list[tuple[int, int]]]:
-    """`extents_of` where leaves overlap: those of one storage share a place."""
+def _merge(leaves: list[Any], metas: list[tuple[Any, ...]], spans: list[Span]) -> tuple[Metas, list[Span]]:
+    """`segments_of` where leaves overlap: tensors of one storage that do share a segment."""
     storages: dict[int, list[int]] = {}
-    for number, leaf in enumerate(leaves):
-        if type(leaf) is _TENSOR:
-            storages.setdefault(leaf.untyped_storage().data_ptr(), []).append(number)
-    place_of, extents = _group(spans, storages)
-    for place, members in _members(place_of).items():
-        # Views of other element sizes count in elements from the start of the place.
-        if len(members) > 1 and len({leaves[number].itemsize for number in members}) > 1:
-            start, end = extents[place]
-            extents[place] = (start - (start - leaves[members[0]].untyped_storage().data_ptr()) % 16, end)
+    for number, leaf in enumerate(leaves):  # an array shares nothing: a storage of its own
+        storage = leaf.untyped_storage().data_ptr() if type(leaf) is _TENSOR else -1 - number
+        storages.setdefault(storage, []).append(number)
+    merged: list[Span] = []
+    segment_of = [0] * len(leaves)
+    for storage, members in storages.items():
+        end = -1
+        for number in sorted(members, key=spans.__getitem__):
+            start, last = spans[number]
+            if start < end:
+                first, end = merged[-1][0], max(end, last)
+                merged[-1] = first - (first - storage) % _LARGEST_ELEMENT, end
+            else:
+                merged.append((start, last))
+                end = last
+            segment_of[number] = len(merged) - 1
     placed = [
-        (*meta[:4], place, span[0] - extents[place][0])
-        for meta, place, span in zip(metas, place_of, spans, strict=True)
+        (*meta[:4], segment, start - merged[segment][0])
+        for meta, segment, (start, _) in zip(metas, segment_of, spans, strict=True)
     ]
-    return tuple(placed), extents
-
-
-def _members(place_of: list[int]) -> dict[int, list[int]]:
-    members: dict[int, list[int]] = {}
-    for number, place in enumerate(place_of):
-        members.setdefault(place, []).append(number)
-    return members
+    return tuple(placed), merged
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -106,34 +109,11 @@ def _reach(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
-def _group(
-    spans: list[tuple[int, int]], storages: dict[int, list[int]]
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Merge the spans of tensors that overlap within one storage; every other span is its own place."""
-    place_of = [-1] * len(spans)
-    extents: list[tuple[int, int]] = []
-    for members in storages.values():
-        open_end = -1
-        for number in sorted(members, key=spans.__getitem__):
-            start, end = spans[number]
-            if start < open_end:
-                extents[-1] = (extents[-1][0], max(open_end, end))
-            else:
-                extents.append((start, end))
-            open_end = extents[-1][1]
-            place_of[number] = len(extents) - 1
-    for number, span in enumerate(spans):
-        if place_of[number] < 0:
-            extents.append(span)
-            place_of[number] = len(extents) - 1
-    return place_of, extents
-
-
-def bound_places(metas: tuple[tuple[Any, ...], ...]) -> list[int]:
-    """The places that go to a device: those of tensors, ascending."""
+def device_segments(metas: Metas) -> list[int]:
+    """The segments that go to a device: those of tensors, ascending."""
     return sorted({meta[4] for meta in metas if meta[0] == "T"})
 
 
-def total_bytes(extents: list[tuple[int, int]], places: list[int]) -> int:
-    """What `places` take up one behind the other."""
-    return sum([device_aligned(extents[place][1] - extents[place][0]) for place in places])
+def device_bytes(spans: list[Span], segments: list[int]) -> int:
+    """Bytes that segments take up in a batch for a device, one behind the other."""
+    return sum([device_aligned(spans[segment][1] - spans[segment][0]) for segment in segments])

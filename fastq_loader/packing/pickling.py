@@ -1,21 +1,18 @@
-"""Pickling with the large parts left out: tensors and arrays inside arbitrary objects become references.
+"""Pickling with the leaves left out: tensors and arrays inside arbitrary objects become references.
 
-Runs in workers (`dump`, `dump_exception`) and in the consumer (`load`, `load_exception`). The pickled
-bytes travel inside the shared memory, behind the pool's token (see `messages`); the leaves they refer to
-are packed like any other leaf of the batch. Also owns the search for the part of an object that cannot be
-pickled.
+`dump` runs in workers, `load` in the consumer. The pickled bytes travel in shared memory, behind the pool's
+token; the leaves that they refer to are packed like any other leaf of the batch. Also owns the search for the
+part of an object that cannot be pickled.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import dataclasses
 import functools
 import io
 import pickle
 import threading
-import traceback
 import types
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -25,8 +22,7 @@ import numpy as np
 import torch
 from torch.multiprocessing import reductions
 
-from fastq_loader.errors import ProtocolError, UnpicklableError, WorkerTraceback, shorten
-from fastq_loader.system.interrupts import refuse_interrupt
+from fastq_loader.errors import ProtocolError, UnpicklableError, shorten
 
 _COWARDLY = (  # torch/multiprocessing/reductions.py, reduce_tensor
     "Cowardly refusing to serialize non-leaf tensor which requires_grad, "
@@ -36,7 +32,7 @@ _COWARDLY = (  # torch/multiprocessing/reductions.py, reduce_tensor
 )
 
 
-# Asked for every leaf of every batch: names of this module are found faster than attributes of others.
+# Read for every leaf of every batch: names of this module are found faster than attributes of others.
 _TENSOR, _ARRAY, _STRIDED = torch.Tensor, np.ndarray, torch.strided
 
 
@@ -66,19 +62,23 @@ def _require_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.requires_grad_()
 
 
-def _resolved(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().resolve_conj().resolve_neg()
+def _identity(value: Any) -> Any:
+    return value
+
+
+#: The methods that give the strided tensors that a sparse one is made of; its values last.
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 
 
 def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The strided tensors that a sparse one is made of: its indices, and its values last."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []  # mkldnn, which has none
+    """The strided tensors that a sparse one is made of; none for mkldnn."""
+    return [getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]
 
 
 def _reduce_sparse(tensor: torch.Tensor) -> Any:
@@ -87,47 +87,32 @@ def _reduce_sparse(tensor: torch.Tensor) -> Any:
     parts = parts_of_sparse(tensor)
     if not parts:  # as torch does it
         return NotImplemented
+    options: dict[str, Any] = {"size": tensor.shape, "check_invariants": False}
     if tensor.layout is torch.sparse_coo:
-        return _sparse_coo, (*parts, tensor.shape, tensor.is_coalesced())
-    return _sparse_compressed, (*parts, tensor.shape, tensor.layout)
+        return _sparse, (torch.sparse_coo_tensor, parts, options | {"is_coalesced": tensor.is_coalesced()})
+    return _sparse, (torch.sparse_compressed_tensor, parts, options | {"layout": tensor.layout})
 
 
-def _sparse_coo(
-    indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, coalesced: bool
+def _sparse(
+    make: Callable[..., torch.Tensor], parts: list[torch.Tensor], options: dict[str, Any]
 ) -> torch.Tensor:
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=coalesced)
-
-
-def _sparse_compressed(
-    compressed: torch.Tensor,
-    plain: torch.Tensor,
-    values: torch.Tensor,
-    shape: torch.Size,
-    layout: torch.layout,
-) -> torch.Tensor:
-    return torch.sparse_compressed_tensor(
-        compressed, plain, values, shape, layout=layout, check_invariants=False
-    )
+    return make(*parts, **options)
 
 
 def _take(leaf: int) -> Any:
     try:
         return _building.leaves[leaf]
     except IndexError:
-        raise ProtocolError(f"a pickle that speaks of leaf {leaf}, in a batch without it") from None
+        raise ProtocolError(f"a pickle that names leaf {leaf}, in a batch without it") from None
 
 
-_building = threading.local()  # `leaves`: of the batch that this thread is putting together
+_building = threading.local()  # `leaves`: of the batch that this thread puts together
 
 
 def _storage(leaf: int) -> torch.UntypedStorage:
     taken = _take(leaf)
     tensor: torch.Tensor = torch.from_numpy(taken) if type(taken) is _ARRAY else taken
     return tensor.untyped_storage()
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
 def _dispatch_table() -> dict[type, Callable[[Any], Any]]:
@@ -147,11 +132,11 @@ class SharedContainer(Exception):
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, add_leaf: Callable[[Any], int], storages_stay: bool = False) -> None:
+    def __init__(self, file: io.BytesIO, add_leaf: Callable[[Any], int], for_device: bool = False) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.dispatch_table = _dispatch_table()
         self._add_leaf = add_leaf
-        self._storages_stay = storages_stay
+        self._for_device = for_device
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -165,20 +150,20 @@ class _Pickler(pickle.Pickler):
                 if value.layout is not torch.strided:
                     return _reduce_sparse(value)
                 if value.is_conj() or value.is_neg():
-                    return _identity, (_resolved(value),)
+                    return _identity, (value.detach().resolve_conj().resolve_neg(),)
         elif type(value) is np.ndarray and is_leaf(value):
             return _take, (self._add_leaf(value),)
         elif isinstance(value, torch.UntypedStorage):
             if value.device.type != "cpu":
                 return reductions.reduce_storage(value)  # type: ignore[no-untyped-call]
             # A tensor of all its bytes shares memory with the tensors over it; an array stays on the host.
-            whole = _bytes_of(value)
-            return _storage, (self._add_leaf(whole.numpy() if self._storages_stay else whole),)
+            whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value)
+            return _storage, (self._add_leaf(whole.numpy() if self._for_device else whole),)
         return NotImplemented
 
 
 class _WatchfulPickler(_Pickler):
-    """Watches out for lists and dicts that are not to be copied; a call for every object costs its time."""
+    """Finds lists and dicts that are not to be copied. It takes a call for every object, and so more time."""
 
     def __init__(self, outside: Container[int], *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -189,16 +174,12 @@ class _WatchfulPickler(_Pickler):
             raise SharedContainer
 
 
-def _identity(value: Any) -> Any:
-    return value
-
-
 def dump(
     value: Any,
     add_leaf: Callable[[Any], int],
     whole: Any = None,
     outside: Collection[int] = (),
-    storages_stay: bool = False,
+    for_device: bool = False,
 ) -> bytes:
     """Pickle `value`; every tensor and array that `is_leaf` goes to `add_leaf`, which numbers it, and every
     storage as a tensor of its bytes.
@@ -208,7 +189,7 @@ def dump(
         add_leaf: takes a leaf, returns its number.
         whole: the batch that `value` is part of, for the path in an error's text; None: itself.
         outside: ids of lists and dicts that are not pickled here and must not be copied.
-        storages_stay: tensors go on to a device and storages do not: they are leaves as arrays.
+        for_device: tensors go on to a device, and storages do not: they are leaves as arrays.
 
     Raises:
         SharedContainer: `value` refers to one of `outside`.
@@ -217,7 +198,7 @@ def dump(
     """
     file = io.BytesIO()
     try:
-        arguments = (file, add_leaf, storages_stay)
+        arguments = (file, add_leaf, for_device)
         pickler = _WatchfulPickler(outside, *arguments) if outside else _Pickler(*arguments)
         pickler.dump(value)
     except SharedContainer:
@@ -287,81 +268,3 @@ def pickles(value: Any) -> bool:
     except Exception:
         return False
     return True
-
-
-# ---- exceptions -------------------------------------------------------------------------------------
-
-
-def dump_exception(error: BaseException, worker: int) -> bytes:
-    """An exception in a form that `load_exception` gives back with its type, args and attributes.
-
-    What does not survive pickling (a constructor with other arguments than `args`, an attribute that
-    cannot be pickled) is rebuilt without its constructor, then as its nearest base class that can be
-    imported, and last as a RuntimeError with the same text.
-    """
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    where = f"Caught {type(error).__name__} in DataLoader worker process {worker}.\nOriginal {text}"
-    attributes = {name: value for name, value in error.__dict__.items() if pickles(value)}
-    candidates: list[Any] = [_by_pickle(error)]
-    for kind in type(error).__mro__:
-        if not issubclass(kind, BaseException):
-            continue  # a mixin
-        if kind in (BaseException, Exception) and kind is not type(error):
-            break
-        candidates += [(kind, error.args, attributes), (kind, error.args, {})]
-    for candidate in candidates:
-        data = _survives(candidate, where)
-        if data is not None:
-            return data
-    line = "".join(traceback.format_exception_only(type(error), error)).strip()
-    return pickle.dumps(((RuntimeError, (line,), {}), where))
-
-
-def _survives(candidate: Any, where: str) -> bytes | None:
-    if candidate is None:
-        return None
-    try:
-        data = pickle.dumps((candidate, where), pickle.HIGHEST_PROTOCOL)
-        _rebuild(data)
-    except Exception:  # whatever a user's class does when it is pickled or made: try the next form
-        return None
-    return data
-
-
-def _by_pickle(error: BaseException) -> bytes | None:
-    try:
-        data = pickle.dumps(error, pickle.HIGHEST_PROTOCOL)
-        again = pickle.loads(data)
-        same = type(again) is type(error) and again.args == error.args and str(again) == str(error)
-        return data if same and again.__dict__.keys() == error.__dict__.keys() else None
-    except Exception:  # a user's class may fail to be pickled, made, compared or printed
-        return None
-
-
-def _rebuild(data: bytes) -> tuple[BaseException, str]:
-    content, where = pickle.loads(data)
-    if isinstance(content, bytes):
-        error = pickle.loads(content)
-    else:
-        kind, args, attributes = content
-        error = kind.__new__(kind, *args)
-        BaseException.__setattr__(error, "args", args)  # past the class's own: it may be a frozen dataclass
-        error.__dict__.update(attributes)
-    return error, where
-
-
-def load_exception(data: bytes) -> BaseException:
-    """The exception of `dump_exception`, with the worker's traceback as its cause.
-
-    A class that the worker could import and this process cannot becomes a RuntimeError.
-    """
-    try:
-        error, where = _rebuild(data)
-    except Exception as reason:
-        refuse_interrupt(reason)
-        return RuntimeError(f"a DataLoader worker raised what cannot be unpickled here: {reason!r}")
-    BaseException.__setattr__(error, "__cause__", WorkerTraceback(where))
-    if hasattr(error, "add_note"):  # Python 3.11; what torch writes into the text
-        with contextlib.suppress(Exception):  # whatever the class does when an attribute is set
-            error.add_note(where.partition("\n")[0])
-    return error

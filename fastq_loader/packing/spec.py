@@ -1,7 +1,17 @@
-"""A spec, compiled: how the places of a batch are cut into leaves, and how its tree is built.
+"""A spec: everything that stays the same from batch to batch, and how a batch is made with it.
 
-Runs in the consumer. `packing` describes what a spec says. Nothing in it is believed: whatever could reach
-outside of its place, or make torch or numpy raise, is refused when it arrives.
+Compiled in the consumer; a worker makes its plain form, sends it once, and names it by a number after that:
+
+    (tree, leaves, sizes) or, for a device, (tree, leaves, sizes, device_offsets)
+    tree    ('L', number) leaf | 'V' plain value | 'O' pickled object | ('v', n) list of n plain values
+            | ('d', keys, trees) | ('l', trees) | ('t', trees)
+    leaves  (kind, dtype, shape, strides or None, segment, bytes into the segment), kind 'T' or 'A'; strides
+            in elements for tensors, in bytes for arrays
+    sizes   bytes of each segment; those of SMALLEST bytes or more are the large ones
+    device_offsets  of each segment, in the part of the batch for the device; -1: it stays on the host
+
+The plain form comes out of a frame. Whatever could reach outside of its segment, or make torch or numpy
+raise, is refused when it arrives.
 """
 
 from __future__ import annotations
@@ -19,8 +29,15 @@ from fastq_loader.errors import ProtocolError
 from fastq_loader.memory.allocator import TYPESTR
 from fastq_loader.memory.ledger import SMALLEST
 from fastq_loader.packing.aliasing import contiguous_strides
-from fastq_loader.packing.pack import DEEPEST, aligned
 from fastq_loader.system.interrupts import refuse_interrupt
+
+#: Specs that a worker and the consumer remember.
+SPECS = 256
+#: Levels of a tree; a deeper one is pickled whole. Building it takes some Python frames for each level, and
+#: msgpack has bounds of its own.
+DEEPEST = 100
+#: Bytes between the starts of segments in a parcel: no element straddles a cache line.
+ALIGNMENT = 64
 
 #: The dtypes of dense tensors by name. A closed set: asking the module `torch` for a name may import things.
 _DTYPES = {
@@ -32,69 +49,110 @@ _DTYPES = {
 _ARRAY_DTYPE = re.compile(r"[<>|][biufcSUmM][0-9]{1,9}(\[[0-9A-Za-z]{1,20}\])?")
 #: Of an array; numpy 1 has 32.
 _MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
-#: Bytes that no size and no stride comes to. Beyond it torch's and numpy's own sums overflow.
+#: Bytes; no size and no stride has as many. Beyond it torch's and numpy's own sums overflow.
 _TOO_LARGE = 1 << 62
+_KEYS = frozenset((str, int))
+
+
+class SpecCache(dict[Any, Any]):
+    """The newest specs. Both sides set them in the same order, so both forget the same one."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        if len(self) > SPECS:
+            del self[next(iter(self))]
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes that a small segment takes up in a parcel; both sides count with it."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _require(holds: bool, text: str, *values: Any) -> None:
+    if not holds:
+        raise ProtocolError(text.format(*values))
+
+
+def _is_count(number: Any) -> bool:
+    return type(number) is int and number >= 0
 
 
 class Leaf:
-    """One leaf of a spec, ready to be put on a place.
+    """One leaf of a spec.
+
+    Attributes:
+        array: whether it is a numpy array.
+        reach: bytes from its first element to the end of its last one.
+        described: numpy's dtype; None for a tensor that numpy cannot describe, is empty or has strides.
 
     Raises:
         ProtocolError: there is no such leaf.
         Exception: anything else, for what is not even described like one.
     """
 
-    __slots__ = ("array", "count", "dtype", "into", "place", "reach", "shape", "strides")
+    __slots__ = ("array", "count", "described", "dtype", "into", "reach", "segment", "shape", "strides")
 
     def __init__(self, meta: tuple[Any, ...]) -> None:
-        kind, dtype, self.shape, self.strides, self.place, self.into = meta
-        if kind not in ("T", "A"):
-            raise ProtocolError(f"a leaf of an unknown kind {kind!r}")
-        steps = self.shape if self.strides is None else self.strides
-        if len(self.shape) > _MOST_DIMENSIONS or len(steps) != len(self.shape):
-            raise ProtocolError(f"a leaf of {len(self.shape)} dimensions and {len(steps)} strides")
-        numbers = (*self.shape, *steps, self.place, self.into)
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ProtocolError(f"a leaf with what is no number, or a negative one: {numbers}")
+        kind, dtype, shape, strides, self.segment, self.into = meta
+        self.shape, self.strides = shape, strides
+        _require(kind in ("T", "A"), "a leaf of an unknown kind {!r:.40}", kind)
+        steps = shape if strides is None else strides
+        fits = len(steps) == len(shape) <= _MOST_DIMENSIONS
+        _require(fits, "a leaf of {} dimensions and {} strides", len(shape), len(steps))
+        numbers = (*shape, *steps, self.segment, self.into)
+        _require(all(map(_is_count, numbers)), "a leaf with a negative number, or none: {}", numbers)
         self.array = kind == "A"
         self.dtype: Any = _array_dtype(dtype) if self.array else _DTYPES[dtype]
         itemsize: int = self.dtype.itemsize
-        self.count = math.prod(self.shape)
         unit = 1 if self.array else itemsize
-        if max(math.prod(filter(None, self.shape)) * itemsize, *steps, 0) * unit >= _TOO_LARGE:
-            raise ProtocolError(f"a leaf of shape {self.shape} and strides {self.strides}")
-        #: Bytes from its first element to the end of its last one.
+        most = max(math.prod(filter(None, shape)) * itemsize, *steps, 0) * unit
+        _require(most < _TOO_LARGE, "a leaf of shape {} and strides {}", shape, strides)
+        self.count = math.prod(shape)
         self.reach = self.count * itemsize
-        if self.count and self.strides is not None:
-            last = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
-            self.reach = last * unit + itemsize
-        if not self.array and self.into % itemsize:
-            raise ProtocolError(f"a tensor that begins {self.into} bytes into its place")
+        if self.count and strides is not None:
+            self.reach = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) * unit + itemsize
+        _require(self.into % unit == 0, "a tensor that begins {} bytes into its segment", self.into)
+        typestr = dtype if self.array else TYPESTR.get(_DTYPES[dtype])
+        plain = self.array or (self.count and strides is None)
+        self.described = np.dtype(typestr) if typestr and plain else None
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The strides of a tensor, in elements."""
+        return contiguous_strides(self.shape) if self.strides is None else self.strides
 
     def over(self, buffer: Any) -> Any:
-        """The leaf over a buffer of its own, which it keeps alive."""
-        if self.array:
-            return np.ndarray(self.shape, self.dtype, buffer, self.into, self.strides)
+        """The leaf over a buffer with the bytes of its own segment."""
+        if self.described is not None:
+            made = np.ndarray(self.shape, self.described, buffer, 0, self.strides)
+            return made if self.array else torch.from_numpy(made)
         if not self.count:
-            return (
-                torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
-                if self.strides
-                else (torch.empty(self.shape, dtype=self.dtype, device="cpu"))
-            )
+            return torch.empty_strided(self.shape, self.steps, dtype=self.dtype, device="cpu")
         if self.strides is None:
-            flat = torch.frombuffer(buffer, dtype=self.dtype, count=self.count, offset=self.into)
-            return flat.view(self.shape)
+            return torch.frombuffer(buffer, dtype=self.dtype).view(self.shape)
         return self.within(torch.frombuffer(buffer, dtype=torch.uint8))
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
-        """The leaf as a tensor that shares the storage of a place's bytes."""
+        """The leaf as a tensor that shares the storage of a segment's bytes."""
         tensor = torch.empty(0, dtype=self.dtype, device="cpu")
-        strides = self.strides or contiguous_strides(self.shape)
-        return tensor.set_(whole.untyped_storage(), self.into // tensor.itemsize, self.shape, strides)
+        return tensor.set_(whole.untyped_storage(), self.into // tensor.itemsize, self.shape, self.steps)
 
 
 class Spec:
-    """A compiled spec: how the places are cut, and how the tree is built."""
+    """A compiled spec: how the segments are cut into leaves, and how the tree is built.
+
+    Attributes:
+        large: the segments that lie in a block each.
+        dense_tensors, dense_arrays: the leaves in the parcel that need no more than a shape and a dtype:
+            (leaf, start in the parcel, its end, shape, numpy's dtype).
+        others: of the other small segments: (segment, start in the parcel, its end).
+        parcel_bytes, device_bytes: of the parcel, and of the part that goes to a device.
+        on_device: the leaves there: (leaf, dtype, shape, strides and offset in elements).
+        tails: bytes that a block holds from where a handle says: the part for a device, the large segments.
+        nbytes: of all segments.
+        values, objects: how many the tree has of them.
+        build: a function of (leaves, iterator of plain values, unpickled objects) that builds the tree.
+    """
 
     def __init__(self, spec: tuple[Any, ...]) -> None:
         try:
@@ -106,74 +164,81 @@ class Spec:
             raise ProtocolError(f"malformed spec: {error!r}") from error
 
     def _read(self, spec: tuple[Any, ...]) -> None:
-        tree, metas, self.sizes, self.starts = spec if len(spec) == 4 else (*spec, (-1,) * len(spec[2]))
-        if not all(type(size) is int and size >= 0 for size in self.sizes):
-            raise ProtocolError("a place whose size is no number")
+        tree, metas, sizes, offsets = spec if len(spec) == 4 else (*spec, (-1,) * len(spec[2]))
+        _require(all(map(_is_count, sizes)), "a segment whose size is no number")
+        self.sizes: tuple[int, ...] = sizes
         self.leaves = [Leaf(meta) for meta in metas]
-        self.members: list[list[int]] = [[] for _ in self.sizes]  # place → its leaves
+        self.members: list[list[int]] = [[] for _ in sizes]  # segment → its leaves
         for number, leaf in enumerate(self.leaves):
-            self.members[leaf.place].append(number)
-        for size, members in zip(self.sizes, self.members, strict=True):
-            self._check_place(size, [self.leaves[number] for number in members])
-        self._read_starts()
-        on_host = [place for place, start in enumerate(self.starts) if start < 0]
-        self.large = [place for place in on_host if self.sizes[place] >= SMALLEST]
-        self.small: list[tuple[int, int, int]] = []  # (place, start in the parcel, its end)
-        # Of these the ones that are one dense array or tensor each: (leaf, start, end, shape, numpy's dtype).
-        self.tensors: list[tuple[int, int, int, Any, Any]] = []
-        self.arrays: list[tuple[int, int, int, Any, Any]] = []
-        self.parcel_bytes = 0
-        for place in on_host:
-            size = self.sizes[place]
-            if size < SMALLEST:
-                self._cut(place, self.parcel_bytes, self.parcel_bytes + size)
-                self.parcel_bytes += aligned(size)
-        self.nbytes: int = sum(self.sizes)
+            self.members[leaf.segment].append(number)
+        for size, members in zip(sizes, self.members, strict=True):
+            self._check_segment(size, [self.leaves[number] for number in members])
+        self._lay_out_device(offsets)
+        on_host = [segment for segment, offset in enumerate(offsets) if offset < 0]
+        self._lay_out_parcel([segment for segment in on_host if sizes[segment] < SMALLEST])
+        self.large = [segment for segment in on_host if sizes[segment] >= SMALLEST]
+        self.tails = [self.device_bytes] * bool(self.on_device) + [sizes[segment] for segment in self.large]
+        self.nbytes: int = sum(sizes)
         self.objects = self.values = 0
         self.build = self._compile(tree, 0)
 
-    def _read_starts(self) -> None:
-        """What goes to a device: the bytes of it, and the leaves in it as (number, dtype, shape, strides and
-        offset in elements)."""
-        self.bound: list[tuple[int, torch.dtype, Any, Any, int]] = []
+    def _check_segment(self, size: int, leaves: list[Leaf]) -> None:
+        reach = max([leaf.into + leaf.reach for leaf in leaves])
+        _require(reach == size, "leaves of {} bytes in a segment of {}", reach, size)
+        if len(leaves) == 1:
+            _require(not leaves[0].into, "a leaf that begins {} bytes into its own segment", leaves[0].into)
+        else:
+            shared = size > 0 and not any(leaf.array for leaf in leaves)
+            _require(shared, "a segment of {} bytes that {} leaves cannot share", size, len(leaves))
+
+    def _lay_out_device(self, offsets: Any) -> None:
+        self.on_device: list[tuple[int, torch.dtype, Any, Any, int]] = []
         self.device_bytes = 0
-        for start, size, members in zip(self.starts, self.sizes, self.members, strict=True):
-            if type(start) is not int or not -1 <= start < _TOO_LARGE or (start >= 0 and start % 16):
-                raise ProtocolError(f"a place that begins {start!r} bytes into what goes to the device")
-            if start < 0:
+        for offset, size, members in zip(offsets, self.sizes, self.members, strict=True):
+            fits = type(offset) is int and -1 <= offset < _TOO_LARGE and (offset < 0 or offset % 16 == 0)
+            _require(fits, "a segment at {!r:.40} of what goes to a device", offset)
+            if offset < 0:
                 continue
-            self.device_bytes = max(self.device_bytes, start + size)
+            self.device_bytes = max(self.device_bytes, offset + size)
             for number in members:
                 leaf = self.leaves[number]
-                if leaf.array:
-                    raise ProtocolError("an array that goes to the device")
-                steps = contiguous_strides(leaf.shape) if leaf.strides is None else leaf.strides
-                at = (start + leaf.into) // leaf.dtype.itemsize
-                self.bound.append((number, leaf.dtype, leaf.shape, steps, at))
+                _require(not leaf.array, "an array that goes to a device")
+                at = (offset + leaf.into) // leaf.dtype.itemsize
+                self.on_device.append((number, leaf.dtype, leaf.shape, leaf.steps, at))
 
-    def _check_place(self, size: int, leaves: list[Leaf]) -> None:
-        if len(leaves) > 1 and (not size or any(leaf.array for leaf in leaves)):
-            raise ProtocolError(f"a place of {size} bytes for {len(leaves)} leaves")
-        if max([leaf.into + leaf.reach for leaf in leaves], default=-1) != size:
-            raise ProtocolError(f"leaves that do not fit their place of {size} bytes")
+    def _lay_out_parcel(self, small: list[int]) -> None:
+        self.dense_tensors: list[tuple[int, int, int, Any, Any]] = []
+        self.dense_arrays: list[tuple[int, int, int, Any, Any]] = []
+        self.others: list[tuple[int, int, int]] = []
+        self.parcel_bytes = 0
+        for segment in small:
+            start, end = self.parcel_bytes, self.parcel_bytes + self.sizes[segment]
+            self.parcel_bytes += aligned(self.sizes[segment])
+            first, *more = self.members[segment]
+            leaf = self.leaves[first]
+            if more or leaf.described is None or leaf.strides is not None:
+                self.others.append((segment, start, end))
+            else:
+                alike = self.dense_arrays if leaf.array else self.dense_tensors
+                alike.append((first, start, end, leaf.shape, leaf.described))
 
-    def _cut(self, place: int, start: int, end: int) -> None:
-        members = self.members[place]
-        leaf = self.leaves[members[0]] if len(members) == 1 else None
-        if leaf is None or not leaf.count or leaf.strides is not None or leaf.into:
-            self.small.append((place, start, end))
-        elif leaf.array:
-            self.arrays.append((members[0], start, end, leaf.shape, leaf.dtype))
-        elif leaf.dtype in TYPESTR:
-            self.tensors.append((members[0], start, end, leaf.shape, np.dtype(TYPESTR[leaf.dtype])))
-        else:
-            self.small.append((place, start, end))
+    # ---- leaves -------------------------------------------------------------------------------
 
-    def look(self, memory: torch.Tensor, leaves: list[Any]) -> None:
-        """Put the leaves that went to a device on their places in its `memory` (uint8, and `device_bytes`
-        rounded up to a multiple of 16)."""
+    def fill(self, segment: int, buffer: Any, leaves: list[Any]) -> None:
+        """Make the leaves of a segment over a buffer with its bytes, which they keep alive."""
+        members = self.members[segment]
+        if len(members) == 1:
+            leaves[members[0]] = self.leaves[members[0]].over(buffer)
+            return
+        whole = torch.frombuffer(buffer, dtype=torch.uint8)
+        for number in members:
+            leaves[number] = self.leaves[number].within(whole)
+
+    def fill_device(self, memory: torch.Tensor, leaves: list[Any]) -> None:
+        """Make the leaves that went to a device, in its `memory` (uint8, and `device_bytes` rounded up to a
+        multiple of 16)."""
         typed: dict[torch.dtype, torch.Tensor] = {}
-        for number, dtype, shape, strides, at in self.bound:
+        for number, dtype, shape, strides, at in self.on_device:
             whole = typed.get(dtype)
             if whole is None:
                 whole = typed[dtype] = memory.view(dtype)
@@ -181,8 +246,10 @@ class Spec:
             # another.
             leaves[number] = whole.as_strided(shape, strides, at).data
 
+    # ---- the tree -----------------------------------------------------------------------------
+
     def _compile(self, tree: Any, depth: int) -> Callable[[list[Any], Any, Any], Any]:
-        """A function of (leaves, iterator of plain values, unpickled objects) that builds the tree."""
+        """A function that builds a part of the tree, see `build`."""
         if tree == "V":
             self.values += 1
             return lambda leaves, values, objects: next(values)
@@ -192,15 +259,14 @@ class Spec:
             return lambda leaves, values, objects: objects[at]
         kind, content = tree[0], tree[-1]
         if kind in ("L", "v"):
-            if type(content) is not int or content < 0:
-                raise ProtocolError(f"{content!r} where a number should be")
+            _require(_is_count(content), "{!r:.40} where a number should be", content)
             if kind == "L":
                 self.leaves[content]  # raises IndexError
                 return lambda leaves, values, objects: leaves[content]
             self.values += content
             return lambda leaves, values, objects: list(islice(values, content))
-        if kind not in ("l", "t", "d") or type(content) is not tuple or depth == DEEPEST:
-            raise ProtocolError(f"a tree of an unknown kind {kind!r}, or deeper than {DEEPEST}")
+        known = kind in ("l", "t", "d") and type(content) is tuple and depth < DEEPEST
+        _require(known, "a tree of an unknown kind, or deeper than {}", DEEPEST)
         parts = [self._compile(part, depth + 1) for part in content]
         count = len(parts)
         first = _first_of_run(content)
@@ -214,19 +280,15 @@ class Spec:
         if kind == "t":
             return lambda leaves, values, objects: tuple(take(leaves, values, objects))
         keys = tree[1]
-        if len(keys) != count or not _KEYS.issuperset(map(type, keys)):
-            raise ProtocolError(f"a dict of {count} values with other keys")
+        fit = len(keys) == count and _KEYS.issuperset(map(type, keys))
+        _require(fit, "a dict of {} values with other keys", count)
         return lambda leaves, values, objects: dict(zip(keys, take(leaves, values, objects), strict=True))
 
 
-_KEYS = frozenset((str, int))
-
-
 def _array_dtype(name: Any) -> np.dtype[Any]:
-    dtype: np.dtype[Any] | None = np.dtype(name) if _ARRAY_DTYPE.fullmatch(name) else None
-    if dtype is None or not dtype.itemsize:
-        raise ProtocolError(f"an array of {name!r} cannot lie in shared memory")
-    return dtype
+    dtype: Any = np.dtype(name) if _ARRAY_DTYPE.fullmatch(name) else None
+    _require(dtype is not None and bool(dtype.itemsize), "an array of {!r:.40} cannot be shared", name)
+    return dtype  # type: ignore[no-any-return]
 
 
 def _first_of_run(trees: Any) -> int | None:
@@ -236,13 +298,3 @@ def _first_of_run(trees: Any) -> int | None:
     first: int = trees[0][1]
     same = all(tree[0] == "L" and tree[1] == first + at for at, tree in enumerate(trees))
     return first if same else None
-
-
-def cut(spec: Spec, place: int, buffer: bytearray, leaves: list[Any]) -> None:
-    members = spec.members[place]
-    if len(members) == 1:
-        leaves[members[0]] = spec.leaves[members[0]].over(buffer)
-        return
-    whole = torch.frombuffer(buffer, dtype=torch.uint8)
-    for number in members:
-        leaves[number] = spec.leaves[number].within(whole)

@@ -1,6 +1,6 @@
-"""The tensors of a batch, whatever it is made of, and the streams that work on them is queued on.
+"""The tensors of a batch, whatever it is made of, and the streams on which work on them is queued.
 
-Runs in the consumer; owns nothing. Asking for the stream of the host's tensors asks no accelerator.
+Runs in the consumer; owns nothing. No accelerator is touched for tensors on the host.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def accelerator() -> str | None:
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """The stream that work on a device is queued on now. None on the host, which has no streams, and on a
-    device of another kind than torch's accelerator, whose streams torch has no common way to ask for."""
+    """The stream on which work on a device is queued now. None on the host, which has no streams, and on a
+    device of another kind than torch's accelerator: torch has no common interface for its streams."""
     if device.type == "cpu" or device.type != accelerator():
         return None
     return torch.accelerator.current_stream(device)
@@ -34,12 +34,12 @@ def is_captured(device: torch.device) -> bool:
     """Whether what is queued on a device's current stream becomes part of a graph."""
     if device.type == "cuda":
         return torch.cuda.is_current_stream_capturing()
-    # Streams of other devices cannot be asked in torch 2.6, where only CUDA has graphs.
+    # In torch 2.6 streams of other devices do not say; only CUDA has graphs there.
     return bool(getattr(current_stream(device), "is_capturing", bool)())
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """A tensor that is no leaf of a batch (sparse, of a subclass, …) on the device; others as they are."""
+    """A tensor that is no leaf of a batch (sparse, of a subclass, …), on the device; others as they are."""
     if not isinstance(value, torch.Tensor) or value.device == device:
         return value
     if value.requires_grad and not value.is_leaf:  # without workers it may belong to a graph
@@ -51,7 +51,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     """The strided tensors in a tree of containers and of objects with attributes."""
     found: list[torch.Tensor] = []
     todo: list[Any] = [value]
-    seen: dict[int, Any] = {}  # with the parts themselves: some are made when they are asked for
+    seen: dict[int, Any] = {}  # keeps the parts alive, so that no id comes twice
     while todo:
         part = todo.pop()
         if id(part) in seen:
@@ -68,11 +68,9 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def _parts_of_tensor(tensor: torch.Tensor) -> list[torch.Tensor]:
-    if not tensor.is_nested:
-        return pickling.parts_of_sparse(tensor)
     if tensor.layout is torch.jagged:
         return [tensor.values(), tensor.offsets()]  # type: ignore[attr-defined]
-    return list(tensor.unbind())
+    return list(tensor.unbind()) if tensor.is_nested else pickling.parts_of_sparse(tensor)
 
 
 def _parts(value: Any) -> list[Any]:

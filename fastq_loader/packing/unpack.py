@@ -1,12 +1,12 @@
 """A handle becomes a batch again: views with leases on blocks, copies of what is small.
 
-Runs in the consumer, on the thread that calls `next()`; `packing` is the other side. A spec is compiled
-once, when a worker first names it (see `specs`), so that the cost of a batch is the cost of its leaves.
-Nothing that a handle says is believed: whatever could reach outside of its block is refused when it arrives.
+Runs in the consumer, on the thread that calls `next()`; `pack` is the other side. A spec is compiled once,
+when a worker first names it, so that the cost of a batch is the cost of its leaves. A handle that could
+reach outside of its blocks is refused when it arrives.
 
 A batch that goes on to a device is put together when its bytes are there: `part` is where they lie in the
 arena, and `unpack` is given the device's memory with them. What stays on the host is copied then, so that no
-view outlives the blocks, which are free again as soon as the copy has run.
+view outlives the blocks, which are free again as soon as the copy to the device has run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ import torch
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import Handle, unseal
-from fastq_loader.memory.allocator import TYPESTR
 from fastq_loader.memory.arena import Arena
-from fastq_loader.packing import pickling
-from fastq_loader.packing.pack import SPECS
-from fastq_loader.packing.spec import Spec, cut
+from fastq_loader.packing import exceptions, pickling
+from fastq_loader.packing.spec import Spec, SpecCache
 from fastq_loader.packing.tensors import moved
 
 _from_numpy, _ndarray = torch.from_numpy, np.ndarray
@@ -35,15 +33,15 @@ class Unpacker:
         arena: where their blocks lie.
         workers: number of workers.
         token: the pool's; nothing is unpickled that it does not stand before.
-        to_device: whether batches go on to a device.
+        for_device: whether batches go on to a device.
     """
 
-    def __init__(self, arena: Arena, workers: int, token: bytes, to_device: bool = False) -> None:
-        self._to_device = to_device
+    def __init__(self, arena: Arena, workers: int, token: bytes, for_device: bool = False) -> None:
+        self._for_device = for_device
         self._token = token
         self._arena = arena
         _, self._end = arena.mapping.region(workers - 1)  # tables lie behind it
-        self._specs: list[dict[int, Spec]] = [{} for _ in range(workers)]
+        self._specs = [SpecCache() for _ in range(workers)]
 
     def learn(self, worker: int, handle: Handle) -> Handle:
         """The handle with its spec compiled, whether it brings the spec or only names it.
@@ -62,60 +60,49 @@ class Unpacker:
                 raise ProtocolError(f"worker {worker} names spec {handle.spec_id}, which it has not sent")
         else:
             spec = Spec(handle.spec)
-            if spec.bound and not self._to_device:
+            if spec.on_device and not self._for_device:
                 raise ProtocolError(f"worker {worker} has packed a batch for a device, and there is none")
             specs[handle.spec_id] = spec
-            if len(specs) > SPECS:
-                del specs[next(iter(specs))]
-        self._check(spec, handle)
-        return Handle(handle.spec_id, spec, handle.values, handle.parcel, handle.places)
+        learned = Handle(handle.spec_id, spec, handle.values, handle.parcel, handle.segments)
+        self._check(learned)
+        return learned
 
     def forget(self, worker: int) -> None:
         """Another process has this number from here on: it numbers its specs anew."""
-        self._specs[worker] = {}
+        self._specs[worker] = SpecCache()
 
-    def _check(self, spec: Spec, handle: Handle) -> None:
-        places, parcel = handle.places, handle.parcel or b""
-        boxed = bool(spec.objects or (handle.parcel is None and spec.parcel_bytes))  # it lies in a block
-        bound = bool(spec.bound)
-        if len(places) != len(spec.large) + boxed + bound or len(handle.values) != spec.values:
-            raise ProtocolError(
-                f"{len(places)} places and {len(handle.values)} values for a spec of "
-                f"{len(spec.large) + boxed + bound} and {spec.values}"
-            )
-        if not boxed and len(parcel) < spec.parcel_bytes:
-            raise ProtocolError(f"a parcel of {len(parcel)} bytes for a spec of {spec.parcel_bytes}")
-        for number, (offset, size, into) in enumerate(places, -boxed - bound):
-            if offset < 0 or size < 0 or offset + size > self._end:
-                raise ProtocolError(f"{size} bytes at {offset} lie outside the workers' parts of the arena")
-            if number == -1 and bound:
-                if not 0 <= into <= size - spec.device_bytes:
-                    raise ProtocolError(f"{spec.device_bytes} bytes {into} bytes into a block of {size}")
-            elif number < 0:
-                if not spec.parcel_bytes <= into <= size:
-                    raise ProtocolError(f"a parcel of {into} bytes in a block of {size}")
-            elif not 0 <= into <= size - spec.sizes[spec.large[number]]:
-                raise ProtocolError(f"a leaf {into} bytes into a block of {size} does not fit")
+    def _check(self, handle: Handle) -> None:
+        spec, segments, parcel = handle.spec, handle.segments, handle.parcel
+        boxed = bool(spec.objects or (parcel is None and spec.parcel_bytes))  # the parcel lies in a block
+        expected = boxed + len(spec.tails), spec.values
+        if (len(segments), len(handle.values)) != expected:
+            found = f"{len(segments)} segments and {len(handle.values)} values"
+            raise ProtocolError(f"{found} for a spec of {expected}")
+        parcel_bytes = segments[0][2] if boxed else len(parcel or b"")
+        if parcel_bytes < spec.parcel_bytes:
+            raise ProtocolError(f"a parcel of {parcel_bytes} bytes for a spec of {spec.parcel_bytes}")
+        for (offset, size, into), (_, need) in zip(segments, self.used(handle), strict=True):
+            if offset < 0 or into < 0 or need > size or offset + size > self._end:
+                raise ProtocolError(f"{need} bytes, from {into} on, in a block of {size} bytes at {offset}")
 
     def used(self, handle: Handle) -> tuple[tuple[int, int], ...]:
-        """The blocks (offset, bytes needed) that a handle lies in. It was learnt."""
-        spec: Spec = handle.spec
-        places = handle.places
-        first = len(places) - len(spec.large)
-        boxed = first - bool(spec.bound)
-        parcels = [(offset, max(total, 1)) for offset, _, total in places[:boxed]]
-        parts = [(offset, max(into + spec.device_bytes, 1)) for offset, _, into in places[boxed:first]]
-        large = zip(places[first:], spec.large, strict=True)
-        return (*parcels, *parts, *[(offset, into + spec.sizes[place]) for (offset, _, into), place in large])
+        """The blocks of a handle that was learnt: (offset, bytes needed), in the order of its segments."""
+        segments, tails = handle.segments, handle.spec.tails
+        parcel = [0] * (len(segments) - len(tails))
+        return tuple(
+            [
+                (offset, max(into + tail, 1))
+                for (offset, _, into), tail in zip(segments, parcel + tails, strict=True)
+            ]
+        )
 
     def part(self, handle: Handle) -> tuple[int, int, int, int] | None:
         """Where that part of a batch lies that goes to a device: offset and size of its block, bytes into
         the block, and its length; None if there is none. The handle was learnt."""
         spec: Spec = handle.spec
-        if not spec.bound:
+        if not spec.on_device:
             return None
-        offset, size, into = handle.places[-1 - len(spec.large)]
-        return offset, size, into, spec.device_bytes
+        return (*handle.segments[-len(spec.tails)], spec.device_bytes)
 
     def open(self, handle: Handle) -> tuple[list[int], list[int], bytes]:
         """What has to be known before a batch is put together. The handle was learnt.
@@ -130,10 +117,10 @@ class Unpacker:
         spec: Spec = handle.spec
         pickled = b""
         if spec.objects:
-            offset, _, total = handle.places[0]
-            sealed = self._arena.mapping.look(offset + spec.parcel_bytes, total - spec.parcel_bytes)
+            offset, _, total = handle.segments[0]
+            sealed = self._arena.mapping.read(offset + spec.parcel_bytes, total - spec.parcel_bytes)
             pickled = unseal(bytes(sealed), self._token)
-        offsets = [offset for offset, _, _ in handle.places]
+        offsets = [offset for offset, _, _ in handle.segments]
         copied = len(offsets) - len(spec.large)
         return offsets[copied:], offsets[:copied], pickled
 
@@ -146,52 +133,53 @@ class Unpacker:
             memory: the part that went to a device, there; None if batches stay on the host.
 
         Raises:
-            ProtocolError: what was unpickled is not what the spec speaks of.
+            ProtocolError: what was unpickled is not what the spec announces.
             MemoryError: there is not enough address space for it.
             Exception: whatever unpickling a part of the batch raises.
         """
         spec: Spec = handle.spec
-        places = handle.places
+        segments = handle.segments
         leaves: list[Any] = [None] * len(spec.leaves)
-        if len(places) - len(spec.large) == bool(spec.bound):
-            parcel: Any = handle.parcel or b""
-        else:
-            offset = places[0][0]
-            parcel = self._arena.mapping.look(offset, spec.parcel_bytes)
-        # Each in memory of its own: who keeps the labels does not keep the rest.
-        for number, start, end, shape, dtype in spec.tensors:
+        parcel: Any = handle.parcel or b""
+        if len(segments) > len(spec.tails):
+            parcel = self._arena.mapping.read(segments[0][0], spec.parcel_bytes)
+        # Each in memory of its own: a loop that keeps the labels does not keep the rest.
+        for number, start, end, shape, dtype in spec.dense_tensors:
             leaves[number] = _from_numpy(_ndarray(shape, dtype, bytearray(parcel[start:end])))
-        for number, start, end, shape, dtype in spec.arrays:
+        for number, start, end, shape, dtype in spec.dense_arrays:
             leaves[number] = _ndarray(shape, dtype, bytearray(parcel[start:end]))
-        for place, start, end in spec.small:
-            cut(spec, place, bytearray(parcel[start:end]), leaves)
-        large = places[len(places) - len(spec.large) :]
-        for number, (place, (offset, size, delta)) in enumerate(zip(spec.large, large, strict=True)):
-            if memory is None:
-                try:
-                    self._look(spec, place, (offset, size), delta, leaves)
-                except MemoryError:
-                    for unseen, _, _ in large[number:]:
-                        self._arena.abandon(unseen)
-                    raise
-            else:
-                cut(
-                    spec,
-                    place,
-                    bytearray(self._arena.mapping.look(offset + delta, spec.sizes[place])),
-                    leaves,
-                )
-        if memory is not None:
-            spec.look(memory, leaves)
-        objects: Any = ()
-        if spec.objects:
-            loaded = pickling.load(pickled, leaves)
-            objects = (loaded,) if spec.objects == 1 else loaded
-            if type(objects) is not tuple or len(objects) != spec.objects:
-                raise ProtocolError(f"{spec.objects} objects were announced, and are not there")
-            if memory is not None:
-                objects = tuple([moved(value, memory.device) for value in objects])
+        for segment, start, end in spec.others:
+            spec.fill(segment, bytearray(parcel[start:end]), leaves)
+        large = segments[len(segments) - len(spec.large) :]
+        if memory is None:
+            if large:
+                self._lease(spec, large, leaves)
+        else:
+            for segment, (offset, _, into) in zip(spec.large, large, strict=True):
+                there = self._arena.mapping.read(offset + into, spec.sizes[segment])
+                spec.fill(segment, bytearray(there), leaves)
+            spec.fill_device(memory, leaves)
+        objects = self._objects(spec, pickled, leaves, memory) if spec.objects else ()
         return spec.build(leaves, iter(handle.values), objects)
+
+    def _lease(self, spec: Spec, large: tuple[tuple[int, int, int], ...], leaves: list[Any]) -> None:
+        """Make leaves over blocks. One lease serves all leaves of a segment."""
+        for at, (segment, (offset, size, into)) in enumerate(zip(spec.large, large, strict=True)):
+            try:
+                whole = self._arena.lease((offset, size), into, spec.sizes[segment])
+            except MemoryError:
+                for unleased, _, _ in large[at:]:
+                    self._arena.abandon(unleased)
+                raise
+            spec.fill(segment, whole, leaves)
+
+    def _objects(self, spec: Spec, pickled: bytes, leaves: list[Any], memory: torch.Tensor | None) -> Any:
+        """The unpickled objects of a batch, their tensors on the device of `memory`."""
+        loaded = pickling.load(pickled, leaves)
+        objects = (loaded,) if spec.objects == 1 else loaded
+        if type(objects) is not tuple or len(objects) != spec.objects:
+            raise ProtocolError(f"{spec.objects} objects were announced, and are not there")
+        return objects if memory is None else [moved(value, memory.device) for value in objects]
 
     def exception(self, handle: Handle) -> BaseException:
         """The exception in a handle that was learnt.
@@ -205,19 +193,4 @@ class Unpacker:
             return (MemoryError if out_of_memory else RuntimeError)(str(text))
         if spec.leaves or spec.values or spec.objects != 1:
             raise ProtocolError("a batch where an exception should be")
-        return pickling.load_exception(self.open(handle)[2])
-
-    def _look(self, spec: Spec, place: int, block: tuple[int, int], delta: int, leaves: list[Any]) -> None:
-        """Leaves over a block. One lease serves all leaves of the place."""
-        members = spec.members[place]
-        leaf = spec.leaves[members[0]]
-        lease = self._arena.lease
-        if len(members) == 1 and leaf.array:
-            leaves[members[0]] = lease(block, delta, leaf.shape, leaf.dtype.str, leaf.strides)
-        elif len(members) == 1 and leaf.strides is None and leaf.dtype in TYPESTR:
-            array = lease(block, delta, leaf.shape, TYPESTR[leaf.dtype])
-            leaves[members[0]] = torch.from_numpy(array)
-        else:
-            whole = torch.from_numpy(lease(block, delta, (spec.sizes[place],), "|u1"))
-            for number in members:
-                leaves[number] = spec.leaves[number].within(whole)
+        return exceptions.load_exception(self.open(handle)[2])

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 
 from fastq_loader.memory import nontemporal
-from fastq_loader.memory.allocator import TYPESTR, address_of, out_array, out_tensor, streams
+from fastq_loader.memory.allocator import TYPESTR, address_of, out_array, out_tensor, use_nontemporal
 
 torch_tensors = torch_collate.collate_tensor_fn
 
@@ -47,7 +47,7 @@ def stack_tensors(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         # torch's worker stacks into a contiguous tensor of the first sample's dtype, whatever the
         # others are and in whatever order the memory of the samples lies.
         out = torch.empty(shape, dtype=first.dtype)
-    elif streams(first.nbytes) and _lie_as_stacked(batch):
+    elif use_nontemporal(first.nbytes) and _lie_as_stacked(batch):
         nontemporal.copy(out.data_ptr(), [tensor.data_ptr() for tensor in batch], first.nbytes)
         return out
     return torch.stack(batch, 0, out=out)
@@ -93,7 +93,7 @@ def stack_arrays(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         out = out_array(shape, first.dtype)
         if out is None:
             out = np.empty(shape, first.dtype)
-        if streams(first.nbytes) and all(array.flags.c_contiguous for array in batch):
+        if use_nontemporal(first.nbytes) and all(array.flags.c_contiguous for array in batch):
             nontemporal.copy(address_of(out), [address_of(array) for array in batch], first.nbytes)
         elif first.ndim:  # the same bytes as np.stack, which makes a view of every array first
             np.concatenate(batch, out=out.reshape(-1, *first.shape[1:]))

@@ -37,8 +37,8 @@ class Setup:
         arena_length: bytes of the shared memory.
         space: ranges (offset, size) of its part of that in which it can make blocks; None is all of it.
         descriptors: `arena` (the memfd) and `stacks` (a pipe for the Python stacks of hung workers).
-        to_device: whether batches go on to a device, each in one piece.
-        stream_from: bytes of a batch from which on the next one is written past the caches.
+        for_device: whether batches go on to a device, each in one piece.
+        nontemporal_from: bytes of a batch from which on the next one is written with non-temporal stores.
         persistent: whether the worker is there for more than one epoch.
         arena_whole: whether the shared memory is mapped as a whole.
     """
@@ -56,7 +56,7 @@ class Setup:
     arena_length: int
     space: Extents | None
     descriptors: Descriptors
-    to_device: bool = False
-    stream_from: float = math.inf
+    for_device: bool = False
+    nontemporal_from: float = math.inf
     persistent: bool = True
     arena_whole: bool = True

@@ -41,10 +41,10 @@ from fastq_loader.ipc.messages import (
 )
 from fastq_loader.ipc.sockets import WorkerSocket, remove_folder, socket_name
 from fastq_loader.memory import allocator
-from fastq_loader.memory.allocator import Allocator
+from fastq_loader.memory.allocator import Allocator, Used
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.ledger import PAGE, Extents, size_class
-from fastq_loader.packing import pickling
+from fastq_loader.packing.exceptions import dump_exception
 from fastq_loader.packing.pack import Packer
 from fastq_loader.reading import collate, datapipes, seeding
 from fastq_loader.reading.fetch import EndOfStream, Fetcher, make_fetcher
@@ -77,7 +77,7 @@ def main(setup: Setup, payload: Payload | PickledPayload, mapping: Mapping | Non
     claims = ClaimTable(arena, mapping.claims)
     if not inherited and mapping.whole:
         os.close(arena)
-    blocks = Allocator(mapping, setup.worker, setup.space, setup.to_device, setup.stream_from)
+    blocks = Allocator(mapping, setup.worker, setup.space, setup.for_device, setup.nontemporal_from)
     allocator.install(blocks)
     collate.install()
     if not os.path.isdir(setup.folder):  # the loader was closed before this worker was up
@@ -297,17 +297,15 @@ class _Worker:
             outcome, handle, used = self._load(task)
             self._answer(task, outcome, started, handle, used)
 
-    def _load(self, task: Task) -> tuple[int, Handle | None, list[tuple[int, int]]]:
+    def _load(self, task: Task) -> tuple[int, Handle | None, Used]:
         handle: Handle | None = None
         try:
             if self._base_seed is not None:
                 self._seed(seeding.seed_batch(self._base_seed, task.seq))
             batch = self._fetch(task)
             handle, used = self._packer.pack(batch)
-            if used:
-                self._allocator.ship([offset for offset, _ in used])
             del batch
-            return BATCH, *self._settle(handle, used)
+            return BATCH, *self._packer.copy_held(handle, used)
         except EndOfStream:
             return ENDED, None, []
         except Exception as error:
@@ -328,9 +326,9 @@ class _Worker:
         # torch's class lets nobody set its attributes; who asked for it before sees the new seed too.
         object.__setattr__(torch_worker._worker_info, "seed", seed)
 
-    def _pack_exception(self, error: Exception) -> tuple[Handle, list[tuple[int, int]]]:
+    def _pack_exception(self, error: Exception) -> tuple[Handle, Used]:
         try:
-            return self._packer.pack_exception(pickling.dump_exception(error, self._setup.worker))
+            return self._packer.pack_exception(dump_exception(error, self._setup.worker))
         except Exception as reason:  # no block is left for it, or the error cannot even be described
             return self._in_words(error, reason), []
 
@@ -340,29 +338,13 @@ class _Worker:
         except Exception:  # it has no text
             text = type(error).__name__
         text = f"{text} (in DataLoader worker process {self._setup.worker}; it could not be sent: {reason!r})"
-        return self._packer.pack_words(text, isinstance(error, MemoryError))
+        return self._packer.pack_text(text, isinstance(error, MemoryError))
 
-    def _settle(self, handle: Handle, used: list[tuple[int, int]]) -> tuple[Handle, list[tuple[int, int]]]:
-        """Ship a copy of what user code kept: it may write to its own memory whenever it likes."""
-        held = self._allocator.held() if used else []
-        if not held:
-            return handle, used
-        places, shipped = list(handle.places), list(used)
-        for at, (offset, need) in enumerate(used):
-            if offset in held:
-                copy, size = self._allocator.take(need)
-                self._allocator.write(copy, self._allocator.address(offset), need)
-                places[at] = (copy, size, places[at][2])
-                shipped[at] = (copy, need)
-        return handle._replace(places=tuple(places)), shipped
-
-    def _answer(
-        self, task: Task, outcome: int, started: int, handle: Handle | None, used: list[tuple[int, int]]
-    ) -> None:
+    def _answer(self, task: Task, outcome: int, started: int, handle: Handle | None, used: Used) -> None:
         fresh: list[tuple[int, int]] = []
         returned: list[int] = []
         if not self._allocator.untouched:
-            fresh, returned = self._allocator.finish([offset for offset, _ in used])
+            fresh, returned = self._allocator.finish(used)
         finished = time.monotonic_ns()
         self._quick = finished - started < _QUICK
         head = (task.epoch, task.seq, task.attempt)

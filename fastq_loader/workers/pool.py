@@ -146,10 +146,10 @@ class WorkerPool:
             shared_seed=shared_seed,
             rules=plan.rules,
             shared_tasks=plan.shared_tasks,
-            to_device=plan.to_device,
+            for_device=plan.to_device,
             persistent=plan.persistent,
-            # The window's batches go around, and the one that is looked at.
-            stream_from=nontemporal.CACHED / (plan.workers * plan.prefetch + 1),
+            # The batches of the window are in use, and the one that was handed out.
+            nontemporal_from=nontemporal.CACHED / (plan.workers * plan.prefetch + 1),
             folder=folder,
             token=token,
             arena_length=arena.mapping.length,

@@ -270,7 +270,7 @@ def received(
     # Handles are as they should be; the blocks' sizes are the ledger's to know.
     unpacker: Any = SimpleNamespace(
         learn=lambda worker, handle: handle,
-        used=lambda handle: tuple((offset, need) for offset, _, need in handle.places),
+        used=lambda handle: tuple((offset, need) for offset, _, need in handle.segments),
     )
     inbox = Receiver(plan, mail, game.scheduler, unpacker, counters)  # type: ignore[arg-type]
     return inbox.take(), mail, counters.rejected_frames

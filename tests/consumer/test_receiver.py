@@ -32,7 +32,7 @@ from fastq_loader.ipc.sockets import ConsumerSocket, WorkerSocket, endpoint, end
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.ledger import SMALLEST
 from fastq_loader.packing import pickling
-from fastq_loader.packing.pack import DEEPEST
+from fastq_loader.packing.spec import DEEPEST
 from fastq_loader.packing.unpack import Unpacker
 from tests.support.datasets import Opaque, assert_same
 from tests.support.pair import LARGE, TOKEN, Pair, paired, put_on_device
@@ -131,7 +131,7 @@ def genuine(pair: Pair, objects: bool) -> list[Answer]:
 
 def put_together(pair: Pair, frame: bytes) -> Any:
     """The consumer's way with a frame, and what it may look at on it."""
-    to_device = pair.allocator.together
+    to_device = pair.allocator.for_device
     unpacker = Unpacker(pair.arena, 1, TOKEN, to_device)
     answer = decode_for_consumer(frame)
     assert isinstance(answer, Answer)
@@ -200,7 +200,7 @@ def test_handles_with_objects_that_were_tampered_with(data: st.DataObject, which
         way = data.draw(st.sampled_from(list(paths(fields[11], (11,)))))
         frame = msgpack.packb(replaced(fields, way, data.draw(st.sampled_from(CHANGES))))
         assert answer.handle is not None
-        offset, _, total = answer.handle.places[0]
+        offset, _, total = answer.handle.segments[0]
         _, _, ours = bytes(pair.arena.mapping.memory[offset : offset + total]).partition(TOKEN)
         with watched_pickles() as opened, suppress(ProtocolError, EOFError, pickle.UnpicklingError):
             look_at(pair, put_together(pair, frame))

@@ -570,11 +570,12 @@ def test_13_a_batch_that_failed_leaves_its_blocks_for_the_error() -> None:
         blocks, start = pair.allocator, pair.arena.mapping.region(0)[0]
         blocks._space = AddressSpace(((start, 4 * SMALLEST),))
         block = blocks.take(4 * SMALLEST)
-        blocks.ship([block[0]])
+        used = [(block.offset, block.size)]
+        blocks.ship(used)
         with pytest.raises(MemoryError):
             blocks.take(100)
-        assert blocks.take(100, failed=True) == block
-        assert blocks.finish([block[0]]) == ([block], [])
+        assert blocks.take(100, failed=True).offset == block.offset
+        assert blocks.finish(used) == (used, [])
 
 
 # ---- forks in a worker --------------------------------------------------------------------------------

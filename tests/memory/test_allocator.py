@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastq_loader.memory import allocator as allocator_module
-from fastq_loader.memory.allocator import Allocator, empty, out_tensor
+from fastq_loader.memory import allocator
+from fastq_loader.memory.allocator import Allocator, empty, out_array, out_tensor
 from fastq_loader.memory.arena import AVAILABLE, Arena
-from fastq_loader.memory.ledger import SMALLEST
-from fastq_loader.memory.space import AddressSpace
+from fastq_loader.memory.ledger import SMALLEST, Extents
 from tests.support.datasets import Opaque, assert_same
 from tests.support.pair import DTYPES, LARGE, Pair, paired
 
@@ -33,138 +32,107 @@ def pair() -> Iterator[Pair]:
         yield pair
 
 
-@pytest.fixture
-def no_copies_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Pair], list[int]]:
-    """The sizes of what a worker copies into blocks."""
-
-    def count(pair: Pair) -> list[int]:
-        copied: list[int] = []
-        write = pair.allocator.write
-
-        def counting(offset: int, source: int, nbytes: int) -> None:
-            copied.append(nbytes)
-            write(offset, source, nbytes)
-
-        monkeypatch.setattr(pair.allocator, "write", counting)
-        return copied
-
-    return count
-
-
-@pytest.fixture
-def no_copies(pair: Pair, no_copies_of: Callable[[Pair], list[int]]) -> list[int]:
-    return no_copies_of(pair)
-
-
-# ---- zero copy --------------------------------------------------------------------------------------
-
-
-def address(pair: Pair, tensor: torch.Tensor) -> int:
+def offset_of(pair: Pair, tensor: torch.Tensor) -> int:
+    """Where a tensor lies in the arena."""
     return tensor.data_ptr() - pair.arena.mapping.base
 
 
+# ---- without a copy ---------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_empty_made_is_handed_over_where_it_lies(
-    pair: Pair, no_copies: list[int], dtype: torch.dtype
-) -> None:
-    places = []
+def test_what_empty_made_is_handed_over_where_it_lies(pair: Pair, dtype: torch.dtype) -> None:
+    made = []
 
     def make() -> torch.Tensor:
         tensor = empty((300, 400), dtype)
         assert (tensor.dtype, tuple(tensor.shape), tensor.is_contiguous()) == (dtype, (300, 400), True)
         tensor.view(torch.uint8).fill_(1)
-        places.append(address(pair, tensor))
+        made.append(offset_of(pair, tensor))
         return tensor
 
-    result = pair.deliver(pair.arrive(pair.pack(make)))
-    assert no_copies == []
-    assert address(pair, result) == places[0]
+    result = pair.run(make)
+    assert pair.copied == []
+    assert offset_of(pair, result) == made[0]
     assert (result.dtype, tuple(result.shape)) == (dtype, (300, 400))
     assert bool((result.view(torch.uint8) == 1).all())
 
 
-def test_a_view_of_what_empty_made_is_handed_over_where_it_lies(pair: Pair, no_copies: list[int]) -> None:
+def test_views_of_what_empty_made_are_handed_over_where_they_lie(pair: Pair) -> None:
     def make() -> Any:
         tensor = torch.arange(4 * LARGE, out=empty((4 * LARGE,), torch.int64))
-        return {"view": tensor.view(4, -1)[1:3].t(), "array": None}
+        return {
+            "view": tensor.view(4, -1)[1:3].t(),
+            "array": empty((LARGE,)).fill_(3).numpy(),
+            "in an object": Opaque(empty((LARGE,)).fill_(2)),
+        }
 
-    result = pair.deliver(pair.arrive(pair.pack(make)))
-    assert no_copies == []
+    answer = pair.pack(make)
+    result = pair.deliver(pair.arrive(answer))
+    assert pair.copied == []
+    assert answer.used[0][1] < 2000, "the object was pickled with its tensor"
     assert_same(torch.arange(4 * LARGE).view(4, -1)[1:3].t(), result["view"])
-    assert address(pair, result["view"]) == LARGE * 8
+    assert offset_of(pair, result["view"]) == LARGE * 8
+    assert type(result["array"]) is np.ndarray
+    assert (result["array"] == 3).all()
+    assert float(result["in an object"].value.sum()) == 2 * LARGE
 
 
-def test_a_numpy_array_over_what_empty_made_is_handed_over(pair: Pair, no_copies: list[int]) -> None:
-    result = pair.deliver(pair.arrive(pair.pack(lambda: empty((LARGE,)).fill_(3).numpy())))
-    assert no_copies == []
-    assert type(result) is np.ndarray
-    assert (result == 3).all()
-
-
-def test_leaves_inside_objects_are_not_pickled(pair: Pair, no_copies: list[int]) -> None:
-    answer = pair.pack(lambda: Opaque({"image": empty((LARGE,)).fill_(2), "name": "x"}))
-    assert no_copies == []
-    result = pair.deliver(pair.arrive(answer)).value
-    assert float(result["image"].sum()) == 2 * LARGE
-    assert len(answer.used) == 2
-    assert answer.used[0][1] < 2000
-
-
-def test_overlapping_views_of_one_block_share_it(pair: Pair, no_copies: list[int]) -> None:
+def test_overlapping_views_of_one_block_share_it(pair: Pair) -> None:
     def make() -> Any:
         tensor = empty((3 * LARGE,)).fill_(0)
         return tensor[: 2 * LARGE], tensor[LARGE:], tensor.view(torch.uint8)
 
-    first, second, third = pair.deliver(pair.arrive(pair.pack(make)))
-    assert no_copies == []
+    first, second, third = pair.run(make)
+    assert pair.copied == []
     first[LARGE] = 1
     assert second[0] == 1
     assert int(third.sum()) == sum(np.float32(1).tobytes())
 
 
-def test_a_second_place_in_one_block_is_copied(pair: Pair, no_copies: list[int]) -> None:
+def test_a_second_segment_in_one_block_is_copied(pair: Pair) -> None:
     def make() -> Any:
         tensor = torch.arange(3 * LARGE, out=empty((3 * LARGE,), torch.int32))
         return tensor[:LARGE], tensor[2 * LARGE :]
 
-    first, second = pair.deliver(pair.arrive(pair.pack(make)))
-    assert no_copies == [LARGE * 4]
+    first, second = pair.run(make)
+    assert pair.copied == [LARGE * 4]
     assert first.tolist() == list(range(LARGE))
     assert second.tolist() == list(range(2 * LARGE, 3 * LARGE))
-    first.zero_()
-    assert second[0] == 2 * LARGE
     del first
     assert len(pair.arena.released_blocks()) == 1
     assert second[1] == 2 * LARGE + 1
 
 
-def test_a_small_part_of_a_block_does_not_hold_the_whole(pair: Pair, no_copies: list[int]) -> None:
+def test_a_small_part_of_a_block_does_not_hold_the_whole(pair: Pair) -> None:
     def make() -> torch.Tensor:
         tensor = torch.arange(40 * LARGE, out=empty((40 * LARGE,), torch.int32))
         return tensor[LARGE : 2 * LARGE]
 
     answer = pair.pack(make)
-    assert no_copies == [LARGE * 4]
+    assert pair.copied == [LARGE * 4]
     assert [size for _, size in answer.used] == [LARGE * 4]
     result = pair.deliver(pair.arrive(answer))
     assert result.tolist() == list(range(LARGE, 2 * LARGE))
-    assert len(pair.ledger.held()) == 1
-    assert pair.ledger.held()[0][1] < 8 * LARGE
+    assert [size < 8 * LARGE for _, size in pair.ledger.held()] == [True]
 
 
-def test_what_a_dataset_keeps_is_shipped_in_a_copy(pair: Pair, no_copies: list[int]) -> None:
+# ---- what user code keeps ---------------------------------------------------------------------------
+
+
+def test_what_a_dataset_keeps_is_shipped_in_a_copy(pair: Pair) -> None:
     kept: list[torch.Tensor] = []
 
     def make() -> Any:
         kept.append(empty((LARGE,)).fill_(len(kept)))
         return {"kept": kept[-1][3:], "free": empty((LARGE,)).fill_(9)}
 
-    first = pair.deliver(pair.arrive(pair.pack(make)))
-    assert len(no_copies) == 1
+    first = pair.run(make)
+    assert len(pair.copied) == 1
     kept[0].fill_(100)
     assert float(first["kept"].sum()) == 0
-    assert address(pair, first["kept"]) != address(pair, kept[0]) + 12
-    second = pair.deliver(pair.arrive(pair.pack(make)))
+    assert offset_of(pair, first["kept"]) != offset_of(pair, kept[0]) + 12
+    second = pair.run(make)
     assert float(kept[0].sum()) == 100 * LARGE, "a later task wrote to what the dataset keeps"
     assert float(second["kept"].sum()) == LARGE - 3
     del first, second
@@ -174,225 +142,29 @@ def test_what_a_dataset_keeps_is_shipped_in_a_copy(pair: Pair, no_copies: list[i
     assert pair.idle(), "blocks that the dataset dropped did not come back"
 
 
-def test_a_kept_tensor_can_be_shipped_again_and_at_last_without_a_copy(
-    pair: Pair, no_copies: list[int]
-) -> None:
+def test_a_kept_tensor_can_be_shipped_again_and_at_last_without_a_copy(pair: Pair) -> None:
     kept = [empty((LARGE,)).fill_(1)]
     for _ in range(3):
-        assert float(pair.deliver(pair.arrive(pair.pack(lambda: kept[0]))).sum()) == LARGE
-    assert len(no_copies) == 3
-    result = pair.deliver(pair.arrive(pair.pack(kept.pop)))
-    assert len(no_copies) == 3
+        assert float(pair.run(lambda: kept[0]).sum()) == LARGE
+    assert len(pair.copied) == 3
+    result = pair.run(kept.pop)
+    assert len(pair.copied) == 3
     assert float(result.sum()) == LARGE
     del result
     assert pair.idle()
 
 
-def test_blocks_are_used_again(pair: Pair) -> None:
-    places = set()
-    for step in range(20):
-        result = pair.trip({"a": torch.full((LARGE,), step), "b": torch.full((3 * LARGE,), step)})
-        places.update(address(pair, result[key]) for key in "ab")
-        assert int(result["a"][-1]) == int(result["b"][-1]) == step
-        del result
-    assert len(places) <= 4
-    assert pair.idle()
-
-
-def test_unused_blocks_of_a_task_come_back(pair: Pair) -> None:
-    answer = pair.pack(lambda: [empty((LARGE,))[:5].clone(), empty((2 * LARGE,)).shape])
-    assert answer.used == () or answer.handle is not None
-    assert len(answer.fresh) == len(answer.returned) + len(answer.used)
-    pair.arrive(answer)
-    assert pair.ledger.free_blocks == len(answer.returned)
-
-
-# ---- the allocator ----------------------------------------------------------------------------------
-
-
-def test_empty_is_torch_empty_outside_workers() -> None:
-    assert allocator_module._current is None
-    tensor = empty((LARGE, 2), torch.int16)
-    assert (tensor.dtype, tuple(tensor.shape)) == (torch.int16, (LARGE, 2))
-    assert empty(7).shape == (7,)
-    assert empty((), torch.bool).shape == ()
-    assert out_tensor((LARGE,), torch.float32) is None
-
-
-def test_small_results_are_not_worth_a_block(pair: Pair) -> None:
-    just_below = empty((SMALLEST - 1,), torch.uint8)
-    assert pair.allocator.block_at(just_below.data_ptr()) is None
-    just_enough = empty(SMALLEST, torch.uint8)
-    assert pair.allocator.block_at(just_enough.data_ptr()) == (0, SMALLEST)
-    assert out_tensor((SMALLEST - 1,), torch.uint8) is None
-    assert empty((LARGE,)).dtype is torch.get_default_dtype()
-
-
-def test_block_at_finds_the_blocks_of_the_task_and_no_others(pair: Pair) -> None:
-    base = pair.arena.mapping.base
-    blocks = [pair.allocator.take(SMALLEST * factor) for factor in (1, 3, 2)]
-    for offset, size in blocks:
-        for at in (offset, offset + size // 2, offset + size - 1):
-            assert pair.allocator.block_at(base + at) == (offset, size)
-    end = sum(size for _, size in blocks)
-    for at in (-1, end, end + SMALLEST, pair.arena.mapping.length, -base):
-        assert pair.allocator.block_at(base + at) is None
-    pair.allocator.finish([])
-    assert pair.allocator.block_at(base) is None
-
-
-def test_a_granted_block_is_taken_before_a_new_one(pair: Pair) -> None:
-    fresh, returned = pair.allocator.finish([])
-    assert (fresh, returned) == ([], [])
-    far = 100 * SMALLEST
-    pair.allocator.begin([(far, 2 * SMALLEST), (2 * far, SMALLEST), (3 * far, 8 * SMALLEST)])
-    assert pair.allocator.take(SMALLEST - 1) == (2 * far, SMALLEST)
-    assert pair.allocator.take(SMALLEST) == (far, 2 * SMALLEST)
-    assert pair.allocator.take(SMALLEST) == (0, SMALLEST)  # eight times as large is too large
-    fresh, returned = pair.allocator.finish([far])
-    assert fresh == [(0, SMALLEST)]
-    assert sorted(returned) == [0, 2 * far, 3 * far]
-
-
-def test_a_promised_block_is_taken_when_it_was_let_go(pair: Pair) -> None:
-    far = 100 * SMALLEST
-    pair.arena.mapping.leased(far, 7)
-    for up in (0, 1):
-        pair.arena.mapping.let_go(far, 6 + up)
-        pair.allocator.begin([], [(far, SMALLEST)])
-        offset, _ = pair.allocator.take(SMALLEST)
-        assert (offset == far) == bool(up)
-        fresh, returned = pair.allocator.finish([])
-        assert far in returned, "a promise that was not used is declined"
-        assert len(fresh) + up == 1
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 20)), max_size=40))
-def test_the_address_space_gives_each_byte_once(steps: list[tuple[bool, int, int]]) -> None:
-    space = AddressSpace(((10, 100),))
-    taken: list[tuple[int, int]] = []
-    for take, size, which in steps:
-        if take:
-            offset = space.take(size)
-            held = {byte for start, length in taken for byte in range(start, start + length)}
-            free = [byte for byte in range(10, 110) if byte not in held]
-            runs = {
-                tuple(range(byte, byte + size)) for byte in free if set(range(byte, byte + size)) <= set(free)
-            }
-            if offset is None:
-                assert not runs, "there was room"
-            else:
-                assert offset == min(run[0] for run in runs), "not the first range"
-                taken.append((offset, size))
-        elif taken:
-            space.give(*taken.pop(which % len(taken)))
-    for entry in taken:
-        space.give(*entry)
-    assert space.take(100) == 10
-    assert space.take(1) is None
-
-
-@pytest.mark.processes
-def test_blocks_that_a_child_of_user_code_sees_are_written_again_when_it_has_ended(
-    no_copies_of: Callable[[Pair], list[int]],
-) -> None:
-    with paired() as pair:
-        no_copies = no_copies_of(pair)
-        stay, end = os.pipe()
-
-        def make() -> torch.Tensor:
-            nonlocal pid
-            tensor = empty((LARGE,)).fill_(1)
-            pid = os.fork()
-            if not pid:
-                os.close(end)
-                os.read(stay, 1)
-                os._exit(0)
-            return tensor
-
-        pid = 0
-        first = pair.deliver(pair.arrive(pair.pack(make)))
-        assert no_copies == [LARGE * 4]
-        assert address(pair, first) != 0
-        del first
-        for _ in range(3):
-            pair.trip(torch.zeros(LARGE))
-        seen = np.frombuffer(pair.arena.mapping.memory, np.float32, LARGE)
-        assert (seen == 1).all()
-        assert not pair.idle()
-        os.close(end)
-        os.waitpid(pid, 0)
-        os.close(stay)
-        pair.trip(None)
-        assert pair.idle(), "the block did not come back"
-        del seen
-
-
-@pytest.mark.processes
-def test_a_block_is_shipped_where_it_lies_when_the_child_has_ended_before(
-    no_copies_of: Callable[[Pair], list[int]],
-) -> None:
-    with paired() as pair:
-        no_copies = no_copies_of(pair)
-
-        def make() -> torch.Tensor:
-            tensor = empty((LARGE,)).fill_(1)
-            pid = os.fork()
-            if not pid:
-                os._exit(0)
-            os.waitpid(pid, 0)
-            return tensor
-
-        for _ in range(5):
-            assert float(pair.deliver(pair.arrive(pair.pack(make))).sum()) == LARGE
-        assert no_copies == []
-        assert pair.ledger.grown <= 2
-
-
-def test_new_blocks_are_made_in_space_that_came_back(pair: Pair) -> None:
-    blocks = [pair.allocator.take(SMALLEST) for _ in range(3)]
-    pair.allocator.finish([offset for offset, _ in blocks])
-    pair.allocator.give(tuple(blocks[:2]))
-    assert pair.allocator.take(2 * SMALLEST) == (0, 2 * SMALLEST)
-    assert pair.allocator.take(SMALLEST) == (3 * SMALLEST, SMALLEST)
-
-
-def test_a_worker_makes_blocks_in_the_ranges_that_it_was_given(pair: Pair) -> None:
-    """Who takes a dead worker's place must not write where the dead one's batches still lie."""
-    blocks = Allocator(pair.arena.mapping, 0, ((SMALLEST, SMALLEST), (4 * SMALLEST, 2 * SMALLEST)))
-    assert blocks.take(2 * SMALLEST) == (4 * SMALLEST, 2 * SMALLEST)
-    assert blocks.take(SMALLEST) == (SMALLEST, SMALLEST)
-    with pytest.raises(MemoryError, match="do not fit"):
-        blocks.take(SMALLEST)
-
-
-def test_a_worker_stays_in_its_own_part() -> None:
-    arena = Arena(4)
-    try:
-        for number in range(4):
-            start, end = arena.mapping.region(number)
-            blocks = Allocator(arena.mapping, number)
-            offset, size = blocks.take(10 * SMALLEST)
-            assert start <= offset < offset + size <= end
-            with pytest.raises(MemoryError, match="do not fit"):
-                blocks.take(end - start)
-            assert blocks.finish([])[0] == [(offset, size)]
-    finally:
-        arena.retire([])
-
-
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from(("make", "keep", "drop", "ship")), st.integers(1, 4)), max_size=20))
-def test_no_block_is_in_two_hands(steps: list[tuple[str, int]]) -> None:
+def test_no_block_is_written_to_while_somebody_has_it(steps: list[tuple[str, int]]) -> None:
     with paired() as pair:
         kept: list[torch.Tensor] = []
         shipped: list[torch.Tensor] = []
         marks: list[tuple[torch.Tensor, float]] = []
         for number, (step, factor) in enumerate(steps):
             if step == "drop":
-                for hands in (kept, shipped):
-                    del hands[: factor // 2]
+                for tensors in (kept, shipped):
+                    del tensors[: factor // 2]
                 marks = [mark for mark in marks if any(mark[0] is one for one in kept + shipped)]
                 continue
 
@@ -402,7 +174,7 @@ def test_no_block_is_in_two_hands(steps: list[tuple[str, int]]) -> None:
                     kept.append(tensor)
                 return tensor if step != "make" else tensor[:4].clone()
 
-            result = pair.deliver(pair.arrive(pair.pack(make)))
+            result = pair.run(make)
             if step == "keep":
                 marks.append((kept[-1], number))
             if step != "make":
@@ -419,7 +191,184 @@ def test_no_block_is_in_two_hands(steps: list[tuple[str, int]]) -> None:
         assert pair.idle()
 
 
-def test_ctypes_reads_what_the_allocator_wrote(pair: Pair) -> None:
+@pytest.mark.processes
+def test_blocks_that_a_child_of_user_code_sees_are_written_again_when_it_has_ended() -> None:
+    with paired() as pair:
+        stay, end = os.pipe()
+
+        def make() -> torch.Tensor:
+            nonlocal pid
+            tensor = empty((LARGE,)).fill_(1)
+            pid = os.fork()
+            if not pid:
+                os.close(end)
+                os.read(stay, 1)
+                os._exit(0)
+            return tensor
+
+        pid = 0
+        first = pair.run(make)
+        assert pair.copied == [LARGE * 4]
+        assert offset_of(pair, first) != 0
+        del first
+        for _ in range(3):
+            pair.trip(torch.zeros(LARGE))
+        seen = np.frombuffer(pair.arena.mapping.memory, np.float32, LARGE)
+        assert (seen == 1).all()
+        assert not pair.idle()
+        os.close(end)
+        os.waitpid(pid, 0)
+        os.close(stay)
+        pair.trip(None)
+        assert pair.idle(), "the block did not come back"
+        del seen
+
+
+@pytest.mark.processes
+def test_a_block_is_shipped_where_it_lies_when_the_child_has_ended_before() -> None:
+    with paired() as pair:
+
+        def make() -> torch.Tensor:
+            tensor = empty((LARGE,)).fill_(1)
+            pid = os.fork()
+            if not pid:
+                os._exit(0)
+            os.waitpid(pid, 0)
+            return tensor
+
+        for _ in range(5):
+            assert float(pair.run(make).sum()) == LARGE
+        assert pair.copied == []
+        assert pair.ledger.grown <= 2
+
+
+# ---- the allocator ----------------------------------------------------------------------------------
+
+
+def test_outside_workers_nothing_lies_in_blocks() -> None:
+    assert allocator._current is None
+    for shape, dtype in (((LARGE, 2), torch.int16), (7, None), ((), torch.bool)):
+        tensor = empty(shape, dtype)
+        assert tensor.dtype is (dtype or torch.get_default_dtype())
+        assert tensor.shape == (shape if isinstance(shape, tuple) else (shape,))
+    assert out_tensor((LARGE,), torch.float32) is None
+    assert out_array((LARGE,), np.dtype("f4")) is None
+    assert not allocator.use_nontemporal(1 << 30)
+
+
+def test_small_results_are_not_worth_a_block(pair: Pair) -> None:
+    assert pair.allocator.block_at(empty((SMALLEST - 1,), torch.uint8).data_ptr()) is None
+    assert out_tensor((SMALLEST - 1,), torch.uint8) is None
+    assert out_array((SMALLEST // 8 - 1,), np.dtype("f8")) is None
+    just_enough = empty(SMALLEST, torch.uint8)
+    block = pair.allocator.block_at(just_enough.data_ptr())
+    assert block is not None
+    assert (block.offset, block.size) == (0, SMALLEST)
+    assert empty((LARGE,)).dtype is torch.get_default_dtype()
+
+
+def test_block_at_finds_the_blocks_of_the_task_and_no_others(pair: Pair) -> None:
+    base = pair.arena.mapping.base
+    blocks = [pair.allocator.take(SMALLEST * factor) for factor in (1, 3, 2)]
+    for block in blocks:
+        for at in (block.offset, block.offset + block.size // 2, block.offset + block.size - 1):
+            assert pair.allocator.block_at(base + at) is block
+    end = sum(block.size for block in blocks)
+    for at in (-1, end, end + SMALLEST, pair.arena.mapping.length, -base):
+        assert pair.allocator.block_at(base + at) is None
+    pair.allocator.finish([])
+    assert pair.allocator.block_at(base) is None
+
+
+def test_a_granted_block_is_taken_before_a_new_one(pair: Pair) -> None:
+    assert pair.allocator.untouched
+    far = 100 * SMALLEST
+    pair.allocator.begin([(far, 2 * SMALLEST), (2 * far, SMALLEST), (3 * far, 8 * SMALLEST)])
+    taken = [pair.allocator.take(nbytes).offset for nbytes in (SMALLEST - 1, SMALLEST, SMALLEST)]
+    assert taken == [2 * far, far, 0], "eight times as large is too large"
+    fresh, returned = pair.allocator.finish([(far, SMALLEST)])
+    assert fresh == [(0, SMALLEST)]
+    assert sorted(returned) == [0, 2 * far, 3 * far]
+    assert pair.allocator.untouched
+
+
+def test_a_promised_block_is_taken_when_it_is_released(pair: Pair) -> None:
+    far = 100 * SMALLEST
+    pair.arena.mapping.mark_leased(far, 7)
+    for released in (False, True):
+        pair.arena.mapping.mark_released(far, 6 + released)
+        pair.allocator.begin([], [(far, SMALLEST)])
+        assert (pair.allocator.take(SMALLEST).offset == far) is released
+        fresh, returned = pair.allocator.finish([])
+        assert far in returned, "a promise that was not used is declined"
+        assert len(fresh) + released == 1
+
+
+def test_blocks_are_used_again(pair: Pair) -> None:
+    offsets = set()
+    for step in range(20):
+        result = pair.trip({"a": torch.full((LARGE,), step), "b": torch.full((3 * LARGE,), step)})
+        offsets.update(offset_of(pair, result[key]) for key in "ab")
+        assert int(result["a"][-1]) == int(result["b"][-1]) == step
+        del result
+    assert len(offsets) <= 4
+    assert pair.idle()
+
+
+def test_unused_blocks_of_a_task_come_back(pair: Pair) -> None:
+    answer = pair.pack(lambda: [empty((LARGE,))[:5].clone(), empty((2 * LARGE,)).shape])
+    assert len(answer.fresh) == len(answer.returned) + len(answer.used)
+    pair.arrive(answer)
+    assert pair.ledger.free_blocks == len(answer.returned)
+
+
+def test_an_array_that_is_dropped_late_frees_no_block_of_a_later_task(pair: Pair) -> None:
+    """A thread of the dataset may have the last piece of a block that the worker has answered with."""
+    blocks = pair.allocator
+    late = empty((LARGE,))
+    first = blocks.block_at(late.data_ptr())
+    assert first is not None
+    blocks.finish([(first.offset, LARGE * 4)])
+    blocks.begin([(first.offset, first.size)])
+    kept = empty((LARGE,))
+    assert kept.data_ptr() == late.data_ptr()
+    del late
+    assert empty((LARGE,)).data_ptr() != kept.data_ptr()
+
+
+def test_new_blocks_are_made_in_space_that_came_back(pair: Pair) -> None:
+    taken = [pair.allocator.take(SMALLEST) for _ in range(3)]
+    pair.allocator.finish([(block.offset, SMALLEST) for block in taken])
+    pair.allocator.give(((0, SMALLEST), (SMALLEST, SMALLEST)))
+    assert pair.allocator.take(2 * SMALLEST).offset == 0
+    assert pair.allocator.take(SMALLEST).offset == 3 * SMALLEST
+
+
+@pytest.mark.parametrize("space", [None, ((SMALLEST, SMALLEST), (4 * SMALLEST, 2 * SMALLEST))])
+def test_a_worker_makes_blocks_in_its_own_part_and_in_the_ranges_that_it_was_given(
+    space: Extents | None,
+) -> None:
+    """A worker in a dead one's place must not write where the dead one's batches still lie."""
+    arena = Arena(4)
+    try:
+        for number in range(4):
+            start, end = arena.mapping.region(number)
+            blocks = Allocator(
+                arena.mapping, number, None if space is None else [(start + at, size) for at, size in space]
+            )
+            taken = [blocks.take(2 * SMALLEST), blocks.take(SMALLEST)]
+            offsets = [0, 2 * SMALLEST] if space is None else [4 * SMALLEST, SMALLEST]
+            assert [block.offset - start for block in taken] == offsets
+            with pytest.raises(MemoryError, match="do not fit"):
+                blocks.take(end - start)
+            assert blocks.finish([])[0] == [(block.offset, block.size) for block in taken]
+    finally:
+        arena.retire([])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_write_copies_from_any_address(whole: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair.arena.mapping, "whole", whole)
     source = ctypes.create_string_buffer(b"some bytes")
     pair.allocator.write(SMALLEST, ctypes.addressof(source), 10)
     assert bytes(pair.arena.mapping.memory[SMALLEST : SMALLEST + 10]) == b"some bytes"

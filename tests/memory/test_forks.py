@@ -1,4 +1,4 @@
-"""Who may still look: forks, births and deaths in any order, on any thread, with descriptors or without."""
+"""What forked children may see: forks, births and deaths in any order, with descriptors or without."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastq_loader.memory.forks import Onlookers, moment
+from fastq_loader.memory.forks import ForkedChildren, moment
 from tests.conftest import run_script
 
 
 @contextmanager
-def onlookers() -> Iterator[Onlookers]:
-    watched = Onlookers()
+def watching() -> Iterator[ForkedChildren]:
+    watched = ForkedChildren()
     try:
         yield watched
     finally:
@@ -27,10 +27,10 @@ def onlookers() -> Iterator[Onlookers]:
 class Fork:
     """A fork that goes on, and then a child that lives, as the pipe sees them."""
 
-    def __init__(self, watched: Onlookers) -> None:
+    def __init__(self, watched: ForkedChildren) -> None:
         self._watched = watched
         self._child = watched.forking()
-        self._held = [os.dup(end) for end in self._child._write]  # what the child inherits
+        self._held = [os.dup(end) for end in self._child.write]  # what the child inherits
         self.under_way = self.alive = True
 
     def finish(self) -> None:
@@ -54,15 +54,15 @@ STEPS = st.lists(
 
 @settings(deadline=None, max_examples=200)
 @given(STEPS)
-def test_a_thing_is_seen_by_the_children_whose_forks_it_met(steps: list[tuple[str, int]]) -> None:
-    with onlookers() as watched:
+def test_a_thing_may_be_seen_by_the_children_whose_forks_it_met(steps: list[tuple[str, int]]) -> None:
+    with watching() as watched:
         forks: list[Fork] = []
         living: list[tuple[int, list[Fork]]] = []  # (moment of birth, forks that met it)
         dead: list[tuple[int, int, list[Fork]]] = []
         try:
             for step, which in steps:
                 if step == "birth":
-                    watched.count += 1
+                    watched.owned += 1
                     living.append((moment(), [fork for fork in forks if fork.under_way]))
                 elif step == "death" and living:
                     born, met = living.pop(which % len(living))
@@ -76,7 +76,7 @@ def test_a_thing_is_seen_by_the_children_whose_forks_it_met(steps: list[tuple[st
                     fork.finish() if step == "finish" else fork.die()
                 watched.reap()
                 for born, died, met in dead:
-                    assert watched.saw(born, died) == any(fork.alive for fork in met)
+                    assert watched.may_see(born, died) == any(fork.alive for fork in met)
         finally:
             for fork in forks:
                 fork.die()
@@ -84,8 +84,8 @@ def test_a_thing_is_seen_by_the_children_whose_forks_it_met(steps: list[tuple[st
 
 def test_children_that_are_gone_are_forgotten_at_the_next_fork() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    with onlookers() as watched:
-        watched.count = 1
+    with watching() as watched:
+        watched.owned = 1
         for _ in range(20):
             Fork(watched).die()
         assert len(os.listdir("/proc/self/fd")) <= before + 1
@@ -94,34 +94,35 @@ def test_children_that_are_gone_are_forgotten_at_the_next_fork() -> None:
 
 def test_a_fork_while_nothing_is_there_leaves_nothing() -> None:
     before = os.listdir("/proc/self/fd")
-    with onlookers() as watched:
+    with watching() as watched:
         fork = Fork(watched)
         fork.finish()
         fork.die()
         assert os.listdir("/proc/self/fd") == before
-        assert not watched.saw(0, moment())
+        assert not watched.may_see(0, moment())
 
 
 def test_without_descriptors_a_child_counts_as_alive_until_the_owner_closes() -> None:
-    with onlookers() as watched:
-        watched.count = 1
+    with watching() as watched:
+        watched.owned = 1
         born = moment()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        limit = resource.RLIMIT_NOFILE
+        soft, hard = resource.getrlimit(limit)
+        resource.setrlimit(limit, (3, hard))
         try:
             fork = Fork(watched)
             fork.finish()
         finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            resource.setrlimit(limit, (soft, hard))
         fork.die()
         watched.reap()
-        assert watched.saw(born, moment())
-        assert not watched.saw(moment(), moment())
+        assert watched.may_see(born, moment())
+        assert not watched.may_see(moment(), moment())
 
 
 def test_once_closed_no_descriptor_is_opened_and_every_child_counts() -> None:
-    with onlookers() as watched:
-        watched.count = 1
+    with watching() as watched:
+        watched.owned = 1
         born = moment()
         watched.close()
         before = os.listdir("/proc/self/fd")
@@ -129,7 +130,7 @@ def test_once_closed_no_descriptor_is_opened_and_every_child_counts() -> None:
             Fork(watched).die()
         assert os.listdir("/proc/self/fd") == before
         watched.reap()
-        assert watched.saw(born, moment())
+        assert watched.may_see(born, moment())
         assert len(watched._children) == 1
 
 
@@ -155,32 +156,32 @@ def test_hooks_of_the_users_that_fork_too_and_children_that_fork_again() -> None
                 depth -= 1
 
         os.register_at_fork(before=fork_in_a_hook)  # before ours is: it runs after it
-        from fastq_loader.memory.forks import Onlookers, moment
+        from fastq_loader.memory.forks import ForkedChildren, moment
 
         def descriptors():
             return sorted(os.listdir("/proc/self/fd"))
 
-        watched = Onlookers()
-        watched.count = 1
+        watched = ForkedChildren()
+        watched.owned = 1
         before = descriptors()
         born = moment()
         pid = os.fork()
         if not pid:
             assert len(descriptors()) == len(before) + 1, "more than its own end"
-            own = Onlookers()
-            own.count = 1
+            own = ForkedChildren()
+            own.owned = 1
             grandchild = os.fork()
             if not grandchild:
                 os._exit(0)
             code = os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1])
             own.reap()
-            os._exit(code or own.saw(0, moment()))
+            os._exit(code or own.may_see(0, moment()))
         died = moment()
         watched.reap()
-        seen = watched.saw(born, died)
+        seen = watched.may_see(born, died)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         watched.reap()
-        assert not watched.saw(born, died)
+        assert not watched.may_see(born, died)
         assert descriptors() == before
         print("alone", seen)
         """

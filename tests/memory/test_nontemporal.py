@@ -1,4 +1,4 @@
-"""Copies past the caches: the same bytes, and only where batches are too large for a cache."""
+"""Copies with non-temporal stores: the same bytes, and only where batches are too large for a cache."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, default_collate
 
-from bench.peers import LoaderSettings, Unsupported
-from bench.peers.fastq import FastqCached, FastqLoader
-from bench.workloads import Load
 from fastq_loader import DataLoader
 from fastq_loader.memory import allocator, nontemporal
 from fastq_loader.memory import arena as arenas
@@ -37,7 +34,7 @@ Copies = list[tuple[int, int]]
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
-    """(pieces, bytes of each) of all copies past the caches."""
+    """(pieces, bytes of each) of all copies with non-temporal stores."""
     seen: Copies = []
     copy = nontemporal.copy
 
@@ -51,9 +48,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    """A worker that writes everything past the caches that it can."""
+    """A worker that writes all that it can with non-temporal stores."""
     monkeypatch.setattr(nontemporal, "SMALLEST_PIECE", 1)
-    with paired(stream_from=0) as pair:
+    with paired(nontemporal_from=0) as pair:
         yield pair
 
 
@@ -92,7 +89,9 @@ def test_pieces_lie_one_behind_the_other_and_nothing_else_is_touched(
         ((0, []), TypeError, "3 arguments"),
     ],
 )
-def test_what_is_no_address_is_refused(arguments: Any, error: type[Exception], text: str) -> None:
+def test_arguments_that_are_not_addresses_are_refused(
+    arguments: Any, error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         nontemporal.copy(*arguments)
 
@@ -116,7 +115,7 @@ def lazily_conjugated(index: int) -> torch.Tensor:
     return torch.complex(floats(index), floats(index + 1)).conj()
 
 
-STREAMED: dict[str, Callable[[int], torch.Tensor]] = {
+NONTEMPORAL: dict[str, Callable[[int], torch.Tensor]] = {
     "bytes": small,
     "floats": floats,
     "half floats": lambda index: floats(index).bfloat16(),
@@ -125,29 +124,30 @@ STREAMED: dict[str, Callable[[int], torch.Tensor]] = {
     "a part of a tensor": lambda index: torch.from_numpy(noise(90_000, index))[1000:80_000],
     "of one number each": lambda index: torch.tensor(float(index)).expand(20_000).contiguous(),
 }
-NOT_STREAMED: dict[str, Callable[[int], torch.Tensor]] = {
+
+
+def one(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[int], torch.Tensor]:
+    """Samples of which the second is another."""
+    return lambda index: change(floats(index)) if index == 1 else floats(index)
+
+
+TORCHS_WAY: dict[str, Callable[[int], torch.Tensor]] = {
     "transposed": lambda index: floats(index).t(),
     "expanded": lambda index: floats(index)[:, :1].expand(3, 9000),
-    "one transposed": lambda index: floats(index) if index else torch.rand(9000, 3).t(),
     "lazily conjugated": lazily_conjugated,
     "lazily negated": lambda index: torch._neg_view(floats(index)),
-    "one negated": lambda index: torch._neg_view(floats(index)) if index == 1 else floats(index),
-    "one of another dtype": lambda index: floats(index).to(torch.float64 if index == 1 else torch.float32),
-    "one of a subclass": lambda index: floats(index).as_subclass(Marked) if index else floats(index),
-    "one that requires grad": lambda index: floats(index).requires_grad_(index == 1),
-    "one of another shape": lambda index: floats(index).view(9000, 3) if index else floats(index),
     "one longer": lambda index: torch.rand(3, 9000 + index),
-    "one sparse": lambda index: floats(index).to_sparse() if index == 1 else floats(index),
-    "one quantized": lambda index: (
-        torch.quantize_per_tensor(torch.rand(4, 9000), 0.1, 0, torch.quint8)
-        if index == 1
-        else torch.zeros(4, 9000, dtype=torch.uint8)
-    ),
-    "one nested": lambda index: (
-        torch.nested.nested_tensor([torch.rand(9000)] * 3) if index == 1 else floats(index)
-    ),
-    "one for oneDNN": lambda index: floats(index).to_mkldnn() if index == 1 else floats(index),
-    "one without memory": lambda index: torch.rand(3, 9000, device="meta") if index == 1 else floats(index),
+    "one transposed": one(lambda sample: sample.t().contiguous().t()),
+    "one negated": one(torch._neg_view),
+    "one of another dtype": one(torch.Tensor.double),
+    "one of a subclass": one(lambda sample: sample.as_subclass(Marked)),
+    "one that requires grad": one(torch.Tensor.requires_grad_),
+    "one of another shape": one(lambda sample: sample.view(9000, 3)),
+    "one sparse": one(torch.Tensor.to_sparse),
+    "one quantized": one(lambda sample: torch.quantize_per_tensor(sample, 0.1, 0, torch.quint8)),
+    "one nested": one(lambda sample: torch.nested.nested_tensor(list(sample))),
+    "one for oneDNN": one(torch.Tensor.to_mkldnn),
+    "one without memory": one(lambda sample: sample.to("meta")),
 }
 
 
@@ -158,30 +158,30 @@ def outcome(batch: list[torch.Tensor]) -> Any:
         return type(error), str(error).splitlines()[0]
 
 
-@pytest.mark.parametrize("name", STREAMED)
-def test_samples_that_lie_as_they_are_to_lie_are_written_past_the_caches(
+@pytest.mark.parametrize("name", NONTEMPORAL)
+def test_samples_with_the_bytes_of_the_batch_are_written_with_nontemporal_stores(
     name: str, always: Pair, copies: Copies
 ) -> None:
-    batch = [STREAMED[name](index) for index in range(4)]
+    batch = [NONTEMPORAL[name](index) for index in range(4)]
     expected = torch.stack(batch)
     assert_same(expected, collate.stack_tensors(batch))
     assert copies == [(4, batch[0].nbytes)]
 
 
-@pytest.mark.parametrize("name", NOT_STREAMED)
+@pytest.mark.parametrize("name", TORCHS_WAY)
 @pytest.mark.filterwarnings("ignore:.*quantize.*", "ignore:.*TypedStorage.*", "ignore:.*nested tensors.*")
 def test_other_samples_go_torchs_way(name: str, copies: Copies) -> None:
-    batch = [NOT_STREAMED[name](index) for index in range(3)]
-    with paired(stream_from=0) as pair:
+    batch = [TORCHS_WAY[name](index) for index in range(3)]
+    with paired(nontemporal_from=0) as pair:
         got = outcome(batch)
-        assert pair.allocator.streams(batch[0].nbytes)
+        assert pair.allocator.is_nontemporal(batch[0].nbytes)
     with paired():
         assert_same(outcome(batch), got)
     assert copies == []
 
 
 @pytest.mark.parametrize("kind", ["u1", "f4", "c16", "?"])
-def test_arrays_are_written_past_the_caches(kind: str, always: Pair, copies: Copies) -> None:
+def test_arrays_are_written_with_nontemporal_stores(kind: str, always: Pair, copies: Copies) -> None:
     batch: list[Any] = [(floats(index).numpy() * 9).astype(kind) for index in range(3)]
     table = {torch.Tensor: collate.stack_tensors}
     got = collate.stack_arrays(batch, collate_fn_map=table)
@@ -194,9 +194,9 @@ def test_arrays_are_written_past_the_caches(kind: str, always: Pair, copies: Cop
     assert copies == []
 
 
-@pytest.mark.parametrize("to_device", [False, True])
-def test_what_user_code_made_is_copied_past_the_caches(to_device: bool, copies: Copies) -> None:
-    with paired(to_device, stream_from=0) as pair:
+@pytest.mark.parametrize("for_device", [False, True])
+def test_what_user_code_made_is_copied_with_nontemporal_stores(for_device: bool, copies: Copies) -> None:
+    with paired(for_device, nontemporal_from=0) as pair:
         batch = {"x": floats(1), "few": torch.arange(3), "more": small(2).numpy().copy()}
         assert_same(batch, pair.trip(batch))
     assert sorted(copies) == [(1, 70_000), (1, 108_000)]
@@ -207,30 +207,24 @@ def test_what_user_code_made_is_copied_past_the_caches(to_device: bool, copies: 
 
 def test_a_batch_is_written_so_if_the_one_before_was_large(copies: Copies) -> None:
     limit = size_class(8 * PIECE)
-    with paired(stream_from=limit) as pair:
-        for count, streamed in ((8, 0), (2, 1), (2, 0), (7, 0), (8, 0), (8, 1), (8, 1)):
+    with paired(nontemporal_from=limit) as pair:
+        for count, nontemporally in ((8, 0), (2, 1), (2, 0), (7, 0), (8, 0), (8, 1), (8, 1)):
             del copies[:]
             samples = [torch.zeros(PIECE, dtype=torch.uint8)] * count
-            pair.deliver(pair.arrive(pair.pack(partial(collate.stack_tensors, samples))))
-            assert len(copies) == streamed
+            pair.run(partial(collate.stack_tensors, samples))
+            assert len(copies) == nontemporally
 
 
-def test_small_pieces_are_not(copies: Copies) -> None:
-    with paired(stream_from=0):
+def test_small_pieces_are_written_as_ever(copies: Copies) -> None:
+    with paired(nontemporal_from=0):
         collate.stack_tensors([torch.zeros(PIECE - 1, dtype=torch.uint8)] * 9)
         assert copies == []
         collate.stack_tensors([torch.zeros(PIECE, dtype=torch.uint8)] * 9)
         assert copies == [(9, PIECE)]
 
 
-def test_outside_a_worker_nothing_is() -> None:
-    with paired(stream_from=0):
-        assert allocator.streams(1 << 30)
-    assert not allocator.streams(1 << 30)
-
-
 class Images(Dataset[Any]):
-    """Images, and whether they are about to be written past the caches."""
+    """Images, and whether they are about to be written with non-temporal stores."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -239,7 +233,7 @@ class Images(Dataset[Any]):
         return 24
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, bool]:
-        return torch.from_numpy(noise(self.nbytes, index)), allocator.streams(PIECE)
+        return torch.from_numpy(noise(self.nbytes, index)), allocator.use_nontemporal(PIECE)
 
 
 @BUILT
@@ -261,31 +255,11 @@ def test_batches_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nontemporal, "CACHED", 0)
     dataset = Images(100_001)
     arguments: dict[str, Any] = {"batch_size": 5, "num_workers": 2}
-    for (images, streamed), (expected, _) in zip(
+    for (images, nontemporally), (expected, _) in zip(
         DataLoader(dataset, **arguments), TorchDataLoader(dataset, **arguments), strict=True
     ):
-        assert streamed.all()
+        assert nontemporally.all()
         assert_same(expected, images)
-
-
-@BUILT
-@pytest.mark.processes
-@pytest.mark.parametrize(("peer", "expected"), [(FastqLoader, True), (FastqCached, False)])
-def test_the_bench_can_do_without(
-    peer: type[FastqLoader], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nontemporal, "CACHED", 0)
-    loader = peer(Load(Images(100_000), batch_size=4), LoaderSettings(2, "fork"))
-    flags = [flags for _, flags in loader.epoch()]
-    loader.close()
-    assert all(bool(flag) is expected for batch in flags for flag in batch)
-    assert nontemporal.CACHED == 0
-
-
-def test_the_bench_says_where_everything_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nontemporal, "AVAILABLE", False)
-    with pytest.raises(Unsupported, match="through the caches"):
-        FastqCached(Load(Images(1), batch_size=4), LoaderSettings(2, "fork"))
 
 
 @pytest.mark.processes
@@ -309,11 +283,11 @@ def test_an_installation_without_the_c_does_without_it() -> None:
                 return 8
 
             def __getitem__(self, index):
-                return torch.full((4 << 20,), index), allocator.streams(1 << 20)
+                return torch.full((1 << 20,), index), allocator.use_nontemporal(1 << 20)
 
-        for number, (samples, streamed) in enumerate(DataLoader(Samples(), num_workers=2)):
+        for number, (samples, nontemporally) in enumerate(DataLoader(Samples(), num_workers=2)):
             assert samples.unique().tolist() == [number]
-            assert not streamed.any()
+            assert not nontemporally.any()
         print("as ever")
         """
     )

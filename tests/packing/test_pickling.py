@@ -1,25 +1,27 @@
-"""Pickling with the leaves left out, the search for what cannot be pickled, and exceptions on their way."""
+"""Pickling with the leaves left out, storages, and the search for what cannot be pickled."""
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
 import functools
 import pickle
 import threading
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from fastq_loader.errors import UnpicklableError, WorkerTraceback
+from fastq_loader import DataLoader
+from fastq_loader.errors import UnpicklableError
+from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.packing import pickling
-from fastq_loader.packing.pickling import dump, dump_exception, load, load_exception
+from fastq_loader.packing.pickling import dump, load
 from tests.support.datasets import Opaque, Point, Record, Slotted, assert_same
+from tests.support.late_device import late_device
+from tests.support.pair import LARGE, paired
 
 
 def through(value: Any) -> tuple[Any, list[Any]]:
@@ -149,6 +151,115 @@ class Broken:
         return divmod, (1, 0)
 
 
+# ---- storages ---------------------------------------------------------------------------------------
+
+
+def storages(length: int) -> dict[str, Any]:
+    floats, shorts, ints = (
+        torch.arange(float(length)),
+        torch.arange(length, dtype=torch.int16),
+        torch.arange(3),
+    )
+    return {
+        "tensor": floats,
+        "its storage": floats.untyped_storage(),
+        "a part of it": floats[1:3],
+        "again": [floats.untyped_storage()],
+        "alone": shorts.untyped_storage(),
+        "typed": ints.storage(),
+        "legacy": torch.FloatStorage([1.5, 2.5]),
+        "empty": torch.UntypedStorage(0),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("length", [5, LARGE])
+@pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
+def test_storages_arrive_and_share_what_they_shared(length: int) -> None:
+    with paired() as pair:
+        sent = storages(length)
+        arrived = pair.trip(storages(length))
+        assert {key: type(value) for key, value in arrived.items()} == {
+            key: type(value) for key, value in sent.items()
+        }
+        for name in ("its storage", "alone", "empty"):
+            assert bytes(arrived[name]) == bytes(sent[name])
+        assert (arrived["typed"].tolist(), arrived["typed"].dtype) == ([0, 1, 2], torch.int64)
+        assert arrived["legacy"].tolist() == [1.5, 2.5]
+        arrived["tensor"][1] = 7
+        assert arrived["a part of it"][0] == 7
+        assert arrived["again"][0].data_ptr() == arrived["its storage"].data_ptr()
+        whole = arrived["its storage"]
+        del arrived
+        assert bytes(whole)[4:8] == bytes(torch.tensor([7.0]).untyped_storage())
+        del whole
+        assert pair.idle()
+
+
+class Meta(torch.Tensor):
+    """A tensor with a reducer of its own that returns a storage, as MONAI's MetaTensor has."""
+
+
+def rebuild_meta(storage: torch.UntypedStorage, size: Any, stride: Any, attributes: Any) -> Meta:
+    made = torch.empty(0).set_(storage, 0, size, stride).as_subclass(Meta)
+    vars(made).update(attributes)
+    return made
+
+
+def reduce_meta(value: Meta) -> Any:
+    return rebuild_meta, (value.untyped_storage(), value.size(), value.stride(), vars(value))
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    ForkingPickler.register(Meta, reduce_meta)
+    yield
+    del ForkingPickler._extra_reducers[Meta]  # type: ignore[attr-defined]
+
+
+def meta_samples(count: int) -> list[Any]:
+    def sample(number: int) -> Meta:
+        made = torch.full((50, 60), float(number)).as_subclass(Meta)
+        made.affine = number  # type: ignore[attr-defined]
+        return made
+
+    return [[sample(number), sample(number).t()] for number in range(count)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_h4_a_reducer_that_returns_a_storage_arrives(workers: int, registered: None) -> None:
+    torchs, ours = (
+        list(kind(meta_samples(5), 1, num_workers=workers, collate_fn=lambda batch: batch))
+        for kind in (torch.utils.data.DataLoader, DataLoader)
+    )
+    for (expected,), (actual,) in zip(torchs, ours, strict=True):
+        assert [type(part) for part in actual] == [Meta, Meta]
+        assert [part.affine for part in actual[:1]] == [part.affine for part in expected[:1]]
+        assert all(
+            torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(actual, expected, strict=True)
+        )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_h4_with_a_device_storages_stay_on_the_host(
+    workers: int, registered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def collate(batch: list[Any]) -> list[Any]:
+        return [*batch[0], torch.ones(4), torch.arange(6.0).untyped_storage()]
+
+    expected = [collate(batch) for batch in zip(meta_samples(5), strict=True)]
+    with late_device(monkeypatch):
+        loader = DataLoader(meta_samples(5), 1, num_workers=workers, collate_fn=collate, device="cuda")
+        with loader:
+            for batch, wanted in zip(loader, expected, strict=True):
+                assert [type(part) for part in batch] == [type(part) for part in wanted]
+                assert all(torch.equal(a, b) for a, b in zip(batch[:3], wanted[:3], strict=True))
+                assert bytes(batch[3]) == bytes(wanted[3])
+                del batch
+
+
 # ---- naming what cannot be pickled ------------------------------------------------------------------
 
 
@@ -259,283 +370,3 @@ class OnlyOnce:
 def test_what_pickles_the_second_time_raises_its_own_error() -> None:
     with pytest.raises(ConnectionError, match="not now"):
         through([OnlyOnce()])
-
-
-# ---- exceptions -------------------------------------------------------------------------------------
-
-
-class Plain(ValueError):
-    pass
-
-
-class TwoArguments(Exception):
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(f"{code}: {text}")
-        self.code = code
-        self.text = text
-
-
-class KeywordOnly(Exception):
-    def __init__(self, *, path: str) -> None:
-        super().__init__()
-        self.path = path
-
-    def __str__(self) -> str:
-        return f"no {self.path}"
-
-
-class ReduceFails(LookupError):
-    def __reduce__(self) -> NoReturn:
-        raise ZeroDivisionError("in __reduce__")
-
-
-class ReduceLies(LookupError):
-    """Comes out of a pickle as something else."""
-
-    def __reduce__(self) -> Any:
-        return ValueError, ("another",)
-
-
-class Forgetful(Exception):
-    """Its pickle is made of the arguments alone."""
-
-    def __init__(self, text: str, level: str = "low") -> None:
-        super().__init__(text)
-        self.level = level
-
-    def __str__(self) -> str:
-        return f"{self.level}: {self.args[0]}"
-
-    def __reduce__(self) -> Any:
-        return Forgetful, self.args
-
-
-class Mute(ValueError):
-    def __str__(self) -> str:
-        raise ZeroDivisionError("in __str__")
-
-
-class Mixin:
-    pass
-
-
-class Mixed(Mixin, ValueError):
-    pass
-
-
-def with_attributes(error: BaseException, **attributes: Any) -> BaseException:
-    error.__dict__.update(attributes)
-    return error
-
-
-def raised(error: BaseException) -> BaseException:
-    """The same, with a traceback."""
-    try:
-        raise error
-    except BaseException as caught:
-        return caught
-
-
-def carried(error: BaseException) -> BaseException:
-    return load_exception(dump_exception(raised(error), worker=3))
-
-
-SURVIVORS: dict[str, Callable[[], BaseException]] = {
-    "ValueError": lambda: ValueError("bad"),
-    "no arguments": lambda: ValueError(),
-    "several arguments": lambda: ValueError("bad", 3, None, [1, {"a": 2}]),
-    "KeyError": lambda: KeyError("key"),
-    "StopIteration": lambda: StopIteration(3),
-    "OSError": lambda: OSError(2, "No such file", "/some/where"),
-    "OSError with two names": lambda: OSError(18, "Cross-device", "/one", None, "/two"),
-    "FileNotFoundError": lambda: FileNotFoundError(2, "No such file", "/some/where"),
-    "UnicodeDecodeError": lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
-    "ImportError": lambda: ImportError("no", name="module", path="/p"),
-    "Exception": lambda: Exception("itself"),
-    "MemoryError": lambda: MemoryError("full"),
-    "a class of its own": lambda: Plain("mine"),
-    "attributes": lambda: with_attributes(Plain("mine"), index=3, path="x", tensor=None),
-    "two arguments": lambda: TwoArguments(404, "gone"),
-    "keywords only": lambda: KeywordOnly(path="/p"),
-    "failing reduce": lambda: ReduceFails("kept"),
-    "lying reduce": lambda: ReduceLies("kept"),
-    "forgotten attribute": lambda: with_attributes(Forgetful("kept"), index=3),
-    "forgotten value": lambda: Forgetful("kept", "high"),
-    "a mixin": lambda: Mixed("kept"),
-    "an empty mixin": lambda: Mixed(),
-}
-
-
-def attributes(error: BaseException) -> dict[str, Any]:
-    """Without the note that says where it came from."""
-    return {name: value for name, value in vars(error).items() if name != "__notes__"}
-
-
-@pytest.mark.parametrize("make", SURVIVORS.values(), ids=SURVIVORS.keys())
-def test_exceptions_keep_type_arguments_text_and_attributes(make: Callable[[], BaseException]) -> None:
-    error, expected = carried(make()), make()
-    assert type(error) is type(expected)
-    assert error.args == expected.args
-    assert str(error) == str(expected)
-    assert attributes(error) == expected.__dict__
-    for name in ("errno", "strerror", "filename", "filename2", "name", "path", "value", "start", "reason"):
-        assert getattr(error, name, None) == getattr(expected, name, None)
-
-
-@pytest.mark.parametrize("make", SURVIVORS.values(), ids=SURVIVORS.keys())
-def test_the_cause_is_the_workers_traceback(make: Callable[[], BaseException]) -> None:
-    error = carried(make())
-    cause = error.__cause__
-    assert isinstance(cause, WorkerTraceback)
-    name = type(make()).__name__
-    assert cause.text.startswith(f"Caught {name} in DataLoader worker process 3.\nOriginal Traceback (most")
-    assert "in raised\n    raise error\n" in cause.text
-    assert str(cause) == "\n" + cause.text
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.text(st.characters()) | st.integers() | st.binary() | st.none(), max_size=3))
-def test_any_plain_arguments_survive(arguments: list[Any]) -> None:
-    error = carried(Plain(*arguments))
-    assert (type(error), error.args) == (Plain, tuple(arguments))
-
-
-def test_arguments_that_cannot_be_compared_survive() -> None:
-    for argument in (np.arange(3), torch.arange(3), [torch.zeros(2)]):
-        error = carried(Plain("bad sample", argument))
-        assert type(error) is Plain
-        assert_same(("bad sample", argument), error.args)
-
-
-def test_attributes_that_cannot_be_pickled_are_left_behind_alone() -> None:
-    error = carried(with_attributes(Plain("mine"), lock=threading.Lock(), index=3, call=stuck()))
-    assert type(error) is Plain
-    assert error.args == ("mine",)
-    assert attributes(error) == {"index": 3}
-
-
-def test_tensors_in_attributes_survive() -> None:
-    error = carried(with_attributes(Plain("mine"), sample=torch.arange(3)))
-    assert_same(torch.arange(3), error.__dict__["sample"])
-
-
-def test_arguments_that_cannot_be_pickled_leave_the_text() -> None:
-    error = carried(ValueError("bad", stuck()))
-    assert isinstance(error, (ValueError, RuntimeError))
-    assert "bad" in str(error)
-
-
-def test_a_local_class_becomes_its_nearest_importable_base() -> None:
-    class Local(Plain):
-        pass
-
-    error = carried(with_attributes(Local("mine", 3), index=7))
-    assert type(error) is Plain
-    assert error.args == ("mine", 3)
-    assert attributes(error) == {"index": 7}
-    assert error.__cause__ is not None
-    assert "Caught Local in" in str(error.__cause__)
-
-
-def test_a_local_class_right_below_exception_becomes_a_runtime_error_that_names_it() -> None:
-    class Local(Exception):
-        pass
-
-    error = carried(Local("what happened"))
-    assert type(error) is RuntimeError
-    assert "Local: what happened" in str(error)
-
-
-@pytest.mark.parametrize("arguments", [(), ("text",)])
-def test_a_local_class_with_a_mixin_becomes_an_exception(arguments: tuple[str, ...]) -> None:
-    class Local(Mixin, ValueError):
-        pass
-
-    error = carried(Local(*arguments))
-    assert isinstance(error, ValueError)
-    assert error.args == arguments
-
-
-def test_an_exception_that_cannot_be_printed_is_carried_all_the_same() -> None:
-    error = carried(Mute("quiet"))
-    assert isinstance(error, Exception)
-    assert isinstance(error.__cause__, WorkerTraceback)
-    assert "Caught Mute" in str(error.__cause__)
-
-
-def test_a_chain_is_told_in_the_traceback() -> None:
-    def chain() -> None:
-        try:
-            raise KeyError("first")
-        except KeyError as first:
-            raise Plain("second") from first
-
-    with pytest.raises(Plain) as caught:
-        chain()
-    error = load_exception(dump_exception(caught.value, 0))
-    assert (type(error), error.args) == (Plain, ("second",))
-    text = str(error.__cause__)
-    assert text.index("KeyError: 'first'") < text.index("direct cause") < text.index("Plain: second")
-
-
-def test_notes_survive() -> None:
-    error = Plain("mine")
-    if not hasattr(error, "add_note"):
-        error.__notes__ = ["a note"]  # type: ignore[attr-defined]
-    else:
-        error.add_note("a note")
-    assert carried(error).__dict__["__notes__"][0] == "a note"
-
-
-@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="Python 3.11 has notes")
-@pytest.mark.parametrize("make", SURVIVORS.values(), ids=SURVIVORS.keys())
-def test_a_note_says_what_torch_says_in_the_text(make: Callable[[], BaseException]) -> None:
-    error = load_exception(dump_exception(raised(make()), 3))
-    assert vars(error)["__notes__"] == [f"Caught {type(error).__name__} in DataLoader worker process 3."]
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen(Exception):
-    """Refuses every attribute that is set on it: the cause and the note too."""
-
-    code: int
-
-
-def test_an_exception_that_refuses_attributes_has_its_cause() -> None:
-    error = carried(Frozen(4))
-    assert (type(error), error.args) == (Frozen, (4,))
-    assert isinstance(error.__cause__, WorkerTraceback)
-
-
-def test_exception_groups_survive() -> None:
-    group: Any = getattr(builtins, "ExceptionGroup", None)
-    if group is None:
-        pytest.skip("this Python has no exception groups")
-    error = carried(group("several", [ValueError("one"), group("inner", [KeyError("two")])]))
-    assert type(error) is group
-    assert error.message == "several"
-    first, inner = error.exceptions
-    assert (type(first), first.args) == (ValueError, ("one",))
-    assert inner.exceptions[0].args == ("two",)
-
-
-def test_a_class_that_this_process_cannot_import_becomes_a_runtime_error() -> None:
-    data = dump_exception(Plain("mine"), 0)
-    error = load_exception(data.replace(b"Plain", b"Plxin"))
-    assert type(error) is RuntimeError
-    assert "Plxin" in str(error)
-    assert type(load_exception(b"no pickle at all")) is RuntimeError
-
-
-def test_an_exception_without_a_traceback_is_carried() -> None:
-    error = load_exception(dump_exception(Plain("mine"), 5))
-    assert (type(error), error.args) == (Plain, ("mine",))
-    assert "worker process 5" in str(error.__cause__)
-
-
-def test_dumping_leaves_the_exception_as_it_was() -> None:
-    error = raised(with_attributes(Plain("mine"), index=1))
-    before = error.__traceback__
-    dump_exception(error, 0)
-    assert (error.args, error.__dict__, error.__traceback__) == (("mine",), {"index": 1}, before)
-    assert error.__cause__ is None

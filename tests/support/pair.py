@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,52 +20,63 @@ from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.ledger import FREE, SMALLEST, BlockLedger, device_aligned
 from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.unpack import Unpacker
-from fastq_loader.workers import main
 
 LARGE = SMALLEST // 4 + 100  # float32 elements of a tensor that is worth a block
 TOKEN = bytes(range(TOKEN_BYTES))
 SPARE_BATCHES = 3  # as many batches' blocks are kept
 
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex32,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-]
+_NAMES = """
+    bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64
+    complex32 complex64 complex128 float8_e4m3fn float8_e5m2
+"""
+DTYPES: list[torch.dtype] = [getattr(torch, name) for name in _NAMES.split()]
 
 
 def noise(nbytes: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Any bit pattern, NaN with its payload among them."""
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    if dtype == torch.bool:
+        return torch.from_numpy(noise(count, seed) > 127).view(shape)
+    return torch.from_numpy(noise(count * dtype.itemsize, seed)).view(dtype).view(shape)
+
+
+class CountingAllocator(Allocator):
+    """Says what a worker copies into blocks.
+
+    Attributes:
+        copied: bytes of each copy.
+    """
+
+    copied: list[int]
+
+    def write(self, offset: int, source: int, nbytes: int) -> None:
+        self.copied.append(nbytes)
+        super().write(offset, source, nbytes)
+
+
 class Pair:
     """A worker and its consumer.
 
     Args:
-        to_device: whether batches are laid out for one copy to a device.
-        stream_from: bytes of a batch from which on the next one is written past the caches.
+        for_device: whether batches are laid out for one copy to a device.
+        nontemporal_from: bytes of a batch from which on the next one is written with non-temporal stores.
     """
 
-    def __init__(self, to_device: bool = False, stream_from: float = math.inf) -> None:
+    def __init__(self, for_device: bool = False, nontemporal_from: float = math.inf) -> None:
         self.arena = Arena(1)
         self.ledger = BlockLedger()
-        self.allocator = Allocator(self.arena.mapping, 0, together=to_device, stream_from=stream_from)
+        self.allocator = CountingAllocator(
+            self.arena.mapping, 0, for_device=for_device, nontemporal_from=nontemporal_from
+        )
+        self.copied = self.allocator.copied = []
         self.packer = Packer(self.allocator, TOKEN)
-        self.unpacker = Unpacker(self.arena, 1, TOKEN, to_device)
+        self.unpacker = Unpacker(self.arena, 1, TOKEN, for_device)
         self.frames: list[bytes] = []
 
     def pack(self, make: Callable[[], Any]) -> Answer:
@@ -78,15 +88,9 @@ class Pair:
         self.allocator.begin(*self.ledger.grant(0))
         batch = make()
         handle, used = self.packer.pack(batch)
-        self.allocator.ship([offset for offset, _ in used])
         del batch
-        settled: Any = main._Worker._settle(
-            SimpleNamespace(_allocator=self.allocator),  # type: ignore[arg-type]
-            handle,
-            used,
-        )
-        handle, used = settled
-        fresh, returned = self.allocator.finish([offset for offset, _ in used])
+        handle, used = self.packer.copy_held(handle, used)
+        fresh, returned = self.allocator.finish(used)
         answer = Answer(0, 0, 0, BATCH, 0, 0, tuple(used), tuple(fresh), tuple(returned), handle)
         self.frames.append(encode(answer))
         decoded = decode_for_consumer(self.frames[-1])
@@ -103,12 +107,16 @@ class Pair:
         self.ledger.check()
         return answer.handle
 
+    def handle_of(self, batch: Any) -> Handle:
+        """A handle as it was sent."""
+        return self.account(self.pack(lambda: batch))
+
     def arrive(self, answer: Answer) -> Handle:
         """The consumer hears of a batch."""
         return self.unpacker.learn(0, self.account(answer))
 
     def deliver(self, handle: Handle) -> Any:
-        if self.allocator.together:
+        if self.allocator.for_device:
             batch = put_on_device(self.unpacker, self.arena, handle)
             for offset, _ in self.unpacker.used(handle):
                 self.ledger.drop(offset)
@@ -122,8 +130,12 @@ class Pair:
         self.ledger.check()
         return batch
 
+    def run(self, make: Callable[[], Any]) -> Any:
+        """One task, from the dataset to what the user gets."""
+        return self.deliver(self.arrive(self.pack(make)))
+
     def trip(self, batch: Any) -> Any:
-        return self.deliver(self.arrive(self.pack(lambda: batch)))
+        return self.run(lambda: batch)
 
     def hear_releases(self) -> None:
         for offset in self.arena.released_blocks():
@@ -149,8 +161,8 @@ def put_on_device(unpacker: Unpacker, arena: Arena, handle: Handle) -> Any:
 
 
 @contextmanager
-def paired(to_device: bool = False, stream_from: float = math.inf) -> Iterator[Pair]:
-    pair = Pair(to_device, stream_from)
+def paired(for_device: bool = False, nontemporal_from: float = math.inf) -> Iterator[Pair]:
+    pair = Pair(for_device, nontemporal_from)
     install(pair.allocator)
     try:
         yield pair

@@ -1,0 +1,74 @@
+"""What batches need, from the sizes of the recent ones."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastq_loader.memory.demand import EXPECTED, KINDS, PATIENCE, Demand
+
+SIZES = st.lists(st.integers(1, 1000), max_size=4)
+
+
+def fits(kind: list[int], blocks: tuple[int, ...]) -> bool:
+    """Whether each size of a batch finds a block of its own, at most twice as large."""
+    return any(
+        all(need <= size <= 2 * need for need, size in zip(kind, chosen, strict=True))
+        for chosen in permutations(blocks, len(kind))
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(SIZES, min_size=1, max_size=KINDS, unique_by=lambda kind: tuple(sorted(kind))))
+def test_a_task_gets_enough_for_any_recent_kind_of_batch(kinds: list[list[int]]) -> None:
+    demand = Demand()
+    for kind in kinds:
+        demand.tasks += 1
+        demand.learn(kind)
+    assert list(demand.wanted) == sorted(demand.wanted, reverse=True)
+    assert demand.wanted_bytes == sum(demand.wanted)
+    if len(demand.wanted) <= 6:
+        assert all(fits(kind, demand.wanted) for kind in kinds)
+
+
+def test_one_kind_wants_its_own_blocks_and_no_others() -> None:
+    demand = Demand()
+    demand.learn([10, 300, 20])
+    assert demand.wanted == (300, 20, 10)
+
+
+def test_a_kind_that_has_not_come_for_long_is_forgotten() -> None:
+    demand = Demand()
+    demand.learn([100])
+    assert demand.cold() is None
+    for demand.tasks in range(1, EXPECTED + 1):
+        demand.learn([7])
+    assert demand.cold() == EXPECTED - PATIENCE
+    assert demand.wanted == (100, 7), "it came as many tasks ago as are waited for"
+    demand.tasks += EXPECTED
+    assert demand.cold() == 2 * EXPECTED - PATIENCE
+    assert demand.wanted == (7,)
+    assert demand.cold() is None, "it is asked again after some more tasks"
+    demand.tasks += EXPECTED
+    demand.cold()
+    assert (demand.wanted, demand.batch_bytes) == ((), 0)
+
+
+def test_the_oldest_of_many_kinds_gives_way() -> None:
+    demand = Demand()
+    for kind in range(KINDS + 1):
+        demand.learn([10**kind])
+    assert demand.wanted == tuple(10**kind for kind in reversed(range(1, KINDS + 1)))
+
+
+def test_the_bytes_of_a_batch_fade_slowly_from_their_maximum() -> None:
+    demand = Demand()
+    demand.learn([600, 400])
+    demand.learn([100])
+    assert demand.batch_bytes == pytest.approx(990)
+    for _ in range(1000):
+        demand.learn([100])
+    assert demand.batch_bytes == 100

@@ -1,0 +1,301 @@
+"""Exceptions on their way: what arrives of them, whatever their classes do."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastq_loader.errors import WorkerTraceback
+from fastq_loader.packing.exceptions import dump_exception, load_exception
+from tests.support.datasets import assert_same
+
+
+def stuck() -> Any:
+    """Something that no pickle takes."""
+    return lambda: None
+
+
+class Plain(ValueError):
+    pass
+
+
+class TwoArguments(Exception):
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+        self.code = code
+        self.text = text
+
+
+class KeywordOnly(Exception):
+    def __init__(self, *, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def __str__(self) -> str:
+        return f"no {self.path}"
+
+
+class ReduceFails(LookupError):
+    def __reduce__(self) -> NoReturn:
+        raise ZeroDivisionError("in __reduce__")
+
+
+class ReduceLies(LookupError):
+    """Comes out of a pickle as something else."""
+
+    def __reduce__(self) -> Any:
+        return ValueError, ("another",)
+
+
+class Forgetful(Exception):
+    """Its pickle is made of the arguments alone."""
+
+    def __init__(self, text: str, level: str = "low") -> None:
+        super().__init__(text)
+        self.level = level
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.args[0]}"
+
+    def __reduce__(self) -> Any:
+        return Forgetful, self.args
+
+
+class Mute(ValueError):
+    def __str__(self) -> str:
+        raise ZeroDivisionError("in __str__")
+
+
+class Mixin:
+    pass
+
+
+class Mixed(Mixin, ValueError):
+    pass
+
+
+def with_attributes(error: BaseException, **attributes: Any) -> BaseException:
+    error.__dict__.update(attributes)
+    return error
+
+
+def raised(error: BaseException) -> BaseException:
+    """The same, with a traceback."""
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def carried(error: BaseException) -> BaseException:
+    return load_exception(dump_exception(raised(error), worker=3))
+
+
+SURVIVORS: dict[str, Callable[[], BaseException]] = {
+    "ValueError": lambda: ValueError("bad"),
+    "no arguments": lambda: ValueError(),
+    "several arguments": lambda: ValueError("bad", 3, None, [1, {"a": 2}]),
+    "KeyError": lambda: KeyError("key"),
+    "StopIteration": lambda: StopIteration(3),
+    "OSError": lambda: OSError(2, "No such file", "/some/where"),
+    "OSError with two names": lambda: OSError(18, "Cross-device", "/one", None, "/two"),
+    "FileNotFoundError": lambda: FileNotFoundError(2, "No such file", "/some/where"),
+    "UnicodeDecodeError": lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
+    "ImportError": lambda: ImportError("no", name="module", path="/p"),
+    "Exception": lambda: Exception("itself"),
+    "MemoryError": lambda: MemoryError("full"),
+    "a class of its own": lambda: Plain("mine"),
+    "attributes": lambda: with_attributes(Plain("mine"), index=3, path="x", tensor=None),
+    "two arguments": lambda: TwoArguments(404, "gone"),
+    "keywords only": lambda: KeywordOnly(path="/p"),
+    "failing reduce": lambda: ReduceFails("kept"),
+    "lying reduce": lambda: ReduceLies("kept"),
+    "forgotten attribute": lambda: with_attributes(Forgetful("kept"), index=3),
+    "forgotten value": lambda: Forgetful("kept", "high"),
+    "a mixin": lambda: Mixed("kept"),
+    "an empty mixin": lambda: Mixed(),
+}
+
+
+def attributes(error: BaseException) -> dict[str, Any]:
+    """Without the note that says where it came from."""
+    return {name: value for name, value in vars(error).items() if name != "__notes__"}
+
+
+@pytest.mark.parametrize("make", SURVIVORS.values(), ids=SURVIVORS.keys())
+def test_exceptions_keep_type_arguments_text_and_attributes(make: Callable[[], BaseException]) -> None:
+    error, expected = carried(make()), make()
+    assert type(error) is type(expected)
+    assert error.args == expected.args
+    assert str(error) == str(expected)
+    assert attributes(error) == expected.__dict__
+    for name in ("errno", "strerror", "filename", "filename2", "name", "path", "value", "start", "reason"):
+        assert getattr(error, name, None) == getattr(expected, name, None)
+
+
+@pytest.mark.parametrize("make", SURVIVORS.values(), ids=SURVIVORS.keys())
+def test_the_cause_is_the_workers_traceback(make: Callable[[], BaseException]) -> None:
+    error = carried(make())
+    cause = error.__cause__
+    assert isinstance(cause, WorkerTraceback)
+    name = type(make()).__name__
+    assert cause.text.startswith(f"Caught {name} in DataLoader worker process 3.\nOriginal Traceback (most")
+    assert "in raised\n    raise error\n" in cause.text
+    assert str(cause) == "\n" + cause.text
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.text(st.characters()) | st.integers() | st.binary() | st.none(), max_size=3))
+def test_any_plain_arguments_survive(arguments: list[Any]) -> None:
+    error = carried(Plain(*arguments))
+    assert (type(error), error.args) == (Plain, tuple(arguments))
+
+
+def test_arguments_that_cannot_be_compared_survive() -> None:
+    for argument in (np.arange(3), torch.arange(3), [torch.zeros(2)]):
+        error = carried(Plain("bad sample", argument))
+        assert type(error) is Plain
+        assert_same(("bad sample", argument), error.args)
+
+
+def test_attributes_that_cannot_be_pickled_are_left_behind_alone() -> None:
+    error = carried(with_attributes(Plain("mine"), lock=threading.Lock(), index=3, call=stuck()))
+    assert type(error) is Plain
+    assert error.args == ("mine",)
+    assert attributes(error) == {"index": 3}
+
+
+def test_tensors_in_attributes_survive() -> None:
+    error = carried(with_attributes(Plain("mine"), sample=torch.arange(3)))
+    assert_same(torch.arange(3), error.__dict__["sample"])
+
+
+def test_arguments_that_cannot_be_pickled_leave_the_text() -> None:
+    error = carried(ValueError("bad", stuck()))
+    assert isinstance(error, (ValueError, RuntimeError))
+    assert "bad" in str(error)
+
+
+def test_a_local_class_becomes_its_nearest_importable_base() -> None:
+    class Local(Plain):
+        pass
+
+    error = carried(with_attributes(Local("mine", 3), index=7))
+    assert type(error) is Plain
+    assert error.args == ("mine", 3)
+    assert attributes(error) == {"index": 7}
+    assert error.__cause__ is not None
+    assert "Caught Local in" in str(error.__cause__)
+
+
+def test_a_local_class_right_below_exception_becomes_a_runtime_error_that_names_it() -> None:
+    class Local(Exception):
+        pass
+
+    error = carried(Local("what happened"))
+    assert type(error) is RuntimeError
+    assert "Local: what happened" in str(error)
+
+
+@pytest.mark.parametrize("arguments", [(), ("text",)])
+def test_a_local_class_with_a_mixin_becomes_an_exception(arguments: tuple[str, ...]) -> None:
+    class Local(Mixin, ValueError):
+        pass
+
+    error = carried(Local(*arguments))
+    assert isinstance(error, ValueError)
+    assert error.args == arguments
+
+
+def test_an_exception_that_cannot_be_printed_is_carried_all_the_same() -> None:
+    error = carried(Mute("quiet"))
+    assert isinstance(error, Exception)
+    assert isinstance(error.__cause__, WorkerTraceback)
+    assert "Caught Mute" in str(error.__cause__)
+
+
+def test_a_chain_is_told_in_the_traceback() -> None:
+    def chain() -> None:
+        try:
+            raise KeyError("first")
+        except KeyError as first:
+            raise Plain("second") from first
+
+    with pytest.raises(Plain) as caught:
+        chain()
+    error = load_exception(dump_exception(caught.value, 0))
+    assert (type(error), error.args) == (Plain, ("second",))
+    text = str(error.__cause__)
+    assert text.index("KeyError: 'first'") < text.index("direct cause") < text.index("Plain: second")
+
+
+def test_notes_survive() -> None:
+    error = Plain("mine")
+    if not hasattr(error, "add_note"):
+        error.__notes__ = ["a note"]  # type: ignore[attr-defined]
+    else:
+        error.add_note("a note")
+    assert carried(error).__dict__["__notes__"][0] == "a note"
+
+
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="Python 3.11 has notes")
+@pytest.mark.parametrize("make", SURVIVORS.values(), ids=SURVIVORS.keys())
+def test_a_note_says_what_torch_says_in_the_text(make: Callable[[], BaseException]) -> None:
+    error = load_exception(dump_exception(raised(make()), 3))
+    assert vars(error)["__notes__"] == [f"Caught {type(error).__name__} in DataLoader worker process 3."]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """Refuses every attribute that is set on it: the cause and the note too."""
+
+    code: int
+
+
+def test_an_exception_that_refuses_attributes_has_its_cause() -> None:
+    error = carried(Frozen(4))
+    assert (type(error), error.args) == (Frozen, (4,))
+    assert isinstance(error.__cause__, WorkerTraceback)
+
+
+def test_exception_groups_survive() -> None:
+    group: Any = getattr(builtins, "ExceptionGroup", None)
+    if group is None:
+        pytest.skip("this Python has no exception groups")
+    error = carried(group("several", [ValueError("one"), group("inner", [KeyError("two")])]))
+    assert type(error) is group
+    assert error.message == "several"
+    first, inner = error.exceptions
+    assert (type(first), first.args) == (ValueError, ("one",))
+    assert inner.exceptions[0].args == ("two",)
+
+
+def test_a_class_that_this_process_cannot_import_becomes_a_runtime_error() -> None:
+    data = dump_exception(Plain("mine"), 0)
+    error = load_exception(data.replace(b"Plain", b"Plxin"))
+    assert type(error) is RuntimeError
+    assert "Plxin" in str(error)
+    assert type(load_exception(b"no pickle at all")) is RuntimeError
+
+
+def test_an_exception_without_a_traceback_is_carried() -> None:
+    error = load_exception(dump_exception(Plain("mine"), 5))
+    assert (type(error), error.args) == (Plain, ("mine",))
+    assert "worker process 5" in str(error.__cause__)
+
+
+def test_dumping_leaves_the_exception_as_it_was() -> None:
+    error = raised(with_attributes(Plain("mine"), index=1))
+    before = error.__traceback__
+    dump_exception(error, 0)
+    assert (error.args, error.__dict__, error.__traceback__) == (("mine",), {"index": 1}, before)
+    assert error.__cause__ is None

@@ -1,0 +1,206 @@
+"""Batches that go to a device: laid out in one block by the worker, put together from one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastq_loader.ipc.messages import Handle
+from fastq_loader.memory.allocator import empty
+from fastq_loader.memory.arena import AVAILABLE
+from fastq_loader.memory.ledger import DEVICE_ALIGNMENT, SMALLEST
+from tests.support.datasets import Opaque, assert_same
+from tests.support.pair import DTYPES, Pair, noise, paired, random_tensor
+
+pytestmark = [
+    pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
+]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with paired(for_device=True) as pair:
+        yield pair
+
+
+def filled(nbytes: int, value: int) -> torch.Tensor:
+    return empty((nbytes,), torch.uint8).fill_(value)
+
+
+def contents(batch: Any) -> list[list[int]]:
+    return [np.unique(part).tolist() for part in batch]
+
+
+FIELDS = st.lists(
+    st.tuples(
+        st.integers(0, 3 * SMALLEST),
+        st.sampled_from(DTYPES),
+        st.sampled_from(("private", "block", "view", "array", "text")),
+    ),
+    max_size=6,
+)
+
+
+def made(field: Any, seed: int, in_worker: bool) -> Any:
+    nbytes, dtype, where = field
+    content = random_tensor((-(-nbytes // dtype.itemsize),), dtype, seed)
+    if where == "text":
+        return str(seed)
+    if where == "array":
+        return noise(nbytes + 1, seed)
+    if where == "view":
+        return torch.cat([content, content])[content.numel() :] if content.numel() else content
+    if where == "block":
+        make = empty if in_worker else torch.empty
+        return make(tuple(content.shape), dtype=dtype).copy_(content)
+    return content
+
+
+def check_layout(handle: Handle) -> None:
+    spec = handle.spec
+    there = {number for number, *_ in spec.on_device}
+    assert there == {number for number, leaf in enumerate(spec.leaves) if not leaf.array}
+    for number, dtype, _, _, at in spec.on_device:
+        assert (at * dtype.itemsize - spec.leaves[number].into) % DEVICE_ALIGNMENT == 0
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(FIELDS, min_size=1, max_size=4))
+def test_any_fields_from_anywhere(batches: list[Any]) -> None:
+    with paired(for_device=True) as pair:
+        for number, fields in enumerate(batches):
+            seeds = range(100 * number, 100 * number + len(fields))
+            expected = [made(field, seed, False) for field, seed in zip(fields, seeds, strict=True)]
+            handle = pair.arrive(
+                pair.pack(
+                    lambda fields=fields, seeds=seeds: [
+                        made(field, seed, True) for field, seed in zip(fields, seeds, strict=True)
+                    ]
+                )
+            )
+            check_layout(handle)
+            assert_same(expected, pair.deliver(handle))
+        assert pair.idle()
+
+
+def test_everything_is_in_one_block_and_stays_where_it_was_made(pair: Pair) -> None:
+    def make() -> Any:
+        return {"image": filled(300_000, 1), "mask": filled(200_000, 2), "label": torch.arange(7)}
+
+    for batch in range(4):
+        pair.copied.clear()
+        handle = pair.arrive(pair.pack(make))
+        assert len(handle.segments) == 1
+        assert pair.copied == ([300_000, 200_000, 56] if batch == 0 else [56])
+        assert contents(pair.deliver(handle).values()) == [[1], [2], list(range(7))]
+    assert len(pair.ledger) <= 4
+
+
+def test_one_large_result_leaves_room_for_labels_already_in_the_first_batch(pair: Pair) -> None:
+    pair.run(lambda: (filled(1_000_000, 3), torch.arange(64)))
+    assert pair.copied == [512]
+
+
+def test_what_lies_between_is_not_copied_for_ever(pair: Pair) -> None:
+    """A small field behind a large temporary: the part that is copied is not much larger than the fields."""
+
+    def make() -> Any:
+        first, temporary, last = filled(70_000, 1), filled(900_000, 9), filled(70_000, 2)
+        del temporary
+        return first, last
+
+    for _ in range(3):
+        handle = pair.arrive(pair.pack(make))
+        part = pair.unpacker.part(handle)
+        assert part is not None
+        assert part[3] <= 2 * 140_000 + 2 * DEVICE_ALIGNMENT
+        assert contents(pair.deliver(handle)) == [[1], [2]]
+
+
+def test_what_the_dataset_keeps_is_shipped_in_a_copy(pair: Pair) -> None:
+    kept: list[torch.Tensor] = []
+
+    def make() -> Any:
+        kept.append(filled(100_000, len(kept)))
+        return kept[-1], torch.arange(3)
+
+    for number in range(3):
+        handle = pair.arrive(pair.pack(make))
+        for tensor in kept:
+            tensor.fill_(77)
+        assert contents(pair.deliver(handle))[0] == [number]
+
+
+@pytest.mark.parametrize("kind", ["array", "views", "kept"])
+def test_what_lies_beside_a_tensor_in_its_block_is_not_overwritten(kind: str, pair: Pair) -> None:
+    kept: list[torch.Tensor] = []
+
+    def make() -> Any:
+        """A large tensor, a small one that is not in its block, and something else that is."""
+        whole, label = filled(400_000, 1), torch.full((9,), 5)
+        if kind == "array":
+            return whole, filled(70_000, 2).numpy(), label
+        if kind == "kept":
+            kept.append(filled(70_000, 7))
+            return whole, label
+        parts = whole[:100_000], whole[200_001:300_001], whole[300_017:300_100]
+        return *(part.fill_(value) for part, value in zip(parts, (3, 4, 6), strict=True)), label
+
+    expected = {"array": [[1], [2], [5]], "views": [[3], [4], [6], [5]], "kept": [[1], [5]]}
+    for _ in range(4):
+        assert contents(pair.run(make)) == expected[kind]
+        assert all(values == [7] for values in contents(kept))
+
+
+def test_blocks_are_free_again_when_all_that_was_cut_from_them_is_gone(pair: Pair) -> None:
+    def make() -> Any:
+        for _ in range(40):
+            temporaries = [empty((100_000,), torch.uint8) for _ in range(2)]
+            del temporaries
+        return torch.arange(3)
+
+    for _ in range(3):
+        pair.trip(make())
+        pair.run(make)
+    assert len(pair.ledger) <= 6
+
+
+@pytest.mark.parametrize(
+    ("batch", "there"),
+    [
+        ([np.arange(100_000), np.arange(5), Opaque([torch.arange(4), "x"]), torch.arange(6), b"b"], [2, 3]),
+        (["a", np.arange(3)], []),
+        ([torch.empty(0), torch.empty(0, 3, dtype=torch.int8), torch.empty(2, 0).t()], [0, 1, 2]),
+    ],
+    ids=["all kinds", "no tensors", "empty tensors"],
+)
+def test_tensors_go_over_and_all_else_stays_on_the_host(batch: Any, there: list[int], pair: Pair) -> None:
+    handle = pair.arrive(pair.pack(lambda: batch))
+    assert [number for number, *_ in handle.spec.on_device] == there
+    assert (pair.unpacker.part(handle) is None) == (not there)
+    result = pair.deliver(handle)
+    assert_same(batch, result)
+    assert all(part.flags.writeable for part in result if isinstance(part, np.ndarray))
+    assert pair.idle()
+
+
+class Marked(torch.Tensor):
+    """A subclass, which is pickled with its storage."""
+
+
+def test_tensors_that_are_no_leaves_are_moved(pair: Pair) -> None:
+    whole = torch.ones(3).as_subclass(Marked)
+    batch = [torch.arange(3), torch.nn.Parameter(torch.ones(3)), Opaque(torch.arange(4)), whole]
+    handle = pair.arrive(pair.pack(lambda: batch))
+    _, _, pickled = pair.unpacker.open(handle)
+    result = pair.unpacker.unpack(handle, pickled, torch.empty(1024, dtype=torch.uint8, device="meta"))
+    assert [part.device.type for part in (*result[:2], result[2].value, result[3])] == ["meta"] * 4
+    assert [type(part) for part in result] == [torch.Tensor, torch.nn.Parameter, Opaque, Marked]
+    assert result[1].requires_grad

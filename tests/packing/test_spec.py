@@ -1,0 +1,214 @@
+"""Specs: how a batch is made with one, and which are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastq_loader.errors import ProtocolError
+from fastq_loader.memory.ledger import SMALLEST
+from fastq_loader.packing.spec import ALIGNMENT, DEEPEST, SPECS, Spec, SpecCache, aligned
+
+Meta = tuple[Any, ...]
+
+
+def tensor(dtype: Any = "float32", shape: Any = (4,), strides: Any = None, **others: Any) -> Meta:
+    return (others.get("kind", "T"), dtype, shape, strides, others.get("segment", 0), others.get("into", 0))
+
+
+def array(dtype: Any = "<f4", shape: Any = (4,), strides: Any = None, **others: Any) -> Meta:
+    return tensor(dtype, shape, strides, kind="A", **others)
+
+
+def spec_of(*leaves: Meta, sizes: Any, tree: Any = None, offsets: Any = None) -> Spec:
+    tree = ("l", tuple(("L", number) for number in range(len(leaves)))) if tree is None else tree
+    return Spec((tree, leaves, sizes) if offsets is None else (tree, leaves, sizes, offsets))
+
+
+def made(spec: Spec, *buffers: Any) -> list[Any]:
+    leaves: list[Any] = [None] * len(spec.leaves)
+    for segment, buffer in enumerate(buffers):
+        spec.fill(segment, buffer, leaves)
+    return leaves
+
+
+def test_leaves_are_made_over_the_bytes_of_their_segment() -> None:
+    words = bytearray(np.arange(8, dtype="<i8"))
+    cases: list[tuple[Meta, list[Any]]] = [
+        (tensor("int64", (2, 4)), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (tensor("int64", (2, 2), (1, 6)), [[0, 6], [1, 7]]),
+        (tensor("uint64", (8,)), list(range(8))),
+        (array("<i8", (2, 4)), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (array("<i8", (4, 2), (8, 32)), [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ]
+    for meta, values in cases:
+        (leaf,) = made(spec_of(meta, sizes=(64,)), bytearray(words))
+        assert type(leaf) is (np.ndarray if meta[0] == "A" else torch.Tensor)
+        assert leaf.tolist() == values
+        leaf[0] = 9
+    shared = spec_of(tensor("int64", (8,)), tensor("int16", (2,), into=8), sizes=(64,))
+    whole, part = made(shared, bytearray(words))
+    part[1] = 1
+    assert whole.tolist() == [0, 1 + (1 << 16), 2, 3, 4, 5, 6, 7]
+    (empty,) = made(spec_of(tensor(shape=(0, 3), strides=(1, 5)), sizes=(0,)), bytearray())
+    assert (empty.shape, empty.stride()) == ((0, 3), (1, 5))
+
+
+def test_small_segments_are_laid_out_one_behind_the_other_and_large_ones_apart() -> None:
+    spec = spec_of(
+        tensor(shape=(3,)),
+        tensor("uint8", (SMALLEST,), segment=1),
+        array("<i2", (1,), segment=2),
+        tensor("bfloat16", (2,), segment=3),
+        sizes=(12, SMALLEST, 2, 4),
+    )
+    assert [(number, start, end) for number, start, end, *_ in spec.dense_tensors] == [(0, 0, 12)]
+    assert [part[:3] for part in spec.dense_arrays] == [(2, ALIGNMENT, ALIGNMENT + 2)]
+    assert spec.others == [(3, 2 * ALIGNMENT, 2 * ALIGNMENT + 4)]
+    assert (spec.parcel_bytes, spec.large, spec.tails) == (3 * ALIGNMENT, [1], [SMALLEST])
+    assert spec.nbytes == SMALLEST + 18
+    assert [aligned(nbytes) for nbytes in (0, 1, 64, 65)] == [0, 64, 64, 128]
+
+
+def test_the_part_for_a_device_is_cut_into_leaves_of_their_own() -> None:
+    spec = spec_of(
+        tensor(shape=(3,)),
+        array(segment=1),
+        tensor("int16", (2, 2), (1, 2), segment=2),
+        sizes=(12, 16, 8),
+        offsets=(256, -1, 0),
+    )
+    assert (spec.device_bytes, spec.tails, len(spec.dense_arrays)) == (268, [268], 1)
+    memory = torch.zeros(272, dtype=torch.uint8)
+    leaves: list[Any] = [None] * 3
+    memory[:8].view(torch.int16)[:] = torch.arange(4)
+    memory[256:268].view(torch.float32)[:] = 1.5
+    spec.fill_device(memory, leaves)
+    assert (leaves[0].tolist(), leaves[1]) == ([1.5] * 3, None)
+    assert leaves[2].tolist() == [[0, 2], [1, 3]]
+    assert leaves[0]._version == 0
+    leaves[2].zero_()
+    assert leaves[0]._version == 0, "autograd takes what it saved of one field for overwritten"
+
+
+def test_the_tree_is_built_of_leaves_values_and_objects() -> None:
+    tree = ("d", ("a", 2), (("t", (("L", 1), "V", "O")), ("l", (("v", 2), "O", ("l", ()), ("L", 0)))))
+    spec = spec_of(tensor(), tensor(segment=1), tree=tree, sizes=(16, 16))
+    assert (spec.values, spec.objects) == (3, 2)
+    built = spec.build(["x", "y"], iter([1, 2, 3]), ["first", "second"])
+    assert built == {"a": ("y", 1, "first"), 2: [[2, 3], "second", [], "x"]}
+
+
+def test_the_oldest_spec_is_forgotten() -> None:
+    cache = SpecCache()
+    for number in range(SPECS + 3):
+        cache[number] = number
+    assert list(cache) == list(range(3, SPECS + 3))
+
+
+HUGE = 1 << 40
+#: Leaves, and the sizes of their segments. Many fit, and torch or numpy would refuse them later.
+REFUSED: dict[str, tuple[tuple[Meta, ...], Any]] = {
+    "more rows than its segment": ((tensor(shape=(5,)),), (16,)),
+    "fewer rows than its segment": ((tensor(),), (20,)),
+    "longer strides than its segment": ((tensor(strides=(2,)),), (16,)),
+    "an array with longer strides": ((array(strides=(8,)),), (16,)),
+    "an array that runs backwards": ((array(strides=(-4,)),), (16,)),
+    "a leaf behind the start of its own segment": ((tensor(into=4),), (20,)),
+    "a leaf before its segment": ((tensor(into=-4),), (16,)),
+    "a negative shape": ((tensor(shape=(-1,)),), (4,)),
+    "half a row": ((tensor(shape=(0.5,)),), (2,)),
+    "a shape that is true": ((tensor(shape=(True,)),), (4,)),
+    "a shape that is text": ((tensor(shape="ab"),), (4,)),
+    "more strides than dimensions": ((tensor(strides=(1, 1)),), (16,)),
+    "fewer strides than dimensions": ((tensor(shape=(0, 1), strides=(1,)),), (0,)),
+    "nothing, in dimensions beyond 64 bits": ((tensor(shape=(0, HUGE, HUGE)),), (0,)),
+    "an array of nothing, beyond 64 bits": ((array(shape=(0, HUGE, HUGE)),), (0,)),
+    "nothing, in too many dimensions": ((tensor(shape=(0,) * 70),), (0,)),
+    "too many dimensions": ((tensor(shape=(1,) * 65),), (4,)),
+    "an array in too many dimensions": ((array(shape=(1,) * 65),), (4,)),
+    "dimensions that take long to multiply": ((tensor(shape=((1 << 64) - 1,) * 100_000),), (4,)),
+    "a stride beyond 64 bits": ((tensor(shape=(1,), strides=((1 << 63) - 1,)),), (4,)),
+    "an array's stride beyond 64 bits": ((array(shape=(1,), strides=(1 << 63,)),), (4,)),
+    "as many elements as bits, in no memory": ((tensor("uint8", (1 << 62,), (0,)),), (1,)),
+    "an array of as many": ((array("|u1", (1 << 63,), (0,)),), (1,)),
+    "a leaf between two elements": ((tensor(), tensor("int32", (1,), into=2)), (16,)),
+    "two leaves in no bytes": ((tensor(shape=(0,)), tensor(shape=(0,))), (0,)),
+    "an array beside a tensor": ((tensor(), array()), (16,)),
+    "two arrays": ((array(), array(shape=(2,))), (16,)),
+    "a segment that is not there": ((tensor(segment=9),), (16,)),
+    "a segment that is true": ((tensor(segment=False),), (16,)),
+    "a segment without a leaf": ((tensor(),), (16, SMALLEST)),
+    "an empty segment without a leaf": ((tensor(),), (16, 0)),
+    "half a size": ((tensor(),), (16.0,)),
+    "a negative size": ((tensor(),), (16, -8)),
+    "an unknown kind": ((tensor(kind="Q"),), (16,)),
+    "an unknown dtype": ((tensor("float31"),), (16,)),
+    "a dtype that is a module": ((tensor("nn"),), (16,)),
+    "a dtype that would import a module": ((tensor("onnx"),), (16,)),
+    "a dtype that cannot be looked up": ((tensor(dtype=()),), (16,)),
+    "a quantized dtype": ((tensor("quint8"),), (4,)),
+    "an array of an unknown dtype": ((array("<q7"),), (16,)),
+    "an array of pointers": ((array("|O", (1,)),), (8,)),
+    "an array of records": ((array("i4,i4", (1,)),), (8,)),
+    "an array of arrays": ((array("(2,)i4", (1,)),), (8,)),
+    "an array of voids": ((array("|V8", (1,)),), (8,)),
+    "an array of a dtype without a size": ((array("|S0"),), (0,)),
+    "an array of a dtype by another name": ((array("f8", (2,)),), (16,)),
+    "an array of another byte order": ((array("=f4"),), (16,)),
+    "an array of a dtype that is a number": ((array(3),), (16,)),
+    "a leaf cut short": ((tensor()[:5],), (16,)),
+}
+
+
+@pytest.mark.parametrize(("leaves", "sizes"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_spec_of_leaves_that_cannot_be_is_refused(leaves: tuple[Meta, ...], sizes: Any) -> None:
+    with pytest.raises(ProtocolError):
+        spec_of(*leaves, sizes=sizes)
+
+
+def nested(depth: int) -> Any:
+    tree: Any = ("l", ())
+    for _ in range(depth):
+        tree = ("l", (tree,))
+    return tree
+
+
+TREES = [
+    ("L", 1), ("L", -1), ("L", True), ("L", 0.0), ("v", -1), ("v", "2"), ("v", True), ("v", 2.0), ("x", ()),
+    3, "", ("l", "VV"), ("l", ["V", "V"]), ("t", {0: "V"}), ("d", (), (("L", 0),)), ("d", ({},), (("L", 0),)),
+    ("d", (0.5,), (("L", 0),)), nested(DEEPEST), nested(5000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tree", TREES, ids=range(len(TREES)))
+def test_a_tree_that_cannot_be_built_is_refused(tree: Any) -> None:
+    assert spec_of(tensor(), tree=nested(DEEPEST - 1), sizes=(16,)).build([], iter(()), ())
+    with pytest.raises(ProtocolError):
+        spec_of(tensor(), tree=tree, sizes=(16,))
+
+
+@pytest.mark.parametrize("offsets", [(8,), (-2,), (True,), (1 << 62,), ("0",), (), (0, 0)], ids=str)
+def test_a_part_for_a_device_that_cannot_be_is_refused(offsets: Any) -> None:
+    with pytest.raises(ProtocolError):
+        spec_of(tensor(), sizes=(16,), offsets=offsets)
+
+
+def test_an_array_for_a_device_and_a_spec_cut_short_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="an array that goes to a device"):
+        spec_of(array(), sizes=(16,), offsets=(0,))
+    for short in ((), ("V",), ("V", ()), None, 3):
+        with pytest.raises(ProtocolError, match="malformed spec"):
+            Spec(short)  # type: ignore[arg-type]
+
+
+def test_a_dtype_is_not_looked_up_among_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(name: str) -> None:
+        raise AssertionError(f"torch was asked for {name}, and may import it")
+
+    monkeypatch.setattr(torch, "__getattr__", ask)
+    with pytest.raises(ProtocolError):
+        spec_of(tensor("not_imported"), sizes=(16,))
