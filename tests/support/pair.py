@@ -17,7 +17,7 @@ import torch
 from fastq_loader.ipc.messages import BATCH, TOKEN_BYTES, Answer, Handle, decode_for_consumer, encode
 from fastq_loader.memory.allocator import Allocator, install
 from fastq_loader.memory.arena import Arena
-from fastq_loader.memory.ledger import FREE, SMALLEST, BlockLedger, device_aligned
+from fastq_loader.memory.ledger import FREE, SMALLEST, BlockLedger, Extents, Holder, device_aligned
 from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.unpack import Unpacker
 
@@ -78,6 +78,7 @@ class Pair:
         self.packer = Packer(self.allocator, TOKEN)
         self.unpacker = Unpacker(self.arena, 1, TOKEN, for_device)
         self.frames: list[bytes] = []
+        self.given: Extents = ()  # blocks of the last task
 
     def pack(self, make: Callable[[], Any]) -> Answer:
         """The worker's side of one task; `make` is the dataset."""
@@ -85,25 +86,24 @@ class Pair:
         for offset, size in self.ledger.trim(SPARE_BATCHES):
             self.arena.mapping.punch(offset, size)
         self.allocator.give(self.ledger.space(0))
-        self.allocator.begin(*self.ledger.grant(0))
+        grants, promises = self.ledger.grant(Holder(0))
+        self.given = grants + promises
+        self.allocator.begin(grants, promises)
         batch = make()
         handle, used = self.packer.pack(batch)
         del batch
         handle, used = self.packer.copy_held(handle, used)
         fresh, returned = self.allocator.finish(used)
-        answer = Answer(0, 0, 0, BATCH, 0, 0, tuple(used), tuple(fresh), tuple(returned), handle)
-        self.frames.append(encode(answer))
+        self.frames.append(encode(Answer(0, 0, 0, BATCH, 0, 0, tuple(fresh), tuple(returned), handle)))
         decoded = decode_for_consumer(self.frames[-1])
         assert isinstance(decoded, Answer)
-        return decoded
+        return decoded._replace(used=tuple(used))
 
     def account(self, answer: Answer) -> Handle:
         """The consumer's ledger hears of a batch; the handle is as it was sent."""
         assert answer.handle is not None
         self.hear_releases()
-        self.ledger.adopt(0, answer.fresh)
-        self.ledger.give_back(0, answer.returned)
-        self.ledger.fill(0, answer.used)
+        self.ledger.accept(0, answer.used, answer.fresh, answer.returned, self.given)
         self.ledger.check()
         return answer.handle
 
@@ -113,7 +113,9 @@ class Pair:
 
     def arrive(self, answer: Answer) -> Handle:
         """The consumer hears of a batch."""
-        return self.unpacker.learn(0, self.account(answer))
+        handle = self.unpacker.learn(0, self.account(answer))
+        assert self.unpacker.used(handle) == answer.used
+        return handle
 
     def deliver(self, handle: Handle) -> Any:
         if self.allocator.for_device:
