@@ -1,4 +1,4 @@
-"""Shared memory: one mapped file for each pool, the blocks in it, and who may write to or look at which.
+"""Shared memory: one mapped file for each pool of workers, and who may write to its blocks or reference them.
 
-The arena and its ledger are the consumer's; the allocator is the worker's.
+The arena, its ledger and the pool around them are the consumer's; the allocator is the worker's.
 """

@@ -34,7 +34,7 @@ from fastq_loader.system import process_id
 
 #: New pages were filled at 1.3 GB/s: waiting for a promised block takes at most a quarter of that time.
 _WAIT_BYTES_PER_SECOND = 5e9
-_GLANCE = 20e-6  # seconds between two looks at the promise
+_GLANCE = 20e-6  # seconds between two checks of the promise
 #: Bytes left in the first block of a batch for a device, for the small fields that come last.
 _SLACK = 64 * 1024
 
@@ -71,7 +71,7 @@ class OpenBlock:
 
 
 class _Hold:
-    """User code references a block: the base of the array that `Allocator.empty` gave out."""
+    """User code references a block: the base of the array that `empty_array` gave out."""
 
     __slots__ = ("__array_interface__", "_block", "_dropped")
 
@@ -201,8 +201,6 @@ class Allocator:
             time.sleep(_GLANCE)
         return found
 
-    # ---- what user code writes to -------------------------------------------------------------
-
     def empty_array(self, shape: tuple[int, ...], typestr: str, nbytes: int) -> Array | None:
         """An uninitialised array in a block; None where a block is not worth it."""
         if nbytes < SMALLEST or process_id.current() != self._pid:
@@ -225,18 +223,6 @@ class Allocator:
             start = 0
         block.cut = start + nbytes
         return block, start
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """The same as a tensor."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        typestr = TYPESTR.get(dtype)
-        if typestr is not None:
-            array = self.empty_array(shape, typestr, nbytes)
-            return None if array is None else torch.from_numpy(array)
-        array = self.empty_array((nbytes,), "|u1", nbytes)
-        return None if array is None else torch.from_numpy(array).view(dtype).view(shape)
-
-    # ---- what the packer writes to ------------------------------------------------------------
 
     def block_at(self, address: int) -> OpenBlock | None:
         """The block of this task in which an address lies, if any."""
@@ -386,7 +372,15 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
 
 def out_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
     """`empty` for collate functions: None where they should allocate as they always do."""
-    return None if _current is None else _current.empty(shape, dtype)
+    if _current is None:
+        return None
+    nbytes = math.prod(shape) * dtype.itemsize
+    typestr = TYPESTR.get(dtype)
+    if typestr is not None:
+        array = _current.empty_array(shape, typestr, nbytes)
+        return None if array is None else torch.from_numpy(array)
+    array = _current.empty_array((nbytes,), "|u1", nbytes)
+    return None if array is None else torch.from_numpy(array).view(dtype).view(shape)
 
 
 def out_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:

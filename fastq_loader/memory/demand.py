@@ -1,8 +1,8 @@
 """What batches need: which blocks the next task should get, and since when a block has been of no use.
 
-Pure: it counts tasks and sizes. Batches of a few kinds may take turns, and nobody knows which kind the next
-one is: a task should get enough for any of them, and gives back what it does not use. Else their blocks would
-be made anew all the time. A kind that has not come for many tasks is forgotten.
+Pure: it counts tasks and sizes. Batches of a few kinds may take turns, and nobody knows the kind of the next
+one. So a task gets enough for any of them, and gives back what it does not use; else their blocks would be
+made anew all the time. A kind that has not come for many tasks is forgotten.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 #: Tasks after which a block that none of them used goes back to the system. Making 200 MB of pages anew takes
 #: as long as a thousand of the smallest batches.
 PATIENCE = 1000
-#: Tasks after which a kind of batch that has not come is not expected any more: what is spare without it goes
-#: back, and tasks are not granted blocks for it.
+#: Tasks after which a kind of batch that has not come is not expected any more: tasks are not granted blocks
+#: for it, and blocks that only it needs go back to the system.
 EXPECTED = 125
-#: Kinds of batches that are told apart. Where there are more, they are of all sizes, and serve each other.
+#: Kinds of batches that are told apart. Where there are more, their sizes are so many that blocks of one kind
+#: serve another.
 KINDS = 4
 
 
@@ -33,7 +34,7 @@ class Demand:
         self.wanted_bytes = 0
         self.batch_bytes = 0.0
         self._kinds: dict[tuple[int, ...], int] = {}  # bytes of a batch's blocks → its task; newest last
-        self._look_at = EXPECTED
+        self._next_check = EXPECTED
 
     def learn(self, sizes: list[int]) -> None:
         """A batch used blocks of these sizes."""
@@ -65,9 +66,9 @@ class Demand:
 
         Kinds of batches that have not come of late are forgotten.
         """
-        if self.tasks < self._look_at:
+        if self.tasks < self._next_check:
             return None
-        self._look_at = self.tasks + EXPECTED // 8
+        self._next_check = self.tasks + EXPECTED // 8
         lasting = {kind: task for kind, task in self._kinds.items() if task >= self.tasks - EXPECTED}
         if len(lasting) < len(self._kinds):
             self._kinds = lasting

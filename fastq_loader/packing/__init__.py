@@ -1,4 +1,4 @@
 """A batch as bytes: its tree into a spec, its tensors and arrays into blocks, and back.
 
-`pack` and `aliasing` run in the workers, `unpack` in the consumer; the others run on both sides.
+`pack`, `walker` and `aliasing` run in the workers, `unpack` in the consumer; the others run on both sides.
 """

@@ -19,6 +19,7 @@ from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.ledger import SMALLEST, Extents
 from tests.support.datasets import Opaque, assert_same
 from tests.support.pair import DTYPES, LARGE, Pair, paired
+from tests.support.simulated_fork import Fork
 
 pytestmark = [
     pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd"),
@@ -334,6 +335,74 @@ def test_an_array_that_is_dropped_late_frees_no_block_of_a_later_task(pair: Pair
     assert kept.data_ptr() == late.data_ptr()
     del late
     assert empty((LARGE,)).data_ptr() != kept.data_ptr()
+
+
+def test_a_shipped_block_is_not_given_out_before_the_answer(pair: Pair) -> None:
+    """A thread of the dataset may allocate while the worker answers."""
+    batch = [empty((LARGE,))]
+    address = batch[0].data_ptr()
+    handle, used = pair.packer.pack(batch)
+    batch.clear()
+    assert empty((LARGE,)).data_ptr() != address
+    assert pair.packer.copy_held(handle, used) == (handle, used)
+    pair.allocator.finish(used)
+    assert pair.allocator.block_at(address) is None
+
+
+def test_a_block_that_children_saw_comes_back_with_the_last_that_saw_it(pair: Pair) -> None:
+    blocks = pair.allocator
+    tensor = empty((LARGE,))
+    first = Fork(blocks._children)
+    first.finish()
+    del tensor
+    blocks.finish([])
+    later = Fork(blocks._children)  # nothing of this process referenced the block any more
+    later.finish()
+    assert blocks.finish([]) == ([], [])
+    first.die()
+    assert blocks.finish([]) == ([], [0])
+    later.die()
+
+
+def test_what_is_cut_from_a_block_that_a_child_sees_may_be_seen_by_the_next_child() -> None:
+    with paired(for_device=True) as pair:
+        blocks = pair.allocator
+        children = []
+        for _ in range(2):
+            tensor = empty((SMALLEST,), torch.uint8)
+            assert tensor.data_ptr() - pair.arena.mapping.base < 2 * SMALLEST
+            children.append(Fork(blocks._children))
+            children[-1].finish()
+            del tensor
+            blocks.take(1)  # the block would be free but for the child
+        children[0].die()
+        assert 0 not in blocks.finish([])[1]
+        children[1].die()
+        assert 0 in blocks.finish([])[1]
+
+
+def test_no_result_is_cut_from_a_block_that_is_free_or_kept() -> None:
+    with paired(for_device=True) as pair:
+        blocks = pair.allocator
+        tensor = empty((LARGE,))
+        del tensor
+        taken = blocks.take(100_000)
+        assert taken.offset == 0
+        kept = empty((LARGE,))
+        assert blocks.block_at(kept.data_ptr()) is not taken
+        blocks.finish([])
+        assert blocks.block_at(empty((1,)).data_ptr()) is None
+        assert blocks.block_at(empty((LARGE,)).data_ptr()) is not blocks.block_at(kept.data_ptr())
+
+
+def test_of_a_block_that_is_mapped_by_itself_only_what_is_mapped_is_the_block(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair.arena.mapping, "whole", False)
+    block = pair.allocator.take(SMALLEST + 1)
+    assert block.size > SMALLEST + 1
+    assert pair.allocator.block_at(block.address + SMALLEST) is block
+    assert pair.allocator.block_at(block.address + SMALLEST + 1) is None
 
 
 def test_new_blocks_are_made_in_space_that_came_back(pair: Pair) -> None:

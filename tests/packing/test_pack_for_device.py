@@ -117,6 +117,9 @@ def test_what_lies_between_is_not_copied_for_ever(pair: Pair) -> None:
         return first, last
 
     for _ in range(3):
+        pair.run(
+            lambda: filled(1_200_000, 5)
+        )  # so the next batch gets as large a block, which has room for all
         handle = pair.arrive(pair.pack(make))
         part = pair.unpacker.part(handle)
         assert part is not None
