@@ -35,8 +35,7 @@ from fastq_loader.system import process_id
 #: New pages were filled at 1.3 GB/s: waiting for a promised block takes at most a quarter of that time.
 _WAIT_BYTES_PER_SECOND = 5e9
 _GLANCE = 20e-6  # seconds between two checks of the promise
-#: Bytes left in the first block of a batch for a device, for the small fields that come last.
-_SLACK = 64 * 1024
+_SLACK = 64 * 1024  # bytes in the first block of a batch for a device, for the small fields that come last
 
 Array = np.ndarray[Any, Any]
 
