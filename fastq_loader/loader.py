@@ -24,10 +24,9 @@ from fastq_loader.iterators.serial import SerialIterator
 from fastq_loader.reading import datapipes
 from fastq_loader.scheduling.options import Schedule
 from fastq_loader.statistics import LoaderStatistics
-from fastq_loader.workers.main import Rules
+from fastq_loader.workers.config import Plan, Rules
 from fastq_loader.workers.options import Processes
 from fastq_loader.workers.payload import Payload
-from fastq_loader.workers.pool import Plan
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -190,7 +189,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             timeout=self.timeout,
             persistent=self.persistent_workers,
             context=self.multiprocessing_context,
-            to_device=self._runtime.session is not None,
+            for_device=self._runtime.session is not None,
         )
 
     # ---- what frameworks reach for -----------------------------------------------------------

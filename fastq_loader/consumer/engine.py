@@ -21,7 +21,7 @@ from fastq_loader.errors import IteratorInvalid
 from fastq_loader.statistics import Counters
 from fastq_loader.system import process_id
 from fastq_loader.workers import stopping
-from fastq_loader.workers.pool import Plan
+from fastq_loader.workers.config import Plan
 
 T = TypeVar("T")
 

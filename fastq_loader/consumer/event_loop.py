@@ -61,8 +61,8 @@ from fastq_loader.scheduling.window import Window
 from fastq_loader.statistics import Counters
 from fastq_loader.system import standard_streams
 from fastq_loader.system.interrupts import refuse_interrupt
+from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
-from fastq_loader.workers.pool import Plan
 
 IDLE, BUSY, WAITING = "idle", "busy", "waiting"
 
@@ -101,7 +101,7 @@ class EventLoop:
         self._counters = counters
         self._sampler: Iterator[Any] = iter(())
         standard_streams.occupy()
-        arena = Arena(plan.workers, whole=plan.to_device)
+        arena = Arena(plan.workers, whole=plan.for_device)
         self._pool = BlockPool(arena, plan.workers)
         self.scheduler = Scheduler(
             plan.workers,
@@ -113,7 +113,7 @@ class EventLoop:
             slots=slots(arena.mapping.claims),
         )
         self._group = WorkerGroup(plan, self._pool, counters)
-        self._unpacker = Unpacker(arena, plan.workers, self._group.token, plan.to_device)
+        self._unpacker = Unpacker(arena, plan.workers, self._group.token, plan.for_device)
         self._delivery = Delivery(self._unpacker, self._pool, counters)
         self._receiver = Receiver(plan, self._group, self.scheduler, self._unpacker, counters)
         self._epoch: Epoch | None = None

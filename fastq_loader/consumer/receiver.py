@@ -14,8 +14,8 @@ from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.events import Arrived
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.statistics import Counters
+from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
-from fastq_loader.workers.pool import Plan
 
 _EMPTY = (ENDED, SKIPPED)  # outcomes without a handle
 

@@ -2,13 +2,14 @@
 
 Runs in workers. The rules stay torch's: its own `default_collate` walks the samples, whether the loader
 calls it or a user's collate does. Only the functions that stack tensors, arrays and Python's numbers are
-replaced, in torch's table of collate functions (`default_collate_fn_map`) and in the worker process. torch's
-would make a fresh shared-memory segment for every tensor, ours stack into a block that was used before, in
-one pass.
+replaced, in torch's table of collate functions (`default_collate_fn_map`) in the worker process. torch's own
+make a fresh shared-memory segment for every tensor. Ours stack into a block that was used before, in one
+pass.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.utils.data._utils import collate as torch_collate
 
 from fastq_loader.memory import nontemporal
 from fastq_loader.memory.allocator import TYPESTR, address_of, out_array, out_tensor, use_nontemporal
+
+Collate = Callable[..., torch.Tensor]
 
 torch_tensors = torch_collate.collate_tensor_fn
 
@@ -108,25 +111,18 @@ def _kind_of(array: np.ndarray[Any, Any]) -> tuple[type, np.dtype[Any], tuple[in
     return np.ndarray, array.dtype, array.shape
 
 
-def stack_ints(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """A tensor of Python's bools or ints. torch looks at each of them several times to find a dtype."""
-    return _of_numbers(batch, torch_ints)
+def _stack_numbers(torchs_own: Collate) -> Collate:
+    """A tensor of Python's bools, ints or floats. torch examines each of them several times for a dtype."""
 
+    def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+        kinds = set(map(type, batch))
+        dtype = _NUMBERS.get(kinds.pop()) if len(kinds) == 1 else None
+        if dtype is not None:
+            with contextlib.suppress(OverflowError):  # an int of more than 64 bits: torch has an error for it
+                return torch.from_numpy(np.array(batch, dtype))
+        return torchs_own(batch)
 
-def stack_floats(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """A tensor of Python's floats."""
-    return _of_numbers(batch, torch_floats)
-
-
-def _of_numbers(batch: Any, torchs_own: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    kinds = set(map(type, batch))
-    dtype = _NUMBERS.get(kinds.pop()) if len(kinds) == 1 else None
-    if dtype is not None:
-        try:
-            return torch.from_numpy(np.array(batch, dtype))
-        except OverflowError:  # an int of more than 64 bits: torch has an error for it
-            pass
-    return torchs_own(batch)
+    return stack
 
 
 #: What torch makes of lists of these; a list of several kinds is left to torch.
@@ -148,6 +144,6 @@ def install() -> None:
 _REPLACED: dict[type, tuple[Any, Any]] = {
     torch.Tensor: (torch_tensors, stack_tensors),
     np.ndarray: (torch_arrays, stack_arrays),
-    int: (torch_ints, stack_ints),
-    float: (torch_floats, stack_floats),
+    int: (torch_ints, _stack_numbers(torch_ints)),
+    float: (torch_floats, _stack_numbers(torch_floats)),
 }

@@ -1,16 +1,17 @@
-"""From an index to a batch: the dataset is asked, the samples are collated.
+"""From an index to a batch: read the samples, collate them.
 
 Runs in workers, and in the consumer with num_workers=0. The rules are those of torch's
-`torch/utils/data/_utils/fetch.py`, with two differences. A StopIteration that comes out of a map-style
-dataset or a collate function is an error in user code and becomes a RuntimeError, as in generators
-(PEP 479); torch silently ends the epoch. And a `__getitems__` inherited from `Subset` is not used when a
-subclass overrides `__getitem__` below it: the override is what the user means (pytorch#163184).
+`torch/utils/data/_utils/fetch.py`, with two differences. A StopIteration from a map-style dataset or a
+collate function is an error in user code and becomes a RuntimeError, as in generators (PEP 479); torch
+silently ends the epoch. And a `__getitems__` inherited from `Subset` is not used when a subclass overrides
+`__getitem__` below it: the override is what the user means (pytorch#163184).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,40 +20,31 @@ class EndOfStream(Exception):
     """An iterable dataset has no further batch."""
 
 
-class Fetcher(Protocol):
-    """Loads the batches of one epoch. The attributes of both kinds have torch's names, because code outside
-    reads them from an iterator's `_dataset_fetcher`."""
+Collate = Callable[[Any], Any]
 
+
+class Fetcher(ABC):
+    """Loads the batches of one epoch. The attributes have torch's names, because code outside reads them from
+    an iterator's `_dataset_fetcher`."""
+
+    def __init__(self, dataset: Any, auto_collation: bool, collate: Collate, drop_last: bool) -> None:
+        self.dataset = dataset
+        self.auto_collation = auto_collation
+        self.collate_fn = collate
+        self.drop_last = drop_last
+
+    @abstractmethod
     def fetch(self, index: Any) -> Any:
         """The batch for an index.
 
         Raises:
             EndOfStream: an iterable dataset is exhausted.
         """
-        ...
 
 
-Collate = Callable[[Any], Any]
-
-
-def _has_getitems(dataset: Any) -> bool:
-    # torch also asks for a true value: datasets set `__getitems__ = None` to opt out.
-    if not getattr(dataset, "__getitems__", None):
-        return False
-    for kind in type(dataset).__mro__:
-        if "__getitems__" in vars(kind):
-            return True
-        if "__getitem__" in vars(kind) and issubclass(kind, torch.utils.data.Subset):
-            return False
-    return True  # set on the instance, or by __getattr__
-
-
-class _MapFetcher:
-    def __init__(self, dataset: Any, auto_collation: bool, collate: Collate, drop_last: bool) -> None:
-        self.dataset = dataset
-        self.auto_collation = auto_collation
-        self.collate_fn = collate
-        self.drop_last = drop_last
+class _MapFetcher(Fetcher):
+    def __init__(self, dataset: Any, auto_collation: bool, *others: Any) -> None:
+        super().__init__(dataset, auto_collation, *others)
         self._getitems = auto_collation and _has_getitems(dataset)
 
     def fetch(self, index: Any) -> Any:
@@ -69,35 +61,39 @@ class _MapFetcher:
             raise RuntimeError("dataset or collate_fn raised StopIteration") from stop
 
 
-class _IterableFetcher:
-    def __init__(self, dataset: Any, auto_collation: bool, collate: Collate, drop_last: bool) -> None:
-        self.dataset = dataset
+def _has_getitems(dataset: Any) -> bool:
+    # torch also asks for a true value: datasets set `__getitems__ = None` to opt out.
+    if not getattr(dataset, "__getitems__", None):
+        return False
+    for kind in type(dataset).__mro__:
+        if "__getitems__" in vars(kind):
+            return True
+        if "__getitem__" in vars(kind) and issubclass(kind, torch.utils.data.Subset):
+            return False
+    return True  # set on the instance, or by __getattr__
+
+
+class _IterableFetcher(Fetcher):
+    def __init__(self, dataset: Any, *others: Any) -> None:
+        super().__init__(dataset, *others)
         self.dataset_iter = iter(dataset)
-        self.auto_collation = auto_collation
-        self.collate_fn = collate
-        self.drop_last = drop_last
         self.ended = False
 
     def fetch(self, index: Any) -> Any:
         if self.ended:
             raise EndOfStream
-        if self.auto_collation:
-            data: Any = []
-            for _ in index:
-                try:
-                    data.append(next(self.dataset_iter))
-                except StopIteration:
-                    self.ended = True
-                    break
-            if not data or (self.drop_last and len(data) < len(index)):
-                raise EndOfStream
-        else:
-            try:
-                data = next(self.dataset_iter)
-            except StopIteration:
-                raise EndOfStream from None
+        data: list[Any] = []
         try:
-            return self.collate_fn(data)
+            for _ in index if self.auto_collation else (None,):
+                data.append(next(self.dataset_iter))  # noqa: PERF401 - a generator hides a StopIteration
+        except StopIteration:
+            self.ended = self.auto_collation
+            if self.drop_last:
+                raise EndOfStream from None
+        if not data:
+            raise EndOfStream
+        try:
+            return self.collate_fn(data if self.auto_collation else data[0])
         except StopIteration as stop:
             raise RuntimeError("collate_fn raised StopIteration") from stop
 

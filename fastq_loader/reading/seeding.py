@@ -1,8 +1,9 @@
 """Seeds of the random number generators while a dataset is read.
 
-Runs in workers, and in the consumer with num_workers=0. Owns two rules by which the generators follow from
-the base seed that the consumer drew: torch's, a stream for each worker (`torch/utils/data/_utils/worker.py`),
-to the bit; and a seed for each batch, which does not depend on who loads it, or on what was loaded before.
+Runs in workers, and in the consumer with num_workers=0. Owns the two ways in which the generators follow from
+the base seed that the consumer drew. One is torch's, to the bit: a seed for each worker
+(`torch/utils/data/_utils/worker.py`). The other is a seed for each batch, which depends neither on who loads
+it nor on what was loaded before.
 """
 
 from __future__ import annotations
@@ -79,11 +80,10 @@ def seed_batch(base_seed: int, batch: int) -> int:
 
 
 class put_back:
-    """A context: whatever is drawn or seeded in here, the three generators go on afterwards as if nothing had
-    been.
+    """A context that leaves the three generators as they were, whatever is drawn or seeded in it.
 
-    Not a generator: one that an interrupt left behind would be ended by a garbage collection, perhaps inside
-    of torch's generator, whose lock is held there.
+    It is no generator function: one that an interrupt left behind would be ended by a garbage collection,
+    perhaps inside torch's generator, whose lock is held there.
     """
 
     def __enter__(self) -> None:
@@ -101,13 +101,13 @@ def capture() -> tuple[Any, ...]:
     return random.getstate(), torch.get_rng_state(), numpy_random.get_state()
 
 
-#: Objects that `states` looks at, and members of a container: generators of a dataset's own are few and near.
+#: Objects that `states` searches, and members of a container: generators of a dataset's own are few and near.
 _MOST_OBJECTS, _MOST_MEMBERS = 1000, 100
 
 
 def states(*roots: Any) -> tuple[Any, ...]:
-    """What user code draws from, to be compared: the state of the three generators, and of those that are
-    attributes of `roots` (a dataset, a collate function) or of something in them."""
+    """What user code draws from, to be compared: the state of the three generators, and of those that `roots`
+    (a dataset, a collate function) or something in them has as attributes."""
     python, torch_state, numpy = capture()
     own = [_state(generator) for generator in _generators(list(roots))]
     return python, torch_state.numpy().tobytes(), pickle.dumps(numpy), *own

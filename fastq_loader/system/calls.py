@@ -1,8 +1,8 @@
-"""System calls that not every Python, kernel or system has, each with its way around.
+"""System calls that not every Python, kernel or system has, each with a way around.
 
-Runs in every process. Linux has all that workers need. But a Python that was built with old headers (conda's
-is) lacks the names of newer calls, though the kernel has them: those go through the C library, or straight to
-the kernel. On another system this module is imported, and nothing in it but `AVAILABLE` is used.
+Runs in every process. Linux has all that workers need. But a Python that was built with old headers, as
+conda's is, lacks the names of newer calls. Those go through the C library, or straight to the kernel. On
+another system this module is imported, and nothing in it but `AVAILABLE` is used.
 """
 
 from __future__ import annotations
@@ -223,6 +223,15 @@ def pidfd_open(pid: int) -> int:
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
     return _call("pidfd_open", pid, 0)
+
+
+def has_pidfd() -> bool:
+    """Whether this kernel or sandbox has `pidfd_open`."""
+    try:
+        os.close(pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
 
 
 def pidfd_send_signal(descriptor: int, number: int) -> None:

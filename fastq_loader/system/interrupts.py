@@ -1,7 +1,7 @@
-"""Exceptions that a handler of a signal raised in the middle of something.
+"""Exceptions that the handler of a signal raised in the middle of user code.
 
-Used in the consumer, around code of the user's. A watchdog's TimeoutError that comes while a sampler draws is
-not the sampler's error: it must not take the place of a batch.
+Used in the consumer. A watchdog's TimeoutError that comes while a sampler draws is not the sampler's error:
+it must not take the place of a batch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any
 
 
 def refuse_interrupt(error: Exception) -> None:
-    """Raise an exception that came out of user code if a handler of a signal raised it in the middle: then it
-    is not that code's error, and does not stand for a batch."""
+    """Raise an exception that came out of user code if the handler of a signal raised it."""
     if raised_by_handler(error):
         raise error
 
 
 def raised_by_handler(error: BaseException) -> bool:
-    """Whether an exception was raised by a handler of a signal, and not by the code that it came through."""
+    """Whether the handler of a signal raised an exception, and not the code that it came through."""
     if threading.current_thread() is not threading.main_thread():  # handlers run on no other
         return False
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
@@ -35,7 +34,7 @@ def raised_by_handler(error: BaseException) -> bool:
 
 
 def _codes(handler: Any) -> list[Any]:
-    """The code that a handler may be: of a function, a method, a partial, or an object that can be called."""
+    """The code of a handler: a function, a method, a partial, or an object that can be called."""
     handler = inspect.unwrap(handler)
     while isinstance(handler, functools.partial):
         handler = handler.func

@@ -1,15 +1,12 @@
-"""Standard streams that are missing: programs without a console, daemons.
+"""Standard streams that are missing, as in daemons and programs without a console.
 
-Runs in the consumer and in the zygote. `sys.stdout` may be None there, or closed, and the descriptors 0 to 2
-may be free. The next thing that is opened gets their number then; were it the shared memory, whatever writes
-to "standard output", some C library perhaps, would write into somebody's batch.
+Runs in the consumer. Where the descriptors 0 to 2 are free, whatever is opened next gets their numbers. If
+that is the shared memory, a C library that writes to standard output writes into a batch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 
 
 def occupy() -> None:
@@ -23,10 +20,3 @@ def occupy() -> None:
                 os.close(opened)
             else:
                 os.set_inheritable(opened, True)
-
-
-def flush() -> None:
-    """Write out what was printed, so far as there is anything to print to."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError, OSError):
-            stream.flush()

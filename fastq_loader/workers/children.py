@@ -1,28 +1,100 @@
-"""Child processes: whether they have ended, and what is left of them then.
+"""A child process: how it is started, when it has ended, how it died, and what is left of it then.
 
-Runs in the consumer and in the zygote. Where SIGCHLD is ignored, as daemons have it, the system reaps
-children by itself, and multiprocessing takes a child whose exit code it cannot get for one that still runs.
-Only a descriptor says when it has ended.
+Runs in the consumer. Where SIGCHLD is ignored, as daemons have it, the system reaps children by itself, and
+multiprocessing takes a child whose exit code it cannot get for one that still runs. Only a descriptor says
+when it has ended.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import multiprocessing.process
+import os
+import signal
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+from fastq_loader.system import calls
 
 #: The exit code of a process that nobody here could ask for its own (multiprocessing's number for that).
 UNKNOWN_EXIT = 255
 
 
-def release(process: BaseProcess) -> None:
-    """Close what a process that has ended holds here. Not by its own close(): code outside may ask it for its
-    number and its exit code still."""
-    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
-    popen: Any = process._popen  # type: ignore[attr-defined]
-    if popen is None:  # it was never started
-        return
-    if popen.returncode is None:  # somebody else reaped it: SIGCHLD is ignored
-        popen.returncode = UNKNOWN_EXIT
-    popen.close()
+class Child:
+    """A process, and a descriptor that becomes readable when it has ended.
+
+    Args:
+        process: not started yet.
+    """
+
+    def __init__(self, process: BaseProcess) -> None:
+        self.process = process
+        self._pidfd = -1
+
+    def start(self) -> None:
+        """
+        Raises:
+            OSError: processes or descriptors are used up.
+            Exception: what the start method pickles cannot be pickled.
+        """
+        self.process.start()
+        with contextlib.suppress(OSError):  # no pidfd in this kernel or sandbox
+            self._pidfd = calls.pidfd_open(self.pid)
+
+    @property
+    def pid(self) -> int:
+        """0 until it is started."""
+        return self.process.pid or 0
+
+    @property
+    def descriptor(self) -> int:
+        """A pidfd. Else it is the pipe that multiprocessing keeps: there is no pidfd, or an interrupt came
+        before it was noted."""
+        return self.process.sentinel if self._pidfd < 0 else self._pidfd
+
+    def kill(self) -> None:
+        """End it; returns when it has ended."""
+        self.process.kill()
+        calls.readable([self.descriptor], None)
+
+    @property
+    def killed(self) -> bool:
+        """Whether it has ended by a signal, and not by itself."""
+        code = self._exit_code()
+        return code is not None and code < 0
+
+    def death(self) -> tuple[str, str]:
+        """How it died: in our words, and in those of torch's SIGCHLD handler."""
+        code, worker = self._exit_code(), f"DataLoader worker (pid {self.pid})"
+        if code is None:  # somebody else reaped it: SIGCHLD is ignored
+            return "ended, its exit code is unknown", f"{worker} exited unexpectedly"
+        if code >= 0:
+            return f"exited with code {code}", (
+                f"{worker} exited unexpectedly with exit code {code}. Details are lost due to "
+                "multiprocessing. Rerunning with num_workers=0 may give better error trace."
+            )
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        guess = " (by the kernel's out-of-memory killer?)" if -code == signal.SIGKILL else ""
+        return f"was killed by {name}{guess}", f"{worker} is killed by signal: {signal.strsignal(-code)}. "
+
+    def _exit_code(self) -> int | None:
+        self.process.join(timeout=1)  # its end of a pipe is closed a moment before
+        return self.process.exitcode
+
+    def release(self) -> None:
+        """Close what is held here for a process that has ended, or was never started. Not by its own close():
+        code outside may still ask it for its number and its exit code."""
+        popen: Any = self.process._popen  # type: ignore[attr-defined]
+        if popen is not None:
+            self.process.join()
+            pidfd, self._pidfd = self._pidfd, -1
+            if pidfd >= 0:
+                os.close(pidfd)
+            if popen.returncode is None:  # somebody else reaped it: SIGCHLD is ignored
+                popen.returncode = UNKNOWN_EXIT
+            popen.close()
+        self.forget()
+
+    def forget(self) -> None:
+        """It is not multiprocessing's to end and to join when this process exits."""
+        multiprocessing.process._children.discard(self.process)  # type: ignore[attr-defined]

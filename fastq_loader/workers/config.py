@@ -1,15 +1,17 @@
-"""What a worker is told when it is started, besides the user's objects.
+"""What a pool of workers and each of its workers are told when they start.
 
-Made in the consumer, read in the worker.
+Made in the consumer. A `Setup` is read in the worker, which inherits it or gets it pickled.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+from multiprocessing.context import BaseContext
 
+from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.ledger import Extents
-from fastq_loader.workers.payload import Descriptors
+from fastq_loader.scheduling.window import WindowLimits
+from fastq_loader.workers.payload import Descriptors, Payload, PickledPayload
 
 
 @dataclass(frozen=True)
@@ -22,41 +24,73 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What a worker needs to know besides the user's objects.
+class Plan:
+    """What a pool of workers is to do; fixed for its life.
 
     Attributes:
-        worker: its number; `workers`: how many there are.
-        generation: how many had its number before it.
-        consumer: process id of the consumer.
-        base_seed, shared_seed: see `seeding` and `datapipes`.
+        payload: the user's objects.
         rules: how the dataset is read.
-        shared_tasks: whether any worker may claim a task.
-        folder: where the sockets are.
-        token: the pool's, see `messages`.
-        arena_length: bytes of the shared memory.
-        space: ranges (offset, size) of its part of that in which it can make blocks; None is all of it.
-        descriptors: `arena` (the memfd) and `stacks` (a pipe for the Python stacks of hung workers).
-        for_device: whether batches go on to a device, each in one piece.
-        nontemporal_from: bytes of a batch from which on the next one is written with non-temporal stores.
-        persistent: whether the worker is there for more than one epoch.
-        arena_whole: whether the shared memory is mapped as a whole.
+        workers: how many.
+        prefetch: batches that each works ahead.
+        in_order: whether batches are delivered in the order of the sampler.
+        dynamic: whether any worker may load any batch, each seeded for itself.
+        window: how wide the pool's window may be.
+        restarts: how many workers that died are replaced in an epoch.
+        timeout: seconds to wait for a message; 0 waits for ever.
+        persistent: whether the pool serves more than one epoch.
+        context: multiprocessing's context; None is the default when the pool starts.
+        for_device: whether batches go on to a device, and are laid out for it.
     """
 
+    payload: Payload | PickledPayload
+    rules: Rules
+    workers: int
+    prefetch: int
+    in_order: bool
+    dynamic: bool
+    window: WindowLimits
+    restarts: int
+    timeout: float
+    persistent: bool
+    context: BaseContext | None
+    for_device: bool = False
+
+    @property
+    def shared_tasks(self) -> bool:
+        """Whether any worker may claim a task. Not of an iterable dataset: each worker has a part of it to
+        itself."""
+        return self.dynamic and not self.rules.iterable
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one worker is told.
+
+    Attributes:
+        plan: the pool's, without its context.
+        worker: its number.
+        generation: how many processes had its number before.
+        folder: where it binds its socket.
+        space: ranges (offset, size) of its part of the arena in which it can make blocks; None is all of it.
+        consumer: process id of the consumer.
+        base_seed, shared_seed: see `seeding` and `datapipes`.
+        token: the pool's, see `messages`.
+        mapping: the arena as the consumer has mapped it, if the worker inherits that.
+        arena_length: bytes of the arena.
+        arena_whole: whether it is mapped as a whole.
+        descriptors: `arena` (the memfd) and `stacks` (see there).
+    """
+
+    plan: Plan
     worker: int
     generation: int
-    workers: int
+    folder: str
+    space: Extents | None
     consumer: int
     base_seed: int
     shared_seed: int | None
-    rules: Rules
-    shared_tasks: bool
-    folder: str
     token: bytes = field(repr=False)
+    mapping: Mapping | None
     arena_length: int
-    space: Extents | None
+    arena_whole: bool
     descriptors: Descriptors
-    for_device: bool = False
-    nontemporal_from: float = math.inf
-    persistent: bool = True
-    arena_whole: bool = True

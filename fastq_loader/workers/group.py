@@ -22,7 +22,8 @@ from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.backlog import Backlog
 from fastq_loader.scheduling.outstanding import Outstanding
 from fastq_loader.statistics import Counters, WorkerCounters
-from fastq_loader.workers.pool import Plan, WorkerPool
+from fastq_loader.workers.config import Plan
+from fastq_loader.workers.pool import WorkerPool
 from fastq_loader.workers.stopping import BRIEF
 
 #: Processes of one worker that may end on their own before they are up, one after the other: the next would

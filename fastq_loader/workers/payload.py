@@ -71,22 +71,22 @@ class Payload:
     def unseal(self) -> None:
         """All workers were started: let the bytes and the descriptors go."""
         self._sealed = None
-        while self._carried:
-            os.close(self._carried.pop())
+        _close_all(self._carried)
 
     def open(self) -> dict[str, Any]:
+        """The parts, in a worker."""
         return self.parts
 
 
-class PickledPayload:
+class PickledPayload(Payload):
     """What arrives in a worker that did not inherit."""
 
     def __init__(self, data: bytes, carried: Descriptors) -> None:
         self._data = data
-        self._carried = carried
+        self._descriptors = carried
 
     def open(self) -> dict[str, Any]:
-        _Carried.descriptors = self._carried
+        _Carried.descriptors = self._descriptors
         parts: dict[str, Any] = pickle.loads(self._data)
         return parts
 
@@ -124,19 +124,19 @@ class _Recorder:
         set_spawning_popen(self)  # type: ignore[arg-type]
         try:
             _Sealer(file, pickle.HIGHEST_PROTOCOL).dump(parts)
-        except _OnlyOnce:
-            self._close()
-            return None
-        except BaseException:
-            self._close()
+        except BaseException as error:
+            _close_all(self.descriptors)
+            if isinstance(error, _OnlyOnce):
+                return None
             raise
         finally:
             set_spawning_popen(starting)
         return file.getvalue()
 
-    def _close(self) -> None:
-        while self.descriptors:
-            os.close(self.descriptors.pop())
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 class _OnlyOnce(Exception):

@@ -1,21 +1,19 @@
-"""Worker processes: start, watch, stop, and say how one died.
+"""The worker processes of one pool: they are started, replaced and stopped here.
 
-Runs in the consumer. Owns the process objects and their descriptors; what the workers do is none of its
-business. A worker counts as dead when its process descriptor says so, and only then.
+Runs in the consumer. What the workers do is none of its business. A worker counts as dead when its descriptor
+says so, and only then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import multiprocessing.process
 import os
 import signal
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import forkserver
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pickle import PicklingError
 from typing import TYPE_CHECKING, Any
@@ -23,24 +21,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastq_loader.errors import warn_user
-from fastq_loader.memory import nontemporal
-from fastq_loader.memory.arena import Arena, Mapping
+from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.ledger import Extents
 from fastq_loader.packing.pickling import explain, pickles
-from fastq_loader.scheduling.window import WindowLimits
 from fastq_loader.system import calls
-from fastq_loader.system.calls import readable
-from fastq_loader.workers import stopping
-from fastq_loader.workers.children import release
-from fastq_loader.workers.main import STACK_SIGNAL, Rules, Setup, main
+from fastq_loader.workers.children import Child
+from fastq_loader.workers.config import Plan, Setup
+from fastq_loader.workers.main import main
 from fastq_loader.workers.payload import Descriptors, Payload
+from fastq_loader.workers.stacks import Stacks
+from fastq_loader.workers.stopping import Stopping
 from fastq_loader.workers.zygote import Zygote
 
 if TYPE_CHECKING:
     from fastq_loader.workers.starting import LateStart
 
-#: Seconds that a hung worker has to begin with its stacks, and between two lines of them.
-_STACKS, _NEXT_LINE = 0.3, 0.02
 _PICKLE_WARNING = (  # torch/utils/data/dataloader.py
     "Got pickle error when attempting to start a worker Process. "
     "This might be because the worker Process arguments are not picklable. "
@@ -50,66 +45,28 @@ _PICKLE_WARNING = (  # torch/utils/data/dataloader.py
 )
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a pool of workers is to do; fixed for its life.
-
-    Attributes:
-        payload: the user's objects.
-        rules: how the dataset is read.
-        workers: how many.
-        prefetch: batches that each works ahead.
-        in_order: whether batches are delivered in the order of the sampler.
-        dynamic: whether any worker may load any batch, each seeded for itself.
-        window: how wide the pool's window may be.
-        restarts: how many workers that died are replaced in an epoch.
-        timeout: seconds to wait for a message; 0 waits for ever.
-        persistent: whether the pool serves one epoch after the other, and not one.
-        context: multiprocessing's context; None is the default when the pool starts.
-        to_device: whether batches go on to a device, and are laid out for it.
-    """
-
-    payload: Payload
-    rules: Rules
-    workers: int
-    prefetch: int
-    in_order: bool
-    dynamic: bool
-    window: WindowLimits
-    restarts: int
-    timeout: float
-    persistent: bool
-    context: BaseContext | None
-    to_device: bool = False
-
-    @property
-    def shared_tasks(self) -> bool:
-        """Whether any worker may claim a task. Not of an iterable dataset: each worker has a part of it to
-        itself."""
-        return self.dynamic and not self.rules.iterable
-
-
 class WorkerPool:
     """The processes of one pool.
 
     Args:
         plan: what they do.
+
+    Attributes:
+        forks: whether a worker is at work as soon as it was started.
     """
 
     def __init__(self, plan: Plan) -> None:
+        self.forks = False
         self._plan = plan
-        self._context: Any = None
+        self._payload: Payload = plan.payload
+        self._setup: Setup | None = None  # of worker 0; the others differ in what is their own
+        self._children: list[Child] = []
+        self._generations: list[int] = []  # of the workers: how many had the number before
+        self._make: Any = None  # a process object, with the arguments of multiprocessing.Process
         self._zygote: Zygote | None = None
         self._late: LateStart | None = None  # makes the processes of workers that start late
-        self._setup: Setup | None = None  # of worker 0; the others differ in their numbers
-        self._mapping: Mapping | None = None
-        self._processes: list[BaseProcess] = []
-        self._descriptors: list[int] = []  # of the processes, as far as they are known to have started
-        self._generations: list[int] = []  # of the workers: how many had the number before
-        self._own: set[int] = set()  # descriptors that are ours to close
-        self._started = False  # whoever starts from here on is late
-        self._stacks: tuple[int, ...] = ()  # ends of the pipe for stacks: read, write
-        self._stopping: stopping.Stopping | None = None
+        self._stacks: Stacks | None = None
+        self._stopping: Stopping | None = None
         _pools.add(self)
 
     def start(self, arena: Arena, folder: str, token: bytes, base_seed: int, shared_seed: int | None) -> None:
@@ -132,46 +89,42 @@ class WorkerPool:
                 under this start method; the text names it.
         """
         plan = self._plan
-        self._stacks = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._context = multiprocessing.get_context() if plan.context is None else plan.context
-        method = self._context.get_start_method()
-        # Under fork the worker uses the consumer's mapping; under the others it makes its own.
-        self._mapping = arena.mapping if method == "fork" else None
+        context: Any = multiprocessing.get_context() if plan.context is None else plan.context
+        method = context.get_start_method()
+        self.forks = method == "fork"
+        self._make = context.Process
+        self._stacks = Stacks()
         self._setup = Setup(
+            plan=replace(plan, context=None),  # it need not survive a journey
             worker=0,
             generation=0,
-            workers=plan.workers,
+            folder=folder,
+            space=None,
             consumer=os.getpid(),
             base_seed=base_seed,
             shared_seed=shared_seed,
-            rules=plan.rules,
-            shared_tasks=plan.shared_tasks,
-            for_device=plan.to_device,
-            persistent=plan.persistent,
-            # The batches of the window are in use, and the one that was handed out.
-            nontemporal_from=nontemporal.CACHED / (plan.workers * plan.prefetch + 1),
-            folder=folder,
             token=token,
+            mapping=arena.mapping if self.forks else None,
             arena_length=arena.mapping.length,
             arena_whole=arena.mapping.whole,
-            space=None,
-            descriptors=Descriptors(arena=arena.fd, stacks=self._stacks[1]),
+            descriptors=Descriptors(arena=arena.fd, stacks=self._stacks.write_end),
         )
         if method == "forkserver":
-            _preload(self._context)
-        if method != "fork":
+            _preload(context)
+        if not self.forks:
             from fastq_loader.workers.starting import LateStart  # some systems lack what it is made of
 
-            self._late = LateStart.of(self._context.Process)
-        elif plan.restarts and _knows_pidfd():
-            self._zygote = Zygote(self._context, self._process)
-        together = plan.workers if self._late is None else len(os.sched_getaffinity(0))
-        while self._left() and (len(self._processes) < together or not plan.payload.sealed):
+            self._late = LateStart.of(context.Process)
+        elif plan.restarts and calls.has_pidfd():
+            self._zygote = Zygote(context, self._process)
+        at_once = plan.workers if self._late is None else cores()
+        while self._left() and (len(self._children) < at_once or not self._payload.sealed):
             self.start_next()
-        self._started = True
+        if self._late is not None:  # whoever starts from here on is late
+            self._make = self._late.process
 
     def _left(self) -> bool:
-        return self._setup is not None and len(self._processes) < self._plan.workers
+        return self._setup is not None and len(self._children) < self._plan.workers
 
     def start_next(self) -> int | None:
         """Start one more worker; its descriptor, or None if all were started.
@@ -183,12 +136,11 @@ class WorkerPool:
             return None
         assert self._setup is not None
         with _uninterrupted():
-            process = self._process(len(self._processes), 0, self._setup.folder, None)
-            self._processes.append(process)
+            child = Child(self._process(len(self._children), 0, self._setup.folder, None))
+            self._children.append(child)
             self._generations.append(0)
-            self._start(process)
-            self._descriptors.append(self._descriptor(process))
-        return self._descriptors[-1]
+            self._start(child)
+        return child.descriptor
 
     def replace(self, worker: int, folder: str, space: Extents) -> int:
         """Start a new process in the place of one that has ended; its generation.
@@ -204,108 +156,66 @@ class WorkerPool:
         generation = self._generations[worker] + 1
         make = self._process if self._zygote is None else self._zygote.process
         with _uninterrupted():
-            process = make(worker, generation, folder, space)
-            self._start(process)
-            self._let_go(worker)
-            self._processes[worker], self._descriptors[worker] = process, self._descriptor(process)
-            self._generations[worker] = generation
+            child = Child(make(worker, generation, folder, space))
+            self._start(child)
+            self._children[worker].release()
+            self._children[worker], self._generations[worker] = child, generation
         return generation
 
     def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
         assert self._setup is not None, "the pool was started"
         setup = replace(self._setup, worker=worker, generation=generation, folder=folder, space=space)
-        make = self._context.Process if self._late is None or not self._started else self._late.process
-        process = make(target=main, args=(setup, self._plan.payload, self._mapping), daemon=True)
+        process: BaseProcess = self._make(target=main, args=(setup,), daemon=True)
         if self._plan.context is None:  # torch's name for it, which logs show
             process.name = f"Process-{process.name.rpartition('-')[2]}"
         return process
 
-    def _start(self, process: BaseProcess) -> None:
+    def _start(self, child: Child) -> None:
         try:
-            process.start()
+            child.start()
         except (TypeError, AttributeError, PicklingError) as error:
             warn_user(_PICKLE_WARNING, UserWarning)
-            raise _named(error, self._plan.payload.parts) from error
+            raise _named(error, self._payload.parts) from error
         finally:
             if not self._left() and not self._plan.restarts:
-                self._plan.payload.unseal()
+                self._payload.unseal()
 
-    def _let_go(self, worker: int) -> None:
-        """Give back what is left of a process that has ended."""
-        process, descriptor = self._processes[worker], self._descriptors[worker]
-        process.join()
-        if descriptor in self._own:
-            self._own.discard(descriptor)
-            os.close(descriptor)
-        release(process)
-
-    def _descriptor(self, process: BaseProcess) -> int:
-        assert process.pid is not None, "the process was started"
-        try:
-            descriptor = calls.pidfd_open(process.pid)
-        except OSError:  # no pidfd in this kernel or sandbox: the pipe that multiprocessing keeps
-            return process.sentinel
-        self._own.add(descriptor)
-        return descriptor
+    # ---- the workers by their numbers -----------------------------------------------------------
 
     @property
     def processes(self) -> list[BaseProcess]:
         """The workers, so far as they were started."""
-        return [process for process in self._processes if process.pid is not None]
+        return [child.process for child in self._children if child.pid]
 
     @property
     def descriptors(self) -> list[int]:
-        """For each worker a descriptor that becomes readable when it has ended."""
-        return self._descriptors
-
-    def started(self, worker: int) -> bool:
-        return worker < len(self._descriptors)
+        """For each worker that was started a descriptor that becomes readable when it has ended."""
+        return [child.descriptor for child in self._children if child.pid]
 
     def pid(self, worker: int) -> int:
         """The process id of a worker; 0 as long as it was not started."""
-        return (self._processes[worker].pid or 0) if self.started(worker) else 0
+        return self._children[worker].pid if worker < len(self._children) else 0
 
     def stacks(self, worker: int) -> str:
         """The Python stacks of a worker as it writes them now, whatever it is doing."""
-        if not self.started(worker):  # its number would be 0, which is everybody
+        pid = self.pid(worker)
+        if self._stacks is None or not pid:  # a signal to process 0 would go to everybody
             return "  (it was not started, or is gone)"
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid(worker), STACK_SIGNAL)
-        text, patience = b"", _STACKS
-        while readable([self._stacks[0]], patience):
-            text += os.read(self._stacks[0], 1 << 16)
-            patience = _NEXT_LINE
-        return text.decode(errors="replace") or "  (it did not write them)"
+        return self._stacks.of(pid)
 
     def kill(self, worker: int) -> None:
         """End a worker that does not answer; returns when it has ended."""
-        self._processes[worker].kill()
-        readable([self._descriptors[worker]], None)
+        self._children[worker].kill()
 
     def killed(self, worker: int) -> bool:
         """Whether an ended worker was ended by a signal, and not by itself."""
-        code = self._processes[worker].exitcode
-        return code is not None and code < 0
+        return self._children[worker].killed
 
     def death(self, worker: int) -> tuple[str, str]:
-        """How an ended worker died: in our words, and in torch's (its SIGCHLD handler's texts)."""
-        process = self._processes[worker]
-        process.join(timeout=1)
-        code, pid = process.exitcode, process.pid
-        if code is None:  # somebody else reaped it: SIGCHLD is ignored
-            return "ended, its exit code is unknown", f"DataLoader worker (pid {pid}) exited unexpectedly"
-        if code >= 0:
-            return f"exited with code {code}", (
-                f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {code}. "
-                "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better "
-                "error trace."
-            )
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        words = f"was killed by {name}"
-        if -code == signal.SIGKILL:
-            words += " (by the kernel's out-of-memory killer?)"
-        torch_text = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}. "
-        return words, torch_text
+        """How an ended worker died: in our words, and in torch's."""
+        return self._children[worker].death()
+
+    # ---- the end ----------------------------------------------------------------------------------
 
     def stop(
         self, patience: Callable[[int], float], owner: object, after: Sequence[Callable[[], None]] = ()
@@ -322,35 +232,27 @@ class WorkerPool:
         """
         self._setup = None
         if self._stopping is None:
-            self._plan.payload.unseal()
-            self._plan = replace(
-                self._plan, payload=Payload(None, None, None)
-            )  # the user's objects are free now
-            members = []
-            for worker, process in enumerate(self._processes):
-                if process.pid is None:  # it was never started
-                    release(process)
-                    continue
-                # An interrupt may have come between the start of a process and the note of its descriptor.
-                noted = self.started(worker)
-                descriptor = self._descriptors[worker] if noted else process.sentinel
-                members.append(
-                    stopping.Member(process, descriptor, descriptor in self._own, patience(worker))
-                )
-            after = [self._give_back, *after]
-            self._stopping = stopping.Stopping(owner, members, after, self.forget)
-        stopping.finish(self._stopping)
+            self._payload.unseal()
+            self._payload = Payload(None, None, None)  # the user's objects are free now
+            self._plan = replace(self._plan, payload=self._payload)
+            for child in self._children:
+                if not child.pid:
+                    child.release()
+            leaving = {child: patience(at) for at, child in enumerate(self._children) if child.pid}
+            self._stopping = Stopping(owner, leaving, [self._give_back, *after], self.forget)
+        self._stopping.finish()
 
     def _give_back(self) -> None:
         """All have ended."""
         zygote, self._zygote = self._zygote, None
         if zygote is not None:
             zygote.close()
-        if self._late is not None:
-            self._late.close()
-        stacks, self._stacks = self._stacks, ()
-        for end in stacks:
-            os.close(end)
+        late, self._late = self._late, None
+        if late is not None:
+            late.close()
+        stacks, self._stacks = self._stacks, None
+        if stacks is not None:
+            stacks.close()
 
     @property
     def stopped(self) -> bool:
@@ -361,14 +263,10 @@ class WorkerPool:
         """Whether it was stopped, and none of its processes is left."""
         return self._stopping is not None and self._stopping.over.is_set()
 
-    @property
-    def forks(self) -> bool:
-        """Whether a worker is at work as soon as it was started."""
-        return self._mapping is not None
-
     def forget(self) -> None:
         """This process is a forked copy: the workers are its siblings."""
-        multiprocessing.process._children.difference_update(self._processes)  # type: ignore[attr-defined]
+        for child in self._children:
+            child.forget()
         if self._zygote is not None:
             self._zygote.forget()
 
@@ -387,6 +285,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
+def cores() -> int:
+    """How many workers that begin with their imports are started at once."""
+    return len(os.sched_getaffinity(0))
+
+
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
     """A Ctrl-C in here comes after it: between the fork and the worker's own handler it would print a
@@ -396,14 +299,6 @@ def _uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-
-
-def _knows_pidfd() -> bool:
-    try:
-        os.close(calls.pidfd_open(os.getpid()))
-    except OSError:  # not in this kernel or sandbox
-        return False
-    return True
 
 
 def _preload(context: Any) -> None:

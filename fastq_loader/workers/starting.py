@@ -13,24 +13,12 @@ of the server has the server's environment, in torch as well.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import resource
 import subprocess
 from collections.abc import Callable
-from multiprocessing import (
-    context,
-    forkserver,
-    popen_fork,
-    popen_forkserver,
-    popen_spawn_posix,
-    resource_tracker,
-    spawn,
-    util,
-)
-from multiprocessing.context import set_spawning_popen
-from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import dump
+from multiprocessing import context, popen_fork, popen_forkserver, popen_spawn_posix, spawn, util
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
@@ -44,10 +32,8 @@ class Surroundings:
         self._preparation["sys_argv"] = list(self._preparation["sys_argv"])
         self._executable = spawn.get_executable()
         self._environment = dict(os.environ)
-        status = _status()
-        self._umask = int(status.get("Umask", "-1"), 8)
-        # Not by os.sched_getaffinity(), which says how many may start at once, and may be told otherwise.
-        self._cpus = _numbers(status.get("Cpus_allowed_list", ""))
+        self._umask = _umask()
+        self._cpus = os.sched_getaffinity(0)
         self._priority = os.getpriority(os.PRIO_PROCESS, 0)
         self._limits = [(limit, resource.getrlimit(limit)) for limit in _LIMITS]
         # The folder itself: it may have another name by then.
@@ -58,15 +44,17 @@ class Surroundings:
         if folder >= 0:
             os.close(folder)
 
-    def preparation(self, name: str, with_folder: bool) -> dict[str, Any]:
-        """What multiprocessing tells a new process before anything else; the folder to change to, too."""
-        data: dict[str, Any] = {**self._preparation, "name": name}
-        if not with_folder:
-            del data["dir"]
-        return data
+    def preparation(self, name: str) -> dict[str, Any]:
+        """What multiprocessing tells a new process before anything else."""
+        return {**self._preparation, "name": name}
 
-    def run(self, command: list[Any], descriptors: list[int]) -> int:
-        """Start a program with these descriptors, and all else as it was then; its process id."""
+    def preparation_in_folder(self, name: str) -> dict[str, Any]:
+        """The same for a process that is in the right folder already."""
+        return {key: value for key, value in self.preparation(name).items() if key != "dir"}
+
+    def run(self, _: Any, command: list[Any], descriptors: list[int]) -> int:
+        """Start a program with these descriptors, and all else as it was then; its process id. Takes the
+        place of `multiprocessing.util.spawnv_passfds`."""
         process = subprocess.Popen(
             [self._executable, *command[1:]],
             env=self._environment,
@@ -80,85 +68,26 @@ class Surroundings:
         with contextlib.suppress(OSError):  # a priority may not be taken back
             os.setpriority(os.PRIO_PROCESS, process.pid, self._priority)
         with contextlib.suppress(OSError):
-            if self._cpus:
-                os.sched_setaffinity(process.pid, self._cpus)
+            os.sched_setaffinity(process.pid, self._cpus)
         for limit, values in self._limits:
             with contextlib.suppress(OSError, ValueError):  # nor a limit
                 resource.prlimit(process.pid, limit, values)
         return process.pid
 
 
-def _status() -> dict[str, str]:
-    """What the kernel says about this thread: its umask can be read nowhere else without changing it."""
-    try:
-        with open("/proc/thread-self/status") as file:
-            pairs = [line.split(":", 1) for line in file]
-    except OSError:
-        return {}
-    return {name: value.strip() for name, value in pairs}
+def _umask() -> int:
+    """As the kernel shows it: os.umask() would change it. -1, which changes nothing, if it does not."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return -1
 
 
-def _numbers(text: str) -> set[int]:
-    """Those of a list like 0-3,8."""
-    found: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if first:
-            found.update(range(int(first), int(last or first) + 1))
-    return found
-
-
-class _Spawned(popen_spawn_posix.Popen):
-    """multiprocessing's, but for what the program inherits (multiprocessing/popen_spawn_posix.py)."""
-
-    _fds: list[int]
-
-    def __init__(self, process: BaseProcess, surroundings: Surroundings) -> None:
-        self._surroundings = surroundings
-        super().__init__(process)
-
-    def _launch(self, process_obj: Any) -> None:
-        tracker = resource_tracker.getfd()
-        assert tracker is not None, "it was started"
-        self._fds.append(tracker)
-        data = _pickled(self, self._surroundings.preparation(process_obj.name, False), process_obj)
-        ends: list[int] = []
-        try:
-            self.sentinel, child_w = _pipe(ends)
-            child_r, parent_w = _pipe(ends)
-            command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_r)
-            self.pid = self._surroundings.run(command, [*self._fds, child_r, child_w])
-            ends.remove(self.sentinel)
-            ends.remove(parent_w)
-            self.finalizer = util.Finalize(self, _close_all, (self.sentinel, parent_w))
-            with open(parent_w, "wb", closefd=False) as file:
-                file.write(data)
-        finally:
-            _close_all(*ends)
-
-
-class _Served(popen_forkserver.Popen):
-    """The same for children of the fork server (multiprocessing/popen_forkserver.py)."""
-
-    _fds: list[int]
-
-    def __init__(self, process: BaseProcess, surroundings: Surroundings) -> None:
-        self._surroundings = surroundings
-        super().__init__(process)
-
-    def _launch(self, process_obj: Any) -> None:
-        data = _pickled(self, self._surroundings.preparation(process_obj.name, True), process_obj)
-        self.sentinel, write_end = forkserver.connect_to_new_process(self._fds)
-        # The child takes the consumer for dead when the last copy of its end is closed.
-        self.finalizer = util.Finalize(self, _close_all, (os.dup(write_end), self.sentinel))
-        with open(write_end, "wb", closefd=True) as file:
-            file.write(data)
-        self.pid = forkserver.read_signed(self.sentinel)
-
-
-_WAYS: dict[Any, Callable[[Any, Surroundings], popen_fork.Popen]] = {
-    context.SpawnProcess._Popen: _Spawned,
-    context.ForkServerProcess._Popen: _Served,
+#: multiprocessing's ways to start a process, by what its process classes call.
+_WAYS: dict[Callable[..., Any], type[popen_fork.Popen]] = {
+    context.SpawnProcess._Popen: popen_spawn_posix.Popen,
+    context.ForkServerProcess._Popen: popen_forkserver.Popen,
 }
 
 
@@ -171,15 +100,16 @@ class LateStart:
 
     def __init__(self, process: Any) -> None:
         self._surroundings = surroundings = Surroundings()
-        way = _WAYS[process._Popen]
+        way = _way(_WAYS[process._Popen], surroundings)
 
         class Late(process):  # type: ignore[misc]
             # The name that BaseProcess calls.
-            def _Popen(self, itself: Any) -> popen_fork.Popen:
+            @staticmethod
+            def _Popen(itself: Any) -> popen_fork.Popen:
                 # What arrives is one of the context's own: this class is known here only.
                 plain = process.__new__(process)
                 vars(plain).update(vars(itself))
-                return way(plain, surroundings)
+                return way(plain)
 
         Late.__name__ = process.__name__  # it is part of a process's repr()
         self.process = Late
@@ -193,23 +123,20 @@ class LateStart:
         self._surroundings.close()
 
 
-def _pickled(popen: Any, *things: Any) -> memoryview:
-    file = io.BytesIO()
-    set_spawning_popen(popen)
-    try:
-        for thing in things:
-            dump(thing, file)
-    finally:
-        set_spawning_popen(None)
-    return file.getbuffer()
+def _way(popen: Any, surroundings: Surroundings) -> type[popen_fork.Popen]:
+    """multiprocessing's own way to start a process, with these surroundings in place of today's.
+
+    Its code runs with other names for the two functions that read them; nobody else's is touched.
+    """
+    spawned = popen is popen_spawn_posix.Popen
+    preparation = surroundings.preparation_in_folder if spawned else surroundings.preparation
+    names = {
+        "spawn": SimpleNamespace(**{**vars(spawn), "get_preparation_data": preparation}),
+        "util": SimpleNamespace(**{**vars(util), "spawnv_passfds": surroundings.run}),
+    }
+    launch = popen._launch
+    return type(popen.__name__, (popen,), {"_launch": _with_names(launch, names)})
 
 
-def _pipe(ends: list[int]) -> tuple[int, int]:
-    pair = os.pipe()
-    ends.extend(pair)
-    return pair
-
-
-def _close_all(*descriptors: int) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+def _with_names(function: FunctionType, names: dict[str, Any]) -> FunctionType:
+    return FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)

@@ -3,26 +3,24 @@
 Runs in the consumer. A worker that only waits for a task leaves within milliseconds, and whoever stopped it
 waits for that. One that is in the middle of a sample, or of the exit handlers of user code, writes a file,
 perhaps: it is left to finish behind the consumer's back, so that neither `next()` nor the turn of an epoch
-waits for it. A thread watches those workers as long as there are any; `close()` and the exit of the process
-wait until it is done.
+waits for it. A thread watches the workers of such a pool; `close()` and the exit of the process wait until it
+is done.
 
-What a worker may still write to is given back when the last one of its pool has ended (design, rule 1).
+What a worker may still write to is given back when the last one of its pool has ended.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 
+from fastq_loader.system import calls
 from fastq_loader.system.calls import readable
-from fastq_loader.workers.children import release
+from fastq_loader.workers.children import Child
 
 #: Seconds that a worker which was told to stop has to finish: torch's MP_STATUS_CHECK_INTERVAL, for which it
 #: joins each of them.
@@ -34,22 +32,13 @@ BRIEF = 0.5
 _INSTANT = 0.2
 
 
-class Member:
-    """One process.
+class _Leaving:
+    """A worker that was told to stop, and has `patience` seconds for it."""
 
-    Args:
-        process: it was started.
-        descriptor: becomes readable when it has ended.
-        owned: whether the descriptor is to be closed then.
-        patience: seconds that it has to leave on its own.
-    """
-
-    def __init__(self, process: BaseProcess, descriptor: int, owned: bool, patience: float) -> None:
-        self.process = process
-        self.descriptor = descriptor
-        self.owned = owned
+    def __init__(self, child: Child, patience: float) -> None:
+        self.child = child
         self.deadline = time.monotonic() + patience
-        self._means = [process.kill, process.terminate]
+        self._means = [child.process.kill, child.process.terminate]
 
     def press(self) -> None:
         """Its time is over: SIGTERM, and the next time SIGKILL. An interrupt may cut it short."""
@@ -57,21 +46,13 @@ class Member:
             self._means.pop()()
         self.deadline = time.monotonic() + BRIEF if self._means else math.inf
 
-    def release(self) -> None:
-        """It has ended: give back what is left of it."""
-        self.process.join()
-        if self.owned:
-            self.owned = False
-            os.close(self.descriptor)
-        release(self.process)
-
 
 class Stopping:
-    """The processes of one pool that were told to stop.
+    """The workers of one pool that were told to stop.
 
     Args:
         owner: whose they are, for those who wait.
-        members: the processes.
+        leaving: the workers, each with the seconds that it has to leave on its own.
         after: what is done when all have ended, in this order, on any thread.
         forget: what a forked copy of this process does instead.
 
@@ -82,174 +63,153 @@ class Stopping:
     def __init__(
         self,
         owner: object,
-        members: list[Member],
+        leaving: dict[Child, float],
         after: list[Callable[[], None]],
         forget: Callable[[], None],
     ) -> None:
         self.owner = owner
         self.over = threading.Event()
         self.forget = forget
-        self._members = members
+        self._leaving = [_Leaving(child, patience) for child, patience in leaving.items()]
         self._after = after[::-1]
-        self._stepping = threading.RLock()
+        self._lock = threading.RLock()  # a signal handler may close the loader in the middle of a step
+        self._thread: threading.Thread | None = None
+        self._wake = -1  # a descriptor that wakes the thread
 
-    @property
-    def descriptors(self) -> list[int]:
-        return [member.descriptor for member in self._members]
+    def finish(self) -> None:
+        """Wait for an instant, and leave those that need longer to a thread. May be called again, also when
+        an interrupt cut it short."""
+        if self in _active:
+            return
+        try:
+            self._attend(time.monotonic() + _INSTANT)
+        finally:
+            if not self.over.is_set():
+                _active.add(self)
+                self._watch()
 
-    def step(self) -> float:
-        """Do what is due; the time (of `time.monotonic`) at which something will be."""
-        with self._stepping:
-            ended = set(readable(self.descriptors, 0))
+    def wait(self) -> None:
+        """Wait until all have ended."""
+        if not self.over.is_set():
+            self._watch()  # an interrupt may have cut the start of its thread short
+        self.over.wait()
+
+    def hurry(self) -> None:
+        """The time of the workers is over now."""
+        for leaving in list(self._leaving):
+            leaving.deadline = min(leaving.deadline, time.monotonic())
+        with self._lock:
+            if self._wake >= 0:
+                calls.wake(self._wake)
+
+    def _attend(self, until: float = math.inf) -> None:
+        """Do what is due until all have ended, or until some time."""
+        while not self.over.is_set() and (now := time.monotonic()) < until:
+            due = self._step()
+            if not self.over.is_set():
+                descriptors = [leaving.child.descriptor for leaving in self._leaving]
+                if self._wake in readable([*descriptors, self._wake], max(min(due, until) - now, 0)):
+                    os.read(self._wake, 8)
+
+    def _step(self) -> float:
+        """Do what is due now; the time (of `time.monotonic`) at which something else will be."""
+        with self._lock:
+            ended = set(readable([leaving.child.descriptor for leaving in self._leaving], 0))
             now = time.monotonic()
-            for member in list(self._members):
-                if member.descriptor in ended:
-                    if member in self._members:  # else a signal handler closed the loader meanwhile
-                        self._members.remove(member)
-                        member.release()
-                elif member.deadline <= now:
-                    member.press()
-            if self._members:
-                return min(member.deadline for member in self._members)
+            for leaving in list(self._leaving):
+                if leaving.child.descriptor in ended:
+                    if leaving in self._leaving:  # else a signal handler closed the loader meanwhile
+                        self._leaving.remove(leaving)
+                        leaving.child.release()
+                elif leaving.deadline <= now:
+                    leaving.press()
+            if self._leaving:
+                return min(leaving.deadline for leaving in self._leaving)
             try:
                 while self._after:
                     self._after.pop()()
             finally:
                 if not self._after:
-                    self.forget = _nothing  # it may be a method of whoever keeps this object
+                    self.forget = _forget_nobody  # it may be a method of whoever keeps this object
+                    _active.discard(self)
                     self.over.set()
             return math.inf
 
-    def hurry(self) -> None:
-        """Their time is over now."""
-        for member in list(self._members):
-            member.deadline = min(member.deadline, time.monotonic())
+    # ---- the thread -----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Have a thread attend."""
+        with self._lock:
+            if self._thread is not None and self._thread.is_alive():
+                return
+            # Signals are the other threads' to notice: a Ctrl-C that came to this one would not wake them.
+            masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            try:
+                self._wake = calls.wake_up() if self._wake < 0 else self._wake
+                self._thread = threading.Thread(
+                    target=self._run, name="fastq_loader: stopping workers", daemon=True
+                )
+                self._thread.start()
+                return
+            except (OSError, RuntimeError):  # there are too many, or the process is exiting
+                self._thread = None
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        try:
+            self._run()
+        except BaseException:  # an interrupt: nobody waits any longer
+            hurry()
+            self._run()
+            raise
+
+    def _run(self) -> None:
+        try:
+            self._attend()
+        except Exception:  # what is left is done before it is told
+            self._run()
+            raise
+        with self._lock:
+            self.close_wake()
+
+    def close_wake(self) -> None:
+        wake, self._wake = self._wake, -1
+        if wake >= 0:
+            os.close(wake)
 
 
-def _nothing() -> None:
-    pass
+def _forget_nobody() -> None:
+    """All have ended."""
 
 
-def finish(group: Stopping) -> None:
-    """Wait for an instant, and leave those that need longer to the thread. May be called again, also when an
-    interrupt cut it short."""
-    if group in _groups:
-        return
-    try:
-        until = time.monotonic() + _INSTANT
-        while not group.over.is_set() and (now := time.monotonic()) < until:
-            due = group.step()
-            if not group.over.is_set():
-                readable(group.descriptors, max(min(due, until) - now, 0))
-    finally:
-        if not group.over.is_set():
-            _watch(group)
+_active: set[Stopping] = set()  # those that a thread watches
 
 
 def wait(owner: object = None) -> None:
     """Wait until those of an owner, or of everybody, have ended; an interrupt ends their time too."""
-    for group in _groups:
-        if owner is None or group.owner is owner:
-            try:
-                if not group.over.is_set():
-                    _attended()
-                group.over.wait()
-            except BaseException:
-                hurry(owner)
-                raise
+    try:
+        for stopping in _of(owner):
+            stopping.wait()
+    except BaseException:
+        hurry(owner)
+        raise
 
 
 def hurry(owner: object = None) -> None:
     """End those of an owner, or of everybody, now."""
-    for group in _groups:
-        if owner is None or group.owner is owner:
-            group.hurry()
-    _wake()
+    for stopping in _of(owner):
+        stopping.hurry()
 
 
-# ---- the thread ---------------------------------------------------------------------------------------
-
-_lock = threading.RLock()  # a garbage collection in here may end a loader
-_groups: tuple[Stopping, ...] = ()  # replaced and never changed: anybody may be reading it
-_thread: threading.Thread | None = None
-_pipe: tuple[int, int] | None = None  # wakes the thread
-
-
-def _watch(group: Stopping) -> None:
-    global _groups
-    with _lock:
-        _groups = (*_groups, group)
-    _attended()
-
-
-def _attended() -> None:
-    """Have the thread running; an interrupt may have cut its start short."""
-    global _thread, _pipe
-    with _lock:
-        if _thread is not None and _thread.is_alive():
-            _wake()
-            return
-        # Signals are the other threads' to notice: a Ctrl-C that came to this one would not wake them.
-        masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
-            if _pipe is None:
-                _pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            _thread = threading.Thread(target=_attend, name="fastq_loader: stopping workers", daemon=True)
-            _thread.start()
-            return
-        except (OSError, RuntimeError):  # none can be started: there are too many, or the process is exiting
-            _thread = None
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-    try:
-        _attend()
-    except BaseException:  # an interrupt: nobody waits any longer
-        hurry()
-        _attend()
-        raise
-
-
-def _wake() -> None:
-    with _lock:
-        if _pipe is not None:
-            with contextlib.suppress(BlockingIOError):  # it is full of wake-ups
-                os.write(_pipe[1], b".")
-
-
-def _attend() -> None:
-    """Watch all groups until none is left."""
-    global _groups, _thread, _pipe
-    while True:
-        due = math.inf
-        for group in _groups:
-            try:
-                due = min(due, group.step())
-            except Exception:  # is told like any thread's, and does not keep the others from their end
-                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-                due = 0
-        with _lock:
-            _groups = tuple([group for group in _groups if not group.over.is_set()])
-            if not _groups:
-                pipe, _pipe, _thread = _pipe, None, None
-                for end in pipe or ():
-                    os.close(end)
-                return
-            watched = [descriptor for group in _groups for descriptor in group.descriptors]
-            wake = -1 if _pipe is None else _pipe[0]
-        if wake in readable([*watched, wake], max(due - time.monotonic(), 0)):
-            os.read(wake, 1 << 10)
+def _of(owner: object) -> list[Stopping]:
+    return [stopping for stopping in list(_active) if owner is None or stopping.owner is owner]
 
 
 def _after_fork_in_child() -> None:
     """The workers are siblings of a forked copy, and there is no thread."""
-    global _lock, _groups, _thread, _pipe
-    _lock = threading.RLock()
-    for group in _groups:
-        group.forget()
-    _groups = ()
-    for end in _pipe or ():
-        os.close(end)
-    _thread, _pipe = None, None
+    for stopping in list(_active):
+        stopping.forget()
+        stopping.close_wake()
+    _active.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -12,18 +12,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
-import multiprocessing.process
 import os
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing import popen_fork, util
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fastq_loader.system import calls, standard_streams
+from fastq_loader.system import calls
 from fastq_loader.system.calls import readable
-from fastq_loader.workers.children import UNKNOWN_EXIT, release
+from fastq_loader.workers.children import UNKNOWN_EXIT, Child
 
 #: Makes the process object of a worker, from the arguments that `Zygote.process` was called with.
 Make = Callable[..., BaseProcess]
@@ -45,11 +45,10 @@ class Zygote:
     def __init__(self, context: Any, make: Make) -> None:
         self._lock = threading.RLock()  # active_children() of another thread asks too
         self._connection, other = context.Pipe()
-        self._process = context.Process(
-            target=serve, args=(other, self._connection, os.getpid(), make), daemon=True
-        )
+        arguments = (other, self._connection, os.getpid(), make)
+        self._child = Child(context.Process(target=serve, args=arguments, daemon=True))
         try:
-            self._process.start()
+            self._child.start()
         except BaseException:
             self._connection.close()
             raise
@@ -81,14 +80,13 @@ class Zygote:
         with contextlib.suppress(OSError), self._lock:
             self._connection.send((_QUIT,))  # a child of the user's may hold this end too
         self._connection.close()
-        if not readable([self._process.sentinel], _PATIENCE):
-            self._process.kill()
-        self._process.join()
-        release(self._process)
+        if not readable([self._child.descriptor], _PATIENCE):
+            self._child.process.kill()
+        self._child.release()
 
     def forget(self) -> None:
         """This process is a forked copy: the zygote is its sibling."""
-        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
+        self._child.forget()
 
 
 class ZygoteProcess(BaseProcess):
@@ -98,30 +96,26 @@ class ZygoteProcess(BaseProcess):
 
     def __init__(self, zygote: Zygote, arguments: tuple[Any, ...]) -> None:
         super().__init__(daemon=True)
-        self._zygote = zygote
-        self._arguments = arguments
+        self.zygote = zygote
+        self.arguments = arguments
 
     # The name that BaseProcess calls.
-    def _Popen(self, process: ZygoteProcess) -> _Popen:
-        return _Popen(self._zygote, self._arguments)
+    @staticmethod
+    def _Popen(process: ZygoteProcess) -> _Popen:
+        return _Popen(process)
 
 
-class _Popen:
-    """What BaseProcess asks for: the interface of multiprocessing's popen_fork.Popen."""
+class _Popen(popen_fork.Popen):
+    """multiprocessing's, but for a process that is the zygote's child."""
 
-    method = "fork"
-
-    def __init__(self, zygote: Zygote, arguments: tuple[Any, ...]) -> None:
-        self._zygote = zygote
-        self.pid: int = zygote.ask(_FORK, *arguments)
-        self.returncode: int | None = None
+    def _launch(self, process: Any) -> None:
+        self._zygote: Zygote = process.zygote
+        self.pid = self._zygote.ask(_FORK, *process.arguments)
         self.sentinel = calls.pidfd_open(self.pid)  # its parent has not reaped it, so the number is its own
+        self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
 
-    def poll(self, flag: int = 0) -> int | None:
-        return self.wait(0)
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        if self.returncode is None and readable([self.sentinel], timeout):
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if self.returncode is None and readable([self.sentinel], 0 if flag == os.WNOHANG else None):
             try:
                 code = self._zygote.ask(_REAP, self.pid)
             except OSError:  # the zygote is gone, and with it the exit code
@@ -129,19 +123,10 @@ class _Popen:
             self.returncode = UNKNOWN_EXIT if code is None else code
         return self.returncode
 
-    def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
-    def _signal(self, number: int) -> None:
+    def _send_signal(self, number: int) -> None:
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody was asked how
                 calls.pidfd_send_signal(self.sentinel, number)
-
-    def close(self) -> None:
-        os.close(self.sentinel)
 
 
 # ---- in the zygote -------------------------------------------------------------------------------
@@ -163,7 +148,7 @@ def serve(connection: Connection, other: Connection, consumer: int, make: Make) 
         death = calls.pidfd_open(consumer)
     except ProcessLookupError:
         return
-    while death not in calls.readable([connection.fileno(), death], None):
+    while death not in readable([connection.fileno(), death], None):
         try:
             kind, *arguments = connection.recv()
         except (EOFError, ConnectionResetError):
@@ -179,7 +164,6 @@ def serve(connection: Connection, other: Connection, consumer: int, make: Make) 
         connection.send(answer)
     # Workers that still run have been told, or see for themselves that the consumer is gone. Nobody is waited
     # for: that would be this process's exit handlers' doing.
-    standard_streams.flush()
     os._exit(0)
 
 

@@ -59,9 +59,9 @@ from fastq_loader.scheduling.events import (
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.statistics import Counters, WorkerCounters
 from fastq_loader.workers.group import WorkerGroup
-from fastq_loader.workers.main import Rules, Setup, _Worker
-from fastq_loader.workers.payload import Descriptors, Payload
+from fastq_loader.workers.main import Worker
 from tests.support.pair import TOKEN
+from tests.support.worker_setup import make_setup
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
@@ -371,12 +371,8 @@ def answers_to(frames: list[bytes]) -> list[Answer]:
     """What a worker, the second of two, makes of these frames."""
     arena = Arena(2)
     claims = ClaimTable(arena.fd, arena.mapping.claims)
-    rules = Rules(iterable=False, auto_collation=False, drop_last=False)
-    descriptors = Descriptors(arena=arena.fd, stacks=2)
-    length = arena.mapping.length
-    setup = Setup(1, 0, 2, os.getpid(), 1, None, rules, False, "", TOKEN, length, None, descriptors)
     wire = Wire(frames)
-    _Worker(setup, Payload(Zeros(), lambda x: x, None), Allocator(arena.mapping, 1), wire, claims).run()  # type: ignore[arg-type]
+    Worker(make_setup(arena, Zeros(), worker=1, workers=2), Allocator(arena.mapping, 1), wire, claims).run()  # type: ignore[arg-type]
     return [message for message in wire.sent if isinstance(message, Answer)]
 
 

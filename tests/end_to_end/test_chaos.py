@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +23,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader, Processes, RoundRobin
+from fastq_loader import DataLoader, Dynamic, Processes
 from fastq_loader.errors import PoisonousBatch, WorkerReplaced
+from tests.conftest import descendants
 
 SIZE = 160
 BATCH = 4
@@ -93,125 +95,94 @@ class Run:
     log: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        draw = random.Random(self.seed)
+        self.draw = draw = random.Random(self.seed)
         self.workers = draw.choice([1, 2, 3, 4])
         self.options: dict[str, Any] = {
             "prefetch_factor": draw.choice([1, 2, 4]),
             "persistent_workers": draw.random() < 0.5,
-            "schedule": RoundRobin(window=draw.choice([None, None, 2, 12])),
+            "schedule": draw.choice([Dynamic(), Dynamic(window=2), Dynamic(window=12)]),
+            "workers": Processes(max_restarts=PLENTY),
         }
         self.sample_seconds = draw.choice([0.0005, 0.002])
         self.pause = draw.choice([0.03, 0.08, 0.2])  # between kills, seconds at most
-        self.draw = draw
         self.kills = self.given_up = 0
 
     def note(self, text: str) -> None:
         self.log.append(f"{time.monotonic():.4f} {text}")
 
-    def epochs(self, workers: int, epochs: int, **options: Any) -> list[tuple[Any, ...]]:
-        """The digests of all batches; with `workers` they are killed meanwhile."""
-        torch.manual_seed(self.seed)
-        dataset = Slowly(self.sample_seconds if workers else 0.0)
-        loader: DataLoader[Any] = DataLoader(
-            dataset,
-            BATCH,
-            shuffle=True,
-            num_workers=workers,
-            collate_fn=collate,
-            schedule="dynamic",
-            **options,
-        )
-        found = []
+    def undisturbed(self) -> list[tuple[Any, ...]]:
+        return list(self._epochs(self._loader(0.0, 0, schedule="dynamic")))
+
+    def under_fire(self) -> list[tuple[Any, ...]]:
+        """The same while workers are killed, and while the loader is closed."""
+        loader = self._loader(self.sample_seconds, self.workers, **self.options)
         done = threading.Event()
         killer = threading.Thread(target=self._kill, args=(loader, done))
-        if workers:
-            killer.start()
+        killer.start()
         try:
-            for epoch in range(epochs):
-                for batch in self._batches(loader):
-                    found.append(digest(batch) if batch is not None else GIVEN_UP)
-                    self.note(f"epoch {epoch}: {found[-1][0]}")
+            return list(self._epochs(loader))
         finally:
-            if workers:
-                loader.close()  # under fire
-                done.set()
-                killer.join()
-        return found
+            loader.close()
+            done.set()
+            killer.join()
 
-    def _batches(self, loader: DataLoader[Any]) -> Iterator[dict[str, Any] | None]:
-        """The batches of an epoch; None for one that three random kills have hit, which is its rule."""
-        iterator = iter(loader)
-        while True:
-            try:
-                yield next(iterator)
-            except StopIteration:
-                return
-            except PoisonousBatch:
-                self.given_up += 1
-                yield None
+    def _loader(self, seconds: float, num_workers: int, **options: Any) -> DataLoader[Any]:
+        torch.manual_seed(self.seed)
+        return DataLoader(
+            Slowly(seconds), BATCH, shuffle=True, num_workers=num_workers, collate_fn=collate, **options
+        )
+
+    def _epochs(self, loader: DataLoader[Any]) -> Iterator[tuple[Any, ...]]:
+        """The digests of all batches, and GIVEN_UP for one that three random kills have hit."""
+        for epoch in range(2):
+            iterator = iter(loader)
+            while True:
+                try:
+                    found = digest(next(iterator))
+                except StopIteration:
+                    break
+                except PoisonousBatch:
+                    self.given_up += 1
+                    found = GIVEN_UP
+                self.note(f"epoch {epoch}: {found[0]}")
+                yield found
 
     def _kill(self, loader: DataLoader[Any], done: threading.Event) -> None:
         while not done.wait(self.draw.random() * self.pause):
-            alive = loader.statistics().workers
-            if not alive:
-                continue
-            victim = self.draw.choice(alive)
-            pid = victim.pid
-            # It may have been reaped, and its number have been given to somebody else.
-            if not pid or not _is_mine(pid):
-                continue
-            self.note(f"kill worker {victim.id} ({pid})")
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            self.kills += 1
+            victims = [worker for worker in loader.statistics().workers if worker.pid in descendants()]
+            if victims:
+                victim = self.draw.choice(victims)
+                self.note(f"kill worker {victim.id} ({victim.pid})")
+                with suppress(ProcessLookupError):
+                    os.kill(victim.pid, signal.SIGKILL)
+                    self.kills += 1
 
     def __str__(self) -> str:
         return f"seed {self.seed}: {self.workers} workers, {self.options}, {self.kills} kills"
 
 
-def _is_mine(pid: int) -> bool:
-    """Whether a process is a child of this one, or of a child of this one."""
-    for _ in range(2):
-        try:
-            with open(f"/proc/{pid}/stat") as stat:
-                pid = int(stat.read().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        if pid == os.getpid():
-            return True
-    return False
-
-
 def test_every_batch_comes_once_in_order_with_the_same_bits(
     request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seconds = request.config.getoption("--chaos-seconds")
     seed = request.config.getoption("--chaos-seed")
     first = random.SystemRandom().randrange(1 << 30) if seed is None else seed
-    deadline = time.monotonic() + seconds
-    kills = runs = given_up = 0
-    while runs == 0 or (seed is None and time.monotonic() < deadline):
-        run = Run(first + runs)
-        expected = run.epochs(0, 2)
+    deadline = time.monotonic() + request.config.getoption("--chaos-seconds")
+    runs: list[Run] = []
+    while not runs or (seed is None and time.monotonic() < deadline):
+        run = Run(first + len(runs))
+        runs.append(run)
+        expected = run.undisturbed()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", WorkerReplaced)
-                found = run.epochs(run.workers, 2, workers=Processes(max_restarts=PLENTY), **run.options)
+                found = run.under_fire()
+            assert 3 * run.given_up <= run.kills, f"{run}: {run.given_up} batches were given up"
+            due = [GIVEN_UP if got is GIVEN_UP else one for got, one in zip(found, expected, strict=False)]
+            assert len(found) == len(expected)
+            assert found == due, f"{run}; repeat with --chaos-seed {run.seed}"
         except BaseException:
             print(run, *run.log, sep="\n")
             raise
-        assert 3 * run.given_up <= run.kills, f"{run}: {run.given_up} batches were given up"
-        if len(found) == len(expected):
-            expected = [
-                GIVEN_UP if got is GIVEN_UP else due for got, due in zip(found, expected, strict=True)
-            ]
-        if found != expected:
-            print(run, *run.log, sep="\n")
-        assert found == expected, f"{run}; repeat with --chaos-seed {run.seed}"
-        runs += 1
-        kills += run.kills
-        given_up += run.given_up
+    kills, given_up = sum(run.kills for run in runs), sum(run.given_up for run in runs)
     with capsys.disabled():
-        print(f" {kills} kills in {runs} runs from seed {first}, {given_up} batches given up ", end="")
+        print(f" {kills} kills in {len(runs)} runs from seed {first}, {given_up} batches given up ", end="")

@@ -20,11 +20,16 @@ from torch.utils.data import Dataset, get_worker_info
 
 from fastq_loader import DataLoader, Dynamic, Processes
 from fastq_loader.errors import LoaderTimeout, PoisonousBatch, WorkerDied, WorkerReplaced
+from fastq_loader.workers import main
 from tests.conftest import descendants, of_kind, wait_until
 
 SIZE = 24
+PAIRS = [[at, at + 1] for at in range(0, SIZE, 2)]
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
 
 
 def die() -> None:
@@ -44,45 +49,52 @@ def hang() -> None:
     time.sleep(60)
 
 
+def stop() -> None:
+    """It cannot even write its stacks."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 class Doomed(Dataset):
     """Sample `at` does something terrible, as long as fewer than `times` workers have come to it."""
 
-    def __init__(self, folder: Path, at: int, what: Callable[[], None], times: int = 1) -> None:
+    def __init__(self, folder: Path, at: int, what: Callable[[], None] = die, times: int = 1) -> None:
         self.folder = folder
         self.at = at
         self.what = what
         self.times = times
+        self.value = 0  # what samples are can be changed from outside
+        self.ready = -1
 
     def __len__(self) -> int:
         return SIZE
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor, float]:
-        if index == self.at and self.count() < self.times:
+        self.perhaps_die(index)
+        return index, torch.rand(30_000), random.random()
+
+    def perhaps_die(self, index: int) -> None:
+        if index == self.at and len(list(self.folder.iterdir())) < self.times:
             (self.folder / f"{time.monotonic_ns()}").touch()
             time.sleep(0.05)  # the answers before this one leave in zmq's own thread; a SIGKILL would end it
             self.what()
-        return index, torch.rand(30_000), random.random()
 
-    def count(self) -> int:
-        return len(list(self.folder.iterdir()))
+
+def replacing(dataset: Any, restarts: int = 1, **options: Any) -> Any:
+    """A loader of batches of two, of which a dead worker may be replaced."""
+    arguments = {"num_workers": 2, "schedule": "dynamic", "workers": Processes(max_restarts=restarts)}
+    return DataLoader(dataset, **{"batch_size": 2, **arguments, **options})
 
 
 def run(dataset: Any, **options: Any) -> list[tuple[list[int], float, list[float]]]:
     """One epoch from a known seed, each batch in short."""
     torch.manual_seed(21)
-    options = {"num_workers": 2, "schedule": "dynamic", "workers": Processes(max_restarts=5), **options}
-    with DataLoader(dataset, batch_size=2, shuffle=True, **options) as loader:
+    with replacing(dataset, 5, shuffle=True, **options) as loader:
         return [(index.tolist(), drawn.sum().item(), own.tolist()) for index, drawn, own in loader]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path
-
-
-@pytest.fixture
-def undisturbed(folder: Path) -> list[tuple[list[int], float, list[float]]]:
-    return run(Doomed(folder, -1, die), num_workers=0)
+def undisturbed(tmp_path: Path) -> list[tuple[list[int], float, list[float]]]:
+    return run(Doomed(tmp_path, -1), num_workers=0)
 
 
 def indices_of(loader: Any, found: list[Any]) -> list[Any]:
@@ -95,174 +107,116 @@ def indices_of(loader: Any, found: list[Any]) -> list[Any]:
 # ---- one death ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("what", [die, crash, leave])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("method", "what"),
+    [("fork", die), ("fork", crash), ("fork", leave), ("spawn", die), ("forkserver", leave)],
+)
 def test_the_batches_of_a_dead_worker_come_with_the_same_bits(
-    method: str, what: Callable[[], None], folder: Path, undisturbed: list[Any], capfd: Any
+    method: str, what: Callable[[], None], tmp_path: Path, undisturbed: list[Any], capfd: Any
 ) -> None:
     with pytest.warns(WorkerReplaced, match="another one was started in its place") as caught:
-        assert run(Doomed(folder, 7, what), multiprocessing_context=method) == undisturbed
+        assert run(Doomed(tmp_path, 7, what), multiprocessing_context=method) == undisturbed
     assert len(of_kind(caught, WorkerReplaced)) == 1
 
 
-@pytest.mark.processes
-def test_the_warning_says_who_died_how_and_of_what(folder: Path) -> None:
-    dataset = Doomed(folder, 7, die)
-    loader = DataLoader(dataset, 2, num_workers=2, schedule="dynamic", workers=Processes(max_restarts=1))
-    with pytest.warns(WorkerReplaced) as caught:
-        list(loader)
-    said = of_kind(caught, WorkerReplaced)[0]
-    text = str(said.message)
-    assert re.search(
-        r"worker \d was killed by SIGKILL .* before it answered batch 3 \(indices \[6, 7\]\)", text
-    )
-    assert said.filename == __file__, "the warning points at the user's loop"
-
-
-@pytest.mark.processes
-def test_statistics_count_replacements(folder: Path) -> None:
-    with DataLoader(
-        Doomed(folder, 7, die),
-        2,
-        num_workers=2,
-        schedule="dynamic",
-        workers=Processes(max_restarts=1),
-        persistent_workers=True,
-    ) as loader:
-        with pytest.warns(WorkerReplaced):
-            assert len(list(loader)) == SIZE // 2
+def test_a_warning_and_the_statistics_say_who_was_replaced(tmp_path: Path) -> None:
+    with replacing(Doomed(tmp_path, 7), persistent_workers=True) as loader:
+        with pytest.warns(WorkerReplaced) as caught:
+            kept = [(index.tolist(), drawn, drawn.sum().item()) for index, drawn, _ in loader]
+        said = of_kind(caught, WorkerReplaced)[0]
+        died = r"worker \d was killed by SIGKILL .* before it answered batch 3 \(indices \[6, 7\]\)"
+        assert re.search(died, str(said.message))
+        assert said.filename == __file__, "the warning points at the user's loop"
         statistics = loader.statistics()
         assert statistics.worker_restarts == 1
         (replaced,) = [worker for worker in statistics.workers if worker.restarts]
         assert replaced.pid in descendants()
+    assert [index for index, _, _ in kept] == PAIRS
+    assert all(drawn.sum().item() == total for _, drawn, total in kept), "batches outlive who wrote them"
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("in_order", [True, False])
-def test_every_batch_comes_once_without_order_too(in_order: bool, folder: Path) -> None:
+def test_every_batch_comes_once_without_order_too(in_order: bool, tmp_path: Path) -> None:
     with pytest.warns(WorkerReplaced):
-        rows = run(Doomed(folder, 7, die), in_order=in_order, num_workers=3)
+        rows = run(Doomed(tmp_path, 7), in_order=in_order, num_workers=3)
     assert sorted(index for indices, _, _ in rows for index in indices) == list(range(SIZE))
 
 
-@pytest.mark.processes
-def test_in_turn_order_and_exactly_once_hold(folder: Path) -> None:
-    """round_robin: what is not kept is the new worker's stream of random numbers."""
-    loader = DataLoader(
-        Doomed(folder, 7, die), 2, num_workers=2, workers=Processes(max_restarts=1), prefetch_factor=3
-    )
+def test_in_turn_order_and_exactly_once_hold(tmp_path: Path) -> None:
+    """round_robin: what is not kept is the state of the dead worker's random numbers."""
     with pytest.warns(WorkerReplaced):
-        found = [index.tolist() for index, _, _ in loader]
-    assert found == [[at, at + 1] for at in range(0, SIZE, 2)]
+        assert indices_of(replacing(Doomed(tmp_path, 7), schedule="round_robin"), []) == PAIRS
 
 
-@pytest.mark.processes
-def test_a_warning_that_is_an_error_does_not_cost_a_batch(folder: Path) -> None:
-    loader = DataLoader(
-        Doomed(folder, 7, die), 2, num_workers=2, schedule="dynamic", workers=Processes(max_restarts=1)
-    )
+def test_a_warning_that_is_an_error_does_not_cost_a_batch(tmp_path: Path) -> None:
     found: list[Any] = []
-    iterator = iter(loader)
+    iterator = iter(replacing(Doomed(tmp_path, 7)))
     with warnings.catch_warnings():
         warnings.simplefilter("error", WorkerReplaced)
         with pytest.raises(WorkerReplaced):
-            found += [index.tolist() for index, _, _ in iterator]  # loses what it had: asked anew below
-        rest = [index.tolist() for index, _, _ in iterator]
-    assert rest == [[at, at + 1] for at in range(SIZE - 2 * len(rest), SIZE, 2)]
-    assert len(rest) >= SIZE // 2 - 4
+            indices_of(iterator, found)
+        assert indices_of(iterator, found) == PAIRS
 
 
-@pytest.mark.processes
-def test_a_worker_that_dies_with_nothing_to_do_is_replaced(folder: Path) -> None:
-    with DataLoader(
-        Doomed(folder, -1, die),
-        2,
-        num_workers=2,
-        schedule="dynamic",
-        workers=Processes(max_restarts=2),
-        persistent_workers=True,
-    ) as loader:
-        assert len(list(loader)) == SIZE // 2
+def test_a_worker_that_dies_with_nothing_to_do_is_replaced(tmp_path: Path) -> None:
+    with replacing(Doomed(tmp_path, -1), 2, persistent_workers=True) as loader:
+        assert indices_of(loader, []) == PAIRS
         victim = loader.statistics().workers[0].pid
         os.kill(victim, signal.SIGKILL)
         assert wait_until(lambda: victim not in descendants() or descendants()[victim].zombie, 5)
         with pytest.warns(WorkerReplaced, match="between batches"):
-            assert [len(list(loader)) for _ in range(2)] == [SIZE // 2] * 2
+            assert [indices_of(loader, []) for _ in range(2)] == [PAIRS] * 2
         assert loader.statistics().worker_restarts == 1
 
 
 # ---- how often ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.processes
-def test_a_death_too_many_is_torchs_error(folder: Path) -> None:
-    dataset = Doomed(folder, 7, die, times=2)
-    loader = DataLoader(dataset, 2, num_workers=2, schedule="dynamic", workers=Processes(max_restarts=1))
+@pytest.mark.parametrize(("restarts", "workers"), [(1, 2), (0, 3)])
+def test_a_death_too_many_is_torchs_error_at_its_place(restarts: int, workers: int, tmp_path: Path) -> None:
+    loader = replacing(Doomed(tmp_path, 7, times=restarts + 1), restarts, num_workers=workers)
     found: list[Any] = []
-    with pytest.warns(WorkerReplaced), pytest.raises(WorkerDied, match=r"batch 3 \(indices \[6, 7\]\)"):
-        indices_of(loader, found)
-    assert found == [[0, 1], [2, 3], [4, 5]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WorkerReplaced)
+        with pytest.raises(WorkerDied, match=r"exited unexpectedly.*batch 3 \(indices \[6, 7\]\)"):
+            indices_of(loader, found)
+    assert found == PAIRS[:3]
 
 
-@pytest.mark.processes
-def test_without_restarts_a_death_is_torchs_error_at_its_place(folder: Path) -> None:
-    loader = DataLoader(Doomed(folder, 7, die), 2, num_workers=3, schedule="dynamic")
-    found: list[Any] = []
-    with pytest.raises(WorkerDied, match=r"exited unexpectedly.*batch 3 \(indices \[6, 7\]\)"):
-        indices_of(loader, found)
-    assert found == [[0, 1], [2, 3], [4, 5]]
+def test_the_count_begins_anew_with_every_epoch(tmp_path: Path) -> None:
+    with replacing(Doomed(tmp_path, 7, times=2), 2, persistent_workers=True) as loader:
+        for _ in range(2):
+            with pytest.warns(WorkerReplaced) as caught:
+                assert indices_of(loader, []) == PAIRS
+            assert len(of_kind(caught, WorkerReplaced)) == 2
+            for file in tmp_path.iterdir():
+                file.unlink()
 
 
-@pytest.mark.processes
-def test_the_count_begins_anew_with_every_epoch(folder: Path) -> None:
-    with DataLoader(
-        Doomed(folder, 7, die, times=2),
-        2,
-        num_workers=2,
-        schedule="dynamic",
-        workers=Processes(max_restarts=2),
-        persistent_workers=True,
-    ) as loader:
-        with pytest.warns(WorkerReplaced) as caught:
-            assert len(list(loader)) == SIZE // 2
-        assert len(of_kind(caught, WorkerReplaced)) == 2
-        loader.dataset.times = 4  # the workers have the dataset of the beginning
-        assert len(list(loader)) == SIZE // 2
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
-def test_a_batch_that_kills_three_workers_is_given_up_at_its_place(schedule: str, folder: Path) -> None:
-    loader = DataLoader(
-        Doomed(folder, 7, die, times=9),
-        2,
-        num_workers=2,
-        schedule=schedule,
-        workers=Processes(max_restarts=9),
-    )
-    iterator = iter(loader)
+@pytest.mark.parametrize(
+    ("schedule", "what", "options"),
+    [("dynamic", die, {}), ("round_robin", die, {}), ("dynamic", hang, {"timeout": 0.2})],
+)
+def test_a_batch_that_ends_three_workers_is_given_up_at_its_place(
+    schedule: str, what: Callable[[], None], options: dict[str, Any], tmp_path: Path
+) -> None:
+    iterator = iter(replacing(Doomed(tmp_path, 7, what, times=9), 9, schedule=schedule, **options))
     before: list[Any] = []
     with pytest.warns(WorkerReplaced) as caught, pytest.raises(PoisonousBatch) as poison:
         indices_of(iterator, before)
-    assert re.search(r"batch 3 \(indices \[6, 7\]\) .*3 workers died.*SIGKILL", str(poison.value))
-    assert before == [[0, 1], [2, 3], [4, 5]]
-    assert indices_of(iterator, []) == [[at, at + 1] for at in range(8, SIZE, 2)]
+    assert re.search(r"batch 3 \(indices \[6, 7\]\) .*3 workers died", str(poison.value))
+    assert before == PAIRS[:3]
+    assert indices_of(iterator, []) == PAIRS[4:]
     assert len(of_kind(caught, WorkerReplaced)) == 3
 
 
-@pytest.mark.processes
 def test_a_worker_that_never_gets_up_is_not_replaced_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastq_loader.workers import main
-
     class Refusing:
         def __init__(self, *args: Any) -> None:
             os._exit(5)
 
     monkeypatch.setattr(main, "WorkerSocket", Refusing)
-    loader = DataLoader(
-        list(range(8)), num_workers=1, schedule="dynamic", workers=Processes(max_restarts=1000)
-    )  # type: ignore[arg-type]
+    loader = replacing(range(8), 1000, num_workers=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", WorkerReplaced)
         with pytest.raises(WorkerDied, match=r"code 5.*3 processes in a row ended before they were up"):
@@ -272,128 +226,59 @@ def test_a_worker_that_never_gets_up_is_not_replaced_for_ever(monkeypatch: pytes
 # ---- workers that hang --------------------------------------------------------------------------------
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
-def test_a_worker_that_hangs_is_replaced_and_its_stack_shown(schedule: str, folder: Path) -> None:
-    loader = DataLoader(
-        Doomed(folder, 7, hang),
-        2,
-        num_workers=2,
-        schedule=schedule,
-        workers=Processes(max_restarts=2),
-        timeout=0.5,
-    )
+@pytest.mark.parametrize(
+    ("schedule", "what", "shown"),
+    [("dynamic", hang, "in hang"), ("round_robin", hang, "in hang"), ("dynamic", stop, "did not write")],
+)
+def test_a_worker_that_hangs_is_replaced_and_its_stack_shown(
+    schedule: str, what: Callable[[], None], shown: str, tmp_path: Path
+) -> None:
+    loader = replacing(Doomed(tmp_path, 7, what), 2, schedule=schedule, timeout=0.5)
     with pytest.warns(WorkerReplaced) as caught:
-        assert [index.tolist() for index, _, _ in loader] == [[at, at + 1] for at in range(0, SIZE, 2)]
-    said = of_kind(caught, WorkerReplaced)[0]
-    text = str(said.message)
-    assert re.search(
-        r"did not answer within 0.5 seconds, before it answered batch 3 \(indices \[6, 7\]\)", text
-    )
-    assert "in hang" in text, "the stack shows where it hung"
-    assert len(of_kind(caught, WorkerReplaced)) == 1
+        assert indices_of(loader, []) == PAIRS
+    (said,) = of_kind(caught, WorkerReplaced)
+    hung = r"did not answer within 0.5 seconds, before it answered batch 3 \(indices \[6, 7\]\)"
+    assert re.search(hung, str(said.message))
+    assert shown in str(said.message)
 
 
-@pytest.mark.processes
-def test_a_worker_that_hangs_does_not_hide_behind_the_answers_of_others(folder: Path) -> None:
+class Busy(Doomed):
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.015)
+        self.perhaps_die(index)
+        return index
+
+
+def test_a_worker_that_hangs_does_not_hide_behind_the_answers_of_others(tmp_path: Path) -> None:
     """The others go on for longer than the timeout, with an answer every few milliseconds."""
-
-    class Busy(Doomed):
-        def __len__(self) -> int:
-            return 120
-
-        def __getitem__(self, index: int) -> Any:
-            time.sleep(0.01)
-            return super().__getitem__(index)
-
-    loader = DataLoader(
-        Busy(folder, 1, hang),
-        num_workers=2,
-        schedule=Dynamic(window=120),
-        workers=Processes(max_restarts=1),
-        timeout=0.3,
-    )
+    loader = replacing(Busy(tmp_path, 1, hang), batch_size=None, schedule=Dynamic(window=80), timeout=0.3)
     began = time.monotonic()
     iterator = iter(loader)
     next(iterator)
     with pytest.warns(WorkerReplaced):
-        assert next(iterator)[0].item() == 1
+        assert next(iterator) == 1
     assert time.monotonic() - began < 1.0
-    assert len(list(iterator)) == 118
+    assert list(iterator) == list(range(2, 80))
 
 
-@pytest.mark.processes
-def test_without_restarts_a_hang_is_a_timeout_with_stack_and_indices(folder: Path) -> None:
-    loader = DataLoader(Doomed(folder, 1, hang), 2, num_workers=2, schedule="dynamic", timeout=0.4)
+def test_without_restarts_a_hang_is_a_timeout_with_stack_and_indices(tmp_path: Path) -> None:
+    loader = replacing(Doomed(tmp_path, 1, hang), 0, timeout=0.4)
     with pytest.raises(LoaderTimeout, match=r"(?s)timed out after 0.4 seconds.*batch 0 .*0, 1.*in hang"):
         next(iter(loader))
-
-
-@pytest.mark.processes
-def test_a_stopped_worker_is_replaced(folder: Path, undisturbed: list[Any]) -> None:
-    """SIGSTOP: it cannot even write its stacks."""
-
-    def stop() -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    with pytest.warns(WorkerReplaced, match="did not write"):
-        assert run(Doomed(folder, 7, stop), timeout=0.4) == undisturbed
-
-
-@pytest.mark.processes
-def test_a_batch_that_hangs_three_times_is_given_up(folder: Path) -> None:
-    loader = DataLoader(
-        Doomed(folder, 1, hang, times=9),
-        2,
-        num_workers=2,
-        schedule="dynamic",
-        workers=Processes(max_restarts=9),
-        timeout=0.2,
-    )
-    iterator = iter(loader)
-    with pytest.warns(WorkerReplaced), pytest.raises(PoisonousBatch, match="batch 0"):
-        next(iterator)
-    assert [index.tolist() for index, _, _ in iterator] == [[at, at + 1] for at in range(2, SIZE, 2)]
 
 
 # ---- what the new worker is -----------------------------------------------------------------------------
 
 
-class Changing(Doomed):
-    """What its samples are can be changed from outside."""
-
-    value = 0
-
-    def __getitem__(self, index: int) -> Any:
-        super().__getitem__(index)
-        return self.value
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_new_worker_has_the_dataset_of_the_beginning(method: str, folder: Path) -> None:
-    dataset = Changing(folder, 15, die)
-    loader = DataLoader(
-        dataset,
-        2,
-        num_workers=1,
-        schedule="dynamic",
-        workers=Processes(max_restarts=1),
-        multiprocessing_context=method,
-    )
-    iterator = iter(loader)
-    next(iterator)
-    dataset.value = 1  # the workers that run already do not see it
-    with pytest.warns(WorkerReplaced):
-        assert all(batch.tolist() == [0, 0] for batch in iterator)
-
-
 class Who(Doomed):
     def __getitem__(self, index: int) -> Any:
-        super().__getitem__(index)
+        self.perhaps_die(index)
         info = get_worker_info()
         assert info is not None
-        return info.id, info.num_workers, self.ready
+        return self.value, info.id, info.num_workers, self.ready
 
 
 def get_ready(worker: int) -> None:
@@ -402,48 +287,41 @@ def get_ready(worker: int) -> None:
     info.dataset.ready = worker + 100
 
 
-@pytest.mark.processes
-def test_a_new_worker_has_the_number_and_the_init_function_of_the_old_one(folder: Path) -> None:
-    loader = DataLoader(
-        Who(folder, 7, die),
-        None,
-        num_workers=2,
-        schedule="dynamic",
-        workers=Processes(max_restarts=1),
-        worker_init_fn=get_ready,
-    )
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_new_worker_has_the_number_the_init_function_and_the_dataset_of_the_old_one(
+    method: str, tmp_path: Path
+) -> None:
+    dataset = Who(tmp_path, 15)
+    options: dict[str, Any] = {"multiprocessing_context": method, "worker_init_fn": get_ready}
+    iterator = iter(replacing(dataset, batch_size=None, **options))
+    next(iterator)
+    dataset.value = 1  # the workers that run already do not see it
     with pytest.warns(WorkerReplaced):
-        rows = list(loader)
-    assert {(worker, workers) for worker, workers, _ in rows} <= {(0, 2), (1, 2)}
-    assert all(ready == worker + 100 for worker, _, ready in rows)
+        rows = {tuple(row) for row in iterator}
+    assert rows <= {(0, 0, 2, 100), (0, 1, 2, 101)}
 
 
-@pytest.mark.processes
-def test_memory_of_dead_workers_is_used_again(folder: Path) -> None:
-    """Twenty deaths in the middle of a batch of large leaves leave no more blocks than none."""
+class Large(Doomed):
+    """Every second batch of large leaves kills its worker in the middle, once."""
 
-    class Large(Doomed):
-        def __getitem__(self, index: int) -> Any:
-            if index % 4 == 3 and not (self.folder / str(index)).exists():
-                (self.folder / str(index)).touch()
-                self.what()
-            return torch.full((100_000,), float(index))
+    def __getitem__(self, index: int) -> Any:
+        if index % 8 == 3 and not (self.folder / str(index)).exists():
+            (self.folder / str(index)).touch()
+            self.what()
+        return torch.full((100_000,), float(index))
 
-        def __len__(self) -> int:
-            return 80
+    def __len__(self) -> int:
+        return 80
 
-    with DataLoader(
-        Large(folder, -1, die),
-        4,
-        num_workers=2,
-        schedule=Dynamic(window=4),
-        workers=Processes(max_restarts=100),
-        persistent_workers=True,
-    ) as loader:
+
+def test_memory_of_dead_workers_is_used_again(tmp_path: Path) -> None:
+    dataset = Large(tmp_path, -1)
+    schedule = Dynamic(window=4)
+    with replacing(dataset, 100, batch_size=4, schedule=schedule, persistent_workers=True) as loader:
         with pytest.warns(WorkerReplaced) as caught:
             firsts = [batch[:, 0].tolist() for batch in loader]
         assert firsts == [[4 * at, 4 * at + 1, 4 * at + 2, 4 * at + 3] for at in range(20)]
-        assert len(of_kind(caught, WorkerReplaced)) == 20
+        assert len(of_kind(caught, WorkerReplaced)) == 10
         assert sum(1 for _ in loader) == 20  # keeps none
         gc.collect()
         statistics = loader.statistics()
@@ -451,25 +329,11 @@ def test_memory_of_dead_workers_is_used_again(folder: Path) -> None:
         assert statistics.blocks_in_use == 0
 
 
-@pytest.mark.processes
-def test_batches_that_are_kept_outlive_the_worker_that_wrote_them(folder: Path) -> None:
-    loader = DataLoader(
-        Doomed(folder, 7, die), 2, num_workers=2, schedule="dynamic", workers=Processes(max_restarts=1)
-    )
-    with pytest.warns(WorkerReplaced):
-        kept = [(index, drawn, drawn.sum().item()) for index, drawn, _ in loader]
-    assert [index.tolist() for index, _, _ in kept] == [[at, at + 1] for at in range(0, SIZE, 2)]
-    assert all(drawn.sum().item() == total for _, drawn, total in kept)
-
-
 # ---- when it cannot be done -----------------------------------------------------------------------------
 
 
-@pytest.mark.processes
-def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(folder: Path) -> None:
-    loader = DataLoader(
-        Doomed(folder, 15, die), 2, num_workers=2, schedule="dynamic", workers=Processes(max_restarts=5)
-    )
+def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(tmp_path: Path) -> None:
+    loader = replacing(Doomed(tmp_path, 15), 5)
     iterator = iter(loader)
     next(iterator)
     workers = {worker.pid for worker in loader.statistics().workers}
@@ -479,12 +343,9 @@ def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(folde
         list(iterator)
 
 
-@pytest.mark.processes
-def test_deaths_while_the_loader_is_closed_leave_nothing(folder: Path) -> None:
+def test_deaths_while_the_loader_is_closed_leave_nothing(tmp_path: Path) -> None:
     for delay in (0.0, 0.002, 0.01):
-        loader = DataLoader(
-            Doomed(folder, -1, die), 2, num_workers=3, schedule="dynamic", workers=Processes(max_restarts=9)
-        )
+        loader = replacing(Doomed(tmp_path, -1), 9, num_workers=3)
         iterator = iter(loader)
         next(iterator)
         for worker in loader.statistics().workers[:2]:

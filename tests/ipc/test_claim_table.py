@@ -1,4 +1,4 @@
-"""Who loads which batch: the table of claims under contention, and the worker's list of tasks."""
+"""Who loads which batch: the table of claims under contention."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from pathlib import Path
 import pytest
 
 from fastq_loader.ipc.claim_table import CONSUMER, WORKERS, Busy, ClaimTable
-from fastq_loader.ipc.messages import Task
 from fastq_loader.memory.arena import AVAILABLE
-from fastq_loader.workers.task_queue import TaskQueue
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
@@ -245,87 +243,7 @@ def test_whenever_it_is_killed_its_claims_are_known(shared: Shared, milliseconds
     assert all(shared.claims.claim(ticket, 6) for ticket in range(had, TICKETS))
 
 
-# ---- the worker's list of tasks ---------------------------------------------------------------------
-
-
-def task(seq: int, attempt: int = 0, epoch: int = 1) -> Task:
-    """An attempt at a batch, with a ticket of its own."""
-    return Task(epoch, seq, attempt, seq, (), (), 100 * epoch + 50 * attempt + seq)
-
-
-def offered(shared: Shared, worker: int, *seqs: int) -> TaskQueue:
-    """A worker that knows of tasks in this order, and all of them are anyone's."""
-    tasks = TaskQueue(shared.other(), True, worker)
-    tasks.begin_epoch()
-    for seq in seqs:
-        shared.claims.offer(100 + seq)
-        tasks.add(task(seq))
-    return tasks
-
-
-def taken(tasks: TaskQueue) -> list[int]:
-    seqs = []
-    while (one := tasks.take()) is not None:
-        seqs.append(one.seq)
-    return seqs
-
-
-def test_addressed_tasks_are_taken_in_the_order_in_which_they_came(shared: Shared) -> None:
-    tasks = TaskQueue(shared.claims, False, 0)
-    for seq in (0, 3, 1, 2):  # lost ones of a dead worker come in theirs
-        tasks.add(task(seq))
-    assert len(tasks) == 4
-    assert taken(tasks) == [0, 3, 1, 2]
-
-
-def test_claimed_tasks_are_taken_from_the_lowest(shared: Shared) -> None:
-    tasks = offered(shared, 0, 4, 5, 6, 2, 3)
-    assert taken(tasks) == [2, 3, 4, 5, 6]
-    assert shared.claims.holder(102) == 1, "worker 0, which is not nobody"
-
-
-def test_what_others_have_is_passed_over_and_forgotten(shared: Shared) -> None:
-    one = offered(shared, 0, 0, 1, 2)
-    other = TaskQueue(shared.other(), True, 1)
-    other.begin_epoch()
-    for seq in range(3):
-        other.add(task(seq))
-    first, second = one.take(), other.take()
-    assert first is not None
-    assert second is not None
-    assert (first.seq, second.seq) == (0, 1)
-    assert taken(one) == [2]
-    assert taken(other) == []
-    assert len(one) == len(other) == 0
-
-
-def test_of_two_attempts_only_the_one_on_offer_is_taken(shared: Shared) -> None:
-    tasks = offered(shared, 0, 0, 1)
-    assert shared.other().claim(100, 9)  # it dies
-    shared.claims.offer(150)
-    tasks.add(task(0, attempt=1))
-    again = tasks.take()
-    assert again is not None
-    assert (again.seq, again.attempt) == (0, 1)
-    assert taken(tasks) == [1]
-
-
-@pytest.mark.parametrize("claimed", [True, False])
-def test_what_a_worker_works_on_is_known_until_it_has_answered(shared: Shared, claimed: bool) -> None:
-    tasks = TaskQueue(shared.other(), claimed, 5)
-    tasks.begin_epoch()
-    for seq in (0, 1):
-        shared.claims.offer(100 + seq)
-        tasks.add(task(seq))
-    assert shared.claims.begun(5) is None
-    for seq in (0, 1):
-        assert tasks.take() is not None
-        assert shared.claims.begun(5) == 100 + seq
-    assert shared.claims.begun(4) is shared.claims.begun(6) is None
-    tasks.answered()
-    assert shared.claims.begun(5) is None
-    assert tasks.take() is None
-    assert shared.claims.begun(5) is None
+# ---- what a worker works on ---------------------------------------------------------------------------
 
 
 def test_what_a_worker_works_on_is_no_claim(shared: Shared) -> None:
@@ -337,62 +255,3 @@ def test_what_a_worker_works_on_is_no_claim(shared: Shared) -> None:
     assert shared.claims.claim(0, 1)
     assert shared.claims.claim(WORDS - 1, 1)
     assert (shared.claims.begun(0), shared.claims.begun(WORKERS - 1)) == (0, WORDS - 1)
-
-
-def test_a_busy_task_is_kept_for_the_next_look(shared: Shared) -> None:
-    tasks = offered(shared, 0, 0, 1)
-    with locked(shared, 100):
-        assert taken(tasks) == [1]
-        assert len(tasks) == 1
-        assert tasks.take() is None
-    assert taken(tasks) == [0]
-
-
-def test_addressed_tasks_of_an_old_epoch_wait_for_an_answer_and_claimed_ones_do_not(shared: Shared) -> None:
-    addressed = TaskQueue(shared.claims, False, 0)
-    addressed.add(task(0))
-    assert addressed.drop() == [task(0)]
-    assert addressed.drop() == []
-    claimed = offered(shared, 0, 0, 1)
-    assert claimed.drop() == []
-    assert taken(claimed) == []
-
-
-def test_the_same_number_in_another_epoch_is_another_ticket(shared: Shared) -> None:
-    tasks = offered(shared, 0, 0)
-    assert taken(tasks) == [0]
-    tasks.drop()
-    tasks.begin_epoch()
-    tasks.add(task(0, epoch=2))
-    assert tasks.take() is None, "nobody has offered it"
-    shared.claims.offer(200)
-    tasks.add(task(0, epoch=2))
-    assert taken(tasks) == [0]
-
-
-def test_who_cannot_work_leaves_claimed_tasks_to_the_others(shared: Shared) -> None:
-    tasks = offered(shared, 0, 0, 1)
-    tasks.retire()
-    assert taken(tasks) == []
-    tasks.add(task(2))
-    assert len(tasks) == 0
-    assert shared.claims.holder(100) is None
-
-
-def test_who_cannot_work_says_so_again_in_the_next_epoch(shared: Shared) -> None:
-    """Its first word may have been for an epoch that was abandoned, and nobody heard it."""
-    tasks = offered(shared, 0, 0)
-    tasks.retire()
-    tasks.drop()
-    tasks.begin_epoch()
-    shared.claims.offer(200)
-    tasks.add(task(0, epoch=2))
-    assert taken(tasks) == [0]
-
-
-def test_who_cannot_work_answers_for_all_that_is_its_own(shared: Shared) -> None:
-    tasks = TaskQueue(shared.claims, False, 0)
-    tasks.add(task(0))
-    tasks.retire()
-    tasks.add(task(1))
-    assert taken(tasks) == [0, 1]

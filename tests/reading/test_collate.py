@@ -77,7 +77,7 @@ def test_tensors_are_stacked_as_in_torchs_worker(
     assert_same(in_torchs_worker(batch), collate.stack_tensors(batch))
 
 
-def outcome(stack: Callable[[Any], torch.Tensor], batch: list[torch.Tensor]) -> Any:
+def outcome(stack: Callable[[Any], Any], batch: list[Any]) -> Any:
     try:
         return stack(batch)
     except Exception as error:
@@ -135,43 +135,32 @@ def test_a_stacked_batch_is_shipped_without_another_copy(pair: Pair, monkeypatch
     assert_same({"x": torch.stack(samples)}, pair.deliver(pair.arrive(answer)))
 
 
-def test_samples_that_require_grad_keep_their_graph(pair: Pair) -> None:
-    samples = [torch.rand(LARGE, requires_grad=True) for _ in range(2)]
-    stacked = collate.stack_tensors(samples)
-    assert stacked.requires_grad
-    stacked.sum().backward()
-    assert samples[0].grad is not None
-
-
-def test_a_subclass_goes_the_way_torch_has_for_it(pair: Pair) -> None:
+def test_graphs_and_subclasses_go_the_way_torch_has_for_them(pair: Pair) -> None:
     class Marked(torch.Tensor):
         pass
 
-    samples = [torch.rand(3).as_subclass(Marked) for _ in range(2)]
-    assert_same(torch.stack(samples), collate.stack_tensors(samples))
+    samples = [torch.rand(LARGE, requires_grad=True) for _ in range(2)]
+    collate.stack_tensors(samples).sum().backward()
+    assert samples[0].grad is not None
+    marked = [torch.rand(3).as_subclass(Marked) for _ in range(2)]
+    assert_same(torch.stack(marked), collate.stack_tensors(marked))
 
 
-def test_install_replaces_torchs_function_once(table: dict[Any, Any]) -> None:
-    ours = {
-        torch.Tensor: collate.stack_tensors,
-        np.ndarray: collate.stack_arrays,
-        int: collate.stack_ints,
-        float: collate.stack_floats,
-    }
-    expected = table | ours
-    collate.install()
-    assert table == expected
-    collate.install()
-    assert table == expected
-
-
-def test_a_users_own_entry_stays(table: dict[Any, Any]) -> None:
+def test_torchs_functions_are_replaced_and_a_users_own_entry_stays(
+    table: dict[Any, Any],
+) -> None:
     def own(batch: Any, *, collate_fn_map: Any = None) -> str:
         return "own"
 
+    assert table[torch.Tensor] is torch_collate.collate_tensor_fn
+    expected = table | {kind: ours for kind, (_, ours) in collate._REPLACED.items()}
+    for _ in range(2):
+        collate.install()
+        assert table == expected
     table[torch.Tensor] = own
     collate.install()
     assert table[torch.Tensor] is own
+    assert default_collate([np.zeros(2), np.zeros(2)]) == "own", "also for tensors that are made of arrays"
     del table[torch.Tensor]
     collate.install()
     assert torch.Tensor not in table
@@ -189,19 +178,6 @@ ARRAYS: dict[str, list[Any]] = {
     "of dates": [np.array("2020-01-01", "M8[D]")] * 2,
     "of a subclass": [np.ma.masked_array([1.0, 2.0])] * 2,
 }
-
-
-@pytest.mark.parametrize("name", ARRAYS)
-def test_arrays_become_what_torch_makes_of_them(name: str, table: dict[Any, Any], pair: Pair) -> None:
-    def outcome() -> Any:
-        try:
-            return default_collate([{"x": array} for array in ARRAYS[name]])
-        except (TypeError, RuntimeError, ValueError) as error:
-            return type(error), str(error)
-
-    expected = outcome()
-    collate.install()
-    assert_same(expected, outcome())
 
 
 class Level(enum.IntEnum):
@@ -231,40 +207,24 @@ NUMBERS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_become_what_torch_makes_of_them(name: str, table: dict[Any, Any]) -> None:
-    def outcome() -> Any:
-        try:
-            return default_collate([{"x": number} for number in NUMBERS[name]])
-        except (TypeError, RuntimeError, ValueError) as error:
-            return type(error), str(error)
-
-    expected = outcome()
+@pytest.mark.parametrize("name", [*ARRAYS, *NUMBERS])
+def test_arrays_and_numbers_become_what_torch_makes_of_them(
+    name: str, table: dict[Any, Any], pair: Pair
+) -> None:
+    samples = [{"x": value} for value in (ARRAYS | NUMBERS)[name]]
+    expected = outcome(default_collate, samples)
     collate.install()
-    assert_same(expected, outcome())
+    assert_same(expected, outcome(default_collate, samples))
 
 
-def test_large_arrays_are_stacked_into_a_block(table: dict[Any, Any], pair: Pair) -> None:
-    collate.install()
-    batch = default_collate([np.full(LARGE, i, np.float32) for i in range(2)])
-    assert pair.allocator.block_at(batch.data_ptr()) is not None
-
-
-def test_a_users_own_entry_for_tensors_also_gets_those_made_of_arrays(table: dict[Any, Any]) -> None:
-    collate.install()
-    table[torch.Tensor] = lambda batch, *, collate_fn_map=None: "own"
-    assert default_collate([np.zeros(2), np.zeros(2)]) == "own"
-
-
-def test_default_collate_uses_it(table: dict[Any, Any], pair: Pair) -> None:
-    samples = [{"x": torch.rand(LARGE), "n": i, "words": ("a", torch.tensor(i))} for i in range(3)]
+def test_default_collate_stacks_into_blocks(table: dict[Any, Any], pair: Pair) -> None:
+    samples = [
+        {"x": torch.rand(LARGE), "y": np.full(LARGE, i), "n": i, "words": ("a", torch.tensor(i))}
+        for i in range(3)
+    ]
     expected = default_collate(samples)
     collate.install()
     batch = default_collate(samples)
     assert_same(expected, batch)
     assert pair.allocator.block_at(batch["x"].data_ptr()) is not None
-
-
-def test_the_table_of_this_process_is_torchs_own() -> None:
-    assert torch_collate.default_collate_fn_map[torch.Tensor] is torch_collate.collate_tensor_fn
-    assert collate.torch_tensors is torch_collate.collate_tensor_fn
+    assert pair.allocator.block_at(batch["y"].data_ptr()) is not None

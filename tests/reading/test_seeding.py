@@ -21,11 +21,8 @@ WORKERS = st.integers(0, 1000)
 
 @pytest.fixture(autouse=True)
 def _generators_as_they_were() -> Iterator[None]:
-    state = seeding.capture()
-    yield
-    random.setstate(state[0])
-    torch.set_rng_state(state[1])
-    np.random.set_state(state[2])
+    with seeding.put_back():
+        yield
 
 
 def draw() -> tuple[Any, ...]:
@@ -86,26 +83,30 @@ def test_the_devices_of_the_build_are_seeded(
     assert torch.initial_seed() == 42 or expected == ["all"]
 
 
-@settings(deadline=None, max_examples=30)
-@given(BASE_SEEDS, st.lists(WORKERS, min_size=2, max_size=4, unique=True))
-def test_workers_draw_different_numbers(base_seed: int, workers: list[int]) -> None:
-    draws = []
-    for worker in workers:
-        seeding.seed_worker(base_seed, worker)
-        draws.append(draw())
-    for position in (0, 1, 3, 5):
-        assert len({drawn[position] for drawn in draws}) == len(draws)
-
-
-def test_capturing_changes_nothing() -> None:
+def test_capturing_and_putting_back_change_nothing() -> None:
     seeding.seed_worker(5, 1)
     expected = draw()
     seeding.seed_worker(5, 1)
-    seeding.capture()
+    with seeding.put_back():
+        seeding.seed_batch(7, 3)
+        draw()
     assert draw() == expected
 
 
-# ---- what a worker looks at to know whether anything was drawn ---------------------------------------
+@given(BASE_SEEDS, st.lists(st.integers(0, 2**62), min_size=2, max_size=4, unique=True))
+def test_batches_draw_different_numbers_and_the_same_whoever_loads_them(
+    base_seed: int, batches: list[int]
+) -> None:
+    draws = []
+    for batch in [*batches, *batches]:
+        seeding.seed_batch(base_seed, batch)
+        draws.append(draw())
+    assert draws[: len(batches)] == draws[len(batches) :]
+    for position in (0, 1, 3, 5):
+        assert len({drawn[position] for drawn in draws}) == len(batches)
+
+
+# ---- whether anything was drawn -----------------------------------------------------------------------
 
 
 class Holder:
@@ -159,15 +160,12 @@ def test_a_draw_from_a_global_generator_is_seen(advance: Any) -> None:
     assert seeding.states(None) != before
 
 
-def test_a_generator_made_later_is_seen() -> None:
+def test_a_generator_made_later_is_seen_and_one_of_unknown_state_counts_as_drawn_from() -> None:
     dataset = Holder(rng=None)
     before = seeding.states(dataset)
     dataset.rng = random.Random(1)
     assert seeding.states(dataset) != before
-
-
-def test_a_generator_that_cannot_be_looked_at_counts_as_drawn_from() -> None:
-    dataset = Holder(rng=Unpicklable(1))
+    dataset.rng = Unpicklable(1)
     assert seeding.states(dataset) != seeding.states(dataset)
 
 

@@ -13,19 +13,16 @@ import json
 import random
 import signal
 import sys
-import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import torch
-from torch.utils.data import Dataset
-
 from fastq_loader import DataLoader, IteratorInvalid
+from tests.support.crimes import Slow
 
 #: Calls of `next()` after an error that says that the iterator cannot go on.
 AGAIN = 3
@@ -41,20 +38,20 @@ class AlarmOfTheSystem(TimeoutError):
     """The same as an OSError, which much code expects."""
 
 
-class Numbers(Dataset[torch.Tensor]):
-    """Samples of a few microseconds or of a millisecond."""
+def ring(signum: int, frame: FrameType | None) -> None:
+    raise Alarm
 
-    def __init__(self, length: int, seconds: float) -> None:
-        self.length = length
-        self.seconds = seconds
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if self.seconds:
-            time.sleep(self.seconds)
-        return torch.tensor(index)
+@contextmanager
+def alarm_after(seconds: float, handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """SIGALRM goes to `handler` in here, and comes once after some time."""
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def inside_the_loader(frame: FrameType | None) -> bool:
@@ -72,21 +69,18 @@ def alarms(rng: random.Random, kind: type[Exception], within: float) -> Iterator
     raised = [0]
     ringing = True
 
-    def ring(signum: int, frame: FrameType | None) -> None:
+    def handler(signum: int, frame: FrameType | None) -> None:
         if ringing and raised[0] < MOST:
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, within))
             if inside_the_loader(frame):
                 raised[0] += 1
                 raise kind("the alarm")
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, within))
-    try:
-        yield raised
-    finally:
-        ringing = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    with alarm_after(rng.uniform(1e-5, within), handler):
+        try:
+            yield raised
+        finally:
+            ringing = False
 
 
 @dataclass(frozen=True)
@@ -108,12 +102,8 @@ def draw_setting(rng: random.Random) -> Setting:
         options["persistent_workers"] = rng.random() < 0.5
     # The rarer the alarms, the more often they meet a call that waits.
     within = rng.choice([0.002, 0.01, 0.05])
-    return Setting(
-        workers, options, rng.choice([8, 30]), rng.choice([0, 0.001, 0.004]), within, rng.choice(KINDS)
-    )
-
-
-KINDS = (Alarm, AlarmOfTheSystem)
+    kind = rng.choice([Alarm, AlarmOfTheSystem])
+    return Setting(workers, options, rng.choice([8, 30]), rng.choice([0, 0.001, 0.004]), within, kind)
 
 
 def run_epoch(loader: Any, setting: Setting, rng: random.Random, seen: Counter[str]) -> None:
@@ -131,7 +121,7 @@ def run_epoch(loader: Any, setting: Setting, rng: random.Random, seen: Counter[s
                 if iterator is None:
                     iterator = iter(loader)
                 while True:
-                    numbers.append(next(iterator).item())
+                    numbers.append(int(next(iterator)))
             except setting.kind:
                 continue
             except StopIteration:
@@ -155,9 +145,8 @@ def check(seed: int, seen: Counter[str], epochs: int = 3) -> None:
     """Some epochs of one loader, the seed in the message of what fails."""
     rng = random.Random(seed)
     setting = draw_setting(rng)
-    loader: Any = DataLoader(
-        Numbers(setting.length, setting.seconds), None, num_workers=setting.workers, **setting.options
-    )
+    dataset = Slow(setting.length, setting.seconds)
+    loader: Any = DataLoader(dataset, None, num_workers=setting.workers, **setting.options)
     try:
         for _ in range(epochs):
             run_epoch(loader, setting, rng, seen)
@@ -170,7 +159,7 @@ def check(seed: int, seen: Counter[str], epochs: int = 3) -> None:
                     continue
         loader.close()
         # Nobody was left behind, and the loader works.
-        assert [batch.item() for batch in loader] == list(range(setting.length))
+        assert list(map(int, loader)) == list(range(setting.length))
     except Exception as error:
         raise AssertionError(f"seed {seed}, {setting}: {error!r}") from error
     finally:

@@ -79,12 +79,6 @@ class TwoArguments(Exception):
         self.detail = detail
 
 
-class KeywordOnly(Exception):
-    def __init__(self, *, path: str) -> None:
-        super().__init__()
-        self.path = path
-
-
 class Unprintable(Exception):
     def __str__(self) -> str:
         raise RuntimeError("this exception has no text")
@@ -110,21 +104,8 @@ def raise_os_error(index: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"shard-{index}.tar")
 
 
-def raise_file_not_found(index: int) -> None:
-    with open(f"no-such-folder/{index}.png", "rb"):
-        pass
-
-
-def raise_unicode_error(_: int) -> None:
-    b"\xff\xfe".decode("ascii")
-
-
 def raise_two_arguments(index: int) -> None:
     raise TwoArguments(404, f"sample {index}")
-
-
-def raise_keyword_only(index: int) -> None:
-    raise KeywordOnly(path=f"shard-{index}")
 
 
 def raise_unprintable(_: int) -> None:
@@ -140,13 +121,6 @@ def raise_from_another(index: int) -> None:
 
 def raise_holding_a_lock(index: int) -> None:
     raise HoldsLock(f"sample {index} is locked")
-
-
-def raise_local_type(index: int) -> None:
-    class NobodyCanImportThis(Exception):
-        pass
-
-    raise NobodyCanImportThis(f"sample {index} is local")
 
 
 def raise_stop_iteration(_: int) -> None:

@@ -11,7 +11,9 @@ import json
 import os
 import random
 import sys
+import traceback
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,23 @@ from tests.conftest import descendants, live_threads, open_descriptors
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def fork(work: Any) -> int:
-    """A child that does some work and leaves; its process id."""
+def fork(work: Callable[[], Any]) -> int:
+    """A child that does some work and leaves, with 1 if that fails; its process id."""
     pid = os.fork()
-    if pid == 0:
+    if not pid:
         try:
             work()
-        finally:
             os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
     return pid
+
+
+def end_of(pid: int) -> int:
+    """The exit code of a child, which is waited for."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 class Forks(Dataset[torch.Tensor]):
@@ -47,7 +57,7 @@ class Forks(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         sample = torch.full((40_000,), float(index))
         if index % 11 == 5:
-            os.waitpid(fork(lambda: sample.sum()), 0)
+            end_of(fork(sample.sum))
         return sample
 
 
@@ -85,13 +95,13 @@ def run_epochs(epochs: int, seed: int) -> None:
             expected = [2.0 * number, 2.0 * number + 1]
             assert batch[:, 0].tolist() == expected
             if rng.random() < 0.2:
-                children.append(fork(lambda batch=batch: batch.sum()))
+                children.append(fork(batch.sum))
             if number == stop:
                 break
         while len(children) > 3:
-            os.waitpid(children.popleft(), 0)
+            end_of(children.popleft())
     while children:
-        os.waitpid(children.popleft(), 0)
+        end_of(children.popleft())
     if loader is not None:
         loader.close()
 

@@ -1,18 +1,45 @@
-"""For scripts that load large batches in little address space; importable, for workers that are spawned."""
+"""What scripts that are hard on memory and descriptors share: `from tests.support.tight import *`.
 
+Importable, so that it reaches workers that are spawned; the modules that scripts use come along.
+"""
+
+# ruff: noqa: F401
 from __future__ import annotations
 
+import gc
 import os
 import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
 
 import torch
 import torch.utils.data
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 import fastq_loader
+from fastq_loader import empty
+from tests.support.forking import end_of, fork
 
 OURS = fastq_loader.DataLoader
 BOTH = (torch.utils.data.DataLoader, OURS)
+
+
+def memfd_bytes() -> int:
+    """Bytes of pages behind the shared memory of our loaders."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if "memfd:fastq_loader" in os.readlink(f"/proc/self/fd/{name}"):
+                status = os.stat(f"/proc/self/fd/{name}")
+                found[status.st_ino] = status.st_blocks * 512
+        except FileNotFoundError:
+            pass
+    return sum(found.values())
 
 
 def limited(extra: int) -> None:
@@ -22,7 +49,36 @@ def limited(extra: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + (extra << 20), resource.RLIM_INFINITY))
 
 
-class Big(Dataset):
+def take_all_descriptors() -> list[int]:
+    """As many as this process may still open."""
+    mine = []
+    try:
+        while True:
+            mine.append(os.dup(0))
+    except OSError:
+        return mine
+
+
+def is_number(batch: torch.Tensor, number: int) -> bool:
+    """Whether all of a batch is number + 1: pages that went back to the system read as 0."""
+    return bool((batch == number + 1).numpy().all())
+
+
+class Numbered(Dataset[torch.Tensor]):
+    """Samples of so many bytes, or as many as a function of the index says, each full of its index + 1."""
+
+    def __init__(self, length: int, nbytes: int | Callable[[int], int]) -> None:
+        self.length, self.nbytes = length, nbytes
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        nbytes = self.nbytes(index) if callable(self.nbytes) else self.nbytes
+        return torch.full((nbytes // 8,), index + 1)
+
+
+class Big(Dataset[torch.Tensor]):
     """Batches of `mega` MB, each with its number in every page."""
 
     def __init__(self, mega: int, length: int) -> None:

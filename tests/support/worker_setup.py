@@ -1,0 +1,57 @@
+"""What a worker is told, for tests that are its consumer themselves."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fastq_loader.memory.arena import Arena
+from fastq_loader.scheduling.window import WindowLimits
+from fastq_loader.workers.config import Plan, Rules, Setup
+from fastq_loader.workers.payload import Descriptors, Payload
+from tests.support.pair import TOKEN
+
+MAP_STYLE = Rules(iterable=False, auto_collation=False, drop_last=False)
+STREAM = Rules(iterable=True, auto_collation=False, drop_last=False)
+
+
+def make_plan(dataset: Any, collate_fn: Any = None, init_fn: Any = None, **fields: Any) -> Plan:
+    """A plan as torch's defaults give it, but for some fields."""
+    given: dict[str, Any] = {
+        "payload": Payload(dataset, collate_fn or as_it_is, init_fn),
+        "rules": MAP_STYLE,
+        "workers": 1,
+        "prefetch": 2,
+        "in_order": True,
+        "dynamic": False,
+        "window": WindowLimits(2, 2),
+        "restarts": 0,
+        "timeout": 0,
+        "persistent": True,
+        "context": None,
+        **fields,
+    }
+    return Plan(**given)
+
+
+def make_setup(arena: Arena, dataset: Any, *, worker: int = 0, base_seed: int = 1, **fields: Any) -> Setup:
+    """The same for one of its workers."""
+    return Setup(
+        plan=make_plan(dataset, **fields),
+        worker=worker,
+        generation=0,
+        folder="",
+        space=None,
+        consumer=os.getpid(),
+        base_seed=base_seed,
+        shared_seed=None,
+        token=TOKEN,
+        mapping=arena.mapping,
+        arena_length=arena.mapping.length,
+        arena_whole=arena.mapping.whole,
+        descriptors=Descriptors(arena=arena.fd, stacks=2),
+    )
+
+
+def as_it_is(data: Any) -> Any:
+    return data

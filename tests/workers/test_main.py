@@ -1,0 +1,234 @@
+"""The loop of a worker, without its process: what it answers to what comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fastq_loader.ipc.claim_table import ClaimTable
+from fastq_loader.ipc.messages import (
+    BATCH,
+    BROKEN,
+    ENDED,
+    ERROR,
+    SKIPPED,
+    Answer,
+    Epoch,
+    Message,
+    Ping,
+    Stop,
+    Task,
+)
+from fastq_loader.memory import allocator
+from fastq_loader.memory.allocator import AddressSpace, Allocator, empty, install
+from fastq_loader.memory.arena import AVAILABLE, Arena
+from fastq_loader.memory.ledger import SMALLEST
+from fastq_loader.workers.main import Worker
+from tests.support.pair import paired
+from tests.support.worker_setup import STREAM, make_setup
+
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
+
+
+class Wire:
+    """Hands out messages as `WorkerSocket` does, and takes answers until `refuse` of them were too much."""
+
+    def __init__(self, messages: list[Message]) -> None:
+        self.messages = messages
+        self.sent: list[Message] = []
+        self.refuse = 0
+
+    def receive(self, block: bool) -> Message | None:
+        return self.messages.pop(0) if self.messages else Stop() if block else None
+
+    def told_to_stop(self) -> bool:
+        return Stop() in self.messages
+
+    def send(self, message: Message) -> None:
+        if self.refuse:
+            self.refuse -= 1
+            raise OverflowError("too much for a message")
+        self.sent.append(message)
+
+
+class Asked:
+    """Notes what was asked for. Some samples draw a random number, raise, or are large."""
+
+    def __init__(self, draws: bool = False, raises: int = -1, numel: int = 1) -> None:
+        self.asked: list[int] = []
+        self.draws, self.raises, self.numel = draws, raises, numel
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.asked.append(index)
+        if index == self.raises:
+            raise ValueError(f"sample {index}")
+        return torch.rand(self.numel) if self.draws else torch.full((self.numel,), float(index))
+
+
+def epoch(number: int = 1, base_seed: int | None = None) -> Epoch:
+    return Epoch(number, None, base_seed)
+
+
+def task(seq: int, number: int = 1) -> Task:
+    return Task(number, seq, 0, seq, ())
+
+
+def answers_to(
+    arena: Arena, dataset: Any, *messages: Message, refuse: int = 0, **fields: Any
+) -> list[Answer]:
+    """What a worker sends back."""
+    blocks = Allocator(arena.mapping, 0)
+    install(blocks)
+    claims = ClaimTable(arena.fd, arena.mapping.claims)
+    wire = Wire(list(messages))
+    worker = Worker(make_setup(arena, dataset, **fields), blocks, wire, claims)  # type: ignore[arg-type]
+    wire.refuse = refuse
+    worker.run()
+    claims.close()
+    return wire.sent  # type: ignore[return-value]
+
+
+def outcomes(answers: list[Answer]) -> list[tuple[int, int]]:
+    return [(answer.seq, answer.outcome) for answer in answers]
+
+
+def test_every_task_is_answered_once_in_order_and_an_error_is_one_batchs(arena: Arena) -> None:
+    dataset = Asked(raises=1, numel=SMALLEST)
+    answers = answers_to(arena, dataset, epoch(), *map(task, range(3)))
+    assert outcomes(answers) == [(0, BATCH), (1, ERROR), (2, BATCH)]
+    assert [answer.handle is not None for answer in answers] == [True] * 3
+    assert answers[0].started <= answers[0].finished <= answers[1].started
+
+
+def test_a_task_before_any_epoch_is_dropped_and_a_ping_comes_back(arena: Arena) -> None:
+    ping, answer = answers_to(arena, Asked(), task(0), Ping(), epoch(), task(1))
+    assert ping == Ping()
+    assert (answer.seq, answer.outcome) == (1, BATCH)
+
+
+def test_a_stream_ends_once_and_what_comes_after_is_skipped(arena: Arena) -> None:
+    stream = [torch.zeros(1)]
+    found = answers_to(arena, stream, epoch(), task(0), task(1), task(2), rules=STREAM)
+    assert outcomes(found) == [(0, BATCH), (1, ENDED), (2, SKIPPED)]
+    found = answers_to(arena, stream, epoch(), task(0), epoch(2), task(0, 2), rules=STREAM)
+    assert outcomes(found)[-1] == (0, BATCH), "a new epoch reads it anew"
+
+
+def test_a_worker_that_could_not_start_says_so_in_every_epoch_once(arena: Arena) -> None:
+    messages = [epoch(), task(0), epoch(2), task(0, 2), task(1, 2)]
+    broken = answers_to(arena, Broken(), *messages, rules=STREAM)
+    assert outcomes(broken) == [(0, SKIPPED), (0, BROKEN), (1, SKIPPED)]
+
+
+def test_a_worker_that_could_not_start_leaves_shared_tasks_to_others(arena: Arena) -> None:
+    claims = ClaimTable(arena.fd, arena.mapping.claims)
+    for ticket in (1, 2):
+        claims.offer(ticket)
+    tasks = [task(0)._replace(ticket=1), task(1)._replace(ticket=2)]
+    found = answers_to(arena, Broken(), epoch(1, 7), *tasks, dynamic=True, init_fn=Broken.start)
+    assert outcomes(found) == [(0, BROKEN)]
+    assert claims.on_offer(2)
+    claims.close()
+
+
+class Broken:
+    def __iter__(self) -> Iterator[Any]:
+        raise ValueError("no stream")
+
+    @staticmethod
+    def start(worker: int) -> None:
+        raise ValueError("no worker")
+
+
+@pytest.mark.parametrize(
+    ("draws", "base_seed", "loaded"), [(True, None, [0, 1, 2]), (False, None, [0]), (True, 7, [])]
+)
+def test_what_is_left_of_an_epoch_that_was_broken_off_is_loaded_if_it_is_missed(
+    arena: Arena, draws: bool, base_seed: int | None, loaded: list[int]
+) -> None:
+    """The first batch has to show whether it draws; with a seed for each batch nobody can tell."""
+    dataset = Asked(draws)
+    answers = answers_to(arena, dataset, epoch(1, base_seed), *map(task, range(3)), epoch(2, base_seed))
+    assert outcomes(answers) == [(0, SKIPPED), (1, SKIPPED), (2, SKIPPED)]
+    assert dataset.asked == loaded
+
+
+def test_who_was_told_to_stop_loads_nothing_for_nobody(arena: Arena) -> None:
+    dataset = Asked(draws=True)
+    assert answers_to(arena, dataset, epoch(), task(0), epoch(2), Stop()) == []
+    assert dataset.asked == []
+
+
+@pytest.mark.parametrize("numel", [1, SMALLEST])
+def test_what_does_not_fit_into_a_message_is_an_error_and_gives_its_blocks_back(
+    arena: Arena, numel: int
+) -> None:
+    found = answers_to(arena, Asked(numel=numel), epoch(), task(0), task(1), refuse=1)
+    assert outcomes(found) == [(0, ERROR), (1, BATCH)]
+    assert set(found[0].returned) == {offset for offset, _ in found[0].fresh}
+
+
+def test_shared_tasks_are_loaded_by_who_claims_them(arena: Arena) -> None:
+    claims = ClaimTable(arena.fd, arena.mapping.claims)
+    for ticket in (1, 2):
+        claims.offer(ticket)
+    assert claims.claim(1, 8)
+    tasks = [task(0)._replace(ticket=1), task(1)._replace(ticket=2)]
+    assert outcomes(answers_to(arena, Asked(), epoch(), *tasks, dynamic=True)) == [(1, BATCH)]
+    assert claims.holder(2) == 0
+    assert claims.begun(0) is None
+    claims.close()
+
+
+class Full(Asked):
+    """At sample 1 nothing more can be made in the worker's part of the arena, and then it may `fail`."""
+
+    def __init__(self, fail: Callable[[Allocator], None]) -> None:
+        super().__init__()
+        self.fail = fail
+        self.kept: list[torch.Tensor] = []
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        sample = empty((SMALLEST,), torch.uint8).fill_(index)
+        if index == 1:
+            blocks = allocator._current
+            assert blocks is not None
+            space, blocks._space = blocks._space, AddressSpace(())
+            self.fail(blocks)
+            self.kept += [sample, space]  # what is shipped has to be a copy
+        return sample
+
+
+def complain(blocks: Allocator) -> None:
+    raise ValueError("a bad sample")
+
+
+def lose_all_blocks(blocks: Allocator) -> None:
+    """As if this were the worker's first batch."""
+    blocks._idle, blocks._promised = [], []
+    complain(blocks)
+
+
+@pytest.mark.parametrize("fail", [lambda blocks: None, complain, lose_all_blocks])
+def test_an_error_finds_its_way_where_no_room_is_left(
+    arena: Arena, fail: Callable[[Allocator], None]
+) -> None:
+    first, failed = answers_to(arena, Full(fail), epoch(), task(0), task(1))
+    assert (first.outcome, failed.outcome) == (BATCH, ERROR)
+    assert failed.handle is not None
+
+
+def test_a_batch_that_failed_leaves_its_blocks_for_the_error() -> None:
+    with paired() as pair:
+        blocks, start = pair.allocator, pair.arena.mapping.region(0)[0]
+        blocks._space = AddressSpace(((start, 4 * SMALLEST),))
+        block = blocks.take(4 * SMALLEST)
+        used = [(block.offset, block.size)]
+        blocks.ship(used)
+        with pytest.raises(MemoryError):
+            blocks.take(100)
+        assert blocks.take(100, failed=True).offset == block.offset
+        assert blocks.finish(used) == (used, [])

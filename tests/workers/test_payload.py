@@ -1,0 +1,129 @@
+"""The user's objects on their way: pickled once, with descriptors that each worker gets for itself."""
+
+from __future__ import annotations
+
+import os
+import threading
+from multiprocessing import reduction
+from multiprocessing.context import get_spawning_popen, set_spawning_popen
+from pickle import loads
+from typing import Any
+
+import pytest
+import torch
+
+from fastq_loader.workers import payload
+from fastq_loader.workers.payload import Descriptors, Payload
+from tests.conftest import open_descriptors
+from tests.support.crimes import CountsPickling, FailsToUnpickle
+
+
+class Journey:
+    """Stands for a process that is being started: its descriptors arrive in this one."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        self.sent.append(descriptor)
+        return descriptor
+
+    class DupFd:
+        def __init__(self, descriptor: int) -> None:
+            self.descriptor = descriptor
+
+        def detach(self) -> int:
+            return os.dup(self.descriptor)
+
+
+def send(thing: Any) -> Any:
+    """What a worker unpickles."""
+    set_spawning_popen(Journey())  # type: ignore[arg-type]
+    try:
+        return loads(bytes(reduction.ForkingPickler.dumps(thing)))
+    finally:
+        set_spawning_popen(None)  # type: ignore[arg-type]
+
+
+def test_inherited_objects_are_the_users_own() -> None:
+    dataset = CountsPickling()
+    assert Payload(dataset, max, None).open() == {
+        "dataset": dataset,
+        "collate_fn": max,
+        "worker_init_fn": None,
+    }
+    assert dataset.pickled == 0
+
+
+def test_they_are_pickled_once_until_all_workers_were_started() -> None:
+    dataset = CountsPickling(4)
+    sent = Payload(dataset, max, None)
+    assert not sent.sealed
+    arrived = [send(sent)]
+    assert sent.sealed
+    dataset.length = 5  # who starts later sees it as it was
+    arrived.append(send(sent))
+    assert [len(one.open()["dataset"]) for one in arrived] == [4, 4]
+    assert dataset.pickled == 1
+    sent.unseal()
+    assert not sent.sealed
+    assert len(send(sent).open()["dataset"]) == 5
+    sent.unseal()
+
+
+def test_a_tensor_goes_to_every_worker_as_a_descriptor_though_its_owner_is_gone() -> None:
+    before = len(open_descriptors())
+    tensor = torch.arange(10.0).share_memory_()
+    dataset = [tensor]
+    sent = Payload(dataset, None, None)
+    arrived = [send(sent) for _ in range(2)]
+    (one,), (other,) = (each.open()["dataset"] for each in arrived)
+    assert sent.sealed
+    assert get_spawning_popen() is None
+    one[0] = 7.0
+    assert other.tolist() == tensor.tolist() == [7.0, *map(float, range(1, 10))]
+    del one, other, tensor, dataset[:]
+    (late,) = send(sent).open()["dataset"]
+    assert late[0] == 7.0
+    sent.unseal()
+    del late, arrived, sent
+    assert len(open_descriptors()) == before
+
+
+def test_what_is_counted_elsewhere_is_pickled_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storages in files. Then nobody may start late."""
+    monkeypatch.setattr(payload, "get_sharing_strategy", lambda: "file_system")
+    dataset = CountsPickling(4)
+    sent = Payload([dataset, torch.zeros(3)], None, None)
+    before = len(open_descriptors())
+    for length in (4, 5):
+        dataset.length = length
+        assert len(send(sent).open()["dataset"][0]) == length
+        assert not sent.sealed
+    assert len(open_descriptors()) <= before + 1  # torch's own, of the tensor
+
+
+def test_what_cannot_be_pickled_leaves_nothing_open() -> None:
+    sent = Payload([torch.zeros(3), threading.Lock()], None, None)
+    send(Payload([torch.zeros(3)], None, None)).open()
+    before = len(open_descriptors())
+    with pytest.raises(TypeError, match="lock"):
+        send(sent)
+    assert not sent.sealed
+    assert len(open_descriptors()) <= before + 1  # torch's own, of the tensor
+
+
+def test_what_fails_to_unpickle_fails_when_it_is_opened() -> None:
+    sent = Payload(FailsToUnpickle(), None, None)
+    arrived = send(sent)
+    with pytest.raises(ValueError, match="does not survive the journey"):
+        arrived.open()
+
+
+def test_descriptors_arrive_under_their_names() -> None:
+    one, other = os.pipe()
+    arrived = send(Descriptors(read=one, write=other))
+    os.write(arrived["write"], b"!")
+    assert os.read(one, 1) == b"!"
+    for descriptor in (one, other, arrived["read"], arrived["write"]):
+        os.close(descriptor)

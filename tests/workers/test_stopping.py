@@ -1,0 +1,161 @@
+"""Workers that were told to stop: who is waited for, for how long, and what is done when all have ended."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fastq_loader.workers import stopping
+from fastq_loader.workers.children import Child
+from fastq_loader.workers.stopping import Stopping
+from tests.conftest import wait_until
+from tests.support.forking import end_of, fork
+
+pytestmark = pytest.mark.processes
+
+OWNER = object()
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(stopping, "BRIEF", 0.2)
+    monkeypatch.setattr(stopping, "_INSTANT", 0.3)
+    yield
+    stopping.hurry()
+    stopping.wait()
+
+
+def child(seconds: float, ignores_sigterm: bool = False) -> Child:
+    """A process that leaves after some seconds."""
+
+    def work() -> None:
+        if ignores_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ready.set()
+        time.sleep(seconds)
+
+    ready = multiprocessing.get_context("fork").Event()
+    started = Child(multiprocessing.get_context("fork").Process(target=work, daemon=True))
+    started.start()
+    assert ready.wait(5)
+    return started
+
+
+class Told(list[str]):
+    """What is called, in order."""
+
+    def tell(self, what: str) -> Any:
+        return lambda: self.append(what)
+
+
+def stopped(*workers: Child, patience: float = 30, told: Told | None = None) -> Stopping:
+    told = Told() if told is None else told
+    group = Stopping(
+        OWNER, dict.fromkeys(workers, patience), [told.tell("first"), told.tell("then")], told.tell("forget")
+    )
+    group.finish()
+    return group
+
+
+def test_workers_that_leave_at_once_are_waited_for_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turn of an epoch would take the whole instant that workers are given."""
+    monkeypatch.setattr(stopping, "_INSTANT", 30)
+    threads, told, began = threading.active_count(), Told(), time.monotonic()
+    group = stopped(child(0), child(0.05), told=told)
+    assert group.over.is_set()
+    assert told == ["first", "then"]
+    assert time.monotonic() - began < 10
+    assert threading.active_count() == threads
+    group.finish()
+    stopping.wait(OWNER)
+
+
+def test_others_are_left_to_finish_behind_the_callers_back() -> None:
+    told, began = Told(), time.monotonic()
+    group = stopped(child(0), child(0.6), told=told)
+    assert time.monotonic() - began < 0.5
+    assert not group.over.is_set()
+    assert not told
+    stopping.wait(object())  # somebody else's
+    group.finish()
+    assert time.monotonic() - began < 0.5
+    assert not group.over.is_set()
+    stopping.wait(OWNER)
+    assert group.over.is_set()
+    assert told == ["first", "then"]
+
+
+@pytest.mark.parametrize("ignores_sigterm", [False, True])
+def test_those_that_take_too_long_are_ended(ignores_sigterm: bool) -> None:
+    worker = child(60, ignores_sigterm)
+    group = stopped(worker, patience=0.2)
+    assert group.over.wait(5)
+    assert worker.process.exitcode == -(signal.SIGKILL if ignores_sigterm else signal.SIGTERM)
+
+
+def test_a_hurry_ends_their_time_and_those_of_others_go_on() -> None:
+    mine, other = stopped(child(60)), Stopping(object(), {child(60): 30}, [], Told().tell("forget"))
+    other.finish()
+    stopping.hurry(OWNER)
+    assert mine.over.wait(5)
+    assert not other.over.is_set()
+
+
+def test_an_interrupt_while_somebody_waits_ends_their_time_too() -> None:
+    group = stopped(child(60))
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        stopping.wait(OWNER)
+    timer.join()
+    assert group.over.wait(5)
+
+
+def test_where_no_thread_can_be_started_they_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    worker = child(0.4)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        group = stopped(worker)
+    assert group.over.is_set()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_fails_afterwards_is_told_and_the_rest_is_done() -> None:
+    told = Told()
+
+    def fail() -> None:
+        raise ValueError("mine")
+
+    group = Stopping(OWNER, {child(0.3): 30}, [fail, told.tell("then")], told.tell("forget"))
+    group.finish()
+    assert group.over.wait(5)
+    assert told == ["then"]
+    group = Stopping(OWNER, {child(0): 30}, [fail, told.tell("then")], told.tell("forget"))
+    with pytest.raises(ValueError, match="mine"):
+        group.finish()
+    assert group.over.wait(5)
+    assert told == ["then", "then"]
+
+
+def test_a_forked_copy_forgets_them() -> None:
+    told = Told()
+    group = stopped(child(60), told=told)
+
+    def check() -> None:
+        assert told == ["forget"]
+        stopping.wait()  # for nobody
+
+    assert end_of(fork(check)) == 0
+    assert not told
+    stopping.hurry()
+    assert wait_until(group.over.is_set, 5)

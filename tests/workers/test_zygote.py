@@ -1,0 +1,107 @@
+"""The process that forks successors, and what its children look like in the consumer."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from fastq_loader.system.calls import readable
+from fastq_loader.workers.children import UNKNOWN_EXIT, Child
+from fastq_loader.workers.zygote import Zygote
+from tests.conftest import descendants, wait_until
+from tests.support.forking import end_of, fork
+
+FORK = multiprocessing.get_context("fork")
+
+pytestmark = pytest.mark.processes
+
+
+def make(code: int, seconds: float = 0) -> Any:
+    """A process that leaves with a code; it is made in the zygote."""
+    return FORK.Process(target=leave, args=(code, seconds), daemon=True)
+
+
+def leave(code: int, seconds: float) -> None:
+    time.sleep(seconds)
+    os._exit(code)
+
+
+@contextmanager
+def zygote(make: Any = make) -> Iterator[Zygote]:
+    one = Zygote(FORK, make)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def started(one: Zygote, *arguments: Any) -> Child:
+    child = Child(one.process(*arguments))
+    child.start()
+    return child
+
+
+def test_its_children_look_like_the_consumers_own() -> None:
+    with zygote() as one:
+        leaves, hangs = started(one, 7), started(one, 0, 60)
+        assert hangs.process in multiprocessing.active_children()
+        assert readable([leaves.descriptor], 5)
+        assert leaves.death()[0] == "exited with code 7"
+        assert hangs.process.exitcode is None
+        hangs.process.terminate()
+        hangs.process.join(5)
+        assert hangs.process.exitcode == -signal.SIGTERM
+        for child in (leaves, hangs):
+            child.release()
+            child.process.kill()  # nobody is hit who has the number now
+        assert not {leaves.process, hangs.process} & set(multiprocessing.active_children())
+
+
+def test_what_cannot_be_forked_is_an_error_here_and_it_goes_on() -> None:
+    def refuse(code: int) -> Any:
+        if code:
+            raise OSError(11, "no processes left")
+        return make(code)
+
+    with zygote(refuse) as one:
+        with pytest.raises(OSError, match="no processes left"):
+            started(one, 1)
+        child = started(one, 0)
+        assert readable([child.descriptor], 5)
+        child.release()
+
+
+def test_when_it_has_died_none_can_be_started_and_no_exit_code_be_had() -> None:
+    with zygote() as one:
+        child = started(one, 7)
+        os.kill(one._child.pid, signal.SIGKILL)
+        readable([one._child.descriptor, child.descriptor], 5)
+        with pytest.raises(OSError, match="the process that starts new workers has ended"):
+            started(one, 0)
+        child.process.join(5)
+        assert child.process.exitcode == UNKNOWN_EXIT
+        child.release()
+
+
+def test_it_leaves_with_the_consumer() -> None:
+    """Also while a child of the user's holds the consumer's end of their pipe."""
+    pids, say = os.pipe()
+    hold, let_go = os.pipe()
+
+    def consume() -> None:
+        one = Zygote(FORK, make)
+        fork(lambda: (os.close(let_go), os.read(hold, 1)))
+        os.write(say, str(one._child.pid).encode())
+
+    assert end_of(fork(consume)) == 0
+    pid = int(os.read(pids, 20))
+    assert wait_until(lambda: not os.path.exists(f"/proc/{pid}") or pid not in descendants(), 3)
+    for end in (pids, say, hold, let_go):
+        os.close(end)
