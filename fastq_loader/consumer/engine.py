@@ -1,7 +1,7 @@
 """Who may use a pool of workers, when, and how it ends.
 
-Runs in the consumer. The event loop does the work and trusts that one thread at a time is in it, and that
-nothing cuts it short; this module sees to both. It is entered from any thread, from signal handlers in the
+Runs in the consumer. The event loop does the work, and trusts that one thread at a time is in it and that
+nothing cuts it short. This module sees to both. It is called from any thread, from signal handlers in the
 middle of a call, from the garbage collector, from forked children and at the exit of the process.
 """
 
@@ -26,7 +26,7 @@ from fastq_loader.workers.config import Plan
 T = TypeVar("T")
 
 _EXITING = "the process is exiting"
-#: Interrupts that the end of an engine which nobody knows any more may meet.
+#: Interrupts that the end of an engine without references may meet.
 _ATTEMPTS = 100
 
 
@@ -61,7 +61,7 @@ class Engine:
         self.failed = False
         # Reentrant, because a signal handler may call close() in the middle of next().
         self._lock = threading.RLock()
-        self._hurried = False  # an interrupt has ended the last call
+        self._hurried = False  # an interrupt ended the last call
         self._counters = counters
         self._processes: list[BaseProcess] = []  # the workers, once the loop is gone
         self._loop: EventLoop | None = EventLoop(plan, counters, session)
@@ -92,7 +92,7 @@ class Engine:
     def advance(self, epoch: int, into: OutcomeSlot, finish: Callable[[Any], Any]) -> None:
         """Put the next outcome of an epoch down in `into`: a batch, after `finish`; or what to raise:
         StopIteration (there is none), WorkerDied (the engine is closed), LoaderTimeout (the next call waits
-        again), or what the user's code raised at this place.
+        again), or what the user's code raised at this position.
 
         Raises:
             IteratorInvalid: the epoch was ended by a newer one, or the engine was closed.
@@ -142,9 +142,10 @@ class Engine:
                     self.failed, self.closed = True, loop.fatal
                 return result
             except Exception as error:
-                # At the exit its workers are ended while it runs: what follows from that is no news.
+                # At the exit the workers are ended while the call runs: errors that follow from that are not
+                # news.
                 if self.closed != _EXITING:
-                    if self._cut_short:  # whatever it is: what was in the middle is lost
+                    if self._cut_short:  # whatever the error is, the call is half done
                         self.closed = f"{error!r} came in the middle of a call"
                     raise
             except BaseException:
@@ -240,14 +241,14 @@ class Engine:
             self._loop.kill_workers()
 
     def __del__(self) -> None:
-        # The last iterator or loader is gone, so nobody is inside. A fork's copy is not ours to close.
+        # The last iterator or loader is gone, so no call is under way. A fork's copy is not ours to close.
         interrupt: BaseException | None = None
         for _ in range(_ATTEMPTS):
             if getattr(self, "_loop", None) is None:
                 break
             try:
                 self.close("the loader and its iterators were dropped")
-            except BaseException as error:  # an interrupt: nobody else would finish it
+            except BaseException as error:  # an interrupt: this is the last chance to finish
                 interrupt = error
         if interrupt is not None:
             raise interrupt
@@ -258,18 +259,18 @@ class Engine:
         return self._processes if loop is None else loop.processes()
 
     def blocks(self) -> tuple[int, int, int]:
-        """Blocks in use, blocks free, and bytes of shared memory behind them; zeros once closed. Waits for
-        nobody: while another call is under way, blocks that were let go since it began count as in use."""
+        """Blocks in use, blocks free, and bytes of shared memory behind them; zeros once closed. Does not
+        wait: while another call is under way, blocks that were released since it began count as in use."""
         loop = self._loop
         if loop is None or self._pid != process_id.current():
             return 0, 0, 0
         if not self._inside and self._lock.acquire(blocking=False):
             try:
                 if self._loop is not None:
-                    loop.collect()
+                    loop.pool.collect()
             finally:
                 self._lock.release()
-        return loop.blocks()
+        return loop.pool.usage()
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

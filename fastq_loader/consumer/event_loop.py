@@ -37,24 +37,7 @@ from fastq_loader.ipc.messages import Epoch, Space, encode
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.unpack import Unpacker
-from fastq_loader.scheduling.events import (
-    Break,
-    Deliver,
-    Died,
-    Draw,
-    DrawFailed,
-    Drawn,
-    EpochStarted,
-    Exhausted,
-    Finish,
-    Idle,
-    Instruction,
-    Replace,
-    Send,
-    Undeliverable,
-    Wait,
-    Wanted,
-)
+from fastq_loader.scheduling import events
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.timeout import Timeout
 from fastq_loader.scheduling.window import Window
@@ -67,13 +50,13 @@ from fastq_loader.workers.group import WorkerGroup
 IDLE, BUSY, WAITING = "idle", "busy", "waiting"
 
 #: Seconds without a message after which a dead worker's socket counts as empty: what it sent before its death
-#: is in this process's buffers already, and needs a turn of zmq's own thread. Where a lost answer is only
-#: loaded again, it is not worth that long a wait.
+#: is in this process's buffers already, and needs a turn of zmq's own thread. A batch that would only be
+#: loaded again is not worth as long a wait.
 _LAST_ANSWERS, _LAST_ANSWERS_IF_REPLACED = 0.02, 0.002
-#: Seconds beyond the timeout. A consumer that was stopped for longer than that wakes up together with the
-#: thread of zmq that has its messages.
+#: Seconds beyond the timeout. A consumer that was stopped for longer than the timeout wakes up together with
+#: the thread of zmq that has its messages.
 _GRACE = 0.05
-#: Batches beyond the window that the pool keeps blocks for: the one the user looks at, and the next.
+#: Batches beyond the window that the pool keeps blocks for: the user's, and the next one.
 _SPARE_BATCHES = 2
 
 
@@ -90,6 +73,7 @@ class EventLoop:
             WAITING while the loop sleeps, and nothing is half done.
         fatal: why the iteration is over, once a worker's failure has ended it.
         timed_out: the last call has waited for a worker in vain.
+        pool: the memory that the workers write to.
     """
 
     def __init__(self, plan: Plan, counters: Counters, session: DeviceSession | None = None) -> None:
@@ -102,19 +86,19 @@ class EventLoop:
         self._sampler: Iterator[Any] = iter(())
         standard_streams.occupy()
         arena = Arena(plan.workers, whole=plan.for_device)
-        self._pool = BlockPool(arena, plan.workers)
+        self.pool = BlockPool(arena, plan.workers)
         self.scheduler = Scheduler(
             plan.workers,
-            self._pool,
+            self.pool,
             Window(*plan.window),
             in_order=plan.in_order,
             shared_tasks=plan.shared_tasks,
             restarts=plan.restarts,
             slots=slots(arena.mapping.claims),
         )
-        self._group = WorkerGroup(plan, self._pool, counters)
+        self._group = WorkerGroup(plan, self.pool, counters)
         self._unpacker = Unpacker(arena, plan.workers, self._group.token, plan.for_device)
-        self._delivery = Delivery(self._unpacker, self._pool, counters)
+        self._delivery = Delivery(self._unpacker, self.pool, counters)
         self._receiver = Receiver(plan, self._group, self.scheduler, self._unpacker, counters)
         self._epoch: Epoch | None = None
         self._unsent: dict[int, bytes] = {}  # shared tasks by their tickets, encoded
@@ -130,7 +114,7 @@ class EventLoop:
         """
         self._group.start(base_seed, shared_seed)
         if self._session is not None:  # after the workers, which must not inherit anything of the device
-            self._delivery.staging = Staging(self._session, self._unpacker, self._pool.arena.mapping)
+            self._delivery.staging = Staging(self._session, self._unpacker, self.pool.arena.mapping)
 
     def begin_epoch(self, sampler: Iterator[Any], shared_seed: int | None, base_seed: int | None) -> int:
         """Begin an epoch over the indices of `sampler`; whatever is left of the one before is dropped.
@@ -140,10 +124,10 @@ class EventLoop:
         """
         scheduler = self.scheduler
         if self._delivery.staging is not None:  # before the blocks of what is dropped go to others
-            self._pool.drop(self._delivery.staging.drain())
+            self.pool.drop(self._delivery.staging.drain())
         taken, claimed = self._group.take_back(scheduler.outstanding.tickets())
         self._epoch = Epoch(scheduler.epoch + 1, shared_seed, base_seed)
-        instructions = scheduler.handle(EpochStarted(self._epoch.epoch, frozenset(taken), claimed))
+        instructions = scheduler.handle(events.EpochStarted(self._epoch.epoch, frozenset(taken), claimed))
         self._counters.epochs += 1
         self._sampler = sampler
         self._group.begin_epoch(self._epoch)
@@ -182,20 +166,20 @@ class EventLoop:
 
     def _begin_call(self) -> None:
         self.timed_out = False
-        self._pool.collect()
-        while self._group.behind and self._receive():  # somebody may wait for what it has missed
+        self.pool.collect()
+        while self._group.behind and self._receive():  # a worker may wait for what it has missed
             continue
         spare, staging = _SPARE_BATCHES, self._delivery.staging
         if staging is not None:
-            self._pool.drop(staging.turn())
+            self.pool.drop(staging.turn())
             spare += 2 * staging.ahead
         self._counters.window = self.scheduler.window.size
-        if self._pool.trim(self.scheduler.window.size + spare, self._forget):
+        if self.pool.trim(self.scheduler.window.size + spare, None if staging is None else staging.forget):
             self._tell_of_space()
 
     # ---- instructions -------------------------------------------------------------------------
 
-    def _carry_out(self, instructions: Iterable[Instruction]) -> Outcome | Closed | None:
+    def _carry_out(self, instructions: Iterable[events.Instruction]) -> Outcome | Closed | None:
         """Carry instructions out, up to the first that has an outcome."""
         for instruction in instructions:
             outcome = _ACTIONS[type(instruction)](self, instruction)
@@ -206,18 +190,18 @@ class EventLoop:
                     del outcome  # an error holds this frame by its traceback
         return None
 
-    def _draw(self, draw: Draw) -> None:
+    def _draw(self, draw: events.Draw) -> None:
         for _ in range(draw.times):
             try:
-                event: Drawn | Exhausted | DrawFailed = Drawn(next(self._sampler))
+                event: events.Event = events.Drawn(next(self._sampler))
             except StopIteration:
-                event = Exhausted()
+                event = events.Exhausted()
             except Exception as error:
                 refuse_interrupt(error)
-                event = DrawFailed(error)
+                event = events.DrawFailed(error)
             self._carry_out(self.scheduler.handle(event))
 
-    def _send(self, send: Send) -> None:
+    def _send(self, send: events.Send) -> None:
         worker, task = send
         try:
             if worker is None:
@@ -227,7 +211,7 @@ class EventLoop:
                 self._group.socket.send(worker, task)
         except Exception as error:  # whatever pickling the index raises
             refuse_interrupt(error)
-            self.scheduler.handle(Undeliverable(send, error))
+            self.scheduler.handle(events.Undeliverable(send, error))
 
     def _flush(self) -> None:
         """Send the shared tasks, those of one moment together."""
@@ -237,7 +221,7 @@ class EventLoop:
         if self._group.behind:
             self._group.catch_up()
 
-    def _deliver(self, deliver: Deliver) -> Delivered | Raised:
+    def _deliver(self, deliver: events.Deliver) -> Delivered | Raised:
         self._flush()
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
             self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
@@ -249,14 +233,14 @@ class EventLoop:
         finally:
             del outcome  # an error holds this frame by its traceback
 
-    def _finish(self, finish: Finish) -> Ended:
+    def _finish(self, finish: events.Finish) -> Ended:
         return ENDED
 
-    def _break(self, lost: Break) -> Raised:
+    def _break(self, lost: events.Break) -> Raised:
         cause, torch_text = self._group.death(lost.worker)
         return _death(self._group.report(lost.worker, cause, lost.seq, lost.index), RuntimeError(torch_text))
 
-    def _replace(self, replace: Replace) -> Raised | None:
+    def _replace(self, replace: events.Replace) -> Raised | None:
         assert self._epoch is not None, "batches are loaded in epochs"
         worker, seq, cause = replace
         report = self._report(worker, cause, seq)
@@ -274,7 +258,7 @@ class EventLoop:
         """Begin the copies of batches that have become ready, without waiting for anything."""
         staging = self._delivery.staging
         if staging is not None:
-            self._pool.drop(staging.reap())
+            self.pool.drop(staging.reap())
             self._stage_ahead(staging, wait=False)
         self.phase = IDLE
 
@@ -285,14 +269,13 @@ class EventLoop:
 
     # ---- waiting ------------------------------------------------------------------------------
 
-    def _wait(self, wait: Wait) -> Raised | Closed | None:
+    def _wait(self, wait: events.Wait) -> Raised | Closed | None:
         if self._receive():
             return None
         if self.scheduler.window.widens:
             self._carry_out(self.scheduler.handle(_IDLE))
         self._flush()
-        attempt = self.scheduler.attempt_of(wait.seq)
-        seconds = self._timeout.seconds(wait.seq, attempt, time.monotonic())
+        seconds = self._timeout.seconds(wait.seq, wait.attempt, time.monotonic())
         began = time.monotonic_ns()
         self.phase = WAITING
         ready = self._group.socket.wait(seconds)
@@ -311,35 +294,26 @@ class EventLoop:
     def _receive(self) -> bool:
         """Hand everything that has come to the scheduler, in the order in which the workers finished."""
         arrived = self._receiver.take()
-        # A promised block's release is in our queue before a worker can see it: collect it before its answer.
-        self._pool.collect()
+        # The release of a promised block is in our queue before a worker sees it: it comes before the answer.
+        self.pool.collect()
         self._receiver.hand_on(arrived)
         return bool(arrived)
 
-    def collect(self) -> None:
-        """Blocks whose last view has died are free again."""
-        self._pool.collect()
-
-    def _forget(self, offset: int) -> None:
-        """The pages of a block are about to go: a device would go on to read those that it has locked."""
-        if self._delivery.staging is not None:
-            self._delivery.staging.forget(offset)
-
     def _tell_of_space(self) -> None:
         for worker in range(self.plan.workers):
-            if not self._group.is_dead(worker) and (space := self._pool.space(worker)):
+            if not self._group.is_dead(worker) and (space := self.pool.space(worker)):
                 self._group.socket.send(worker, Space(space))
 
     # ---- workers that die or hang -------------------------------------------------------------
 
-    def _give_up(self, wait: Wait) -> Raised | None:
+    def _give_up(self, wait: events.Wait) -> Raised | None:
         """The timeout is over: replace the worker that hangs, or say which one it is."""
         self._timeout.forget()
         self.timed_out = True
         worker, timeout = wait.worker, self.plan.timeout
         if worker is None:
-            ticket = self.scheduler.outstanding.ticket_of(self.scheduler.epoch, wait.seq)
-            worker = None if ticket is None else self._group.claims.holder(ticket)
+            task = self.scheduler.outstanding[self.scheduler.epoch, wait.seq]
+            worker = self._group.claims.holder(task.ticket)
         if worker is not None and self.scheduler.can_replace and self._group.is_ready(worker):
             stacks = self._group.stacks(worker)
             self._group.kill(worker)
@@ -349,7 +323,7 @@ class EventLoop:
         return Raised(LoaderTimeout(f"DataLoader timed out after {timeout:g} seconds: {text}"))
 
     def _handle_death(self, worker: int, cause: str, stacks: str = "") -> Raised | None:
-        """A worker has ended. What it answered before counts; the rest is lost, or another one's to load."""
+        """A worker has ended. What it answered before counts; the rest is lost, or loaded by another."""
         patience = _LAST_ANSWERS_IF_REPLACED if self.scheduler.can_replace else _LAST_ANSWERS
         while self._group.socket.wait_for_message(patience):
             self._receive()
@@ -357,7 +331,7 @@ class EventLoop:
         seq, claimed = self._group.claimed_by(worker, outstanding, self.scheduler.epoch)
         report = self._report(worker, cause, seq)
         self._group.mark_dead(worker)
-        outcome = self._carry_out(self.scheduler.handle(Died(worker, seq, cause, claimed)))
+        outcome = self._carry_out(self.scheduler.handle(events.Died(worker, seq, cause, claimed)))
         self._flush()
         if outcome is None and not self._group.is_dead(worker):
             after = f". Its Python stacks:\n{stacks}" if stacks else ""
@@ -387,7 +361,7 @@ class EventLoop:
         failure: Exception | None = None
         if self._delivery.staging is not None:  # copies read the blocks until they have run
             try:
-                self._pool.drop(self._delivery.staging.close())
+                self.pool.drop(self._delivery.staging.close())
             except Exception as error:  # the device's; an interrupt leaves the rest to the next call
                 failure = error
             self._delivery.staging = None
@@ -399,10 +373,6 @@ class EventLoop:
     def processes(self) -> list[BaseProcess]:
         """The workers, so far as they were started."""
         return self._group.processes()
-
-    def blocks(self) -> tuple[int, int, int]:
-        """Blocks in use, blocks free, and bytes of shared memory behind them. May be asked on any thread."""
-        return self._pool.usage()
 
 
 def _finished(delivered: Delivered, finish: Callable[[Any], Any]) -> Delivered | Raised:
@@ -419,15 +389,15 @@ def _death(report: str, cause: Exception) -> Raised:
     return Raised(died, report)
 
 
-_WANTED, _IDLE = Wanted(), Idle()
+_WANTED, _IDLE = events.Wanted(), events.Idle()
 
 #: What is done for each instruction; an outcome ends the call.
 _ACTIONS: dict[type, Callable[[EventLoop, Any], Outcome | Closed | None]] = {
-    Draw: EventLoop._draw,
-    Send: EventLoop._send,
-    Deliver: EventLoop._deliver,
-    Wait: EventLoop._wait,
-    Replace: EventLoop._replace,
-    Break: EventLoop._break,
-    Finish: EventLoop._finish,
+    events.Draw: EventLoop._draw,
+    events.Send: EventLoop._send,
+    events.Deliver: EventLoop._deliver,
+    events.Wait: EventLoop._wait,
+    events.Replace: EventLoop._replace,
+    events.Break: EventLoop._break,
+    events.Finish: EventLoop._finish,
 }

@@ -1,9 +1,9 @@
 """What comes from the workers, and whether it can be used.
 
-Runs in the consumer, on the thread that calls `next()`. Workers are trusted not to lie, and accidents are
-guarded against. A frame that is not a message, or that answers what this worker was not asked, means that an
-answer that is due will never come: the worker is ended like one that hangs. An answer that is due, with a
-handle that does not fit, goes on with the fault that was found: its batch fails at its position.
+Runs in the consumer, on the thread that calls `next()`. A worker runs the user's own code: it is trusted not
+to lie, and accidents are guarded against. A worker that sends what is not a message, or an answer that is not
+due, has broken: its real answer will never come, so it is ended like one that hangs. An answer that is due
+and whose handle or blocks do not fit goes on with its fault: its batch fails at its position.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Receiver:
     Args:
         plan: what they do.
         group: the workers.
-        scheduler: what was asked of whom.
-        unpacker: what they have sent of their specs.
+        scheduler: knows which answers are due.
+        unpacker: knows the specs that the workers have sent.
         counters: the loader's.
     """
 
@@ -65,26 +65,23 @@ class Receiver:
     def hand_on(self, arrived: list[Arrived]) -> None:
         """Give the scheduler what `take` has found."""
         scheduler, counters = self._scheduler, self._counters
-        grown = scheduler.pool.grown
+        grown, stale = scheduler.pool.grown, scheduler.stale
         for event in arrived:
             refused = scheduler.refused
             scheduler.handle(event)
             if scheduler.refused > refused:
                 counters.rejected_frames += 1
-                if self._iterable:  # how far it has come, or whether it has ended, is not known now
+                if self._iterable:  # it may have said that its part has ended
                     self._group.evict(event.worker)
         counters.blocks_grown += scheduler.pool.grown - grown
-        if scheduler.stale:
-            counters.stale_answers += scheduler.take_stale()
+        counters.stale_answers += scheduler.stale - stale
 
     def _is_due(self, worker: int, answer: Answer) -> bool:
         """Whether this worker may give this answer: the task is its own, or it has claimed it."""
-        if not self._scheduler.outstanding.expects(worker, answer):
+        batch = self._scheduler.outstanding.due(worker, answer)
+        if batch is None:
             return False
-        if not self._scheduler.shared_tasks:
-            return True
-        ticket = self._scheduler.outstanding.ticket_of(answer.epoch, answer.seq)
-        return ticket is None or self._group.claims.holder(ticket) == worker
+        return batch.worker is not None or self._group.claims.holder(batch.ticket) == worker
 
     def _learn(self, worker: int, answer: Answer) -> Answer:
         """The answer with its handle ready to be unpacked, and the blocks that it uses.
@@ -97,7 +94,7 @@ class Receiver:
             raise ProtocolError(f"worker {worker} says that a dataset with indices has ended")
         if handle is None or outcome in _EMPTY:
             if (handle is None) != (outcome in _EMPTY):
-                raise ProtocolError(f"outcome {outcome} with a handle that it does not have, or without one")
+                raise ProtocolError(f"outcome {outcome} {'without' if handle is None else 'with'} a handle")
             return answer
         handle = self._unpacker.learn(worker, handle)
         if not handle.segments:
@@ -105,7 +102,7 @@ class Receiver:
         fresh = dict(answer.fresh)
         for offset, size, _ in handle.segments:
             if size != fresh.get(offset, self._scheduler.pool.size_of(offset)):
-                raise ProtocolError(f"a handle that names a block of {size} bytes at {offset}, where none is")
+                raise ProtocolError(f"a handle names a block of {size} bytes at {offset}, where none is")
         return answer._replace(handle=handle, used=self._unpacker.used(handle))
 
 

@@ -1,15 +1,14 @@
-"""Who loads which batch, where any worker may: a table in shared memory that every process of a pool can
-write.
+"""Which worker has claimed which shared task: a table in shared memory.
 
-Runs in the consumer and in the workers. A task that all workers were sent belongs to the one that claims it
-first, without asking anybody: the consumer may be in the middle of a training step and hold the GIL. So no
-worker idles while there is a task that nobody has, and no task waits behind another one's.
+Runs in the consumer and in the workers; all of them write to it. A shared task belongs to the worker that
+claims it first. The worker need not ask the consumer, which may be in the middle of a training step and hold
+the GIL. So no worker idles while there is an unclaimed task.
 
-A word of the table stands for one ticket (an attempt at a batch) and holds its number and who has
-it. A claim is made under a lock on one byte, the ticket's, of the arena's memfd. It is an
-open-file-description lock: the kernel lets it go when its holder dies, so a worker that is killed in the
+A word of the table stands for one ticket (an attempt at a batch). It holds the ticket's number and who has
+it. A claim is made under a lock on one byte of the arena's memfd, the ticket's. It is an
+open-file-description lock, which the kernel releases when its holder dies: a worker that is killed in the
 middle of a claim either has left its name or has claimed nothing. The consumer reads from the table what a
-dead worker had in hand, and takes tasks back by claiming them itself.
+dead worker had claimed, and takes tasks back by claiming them itself.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from fastq_loader.system.calls import UNLOCK as _UNLOCK
 from fastq_loader.system.calls import WRITE_LOCK as _WRITE
 from fastq_loader.system.calls import set_lock
 
-#: Who has a ticket, in the low bits of its word: 0 is nobody, then come the workers.
+#: Who has a ticket, in the low bits of its word: 0 is unclaimed, then come the workers.
 _CONSUMER = 0xFFFF
 
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
@@ -39,7 +38,7 @@ def slots(words: memoryview) -> int:
 
 
 class Busy(Exception):
-    """Somebody is claiming this ticket right now."""
+    """Another process is claiming this ticket right now."""
 
 
 class ClaimTable:
@@ -59,23 +58,23 @@ class ClaimTable:
         self._size = slots(words)
 
     def offer(self, ticket: int) -> None:
-        """Anybody may claim a ticket. Only the consumer offers, and only where nobody can claim any more what
-        stood in its slot, and nobody asks who did."""
+        """Let the workers claim a ticket. Only the consumer offers, and only when the ticket that stood in
+        the slot can neither be claimed nor asked for any more."""
         self._words[ticket % self._size] = ticket << _WHO
 
     def claim(self, ticket: int, worker: int) -> bool:
-        """Let `worker` have a ticket that was offered and that nobody has.
+        """Claim a ticket that was offered, for `worker`; False: it is not unclaimed.
 
         Raises:
-            Busy: somebody else is about to take it, or has died while it did.
+            Busy: another process is claiming it.
         """
         return self._claim(ticket, worker + 1)
 
     def take_back(self, ticket: int) -> bool:
-        """Let nobody have a ticket that was offered and that nobody has.
+        """Let no worker claim a ticket any more; False: it is not unclaimed.
 
         Raises:
-            Busy: somebody is about to take it, or has died while it did.
+            Busy: a worker is claiming it.
         """
         return self._claim(ticket, _CONSUMER)
 
@@ -98,7 +97,7 @@ class ClaimTable:
         return free
 
     def on_offer(self, ticket: int) -> bool:
-        """Whether a ticket can be claimed."""
+        """Whether a ticket was offered and is unclaimed."""
         return self._words[ticket % self._size] == ticket << _WHO
 
     def holder(self, ticket: int) -> int | None:
@@ -112,8 +111,9 @@ class ClaimTable:
         self._words[self._size + worker] = 0 if ticket is None else ticket + 1
 
     def begun(self, worker: int) -> int | None:
-        """The ticket that a worker works on, or died at."""
-        return (self._words[self._size + worker] - 1) if self._words[self._size + worker] else None
+        """The ticket that a worker works on, or died at; None if there is none."""
+        word = self._words[self._size + worker]
+        return word - 1 if word else None
 
     def close(self) -> None:
         fd, self._fd = getattr(self, "_fd", -1), -1
@@ -121,5 +121,5 @@ class ClaimTable:
             os.close(fd)
 
     def __del__(self) -> None:
-        # Whoever made it closes it; this is for one whose maker was interrupted.
+        # Whoever made it closes it, unless an interrupt came before.
         self.close()

@@ -1,19 +1,18 @@
 """The wire protocol: a closed set of immutable messages, each one msgpack array in one frame.
 
 Pure: this module turns messages into bytes and back, and knows no socket. Every frame begins with the version
-and the kind. What the consumer sends: `Task`, `Epoch`, `Space`, `Stop`, and some of these in a `Bundle`; what
-a worker sends: `Hello`, `Answer`; and a `Ping` goes there and back. A worker gives exactly one `Answer` to
-every `Task` that is its own, also to those it skips. A task that all workers are sent is the one's that
-claims it.
+and the kind. The consumer sends `Task`, `Epoch`, `Space`, `Stop`, and some of these in a `Bundle`; a worker
+sends `Hello` and `Answer`; a `Ping` goes there and back. A worker gives exactly one `Answer` to every `Task`
+that is its own, also to those that it skips. A shared task is the worker's that claims it.
 
-An index of plain values travels as msgpack, and a batch of a shuffle as the bytes of its integers. Any other
-one travels as one opaque pickled value, so that `dataset[i]` receives exactly what the sampler yielded
+An index of plain values travels as msgpack, a batch of a shuffle as the bytes of its integers. Any other
+index travels as one opaque pickled value, so that `dataset[i]` receives exactly what the sampler yielded
 (msgpack has no np.int64 and no slice, and turns tuples into lists).
 
 Nothing that comes out of a frame or out of shared memory is unpickled unless the pool's token stands before
-it: random bytes that the workers were started with. What comes in is checked for its structure here: as many
-fields as there should be, and numbers where there should be numbers, none below 0 or beyond 63 bits. Whether
-they can be true is for others to say.
+it: random bytes that the workers were started with. The structure of every frame is checked here: the number
+of fields, and that each number is a number, not below 0 and of at most 63 bits. What the fields say is
+checked by those who use them.
 """
 
 from __future__ import annotations
@@ -197,10 +196,10 @@ def unseal(sealed: bytes, token: bytes) -> bytes:
     """The pickle behind the pool's token.
 
     Raises:
-        ProtocolError: something else stands before it; nobody must unpickle that.
+        ProtocolError: something else stands before it, so it must not be unpickled.
     """
     if not hmac.compare_digest(sealed[:TOKEN_BYTES], token):
-        raise ProtocolError(f"{len(sealed)} bytes that should be a pickle of this pool, and are not")
+        raise ProtocolError(f"{len(sealed)} bytes are not a pickle of this pool")
     return sealed[TOKEN_BYTES:]
 
 
@@ -282,22 +281,20 @@ def _check_counts(numbers: Any) -> None:
             raise ProtocolError(f"{number!r:.40} where a number should be")
 
 
-def _check_blocks(blocks: Any, width: int, kind: type[list[Any] | tuple[Any, ...]]) -> None:
-    """Whether these are blocks, each of `width` numbers."""
-    if type(blocks) is not kind:
-        raise ProtocolError(f"a {type(blocks).__name__} where blocks should be")
+def _blocks(blocks: Any, width: int = 2) -> tuple[Any, ...]:
+    """Blocks, each of `width` numbers."""
+    _check_array(blocks)
     for block in blocks:
-        if type(block) is not kind or len(block) != width:
+        _check_array(block)
+        if len(block) != width:
             raise ProtocolError(f"{block!r:.40} where a block should be")
     _check_counts(chain.from_iterable(blocks))
-
-
-def _extents(blocks: Any) -> tuple[tuple[int, int], ...]:
-    """Blocks (offset, size) out of a frame that was read with lists."""
-    if blocks == []:
-        return ()
-    _check_blocks(blocks, 2, list)
     return tuple(map(tuple, blocks))
+
+
+def _check_array(value: Any) -> None:
+    if type(value) not in (list, tuple):
+        raise ProtocolError(f"a {type(value).__name__} where an array should be")
 
 
 def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop | Ping:
@@ -311,16 +308,16 @@ def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop | Pi
         if kind == _TASK:
             epoch, seq, attempt, index, grants, promises, ticket = fields
             _check_counts((epoch, seq, attempt, ticket))
-            return Task(epoch, seq, attempt, index, _extents(grants), _extents(promises), ticket)
+            return Task(epoch, seq, attempt, index, _blocks(grants), _blocks(promises), ticket)
         if kind == _EPOCH:
             return _epoch(*fields)
         if kind == _SPACE:
             (ranges,) = fields
-            return Space(_extents(ranges))
+            return Space(_blocks(ranges))
         if kind == _BUNDLE:
             (frames,) = fields
             if type(frames) is not list or any(type(part) is not bytes for part in frames):
-                raise ProtocolError("a bundle of something else than frames")
+                raise ProtocolError("a bundle with a part that is not a frame")
             return Bundle(tuple(frames))
         if kind == _STOP:
             return Stop(*fields)
@@ -346,7 +343,7 @@ def decode_for_consumer(frame: bytes) -> Hello | Answer | Ping:
     kind, *fields = _unpack(frame, use_list=False)
     try:
         if kind == _ANSWER:
-            return _answer(*fields)
+            return _answer(fields)
         if kind == _HELLO:
             (pid,) = fields
             _check_counts((pid,))
@@ -358,24 +355,14 @@ def decode_for_consumer(frame: bytes) -> Hello | Answer | Ping:
     raise ProtocolError(f"unknown message kind {kind!r:.40}")
 
 
-def _answer(
-    epoch: Any,
-    seq: Any,
-    attempt: Any,
-    outcome: Any,
-    started: Any,
-    finished: Any,
-    fresh: Any,
-    returned: Any,
-    handle: Any,
-) -> Answer:
+def _answer(fields: list[Any]) -> Answer:
+    epoch, seq, attempt, outcome, started, finished, fresh, returned, handle = fields
     _check_counts((epoch, seq, attempt, outcome, started, finished))
     if outcome not in OUTCOMES:
         raise ProtocolError(f"unknown outcome {outcome}")
     if not fresh == returned == ():
-        _check_blocks(fresh, 2, tuple)
-        if type(returned) is not tuple:
-            raise ProtocolError(f"a {type(returned).__name__} where blocks should be")
+        _blocks(fresh)
+        _check_array(returned)
         _check_counts(returned)
     if handle is not None:
         handle = _handle(*handle)
@@ -384,10 +371,10 @@ def _answer(
 
 def _handle(spec_id: Any, spec: Any, values: Any, parcel: Any, segments: Any) -> Handle:
     if type(values) is not tuple or not (parcel is None or type(parcel) is bytes):
-        raise ProtocolError("a handle whose values or parcel are none")
+        raise ProtocolError("a handle with malformed values or a malformed parcel")
     _check_counts((spec_id,))
     if segments != ():
-        _check_blocks(segments, 3, tuple)
+        _blocks(segments, 3)
     return Handle(spec_id, spec, values, parcel, segments)
 
 

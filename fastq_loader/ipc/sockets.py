@@ -2,11 +2,11 @@
 
 `ConsumerSocket` runs in the consumer, `WorkerSocket` in a worker; both on one thread each. Each worker binds
 an ipc endpoint of its own and the consumer connects to it under the worker's number as routing id, so tasks
-can be queued before the worker is up. A worker that takes the place of a dead one has an endpoint and a
-routing id that nobody had before it, so nothing that was meant for the dead one reaches it. The folder is
-private to the user (0700), and is gone as soon as every worker is connected.
+can be queued before the worker is up. A worker that replaces a dead one has a new endpoint and routing id, so
+nothing that was meant for the dead one reaches it. The folder is private to the user (0700), and is removed
+as soon as every worker is connected.
 
-One `wait` serves everything (design, rule 7): the socket, the workers' process descriptors, a wake-up.
+One `wait` serves everything: the socket, the workers' process descriptors, a wake-up.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ def endpoint_folder() -> str:
     """A fresh 0700 folder whose socket paths are short enough, whatever TMPDIR says.
 
     Raises:
-        OSError: no folder could be made in any of the places tried.
+        OSError: no folder could be made anywhere.
     """
     failure: OSError | None = None
-    places = (_temp_folder(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/var/tmp", "/dev/shm")
-    for place in places:
+    parents = (_temp_folder(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/var/tmp", "/dev/shm")
+    for parent in parents:
         # mkdtemp adds eight characters to the prefix; the socket's name is the longest there could be.
         try:
             # zmq takes endpoints as UTF-8.
-            if not place or len(place.encode()) + len("/fastq-12345678/w12345.123456") > _LONGEST_PATH:
+            if not parent or len(parent.encode()) + len("/fastq-12345678/w12345.123456") > _LONGEST_PATH:
                 continue
-            return tempfile.mkdtemp(prefix="fastq-", dir=place)
+            return tempfile.mkdtemp(prefix="fastq-", dir=parent)
         except UnicodeEncodeError:
             continue
         except OSError as error:
             failure = error
-    raise failure or OSError(f"no folder with a path short enough for a socket among {places}")
+    raise failure or OSError(f"no folder with a path short enough for a socket in any of {parents}")
 
 
 def _temp_folder() -> str | None:
@@ -116,8 +116,8 @@ def socket_name(worker: int, generation: int) -> str:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder of sockets; what is gone already, or cannot go, is left."""
-    # Not shutil.rmtree: cut short by a handler of a signal it closes a descriptor twice.
+    """Remove a folder of sockets, as far as that is possible."""
+    # Not shutil.rmtree: when a handler of a signal cuts it short, it closes a descriptor twice.
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             os.unlink(os.path.join(folder, name))
@@ -129,15 +129,15 @@ def _together(frames: Sequence[bytes]) -> bytes:
 
 
 def _drop_rest(socket: zmq.Socket[bytes]) -> None:
-    """Receive what is left of a message that has more parts than ours have."""
+    """Receive the rest of a message that has more parts than ours."""
     while socket.getsockopt(_RCVMORE):
         socket.recv()
 
 
 @contextlib.contextmanager
 def _yielding_threads() -> Iterator[None]:
-    """Threads that are started in here do not take a core from one that is busy, and wait for a free one or
-    their turn. (zmq's own option for this ends the process where the system does not let it.)"""
+    """Threads that are started in here do not preempt others: they wait for a free core or their turn. (zmq's
+    own option for this ends the process where the system does not allow it.)"""
     yielding = False
     with contextlib.suppress(OSError, AttributeError):  # a sandbox; a system without these
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
@@ -160,7 +160,7 @@ class ConsumerSocket:
 
     Attributes:
         woken: `wake` was called.
-        rejected: frames that were no message, or nobody's that it knows, since they were last taken.
+        rejected: frames that were not a message, or not from a worker. Whoever reads it sets it to 0.
     """
 
     def __init__(self, folder: str, workers: int, token: bytes) -> None:
@@ -171,9 +171,9 @@ class ConsumerSocket:
         self._waking = threading.RLock()  # no wake-up is written to a descriptor that was closed
         self._wake = calls.wake_up()
         self._context = zmq.Context(io_threads=1)
-        # A message that comes while all cores are busy need not stop a worker or a training step: zmq's
-        # thread then finds several at once, with half as many switches. (A worker's cannot wait: its answer
-        # would come after the worker's next batch.)
+        # A message that comes while all cores are busy should not interrupt a worker or a training step.
+        # zmq's thread finds several at once later, with half as many switches. (A worker's socket has to be
+        # quick: its answer would be sent after the next batch.)
         with _yielding_threads():
             self._socket = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
@@ -195,7 +195,7 @@ class ConsumerSocket:
         self._poller.register(self._wake, zmq.POLLIN)
 
     def connect(self, folder: str, worker: int, generation: int) -> None:
-        """Expect a worker; what is sent to it from here on waits until it is up."""
+        """Expect a worker. What is sent to it before it is up waits."""
         name = socket_name(worker, generation)
         self._endpoints[worker] = endpoint(folder, name)
         self._names[worker] = name.encode()
@@ -206,7 +206,7 @@ class ConsumerSocket:
     def disconnect(self, worker: int) -> None:
         """`worker` is dead: nothing is sent to it any more, and nothing that it sent is received."""
         del self._numbers[self._names.pop(worker)]
-        with contextlib.suppress(zmq.ZMQError):  # its end was noticed here already
+        with contextlib.suppress(zmq.ZMQError):  # zmq has noticed its end already
             self._socket.disconnect(self._endpoints.pop(worker))
 
     def send(self, worker: int, message: Message) -> None:
@@ -220,13 +220,13 @@ class ConsumerSocket:
         self._socket.send(frame, _NOBLOCK)
 
     def send_frames(self, worker: int, frames: Sequence[bytes]) -> None:
-        """Queue messages, encoded, in one go."""
+        """Queue encoded messages, in one go."""
         if frames:
             self._socket.send(self._names[worker], _NOBLOCK_MORE)
             self._socket.send(_together(frames), _NOBLOCK)
 
     def send_all(self, *frames: bytes, but: Container[int] = ()) -> None:
-        """Queue the same messages, encoded, for every worker `but` some, in one go."""
+        """Queue the same encoded messages for every worker `but` some, in one go."""
         frame = _together(frames)
         for worker, name in self._names.items():
             if worker not in but:
@@ -234,8 +234,8 @@ class ConsumerSocket:
                 self._socket.send(frame, _NOBLOCK)
 
     def receive(self) -> tuple[int, Hello | Answer | Ping | None] | None:
-        """The next message and the worker that sent it; None if there is none now. What is no message is
-        counted in `rejected` and dropped; of a worker that is known, None says so."""
+        """The next message and the worker that sent it; None if there is none now. A frame that is not a
+        message is counted in `rejected` and dropped. If a worker sent it, None stands for the message."""
         while True:
             try:
                 name = self._socket.recv(_NOBLOCK)
@@ -252,11 +252,6 @@ class ConsumerSocket:
             self.rejected += 1
             if worker is not None:
                 return worker, None
-
-    def take_rejected(self) -> int:
-        """Frames that were rejected since the last call."""
-        rejected, self.rejected = self.rejected, 0
-        return rejected
 
     def watch(self, descriptor: int) -> None:
         """Let `wait` return when `descriptor` becomes readable (a process descriptor: has ended)."""
@@ -287,8 +282,8 @@ class ConsumerSocket:
                 calls.wake(self._wake)
 
     def close(self) -> None:
-        # Not left to the context: it finds its sockets through weak references, which are dead already
-        # when the garbage collector ends a loader, and would wait for the socket for ever.
+        # Not left to the context: it finds its sockets through weak references. These are dead when the
+        # garbage collector ends a loader, and the context would wait for the socket for ever.
         self._poller = zmq.Poller()
         self._socket.close(linger=0)
         # pyzmq gives a term() up that a signal interrupts, and leaves the context's thread and descriptors.
@@ -303,13 +298,13 @@ class ConsumerSocket:
             os.close(wake)
 
 
-#: In a forked child of a worker: what must not be closed there, not even by the garbage collector.
+#: In a forked child of a worker: sockets that must not be closed there, not even by the garbage collector.
 _inherited: list[WorkerSocket] = []
 
 
 class WorkerSocket:
-    """A worker's end. Made in the worker process, after it was started (design, rule 9). A child that user
-    code forked there leaves when it comes here."""
+    """A worker's end. Made in the worker process, because a context of zmq does not survive a fork. A child
+    that user code forked there ends when it uses the socket."""
 
     def __init__(self, folder: str, name: str) -> None:
         self._pid = process_id.current()
@@ -326,7 +321,8 @@ class WorkerSocket:
         self._socket.send(encode(message))
 
     def receive(self, block: bool) -> Task | Epoch | Space | Stop | Ping | None:
-        """The next message; without `block` None if there is none now. What is no message is dropped."""
+        """The next message; without `block` None if there is none now. A frame that is not a message is
+        dropped."""
         process_id.stay_in(self._pid)
         while True:
             try:
@@ -343,7 +339,7 @@ class WorkerSocket:
             self._frames.extendleft(reversed(message.frames))
 
     def told_to_stop(self) -> bool:
-        """Whether a Stop is among what has come and was not read; it stays there."""
+        """Whether a Stop has come and was not read; it stays there."""
         process_id.stay_in(self._pid)
         with contextlib.suppress(zmq.Again):
             while True:

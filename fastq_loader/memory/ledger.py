@@ -36,8 +36,8 @@ BLOCK_TRANSITIONS: dict[str, dict[str, str]] = {
 }
 
 PAGE = 4096
-#: Bytes from which a block less in the pool is worth a worker's glances at the promise. Below it a further
-#: block is made once, and the next tasks find it free.
+#: Bytes from which a block is promised. For less, another block costs less than the worker's polls for the
+#: release: it is made once, and the next tasks find it free.
 WORTH_A_PROMISE = 4 << 20
 #: Where fields begin in a batch that goes to a device in one piece: what CUDA's own allocator aligns to.
 DEVICE_ALIGNMENT = 256
@@ -72,7 +72,7 @@ class Holder(NamedTuple):
 
     Attributes:
         worker: its number, or None.
-        ticket: of the task that nobody has claimed yet, or None.
+        ticket: of a task that is unclaimed, or None.
     """
 
     worker: int | None
@@ -85,7 +85,7 @@ class Block:
     Attributes:
         offset, size: in bytes.
         state: by the table above.
-        writer: who holds the grant; None: nobody.
+        writer: who holds the grant, or None.
         home: the worker that made it.
         kept: its writer has answered, and neither shipped nor returned it: user code references it there.
         used: the number of tasks that there had been when it was last written to or held.
@@ -395,7 +395,7 @@ class BlockLedger:
 
     def forget_space(self, worker: int, start: int, end: int) -> Extents:
         """`worker` is dead: the ranges (offset, size) of its part of the arena, from `start` to `end`, that
-        are no blocks. A new worker in its place may make blocks there, as if it were the first one."""
+        are not blocks. The worker that replaces it may make blocks there, as if it were the first one."""
         self._space.pop(worker, None)
         gaps = []
         for offset in [offset for offset in self._offsets if start <= offset < end]:
@@ -432,7 +432,9 @@ class BlockLedger:
         assert all(b.state == GRANTED for b in blocks if b.kept), "a worker keeps what is not its own"
         assert self.nbytes == sum(b.size for b in blocks)
         assert self.free_bytes == sum(b.size for b in blocks if b.state == FREE)
-        assert all(b.writer is not None for b in blocks if b.state in (GRANTED, PROMISED)), "nobody's grant"
+        assert all(b.writer is not None for b in blocks if b.state in (GRANTED, PROMISED)), (
+            "a grant without a writer"
+        )
         assert self._offsets == sorted(self._blocks), "a block is not found by its address"
         spans = sorted([(b.offset, b.size) for b in blocks] + list(chain(*self._space.values())))
         for (left, size), (right, _) in pairwise(spans):

@@ -51,31 +51,33 @@ class BlockPool:
         """A worker has ended: what was granted to it can be granted again."""
         self._ledger.writer_dead(worker)
 
-    def trim(self, batches: int, forget: Callable[[int], None]) -> bool:
-        """Give the pages of blocks that `batches` batches do not need back to the system.
+    def trim(self, batches: int, forget: Callable[[int], None] | None = None) -> bool:
+        """Give the pages of free blocks that `batches` batches do not need back to the system.
 
         Args:
-            batches: for which blocks stay; those that users hold stay anyway.
-            forget: called with the offset of each block before its pages go.
+            batches: for which blocks stay. forget: called with the offset of each block before its pages go:
+            a device that has locked them must
+                not go on to read them.
 
         Returns:
-            Whether workers have something to be told of; see `space`.
+            Whether there is new `space` to tell workers of.
         """
         trimmed = self._ledger.trim(batches)
         for offset, size in trimmed:
-            forget(offset)
+            if forget is not None:
+                forget(offset)
             self.arena.mapping.punch(offset, size)
         return bool(trimmed)
 
     # ---- address ranges -----------------------------------------------------------------------
 
     def space(self, worker: int) -> Extents:
-        """Ranges (offset, size) of trimmed blocks in which `worker` may make new blocks; asked for once."""
+        """Ranges (offset, size) of trimmed blocks in which `worker` may make new blocks; each once."""
         return self._ledger.space(worker)
 
     def clear_space(self, worker: int) -> Extents:
         """The ranges (offset, size) of a dead worker's part of the arena in which its successor may make
-        blocks. What the dead one wrote there, and nobody heard of, goes back to the system."""
+        blocks. Pages that the dead one wrote there go back to the system."""
         space = self._ledger.forget_space(worker, *self.arena.mapping.region(worker))
         for offset, size in space:
             self.arena.mapping.punch(offset, size)

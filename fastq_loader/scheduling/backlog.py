@@ -1,13 +1,13 @@
-"""What a busy worker need not know: how much each has been sent and may not have read.
+"""The messages that busy workers have not read: a worker that is far behind is passed over.
 
-Pure. Where tasks are claimed every worker is sent every task, and one that is busy for long would have in its
-queue all that the others load. So a ping goes along after a number of messages, and the worker sends it back
-when it comes to it. One that has as many behind the ping is passed over until then. When it has read the ping
-it is sent what it has missed, as far as nobody has claimed it.
+Pure. Every worker is sent every shared task, so a worker that is busy for long would have in its queue all
+that the others load. After a number of messages each worker is sent a ping, which it sends back when it has
+read it. A worker that has as many messages behind the ping is passed over until then. When the ping is back,
+it is sent what it has missed, except for the tasks that were claimed meanwhile.
 
-An idle worker reads everything and is never passed over. A busy one that knows of no task when it is done,
-because all that it knows were claimed, has a ping to send back, and that wakes the consumer. Only where the
-consumer is in the middle of a training step does the worker wait, once in so many batches of the others.
+An idle worker reads everything and is never passed over. A busy one may be done when all the tasks that it
+knows were claimed. It has a ping to send back then, and that wakes the consumer. The worker waits only where
+the consumer is in the middle of a training step, once in so many batches of the others.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Backlog(Generic[T]):
     """The messages for all workers of one pool, of whatever type.
 
     Args:
-        limit: messages from one ping to the next, at least as many as a window has batches. Then nobody is
-            passed over in an epoch with order, where the others come no further than that past a batch.
+        limit: messages from one ping to the next. With at least as many as the window has batches, no worker
+            is passed over in an epoch with order, because the others come no further past a batch.
 
     Attributes:
         behind: workers that were passed over.
@@ -35,9 +35,9 @@ class Backlog(Generic[T]):
         self._limit = limit
         self._sent = 0  # messages to all, ever
         self._since: dict[int, int] = {}  # worker → of these, those up to its last ping
-        self._next = 0  # of these, those after which somebody has to be looked at
-        self._pinged: set[int] = set()  # workers that have still to read it
-        self._missed: dict[int, T] = {}  # ticket → a task that somebody was not sent
+        self._next = 0  # of these, those after which a worker is due for a ping or to be passed over
+        self._pinged: set[int] = set()  # workers that have not sent it back
+        self._missed: dict[int, T] = {}  # ticket → a task that a worker was not sent
         self._epoch: T | None = None
         self._outdated: set[int] = set()  # workers that were not sent the epoch
         self.behind: set[int] = set()
@@ -56,7 +56,7 @@ class Backlog(Generic[T]):
             self._missed.clear()
 
     def announce(self, epoch: T) -> list[int]:
-        """An epoch begins: the message goes to all but those `behind`. Who is to be sent a ping then."""
+        """An epoch begins: the message goes to all workers but those `behind`. Returns which to ping then."""
         self._pass_over()
         self._missed.clear()
         self._epoch = epoch
@@ -65,7 +65,7 @@ class Backlog(Generic[T]):
         return self._due()
 
     def offer(self, tasks: Mapping[int, T], on_offer: Callable[[int], bool]) -> list[int]:
-        """These tasks, by ticket, go to all but those `behind`. Who is to be sent a ping then.
+        """These tasks, by ticket, go to all workers but those `behind`. Returns which to ping then.
 
         Args:
             tasks: they can be claimed.
@@ -84,15 +84,15 @@ class Backlog(Generic[T]):
         """A worker has sent its ping back.
 
         Raises:
-            ProtocolError: it had none.
+            ProtocolError: it was not sent one.
         """
         if worker not in self._pinged:
             raise ProtocolError(f"worker {worker} sent a ping back that it had not got")
         self._pinged.discard(worker)
 
     def catch_up(self, on_offer: Callable[[int], bool]) -> tuple[dict[int, list[T]], list[int]]:
-        """What those that were passed over are to be sent, now that they have read what came before, and who
-        is to be sent a ping then."""
+        """The messages for the workers that were passed over and have read what came before; and which to
+        ping then."""
         ready = self.behind - self._pinged
         if not ready:
             return {}, []
@@ -118,7 +118,7 @@ class Backlog(Generic[T]):
         self._missed = {ticket: task for ticket, task in self._missed.items() if on_offer(ticket)}
 
     def _due(self) -> list[int]:
-        """Who is to be sent a ping."""
+        """The workers to ping."""
         due, near = [], self._since.keys() - self.behind
         for worker in near:
             if self._sent - self._since[worker] >= self._limit and worker not in self._pinged:

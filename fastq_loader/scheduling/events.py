@@ -21,17 +21,14 @@ class Draw(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send a task to `worker`, or to all workers (None): then the first that is free claims it."""
+    """Send a task to `worker`, or to all workers (None): the first that is free claims it."""
 
     worker: int | None
     task: Task
 
 
 class Replace(NamedTuple):
-    """Start a new `worker` in the place of the dead one, which was at batch `seq` (None: at none).
-
-    `cause`: how it died.
-    """
+    """Start a new process for `worker`, which died at batch `seq` (None: at none). `cause`: how it died."""
 
     worker: int
     seq: int | None
@@ -39,7 +36,7 @@ class Replace(NamedTuple):
 
 
 class Deliver(NamedTuple):
-    """Hand out what is at this position: a worker's answer, or an error from before any worker."""
+    """Hand out what is at this position: the answer of a worker, or an error without one."""
 
     seq: int
     worker: int | None
@@ -48,14 +45,18 @@ class Deliver(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Batch `seq` is next, and `worker` (None: whoever claimed it) has it: wait for an arrival.
+    """Batch `seq` is next: wait for an arrival.
 
-    `behind`: batches that are ready and wait for this one.
+    Attributes:
+        worker: has its task; None: whichever claimed it.
+        behind: batches that are ready and wait for this one.
+        attempt: how often its task was sent again.
     """
 
     worker: int | None
     seq: int
     behind: int
+    attempt: int = 0
 
 
 class Break(NamedTuple):
@@ -80,8 +81,8 @@ class EpochStarted(NamedTuple):
 
     Attributes:
         epoch: its number.
-        taken_back: tickets of older shared tasks that no worker will answer any more.
-        claimed: ticket → worker of those that one has claimed.
+        taken_back: tickets of older shared tasks that no worker can claim any more.
+        claimed: ticket → worker of the older ones that a worker has claimed.
     """
 
     epoch: int
@@ -113,7 +114,7 @@ class Undeliverable(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """`worker` answered. `fault`: why the batch in the answer cannot be used."""
+    """`worker` answered. `fault`: why the answer cannot be used."""
 
     worker: int
     answer: Answer
@@ -124,9 +125,9 @@ class Died(NamedTuple):
     """`worker` is confirmed dead, and what it had sent has arrived.
 
     Attributes:
-        seq: the batch that it was working on, or whose task was assigned to it next; None if there was none.
+        seq: the batch that it was working on; None if there was none.
         cause: how it died.
-        claimed: tickets of the shared tasks that it had claimed, and whose answers were lost with it.
+        claimed: tickets of the shared tasks that it had claimed and not answered.
     """
 
     worker: int
@@ -140,7 +141,7 @@ class Wanted(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """The next batch is late, and nothing else has come: the consumer is about to sleep."""
+    """The next batch is late and nothing else has come: the consumer is about to sleep."""
 
 
 Event = EpochStarted | Drawn | Exhausted | DrawFailed | Undeliverable | Arrived | Died | Wanted | Idle

@@ -1,7 +1,8 @@
 """The batches that were asked for and not handed out, and the reorder ring that puts them in order.
 
-Pure. A batch enters when its index is drawn and leaves when it is handed out. What is ready early waits in
-the ring. What will never come (a worker's part of an iterable dataset had ended) is passed over.
+Pure. A batch enters when its index is drawn and leaves when it is handed out. A batch that is ready early
+waits in the ring. One that will never come, because its worker's part of an iterable dataset had ended, is
+skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 _EMPTY: Any = object()
 
-#: An answer, or an error from where no worker answers.
+#: An answer, or an error without one.
 Outcome = tuple[Answer | None, BaseException | None]
 
 
@@ -147,9 +148,8 @@ class InFlight:
         return self._ring.pop()
 
     def upcoming(self, arrivals: Iterable[Any], count: int, in_order: bool) -> list[Answer]:
-        """The answers with a batch among the next `count` to be handed out, as far as they came: in order the
-        first ones in flight, else those in `arrivals`. No others are searched, because this is asked for at
-        every batch."""
+        """The answers with a batch among the next `count` to be handed out, as far as they have come: in
+        order those of the first batches in flight, else those in `arrivals`."""
         if in_order:
             batches = [self._batches.get(seq) for seq in range(self.head, self.head + count)]
             answers = (batch.answer for batch in batches if batch is not None and batch.answer is not None)

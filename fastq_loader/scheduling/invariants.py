@@ -1,6 +1,6 @@
 """What holds between any two events of the scheduler. Tests check it after every step.
 
-Pure. It looks at the scheduler's private parts, because it speaks about them.
+Pure. It reads the scheduler's private parts, because it speaks about them.
 """
 
 from __future__ import annotations
@@ -26,34 +26,32 @@ def check(scheduler: Scheduler) -> None:
 
 
 def _check_batches(scheduler: Scheduler) -> None:
-    line, window, workers = scheduler._in_flight, scheduler.window, scheduler._worker_table
+    in_flight, window, workers = scheduler._in_flight, scheduler.window, scheduler._worker_table
     assert window.size <= window.widest
-    assert len(line) <= window.widest + scheduler.workers, "more batches under way than the window allows"
+    assert len(in_flight) <= window.widest + scheduler.workers, "more batches than the window allows"
     arrived = [event for event in scheduler._arrivals if type(event) is Arrived]
     ready = {event.answer.seq for event in arrived}
-    # Their end waits in the inbox: until it is processed, what they skipped after it is still SENT.
+    # Their end has arrived and is not processed: what they skipped after it is still SENT.
     ending = {event.worker for event in arrived if event.answer.outcome == ENDED}
 
     def to_come(batch: Batch) -> int:
         return (scheduler.outstanding.get((scheduler.epoch, batch.seq)) is batch) + (batch.seq in ready)
 
-    for batch in line:
-        assert line.head <= batch.seq < line.drawn, f"batch {batch.seq} was delivered, or never drawn"
+    for batch in in_flight:
+        assert in_flight.head <= batch.seq < in_flight.drawn, f"batch {batch.seq} is not in flight"
         assert batch.state in (SENT, READY, LOST), f"batch {batch.seq} is {batch.state}"
         if batch.state == SENT and (batch.worker is None or not workers.exhausted(batch.worker)):
             assert to_come(batch) == 1 or (to_come(batch) == 0 and batch.worker in ending), (
                 f"batch {batch.seq} will be answered {to_come(batch)} times"
             )
     failed = sum(type(event) is Unanswered for event in scheduler._arrivals)
-    assert sum(batch.state == READY for batch in line) == line.waiting + failed, (
-        "a ready batch is not in the ring"
-    )
+    ready_batches = sum(batch.state == READY for batch in in_flight)
+    assert ready_batches == in_flight.waiting + failed, "a ready batch is not in the ring"
 
 
 def _check_blocks(scheduler: Scheduler) -> None:
-    waiting = [
-        event.answer for event in scheduler._arrivals if type(event) is Arrived
-    ] + scheduler._in_flight.answers()
+    arrived = [event.answer for event in scheduler._arrivals if type(event) is Arrived]
+    waiting = arrived + scheduler._in_flight.answers()
     filled = sorted(offset for answer in waiting for offset, _ in answer.used)
     assert filled == scheduler.pool.filled(), "a filled block belongs to no batch that waits"
 
@@ -64,7 +62,7 @@ def _check_workers(scheduler: Scheduler) -> None:
         for worker in range(scheduler.workers):
             mine = sum(batch.worker == worker for batch in scheduler._in_flight)
             assert workers.exhausted(worker) or workers.undelivered(worker) == mine
-        assert all(batch.worker is not None for batch in outstanding.values()), "a task was sent to nobody"
+        assert all(batch.worker is not None for batch in outstanding.values()), "a task was sent to no worker"
     for (epoch, seq), batch in outstanding.items():
-        assert batch.worker is None or not workers.dead(batch.worker), "a dead worker owes an answer"
-        assert epoch != scheduler.epoch or not workers.nobody_left, f"batch {seq} waits, and nobody is left"
+        assert batch.worker is None or not workers.is_dead(batch.worker), "a dead worker owes an answer"
+        assert epoch != scheduler.epoch or not workers.is_dead(None), f"no worker is left for batch {seq}"

@@ -69,12 +69,12 @@ class Scheduler:
         shared_tasks: any worker may claim a task. Not for iterable datasets: their workers cannot stand in
             for each other.
         restarts: how many dead workers are replaced in an epoch.
-        slots: of the table of claims; more than the window is wide and there are workers, together.
+        slots: of the table of claims; more than the widest window and the workers together.
 
     Attributes:
-        outstanding: what is to be answered.
-        stale: answers dropped because their epoch or attempt was over, since they were last taken.
-        refused: answers whose blocks could not be theirs, since it was made.
+        outstanding: the tasks that are to be answered.
+        stale: answers that were dropped because their epoch was over.
+        refused: answers that could not be used.
     """
 
     def __init__(
@@ -120,30 +120,13 @@ class Scheduler:
         """Whether a worker that dies now is replaced."""
         return self._restarts_left > 0
 
-    def unanswered(self, worker: int | None = None) -> list[tuple[int, int]]:
-        """(seq, attempt) of this epoch's tasks that `worker` (None: anyone) has to answer, ascending."""
-        return self.outstanding.of(self.epoch, worker)
-
-    def take_stale(self) -> int:
-        """Answers that were dropped as stale since the last call."""
-        stale, self.stale = self.stale, 0
-        return stale
-
-    def expects(self, worker: int, answer: Answer) -> bool:
-        """Whether `worker` may give this answer: this attempt is its own, or could have been claimed."""
-        return self.outstanding.expects(worker, answer)
-
     def index_of(self, seq: int) -> Any:
         """The index of a batch that is not delivered yet, for error texts; None if it is unknown."""
         batch = self._in_flight.get(seq)
         return None if batch is None else batch.index
 
-    def attempt_of(self, seq: int) -> int:
-        """How often a batch that is not delivered yet was sent again."""
-        return self._in_flight[seq].attempt
-
     def upcoming(self, count: int) -> list[Answer]:
-        """The answers with a batch among the next `count` to be handed out, so far as they came."""
+        """The answers with a batch among the next `count` to be handed out, as far as they have come."""
         return self._in_flight.upcoming(self._arrivals, count, self.in_order)
 
     def check(self) -> None:
@@ -163,14 +146,14 @@ class Scheduler:
             if batch.worker is None and batch.ticket in event.taken_back:
                 self._give_back(self.outstanding.settle(epoch, seq))
             elif batch.worker is None and batch.ticket in event.claimed:
-                self.outstanding.found(batch)
+                self.outstanding.free_slot(batch)
                 self._claimed(batch, event.claimed[batch.ticket])
         self.abandon()
         self.epoch = event.epoch
         self._worker_table.begin_epoch()
         self._reset()
-        if self.shared_tasks:  # else a dead worker is missed at the first batch that is its own
-            self._idle_deaths = [worker for worker in range(self.workers) if self._worker_table.dead(worker)]
+        if self.shared_tasks:  # else a dead worker is reported at the first batch that is its own
+            self._idle_deaths = list(filter(self._worker_table.is_dead, range(self.workers)))
         return [Draw(self.window.size)]
 
     def abandon(self) -> None:
@@ -189,12 +172,12 @@ class Scheduler:
         worker = None
         if not self.shared_tasks:
             worker = self._worker_table.take_turn(None if self.in_order else self.window.size)
-            if worker is None:  # torch loses the index here too: every worker has ended, or has no room
+            if worker is None:  # no worker has room, or more to read: torch loses the index here too
                 return []
         batch = self._new_batch(worker, event.index)
-        if self._worker_table.nobody_for(worker):
+        if self._worker_table.is_dead(worker):
             batch.move("send_to_dead")
-            batch.worker = 0 if worker is None else worker
+            batch.worker = worker or 0
             return []
         batch.move("send")
         return [self._send(batch)]
@@ -241,13 +224,9 @@ class Scheduler:
 
     def _arrived(self, event: Arrived) -> list[Instruction]:
         worker, answer, fault = event
-        batch = self.outstanding.get((answer.epoch, answer.seq))
-        if batch is None or batch.worker not in (None, worker):
-            raise InvalidTransition(f"worker {worker} does not owe {answer.epoch, answer.seq}")
-        if answer.attempt != batch.attempt:
-            self.stale += 1  # its blocks are the next attempt's
-            return []
-        self.outstanding.settle(answer.epoch, answer.seq)
+        if self.outstanding.due(worker, answer) is None:
+            raise InvalidTransition(f"worker {worker} does not owe {answer[:3]}")
+        batch = self.outstanding.settle(answer.epoch, answer.seq)
         self._claimed(batch, worker)
         try:
             if fault is not None:
@@ -259,13 +238,13 @@ class Scheduler:
         if answer.epoch != self.epoch:
             self.stale += 1
             self._drop(answer)
-        elif answer.outcome != SKIPPED:  # else its batch leaves when the head comes by
+        elif answer.outcome != SKIPPED:  # else its batch leaves when it is at the head
             batch.answer = answer
             self._arrivals.append(event)
         return []
 
     def _refuse(self, batch: Batch, fault: ProtocolError) -> list[Instruction]:
-        """Its blocks stay the worker's until that has ended: nobody knows what it is writing to."""
+        """Its blocks stay the worker's until that has ended: it may still write to them."""
         self.refused += 1
         if self._in_flight.get(batch.seq) is batch:
             self._fail(batch, fault)
@@ -286,15 +265,15 @@ class Scheduler:
         return []
 
     def _lose(self, event: Died) -> list[Batch]:
-        """What nobody will answer any more now that a worker is dead; of this epoch, ascending."""
-        last = self._worker_table.nobody_left and not self._restarts_left
+        """The batches of this epoch that were lost with a worker, ascending."""
+        last = self._worker_table.is_dead(None) and not self._restarts_left
         lost = []
         for epoch, at in self.outstanding.lost_with(event, self.epoch, last):
             batch = self.outstanding.settle(epoch, at)
             if batch.worker is None:
                 self._give_back(batch)
                 batch.worker = event.worker
-            if self._in_flight.get(at) is batch:  # else of an older epoch, or past the end of its stream
+            if self._in_flight.get(at) is batch:  # else of an older epoch, or past its worker's end
                 batch.move("die")
                 lost.append(batch)
         return sorted(lost, key=lambda batch: batch.seq)
@@ -307,7 +286,7 @@ class Scheduler:
             self._deaths[event.seq] = self._deaths.get(event.seq, 0) + 1
         instructions: list[Instruction] = [Replace(worker, event.seq, event.cause)]
         if self.shared_tasks:  # what the others have been sent already
-            tasks = [self._in_flight[seq].task for seq, _ in self.unanswered()]
+            tasks = [batch.task for (of, _), batch in sorted(self.outstanding.items()) if of == self.epoch]
             instructions += [Send(worker, task) for task in tasks if task is not None]
         for batch in lost:
             if self._deaths.get(batch.seq, 0) >= DEADLY:
@@ -336,7 +315,7 @@ class Scheduler:
             if not self._arrivals:
                 if self._idle_deaths:
                     return [Break(self._idle_deaths.pop(), None, None)]
-                return [Wait(head.worker, head.seq, self._in_flight.waiting)]
+                return [Wait(head.worker, head.seq, self._in_flight.waiting, head.attempt)]
             instructions = self._process(self._arrivals.popleft())
             if instructions:
                 return instructions
@@ -347,7 +326,7 @@ class Scheduler:
         return [Draw(room)] if room else []
 
     def _process(self, arrival: Arrived | Died | Unanswered) -> list[Instruction]:
-        """One arrival, as torch takes one item off its result queue; no instruction: look again."""
+        """One arrival, as torch takes one item off its result queue. No instruction: take the next."""
         if type(arrival) is Died:
             if self.in_order or self._worker_table.exhausted(arrival.worker):
                 return []

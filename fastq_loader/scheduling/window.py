@@ -1,10 +1,9 @@
 """The reorder window: how many batches may be asked for and not handed out, all in all.
 
-Pure. A fixed window is torch's: what waits behind a late batch fills it, and the workers stop. One that may
-widen goes by what the workers still have to do: while the consumer waits for the head of the line, batches
-that are ready behind it do not count, up to a number of batches and of bytes. When the line moves again
-without the consumer having to wait, the window shrinks back to its least, slowly, because the next late batch
-is not far as a rule.
+Pure. A fixed window is torch's: batches that wait behind a late one fill it, and the workers stop. One that
+may widen goes by what the workers still have to do: while the consumer waits for the next batch, those that
+are ready behind it do not count, up to a number of batches and of bytes. When the consumer need not wait any
+more, the window shrinks back to its least, slowly, because the next late batch is seldom far.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class WindowLimits(NamedTuple):
         Args:
             workers: how many there are.
             prefetch: batches that each works ahead.
-            iterable: each worker has its own part of the dataset, so nobody waits for the slowest of all.
+            iterable: each worker has its own part of the dataset, and no other can take over its batches.
             memory_bytes: of the machine.
         """
         fixed, ahead = schedule.window, prefetch * workers
@@ -76,16 +75,15 @@ class Window:
         self.group = group
         self.widest = least if widest is None else max(widest, least)
         self.budget = budget
-        self._calm = 0  # batches delivered since the head was late
+        self._calm = 0  # batches delivered since one was late
         self._closed = False
 
     def begin_epoch(self) -> None:
         self._closed = False
 
     def close(self) -> None:
-        """The sampler has nothing more: no more batches are asked for in this epoch. The window empties now,
-        and to ask for all that it has room for, at every batch, would be 100 million questions where it is
-        14,335 batches wide."""
+        """The sampler has nothing more, and is not asked again in this epoch: while a window of 14,335
+        batches empties, a question for each free place at every batch would make 100 million."""
         self._closed = True
 
     @property
@@ -93,8 +91,8 @@ class Window:
         return self.widest > self.least
 
     def room(self, under_way: int, unanswered: int, batch_bytes: float) -> int:
-        """How many more batches to ask for, now that the consumer is about to sleep because the head of the
-        line is late.
+        """How many more batches to ask for, now that the consumer is about to sleep because the next one is
+        late.
 
         Args:
             under_way: batches asked for and not handed out; more than `size` where it has just shrunk.

@@ -1,18 +1,18 @@
-"""The workers of a pool as the scheduler sees them: how each of them is, and whose turn it is.
+"""The workers of a pool as the scheduler sees them: the state of each, and whose turn it is.
 
-Pure. The turn is torch's: it goes around the workers that have something left to read, and in an epoch
-without order it passes those that have their share of the window already.
+Pure. Turns are torch's: they go round the workers that have something left to read. In an epoch without order
+they pass over workers that have their share of the window already.
 """
 
 from __future__ import annotations
 
 from fastq_loader.scheduling.states import ACTIVE, DEAD, DRY_DEAD, EXHAUSTED, worker_after
 
-_GONE = frozenset((DEAD, DRY_DEAD))
+_DEAD = frozenset((DEAD, DRY_DEAD))
 
 
 class WorkerTable:
-    """The states of a pool's workers, and their turns in one epoch.
+    """The states of a pool's workers, and their turns in an epoch.
 
     Args:
         workers: how many there are.
@@ -39,24 +39,18 @@ class WorkerTable:
         """Whether the worker's part of an iterable dataset has ended."""
         return self._states[worker] in EXHAUSTED
 
-    def dead(self, worker: int) -> bool:
-        return self._states[worker] in _GONE
-
-    def nobody_for(self, worker: int | None) -> bool:
-        """Whether a task for `worker` (None: for anyone) would never be answered."""
-        return self.nobody_left if worker is None else self.dead(worker)
-
-    @property
-    def nobody_left(self) -> bool:
-        return all(state in _GONE for state in self._states)
+    def is_dead(self, worker: int | None) -> bool:
+        """Whether `worker`, or all of them (None), is dead: a task for it would never be answered."""
+        states = self._states if worker is None else (self._states[worker],)
+        return _DEAD.issuperset(states)
 
     # ---- turns --------------------------------------------------------------------------------
 
     def take_turn(self, share_of: int | None) -> int | None:
-        """The worker whose turn it is, which takes a batch; None if there is nobody to take it.
+        """The worker whose turn it is, which takes a batch; None if no worker can take one.
 
         Args:
-            share_of: batches of a window in which nobody may have more than a part; None: no limit.
+            share_of: batches of a window of which each worker may have its part; None: no limit.
         """
         states = self._states
         for _ in states:
@@ -69,8 +63,8 @@ class WorkerTable:
 
     def _has_room(self, worker: int, window: int) -> bool:
         going = sum(state not in EXHAUSTED for state in self._states)
-        # torch's window is a multiple of the workers. Of another one no part is rounded down: a draw that
-        # nobody takes would be lost.
+        # torch's window is a multiple of the workers. The part of any other is rounded up: an index that no
+        # worker takes would be lost.
         share = -(-window // going) if window % len(self) else window // going
         return self._undelivered[worker] < share
 

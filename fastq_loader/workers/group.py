@@ -1,8 +1,8 @@
 """The workers as the event loop sees them: their processes, their sockets and what they have claimed.
 
-Runs in the consumer, on the thread that calls `next()`, except for `wake`. Owns everything that a worker's
-number stands for: the process that has it now, its socket, the folder where they meet. It decides nothing;
-what becomes of the batches of a worker that died is the scheduler's.
+Runs in the consumer, on the thread that calls `next()`, except for `wake` and `kill_all`. Owns what a
+worker's number stands for: the process that has it now, its socket, the folder where they meet. The scheduler
+decides what becomes of the batches of a dead worker.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from fastq_loader.workers.config import Plan
 from fastq_loader.workers.pool import WorkerPool
 from fastq_loader.workers.stopping import BRIEF
 
-#: Processes of one worker that may end on their own before they are up, one after the other: the next would
-#: fare no better.
+#: Processes that may end before they are up, one after the other, until a worker is given up.
 _FAILED_STARTS = 3
-#: Seconds that a claim in the making is waited for; it takes two microseconds unless its maker is stopped.
+#: Seconds to wait for a worker in the middle of a claim, which takes two microseconds unless it is stopped.
 _CLAIMING = 0.5
-#: Messages after which a worker is asked whether it has read them, at least. One that waits takes up to 5 kB,
-#: most of it zmq's.
+#: Messages after which a worker is pinged, at least. One that waits to be read takes up to 5 kB, mostly
+#: zmq's.
 _UNREAD = 256
 
 
-#: Arenas and sockets until they are given back. They are not left to their engine alone: a garbage
+#: Arenas and sockets until they are given back. Were their engine alone to reference them, a garbage
 #: collection that finds all of them in one cycle would close them before the last workers have ended.
 _in_use: set[object] = set()
 
@@ -71,7 +70,7 @@ class WorkerGroup:
         self._expected: dict[str, set[int]] = {}  # folder → workers that have still to connect there
         self._is_up: set[int] = set()
         self._dead: set[int] = set()
-        self._evicted: set[int] = set()  # workers that were ended for what they sent
+        self._evicted: set[int] = set()  # workers that were ended because of what they sent
         self._failed_starts: dict[int, int] = {}  # worker → processes that ended before they were up
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:
@@ -87,7 +86,7 @@ class WorkerGroup:
         folder = self._new_folder(set(range(workers)))
         self._claims = ClaimTable(arena.fd, arena.mapping.claims)
         self._processes.start(arena, folder, self.token, base_seed, shared_seed)
-        # The context of zmq has threads: it is made after the forks (design, rule 9).
+        # The context of zmq has threads, so it is made after the forks.
         self._socket = ConsumerSocket(folder, workers, self.token)
         _in_use.add(self._socket)
         for descriptor in self._processes.descriptors:
@@ -107,7 +106,7 @@ class WorkerGroup:
         """A worker has connected, or never will."""
         for folder, missing in list(self._expected.items()):
             missing.discard(worker)
-            if not missing:  # no name is needed any more
+            if not missing:  # its names are not needed any more
                 remove_folder(folder)
                 del self._expected[folder]
 
@@ -130,7 +129,8 @@ class WorkerGroup:
                 self._pinged_back(worker)
             else:
                 self._mark_ready(worker)
-        self._counters.rejected_frames += self.socket.take_rejected()
+        self._counters.rejected_frames += self.socket.rejected
+        self.socket.rejected = 0
         return None
 
     def _pinged_back(self, worker: int) -> None:
@@ -150,7 +150,7 @@ class WorkerGroup:
             self._counters.workers[started].pid = self._processes.pid(started)
 
     def is_ready(self, worker: int) -> bool:
-        """Whether a worker is up: before its hello it has nothing in hand, and no handler for signals."""
+        """Whether a worker is up. Before that it has begun no task and has no handler for signals."""
         return worker in self._is_up
 
     def pid(self, worker: int) -> int:
@@ -167,7 +167,7 @@ class WorkerGroup:
     # ---- deaths -------------------------------------------------------------------------------
 
     def ended(self, ready: Sequence[object]) -> list[int]:
-        """The workers that have ended, by what `socket.wait` found readable, and are not is_dead yet."""
+        """The workers that have ended, by what `socket.wait` found readable, and are not marked dead yet."""
         descriptors = self._processes.descriptors
         return [
             worker
@@ -180,28 +180,28 @@ class WorkerGroup:
         self._processes.kill(worker)
 
     def evict(self, worker: int) -> None:
-        """A worker sent what is no answer of its own: what it had to say will never come. End it."""
+        """End a worker that has sent what is not a due answer: its real answer will never come."""
         if worker not in self._evicted:
             self._evicted.add(worker)
             self._processes.kill(worker)
 
     def death(self, worker: int) -> tuple[str, str]:
         """How an ended worker died, in our words and in torch's."""
-        words, torch_text = self._processes.death(worker)
+        cause, torch_text = self._processes.death(worker)
         if worker in self._evicted:
-            words = "was ended, because it sent what is no answer to any of its tasks,"
-        return words, torch_text
+            cause = "was ended, because it sent what is no answer to any of its tasks,"
+        return cause, torch_text
 
-    def report(self, worker: int, words: str, seq: int | None, index: Any) -> str:
-        """The text for an ended worker: how it died (`words`), and at which batch, if at any."""
+    def report(self, worker: int, cause: str, seq: int | None, index: Any) -> str:
+        """The text for an ended worker: how it died (`cause`), and at which batch, if at any."""
         doing = "between batches"
         if seq is not None:
             doing = f"before it answered batch {seq} (indices {describe_index(decode_index(index))})"
         pid = self.pid(worker)
-        return f"DataLoader worker (pid(s) {pid}) exited unexpectedly: worker {worker} {words} {doing}"
+        return f"DataLoader worker (pid(s) {pid}) exited unexpectedly: worker {worker} {cause} {doing}"
 
     def report_late(self, worker: int | None, seq: int, index: Any) -> str:
-        """The text for a batch that has not come in time, which `worker` is working on, if anybody."""
+        """The text for a batch that has not come in time. `worker` is working on it; None: no worker is."""
         indices = describe_index(decode_index(index))
         if worker is None:
             return f"no worker has come to batch {seq} (indices {indices}) yet"
@@ -211,7 +211,7 @@ class WorkerGroup:
         )
 
     def mark_dead(self, worker: int) -> None:
-        """A worker has ended, and what it had sent was received: nothing of it comes in any more."""
+        """A worker has ended, and what it had sent was received: close its end of the socket."""
         self._dead.add(worker)
         if worker in self._is_up:
             self._failed_starts[worker] = 0
@@ -223,11 +223,11 @@ class WorkerGroup:
         self._connected(worker)
 
     def is_dead(self, worker: int) -> bool:
-        """Whether a worker is dead, and nobody has taken its place."""
+        """Whether a worker is dead and was not replaced."""
         return worker in self._dead
 
     def replace(self, worker: int, epoch: Epoch) -> None:
-        """Start a new worker in the place of a is_dead one, and let it begin the epoch.
+        """Start a new process for a dead worker, and let it begin the epoch.
 
         Raises:
             OSError: it could not be started, or one after the other ends before it is up.
@@ -251,7 +251,7 @@ class WorkerGroup:
     def begin_epoch(self, epoch: Epoch) -> None:
         """Tell all workers of a new epoch."""
         frame = encode(epoch)
-        if not self._shared_tasks:  # what a worker has to answer is sent to it however busy it is
+        if not self._shared_tasks:  # a busy worker has to be sent its own tasks all the same
             self.socket.send_all(frame)
             return
         due = self._backlog.announce(frame)
@@ -259,13 +259,13 @@ class WorkerGroup:
         self._ping(due)
 
     def offer(self, tasks: dict[int, bytes]) -> None:
-        """Send tasks that are anyone's, ticket → frame, to the workers that read what they are sent."""
+        """Send shared tasks, ticket → frame, to the workers that are not too far behind."""
         due = self._backlog.offer(tasks, self.claims.on_offer)
         self.socket.send_all(*tasks.values(), but=self._backlog.behind)
         self._ping(due)
 
     def catch_up(self) -> None:
-        """Send those that were passed over what they have missed, as soon as they have time again."""
+        """Send workers that were passed over what they have missed, if they have time again."""
         sends, due = self._backlog.catch_up(self.claims.on_offer)
         for worker, frames in sends.items():
             self.socket.send_frames(worker, frames)
@@ -290,7 +290,7 @@ class WorkerGroup:
         return outstanding.seq_of(epoch, self.claims.begun(worker)), mine
 
     def take_back(self, tickets: list[int]) -> tuple[set[int], dict[int, int]]:
-        """Of these tickets those that nobody has, which nobody will get, and the workers of the others."""
+        """Of these tickets those that were unclaimed, and are taken back; and the workers of the others."""
         taken: set[int] = set()
         claimed: dict[int, int] = {}
         for ticket in tickets:
@@ -306,7 +306,7 @@ class WorkerGroup:
             try:
                 return self.claims.take_back(ticket)
             except Busy:
-                if time.monotonic() > deadline:  # its maker is stopped: it will answer when it goes on
+                if time.monotonic() > deadline:  # the worker is stopped: it will answer when it goes on
                     return False
 
     # ---- the end ------------------------------------------------------------------------------
@@ -318,15 +318,15 @@ class WorkerGroup:
             socket.wake()
 
     def dismiss(self) -> None:
-        """Let the workers leave; whoever is told so has answered everything. `stop` sees to it."""
+        """Let the workers end, once all have answered everything. `stop` sees to the rest."""
         self.socket.send_all(encode(Stop()))
 
     def stop(self, patience: float) -> None:
-        """Let the workers finish what they do for that many seconds, and then end them; 0 asks nobody.
+        """Let the workers finish what they do for that many seconds, and then end them; 0 ends them now.
 
-        Those that take longer than an instant go on when this has returned (see `stopping`); they belong to
-        the loader's counters. When all have ended, everything is given back but the blocks that users
-        reference. May be called again when an interrupt cut it short.
+        Those that take longer than an instant go on when this has returned; `stopping` sees to them. When all
+        have ended, everything is given back but the blocks that users reference. May be called again when an
+        interrupt cut it short.
         """
         if patience and self._socket is not None and not self._processes.stopped:
             while (received := self._socket.receive()) is not None:
@@ -344,13 +344,13 @@ class WorkerGroup:
         self._processes.stop(lambda worker: 0, self._counters)
 
     def _patience(self, worker: int, patience: float) -> float:
-        """A worker that is still at its imports has nothing to finish, and does not hear what it is told."""
+        """A worker that is still at its imports has nothing to finish, and does not read its socket."""
         if self._socket is None:
             return 0
         return patience if self.is_ready(worker) or self._processes.forks else min(patience, BRIEF)
 
     def _disconnect(self) -> None:
-        """The workers have ended; those that were on their way up need no folder any more."""
+        """All workers have ended: close the sockets and the table, and remove the folders."""
         for folder in list(self._expected):  # forgotten when it is gone: an interrupt may come between
             remove_folder(folder)
             self._expected.pop(folder, None)

@@ -1,4 +1,4 @@
-"""What a busy worker need not know: bounded, and never left without word. See `scheduler_machine` too."""
+"""What a busy worker has to read is bounded, and it is told what it has missed. See `scheduler_machine` too."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_was_missed_is_kept_as_long_as_it_is_on_offer_and_no_longer() -> No
     assert not pool.backlog._missed
 
 
-def test_who_was_passed_over_is_told_the_epoch_first_and_only_the_last_one() -> None:
+def test_a_worker_that_was_passed_over_is_told_the_epoch_first_and_only_the_last_one() -> None:
     pool = Pool(workers=1, limit=2)
     for ticket in range(1, 6):
         pool.offer(ticket)
@@ -103,7 +103,7 @@ def test_who_was_passed_over_is_told_the_epoch_first_and_only_the_last_one() -> 
     assert pool.read(0) == [1000]
 
 
-def test_who_reads_is_never_passed_over() -> None:
+def test_a_worker_that_reads_is_never_passed_over() -> None:
     pool = Pool(workers=1, limit=3)
     for ticket in range(0, 300, 3):
         pool.offer(ticket, ticket + 1, ticket + 2)
@@ -112,7 +112,7 @@ def test_who_reads_is_never_passed_over() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 5, 300])
-def test_in_order_nobody_is_passed_over_in_an_epoch(window: int) -> None:
+def test_in_order_no_worker_is_passed_over_in_an_epoch(window: int) -> None:
     """The worker in the middle of batch `seq` has read what came before that, and gets a window at most."""
     for busy_from in range(window + 2):
         pool = Pool(workers=1, limit=window)
@@ -161,7 +161,7 @@ def test_a_ping_comes_back_once() -> None:
         max_size=80,
     ),
 )
-def test_whatever_happens_each_worker_knows_what_is_on_offer_or_will_be_asked(
+def test_each_worker_knows_the_tasks_or_has_a_ping_to_send_back(
     workers: int, limit: int, steps: list[tuple[str, int]]
 ) -> None:
     pool, known, epoch, ticket = Pool(workers, limit), [set[int]() for _ in range(workers)], 1, 0
@@ -185,7 +185,7 @@ def test_whatever_happens_each_worker_knows_what_is_on_offer_or_will_be_asked(
         for one in range(workers):
             queue = pool.queues[one]
             if one in pool.backlog.behind:
-                assert None in queue or one not in pool.backlog._pinged, "it waits for what nobody will send"
+                assert None in queue or one not in pool.backlog._pinged, "it waits for ever"
             else:
                 assert pool.offered | {-epoch} <= known[one] | set(queue), "it was told nothing"
     for one in range(workers):

@@ -1,104 +1,152 @@
-"""The reorder ring, against a dict that does the same without a bound."""
+"""The reorder ring against a dict, and the batches of an epoch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fastq_loader.scheduling.ring import ReorderRing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastq_loader.ipc.messages import BATCH, ERROR, Answer
+from fastq_loader.scheduling.events import Arrived
+from fastq_loader.scheduling.in_flight import InFlight, ReorderRing
+from fastq_loader.scheduling.states import Batch
+
 STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("push"), st.integers(-2, 12)),  # relative to the head
-        st.tuples(st.sampled_from(("pop", "skip", "drain")), st.just(0)),
-    ),
+    st.tuples(st.just("push"), st.integers(-2, 12))  # relative to the head
+    | st.tuples(st.sampled_from(("pop", "skip", "clear")), st.just(0)),
     max_size=60,
 )
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 9), STEPS)
-def test_it_behaves_like_a_dict(capacity: int, steps: list[tuple[str, int]]) -> None:
+def test_the_ring_behaves_like_a_dict(capacity: int, steps: list[tuple[str, int]]) -> None:
     ring: ReorderRing[Any] = ReorderRing(capacity)
     model: dict[int, Any] = {}
     head = 0
     for number, (step, relative) in enumerate(steps):
-        if step == "push":
-            seq = head + relative
-            if 0 <= relative < capacity and seq not in model:
-                ring.push(seq, number)
-                model[seq] = number
-            else:
-                with pytest.raises(ValueError, match=f"seq={seq}"):
-                    ring.push(seq, -1)
+        seq = head + relative
+        if step == "push" and (not 0 <= relative < capacity or seq in model):
+            with pytest.raises(ValueError, match=f"seq={seq} "):
+                ring.push(seq, -1)
+        elif step == "push":
+            ring.push(seq, number)
+            model[seq] = number
         elif step == "pop":
-            if head in model:
-                assert ring.pop_ready() == model.pop(head)
-                head += 1
-            else:
-                with pytest.raises(LookupError, match=f"seq={head}"):
-                    ring.pop_ready()
-        elif step == "skip":
-            if head in model:
-                with pytest.raises(ValueError, match=f"seq={head}"):
-                    ring.skip()
-            else:
+            assert ring.pop() == model.get(head)
+            head += model.pop(head, None) is not None
+        elif step == "skip" and head in model:
+            with pytest.raises(ValueError, match=f"seq={head} "):
                 ring.skip()
-                head += 1
+        elif step == "skip":
+            ring.skip()
+            head += 1
         else:
-            assert sorted(ring.drain()) == sorted(model.values())
+            ring.clear()
             model.clear()
-        assert ring.head == head
-        assert len(ring) == len(model)
-        assert ring.ready() == (head in model)
+        assert (ring.head, len(ring)) == (head, len(model))
+        assert sorted(ring.items()) == sorted(model.values())
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.data(), st.integers(1, 6), st.integers(0, 30))
-def test_any_order_within_the_window_leaves_in_order(data: st.DataObject, capacity: int, total: int) -> None:
-    ring: ReorderRing[int] = ReorderRing(capacity)
-    waiting: list[int] = []
-    asked = 0
-    left: list[int] = []
-    while len(left) < total:
-        while asked < min(total, ring.head + capacity):
-            waiting.append(asked)
-            asked += 1
-        seq = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
-        ring.push(seq, seq)
-        while ring.ready():
-            left.append(ring.pop_ready())
-    assert left == list(range(total))
-    assert len(ring) == 0
-
-
-@pytest.mark.parametrize("item", [None, False, 0, (), ""])
+@pytest.mark.parametrize("item", [False, 0, (), ""])
 def test_items_that_count_as_false_are_items(item: Any) -> None:
-    ring: ReorderRing[Any] = ReorderRing(2)
+    ring: ReorderRing[Any] = ReorderRing(1)
     ring.push(0, item)
-    assert ring.ready()
-    with pytest.raises(ValueError, match="in the ring"):
+    assert ring.items() == [item]
+    with pytest.raises(ValueError, match="seq=0 is in the ring"):
         ring.push(0, item)
-    assert ring.pop_ready() is item
-    assert ring.drain() == []
-
-
-def test_draining_keeps_the_head_and_frees_the_slots() -> None:
-    ring: ReorderRing[str] = ReorderRing(3)
-    ring.push(0, "zero")
-    ring.pop_ready()
-    ring.push(2, "two")
-    ring.push(3, "three")
-    assert set(ring.drain()) == {"two", "three"}
-    assert (ring.head, len(ring), ring.ready()) == (1, 0, False)
-    for seq in (1, 2, 3):
-        ring.push(seq, str(seq))
-    assert [ring.pop_ready() for _ in range(3)] == ["1", "2", "3"]
+    assert ring.pop() is item
 
 
 @pytest.mark.parametrize("capacity", [0, -1])
-def test_a_ring_has_a_slot_at_least(capacity: int) -> None:
-    with pytest.raises(ValueError, match=f"capacity={capacity}"):
+def test_a_ring_has_at_least_one_slot(capacity: int) -> None:
+    with pytest.raises(ValueError, match=f"capacity={capacity} "):
         ReorderRing(capacity)
+
+
+def answer(seq: int, outcome: int = BATCH) -> Answer:
+    return Answer(1, seq, 0, outcome, 0, 0, (), (), None)
+
+
+def sent(*workers: int | None) -> InFlight:
+    """Batches 0, 1, …, each sent to its worker."""
+    in_flight = InFlight(len(workers))
+    for worker in workers:
+        in_flight.new(worker, f"index {in_flight.drawn}").move("send")
+    return in_flight
+
+
+def ready(in_flight: InFlight, seqs: Sequence[int]) -> None:
+    for seq in seqs:
+        batch = in_flight[seq]
+        batch.move("answer")
+        batch.answer = answer(seq, ERROR if seq == 3 else BATCH)
+        in_flight.push(batch, (batch.answer, None))
+
+
+def test_a_batch_is_in_flight_from_its_draw_until_it_leaves() -> None:
+    in_flight = sent(0, 1)
+    assert (len(in_flight), in_flight.drawn, in_flight.head, in_flight.waiting) == (2, 2, 0, 0)
+    assert [(batch.seq, batch.worker, batch.index) for batch in in_flight] == [
+        (0, 0, "index 0"),
+        (1, 1, "index 1"),
+    ]
+    ready(in_flight, [1])
+    assert in_flight.waiting == 1
+    assert in_flight.pop() is None
+    ready(in_flight, [0])
+    for seq in (0, 1):
+        assert in_flight.pop() == (answer(seq), None)
+        in_flight.leave(in_flight[seq], "deliver")
+        assert in_flight.get(seq) is None
+    assert (len(in_flight), in_flight.head) == (0, 2)
+    assert in_flight.head_batch(bool) is None
+
+
+def test_batches_that_will_never_come_are_passed_over() -> None:
+    in_flight = sent(0, 1, 0, None, 1)
+    in_flight.leave(in_flight[0], "end")
+    ready(in_flight, [1, 4])
+
+    def head() -> Batch | None:
+        return in_flight.head_batch(exhausted={0}.__contains__)
+
+    assert head() is in_flight[1]
+    assert in_flight.pop() is not None
+    in_flight.leave(in_flight[1], "deliver")
+    assert head() is in_flight[3], "any worker may claim it"
+    assert [batch.seq for batch in in_flight] == [3, 4]
+    in_flight.leave(in_flight[3], "end")
+    assert head() is in_flight[4], "it came before its worker's part ended"
+
+
+def test_the_lowest_batch_that_was_lost_with_a_worker() -> None:
+    in_flight = sent(1, 0, 1, 0)
+    for seq in (1, 3, 2):
+        in_flight[seq].move("die")
+    assert in_flight.lost_by(0) is in_flight[1]
+    assert in_flight.lost_by(1) is in_flight[2]
+    assert in_flight.lost_by(2) is None
+
+
+def test_the_next_batches_that_have_come_are_known() -> None:
+    in_flight = sent(*range(7))
+    ready(in_flight, [0, 2, 3, 5])
+    arrivals = [Arrived(0, answer(6)), Arrived(0, answer(3, ERROR)), object(), Arrived(0, answer(4))]
+    assert in_flight.upcoming(arrivals, 4, in_order=True) == [answer(0), answer(2)]
+    assert in_flight.upcoming(arrivals, 9, in_order=True) == [answer(0), answer(2), answer(5)]
+    assert in_flight.upcoming(arrivals, 9, in_order=False) == [answer(6), answer(4)]
+    assert in_flight.upcoming(arrivals, 1, in_order=False) == [answer(6)]
+
+
+def test_clearing_returns_the_answers_that_wait() -> None:
+    in_flight = sent(0, 0, 0)
+    ready(in_flight, [1])
+    failed = in_flight[2]
+    failed.move("fail")
+    in_flight.push(failed, (None, ValueError()))
+    assert in_flight.answers() == in_flight.clear() == [answer(1)]
+    assert (len(in_flight), in_flight.waiting, in_flight.answers()) == (0, 0, [])

@@ -98,7 +98,7 @@ def test_a_fixed_window_is_constant(least: int, steps: list[tuple[str, float]]) 
 
 
 @pytest.mark.parametrize(("least", "widest"), [(1, 2), (4, 64), (10, 11), (3, 1000)])
-def test_it_shrinks_back_when_no_head_is_late_any_more(least: int, widest: int) -> None:
+def test_it_shrinks_back_when_no_batch_is_late_any_more(least: int, widest: int) -> None:
     in_flight = InFlight(window := Window(least, widest, 1 << 40))
     in_flight.ask(least)
     while window.size < widest:

@@ -2,7 +2,7 @@
 
 Workers answer late, hang, die with or without a restart, and are replaced; epochs are abandoned; the window
 is torch's, another fixed one, or one that grows. After every step: exactly once, in order, bounded, alive,
-errors in their place, and no block written that somebody looks at or that is another task's.
+errors at their position, and no block written that the user references or that is another task's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fastq_loader.scheduling.scheduler import DEADLY, Scheduler
 from fastq_loader.scheduling.window import Window
 from tests.support.simulation import REGION, SimulatedArena, SimulatedWorker, Table
 
-ADDRESSED, CLAIMED, ITERABLE = "addressed", "claimed", "iterable"
+ASSIGNED, SHARED, ITERABLE = "assigned", "shared", "iterable"
 SIZES = st.lists(st.sampled_from([1000, 70_000, 90_000, 5_000_000]), max_size=3)
 WINDOWS = st.one_of(  # (least, widest, budget, group)
     st.none(),
@@ -55,13 +55,13 @@ Key = tuple[int, int]  # (epoch, seq)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """One scheduler with its surroundings. The model knows who was given what, and nothing of the why."""
+    """One scheduler with its surroundings. The model knows who was given what, and not why."""
 
     @initialize(
         workers=st.integers(1, 4),
         prefetch=st.integers(1, 3),
         in_order=st.booleans(),
-        kind=st.sampled_from([ADDRESSED, CLAIMED, CLAIMED, ITERABLE]),
+        kind=st.sampled_from([ASSIGNED, SHARED, SHARED, ITERABLE]),
         window=WINDOWS,
         restarts=st.integers(0, 5),
         spare=st.integers(0, 3),
@@ -78,7 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare: int,
         limit: int,
     ) -> None:
-        if kind != CLAIMED:  # no other window widens, and no batches are asked for together
+        if kind != SHARED:  # no other window widens, and no batches are asked for together
             window = window and window[:1]
         if kind == ITERABLE:  # the loader refuses them
             restarts = 0
@@ -91,7 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         least = workers * prefetch if window is None else window[0]
         self.widest = max(least, window[1]) if window and len(window) > 1 else least
         self.least = least
-        places = self.widest + workers + self.spare  # so few that numbers come round soon
+        slots = self.widest + workers + self.spare  # so few that numbers come round soon
         self.arena: Any = SimulatedArena()
         self.pool = BlockPool(self.arena, workers)
         self.scheduler = Scheduler(
@@ -99,29 +99,29 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.pool,
             Window(least) if window is None else Window(*window),
             in_order=self.in_order,
-            shared_tasks=self.kind == CLAIMED,
+            shared_tasks=self.kind == SHARED,
             restarts=self.restarts,
-            slots=places,
+            slots=slots,
         )
-        self.table = Table(places)
+        self.table = Table(slots)
         self.backlog: Backlog[Epoch | Task] = Backlog(self.limit)
         for number in range(workers):
             self.backlog.begin(number)
         self.workers = [self.new_worker(number, ((number * REGION, REGION),)) for number in range(workers)]
         self.epoch = self.seqs = 0
         self.tickets: set[int] = set()  # that there were
-        self.held: set[int] = set()  # blocks that the user looks at
+        self.held: set[int] = set()  # blocks that the user references
         self.granted: dict[int, Key] = {}  # block → the task that it was granted to
         self.promised: dict[int, Key] = {}
         self.outstanding: dict[Key, Send] = {}  # tasks without an answer, and how they were sent last
-        self.refused: dict[Key, int] = {}  # answers that nobody believed, and whose they were
-        self.unresolved: set[Key] = set()  # of an abandoned epoch: somebody has them, nobody knows who
+        self.refused: dict[Key, int] = {}  # answers that were refused, and whose they were
+        self.unresolved: set[Key] = set()  # of abandoned epochs; it is not known which worker has them
         self.ghosts: list[tuple[int, Answer]] = []  # what dead workers would have answered
         self.broken = False
         self.begin_epoch(10, set(), set())
 
     def new_worker(self, number: int, space: Extents) -> SimulatedWorker:
-        return SimulatedWorker(number, self.table, self.kind == CLAIMED, space)
+        return SimulatedWorker(number, self.table, self.kind == SHARED, space)
 
     # ---- the sampler --------------------------------------------------------------------------
 
@@ -144,16 +144,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.next_index += 1
         if index in self.failing:
             self.scheduler.handle(DrawFailed(LookupError(index)))
-            self.place(index)
+            self.number(index)
             self.ready.add(seq)
             return
         sends = self.scheduler.handle(Drawn(index))
         if self.scheduler.index_of(seq) is None:
             assert self.kind == ITERABLE, "an index was lost"
             return
-        self.place(index)
+        self.number(index)
         if not sends:
-            assert not all(worker.alive for worker in self.workers), "nobody was sent a batch"
+            assert not all(worker.alive for worker in self.workers), "no worker was sent a batch"
             self.lost.add(seq)
         for send in sends:
             assert isinstance(send, Send)
@@ -167,7 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 self.carry_out(send)
 
-    def place(self, index: int) -> None:
+    def number(self, index: int) -> None:
         self.drawn[self.seqs] = index
         self.seqs += 1
 
@@ -191,7 +191,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.workers[number].inbox.append(Ping())
 
     def receive_pings(self) -> None:
-        """The consumer looks at its socket, and sends those that were passed over what they have missed."""
+        """The consumer reads its socket, and sends workers that were passed over what they have missed."""
         for worker in self.workers:
             for _ in range(worker.pings):
                 self.backlog.read(worker.number)
@@ -203,15 +203,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.workers[number].inbox.append(Ping())
 
     def offer(self, send: Send) -> None:
-        assert (send.worker is None) == (self.kind == CLAIMED)
-        if self.kind == CLAIMED:
+        assert (send.worker is None) == (self.kind == SHARED)
+        if self.kind == SHARED:
             ticket = send.task.ticket
             assert ticket not in self.tickets, "a ticket for two attempts"
             self.tickets.add(ticket)
-            place = self.table.place(ticket)
+            slot = self.table.slot(ticket)
             for key, other in self.outstanding.items():
                 known = other is send or (key[0] != self.epoch and key not in self.unresolved)
-                assert known or self.table.place(other.task.ticket) != place, "a claim was overwritten"
+                assert known or self.table.slot(other.task.ticket) != slot, "a claim was overwritten"
             self.table.offer(ticket)
 
     def take_over_blocks(self, send: Send) -> None:
@@ -231,15 +231,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.promised[offset] = key
 
     def forget(self, key: Key) -> None:
-        """A task will not be answered, or its answer was not believed: its blocks are free."""
+        """A task will not be answered, or its answer was refused: its blocks are free."""
         self.outstanding.pop(key, None)
         for blocks in (self.granted, self.promised):
             for offset in [offset for offset, mine in blocks.items() if mine == key]:
                 del blocks[offset]
 
     def owner(self, key: Key) -> int | None:
-        """Who has a task of this epoch; None: nobody claimed it."""
-        if self.kind == CLAIMED:
+        """The worker that has a task of this epoch; None: it is unclaimed."""
+        if self.kind == SHARED:
             return self.table.holder(self.outstanding[key].task.ticket)
         return self.outstanding[key].worker
 
@@ -249,7 +249,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # ---- epochs -------------------------------------------------------------------------------
 
-    @precondition(lambda self: hasattr(self, "scheduler"))
     @rule(
         length=st.integers(0, 40),
         failing=st.sets(st.integers(0, 40), max_size=2),
@@ -265,10 +264,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def begin_epoch(self, length: int, failing: set[int], stopped: set[int]) -> None:
         taken, claimed = {}, {}
-        anyones = [*self.unresolved, *self.unanswered()] if self.kind == CLAIMED else []
-        tickets = [self.outstanding[key].task.ticket for key in anyones]
+        shared = [*self.unresolved, *self.unanswered()] if self.kind == SHARED else []
+        tickets = [self.outstanding[key].task.ticket for key in shared]
         assert sorted(self.scheduler.outstanding.tickets()) == sorted(tickets)
-        for key, ticket in zip(anyones, tickets, strict=True):
+        for key, ticket in zip(shared, tickets, strict=True):
             owner = self.owner(key)
             if any(self.is_claiming(number, key, owner) for number in stopped):
                 self.unresolved.add(key)
@@ -278,11 +277,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.table.take_back(ticket):
                 taken[ticket] = key
             else:
-                assert owner is not None, "nobody has a task, and it cannot be taken back"
+                assert owner is not None, "an unclaimed task cannot be taken back"
                 claimed[ticket] = owner
-        assert self.kind != CLAIMED or self.scheduler.unanswered() == [
-            (seq, self.outstanding[epoch, seq].task.attempt) for epoch, seq in self.unanswered()
-        ]
         instructions = self.scheduler.handle(EpochStarted(self.epoch + 1, frozenset(taken), claimed))
         assert instructions == [Draw(self.scheduler.window.size)]
         for key in taken.values():
@@ -291,13 +287,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.length, self.failing, self.next_index, self.seqs = length, failing, 0, 0
         self.drawn: dict[int, int] = {}  # seq → index
         self.ready: set[int] = set()  # arrived, or failed
-        self.disbelieved: set[int] = set()
+        self.refused_seqs: set[int] = set()
         self.delivered: list[int] = []
-        self.lost: set[int] = set()  # with a worker that nobody replaced
+        self.lost: set[int] = set()  # with a worker that was not replaced
         self.deaths: dict[int, int] = {}
         self.restarts_left = self.restarts
         self.finished = self.exhausted = False
-        if self.kind == CLAIMED:
+        if self.kind == SHARED:
             self.to_all(self.epoch_message(), self.backlog.announce(self.epoch_message()))
         else:
             self.to_all(self.epoch_message(), [])
@@ -307,8 +303,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whether a worker that was stopped may be about to claim a task, or has just done so."""
         if number >= len(self.workers) or not self.workers[number].alive:
             return False
-        hand = self.workers[number].hand
-        return owner is None if hand is None else key == (hand.epoch, hand.seq)
+        task = self.workers[number].task
+        return owner is None if task is None else key == (task.epoch, task.seq)
 
     def epoch_message(self) -> Epoch:
         return Epoch(self.epoch, None, 0)
@@ -322,8 +318,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.broken)
     @rule(data=st.data(), look=st.booleans())
     def begin(self, data: st.DataObject, look: bool) -> None:
-        """Some worker takes a task, and has it in hand for a while."""
-        idle = (worker for worker in self.workers if worker.can_move and worker.hand is None)
+        """Some worker takes a task, and works on it for a while."""
+        idle = (worker for worker in self.workers if worker.can_move and worker.task is None)
         worker = self.pick(data, idle)
         if worker is not None:
             worker.begin(look)
@@ -331,7 +327,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.broken)
     @rule(data=st.data(), look=st.booleans(), sizes=SIZES)
     def work(self, data: st.DataObject, look: bool, sizes: list[int]) -> None:
-        """Some worker finishes the task in its hand, or its next one."""
+        """Some worker finishes the task that it works on, or its next one."""
         worker = self.pick(data, (worker for worker in self.workers if worker.can_move))
         if worker is not None and worker.begin(look):
             self.finish(worker, data.draw(st.sampled_from(self.outcomes())), tuple(sizes))
@@ -340,10 +336,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [BATCH, BATCH, BATCH, ERROR, ENDED if self.kind == ITERABLE else BROKEN]
 
     def finish(self, worker: SimulatedWorker, outcome: int, sizes: tuple[int, ...]) -> None:
-        assert worker.hand is not None
-        key = worker.hand.epoch, worker.hand.seq
+        assert worker.task is not None
+        key = worker.task.epoch, worker.task.seq
         answer = worker.finish(outcome, sizes, self.held)
-        assert key in self.outstanding, "worked on what nobody waits for"
+        assert key in self.outstanding, "worked on what is not asked for"
         assert self.outstanding[key].task.attempt == answer.attempt
         fresh = {offset for offset, _ in answer.fresh}
         assert not fresh & set(self.states()), "made a block where one lies"
@@ -351,18 +347,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert offset in fresh or self.granted[offset] == key, "wrote to another task's block"
 
     @precondition(lambda self: not self.broken)
-    @rule(data=st.data(), believed=st.sampled_from([True, True, True, False]))
-    def receive(self, data: st.DataObject, believed: bool) -> None:
+    @rule(data=st.data(), accepted=st.sampled_from([True, True, True, False]))
+    def receive(self, data: st.DataObject, accepted: bool) -> None:
         """One answer arrives; different workers' answers in any order."""
         worker = self.pick(data, (worker for worker in self.workers if worker.answers))
         if worker is not None:
-            if believed or self.kind == ITERABLE:
+            if accepted or self.kind == ITERABLE:
                 self.take_in(worker)
             else:
                 self.refuse(worker)
 
     def refuse(self, worker: SimulatedWorker) -> None:
-        """What an answer says cannot be true: its blocks may be written to, until the worker is dead."""
+        """An answer does not fit: its blocks may be written to, until the worker is dead."""
         answer = worker.answers.popleft()
         key = answer.epoch, answer.seq
         del self.outstanding[key]
@@ -372,22 +368,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.handle(Arrived(worker.number, answer, fault)) == []
         if answer.epoch == self.epoch:
             self.ready.add(answer.seq)
-            self.disbelieved.add(answer.seq)
+            self.refused_seqs.add(answer.seq)
 
     def take_in(self, worker: SimulatedWorker) -> None:
         answer = worker.answers.popleft()
         key = answer.epoch, answer.seq
         for offset in [offset for offset, _ in answer.used] + list(answer.returned):
             if self.promised.pop(offset, None) is not None:
-                continue  # declined: the user still looks
+                continue  # declined: the user still references it
             assert self.granted.pop(offset, key) == key
         del self.outstanding[key]
         self.unresolved.discard(key)
-        assert self.scheduler.outstanding.expects(worker.number, answer)
-        refused = self.scheduler.refused
+        assert self.scheduler.outstanding.due(worker.number, answer)
+        refused, stale = self.scheduler.refused, self.scheduler.stale
         assert self.scheduler.handle(Arrived(worker.number, answer)) == []
-        assert self.scheduler.refused == refused, "a true answer was not believed"
-        assert self.scheduler.take_stale() == (answer.epoch != self.epoch)
+        assert self.scheduler.refused == refused, "a true answer was refused"
+        assert self.scheduler.stale == stale + (answer.epoch != self.epoch)
         if answer.epoch == self.epoch and answer.outcome not in (ENDED, SKIPPED):
             self.ready.add(answer.seq)
 
@@ -418,7 +414,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.broken)
     @rule(number=st.integers(0, 3), times=st.integers(1, DEADLY))
     def die_of_a_batch(self, number: int, times: int) -> None:
-        """Some workers in one place die of what they do, one after the other."""
+        """Some processes of one worker die of what they do, one after the other."""
         number %= len(self.workers)
         for _ in range(times):
             worker = self.workers[number]
@@ -434,7 +430,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.backlog.end(worker.number)
         lost = self.lost_with(worker)
         here = {seq: self.outstanding[epoch, seq].task.attempt for epoch, seq in lost if epoch == self.epoch}
-        begun = worker.hand
+        begun = worker.task
         blamed = begun.seq if begun is not None and begun.epoch == self.epoch else None
         tickets = self.scheduler.outstanding.tickets()
         claimed = frozenset(ticket for ticket in tickets if self.table.holder(ticket) == worker.number)
@@ -455,17 +451,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert instructions == []
         self.lost.update(here)
         if not any(other.alive for other in self.workers):
-            for key in self.unanswered():  # nobody will come to them
+            for key in self.unanswered():  # no worker will come to them
                 self.lost.add(key[1])
                 self.forget(key)
 
     def lost_with(self, worker: SimulatedWorker) -> list[Key]:
-        """What nobody will answer now that `worker` is dead; it had begun it, or it was addressed to it."""
+        """What will not be answered now that `worker` is dead: it had begun it, or it was assigned to it."""
         mine: list[Task | Answer] = [*worker.answers]
-        if self.kind != CLAIMED:
+        if self.kind != SHARED:
             mine += worker.unfinished()
-        elif worker.hand is not None:
-            mine.append(worker.hand)
+        elif worker.task is not None:
+            mine.append(worker.task)
         return sorted({(one.epoch, one.seq) for one in mine})
 
     def remember_ghosts(self, worker: SimulatedWorker, lost: list[Key]) -> None:
@@ -482,8 +478,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         assert instructions[0] == Replace(dead.number, event.seq, event.cause)
         expected: list[tuple[int | None, int, int]] = []
-        to = None if self.kind == CLAIMED else dead.number
-        if self.kind == CLAIMED:
+        to = None if self.kind == SHARED else dead.number
+        if self.kind == SHARED:
             expected += [
                 (dead.number, seq, self.outstanding[epoch, seq].task.attempt)
                 for epoch, seq in self.unanswered()
@@ -500,7 +496,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.backlog.begin(dead.number)
         worker.inbox.append(self.epoch_message())
         for send in sends:
-            if self.kind == CLAIMED and send.worker is not None:
+            if self.kind == SHARED and send.worker is not None:
                 assert send._replace(worker=None) == self.outstanding[send.task.epoch, send.task.seq]
                 worker.inbox.append(send.task)
             else:
@@ -512,18 +508,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """An answer of an attempt that was given up comes all the same."""
         number, answer = data.draw(st.sampled_from(self.ghosts))
         before = self.states()
-        assert not self.scheduler.outstanding.expects(number, answer)
-        outstanding = self.scheduler.outstanding.get((answer.epoch, answer.seq))
-        assert (outstanding is not None) == ((answer.epoch, answer.seq) in self.outstanding)
-        if outstanding is not None and outstanding.worker in (
-            None,
-            number,
-        ):  # else it is another one's by now
-            assert self.scheduler.handle(Arrived(number, answer)) == []
-            assert self.scheduler.take_stale() == 1
-        else:
-            with pytest.raises(InvalidTransition, match="does not owe"):
-                self.scheduler.handle(Arrived(number, answer))
+        assert self.scheduler.outstanding.due(number, answer) is None
+        with pytest.raises(InvalidTransition, match="does not owe"):
+            self.scheduler.handle(Arrived(number, answer))
         assert self.states() == before
 
     # ---- the user -----------------------------------------------------------------------------
@@ -536,7 +523,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         while True:
             exhausted = self.exhausted
             instructions = self.scheduler.handle(Wanted())
-            if self.kind == CLAIMED and exhausted:
+            if self.kind == SHARED and exhausted:
                 assert Draw not in map(type, instructions), "a sampler was asked that has nothing more"
             for instruction in instructions:
                 if isinstance(instruction, Draw):
@@ -595,23 +582,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert isinstance(error, PoisonousBatch)
             assert f"batch {seq} (indices {index})" in str(error)
             return
-        if seq in self.disbelieved:
+        if seq in self.refused_seqs:
             assert isinstance(error, ProtocolError)
-            assert error.args == (seq,), "an error at another batch's place"
+            assert error.args == (seq,), "an error at another batch's position"
             return
         kind = LookupError if index in self.failing else TypeError
         assert isinstance(error, kind)
-        assert error.args == (index,), "an error at another batch's place"
+        assert error.args == (index,), "an error at another batch's position"
 
     def check_order(self, seq: int) -> None:
         assert all(earlier < seq for earlier in self.delivered), "out of order"
         for skipped in set(range(seq)) - set(self.delivered):
             assert self.kind == ITERABLE, f"batch {skipped} was skipped"
-            assert skipped not in self.ready, "the place of an error was skipped"
+            assert skipped not in self.ready, "the position of an error was skipped"
 
     def check_wait(self, wait: Wait) -> None:
-        assert (self.epoch, wait.seq) in self.outstanding, "waits for what nobody loads"
-        assert wait.worker == self.outstanding[self.epoch, wait.seq].worker
+        send = self.outstanding[self.epoch, wait.seq]
+        assert (wait.worker, wait.attempt) == (send.worker, send.task.attempt)
         assert wait.behind == len(self.ready) - len(self.delivered)
         if not self.in_order:
             assert wait.behind == 0
@@ -624,8 +611,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert instruction.index == self.drawn[instruction.seq]
         if self.in_order and instruction.seq is not None:
             self.check_order(instruction.seq)
-        elif self.in_order:  # it had nothing in hand
-            assert self.kind == CLAIMED
+        elif self.in_order:  # it was idle
+            assert self.kind == SHARED
 
     def check_finish(self) -> None:
         self.finished = True
@@ -661,8 +648,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def invariants_hold(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
         self.scheduler.check()
         states = self.states()
         of = {state: {o for o, s in states.items() if s == state} for state in (GRANTED, HELD, PROMISED)}
@@ -672,8 +657,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_window_is_bounded(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
         assert self.least <= self.scheduler.window.size <= self.widest
         under_way = self.seqs - len(self.delivered) - len(self.lost)
         if self.kind != ITERABLE:
@@ -681,9 +664,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(self.unanswered()) <= self.widest + (self.kind == ITERABLE) * len(self.workers)
 
     @invariant()
-    def every_task_is_somebodys(self) -> None:
+    def every_task_is_known_to_a_living_worker(self) -> None:
         """Liveness: what is outstanding is with a living worker, or a living worker knows of it."""
-        if not hasattr(self, "scheduler") or self.broken:
+        if self.broken:
             return
         for key in self.unanswered():
             owner = self.owner(key)
@@ -691,12 +674,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 near = [worker for worker in self.workers if worker.alive]
                 for worker in near:
                     if worker.number in self.backlog.behind:
-                        assert worker.pings or Ping() in worker.inbox, "it waits, and nobody will hear of it"
+                        assert worker.pings or Ping() in worker.inbox, "it waits for ever"
                     else:
                         assert key in [(task.epoch, task.seq) for task in worker.knows()], (
                             "it was told nothing"
                         )
-                assert near, "a batch for nobody"
+                assert near, "a batch for no worker"
                 continue
             worker = self.workers[owner]
             assert worker.alive, "a dead worker has a batch"
@@ -706,7 +689,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_a_worker_has_to_read_is_bounded(self) -> None:
-        if not hasattr(self, "scheduler") or self.kind != CLAIMED:
+        if self.kind != SHARED:
             return
         for worker in self.workers:
             to_read = sum(isinstance(message, (Task, Epoch)) for message in worker.inbox)
@@ -718,7 +701,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.broken)
     @rule(seed=st.integers(0, 1 << 16), steps=st.integers(1, 80))
     def go_on(self, seed: int, steps: int) -> None:
-        """A while in which nobody dies."""
+        """A while in which no worker dies."""
         chance = random.Random(seed)
         for _ in range(steps):
             if not (self.finished or self.broken):
@@ -742,13 +725,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Something that changes something; False: there is nothing."""
         while self.held and chance.random() < 0.3:
             self.drop(chance.choice(sorted(self.held)))
-        if chance.random() < 0.6 and self.move_somebody(chance):
+        if chance.random() < 0.6 and self.move_one(chance):
             return True
         before = len(self.delivered)
         self.ask(keep=chance.random() < 0.5)
-        return len(self.delivered) > before or self.finished or self.broken or self.move_somebody(chance)
+        return len(self.delivered) > before or self.finished or self.broken or self.move_one(chance)
 
-    def move_somebody(self, chance: random.Random) -> bool:
+    def move_one(self, chance: random.Random) -> bool:
         """One answer arrives, or one worker gives one; False if none can."""
         for worker in chance.sample(self.workers, len(self.workers)):
             if worker.can_move and chance.random() < 0.6 and worker.begin(look=chance.random() < 0.8):

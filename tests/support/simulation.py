@@ -1,7 +1,7 @@
-"""Workers without processes: the claims and the task list are the product's own logic, the rest is played.
+"""Workers without processes, for tests of the scheduler. The task queue is the product's own.
 
 A simulated worker reads its inbox, takes tasks, writes to granted blocks or makes new ones, and answers, in
-steps that a test interleaves as it likes. Between any two of them it can hang or be killed.
+steps that a test interleaves as it likes. Between any two steps it can hang or be killed.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class SimulatedArena:
 
 
 class Table:
-    """The table as `claims.ClaimTable` keeps it, with as few places: each has (ticket, who; 0 is nobody)."""
+    """A `ClaimTable` with few slots, each with (ticket, who); who is a worker + 1, or 0: unclaimed."""
 
-    def __init__(self, places: int) -> None:
-        self._words = [(0, 0)] * places
+    def __init__(self, slots: int) -> None:
+        self._words = [(0, 0)] * slots
         self._begun: dict[int, int | None] = {}
 
-    def place(self, ticket: int) -> int:
+    def slot(self, ticket: int) -> int:
         return ticket % len(self._words)
 
     def offer(self, ticket: int) -> None:
-        self._words[self.place(ticket)] = (ticket, 0)
+        self._words[self.slot(ticket)] = (ticket, 0)
 
     def claim(self, ticket: int, worker: int) -> bool:
         return self._claim(ticket, worker + 1)
@@ -60,18 +60,18 @@ class Table:
         return self._claim(ticket, -1)
 
     def _claim(self, ticket: int, who: int) -> bool:
-        if self._words[self.place(ticket)] != (ticket, 0):
+        if self._words[self.slot(ticket)] != (ticket, 0):
             return False
-        self._words[self.place(ticket)] = (ticket, who)
+        self._words[self.slot(ticket)] = (ticket, who)
         return True
 
     def holder(self, ticket: int) -> int | None:
         """The number of the worker that has claimed a ticket."""
-        last, who = self._words[self.place(ticket)]
+        last, who = self._words[self.slot(ticket)]
         return None if last != ticket or who <= 0 else who - 1
 
     def on_offer(self, ticket: int) -> bool:
-        return self._words[self.place(ticket)] == (ticket, 0)
+        return self._words[self.slot(ticket)] == (ticket, 0)
 
     def begin(self, worker: int, ticket: int | None) -> None:
         self._begun[worker] = ticket
@@ -84,23 +84,23 @@ class SimulatedWorker:
     """One worker process, from its start to its death.
 
     Args:
-        number: its place in the pool.
+        number: its own.
         table: of claims.
-        claimed: whether tasks are claimed; else they are addressed.
+        shared: whether tasks are shared; else they are assigned.
         space: ranges in which it may make blocks.
 
     Attributes:
-        hand: what it has begun.
+        task: what it works on.
         answers: sent, and not received yet.
         hung: it does nothing any more.
     """
 
-    def __init__(self, number: int, table: Table, claimed: bool, space: Extents) -> None:
+    def __init__(self, number: int, table: Table, shared: bool, space: Extents) -> None:
         self.number = number
-        self.tasks = TaskQueue(cast(Any, table), claimed, number)
+        self.tasks = TaskQueue(cast(Any, table), shared, number)
         self.inbox: deque[Task | Epoch | Space | Ping] = deque()
         self.pings = 0  # sent back, and not received yet
-        self.hand: Task | None = None
+        self.task: Task | None = None
         self.answers: deque[Answer] = deque()
         self.alive = True
         self.hung = False
@@ -113,21 +113,21 @@ class SimulatedWorker:
         return self.alive and not self.hung
 
     def knows(self) -> list[Task]:
-        """What it could take one day."""
+        """The tasks that it could take."""
         queued = [message for message in self.inbox if isinstance(message, Task)]
         return [*self.tasks._tasks, *queued]
 
     def unfinished(self) -> list[Task]:
-        return self.knows() if self.hand is None else [self.hand, *self.knows()]
+        return self.knows() if self.task is None else [self.task, *self.knows()]
 
     def begin(self, look: bool) -> bool:
-        """Take the next task; after a quick one a worker does not look for messages before. Whether it has
-        one in hand now."""
-        if self.hand is None:
+        """Take the next task; after a quick one a worker does not read its messages before. Whether it works
+        on one now."""
+        if self.task is None:
             if look or not self.tasks:
                 self._look()
-            self.hand = self.tasks.take()
-        return self.hand is not None
+            self.task = self.tasks.take()
+        return self.task is not None
 
     def _look(self) -> None:
         while self.inbox:
@@ -146,9 +146,9 @@ class SimulatedWorker:
                 self._ended = False
 
     def finish(self, outcome: int, sizes: tuple[int, ...], held: set[int]) -> Answer:
-        """Answer what is in hand with a batch of leaves of so many bytes. `held` are the blocks that the
-        user looks at: what was promised is there when it is not among them."""
-        task, self.hand = self.hand, None
+        """Answer the task with a batch of leaves of so many bytes. `held` are the blocks that the user
+        references: a promised block that is not among them was released."""
+        task, self.task = self.task, None
         assert task is not None
         if self._ended:
             outcome = SKIPPED
