@@ -1,4 +1,4 @@
-"""Who loads which batch: the table of claims under contention."""
+"""The table of claims, alone and among processes."""
 
 from __future__ import annotations
 
@@ -8,128 +8,151 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from fastq_loader.ipc.claim_table import CONSUMER, WORKERS, Busy, ClaimTable
+from fastq_loader.ipc.claim_table import WORKERS, Busy, ClaimTable, slots
 from fastq_loader.memory.arena import AVAILABLE
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
-WORDS = 1 << 12  # of claims
-TICKETS = 3000
-GO = WORDS - 1  # a word that no ticket of these tests has: the children may start
+SLOTS, TICKETS = 1 << 12, 3000
+_LOCK = getattr(fcntl, "F_OFD_SETLK", 37)
+GO = SLOTS - 1  # a slot that no ticket of these tests has: the children may start
 
 
-class Shared:
-    """A table of claims, as an arena has it, and who is to be let at it."""
+class SharedTable:
+    """The memory of a table, and the consumer's access to it."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("claims", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, (WORDS + WORKERS) * 8)
-        self.memory = mmap.mmap(self.fd, (WORDS + WORKERS) * 8)
-        self.words = memoryview(self.memory).cast("Q")
+        os.ftruncate(self.fd, (SLOTS + WORKERS) * 8)
+        self._memory = mmap.mmap(self.fd, (SLOTS + WORKERS) * 8)
+        self.words = memoryview(self._memory).cast("Q")
         self.claims = ClaimTable(self.fd, self.words)
 
     def other(self) -> ClaimTable:
         """Another process's access: a lock belongs to an open file."""
         return ClaimTable(self.fd, self.words)
 
+    def lock(self, ticket: int) -> int:
+        """Be in the middle of a claim, until the returned descriptor is closed."""
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR)
+        fcntl.fcntl(fd, _LOCK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, ticket, 1, 0))
+        return fd
+
+    @contextmanager
+    def locked(self, ticket: int) -> Iterator[None]:
+        """Another process is in the middle of a claim."""
+        fd = self.lock(ticket)
+        try:
+            yield
+        finally:
+            os.close(fd)
+
     def close(self) -> None:
         self.claims.close()
         self.words.release()
-        self.memory.close()
+        self._memory.close()
         os.close(self.fd)
 
 
 @pytest.fixture
-def shared() -> Iterator[Shared]:
-    table = Shared()
+def shared() -> Iterator[SharedTable]:
+    table = SharedTable()
     yield table
     table.close()
 
 
-@contextmanager
-def locked(shared: Shared, ticket: int) -> Iterator[None]:
-    """Somebody is in the middle of a claim."""
-    fd = os.open(f"/proc/self/fd/{shared.fd}", os.O_RDWR)
-    try:
-        lock_byte(fd, ticket)
-        yield
-    finally:
-        os.close(fd)
-
-
-def lock_byte(fd: int, ticket: int) -> None:
-    fcntl.fcntl(fd, getattr(fcntl, "F_OFD_SETLK", 37), struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, ticket, 1, 0))
-
-
-def test_a_claim_is_had_once(shared: Shared) -> None:
-    shared.claims.offer(7)
-    assert shared.claims.holder(7) is None
-    assert shared.claims.claim(7, 3)
-    assert shared.claims.holder(7) == 3
+def test_a_ticket_is_claimed_once(shared: SharedTable) -> None:
+    claims = shared.claims
+    assert not claims.claim(7, 3), "it was not offered"
+    claims.offer(7)
+    assert claims.on_offer(7)
+    assert claims.holder(7) is None
+    assert claims.claim(7, 0)
+    assert not claims.on_offer(7)
+    assert not claims.claim(7, 0)
     assert not shared.other().claim(7, 4)
-    assert not shared.claims.claim(7, 3)
-    assert shared.claims.holder(7) == 3
+    assert claims.holder(7) == 0
 
 
-def test_what_was_not_offered_cannot_be_claimed(shared: Shared) -> None:
-    assert not shared.claims.claim(7, 3)
-    assert shared.claims.holder(7) is None
+def test_a_ticket_that_was_taken_back_is_no_workers(shared: SharedTable) -> None:
+    claims = shared.claims
+    assert not claims.take_back(7), "it was not offered"
+    for ticket in (7, 8):
+        claims.offer(ticket)
+    assert claims.claim(8, 3)
+    assert (claims.take_back(7), claims.take_back(7), claims.take_back(8)) == (True, False, False)
+    assert not claims.claim(7, 4)
+    assert not claims.on_offer(7)
+    assert (claims.holder(7), claims.holder(8)) == (None, 3)
 
 
-def test_another_ticket_than_the_one_on_offer_cannot_be_claimed(shared: Shared) -> None:
-    shared.claims.offer(7)
-    for other in (7 - WORDS, 7 + WORDS, 7 + 5 * WORDS):
-        assert not shared.claims.claim(other, 4)
-        assert shared.claims.holder(other) is None
-    assert shared.claims.claim(7, 4)
+def test_a_slot_serves_one_ticket_at_a_time(shared: SharedTable) -> None:
+    claims = shared.claims
+    assert slots(shared.words) == SLOTS
+    claims.offer(7)
+    for other in (7 - SLOTS, 7 + SLOTS, 7 + 5 * SLOTS):
+        assert not claims.on_offer(other)
+        assert not claims.claim(other, 4)
+        assert claims.holder(other) is None
+    assert claims.claim(7, 3)
+    claims.offer(7 + SLOTS)
+    assert claims.holder(7) is None
+    assert not claims.claim(7, 4)
+    assert claims.claim(7 + SLOTS, 4)
+    assert (claims.holder(7 + SLOTS), claims.holder(7)) == (4, None)
 
 
-def test_a_slot_that_a_later_ticket_took_over_reads_as_unknown(shared: Shared) -> None:
-    shared.claims.offer(7)
-    assert shared.claims.claim(7, 3)
-    shared.claims.offer(7 + WORDS)
-    assert shared.claims.holder(7) is None
-    assert not shared.claims.claim(7, 4)
-    assert shared.claims.claim(7 + WORDS, 4)
-    assert shared.claims.holder(7 + WORDS) == 4
-    assert shared.claims.holder(7) is None
-
-
-def test_the_largest_numbers_fit_a_word(shared: Shared) -> None:
+def test_the_largest_numbers_fit_a_word(shared: SharedTable) -> None:
     ticket = (1 << 48) - 1
     shared.claims.offer(ticket)
-    assert shared.claims.claim(ticket, CONSUMER)
-    assert shared.claims.holder(ticket) == CONSUMER
+    assert shared.claims.claim(ticket, WORKERS - 1)
+    assert shared.claims.holder(ticket) == WORKERS - 1
 
 
-def test_a_ticket_that_somebody_is_claiming_is_busy(shared: Shared) -> None:
-    shared.claims.offer(7)
-    shared.claims.offer(8)
-    with locked(shared, 7):
+def test_what_a_worker_works_on_is_no_claim(shared: SharedTable) -> None:
+    """The first and the last word of either kind lie apart."""
+    claims = shared.claims
+    for worker, ticket in ((0, 0), (WORKERS - 1, SLOTS - 1)):
+        claims.offer(ticket)
+        assert claims.begun(worker) is None
+        claims.begin(worker, ticket)
+        assert claims.holder(ticket) is None
+        assert claims.claim(ticket, 1)
+    assert (claims.begun(0), claims.begun(WORKERS - 1)) == (0, SLOTS - 1)
+    claims.begin(0, None)
+    assert claims.begun(0) is None
+
+
+def test_a_ticket_that_another_process_is_claiming_is_busy(shared: SharedTable) -> None:
+    for ticket in (7, 8):
+        shared.claims.offer(ticket)
+    with shared.locked(7):
         with pytest.raises(Busy):
             shared.claims.claim(7, 3)
+        with pytest.raises(Busy):
+            shared.claims.take_back(7)
         assert shared.claims.holder(7) is None
         assert shared.claims.claim(8, 3)
     assert shared.claims.claim(7, 3)
 
 
-def test_a_claim_leaves_no_lock_behind(shared: Shared) -> None:
+def test_a_claim_leaves_no_lock_behind(shared: SharedTable) -> None:
     other = shared.other()
-    for claims, who in ((shared.claims, 1), (other, 2)):
+    for claims, worker in ((shared.claims, 1), (other, 2)):
         for ticket in range(4):
             claims.offer(ticket)
-            assert claims.claim(ticket, who)
+            assert claims.claim(ticket, worker)
     other.close()
 
 
-def test_an_error_of_the_system_is_no_busy_ticket(shared: Shared) -> None:
+def test_an_error_of_the_system_is_no_busy_ticket(shared: SharedTable) -> None:
     other = shared.other()
     other.offer(7)
     os.close(other._fd)
@@ -138,7 +161,7 @@ def test_an_error_of_the_system_is_no_busy_ticket(shared: Shared) -> None:
     other._fd = -1
 
 
-def test_closing_it_twice_closes_nobody_elses_descriptor(shared: Shared) -> None:
+def test_closing_it_twice_closes_no_other_descriptor(shared: SharedTable) -> None:
     other = shared.other()
     other.close()
     reused = os.dup(shared.fd)
@@ -153,26 +176,27 @@ def test_closing_it_twice_closes_nobody_elses_descriptor(shared: Shared) -> None
 def fork(child: Callable[[], None]) -> int:
     """A child process that runs `child` and nothing else."""
     pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        child()
-        code = 0
-    finally:
-        os._exit(code)
+    if pid == 0:
+        code = 1
+        try:
+            child()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
 
 
-def ends(pids: Iterable[int]) -> list[int]:
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+def exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.processes
-def test_every_ticket_is_had_once_and_lowest_first(shared: Shared, tmp_path: Path) -> None:
+def test_every_ticket_is_claimed_once_and_lowest_first(shared: SharedTable, tmp_path: Path) -> None:
+    workers = (0, 1, 2)
     for ticket in range(TICKETS):
         shared.claims.offer(ticket)
 
-    def claim_all(who: int) -> None:
+    def claim_all(worker: int) -> None:
         claims, mine = shared.other(), []
         while not shared.words[GO]:
             time.sleep(0)
@@ -180,48 +204,45 @@ def test_every_ticket_is_had_once_and_lowest_first(shared: Shared, tmp_path: Pat
         while left:
             for ticket in left[:]:
                 with suppress(Busy):
-                    if claims.claim(ticket, who):
+                    if claims.claim(ticket, worker):
                         mine.append(ticket)
                     left.remove(ticket)
-        (tmp_path / str(who)).write_text(" ".join(map(str, mine)))
+        (tmp_path / str(worker)).write_text(" ".join(map(str, mine)))
 
-    pids = [fork(lambda who=who: claim_all(who)) for who in (1, 2, 3)]  # type: ignore[misc]
+    pids = [fork(lambda worker=worker: claim_all(worker)) for worker in workers]  # type: ignore[misc]
     shared.words[GO] = 1
-    assert ends(pids) == [0, 0, 0]
-    had = {who: list(map(int, (tmp_path / str(who)).read_text().split())) for who in (1, 2, 3)}
-    assert sorted(ticket for mine in had.values() for ticket in mine) == list(range(TICKETS))
-    for who, mine in had.items():
-        assert all(shared.claims.holder(ticket) == who for ticket in mine)
-        # One that was busy for a moment may come later, nothing else.
+    assert [exit_code(pid) for pid in pids] == [0, 0, 0]
+    claimed = [list(map(int, (tmp_path / str(worker)).read_text().split())) for worker in workers]
+    assert sorted(ticket for mine in claimed for ticket in mine) == list(range(TICKETS))
+    for worker, mine in enumerate(claimed):
+        assert {shared.claims.holder(ticket) for ticket in mine} <= {worker}
+        # A ticket that was busy for a moment may come later; no other does.
         assert sum(one > other for one, other in pairwise(mine)) < TICKETS // 20
 
 
 @pytest.mark.processes
-def test_who_is_killed_in_the_middle_of_a_claim_has_claimed_nothing(shared: Shared) -> None:
+def test_a_worker_that_is_killed_in_the_middle_of_a_claim_has_claimed_nothing(shared: SharedTable) -> None:
     shared.claims.offer(7)
-    read_end, write_end = os.pipe()
 
     def hold() -> None:
-        fd = os.open(f"/proc/self/fd/{shared.fd}", os.O_RDWR)
-        lock_byte(fd, 7)
-        os.write(write_end, b"!")
+        shared.lock(7)
+        shared.words[GO] = 1
         signal.pause()
 
     pid = fork(hold)
-    assert os.read(read_end, 1) == b"!"
+    while not shared.words[GO]:
+        time.sleep(0.0001)
     with pytest.raises(Busy):
         shared.claims.claim(7, 3)
     os.kill(pid, signal.SIGKILL)
-    assert ends([pid]) == [-signal.SIGKILL]
+    assert exit_code(pid) == -signal.SIGKILL
     assert shared.claims.holder(7) is None
     assert shared.claims.claim(7, 3)
-    os.close(read_end)
-    os.close(write_end)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("milliseconds", [1, 2, 3, 5, 8])
-def test_whenever_it_is_killed_its_claims_are_known(shared: Shared, milliseconds: int) -> None:
+@pytest.mark.parametrize("milliseconds", [1, 3, 8])
+def test_whenever_a_worker_is_killed_its_claims_are_known(shared: SharedTable, milliseconds: int) -> None:
     for ticket in range(TICKETS):
         shared.claims.offer(ticket)
 
@@ -236,22 +257,8 @@ def test_whenever_it_is_killed_its_claims_are_known(shared: Shared, milliseconds
         time.sleep(0.0001)
     time.sleep(milliseconds / 1000)
     os.kill(pid, signal.SIGKILL)
-    ends([pid])
+    exit_code(pid)
     holders = [shared.claims.holder(ticket) for ticket in range(TICKETS)]
-    had = holders.count(5)
-    assert holders == [5] * had + [None] * (TICKETS - had)
-    assert all(shared.claims.claim(ticket, 6) for ticket in range(had, TICKETS))
-
-
-# ---- what a worker works on ---------------------------------------------------------------------------
-
-
-def test_what_a_worker_works_on_is_no_claim(shared: Shared) -> None:
-    """The first and the last of either kind lie apart."""
-    for worker, ticket in ((0, 0), (WORKERS - 1, WORDS - 1)):
-        shared.claims.offer(ticket)
-        shared.claims.begin(worker, ticket)
-    assert shared.claims.holder(0) is shared.claims.holder(WORDS - 1) is None
-    assert shared.claims.claim(0, 1)
-    assert shared.claims.claim(WORDS - 1, 1)
-    assert (shared.claims.begun(0), shared.claims.begun(WORKERS - 1)) == (0, WORDS - 1)
+    claimed = holders.count(5)
+    assert holders == [5] * claimed + [None] * (TICKETS - claimed)
+    assert all(shared.claims.claim(ticket, 6) for ticket in range(claimed, TICKETS))

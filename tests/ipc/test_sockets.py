@@ -1,16 +1,330 @@
-"""Sockets, as far as one process can see them. What goes over them is in `test_wire`."""
+"""Both ends of the sockets in one process, and what keeps others out."""
 
 from __future__ import annotations
 
 import os
+import random
+import signal
+import socket
 import sys
+import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq
 
-from fastq_loader.ipc.sockets import ConsumerSocket, endpoint_folder, remove_folder
+from fastq_loader.errors import ProtocolError
+from fastq_loader.ipc import sockets
+from fastq_loader.ipc.messages import (
+    TOKEN_BYTES,
+    Answer,
+    Epoch,
+    Hello,
+    Ping,
+    Stop,
+    Task,
+    decode_for_consumer,
+    encode,
+)
+from fastq_loader.ipc.sockets import (
+    ConsumerSocket,
+    WorkerSocket,
+    endpoint,
+    endpoint_folder,
+    remove_folder,
+    socket_name,
+)
+from tests.support.datasets import Opaque
+
+TOKEN = bytes(range(TOKEN_BYTES))
+ANSWER = Answer(1, 2, 0, 0, 5, 6, ((0, 81920),), (), None)
+TASK = Task(1, 2, 0, [Opaque(1)], ((0, 65536),))
+EPOCHS = [Epoch(number, None) for number in range(9)]
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    folder = endpoint_folder()
+    yield folder
+    remove_folder(folder)
+    assert not os.path.exists(folder)
+
+
+@contextmanager
+def connected(folder: str, workers: int = 1) -> Iterator[tuple[ConsumerSocket, list[WorkerSocket]]]:
+    ends = [WorkerSocket(folder, socket_name(worker, 0)) for worker in range(workers)]
+    consumer = ConsumerSocket(folder, workers, TOKEN)
+    try:
+        yield consumer, ends
+    finally:
+        consumer.close()
+        for end in ends:
+            end.close()
+
+
+@contextmanager
+def raw_socket() -> Iterator[zmq.Socket[bytes]]:
+    context = zmq.Context()
+    raw = context.socket(zmq.DEALER)
+    raw.setsockopt(zmq.LINGER, 1000)
+    try:
+        yield raw
+    finally:
+        raw.close()
+        context.term()
+
+
+def received(consumer: ConsumerSocket) -> tuple[int, Any]:
+    assert consumer.wait_for_message(5)
+    message = consumer.receive()
+    assert message is not None
+    return message
+
+
+# ---- there and back ---------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_messages_reach_the_worker_that_they_are_for(folder: str) -> None:
+    with connected(folder, 2) as (consumer, (one, other)):
+        consumer.send(0, EPOCHS[0])
+        consumer.send_all(encode(EPOCHS[1]), encode(EPOCHS[2]))
+        consumer.send_all(encode(EPOCHS[3]), but={1})
+        consumer.send_frames(1, [encode(EPOCHS[4])])
+        consumer.send_frames(1, [])
+        consumer.send_all(encode(Stop()))
+        assert [one.receive(block=True) for _ in range(5)] == [*EPOCHS[:4], Stop()]
+        assert [other.receive(block=True) for _ in range(4)] == [EPOCHS[1], EPOCHS[2], EPOCHS[4], Stop()]
+        assert one.receive(block=False) is None
+        one.send(Hello(7))
+        assert received(consumer) == (0, Hello(7))
+        other.send(ANSWER)
+        assert received(consumer) == (1, ANSWER)
+        assert consumer.receive() is None
+
+
+@pytest.mark.processes
+def test_a_stop_is_seen_before_what_stands_in_front_of_it(folder: str) -> None:
+    with connected(folder) as (consumer, (worker,)):
+        consumer.send(0, EPOCHS[0])
+        assert worker.receive(block=True) == EPOCHS[0]
+        assert not worker.told_to_stop()
+        consumer.send_frames(0, [encode(EPOCHS[1]), encode(EPOCHS[2])])
+        consumer.send(0, Stop())
+        assert worker.receive(block=True) == EPOCHS[1]
+        while not worker.told_to_stop():
+            continue
+        assert [worker.receive(block=True) for _ in range(2)] == [EPOCHS[2], Stop()]
+
+
+@pytest.mark.processes
+def test_nothing_reaches_the_process_that_replaces_a_worker_but_what_is_its_own(folder: str) -> None:
+    with connected(folder) as (consumer, (dead,)):
+        dead.send(Hello(1))
+        assert received(consumer) == (0, Hello(1))
+        dead.send(ANSWER)
+        assert consumer.wait_for_message(5)
+        consumer.disconnect(0)
+        consumer.connect(folder, 0, 1)
+        consumer.send(0, Ping())
+        successor = WorkerSocket(folder, socket_name(0, 1))
+        assert successor.receive(block=True) == Ping()
+        successor.send(Hello(2))
+        assert received(consumer) == (0, Hello(2))
+        successor.close()
+
+
+@pytest.mark.processes
+def test_one_wait_serves_messages_descriptors_and_a_wake_up(folder: str) -> None:
+    with connected(folder) as (consumer, (worker,)):
+        assert consumer.wait(0) == []
+        read_end, write_end = os.pipe()
+        consumer.watch(read_end)
+        os.write(write_end, b"!")
+        assert consumer.wait(None) == [read_end]
+        consumer.unwatch(read_end)
+        consumer.unwatch(read_end)
+        os.close(read_end)
+        os.close(write_end)
+        worker.send(Hello(1))
+        assert len(consumer.wait(5)) == 1
+        consumer.receive()
+        thread = threading.Thread(target=consumer.wake)
+        thread.start()
+        assert consumer.wait(None)
+        thread.join()
+        assert consumer.woken
+        assert consumer.wait(None), "from now on"
+    consumer.wake()  # it is closed, and its descriptor may be another's
+
+
+@pytest.mark.processes
+def test_a_forked_child_of_a_worker_cannot_use_its_socket(folder: str) -> None:
+    with connected(folder) as (consumer, (worker,)):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                worker.close()
+                worker.send(Hello(1))
+            except SystemExit:
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        worker.send(Hello(2))
+        assert received(consumer) == (0, Hello(2))
+
+
+@pytest.mark.processes
+def test_a_signal_while_sockets_are_closed_leaves_nothing() -> None:
+    """Many times under a hail of signals: whatever is left of one is found after the test."""
+    handler = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
+    try:
+        for _ in range(100):
+            folder = endpoint_folder()
+            ConsumerSocket(folder, 1, TOKEN).close()
+            remove_folder(folder)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+# ---- garbage, and other users -----------------------------------------------------------------------
+
+
+def garbage(seed: int, count: int, *messages: Any) -> list[bytes]:
+    """Frames that are noise, and frames of these messages with some bytes changed."""
+    noise = random.Random(seed)
+    frames = []
+    while len(frames) < count:
+        frame = bytearray(encode(noise.choice(messages), TOKEN))
+        if noise.random() < 0.5:
+            frame = bytearray(noise.randbytes(noise.randrange(80)))
+        for _ in range(noise.randrange(1, 4)):
+            if frame:
+                frame[noise.randrange(len(frame))] = noise.randrange(256)
+        frames.append(bytes(frame))
+    return frames
+
+
+def is_message(frame: bytes) -> bool:
+    with suppress(ProtocolError):
+        return decode_for_consumer(frame) is not None
+    return False
+
+
+@pytest.mark.processes
+def test_garbage_from_a_worker_is_counted_and_named(folder: str) -> None:
+    frames = [frame for frame in garbage(1, 300, ANSWER, Hello(3)) if not is_message(frame)]
+    assert len(frames) > 200
+    with raw_socket() as worker:
+        worker.bind(endpoint(folder, "w0.0"))
+        consumer = ConsumerSocket(folder, 1, TOKEN)
+        try:
+            for frame in frames:
+                worker.send(frame)
+            worker.send_multipart([encode(ANSWER), encode(ANSWER)])
+            worker.send(encode(ANSWER))
+            messages = [received(consumer) for _ in range(len(frames) + 2)]
+            assert messages == [(0, None)] * (len(frames) + 1) + [(0, ANSWER)]
+            assert consumer.rejected == len(frames) + 1
+        finally:
+            consumer.close()
+
+
+@pytest.mark.processes
+def test_a_worker_drops_garbage_and_unpickles_none(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pickle.loads", lambda data: pytest.fail("something was unpickled"))
+    worker = WorkerSocket(folder, "w0.0")
+    try:
+        with raw_socket() as intruder:
+            intruder.connect(endpoint(folder, "w0.0"))
+            for frame in [*garbage(2, 300, TASK, Epoch(1, 7), Stop()), b"", encode(Epoch(77, None))]:
+                intruder.send(frame)
+            seen: list[Any] = []
+            while Epoch(77, None) not in seen:
+                seen.append(worker.receive(block=True))
+        assert {type(message) for message in seen} <= {Task, Epoch, Stop}
+    finally:
+        worker.close()
+
+
+@pytest.mark.processes
+def test_another_user_cannot_connect(folder: str) -> None:
+    path = Path(folder)
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_uid == os.getuid()
+    worker = WorkerSocket(folder, "w0.0")
+    try:
+        assert (path / "w0.0").is_socket()
+        if os.getuid() != 0:
+            pytest.skip("only root can become another user")
+        assert connects_as(os.getuid(), path) == 0
+        assert connects_as(65534, path) == 13  # EACCES
+    finally:
+        worker.close()
+
+
+def connects_as(user: int, folder: Path) -> int:
+    """The error number with which another user's connection ends; 0 if it does not."""
+    child = os.fork()
+    if child == 0:
+        code = 255
+        try:
+            # The way there is open to everybody; what keeps others out is the folder itself.
+            os.chdir(folder.parent)
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+            client = socket.socket(socket.AF_UNIX)
+            code = client.connect_ex(f"{folder.name}/w0.0")
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_the_folder_is_private_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tmp_path.chmod(0o777)
+    mask = os.umask(0)
+    try:
+        folder = endpoint_folder()
+    finally:
+        os.umask(mask)
+    assert Path(folder).stat().st_mode & 0o777 == 0o700
+    Path(folder, "w0.0").touch()
+    remove_folder(folder)
+    assert not Path(folder).exists()
+    remove_folder(folder)  # it is gone already
+
+
+@pytest.mark.parametrize("parent", ["/tmp/" + "x" * 150, "/tmp/\udcff", "/nonexistent"])
+def test_a_folder_that_cannot_be_used_is_passed_over(parent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", parent)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    folder = endpoint_folder()
+    remove_folder(folder)
+    assert os.path.dirname(folder) == "/tmp"
+    longest = endpoint(folder, socket_name(12345, 123456)).removeprefix("ipc://")
+    assert len(longest) <= sockets._LONGEST_PATH
+
+
+def test_without_any_folder_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**arguments: Any) -> str:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(PermissionError, match="no"):
+        endpoint_folder()
+
+
+# ---- threads ----------------------------------------------------------------------------------------
 
 
 def policies() -> dict[int, int]:
@@ -26,18 +340,17 @@ def policies() -> dict[int, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="this system schedules otherwise")
 @pytest.mark.parametrize("refused", [False, True])
 def test_threads_of_the_consumers_socket_wait_for_a_free_core(
-    refused: bool, monkeypatch: pytest.MonkeyPatch
+    refused: bool, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> None:
         raise PermissionError
 
     if refused:  # as in some sandboxes
         monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    before, folder = policies(), endpoint_folder()
-    socket = ConsumerSocket(folder, 1, b"")
+    before = policies()
+    consumer = ConsumerSocket(folder, 1, b"")
     after = policies()
-    socket.close()
-    remove_folder(folder)
+    consumer.close()
     old = after.keys() & before.keys()
     assert threading.get_native_id() in old
     assert {thread: after[thread] for thread in old} == {thread: before[thread] for thread in old}

@@ -1,4 +1,4 @@
-"""What a busy worker has to read is bounded, and it is told what it has missed. See `scheduler_machine` too."""
+"""What a busy worker has to read is bounded, and it is told what it missed. See `scheduler_machine` too."""
 
 from __future__ import annotations
 
