@@ -1,431 +1,312 @@
-"""Bad input: frames that are none, answers and handles that lie. They are refused and counted; nothing is
-read outside the arena, allocated without bound, or unpickled, and nobody but the owner can speak at all.
-
-What a frame must look like is in `test_messages`; lies one by one are in `test_unpacking`.
-"""
+"""What the receiver makes of answers: with a scheduler alone, and between real processes."""
 
 from __future__ import annotations
 
-import os
-import pickle
 import random
-import signal
-import socket
-import tempfile
-import tracemalloc
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
-import numpy as np
 import pytest
 import torch
-import zmq
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
 
-from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import VERSION, Answer, Epoch, Hello, Stop, Task, decode_for_consumer, encode
-from fastq_loader.ipc.sockets import ConsumerSocket, WorkerSocket, endpoint, endpoint_folder, remove_folder
-from fastq_loader.memory.arena import AVAILABLE
-from fastq_loader.memory.ledger import SMALLEST
-from fastq_loader.packing import pickling
-from fastq_loader.packing.spec import DEEPEST
-from fastq_loader.packing.unpack import Unpacker
-from tests.support.datasets import Opaque, assert_same
-from tests.support.pair import LARGE, TOKEN, Pair, paired, put_on_device
-
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
-
-#: What a program that means harm would put where something else should be.
-HOSTILE = (
-    *(-1, 0, 1, 2, 7, 8, SMALLEST - 1, SMALLEST, SMALLEST + 1, 2 * SMALLEST, 1 << 31, 1 << 40, 1 << 62),
-    *((1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63), True, False, 0.5, float("nan"), None),
-    *("", "V", "O", "L", "v", "d", "x", "uint8", "quint8", "onnx", "|O", "|S0", "<f8", "(9,9)f8", "i4,O"),
-    *(b"", b"\x80\x05.", (), (0,), (1 << 62,) * 3, ((), ()), ("O",), ("L", 1 << 40), ("v", 1 << 60), {}),
+from fastq_loader import DataLoader, Processes
+from fastq_loader.consumer.receiver import Receiver
+from fastq_loader.errors import PoisonousBatch, ProtocolError, WorkerDied, WorkerReplaced
+from fastq_loader.ipc import sockets
+from fastq_loader.ipc.messages import (
+    BATCH,
+    ENDED,
+    ERROR,
+    SKIPPED,
+    Answer,
+    Handle,
+    Hello,
+    decode_for_consumer,
 )
+from fastq_loader.memory.ledger import GRANTED, SMALLEST
+from fastq_loader.scheduling.events import Arrived, Deliver, Send, Wanted
+from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.statistics import Counters, WorkerCounters
+from tests.scheduling.test_scheduler import begin, started, states
+from tests.support.simulation import REGION
+
+B = SMALLEST
+BLOCK = (20 * B, B)
 
 
-#: The second field of an answer's frame.
-ANSWER_KIND = msgpack.unpackb(encode(Answer(0, 0, 0, 2, 0, 0, (), (), (), None)))[1]
+class Group:
+    """Workers whose answers have come already; `claims` says which worker has claimed which ticket."""
+
+    def __init__(self, answers: list[tuple[int, Answer]], claims: dict[int, int]) -> None:
+        self.answers = answers
+        self.claims = SimpleNamespace(holder=claims.get)
+        self.evicted: list[int] = []
+
+    def receive(self) -> tuple[int, Answer] | None:
+        return self.answers.pop(0) if self.answers else None
+
+    def evict(self, worker: int) -> None:
+        self.evicted.append(worker)
 
 
-def paths(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """The way to every part of nested tuples, the whole included."""
-    yield path
-    if isinstance(value, tuple):
-        for at, part in enumerate(value):
-            yield from paths(part, (*path, at))
-
-
-def replaced(value: Any, path: tuple[int, ...], change: Callable[[Any], Any]) -> Any:
-    if not path:
-        return change(value)
-    at, *rest = path
-    if not isinstance(value, tuple) or at >= len(value):  # an earlier change took it away
-        return value
-    return (*value[:at], replaced(value[at], tuple(rest), change), *value[at + 1 :])
-
-
-CHANGES: tuple[Callable[[Any], Any], ...] = (
-    *[lambda part, hostile=hostile: hostile for hostile in HOSTILE],
-    lambda part: part + 1 if isinstance(part, int) else (part, part),
-    lambda part: part - 1 if isinstance(part, int) else part,
-    lambda part: part * 8 if isinstance(part, int) else part,
-    lambda part: part[:-1] if isinstance(part, (tuple, bytes, str)) else part,
-    lambda part: (*part, *part[-1:]) if isinstance(part, tuple) else part,
-    lambda part: part[::-1] if isinstance(part, tuple) else part,
-)
-
-
-@contextmanager
-def watched_pickles() -> Iterator[list[bytes]]:
-    """What is unpickled in here."""
-    opened: list[bytes] = []
-
-    def loads(data: bytes) -> Any:
-        opened.append(data)
-        return genuine(data)
-
-    genuine = pickle.loads
-    patch = pytest.MonkeyPatch()
-    with patch.context() as context:
-        context.setattr(pickling.pickle, "loads", loads)
-        yield opened
-
-
-# ---- handles ----------------------------------------------------------------------------------------
-
-
-class Booby:
-    """Whoever unpickles it fails the test."""
-
-    def __reduce__(self) -> Any:
-        return pytest.fail, ("something was unpickled",)
-
-
-def batches(objects: bool) -> list[Any]:
-    shared = torch.arange(64)
-    plain = [
-        [torch.rand(3), 1, "a"],
-        {"x": torch.arange(LARGE), "y": np.zeros(LARGE), "z": [1, 2, 3]},
-        (shared[:40], shared[20:], torch.zeros(0, 5), np.zeros((0, 2)), np.asfortranarray(np.ones((3, 4)))),
-        [torch.arange(2 * LARGE)[::2], torch.zeros(4, dtype=torch.bfloat16), np.array(["a", "bc"])],
-        [torch.zeros(6000) for _ in range(3)],
-    ]
-    return (
-        [*plain, [Opaque(1), torch.rand(3), torch.arange(LARGE)], (Opaque(2), Opaque(3))]
-        if objects
-        else plain
+def receiver(
+    scheduler: Scheduler, *answers: tuple[int, Answer], iterable: bool = False, claims: Any = None
+) -> tuple[Receiver, Group, Counters]:
+    group, counters = Group(list(answers), claims or {}), Counters()
+    counters.workers = [WorkerCounters(number, 0) for number in range(2)]
+    plan: Any = SimpleNamespace(rules=SimpleNamespace(iterable=iterable), in_order=scheduler.in_order)
+    # Handles are as they should be; only the ledger knows the blocks.
+    unpacker: Any = SimpleNamespace(
+        learn=lambda worker, handle: handle,
+        used=lambda handle: tuple((offset, need) for offset, _, need in handle[4]),
     )
+    return Receiver(plan, group, scheduler, unpacker, counters), group, counters  # type: ignore[arg-type]
 
 
-def genuine(pair: Pair, objects: bool) -> list[Answer]:
-    answers = [pair.pack(lambda batch=batch: batch) for batch in batches(objects)]
-    for answer in answers:
-        pair.account(answer)
-    return answers
+def answer(send: Send, *blocks: tuple[int, int, int], **fields: Any) -> Answer:
+    """A batch in these blocks: (offset, size, bytes needed)."""
+    task, handle = send.task, Handle(0, None, (), None, blocks)
+    return Answer(task.epoch, task.seq, task.attempt, BATCH, 1, 2, (), (), handle)._replace(**fields)
 
 
-def put_together(pair: Pair, frame: bytes) -> Any:
-    """The consumer's way with a frame, and what it may look at on it."""
-    to_device = pair.allocator.for_device
-    unpacker = Unpacker(pair.arena, 1, TOKEN, to_device)
-    answer = decode_for_consumer(frame)
-    assert isinstance(answer, Answer)
-    if answer.handle is None:
-        return None
-    handle = unpacker.learn(0, answer.handle)
-    if to_device:
-        return put_on_device(unpacker, pair.arena, handle)
-    _, _, pickled = unpacker.open(handle)
-    return unpacker.unpack(handle, pickled)
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_answer_that_is_not_due_ends_its_worker(shared: bool) -> None:
+    scheduler, sends = started(shared_tasks=shared)
+    claims = {send.task.ticket: seq % 2 for seq, send in enumerate(sends)}
+    due = answer(sends[0])
+    strays = [
+        (0, due._replace(**fields)) for fields in ({"epoch": 2}, {"seq": 1}, {"seq": 9}, {"attempt": 1})
+    ]
+    strays.append((1, due))
+    for worker, stray in strays:
+        inbox, group, counters = receiver(scheduler, (worker, stray), claims=claims)
+        assert inbox.take() == []
+        assert (group.evicted, counters.rejected_frames) == ([worker], 1)
+    inbox, group, counters = receiver(scheduler, (0, due), (0, due), claims=claims)
+    inbox.hand_on(inbox.take())
+    assert (group.evicted, counters.rejected_frames, counters.workers[0].batches) == ([], 0, 1)
+    assert inbox.take() == [], "a duplicate"
+    assert (group.evicted, counters.rejected_frames, counters.workers[0].batches) == ([0], 1, 1)
 
 
-#: Under numpy 1 it is one of numpy's own names.
-byte_bounds = getattr(np.lib, "array_utils", np).byte_bounds
+def test_answers_of_an_older_epoch_are_counted() -> None:
+    scheduler, sends = started()
+    begin(scheduler)
+    inbox, group, counters = receiver(scheduler, (0, answer(sends[0], (*BLOCK, 1), fresh=(BLOCK,))))
+    inbox.hand_on(inbox.take())
+    assert (counters.stale_answers, counters.blocks_grown, group.evicted) == (1, 1, [])
+    assert states(scheduler) == {20 * B: "free"}
 
 
-def addresses(value: Any) -> Iterator[tuple[int, int]]:
-    """Where the tensors and arrays of a batch lie: first byte, end."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for part in value:
-            yield from addresses(part)
-    elif isinstance(value, torch.Tensor) and value.numel():
-        last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
-        yield value.data_ptr(), value.data_ptr() + (last + 1) * value.itemsize
-    elif isinstance(value, np.ndarray) and value.size:
-        yield byte_bounds(value)
+def test_answers_are_handed_on_in_the_order_in_which_the_workers_finished() -> None:
+    scheduler, sends = started(in_order=False)
+    late, early = answer(sends[0], finished=9), answer(sends[1], finished=3)
+    inbox, _, _ = receiver(scheduler, (0, late), (1, early))
+    assert inbox.take() == [Arrived(1, early), Arrived(0, late)]
 
 
-def look_at(pair: Pair, value: Any) -> None:
-    """Every leaf lies in the workers' parts of the arena, or in memory of its own."""
-    base, length = pair.arena.mapping.base, pair.arena.mapping.length
-    _, end = pair.arena.mapping.region(0)
-    for first, last in addresses(value):
-        if base <= first < base + length:
-            assert last <= base + end, "a leaf reaches behind the blocks"
+def test_in_order_answers_are_taken_one_by_one() -> None:
+    scheduler, sends = started()
+    inbox, _, _ = receiver(scheduler, (0, answer(sends[0])), (1, answer(sends[1])))
+    assert [len(inbox.take()) for _ in range(3)] == [1, 1, 0]
 
 
-@settings(deadline=None, max_examples=300)
-@given(st.data(), st.booleans(), st.integers(0, 4), st.integers(1, 3))
-def test_handles_that_were_tampered_with(
-    data: st.DataObject, to_device: bool, which: int, edits: int
+MISFITS: dict[str, Any] = {
+    "the end of a dataset with indices": {"outcome": ENDED, "handle": None},
+    "a handle of what was skipped": {"outcome": SKIPPED},
+    "a batch without a handle": {"handle": None},
+    "an error without a handle": {"outcome": ERROR, "handle": None},
+    "a block of another size": {"handle": Handle(0, None, (), None, ((20 * B, 2 * B, 1),))},
+    "a block that is not there": {"handle": Handle(0, None, (), None, ((40 * B, B, 1),))},
+    "more bytes than the block has": {"handle": Handle(0, None, (), None, ((20 * B, B, B + 1),))},
+    "a new block in another worker's part": {"fresh": ((REGION, B),)},
+    "a returned block that is not there": {"returned": (40 * B,)},
+}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("fields", MISFITS.values(), ids=MISFITS)
+def test_an_answer_that_is_due_and_does_not_fit_fails_at_its_position(
+    fields: dict[str, Any], shared: bool
 ) -> None:
-    with paired(to_device) as pair:
-        bomb = pickle.dumps(Booby())
-        answer = genuine(pair, objects=False)[which]
-        pair.arena.mapping.memory[: len(bomb)] = bomb
-        fields: Any = (VERSION, ANSWER_KIND, *answer)
-        ways = list(paths(fields[11], (11,)))
-        for _ in range(edits):
-            fields = replaced(fields, data.draw(st.sampled_from(ways)), data.draw(st.sampled_from(CHANGES)))
-        frame = msgpack.packb(fields)
-        with watched_pickles() as opened, suppress(ProtocolError):
-            look_at(pair, put_together(pair, frame))
-        assert opened == []
+    scheduler, sends = started(shared_tasks=shared)
+    misfit = answer(sends[0], (*BLOCK, 1), fresh=(BLOCK,))._replace(**fields)
+    claims = {send.task.ticket: seq % 2 for seq, send in enumerate(sends)}
+    inbox, group, counters = receiver(scheduler, (1, answer(sends[1])), (0, misfit), claims=claims)
+    for _ in range(2):
+        inbox.hand_on(inbox.take())
+        scheduler.check()
+    assert (counters.rejected_frames, scheduler.refused, group.evicted) == (1, 1, [])
+    assert states(scheduler) == {}, "no part of it was accepted"
+    for seq, error in ((0, ProtocolError), (1, type(None))):
+        deliver = scheduler.handle(Wanted())[-1]
+        assert isinstance(deliver, Deliver)
+        assert (deliver.seq, type(deliver.error)) == (seq, error)
 
 
-@settings(deadline=None, max_examples=150)
-@given(st.data(), st.integers(5, 6))
-def test_handles_with_objects_that_were_tampered_with(data: st.DataObject, which: int) -> None:
-    """A pickle of the pool may be opened, and may be found cut short; nothing else is."""
-    with paired() as pair:
-        answer = genuine(pair, objects=True)[which]
-        fields: Any = (VERSION, ANSWER_KIND, *answer)
-        way = data.draw(st.sampled_from(list(paths(fields[11], (11,)))))
-        frame = msgpack.packb(replaced(fields, way, data.draw(st.sampled_from(CHANGES))))
-        assert answer.handle is not None
-        offset, _, total = answer.handle.segments[0]
-        _, _, ours = bytes(pair.arena.mapping.memory[offset : offset + total]).partition(TOKEN)
-        with watched_pickles() as opened, suppress(ProtocolError, EOFError, pickle.UnpicklingError):
-            look_at(pair, put_together(pair, frame))
-        # Cut short, or with a tail, which pickle does not look at.
-        assert all(read.startswith(ours) or ours.startswith(read) for read in opened)
+def test_an_answer_that_fits_uses_the_blocks_of_its_handle() -> None:
+    scheduler, sends = started()
+    inbox, _, _ = receiver(scheduler, (0, answer(sends[0], (*BLOCK, 7), fresh=(BLOCK, (30 * B, B)))))
+    (event,) = inbox.take()
+    assert event.fault is None
+    assert event.answer.used == ((20 * B, 7),)
+    inbox.hand_on([event])
+    assert states(scheduler) == {20 * B: "filled", 30 * B: GRANTED}
+    assert scheduler.refused == 0
 
 
-NUMBERS = st.integers(0, 1 << 20) | st.sampled_from([part for part in HOSTILE if isinstance(part, int)])
-ANYTHING = st.recursive(
-    NUMBERS | st.sampled_from(HOSTILE) | st.binary(max_size=64),
-    lambda inner: st.lists(inner, max_size=4).map(tuple),
-    max_leaves=8,
-)
-LEAVES = st.tuples(
-    st.sampled_from("TAQ"),
-    st.sampled_from(("float32", "uint8", "bool", "complex128", "float8_e5m2", "<f4", "|b1", "<U3", "<M8[ns]"))
-    | ANYTHING,
-    st.lists(NUMBERS, max_size=3).map(tuple) | ANYTHING,
-    st.none() | st.lists(NUMBERS, max_size=3).map(tuple) | ANYTHING,
-    st.integers(0, 2) | ANYTHING,
-    st.integers(0, 64) | ANYTHING,
-)
-TREES = st.recursive(
-    st.sampled_from(("V", "O", ("L", 0), ("L", 1), ("v", 2))) | ANYTHING,
-    lambda inner: (
-        st.tuples(st.sampled_from("lt"), st.lists(inner, max_size=3).map(tuple))
-        | st.tuples(st.just("d"), st.just(("a", 1)), st.lists(inner, min_size=2, max_size=2).map(tuple))
-    ),
-    max_leaves=6,
-)
-RANDOM_HANDLES = st.tuples(
-    NUMBERS,
-    st.tuples(TREES, st.lists(LEAVES, max_size=3).map(tuple), st.lists(NUMBERS, max_size=3).map(tuple))
-    | st.tuples(
-        TREES,
-        st.lists(LEAVES, max_size=3).map(tuple),
-        st.lists(NUMBERS, max_size=3).map(tuple),
-        st.lists(NUMBERS | st.just(-1), max_size=3).map(tuple),
-    ),
-    st.lists(NUMBERS, max_size=3).map(tuple),
-    st.none() | st.binary(max_size=300),
-    st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), max_size=3).map(tuple),
-)
+def test_the_part_of_a_worker_whose_answer_does_not_fit_is_over() -> None:
+    """It may have said that its part has ended, and this would not be known."""
+    scheduler, sends = started()
+    ends = answer(sends[0], outcome=ENDED, handle=None)
+    inbox, group, _ = receiver(scheduler, (0, ends), (1, answer(sends[1], handle=None)), iterable=True)
+    inbox.hand_on(inbox.take())
+    assert (scheduler.refused, group.evicted) == (1, [1])
 
 
-@settings(deadline=None, max_examples=400)
-@given(RANDOM_HANDLES, st.booleans())
-def test_random_handles(handle: Any, to_device: bool) -> None:
-    with paired(to_device) as pair:
-        bomb = pickle.dumps(Booby())
-        pair.arena.mapping.memory[: len(bomb)] = bomb
+# ---- between processes ------------------------------------------------------------------------------
+
+
+class Items:
+    """`dataset[i]` is a large tensor full of i, and i."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((30_000,), float(index)), index
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        yield from (Items()[index] for index in range(30))
+
+
+def is_item(batch: Any, index: int) -> bool:
+    tensor, number = batch
+    return tensor.shape == (30_000,) and bool((tensor == index).all()) and number == index
+
+
+Change = Callable[[random.Random, list[Any]], Any]
+
+
+class Breaking:
+    """Breaks every so many-th answer before the consumer reads it."""
+
+    def __init__(self, share: float, change: Change) -> None:
+        self.noise = random.Random(1)
+        self.share = share
+        self.change = change
+        self.changed = 0
+
+    def __call__(self, frame: bytes) -> Any:
+        message = decode_for_consumer(frame)
+        if isinstance(message, Hello) or self.noise.random() >= self.share:
+            return message
+        self.changed += 1
+        changed = self.change(self.noise, msgpack.unpackb(frame, strict_map_key=False))
+        return decode_for_consumer(changed if isinstance(changed, bytes) else msgpack.packb(changed))
+
+
+def other_blocks(noise: random.Random, fields: list[Any]) -> list[Any]:
+    """Other blocks or another spec than the worker named, in an answer that is due."""
+    *_, fresh, returned, handle = fields
+    what = noise.randrange(5)
+    if what == 0:
+        fields[-1] = noise.choice((None, [1 << 40, None, [], None, []]))
+    elif what == 1:
+        handle[1] = noise.choice((1 << 30, [], ["V", [], []], 7))
+    elif what == 2:
+        noise.choice(handle[4])[0] += noise.choice((1, SMALLEST, 1 << 40))
+    elif what == 3:
+        fresh.append(noise.choice(([0, 7], [1 << 50, SMALLEST])))
+    else:
+        returned.append(noise.choice((7, 1 << 50)))
+    return fields
+
+
+def anything(noise: random.Random, fields: list[Any]) -> Any:
+    """Any number of the answer but its times changed, or bytes of the frame cut off."""
+    if noise.random() < 0.3:
+        frame: bytes = msgpack.packb(fields)
+        return frame[: noise.randrange(len(frame))]
+    if noise.random() < 0.5:
+        return other_blocks(noise, fields)
+    fields[noise.randrange(6)] = noise.choice((-1, 0, 1, 7, 1 << 20, 1 << 62, 1 << 63, None, "", [], True))
+    return fields
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
+def test_answers_that_do_not_fit_fail_their_batches_and_no_other(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = DataLoader(Items(), batch_size=None, num_workers=2, schedule=schedule)
+    iterator = iter(loader)
+    assert is_item(next(iterator), 0)  # its spec is known
+    breaking = Breaking(0.2, other_blocks)
+    monkeypatch.setattr(sockets, "decode_for_consumer", breaking)
+    refused = 0
+    for index in range(1, 40):
         try:
-            frame = msgpack.packb((VERSION, ANSWER_KIND, 0, 0, 0, 0, 0, 0, (), (), (), handle))
-        except (OverflowError, ValueError):
-            return
-        with watched_pickles() as opened:
-            tracemalloc.start()
+            assert is_item(next(iterator), index)
+        except ProtocolError:
+            refused += 1
+    assert next(iterator, None) is None
+    assert loader.statistics().rejected_frames == refused >= breaking.changed > 3
+    loader.close()
+
+
+@pytest.mark.processes
+def test_with_restarts_a_run_gets_over_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused answer may take a spec along; the batches that name it later are refused as well."""
+    breaking = Breaking(0.1, anything)
+    monkeypatch.setattr(sockets, "decode_for_consumer", breaking)
+    loader = DataLoader(
+        Items(), batch_size=None, num_workers=2, schedule="dynamic", workers=Processes(max_restarts=1000)
+    )
+    refused = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WorkerReplaced)
+        iterator = iter(loader)
+        for index in range(40):
             try:
-                look_at(pair, put_together(pair, frame))
-            except ProtocolError:
-                pass
-            finally:
-                _, peak = tracemalloc.get_traced_memory()
-                tracemalloc.stop()
-        assert opened == []
-        assert peak < (1 << 20) + 200 * len(frame)
-
-
-def test_a_deep_tree_travels() -> None:
-    tree: Any = torch.rand(3)
-    for _ in range(DEEPEST + 200):
-        tree = (tree,)
-    with paired() as pair:
-        assert_same(tree, pair.trip(tree))
-
-
-# ---- sockets ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder() -> Iterator[str]:
-    folder = endpoint_folder()
-    yield folder
-    remove_folder(folder)
-
-
-@contextmanager
-def raw_socket(kind: int) -> Iterator[zmq.Socket[bytes]]:
-    context = zmq.Context()
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 1000)
-    try:
-        yield socket
-    finally:
-        socket.close()
-        context.term()
-
-
-def junk(seed: int, count: int, *messages: Any) -> list[bytes]:
-    """Frames that are noise, and frames of these messages with some bytes changed. None is a message."""
-    noise = random.Random(seed)
-    frames = []
-    while len(frames) < count:
-        frame = bytearray(encode(noise.choice(messages), TOKEN))
-        if noise.random() < 0.5:
-            frame = bytearray(noise.randbytes(noise.randrange(80)))
-        for _ in range(noise.randrange(1, 4)):
-            if frame:
-                frame[noise.randrange(len(frame))] = noise.randrange(256)
-        frames.append(bytes(frame))
-    return frames
-
-
-ANSWER = Answer(1, 2, 0, 0, 5, 6, ((0, 70000),), ((0, 81920),), (), None)
-TASK = Task(1, 2, 0, [Opaque(1)], ((0, 65536),))
+                assert is_item(next(iterator), index)
+            except (ProtocolError, PoisonousBatch):
+                refused += 1
+        assert next(iterator, None) is None
+    assert loader.statistics().rejected_frames >= max(refused, 1)
+    assert loader.statistics().worker_restarts > 0
+    loader.close()
 
 
 @pytest.mark.processes
-def test_what_a_worker_sends_that_is_no_message_is_counted(folder: str) -> None:
-    frames = [frame for frame in junk(1, 300, ANSWER, Hello(3)) if not decodes(frame)]
-    with raw_socket(zmq.DEALER) as worker:
-        worker.bind(endpoint(folder, "w0.0"))
-        consumer = ConsumerSocket(folder, 1, TOKEN)
+@pytest.mark.parametrize(
+    ("dataset", "change", "text"),
+    [
+        (Items(), lambda noise, fields: b"\xc1", "sent what is no answer to any of its tasks"),
+        (Stream(), lambda noise, fields: [*fields[:-2], [1 << 50], fields[-1]], "sent what is no answer"),
+    ],
+    ids=["garbage", "a misfit from an iterable dataset"],
+)
+def test_a_worker_that_is_broken_is_ended_and_named(
+    dataset: Any, change: Change, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = DataLoader(dataset, batch_size=None, num_workers=1)
+    iterator = iter(loader)
+    assert is_item(next(iterator), 0)
+    monkeypatch.setattr(sockets, "decode_for_consumer", Breaking(1, change))
+    errors: list[Exception] = []
+    while not errors or isinstance(errors[-1], ProtocolError):
         try:
-            for frame in frames:
-                worker.send(frame)
-            worker.send_multipart([encode(ANSWER), encode(ANSWER)])
-            worker.send(encode(ANSWER))
-            received = []
-            while not received or received[-1][1] is None:
-                assert consumer.wait_for_message(5)
-                message = consumer.receive()
-                if message is not None:
-                    received.append(message)
-            assert received == [(0, None)] * (len(frames) + 1) + [(0, ANSWER)]
-            assert consumer.take_rejected() == len(frames) + 1
-            assert consumer.take_rejected() == 0
-        finally:
-            consumer.close()
-    assert len(frames) > 200
-
-
-def decodes(frame: bytes) -> bool:
-    try:
-        decode_for_consumer(frame)
-    except ProtocolError:
-        return False
-    return True
-
-
-@pytest.mark.processes
-def test_a_worker_drops_what_is_no_message(folder: str) -> None:
-    worker = WorkerSocket(folder, "w0.0")
-    try:
-        with raw_socket(zmq.DEALER) as intruder, watched_pickles() as opened:
-            intruder.connect(endpoint(folder, "w0.0"))
-            for frame in junk(2, 300, TASK, Epoch(1, False, 7), Stop()):
-                intruder.send(frame)
-            intruder.send(b"the last one")
-            intruder.send(encode(Epoch(77, False, None)))
-            seen: list[Any] = []
-            while Epoch(77, False, None) not in seen:
-                seen.append(worker.receive(block=True))
-        assert opened == []
-        assert all(isinstance(message, (Task, Epoch, Stop)) for message in seen)
-    finally:
-        worker.close()
-
-
-@pytest.mark.processes
-def test_another_user_cannot_connect(folder: str) -> None:
-    path = Path(folder)
-    assert path.stat().st_mode & 0o777 == 0o700
-    assert path.stat().st_uid == os.getuid()
-    worker = WorkerSocket(folder, "w0.0")
-    try:
-        assert (path / "w0.0").is_socket()
-        if os.getuid() != 0:
-            pytest.skip("only root can become another user")
-        assert connects_as(os.getuid(), str(path / "w0.0")) == 0
-        assert connects_as(65534, str(path / "w0.0")) == 13  # EACCES
-    finally:
-        worker.close()
-
-
-def connects_as(user: int, path: str) -> int:
-    """The error number with which another user's connection ends; 0 if it does not."""
-    child = os.fork()
-    if child == 0:
-        code = 255
-        try:
-            # The way there is open to everybody; what keeps others out is the folder itself.
-            os.chdir(os.path.dirname(os.path.dirname(path)))
-            os.setgroups([])
-            os.setgid(user)
-            os.setuid(user)
-            client = socket.socket(socket.AF_UNIX)
-            code = client.connect_ex(os.path.join(os.path.basename(os.path.dirname(path)), "w0.0"))
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_the_folder_is_private_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    tmp_path.chmod(0o777)
-    mask = os.umask(0)
-    try:
-        folder = endpoint_folder()
-    finally:
-        os.umask(mask)
-    assert Path(folder).stat().st_mode & 0o777 == 0o700
-    remove_folder(folder)
-
-
-@pytest.mark.processes
-def test_a_signal_while_sockets_are_closed_leaves_nothing() -> None:
-    """Two hundred times under a hail of signals: whatever is left of one is found after the test."""
-    handler = signal.signal(signal.SIGALRM, lambda number, frame: None)
-    signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
-    try:
-        for _ in range(200):
-            folder = endpoint_folder()
-            ConsumerSocket(folder, 1, TOKEN).close()
-            remove_folder(folder)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+            next(iterator)
+        except Exception as error:
+            errors.append(error)
+    assert isinstance(errors[-1], WorkerDied)
+    assert text in str(errors[-1])
+    assert loader.statistics().rejected_frames > 0
+    loader.close()
