@@ -27,12 +27,14 @@ from warnings import WarningMessage
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # A commit is judged by the same examples every time. New ones are looked for on purpose, as long as one
 # likes: pytest --hypothesis-profile=search --hypothesis-seed=N.
 settings.register_profile("repeatable", derandomize=True)
 settings.register_profile("search", derandomize=False, print_blob=True)
+# For a mutation run: a mutant is dead with the first failure, however large its example.
+settings.register_profile("mutation", derandomize=True, phases=(Phase.explicit, Phase.generate))
 settings.load_profile("repeatable")
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and their scripts inherit it.

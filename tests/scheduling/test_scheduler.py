@@ -574,3 +574,15 @@ def test_a_task_that_could_not_be_sent_gives_its_blocks_back() -> None:
     deliver = scheduler.handle(Wanted())[-1]
     assert isinstance(deliver, Deliver)
     assert isinstance(deliver.error, TypeError)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_next_batches_that_have_come_are_known_beforehand(in_order: bool) -> None:
+    scheduler, sends = started(in_order=in_order)
+    arrived = [answer(send) for send in sends[1:3]]
+    for event in arrived:
+        scheduler.handle(event)
+    assert scheduler.upcoming(9) == [event.answer for event in arrived]
+    scheduler.handle(Wanted())  # without order this hands the first one out
+    assert scheduler.upcoming(9) == [event.answer for event in arrived[not in_order :]]
+    assert scheduler.upcoming(2) == [arrived[not in_order].answer]

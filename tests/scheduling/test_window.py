@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastq_loader.scheduling.window import Window
+from fastq_loader.scheduling.options import WIDEST_WINDOW, Dynamic, RoundRobin, Schedule
+from fastq_loader.scheduling.window import Window, WindowLimits
 
 
 @dataclass
@@ -152,3 +153,28 @@ def test_whether_it_widens_is_known_beforehand() -> None:
     assert Window(4, 5).widens
     assert not Window(4, 4).widens
     assert not Window(4).widens
+
+
+@pytest.mark.parametrize(
+    ("schedule", "iterable", "limits"),
+    [
+        (RoundRobin(), False, (8, 8)),
+        (RoundRobin(window=3), True, (3, 3)),
+        (Dynamic(), True, (8, 8)),
+        (Dynamic(window=30), True, (30, 30)),
+        (Dynamic(), False, (12, 128, 1 << 26, 4)),
+        (Dynamic(window=30), False, (30, 30, 0, 4)),
+        (Dynamic(window=10), False, (10, 10, 0, 2)),
+        (Dynamic(window=8), False, (8, 8, 0, 1)),
+        (Dynamic(window=1), False, (1, 1, 0, 1)),
+    ],
+)
+def test_what_a_schedule_comes_to(schedule: Schedule, iterable: bool, limits: tuple[int, ...]) -> None:
+    """With four workers that each prefetch two batches, on a machine of 1 GiB."""
+    found = WindowLimits.of(schedule, workers=4, prefetch=2, iterable=iterable, memory_bytes=1 << 30)
+    assert found == WindowLimits(*limits)
+
+
+def test_the_widest_window_is_bounded_on_large_machines_too() -> None:
+    found = WindowLimits.of(Dynamic(), workers=100, prefetch=10, iterable=False, memory_bytes=1 << 50)
+    assert found == (1100, WIDEST_WINDOW, 1 << 30, 100)

@@ -1,0 +1,122 @@
+"""What becomes of an answer, and of its blocks, whatever happens on the way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fastq_loader.consumer.delivery import Delivery
+from fastq_loader.consumer.outcomes import Delivered, Raised
+from fastq_loader.errors import ProtocolError
+from fastq_loader.ipc.messages import BATCH, BROKEN, ERROR, Answer, Handle
+from fastq_loader.scheduling.events import Deliver
+from fastq_loader.statistics import Counters
+
+
+class Pool:
+    """Notes what becomes of blocks."""
+
+    def __init__(self) -> None:
+        self.delivered: list[int] = []
+        self.dropped: list[int] = []
+        self.deliver = self.delivered.extend
+        self.drop = self.dropped.extend
+
+
+class Unpacker:
+    """Handles whose batch is in block 1 and copied out of block 2; what is set here is raised."""
+
+    def __init__(self, opening: Exception | None = None, unpacking: Exception | None = None) -> None:
+        self._opening, self._unpacking = opening, unpacking
+
+    def open(self, handle: Handle) -> tuple[list[int], list[int], None]:
+        if self._opening is not None:
+            raise self._opening
+        return [1], [2], None
+
+    def unpack(self, handle: Handle, pickled: None) -> Any:
+        if self._unpacking is not None:
+            raise self._unpacking
+        return "batch"
+
+    def exception(self, handle: Handle) -> BaseException:
+        if self._opening is not None:
+            raise self._opening
+        return handle.values[0]  # type: ignore[no-any-return]
+
+
+def hand_out(
+    unpacker: Unpacker, outcome: int = BATCH, error: Exception | None = None
+) -> tuple[Delivered | Raised, Pool, Counters]:
+    """An answer with blocks 1 and 2; `error` is what it carries."""
+    pool, counters = Pool(), Counters()
+    handle = Handle(0, SimpleNamespace(nbytes=40), (error,), None, ())
+    answer = Answer(1, 0, 0, outcome, 0, 0, (), (), handle, ((1, 30), (2, 10)))
+    delivery = Delivery(unpacker, pool, counters)  # type: ignore[arg-type]
+    return delivery.hand_out(Deliver(0, 3, answer, None)), pool, counters
+
+
+def test_a_batch_is_delivered_with_leases_and_without_what_was_copied() -> None:
+    outcome, pool, counters = hand_out(Unpacker())
+    assert isinstance(outcome, Delivered)
+    assert outcome.batch == "batch"
+    assert (pool.delivered, pool.dropped) == ([1], [2])
+    assert (counters.batches, counters.bytes) == (1, 40)
+
+
+def test_a_batch_for_a_device_comes_from_its_staging() -> None:
+    delivery = Delivery(Unpacker(), Pool(), counters := Counters())  # type: ignore[arg-type]
+    delivery.staging = SimpleNamespace(deliver=lambda answer: ("staged", answer.seq))  # type: ignore[assignment]
+    answer = Answer(1, 5, 0, BATCH, 0, 0, (), (), Handle(0, SimpleNamespace(nbytes=1), (), None, ()))
+    outcome = delivery.hand_out(Deliver(5, 3, answer, None))
+    assert isinstance(outcome, Delivered)
+    assert outcome.batch == ("staged", 5)
+    assert counters.batches == 1
+
+
+def test_an_error_without_an_answer_is_raised_as_it_is() -> None:
+    error = LookupError("the sampler's")
+    outcome = Delivery(Unpacker(), Pool(), Counters()).hand_out(Deliver(0, None, None, error))  # type: ignore[arg-type]
+    assert isinstance(outcome, Raised)
+    assert (outcome.error, outcome.fatal) == (error, None)
+
+
+@pytest.mark.parametrize("error", [ProtocolError("no such block"), MemoryError("no room")])
+def test_a_batch_that_cannot_be_unpacked_fails_at_its_position(error: Exception) -> None:
+    outcome, pool, counters = hand_out(Unpacker(unpacking=error))
+    assert isinstance(outcome, Raised)
+    assert (outcome.error, outcome.fatal) == (error, None)
+    assert (pool.delivered, pool.dropped) == ([1], [2]), "its leases give the first one back"
+    assert counters.rejected_frames == isinstance(error, ProtocolError)
+    assert counters.batches == 0
+
+
+def test_a_handle_that_does_not_fit_leaves_no_blocks_behind() -> None:
+    for outcome_code in (BATCH, ERROR):
+        outcome, pool, counters = hand_out(Unpacker(opening=(error := ProtocolError("no"))), outcome_code)
+        assert isinstance(outcome, Raised)
+        assert outcome.error is error
+        assert (pool.delivered, pool.dropped) == ([], [1, 2])
+        assert counters.rejected_frames == 1
+
+
+@pytest.mark.parametrize("code", [ERROR, BROKEN])
+def test_an_error_of_a_worker_is_raised_and_one_that_cannot_start_ends_it(code: int) -> None:
+    outcome, pool, counters = hand_out(Unpacker(), code, error := OSError(5, "its disk"))
+    assert isinstance(outcome, Raised)
+    assert outcome.error is error
+    assert (pool.delivered, pool.dropped) == ([], [1, 2])
+    assert outcome.fatal == (f"worker 3 could not start: {error!r}" if code == BROKEN else None)
+    assert (counters.rejected_frames, counters.batches) == (0, 0)
+
+
+@pytest.mark.parametrize("code", [ERROR, BATCH])
+def test_a_stop_iteration_is_an_error_and_does_not_end_the_epoch(code: int) -> None:
+    stopped = StopIteration("too early")
+    outcome, *_ = hand_out(Unpacker(unpacking=stopped), code, stopped)
+    assert isinstance(outcome, Raised)
+    assert isinstance(outcome.error, RuntimeError)
+    assert "raised StopIteration: too early" in str(outcome.error)
+    assert outcome.error.__cause__ is stopped

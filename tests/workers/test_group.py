@@ -1,0 +1,169 @@
+"""The group of workers, with processes and sockets that are played."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fastq_loader.ipc.claim_table import Busy
+from fastq_loader.ipc.messages import Answer, Epoch, Hello, Ping, Stop, encode
+from fastq_loader.scheduling.outstanding import Outstanding
+from fastq_loader.scheduling.states import Batch
+from fastq_loader.statistics import Counters
+from fastq_loader.workers import group as module
+from fastq_loader.workers.group import WorkerGroup
+from tests.support.simulation import Table
+
+ANSWER = Answer(1, 0, 0, 3, 0, 0, (), (), None)
+
+
+class Claims(Table):
+    """Tickets in `busy` are being claimed by a worker that is stopped."""
+
+    busy: frozenset[int] = frozenset()
+
+    def take_back(self, ticket: int) -> bool:
+        if ticket in self.busy:
+            raise Busy
+        return super().take_back(ticket)
+
+
+class Socket:
+    """Notes what is sent, (worker, message or frames); what workers sent is in `received`."""
+
+    def __init__(self) -> None:
+        self.received: list[tuple[int, Any]] = []
+        self.sent: list[tuple[int | None, Any]] = []
+        self.rejected = 0
+
+    def receive(self) -> tuple[int, Any] | None:
+        return self.received.pop(0) if self.received else None
+
+    def send(self, worker: int, message: Any) -> None:
+        self.sent.append((worker, message))
+
+    def send_frames(self, worker: int, frames: list[bytes]) -> None:
+        self.sent.append((worker, frames))
+
+    def send_all(self, *frames: bytes, but: Any = ()) -> None:
+        self.sent.extend((worker, [*frames]) for worker in range(2) if worker not in but)
+
+
+def group(shared_tasks: bool = True, widest: int = 1, unread: int = 1) -> tuple[WorkerGroup, Any, list[int]]:
+    """Two workers, their socket, and those that were killed."""
+    plan: Any = SimpleNamespace(
+        workers=2, shared_tasks=shared_tasks, window=SimpleNamespace(widest=widest), context=None, restarts=0
+    )
+    killed: list[int] = []
+    made: Any = WorkerGroup.__new__(WorkerGroup)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "WorkerPool", lambda plan: SimpleNamespace(start_next=lambda: None))
+        patch.setattr(module, "_UNREAD", unread)
+        made.__init__(plan, None, Counters())
+    made._processes.kill = killed.append
+    made._processes.death = lambda worker: ("was killed", "torch's text")
+    made._processes.pid = lambda worker: 700 + worker
+    made._processes.stacks = lambda worker: f"  stacks of {worker}"
+    made._socket = Socket()
+    made._claims = Claims(100)
+    for worker in range(2):
+        made._backlog.begin(worker)
+    return made, made._socket, killed
+
+
+def test_answers_are_handed_on_and_a_worker_that_sends_garbage_is_ended() -> None:
+    workers, socket, killed = group()
+    socket.received = [(0, Hello(5)), (1, None), (1, None), (0, ANSWER), (1, ANSWER)]
+    socket.rejected = 2
+    assert [workers.receive(), workers.receive(), workers.receive()] == [(0, ANSWER), (1, ANSWER), None]
+    assert killed == [1]
+    assert (workers._counters.rejected_frames, socket.rejected) == (2, 0)
+    assert workers.is_ready(0)
+    assert not workers.is_ready(1)
+    assert workers.death(0) == ("was killed", "torch's text")
+    assert workers.death(1)[0].startswith("was ended, because it sent what is no answer")
+
+
+def test_a_ping_that_a_worker_was_not_sent_ends_it() -> None:
+    workers, socket, killed = group()
+    workers.offer({1: b"a task"})
+    pings = [worker for worker, message in socket.sent if message == Ping()]
+    assert pings == [0, 1]
+    socket.received = [(0, Ping()), (1, Ping()), (0, Ping())]
+    assert workers.receive() is None
+    assert killed == [0], "its second one"
+    assert workers._counters.rejected_frames == 1
+
+
+def test_a_worker_that_is_far_behind_is_passed_over_and_catches_up() -> None:
+    workers, socket, _ = group()
+    epoch = Epoch(1, None)
+    workers.begin_epoch(epoch)
+    assert socket.sent == [(0, [encode(epoch)]), (1, [encode(epoch)]), (0, Ping()), (1, Ping())]
+    workers.offer({1: b"one"})
+    socket.received = [(1, Ping())]
+    workers.receive()
+    workers.claims.offer(2)
+    workers.offer({2: b"two"})
+    assert workers.behind == {0}
+    socket.sent.clear()
+    workers.catch_up()
+    assert socket.sent == []
+    socket.received = [(0, Ping())]
+    workers.receive()
+    workers.catch_up()
+    assert socket.sent[0] == (0, [b"two"])
+    assert workers.behind == set()
+
+
+def test_assigned_tasks_need_no_pings() -> None:
+    workers, socket, _ = group(shared_tasks=False)
+    for number in range(9):
+        workers.begin_epoch(Epoch(number, None))
+    assert Ping() not in [message for _, message in socket.sent]
+    assert len(socket.sent) == 18
+    workers.dismiss()
+    assert socket.sent[-1] == (1, [encode(Stop())])
+
+
+def test_what_a_dead_worker_had_claimed_is_known() -> None:
+    workers, _, _ = group()
+    outstanding = Outstanding(100)
+    for seq in range(4):
+        outstanding.add(1, batch := Batch(seq, None, None))
+        workers.claims.offer(batch.ticket)
+        if seq != 2:
+            workers.claims.claim(batch.ticket, seq % 2)
+    workers.claims.begin(1, 4)
+    assert workers.claimed_by(1, outstanding, 1) == (3, frozenset([2, 4]))
+    assert workers.claimed_by(1, outstanding, 2) == (None, frozenset([2, 4]))
+    assert workers.claimed_by(0, outstanding, 1) == (None, frozenset([1]))
+
+
+def test_tasks_are_taken_back_as_far_as_they_are_unclaimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers, _, _ = group()
+    monkeypatch.setattr(module, "_CLAIMING", 0.01)
+    claims: Any = workers.claims
+    for ticket in (1, 2, 3):
+        claims.offer(ticket)
+    claims.claim(2, 1)
+    claims.busy = frozenset([3])
+    assert workers.take_back([1, 2, 3]) == ({1}, {2: 1})
+    assert not claims.claim(1, 0)
+
+
+def test_the_texts_name_the_worker_its_batch_and_its_stacks() -> None:
+    workers, socket, _ = group()
+    assert workers.report(1, "was killed", 7, [4, 5]) == (
+        "DataLoader worker (pid(s) 701) exited unexpectedly: "
+        "worker 1 was killed before it answered batch 7 (indices [4, 5])"
+    )
+    assert workers.report(1, "was killed", None, None).endswith("worker 1 was killed between batches")
+    assert workers.report_late(None, 7, 3) == "no worker has come to batch 7 (indices 3) yet"
+    late = "worker 0 (pid 700) has not answered batch 7 (indices 3). Its Python stacks:\n"
+    assert workers.report_late(0, 7, 3) == late + "  (it is still starting)"
+    socket.received = [(0, Hello(5))]
+    workers.receive()
+    assert workers.report_late(0, 7, 3) == late + "  stacks of 0"
