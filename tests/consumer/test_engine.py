@@ -1,7 +1,4 @@
-"""The gate and the loop with real processes, where forks, interrupts, threads and odd sizes meet.
-
-Each test is a defect that a review found once, or the guard against it.
-"""
+"""The engine with real processes, where forks, interrupts, threads and odd sizes meet."""
 
 from __future__ import annotations
 
@@ -47,17 +44,17 @@ def is_full_of(tensor: torch.Tensor, value: float) -> bool:
 
 
 def test_a_fork_between_the_end_of_a_lease_and_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker may be writing to the promised block already; the fork must not take it back."""
+    """The worker may write to the promised block already: the fork must not take it back."""
     monkeypatch.setattr("fastq_loader.memory.ledger.WORTH_A_PROMISE", 0)
     children = []
-    loader = DataLoader(Filled(60), batch_size=None, num_workers=1, prefetch_factor=1)
+    loader = DataLoader(Filled(30), batch_size=None, num_workers=1, prefetch_factor=1)
     for number, batch in enumerate(loader):
         assert is_full_of(batch, number)
         del batch
         if number % 10 == 3:
             child = os.fork()
             if child == 0:
-                time.sleep(0.2)
+                time.sleep(0.1)
                 os._exit(0)
             children.append(child)
             time.sleep(0.01)
@@ -66,7 +63,7 @@ def test_a_fork_between_the_end_of_a_lease_and_the_next_call(monkeypatch: pytest
 
 
 class Holder:
-    """Every item says what lies in a batch of another loader that this dataset holds."""
+    """Every item says what is in a batch of another loader that this dataset references."""
 
     def __init__(self, batch: torch.Tensor) -> None:
         self.batch: torch.Tensor | None = batch
@@ -75,12 +72,12 @@ class Holder:
         return 40
 
     def __getitem__(self, index: int) -> tuple[float, float]:
-        time.sleep(0.005)
+        time.sleep(0.002)
         assert self.batch is not None
         return self.batch.min().item(), self.batch.max().item()
 
 
-def test_a_dataset_that_holds_a_batch_of_another_loader_keeps_it_in_its_workers() -> None:
+def test_a_batch_that_the_workers_of_another_loader_reference_stays() -> None:
     with DataLoader(Filled(200), batch_size=None, num_workers=1) as first:
         batches = iter(first)
         dataset = Holder(next(batches))
@@ -94,18 +91,18 @@ def test_a_dataset_that_holds_a_batch_of_another_loader_keeps_it_in_its_workers(
 
 
 class ForksInWorker:
-    """At index 5 a child of the worker looks at the tensor that is being shipped, a while later."""
+    """At index 5 a child of the worker reads the tensor that is being shipped, a while later."""
 
     def __init__(self, result: str) -> None:
         self.result = result
 
     def __len__(self) -> int:
-        return 100
+        return 60
 
     def __getitem__(self, index: int) -> torch.Tensor:
         tensor = fastq_loader.empty((LARGE,), torch.float32).fill_(index)
         if index == 5 and os.fork() == 0:
-            time.sleep(0.4)
+            time.sleep(0.2)
             with open(self.result, "w") as file:
                 file.write(str(tensor.unique().tolist()))
             os._exit(0)
@@ -124,7 +121,7 @@ def test_a_fork_in_a_worker_keeps_what_it_saw(tmp_path: Any) -> None:
 
 
 class Box:
-    """Takes its time to unpickle, so that two threads are at it at once."""
+    """Takes its time to unpickle, so that two threads do it at once."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -215,7 +212,7 @@ class InterruptedSampler:
         return self.next - 1
 
 
-def test_an_interrupt_that_cuts_a_call_short_is_said_and_loses_nothing_silently() -> None:
+def test_after_an_interrupt_in_the_middle_of_a_call_the_iterator_says_so() -> None:
     sampler = InterruptedSampler()
     loader = DataLoader(
         list(range(20)), batch_size=None, sampler=sampler, num_workers=1, persistent_workers=True
@@ -232,7 +229,7 @@ def test_an_interrupt_that_cuts_a_call_short_is_said_and_loses_nothing_silently(
 
 
 def test_an_interrupt_while_workers_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGINT is held back during the start, and comes out after the last worker was forked."""
+    """SIGINT is blocked during the start, and comes after the last worker was forked."""
     forks = []
     loader = DataLoader(list(range(9)), num_workers=2, multiprocessing_context="fork")
     unblocked = signal.pthread_sigmask
@@ -290,7 +287,7 @@ class Ragged:
     """Sizes from 1 kB to 4 MB, at random, in place."""
 
     def __len__(self) -> int:
-        return 1500
+        return 600
 
     def __getitem__(self, index: int) -> torch.Tensor:
         nbytes = random.Random(index).randint(1000, 4_000_000)
@@ -298,12 +295,12 @@ class Ragged:
 
 
 def test_sizes_that_vary_use_the_same_addresses_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The address range here is a fraction of what 1,500 batches would take if it were used once."""
-    monkeypatch.setattr("fastq_loader.memory.arena._LARGEST", 256 << 20)
+    """The address range here is a fraction of what 600 batches would take if it were used once."""
+    monkeypatch.setattr("fastq_loader.memory.arena._LARGEST", 128 << 20)
     with DataLoader(Ragged(), batch_size=None, num_workers=2) as loader:
         for index, batch in enumerate(loader):
             assert batch.nbytes == random.Random(index).randint(1000, 4_000_000)
-        assert loader.statistics().arena_bytes <= 256 << 20
+        assert loader.statistics().arena_bytes <= 128 << 20
 
 
 class PartOfALargeBlock:
@@ -337,7 +334,7 @@ class Growing:
 def test_more_specs_under_way_than_are_remembered() -> None:
     batches = iter(DataLoader(Growing(), batch_size=None, num_workers=1, prefetch_factor=300))
     first = next(batches)
-    time.sleep(0.5)  # the worker is far ahead: it has forgotten specs that are still to be delivered
+    time.sleep(0.3)  # the worker is far ahead: it has forgotten specs that are still to be delivered
     assert [len(batch) for batch in (first, *batches)] == list(range(1, 321))
 
 
@@ -384,7 +381,7 @@ class Missing:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_error_that_was_handled_keeps_no_memory(persistent: bool) -> None:
-    """Without the garbage collector: an error must not be in a cycle with the loop that raised it."""
+    """Without the garbage collector: the error is not in a cycle with the loop."""
     gc.collect()
     gc.disable()
     try:
