@@ -142,6 +142,21 @@ def test_a_new_worker_has_nothing_to_read() -> None:
     assert pool.backlog.behind == {0}
 
 
+def test_the_death_of_one_worker_leaves_the_others_what_they_missed() -> None:
+    pool = Pool(workers=2, limit=1)
+    for ticket in range(1, 5):
+        pool.offer(ticket)
+    pool.backlog.end(1)
+    del pool.queues[1]
+    read = pool.read(0)
+    pool.catch_up()
+    assert read + pool.read(0) == [1, 2, 3, 4]
+    for ticket in range(5, 9):
+        pool.offer(ticket)
+    pool.backlog.end(0)
+    assert not pool.backlog._missed
+
+
 def test_a_ping_comes_back_once() -> None:
     pool = Pool(workers=1, limit=1)
     with pytest.raises(ProtocolError, match="worker 0 sent a ping back that it had not got"):

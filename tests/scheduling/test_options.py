@@ -32,7 +32,7 @@ def test_a_wrong_window_is_named_when_it_is_made(kind: Any, window: Any, error: 
     with pytest.raises(error, match=re.escape(f"{kind.__name__}(window={window}): window must be")):
         kind(window=window)
     with pytest.raises(error):
-        dataclasses.replace(kind(window=1), window=window)
+        dataclasses.replace(kind(window=WIDEST_WINDOW), window=window)
 
 
 @pytest.mark.parametrize(

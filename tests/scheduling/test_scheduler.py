@@ -498,7 +498,9 @@ def test_a_batch_of_which_three_workers_died_fails_at_its_position(shared: bool,
     scheduler, sends = started(shared_tasks=shared, in_order=in_order, restarts=5)
     for deaths in (1, 2, 3):
         instructions = scheduler.handle(Died(1, 1, f"died for the {deaths}. time"))
-        assert ((1, deaths) in [(seq, attempt) for _, seq, attempt in of(instructions)]) == (deaths < 3)
+        again = {(seq, attempt) for _, seq, attempt in of(instructions)}
+        assert ((1, deaths) in again) == (deaths < 3)
+        assert (3, 0 if shared else deaths) in again, "the others go on"
     scheduler.check()
     assert 1 not in dict(unanswered(scheduler))
     scheduler.handle(answer(sends[0], worker=0))
@@ -520,6 +522,13 @@ def test_three_deaths_at_three_batches_poison_none() -> None:
 
 
 # ---- deaths without restarts ------------------------------------------------------------------------
+
+
+def test_the_death_of_a_worker_that_has_answered_everything_costs_nothing() -> None:
+    scheduler, sends = started(prefetch=1, length=2)
+    scheduler.handle(answer(sends[1]))
+    scheduler.handle(Died(1))
+    assert scheduler.handle(Wanted()) == [Wait(0, 0, 1)]
 
 
 def test_an_idle_workers_death_is_reported_when_there_is_nothing_else_to_do() -> None:

@@ -45,5 +45,7 @@ def test_a_consumer_that_was_stopped_gives_each_head_one_grace() -> None:
         assert patience.is_over(message=False)
         assert not patience.is_over(message=True)
         assert patience.is_over(message=True), "the same head again"
+    patience.forget()
+    assert not any(patience.is_over(message=True) for _ in range(2)), "no batch is waited for"
     each = Timeout(1, of_head=False)
     assert not any(each.is_over(message=True) for _ in range(3))

@@ -162,7 +162,7 @@ def test_whether_it_widens_is_known_beforehand() -> None:
         (RoundRobin(window=3), True, (3, 3)),
         (Dynamic(), True, (8, 8)),
         (Dynamic(window=30), True, (30, 30)),
-        (Dynamic(), False, (12, 128, 1 << 26, 4)),
+        (Dynamic(), False, (12, 128, (1 << 26) + 256, 4)),
         (Dynamic(window=30), False, (30, 30, 0, 4)),
         (Dynamic(window=10), False, (10, 10, 0, 2)),
         (Dynamic(window=8), False, (8, 8, 0, 1)),
@@ -170,8 +170,8 @@ def test_whether_it_widens_is_known_beforehand() -> None:
     ],
 )
 def test_what_a_schedule_comes_to(schedule: Schedule, iterable: bool, limits: tuple[int, ...]) -> None:
-    """With four workers that each prefetch two batches, on a machine of 1 GiB."""
-    found = WindowLimits.of(schedule, workers=4, prefetch=2, iterable=iterable, memory_bytes=1 << 30)
+    """With four workers that each prefetch two batches, on a machine of 1 GiB and a page."""
+    found = WindowLimits.of(schedule, workers=4, prefetch=2, iterable=iterable, memory_bytes=(1 << 30) + 4097)
     assert found == WindowLimits(*limits)
 
 

@@ -364,8 +364,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         del self.outstanding[key]
         self.unresolved.discard(key)
         self.refused[key] = worker.number
-        fault = ProtocolError(answer.seq)
-        assert self.scheduler.handle(Arrived(worker.number, answer, fault)) == []
+        refused = self.scheduler.refused
+        assert self.scheduler.handle(Arrived(worker.number, answer, ProtocolError(answer.seq))) == []
+        assert self.scheduler.refused == refused + 1
         if answer.epoch == self.epoch:
             self.ready.add(answer.seq)
             self.refused_seqs.add(answer.seq)
