@@ -35,8 +35,10 @@ def outcomes(loop: EventLoop, sampler: Iterator[Any], finish: Any = lambda batch
         loop.phase = BUSY  # as the engine does
         assert loop.next(slot, finish)
         assert loop.phase == IDLE
-        yield slot.outcome
-        if slot.outcome is ENDED:
+        assert loop.next(slot, finish), "it is not taken yet, and stays"
+        outcome, slot.outcome = slot.outcome, None
+        yield outcome
+        if outcome is ENDED:
             return
 
 

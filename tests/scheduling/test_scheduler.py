@@ -95,6 +95,7 @@ def delivered(scheduler: Scheduler) -> int:
     """The batch that next() hands out."""
     deliver = scheduler.handle(Wanted())[-1]
     assert isinstance(deliver, Deliver)
+    assert deliver.answer is None or deliver.worker is not None
     return deliver.seq
 
 
@@ -560,8 +561,8 @@ def test_when_the_last_worker_is_dead_no_task_is_left() -> None:
     assert scheduler.handle(Wanted()) == [Break(0, 1, 1)]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_out_of_order_a_death_is_reported_when_it_is_heard_of(lost: int) -> None:
+@pytest.mark.parametrize("lost", [0, 1, None])
+def test_out_of_order_a_death_is_reported_when_it_is_heard_of(lost: int | None) -> None:
     """Neither before what came earlier, nor only when nothing else is left."""
     scheduler, sends = started(shared_tasks=True, in_order=False)
     scheduler.handle(answer(sends[3], worker=0))
