@@ -18,16 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader.consumer.delivery import Delivery
-from fastq_loader.consumer.outcomes import (
-    CLOSED,
-    ENDED,
-    Closed,
-    Delivered,
-    Ended,
-    Outcome,
-    OutcomeSlot,
-    Raised,
-)
+from fastq_loader.consumer.outcomes import CLOSED, ENDED, Closed, Delivered, Outcome, OutcomeSlot, Raised
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.device.staging import Staging
@@ -233,7 +224,7 @@ class EventLoop:
         finally:
             del outcome  # an error holds this frame by its traceback
 
-    def _finish(self, finish: events.Finish) -> Ended:
+    def _finish(self, finish: events.Finish) -> Outcome:
         return ENDED
 
     def _break(self, lost: events.Break) -> Raised:
