@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from fastq_loader.errors import PinFailed
-from fastq_loader.memory.ledger import device_aligned
+from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing.tensors import accelerator, is_captured, tensors_of
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")  # one entry for each GPU that the driver knows

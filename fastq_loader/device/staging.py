@@ -23,7 +23,7 @@ from fastq_loader.device.session import DeviceSession
 from fastq_loader.errors import UnpicklableError
 from fastq_loader.ipc.messages import Answer
 from fastq_loader.memory.arena import Mapping
-from fastq_loader.memory.ledger import device_aligned
+from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing import pickling
 from fastq_loader.packing.aliasing import device_segments, segments_of
 from fastq_loader.packing.spec import SPECS, Spec

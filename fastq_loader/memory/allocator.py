@@ -27,8 +27,8 @@ import torch
 
 from fastq_loader.memory import nontemporal
 from fastq_loader.memory.arena import Mapping
+from fastq_loader.memory.blocks import SMALLEST, Extents, device_aligned, size_class
 from fastq_loader.memory.forks import ForkedChildren, moment
-from fastq_loader.memory.ledger import SMALLEST, Extents, device_aligned, size_class
 from fastq_loader.memory.space import AddressSpace
 from fastq_loader.system import process_id
 

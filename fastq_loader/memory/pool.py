@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from fastq_loader.memory.ledger import BlockLedger, Extents
+from fastq_loader.memory.blocks import Extents
+from fastq_loader.memory.ledger import BlockLedger
 
 if TYPE_CHECKING:
     from fastq_loader.memory.arena import Arena

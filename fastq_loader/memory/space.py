@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from fastq_loader.memory.ledger import Extents
+from fastq_loader.memory.blocks import Extents
 
 
 class AddressSpace:

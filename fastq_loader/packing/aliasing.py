@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fastq_loader.memory.allocator import address_of
-from fastq_loader.memory.ledger import device_aligned
+from fastq_loader.memory.blocks import device_aligned
 
 _TENSOR = torch.Tensor
 #: Bytes of the largest element. A segment of several leaves starts at a multiple of it from the start of the

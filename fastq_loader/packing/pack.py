@@ -20,7 +20,7 @@ from typing import Any
 
 from fastq_loader.ipc.messages import Handle, seal
 from fastq_loader.memory.allocator import Allocator, OpenBlock, Used
-from fastq_loader.memory.ledger import DEVICE_ALIGNMENT, SMALLEST, device_aligned
+from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST, device_aligned
 from fastq_loader.packing import pickling
 from fastq_loader.packing.aliasing import Span, device_bytes, device_segments, segments_of
 from fastq_loader.packing.spec import SpecCache, aligned

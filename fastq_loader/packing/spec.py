@@ -27,7 +27,7 @@ import torch
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.memory.allocator import TYPESTR
-from fastq_loader.memory.ledger import SMALLEST
+from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.packing.aliasing import contiguous_strides
 from fastq_loader.system.interrupts import refuse_interrupt
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastq_loader.errors import InvalidTransition, describe_index
 from fastq_loader.ipc.messages import Answer, Task, decode_index
-from fastq_loader.memory.ledger import Extents, Holder
+from fastq_loader.memory.blocks import Extents, Holder
 
 NEW, SENT, READY, LOST, GONE = "new", "sent", "ready", "lost", "gone"
 

@@ -40,7 +40,7 @@ from fastq_loader.ipc.sockets import WorkerSocket, remove_folder, socket_name
 from fastq_loader.memory import allocator, nontemporal
 from fastq_loader.memory.allocator import Allocator, Used
 from fastq_loader.memory.arena import Mapping
-from fastq_loader.memory.ledger import PAGE, Extents, size_class
+from fastq_loader.memory.blocks import PAGE, Extents, size_class
 from fastq_loader.packing.exceptions import dump_exception
 from fastq_loader.packing.pack import Packer
 from fastq_loader.reading import collate

@@ -27,7 +27,7 @@ from fastq_loader.ipc.messages import (
     Hello,
     decode_for_consumer,
 )
-from fastq_loader.memory.ledger import GRANTED, SMALLEST
+from fastq_loader.memory.blocks import GRANTED, SMALLEST
 from fastq_loader.scheduling.events import Arrived, Deliver, Send, Wanted
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.statistics import Counters, WorkerCounters

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, ToDevice
 from fastq_loader.memory.allocator import Allocator
-from fastq_loader.memory.ledger import DEVICE_ALIGNMENT
+from fastq_loader.memory.blocks import DEVICE_ALIGNMENT
 from tests.support.datasets import (
     SAMPLES,
     Made,

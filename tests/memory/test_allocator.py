@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fastq_loader.memory import allocator
 from fastq_loader.memory.allocator import Allocator, empty, out_array, out_tensor
 from fastq_loader.memory.arena import AVAILABLE, Arena
-from fastq_loader.memory.ledger import SMALLEST, Extents
+from fastq_loader.memory.blocks import SMALLEST, Extents
 from tests.support.datasets import Opaque, assert_same
 from tests.support.pair import DTYPES, LARGE, Pair, paired
 from tests.support.simulated_fork import Fork

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastq_loader.memory.arena import AVAILABLE, Arena, Mapping
-from fastq_loader.memory.ledger import PAGE, SMALLEST, size_class
+from fastq_loader.memory.blocks import PAGE, SMALLEST, size_class
 from tests.conftest import wait_until
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")

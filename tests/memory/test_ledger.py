@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fastq_loader.errors import InvalidTransition, ProtocolError
-from fastq_loader.memory.demand import KINDS
-from fastq_loader.memory.ledger import (
+from fastq_loader.memory.blocks import (
     BLOCK_TRANSITIONS,
     FILLED,
     FREE,
@@ -23,12 +22,12 @@ from fastq_loader.memory.ledger import (
     PAGE,
     PROMISED,
     SMALLEST,
-    WORTH_A_PROMISE,
-    BlockLedger,
     Extents,
     Holder,
     size_class,
 )
+from fastq_loader.memory.demand import KINDS
+from fastq_loader.memory.ledger import WORTH_A_PROMISE, BlockLedger
 
 WORKERS = 3
 PATIENT = 12  # tasks, in place of a thousand

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.memory.ledger import SMALLEST as B
-from fastq_loader.memory.ledger import Extents, Holder
+from fastq_loader.memory.blocks import SMALLEST as B
+from fastq_loader.memory.blocks import Extents, Holder
 from fastq_loader.memory.pool import BlockPool
 
 REGION = 1 << 40

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastq_loader.errors import ProtocolError
-from fastq_loader.memory.ledger import SMALLEST
+from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.packing.spec import ALIGNMENT, DEEPEST, SPECS, Spec, SpecCache, aligned
 
 Meta = tuple[Any, ...]

@@ -17,7 +17,7 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from fastq_loader.memory.arena import AVAILABLE
-from fastq_loader.memory.ledger import SMALLEST
+from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.reading import collate
 from tests.support.datasets import assert_same
 from tests.support.pair import LARGE, Pair, paired

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from fastq_loader.errors import InvalidTransition, PoisonousBatch
 from fastq_loader.ipc.messages import BATCH, ENDED, SKIPPED, Answer
-from fastq_loader.memory.ledger import size_class
+from fastq_loader.memory.blocks import size_class
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.events import (
     Arrived,

@@ -6,7 +6,7 @@ import pytest
 
 from fastq_loader.errors import InvalidTransition
 from fastq_loader.ipc.messages import Indices, Task
-from fastq_loader.memory.ledger import Holder
+from fastq_loader.memory.blocks import Holder
 from fastq_loader.scheduling.states import BATCH_TRANSITIONS, WORKER_TRANSITIONS, Batch, worker_after
 
 TABLES = [BATCH_TRANSITIONS, WORKER_TRANSITIONS]

@@ -17,7 +17,8 @@ import torch
 from fastq_loader.ipc.messages import BATCH, TOKEN_BYTES, Answer, Handle, decode_for_consumer, encode
 from fastq_loader.memory.allocator import Allocator, install
 from fastq_loader.memory.arena import Arena
-from fastq_loader.memory.ledger import FREE, SMALLEST, BlockLedger, Extents, Holder, device_aligned
+from fastq_loader.memory.blocks import FREE, SMALLEST, Extents, Holder, device_aligned
+from fastq_loader.memory.ledger import BlockLedger
 from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.unpack import Unpacker
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fastq_loader.errors import InvalidTransition, PoisonousBatch, ProtocolError
 from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, SKIPPED, Answer, Epoch, Ping, Space, Task
-from fastq_loader.memory.ledger import GRANTED, HELD, PROMISED, Extents
+from fastq_loader.memory.blocks import GRANTED, HELD, PROMISED, Extents
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.backlog import Backlog
 from fastq_loader.scheduling.events import (

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from fastq_loader.ipc.messages import BATCH, ENDED, SKIPPED, Answer, Epoch, Ping, Space, Task
 from fastq_loader.memory.allocator import AddressSpace
-from fastq_loader.memory.ledger import Extents, size_class
+from fastq_loader.memory.blocks import Extents, size_class
 from fastq_loader.workers.task_queue import TaskQueue
 
 REGION = 1 << 40  # bytes of address range for each worker

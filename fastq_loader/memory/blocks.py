@@ -1,0 +1,81 @@
+"""One block of shared memory: its states, its sizes, and who may write to it.
+
+Pure. Used in the consumer by the ledger, and for the sizes on both sides.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FREE, GRANTED, FILLED, HELD, PROMISED = "free", "granted", "filled", "held", "promised"
+
+#: state → event → next state. What is not listed is a defect and raises.
+BLOCK_TRANSITIONS: dict[str, dict[str, str]] = {
+    FREE: {"grant": GRANTED},
+    GRANTED: {"fill": FILLED, "return": FREE, "writer_dead": FREE},
+    FILLED: {"deliver": HELD, "drop": FREE},
+    HELD: {"release": FREE, "promise": PROMISED},
+    PROMISED: {"release": GRANTED, "decline": HELD, "writer_dead": HELD},
+}
+
+PAGE = 4096
+#: Where fields begin in a batch that goes to a device in one piece: what CUDA's own allocator aligns to.
+DEVICE_ALIGNMENT = 256
+SMALLEST = 64 * 1024  # bytes; smaller leaves travel together and are copied out: they keep no block
+
+
+def size_class(nbytes: int) -> int:
+    """The block size for `nbytes`: four steps between powers of two, at least `SMALLEST`.
+
+    At most a quarter of a block's address range stays unused; pages that nothing was ever written to
+    cost no memory.
+    """
+    if nbytes <= SMALLEST:
+        return SMALLEST
+    step = 1 << max((nbytes - 1).bit_length() - 3, 0)
+    step = max(step, PAGE)
+    return -(-nbytes // step) * step
+
+
+def device_aligned(nbytes: int) -> int:
+    """Bytes that a field takes up in a batch that goes to a device."""
+    return -(-nbytes // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT
+
+
+Extents = tuple[tuple[int, int], ...]  # (offset, size in bytes)
+
+
+class Holder(NamedTuple):
+    """Who may write to a block: a worker, or whichever worker will claim a ticket.
+
+    Attributes:
+        worker: its number, or None.
+        ticket: of a task that is unclaimed, or None.
+    """
+
+    worker: int | None
+    ticket: int | None = None
+
+
+class Block:
+    """One block, as it is now.
+
+    Attributes:
+        offset, size: in bytes.
+        state: by the table above.
+        writer: who holds the grant, or None.
+        home: the worker that made it.
+        kept: its writer has answered, and neither shipped nor returned it: user code references it there.
+        used: the number of tasks that there had been when it was last written to or held.
+    """
+
+    __slots__ = ("home", "kept", "offset", "size", "state", "used", "writer")
+
+    def __init__(self, offset: int, size: int, home: int) -> None:
+        self.offset = offset
+        self.size = size
+        self.state = GRANTED
+        self.writer: Holder | None = Holder(home)
+        self.home = home
+        self.kept = False
+        self.used = 0
