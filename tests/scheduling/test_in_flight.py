@@ -102,8 +102,8 @@ def test_a_batch_is_in_flight_from_its_draw_until_it_leaves() -> None:
         assert in_flight.pop() == (answer(seq), None)
         in_flight.leave(in_flight[seq], "deliver")
         assert in_flight.get(seq) is None
-    assert (len(in_flight), in_flight.head) == (0, 2)
     assert in_flight.head_batch(bool) is None
+    assert (len(in_flight), in_flight.head) == (0, 2), "the next batch is not passed over"
 
 
 def test_batches_that_will_never_come_are_passed_over() -> None:

@@ -252,12 +252,20 @@ def test_no_index_is_lost_in_a_window_that_is_no_multiple_of_the_workers(size: i
         assert sends[-1].task.index == index
 
 
-def test_a_worker_has_no_more_than_its_part_of_torchs_window() -> None:
+@pytest.mark.parametrize("in_order", [True, False])
+def test_without_order_a_worker_has_no_more_than_its_part_of_torchs_window(in_order: bool) -> None:
     """The part is rounded down when others have nothing left to read, as in torch."""
-    scheduler, sends = started(workers=3, prefetch=1, in_order=False)
+    scheduler, sends = started(workers=3, prefetch=1, in_order=in_order)
     scheduler.handle(answer(sends[0], ENDED))
     assert scheduler.handle(Wanted()) == [Draw(1)]
-    assert scheduler.handle(Drawn(3)) == []
+    assert of(scheduler.handle(Drawn(3))) == ([(1, 3, 0)] if in_order else [])
+
+
+def test_new_blocks_that_the_batch_does_not_use_are_heard_of() -> None:
+    scheduler, sends = started()
+    event = answer(sends[0], nbytes=100_000)
+    scheduler.handle(event._replace(answer=event.answer._replace(used=())))
+    assert states(scheduler) == {0: "granted"}
 
 
 def grown(least: int = 2, widest: int = 8, budget: int = 1 << 30) -> tuple[Scheduler, list[Send], int]:
