@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 
+from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents
-from fastq_loader.workers.payload import Descriptors
+from fastq_loader.scheduling.window import WindowLimits
+from fastq_loader.workers.payload import Descriptors, Payload, PickledPayload
 
 
 @dataclass(frozen=True)

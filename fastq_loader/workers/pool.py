@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastq_loader.errors import warn_user
-from fastq_loader.memory import nontemporal
-from fastq_loader.memory.arena import Arena, Mapping
+from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.packing.pickling import explain, pickles
 from fastq_loader.system import calls

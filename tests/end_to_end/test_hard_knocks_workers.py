@@ -24,12 +24,8 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from fastq_loader import DataLoader, Processes, WorkerReplaced, empty
-from fastq_loader.ipc.sockets import WorkerSocket
-from fastq_loader.memory import allocator
-from fastq_loader.memory.allocator import AddressSpace
-from fastq_loader.memory.blocks import SMALLEST
-from fastq_loader.workers import stopping
+from fastq_loader import DataLoader, Processes, WorkerReplaced
+from fastq_loader.workers import pool
 from tests.conftest import descendants, run_script, running_script, wait_until
 from tests.support.crimes import CrimeAt, dawdle
 

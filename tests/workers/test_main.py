@@ -25,7 +25,7 @@ from fastq_loader.ipc.messages import (
 from fastq_loader.memory import allocator
 from fastq_loader.memory.allocator import AddressSpace, Allocator, empty, install
 from fastq_loader.memory.arena import AVAILABLE, Arena
-from fastq_loader.memory.ledger import SMALLEST
+from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.workers.main import Worker
 from tests.support.pair import paired
 from tests.support.worker_setup import STREAM, make_setup
