@@ -54,8 +54,6 @@ from fastq_loader.workers.task_queue import TaskQueue
 #: Nanoseconds of a task below which the worker does not look for a new epoch before the next one.
 _QUICK = 500_000
 
-#: Blocks of a batch, as (offset, bytes needed).
-
 
 def main(setup: Setup) -> None:
     """Entry point of a worker process."""
