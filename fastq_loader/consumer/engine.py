@@ -100,8 +100,7 @@ class Engine:
                 was, or says that it cannot.
         """
         self._check_epoch(epoch)
-        if not self._enter(lambda loop: loop.next(into, finish)):
-            raise self._ended()
+        self._enter(lambda loop: loop.next(into, finish))
 
     def poll(self, epoch: int) -> None:
         """Begin the copies of batches that have become ready; see `EventLoop.poll`.
@@ -140,7 +139,8 @@ class Engine:
                     if self.closed == _EXITING:
                         raise self._ended()
                     self.failed, self.closed = True, loop.fatal
-                return result
+                if result is not False:  # else the loop was woken, because the engine is closing
+                    return result
             except Exception as error:
                 # At the exit the workers are ended while the call runs: errors that follow from that are not
                 # news.

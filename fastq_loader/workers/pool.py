@@ -109,19 +109,23 @@ class WorkerPool:
             arena_whole=arena.mapping.whole,
             descriptors=Descriptors(arena=arena.fd, stacks=self._stacks.write_end),
         )
+        self._prepare(context, method)
+        at_once = plan.workers if self._late is None else cores()
+        while self._left() and (len(self._children) < at_once or not self._payload.sealed):
+            self.start_next()
+        if self._late is not None:  # whoever starts from here on is late
+            self._make = self._late.process
+
+    def _prepare(self, context: Any, method: str) -> None:
+        """Make what starts the first workers quickly, and what will start late ones and successors."""
         if method == "forkserver":
             _preload(context)
         if not self.forks:
             from fastq_loader.workers.starting import LateStart  # some systems lack what it is made of
 
             self._late = LateStart.of(context.Process)
-        elif plan.restarts and calls.has_pidfd():
+        elif self._plan.restarts and calls.has_pidfd():
             self._zygote = Zygote(context, self._process)
-        at_once = plan.workers if self._late is None else cores()
-        while self._left() and (len(self._children) < at_once or not self._payload.sealed):
-            self.start_next()
-        if self._late is not None:  # whoever starts from here on is late
-            self._make = self._late.process
 
     def _left(self) -> bool:
         return self._setup is not None and len(self._children) < self._plan.workers

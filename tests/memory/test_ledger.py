@@ -8,7 +8,7 @@ from itertools import accumulate, chain
 from random import Random
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -42,42 +42,6 @@ def _small_blocks_are_promised() -> Iterator[None]:
         patch.setattr("fastq_loader.memory.demand.PATIENCE", PATIENT)
         patch.setattr("fastq_loader.memory.demand.EXPECTED", PATIENT)
         yield
-
-
-# ---- size classes -----------------------------------------------------------------------------------
-
-SIZES = st.one_of(
-    st.integers(0, 1 << 20),
-    st.integers(0, 1 << 44),
-    st.builds(lambda power, off: max((1 << power) + off, 0), st.integers(10, 44), st.integers(-2, 2)),
-)
-
-
-@settings(deadline=None, max_examples=100)
-@given(SIZES)
-@example(SMALLEST)
-@example(SMALLEST + 1)
-def test_a_size_class_fits_and_wastes_little(nbytes: int) -> None:
-    size = size_class(nbytes)
-    assert size >= nbytes
-    assert size >= SMALLEST
-    assert size % PAGE == 0
-    assert size_class(size) == size
-    if nbytes > SMALLEST:
-        assert 4 * size <= 5 * nbytes
-
-
-@settings(deadline=None, max_examples=100)
-@given(SIZES, SIZES)
-def test_size_classes_are_monotone(one: int, other: int) -> None:
-    assert size_class(min(one, other)) <= size_class(max(one, other))
-
-
-def test_there_are_four_size_classes_between_powers_of_two() -> None:
-    for power in range(17, 30):
-        step = (1 << power) // 64
-        sizes = {size_class(nbytes) for nbytes in range((1 << power) + 1, (2 << power) + 1, step)}
-        assert sizes == {(1 << power) * quarters // 4 for quarters in (5, 6, 7, 8)}
 
 
 # ---- the table --------------------------------------------------------------------------------------
@@ -122,15 +86,6 @@ def after(state: str, event: str) -> str | None:
     if event == "give back":
         event = "decline" if state == PROMISED else "return"
     return BLOCK_TRANSITIONS[state].get(event)
-
-
-def test_only_these_events_free_a_block() -> None:
-    assert {(s, e) for s, events in BLOCK_TRANSITIONS.items() for e, to in events.items() if to == FREE} == {
-        (GRANTED, "return"),
-        (GRANTED, "writer_dead"),
-        (FILLED, "drop"),
-        (HELD, "release"),
-    }
 
 
 @pytest.mark.parametrize("state", BLOCK_TRANSITIONS)
