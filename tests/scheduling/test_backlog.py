@@ -167,6 +167,19 @@ def test_a_ping_comes_back_once() -> None:
         pool.backlog.read(0)
 
 
+def test_a_ping_goes_along_after_so_many_messages_of_any_kind() -> None:
+    pool = Pool(workers=1, limit=3)
+    pool.announce(1)
+    pool.offer(1)
+    assert pool.queues[0] == [-1, 1]
+    pool.offer(2)
+    assert pool.queues[0] == [-1, 1, 2, None]
+    assert pool.read(0) == [-1, 1, 2]
+    pool.offer(3, 4)
+    pool.announce(2)
+    assert pool.queues[0] == [3, 4, -2, None]
+
+
 @settings(deadline=None, max_examples=200)
 @given(
     st.integers(1, 3),

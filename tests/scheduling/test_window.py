@@ -140,6 +140,11 @@ def test_a_group_is_asked_for_together(least: int, group: int, batches: int) -> 
         assert in_flight.under_way == least - number % group
 
 
+def test_a_budget_below_a_byte_for_each_batch_counts_too() -> None:
+    assert Window(4, 16, 4).room(4, 0, 0.5) == 4
+    assert Window(4, 16, 3).room(4, 0, 0.5) == 2
+
+
 def test_with_nothing_known_of_its_batches_it_grows() -> None:
     """Batches of small leaves take no shared memory at all."""
     assert Window(4, 16, 0).room(4, 1, 0.0) == 3

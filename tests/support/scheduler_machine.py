@@ -455,6 +455,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             for key in self.unanswered():  # no worker will come to them
                 self.lost.add(key[1])
                 self.forget(key)
+            for key in self.unresolved:
+                self.forget(key)
+            self.unresolved.clear()
 
     def lost_with(self, worker: SimulatedWorker) -> list[Key]:
         """What will not be answered now that `worker` is dead: it had begun it, or it was assigned to it."""
