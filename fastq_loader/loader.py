@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Sampler
 
 from fastq_loader import arguments
 from fastq_loader.consumer.engine import Engine
-from fastq_loader.consumer.runtime import Runtime
+from fastq_loader.consumer.resources import Resources
 from fastq_loader.device.options import ToDevice, read_device
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.iterators.multiprocess import MultiprocessIterator
@@ -154,7 +154,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _start_engine(self, base_seed: int, shared_seed: int | None) -> Engine:
         """A pool of workers, for an iterator."""
-        runtime = self._runtime
+        runtime = self._resources
         engine = Engine(self._plan(), base_seed, shared_seed, runtime.counters, runtime.session)
         runtime.engines.add(engine)
         return engine
@@ -162,7 +162,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _device_session(self) -> DeviceSession | None:
         """The session with the device, kept from epoch to epoch: a stream for each epoch would strand memory.
         Another device, or other options of it, need a new session and new workers."""
-        runtime, options = self._runtime, read_device(self.device)
+        runtime, options = self._resources, read_device(self.device)
         if options is not None and options.target is None:
             options = None
         if options != (None if runtime.session is None else runtime.session.options):
@@ -189,18 +189,18 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             timeout=self.timeout,
             persistent=self.persistent_workers,
             context=self.multiprocessing_context,
-            for_device=self._runtime.session is not None,
+            for_device=self._resources.session is not None,
         )
 
     # ---- what frameworks reach for -----------------------------------------------------------
 
     @property
-    def _runtime(self) -> Runtime:
+    def _resources(self) -> Resources:
         """What this loader has besides its arguments. Made when it is first used: torchdata's subclass never
         calls the constructor, and what was copied with another loader's attributes is that loader's."""
-        runtime: Runtime | None = vars(self).get("_runtime")
+        runtime: Resources | None = vars(self).get("_resources")
         if runtime is None or runtime.owner() is not self:
-            runtime = vars(self)["_runtime"] = Runtime(self)
+            runtime = vars(self)["_resources"] = Resources(self)
         return runtime
 
     @property
@@ -228,7 +228,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Batches stay valid; iterators that were cut off raise RuntimeError in `next()`. The loader can be
         iterated again. Closing twice does nothing.
         """
-        runtime = self._runtime
+        runtime = self._resources
         runtime.close_engines("its loader was closed")
         while runtime.idle:
             runtime.idle.pop().close()
@@ -242,7 +242,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def statistics(self) -> LoaderStatistics:
         """What this loader did so far, as an immutable snapshot."""
-        runtime = self._runtime
+        runtime = self._resources
         blocks = [(0, 0, 0), *(engine.blocks() for engine in list(runtime.engines))]
         in_use, free, nbytes = map(sum, zip(*blocks, strict=True))
         return runtime.counters.snapshot(
@@ -260,7 +260,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return f"<{name} object at {id(self):#x}, not initialised ({type(error).__name__}: {error})>"
 
     def _describe(self) -> str:
-        runtime = self._runtime
+        runtime = self._resources
         pools = sum(engine.closed is None for engine in list(runtime.engines))
         running = "loads on the calling thread"
         if self.num_workers:

@@ -40,7 +40,7 @@ ROOMS = {
     "scheduling": Room("memory ipc errors", pure="*"),
     "packing": Room("memory ipc system errors"),
     "reading": Room("memory ipc"),
-    "memory": Room("system errors", pure="pool ledger blocks demand space"),
+    "memory": Room("system errors", pure="pool ledger blocks demand free_ranges"),
     "ipc": Room("system errors", pure="messages"),
     "system": Room(""),
     "statistics": Room("", pure="*"),

@@ -205,7 +205,7 @@ def numbers(batches: Any) -> list[list[int]]:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_i10_a_copy_of_a_loader_starts_idle(workers: int) -> None:
     loader = eight(workers)
-    loader._runtime.counters.batches += 1
+    loader._resources.counters.batches += 1
     for copied in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert (type(copied), copied.statistics().batches) == (DataLoader, 0)
         with pytest.raises(ValueError, match="batch_size"):

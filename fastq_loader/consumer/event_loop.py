@@ -116,7 +116,7 @@ class EventLoop:
         scheduler = self.scheduler
         if self._delivery.staging is not None:  # before the blocks of what is dropped go to others
             self.pool.drop(self._delivery.staging.drain())
-        taken, claimed = self._group.take_back(scheduler.outstanding.tickets())
+        taken, claimed = self._group.take_back(scheduler.pending_tasks.tickets())
         self._epoch = Epoch(scheduler.epoch + 1, shared_seed, base_seed)
         instructions = scheduler.handle(events.EpochStarted(self._epoch.epoch, frozenset(taken), claimed))
         self._counters.epochs += 1
@@ -303,7 +303,7 @@ class EventLoop:
         self.timed_out = True
         worker, timeout = wait.worker, self.plan.timeout
         if worker is None:
-            task = self.scheduler.outstanding[self.scheduler.epoch, wait.seq]
+            task = self.scheduler.pending_tasks[self.scheduler.epoch, wait.seq]
             worker = self._group.claims.holder(task.ticket)
         if worker is not None and self.scheduler.can_replace and self._group.is_ready(worker):
             stacks = self._group.stacks(worker)
@@ -318,8 +318,8 @@ class EventLoop:
         patience = _LAST_ANSWERS_IF_REPLACED if self.scheduler.can_replace else _LAST_ANSWERS
         while self._group.socket.wait_for_message(patience):
             self._receive()
-        outstanding = self.scheduler.outstanding
-        seq, claimed = self._group.claimed_by(worker, outstanding, self.scheduler.epoch)
+        pending = self.scheduler.pending_tasks
+        seq, claimed = self._group.claimed_by(worker, pending, self.scheduler.epoch)
         report = self._report(worker, cause, seq)
         self._group.mark_dead(worker)
         outcome = self._carry_out(self.scheduler.handle(events.Died(worker, seq, cause, claimed)))

@@ -78,7 +78,7 @@ class Receiver:
 
     def _is_due(self, worker: int, answer: Answer) -> bool:
         """Whether this worker may give this answer: the task is its own, or it has claimed it."""
-        batch = self._scheduler.outstanding.due(worker, answer)
+        batch = self._scheduler.pending_tasks.due(worker, answer)
         if batch is None:
             return False
         return batch.worker is not None or self._group.claims.holder(batch.ticket) == worker

@@ -31,7 +31,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     _profile_name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._counters = loader._runtime.counters
+        self._counters = loader._resources.counters
         self._counters.epochs += 1
         super().__init__(loader)
         if self._timeout != 0:
@@ -39,7 +39,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         if self._num_workers != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires num_workers == 0")
         datapipes.shard(self._dataset, self._world_size, self._rank)
-        self._idle = loader._runtime.idle
+        self._idle = loader._resources.idle
         self._staging = None if self._session is None else SerialStaging.of(self._session, self._idle)
         self._drawn = 0
         self._due: tuple[int, Any] | None = None  # number and index of the batch that is to be loaded next

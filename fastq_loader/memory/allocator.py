@@ -28,8 +28,8 @@ import torch
 from fastq_loader.memory import nontemporal
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import SMALLEST, Extents, device_aligned, size_class
-from fastq_loader.memory.forks import ForkedChildren, moment
-from fastq_loader.memory.space import AddressSpace
+from fastq_loader.memory.forked_children import ForkedChildren, moment
+from fastq_loader.memory.free_ranges import FreeRanges
 from fastq_loader.system import process_id
 
 #: New pages were filled at 1.3 GB/s: waiting for a promised block takes at most a quarter of that time.
@@ -113,7 +113,7 @@ class Allocator:
         self._nontemporal_from = nontemporal_from
         self._large = nontemporal_from <= 0  # the last batch had as many bytes as that
         start, end = mapping.region(worker)
-        self._space = AddressSpace(((start, end - start),) if space is None else space)
+        self._space = FreeRanges(((start, end - start),) if space is None else space)
         self._pid = process_id.current()
         self._lock = threading.RLock()
         self._idle: list[tuple[int, int]] = []  # blocks (size, offset) to write to, by size

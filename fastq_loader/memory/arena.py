@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from fastq_loader.memory.blocks import PAGE, SMALLEST
-from fastq_loader.memory.forks import ForkedChildren, moment
+from fastq_loader.memory.forked_children import ForkedChildren, moment
 from fastq_loader.system import calls, process_id
 
 AVAILABLE = calls.AVAILABLE

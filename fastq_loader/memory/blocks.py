@@ -21,7 +21,8 @@ BLOCK_TRANSITIONS: dict[str, dict[str, str]] = {
 PAGE = 4096
 #: Where fields begin in a batch that goes to a device in one piece: what CUDA's own allocator aligns to.
 DEVICE_ALIGNMENT = 256
-SMALLEST = 64 * 1024  # bytes; smaller leaves travel together and are copied out: they keep no block
+#: Bytes. Smaller tensors and arrays travel together and are copied out, so that keeping one keeps no block.
+SMALLEST = 64 * 1024
 
 
 def size_class(nbytes: int) -> int:
@@ -65,11 +66,11 @@ class Block:
         state: by the table above.
         writer: who holds the grant, or None.
         home: the worker that made it.
-        kept: its writer has answered, and neither shipped nor returned it: user code references it there.
-        used: the number of tasks that there had been when it was last written to or held.
+        kept: its writer has answered and neither used nor returned it: user code in the worker references it.
+        last_task: how many tasks there had been when it was last written to or held.
     """
 
-    __slots__ = ("home", "kept", "offset", "size", "state", "used", "writer")
+    __slots__ = ("home", "kept", "last_task", "offset", "size", "state", "writer")
 
     def __init__(self, offset: int, size: int, home: int) -> None:
         self.offset = offset
@@ -78,4 +79,4 @@ class Block:
         self.writer: Holder | None = Holder(home)
         self.home = home
         self.kept = False
-        self.used = 0
+        self.last_task = 0

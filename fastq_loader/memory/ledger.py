@@ -1,13 +1,13 @@
 """The ledger of shared-memory blocks: who may write to one, who references it, which ones are free.
 
 Pure: it counts offsets and sizes; the memory itself is the arena's. A pool of workers has one ledger, in the
-consumer, and only `pool` calls it. A block lives by the table in `blocks`. That no block is written to while
-anything references it is the fact that FREE is reached only by `release`, `drop`, `return` and `writer_dead`.
+consumer, and only `pool` calls it. A block lives by the table in `blocks`. No block is written to while
+anything references it: from HELD and PROMISED only `release` leads to a state in which a worker may write.
 
-A held block can be *promised*: the batch before the one that is handed out is about to be let go, and the
-next task should be written to its block. The lease's finalizer leaves a word that the worker sees. A worker
-that does not find it makes a new block instead and declines. So the pool needs one batch less than if the
-consumer had to hear of the release first, and no message is spent on it.
+A held block can be *promised*. The user is about to drop the batch before the one that is handed out, and its
+block should serve the next task. When the last lease dies, its finalizer marks the block in shared memory,
+and the worker finds the mark. If it finds none, it makes a new block and declines. So the pool needs one batch
+less than if the consumer had to hear of the release first, and no message is spent on it.
 
 A worker makes new blocks on its own when no granted block fits, in a part of the arena's address range that
 belongs to it. The ledger adopts them when it hears of them. So no worker ever waits for space.
@@ -181,7 +181,7 @@ class BlockLedger:
         self.give_back(returned)
         needs = []
         for offset, need in used:
-            self._move(offset, "fill").used = self._demand.tasks
+            self._move(offset, "fill").last_task = self._demand.tasks
             needs.append(size_class(need))
         for offset, size in given:
             block = self._blocks.get(offset)
@@ -241,7 +241,7 @@ class BlockLedger:
 
     def _adopt(self, worker: int, offset: int, size: int) -> None:
         block = self._blocks[offset] = Block(offset, size, worker)
-        block.used = self._demand.tasks
+        block.last_task = self._demand.tasks
         insort(self._offsets, offset)
         if size not in self._free:
             self._free[size] = deque()
@@ -256,8 +256,8 @@ class BlockLedger:
         self._recent = offsets
 
     def release(self, offset: int) -> None:
-        """The last view of the block is gone."""
-        self._move(offset, "release").used = self._demand.tasks
+        """The last view of the block is gone: it is free, or its writer's if it was promised."""
+        self._move(offset, "release").last_task = self._demand.tasks
 
     def drop(self, offset: int) -> None:
         """The batch in the block will not be delivered, or was copied out."""
@@ -313,7 +313,7 @@ class BlockLedger:
         trimmed: list[tuple[int, int]] = []
         for size in self._sizes:
             free = self._free[size]
-            while free and self._blocks[free[0]].used < since:
+            while free and self._blocks[free[0]].last_task < since:
                 trimmed.append(self._trim(size))
         return trimmed
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-# numpy imports it when it is used first, which would be in every forked worker, for 11 ms.
+# numpy imports this module when it is first used: in every forked worker, for 11 ms each.
 from numpy import random as numpy_random
 
 
@@ -64,9 +64,9 @@ def seed_batch(base_seed: int, batch: int) -> int:
     """Seed torch's CPU generator, `random` and numpy's global generator for one batch.
 
     The seeds are parts of a BLAKE2b hash of both numbers, so neighbouring batches have nothing in common:
-    64 bits for torch and for `random`, 32 for numpy, whose legacy generator takes more only as an array, and
-    160 us for that after a sample that has slept (6 us for an integer). Generators of devices are left alone:
-    seeding one that is not in use yet costs torch milliseconds.
+    64 bits for torch and for `random`, and 32 for numpy. More would have to be an array, for which numpy's
+    legacy generator needs up to 160 us (6 us for an integer). Generators of devices are left alone: to seed
+    one that is not in use yet costs torch milliseconds.
 
     Returns:
         torch's seed, which is `worker_info.seed` while the batch is loaded.
@@ -82,8 +82,8 @@ def seed_batch(base_seed: int, batch: int) -> int:
 class put_back:
     """A context that leaves the three generators as they were, whatever is drawn or seeded in it.
 
-    It is no generator function: one that an interrupt left behind would be ended by a garbage collection,
-    perhaps inside torch's generator, whose lock is held there.
+    A class and not `contextlib.contextmanager`: what an interrupt left behind would be ended by a garbage
+    collection, perhaps while torch holds the lock of its random number generator.
     """
 
     def __enter__(self) -> None:

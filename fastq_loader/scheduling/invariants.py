@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def check(scheduler: Scheduler) -> None:
     """Raise AssertionError unless the invariants hold."""
     scheduler.pool.check()
-    scheduler.outstanding.check()
+    scheduler.pending_tasks.check()
     _check_batches(scheduler)
     _check_blocks(scheduler)
     _check_workers(scheduler)
@@ -35,7 +35,7 @@ def _check_batches(scheduler: Scheduler) -> None:
     ending = {event.worker for event in arrived if event.answer.outcome == ENDED}
 
     def to_come(batch: Batch) -> int:
-        return (scheduler.outstanding.get((scheduler.epoch, batch.seq)) is batch) + (batch.seq in ready)
+        return (scheduler.pending_tasks.get((scheduler.epoch, batch.seq)) is batch) + (batch.seq in ready)
 
     for batch in in_flight:
         assert in_flight.head <= batch.seq < in_flight.drawn, f"batch {batch.seq} is not in flight"
@@ -57,12 +57,12 @@ def _check_blocks(scheduler: Scheduler) -> None:
 
 
 def _check_workers(scheduler: Scheduler) -> None:
-    workers, outstanding = scheduler._worker_table, scheduler.outstanding
+    workers, pending = scheduler._worker_table, scheduler.pending_tasks
     if not scheduler.shared_tasks:
         for worker in range(scheduler.workers):
             mine = sum(batch.worker == worker for batch in scheduler._in_flight)
             assert workers.exhausted(worker) or workers.undelivered(worker) == mine
-        assert all(batch.worker is not None for batch in outstanding.values()), "a task was sent to no worker"
-    for (epoch, seq), batch in outstanding.items():
+        assert all(batch.worker is not None for batch in pending.values()), "a task was sent to no worker"
+    for (epoch, seq), batch in pending.items():
         assert batch.worker is None or not workers.is_dead(batch.worker), "a dead worker owes an answer"
         assert epoch != scheduler.epoch or not workers.is_dead(None), f"no worker is left for batch {seq}"

@@ -49,7 +49,7 @@ from fastq_loader.scheduling.events import (
     Wanted,
 )
 from fastq_loader.scheduling.in_flight import InFlight, Outcome, Unanswered
-from fastq_loader.scheduling.outstanding import Outstanding
+from fastq_loader.scheduling.pending_tasks import PendingTasks
 from fastq_loader.scheduling.states import LOST, Batch
 from fastq_loader.scheduling.window import Window
 from fastq_loader.scheduling.worker_table import WorkerTable
@@ -72,7 +72,7 @@ class Scheduler:
         slots: of the table of claims; more than the widest window and the workers together.
 
     Attributes:
-        outstanding: the tasks that are to be answered.
+        pending_tasks: those that are to be answered.
         stale: answers that were dropped because their epoch was over.
         refused: answers that could not be used.
     """
@@ -95,7 +95,7 @@ class Scheduler:
         self.shared_tasks = shared_tasks
         self.epoch = 0
         self.stale = self.refused = 0
-        self.outstanding = Outstanding(slots)
+        self.pending_tasks = PendingTasks(slots)
         self._restarts = restarts
         self._worker_table = WorkerTable(workers)
         self._reset()
@@ -142,11 +142,11 @@ class Scheduler:
     def _epoch_started(self, event: EpochStarted) -> list[Instruction]:
         if event.epoch <= self.epoch:
             raise InvalidTransition(f"epoch {event.epoch} follows epoch {self.epoch}")
-        for (epoch, seq), batch in list(self.outstanding.items()):
+        for (epoch, seq), batch in list(self.pending_tasks.items()):
             if batch.worker is None and batch.ticket in event.taken_back:
-                self._give_back(self.outstanding.settle(epoch, seq))
+                self._give_back(self.pending_tasks.settle(epoch, seq))
             elif batch.worker is None and batch.ticket in event.claimed:
-                self.outstanding.free_slot(batch)
+                self.pending_tasks.free_slot(batch)
                 self._claimed(batch, event.claimed[batch.ticket])
         self.abandon()
         self.epoch = event.epoch
@@ -183,7 +183,7 @@ class Scheduler:
         return [self._send(batch)]
 
     def _send(self, batch: Batch) -> Send:
-        self.outstanding.add(self.epoch, batch)
+        self.pending_tasks.add(self.epoch, batch)
         blocks = self.pool.grant(batch.holder)
         batch.task = Task(self.epoch, batch.seq, batch.attempt, batch.index, *blocks, batch.ticket)
         return Send(batch.worker, batch.task)
@@ -199,7 +199,7 @@ class Scheduler:
     def _new_batch(self, worker: int | None, index: Any) -> Batch:
         batch = self._in_flight.new(worker, index)
         if self.shared_tasks:
-            self.window.asked(len(self._in_flight))
+            self.window.widen_to(len(self._in_flight))
         return batch
 
     def _exhausted(self, event: Exhausted) -> list[Instruction]:
@@ -211,7 +211,7 @@ class Scheduler:
         return []
 
     def _undeliverable(self, event: Undeliverable) -> list[Instruction]:
-        batch = self.outstanding.settle(event.send.task.epoch, event.send.task.seq)
+        batch = self.pending_tasks.settle(event.send.task.epoch, event.send.task.seq)
         self._give_back(batch)
         self._fail(batch, event.error)
         return []
@@ -224,9 +224,9 @@ class Scheduler:
 
     def _arrived(self, event: Arrived) -> list[Instruction]:
         worker, answer, fault = event
-        if self.outstanding.due(worker, answer) is None:
+        if self.pending_tasks.due(worker, answer) is None:
             raise InvalidTransition(f"worker {worker} does not owe {answer[:3]}")
-        batch = self.outstanding.settle(answer.epoch, answer.seq)
+        batch = self.pending_tasks.settle(answer.epoch, answer.seq)
         self._claimed(batch, worker)
         try:
             if fault is not None:
@@ -268,8 +268,8 @@ class Scheduler:
         """The batches of this epoch that were lost with a worker, ascending."""
         last = self._worker_table.is_dead(None) and not self._restarts_left
         lost = []
-        for epoch, at in self.outstanding.lost_with(event, self.epoch, last):
-            batch = self.outstanding.settle(epoch, at)
+        for epoch, at in self.pending_tasks.lost_with(event, self.epoch, last):
+            batch = self.pending_tasks.settle(epoch, at)
             if batch.worker is None:
                 self._give_back(batch)
                 batch.worker = event.worker
@@ -286,7 +286,7 @@ class Scheduler:
             self._deaths[event.seq] = self._deaths.get(event.seq, 0) + 1
         instructions: list[Instruction] = [Replace(worker, event.seq, event.cause)]
         if self.shared_tasks:  # what the others have been sent already
-            tasks = [batch.task for (of, _), batch in sorted(self.outstanding.items()) if of == self.epoch]
+            tasks = [batch.task for (of, _), batch in sorted(self.pending_tasks.items()) if of == self.epoch]
             instructions += [Send(worker, task) for task in tasks if task is not None]
         for batch in lost:
             if self._deaths.get(batch.seq, 0) >= DEADLY:
@@ -321,7 +321,7 @@ class Scheduler:
                 return instructions
 
     def _idle(self, event: Idle) -> list[Instruction]:
-        unanswered = sum(epoch == self.epoch for epoch, _ in self.outstanding)
+        unanswered = sum(epoch == self.epoch for epoch, _ in self.pending_tasks)
         room = self.window.room(len(self._in_flight), unanswered, self.pool.batch_bytes)
         return [Draw(room)] if room else []
 

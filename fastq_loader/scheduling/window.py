@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from fastq_loader.scheduling.options import WIDEST_WINDOW, Dynamic, Schedule
 
-#: How far a window widens on its own: in what the workers prefetch, in bytes, and in parts of the machine's
-#: memory.
+#: A window widens on its own up to 16 times what the workers prefetch, 1 GiB, and 1/16 of the memory.
 _WIDEST, _WIDEST_BYTES, _WIDEST_SHARE = 16, 1 << 30, 16
-#: A quarter of what the window has grown by goes after this many of its own lengths without a late head.
+#: After as many batches as this many windows hold, none of them late, it gives up a quarter of its growth.
 _CALM_WINDOWS = 4
 
 
@@ -51,7 +50,7 @@ class WindowLimits(NamedTuple):
             size = ahead if fixed is None else fixed
             return cls(size, size)
         if fixed is not None:
-            # One batch in work and the next one stay with every worker while a group is asked for.
+            # While a group of batches is asked for, every worker still has one at work and one to come.
             return cls(fixed, fixed, 0, min(max(fixed - 2 * workers, 1), workers))
         budget_bytes = min(_WIDEST_BYTES, memory_bytes // _WIDEST_SHARE)
         return cls(ahead + workers, min(_WIDEST * ahead, WIDEST_WINDOW), budget_bytes, workers)
@@ -75,15 +74,15 @@ class Window:
         self.group = group
         self.widest = least if widest is None else max(widest, least)
         self.budget = budget
-        self._calm = 0  # batches delivered since one was late
+        self._calm = 0  # batches delivered since it last changed
         self._closed = False
 
     def begin_epoch(self) -> None:
         self._closed = False
 
     def close(self) -> None:
-        """The sampler has nothing more, and is not asked again in this epoch: while a window of 14,335
-        batches empties, a question for each free place at every batch would make 100 million."""
+        """The sampler has nothing more, and is not asked again in this epoch: to ask for every free place at
+        every batch would be 100 million calls while a window of 14,335 batches empties."""
         self._closed = True
 
     @property
@@ -107,8 +106,8 @@ class Window:
             wider = min(wider, int(self.budget / batch_bytes))
         return max(wider - now, 0)
 
-    def asked(self, under_way: int) -> None:
-        """A batch was asked for, and so many are under way now."""
+    def widen_to(self, under_way: int) -> None:
+        """A batch was asked for, and so many are under way now: more than the window is wide widens it."""
         if self.size < under_way <= self.widest:
             self.size = under_way
             self._calm = 0

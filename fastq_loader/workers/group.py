@@ -20,7 +20,7 @@ from fastq_loader.ipc.messages import TOKEN_BYTES, Answer, Epoch, Hello, Ping, S
 from fastq_loader.ipc.sockets import ConsumerSocket, endpoint_folder, remove_folder
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.backlog import Backlog
-from fastq_loader.scheduling.outstanding import Outstanding
+from fastq_loader.scheduling.pending_tasks import PendingTasks
 from fastq_loader.statistics import Counters, WorkerCounters
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.pool import WorkerPool
@@ -282,12 +282,10 @@ class WorkerGroup:
         assert self._claims is not None, "the group was started, and not closed"
         return self._claims
 
-    def claimed_by(
-        self, worker: int, outstanding: Outstanding, epoch: int
-    ) -> tuple[int | None, frozenset[int]]:
+    def claimed_by(self, worker: int, pending: PendingTasks, epoch: int) -> tuple[int | None, frozenset[int]]:
         """The batch that a dead worker was working on, and the tickets of all that it had claimed."""
-        mine = frozenset(ticket for ticket in outstanding.tickets() if self.claims.holder(ticket) == worker)
-        return outstanding.seq_of(epoch, self.claims.begun(worker)), mine
+        mine = frozenset(ticket for ticket in pending.tickets() if self.claims.holder(ticket) == worker)
+        return pending.seq_of(epoch, self.claims.begun(worker)), mine
 
     def take_back(self, tickets: list[int]) -> tuple[set[int], dict[int, int]]:
         """Of these tickets those that were unclaimed, and are taken back; and the workers of the others."""

@@ -29,7 +29,7 @@ from fastq_loader.workers.children import Child
 from fastq_loader.workers.config import Plan, Setup
 from fastq_loader.workers.main import main
 from fastq_loader.workers.payload import Descriptors, Payload
-from fastq_loader.workers.stacks import Stacks
+from fastq_loader.workers.stack_dumps import Stacks
 from fastq_loader.workers.stopping import Stopping
 from fastq_loader.workers.zygote import Zygote
 

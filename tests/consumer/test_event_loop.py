@@ -20,7 +20,7 @@ def started() -> Iterator[EventLoop]:
     """The loop of a pool with one worker."""
     loader = DataLoader(list(range(4)), batch_size=None, num_workers=1, persistent_workers=True)
     assert list(loader) == [0, 1, 2, 3]
-    (engine,) = loader._runtime.engines
+    (engine,) = loader._resources.engines
     assert engine._loop is not None
     yield engine._loop
     del engine  # it is shut down with the last reference

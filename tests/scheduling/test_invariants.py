@@ -12,7 +12,7 @@ from tests.scheduling.test_scheduler import answer, started
 
 
 def _lose_an_answer(scheduler: Scheduler) -> None:
-    scheduler.outstanding.settle(1, 1)
+    scheduler.pending_tasks.settle(1, 1)
 
 
 def _deliver_twice(scheduler: Scheduler) -> None:

@@ -105,7 +105,7 @@ def of(sends: Sequence[Instruction]) -> list[tuple[int | None, int, int]]:
 
 def unanswered(scheduler: Scheduler) -> list[tuple[int, int]]:
     """(seq, attempt) of the tasks of this epoch that are to be answered."""
-    outstanding = sorted(scheduler.outstanding.items())
+    outstanding = sorted(scheduler.pending_tasks.items())
     return [(seq, batch.attempt) for (epoch, seq), batch in outstanding if epoch == scheduler.epoch]
 
 
@@ -389,11 +389,11 @@ def test_what_a_dead_worker_had_claimed_of_an_old_epoch_is_let_go() -> None:
     """It was stopped in the middle of the claim, so it was not known that it would have it."""
     scheduler, send, block = granted(restarts=1)
     begin(scheduler, length=0)
-    assert scheduler.outstanding.tickets() == [send.task.ticket]
+    assert scheduler.pending_tasks.tickets() == [send.task.ticket]
     assert scheduler.handle(Died(1, None, "died", frozenset([send.task.ticket]))) == [
         Replace(1, None, "died")
     ]
-    assert scheduler.outstanding.tickets() == []
+    assert scheduler.pending_tasks.tickets() == []
     assert states(scheduler) == {block: "free"}
 
 

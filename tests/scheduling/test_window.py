@@ -24,7 +24,7 @@ class InFlight:
         for _ in range(batches):
             self.under_way += 1
             self.unanswered += 1
-            self.window.asked(self.under_way)
+            self.window.widen_to(self.under_way)
 
     def hand_out(self) -> None:
         self.under_way -= 1
@@ -94,7 +94,7 @@ def test_a_fixed_window_is_constant(least: int, steps: list[tuple[str, float]]) 
             for _ in range(int(amount)):
                 in_flight.hand_out()
                 assert in_flight.under_way == least
-        window.asked(least + 3)  # a worker's stream ended, and another one was asked for more
+        window.widen_to(least + 3)  # a worker's stream ended, and another one was asked for more
         assert window.size == window.widest == least
 
 

@@ -113,7 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.held: set[int] = set()  # blocks that the user references
         self.granted: dict[int, Key] = {}  # block → the task that it was granted to
         self.promised: dict[int, Key] = {}
-        self.outstanding: dict[Key, Send] = {}  # tasks without an answer, and how they were sent last
+        self.pending_tasks: dict[Key, Send] = {}  # tasks without an answer, and how they were sent last
         self.refused: dict[Key, int] = {}  # answers that were refused, and whose they were
         self.unresolved: set[Key] = set()  # of abandoned epochs; it is not known which worker has them
         self.ghosts: list[tuple[int, Answer]] = []  # what dead workers would have answered
@@ -209,7 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert ticket not in self.tickets, "a ticket for two attempts"
             self.tickets.add(ticket)
             slot = self.table.slot(ticket)
-            for key, other in self.outstanding.items():
+            for key, other in self.pending_tasks.items():
                 known = other is send or (key[0] != self.epoch and key not in self.unresolved)
                 assert known or self.table.slot(other.task.ticket) != slot, "a claim was overwritten"
             self.table.offer(ticket)
@@ -219,8 +219,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         key = task.epoch, task.seq
         assert task.epoch == self.epoch
         assert task.index == self.drawn[task.seq]
-        assert key not in self.outstanding, "sent again, and still under way"
-        self.outstanding[key] = send
+        assert key not in self.pending_tasks, "sent again, and still under way"
+        self.pending_tasks[key] = send
         for offset, _ in task.grants:
             assert offset not in self.held, "granted while it is referenced"
             assert offset not in self.granted, "granted twice"
@@ -232,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def forget(self, key: Key) -> None:
         """A task will not be answered, or its answer was refused: its blocks are free."""
-        self.outstanding.pop(key, None)
+        self.pending_tasks.pop(key, None)
         for blocks in (self.granted, self.promised):
             for offset in [offset for offset, mine in blocks.items() if mine == key]:
                 del blocks[offset]
@@ -240,12 +240,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def owner(self, key: Key) -> int | None:
         """The worker that has a task of this epoch; None: it is unclaimed."""
         if self.kind == SHARED:
-            return self.table.holder(self.outstanding[key].task.ticket)
-        return self.outstanding[key].worker
+            return self.table.holder(self.pending_tasks[key].task.ticket)
+        return self.pending_tasks[key].worker
 
     def unanswered(self) -> list[Key]:
         """This epoch's tasks without an answer."""
-        return sorted(key for key in self.outstanding if key[0] == self.epoch)
+        return sorted(key for key in self.pending_tasks if key[0] == self.epoch)
 
     # ---- epochs -------------------------------------------------------------------------------
 
@@ -265,8 +265,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin_epoch(self, length: int, failing: set[int], stopped: set[int]) -> None:
         taken, claimed = {}, {}
         shared = [*self.unresolved, *self.unanswered()] if self.kind == SHARED else []
-        tickets = [self.outstanding[key].task.ticket for key in shared]
-        assert sorted(self.scheduler.outstanding.tickets()) == sorted(tickets)
+        tickets = [self.pending_tasks[key].task.ticket for key in shared]
+        assert sorted(self.scheduler.pending_tasks.tickets()) == sorted(tickets)
         for key, ticket in zip(shared, tickets, strict=True):
             owner = self.owner(key)
             if any(self.is_claiming(number, key, owner) for number in stopped):
@@ -339,8 +339,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert worker.task is not None
         key = worker.task.epoch, worker.task.seq
         answer = worker.finish(outcome, sizes, self.held)
-        assert key in self.outstanding, "worked on what is not asked for"
-        assert self.outstanding[key].task.attempt == answer.attempt
+        assert key in self.pending_tasks, "worked on what is not asked for"
+        assert self.pending_tasks[key].task.attempt == answer.attempt
         fresh = {offset for offset, _ in answer.fresh}
         assert not fresh & set(self.states()), "made a block where one lies"
         for offset, _ in answer.used:
@@ -361,7 +361,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """An answer does not fit: its blocks may be written to, until the worker is dead."""
         answer = worker.answers.popleft()
         key = answer.epoch, answer.seq
-        del self.outstanding[key]
+        del self.pending_tasks[key]
         self.unresolved.discard(key)
         self.refused[key] = worker.number
         refused = self.scheduler.refused
@@ -378,9 +378,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.promised.pop(offset, None) is not None:
                 continue  # declined: the user still references it
             assert self.granted.pop(offset, key) == key
-        del self.outstanding[key]
+        del self.pending_tasks[key]
         self.unresolved.discard(key)
-        assert self.scheduler.outstanding.due(worker.number, answer)
+        assert self.scheduler.pending_tasks.due(worker.number, answer)
         refused, stale = self.scheduler.refused, self.scheduler.stale
         assert self.scheduler.handle(Arrived(worker.number, answer)) == []
         assert self.scheduler.refused == refused, "a true answer was refused"
@@ -430,10 +430,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         worker.pings = 0
         self.backlog.end(worker.number)
         lost = self.lost_with(worker)
-        here = {seq: self.outstanding[epoch, seq].task.attempt for epoch, seq in lost if epoch == self.epoch}
+        here = {
+            seq: self.pending_tasks[epoch, seq].task.attempt for epoch, seq in lost if epoch == self.epoch
+        }
         begun = worker.task
         blamed = begun.seq if begun is not None and begun.epoch == self.epoch else None
-        tickets = self.scheduler.outstanding.tickets()
+        tickets = self.scheduler.pending_tasks.tickets()
         claimed = frozenset(ticket for ticket in tickets if self.table.holder(ticket) == worker.number)
         event = Died(worker.number, blamed, "died", claimed)
         self.remember_ghosts(worker, lost)
@@ -485,7 +487,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         to = None if self.kind == SHARED else dead.number
         if self.kind == SHARED:
             expected += [
-                (dead.number, seq, self.outstanding[epoch, seq].task.attempt)
+                (dead.number, seq, self.pending_tasks[epoch, seq].task.attempt)
                 for epoch, seq in self.unanswered()
             ]
         poisonous = [seq for seq in lost if self.deaths.get(seq, 0) >= DEADLY]
@@ -501,7 +503,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         worker.inbox.append(self.epoch_message())
         for send in sends:
             if self.kind == SHARED and send.worker is not None:
-                assert send._replace(worker=None) == self.outstanding[send.task.epoch, send.task.seq]
+                assert send._replace(worker=None) == self.pending_tasks[send.task.epoch, send.task.seq]
                 worker.inbox.append(send.task)
             else:
                 self.carry_out(send)
@@ -512,7 +514,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """An answer of an attempt that was given up comes all the same."""
         number, answer = data.draw(st.sampled_from(self.ghosts))
         before = self.states()
-        assert self.scheduler.outstanding.due(number, answer) is None
+        assert self.scheduler.pending_tasks.due(number, answer) is None
         with pytest.raises(InvalidTransition, match="does not owe"):
             self.scheduler.handle(Arrived(number, answer))
         assert self.states() == before
@@ -601,7 +603,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert skipped not in self.ready, "the position of an error was skipped"
 
     def check_wait(self, wait: Wait) -> None:
-        send = self.outstanding[self.epoch, wait.seq]
+        send = self.pending_tasks[self.epoch, wait.seq]
         assert (wait.worker, wait.attempt) == (send.worker, send.task.attempt)
         assert wait.behind == len(self.ready) - len(self.delivered)
         if not self.in_order:

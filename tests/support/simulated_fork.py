@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from fastq_loader.memory.forks import ForkedChildren
+from fastq_loader.memory.forked_children import ForkedChildren
 
 
 class Fork:

@@ -10,7 +10,7 @@ from collections import deque
 from typing import Any, cast
 
 from fastq_loader.ipc.messages import BATCH, ENDED, SKIPPED, Answer, Epoch, Ping, Space, Task
-from fastq_loader.memory.allocator import AddressSpace
+from fastq_loader.memory.allocator import FreeRanges
 from fastq_loader.memory.blocks import Extents, size_class
 from fastq_loader.workers.task_queue import TaskQueue
 
@@ -104,7 +104,7 @@ class SimulatedWorker:
         self.answers: deque[Answer] = deque()
         self.alive = True
         self.hung = False
-        self._space = AddressSpace(space)
+        self._space = FreeRanges(space)
         self._ended = False
         self._clock = 0
 

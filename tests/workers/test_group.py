@@ -9,7 +9,7 @@ import pytest
 
 from fastq_loader.ipc.claim_table import Busy
 from fastq_loader.ipc.messages import Answer, Epoch, Hello, Ping, Stop, encode
-from fastq_loader.scheduling.outstanding import Outstanding
+from fastq_loader.scheduling.pending_tasks import PendingTasks
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics import Counters
 from fastq_loader.workers import group as module
@@ -130,7 +130,7 @@ def test_assigned_tasks_need_no_pings() -> None:
 
 def test_what_a_dead_worker_had_claimed_is_known() -> None:
     workers, _, _ = group()
-    outstanding = Outstanding(100)
+    outstanding = PendingTasks(100)
     for seq in range(4):
         outstanding.add(1, batch := Batch(seq, None, None))
         workers.claims.offer(batch.ticket)

@@ -23,7 +23,7 @@ from fastq_loader.ipc.messages import (
     Task,
 )
 from fastq_loader.memory import allocator
-from fastq_loader.memory.allocator import AddressSpace, Allocator, empty, install
+from fastq_loader.memory.allocator import Allocator, FreeRanges, empty, install
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.workers.main import Worker
@@ -196,7 +196,7 @@ class Full(Asked):
         if index == 1:
             blocks = allocator._current
             assert blocks is not None
-            space, blocks._space = blocks._space, AddressSpace(())
+            space, blocks._space = blocks._space, FreeRanges(())
             self.fail(blocks)
             self.kept += [sample, space]  # what is shipped has to be a copy
         return sample
@@ -224,7 +224,7 @@ def test_an_error_finds_its_way_where_no_room_is_left(
 def test_a_batch_that_failed_leaves_its_blocks_for_the_error() -> None:
     with paired() as pair:
         blocks, start = pair.allocator, pair.arena.mapping.region(0)[0]
-        blocks._space = AddressSpace(((start, 4 * SMALLEST),))
+        blocks._space = FreeRanges(((start, 4 * SMALLEST),))
         block = blocks.take(4 * SMALLEST)
         used = [(block.offset, block.size)]
         blocks.ship(used)

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from fastq_loader.memory.blocks import Extents
 
 
-class AddressSpace:
+class FreeRanges:
     """The ranges of a worker's part of the arena in which it can make new blocks, ascending and apart."""
 
     def __init__(self, ranges: Extents) -> None:

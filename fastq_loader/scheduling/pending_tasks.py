@@ -14,7 +14,7 @@ from fastq_loader.scheduling.events import Died
 from fastq_loader.scheduling.states import Batch
 
 
-class Outstanding(dict[tuple[int, int], Batch]):
+class PendingTasks(dict[tuple[int, int], Batch]):
     """(epoch, seq) → the batch of a task that is to be answered.
 
     Args:

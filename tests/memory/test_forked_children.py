@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastq_loader.memory.forks import ForkedChildren, moment
+from fastq_loader.memory.forked_children import ForkedChildren, moment
 from tests.conftest import run_script
 from tests.support.simulated_fork import Fork
 
@@ -135,7 +135,7 @@ def test_hooks_of_the_users_that_fork_too_and_children_that_fork_again() -> None
                 depth -= 1
 
         os.register_at_fork(before=fork_in_a_hook)  # before ours is: it runs after it
-        from fastq_loader.memory.forks import ForkedChildren, moment
+        from fastq_loader.memory.forked_children import ForkedChildren, moment
 
         def descriptors():
             return sorted(os.listdir("/proc/self/fd"))

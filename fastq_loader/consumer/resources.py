@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
 
 
-class Runtime:
+class Resources:
     """What is alive of one loader; none of it is copied or pickled with the arguments.
 
     Args:
@@ -41,7 +41,7 @@ class Runtime:
         self.idle: list[SerialStaging] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Runtime, ()  # no loader's: a subclass copied all attributes
+        return Resources, ()  # no loader's: a subclass copied all attributes
 
     def close_engines(self, reason: str) -> None:
         """End all workers of the loader; wait for those that are in the middle of a sample."""

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from fastq_loader.errors import InvalidTransition
 from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.scheduling.events import Died
-from fastq_loader.scheduling.outstanding import Outstanding
+from fastq_loader.scheduling.pending_tasks import PendingTasks
 from fastq_loader.scheduling.states import Batch
 
 
-def outstanding(*workers: int | None, slots: int = 100) -> tuple[Outstanding, list[Batch]]:
+def outstanding(*workers: int | None, slots: int = 100) -> tuple[PendingTasks, list[Batch]]:
     """Tasks of epoch 1, one for each worker; None: shared."""
-    tasks, batches = Outstanding(slots), [Batch(seq, worker, None) for seq, worker in enumerate(workers)]
+    tasks, batches = PendingTasks(slots), [Batch(seq, worker, None) for seq, worker in enumerate(workers)]
     for batch in batches:
         tasks.add(1, batch)
     return tasks, batches
@@ -37,7 +37,7 @@ def test_an_answer_is_due_from_one_worker_and_for_this_attempt(worker: int | Non
 @given(st.integers(1, 6), st.lists(st.integers(0, 5), max_size=40))
 def test_no_two_shared_tasks_have_a_slot_in_common(slots: int, steps: list[int]) -> None:
     """However late the batch of an epoch is: the numbers that come round go past it."""
-    tasks, waiting, tickets = Outstanding(slots), list[Batch](), set[int]()
+    tasks, waiting, tickets = PendingTasks(slots), list[Batch](), set[int]()
     for epoch, step in enumerate(steps):
         if len(waiting) == slots:
             with pytest.raises(InvalidTransition, match=f"all {slots} slots"):

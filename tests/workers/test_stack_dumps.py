@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from fastq_loader.workers import stacks
-from fastq_loader.workers.stacks import Stacks
+from fastq_loader.workers import stack_dumps
+from fastq_loader.workers.stack_dumps import Stacks
 from tests.conftest import wait_until
 from tests.support.forking import end_of, fork
 
@@ -24,7 +24,7 @@ def test_a_process_that_hangs_shows_where_and_one_that_is_stopped_or_gone_does_n
     ready, say = os.pipe()
 
     def hang() -> None:
-        stacks.write_on_demand(written.write_end)
+        stack_dumps.write_on_demand(written.write_end)
         os.write(say, b".")
         dawdle()
 
