@@ -4,10 +4,10 @@ Pure: it counts offsets and sizes; the memory itself is the arena's. A pool of w
 consumer, and only `pool` calls it. A block lives by the table in `blocks`. No block is written to while
 anything references it: from HELD and PROMISED only `release` leads to a state in which a worker may write.
 
-A held block can be *promised*. The user is about to drop the batch before the one that is handed out, and its
-block should serve the next task. When the last lease dies, its finalizer marks the block in shared memory,
-and the worker finds the mark. If it finds none, it makes a new block and declines. So the pool needs one batch
-less than if the consumer had to hear of the release first, and no message is spent on it.
+A held block can be *promised*. The user is about to drop the batch before the one that is handed out, and
+its block should serve the next task. When the last lease dies, its finalizer marks the block in shared
+memory, and the worker finds the mark. If it finds none, it makes a new block and declines. So the pool needs
+one batch less than if the consumer had to hear of the release first, and no message is spent on it.
 
 A worker makes new blocks on its own when no granted block fits, in a part of the arena's address range that
 belongs to it. The ledger adopts them when it hears of them. So no worker ever waits for space.
