@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import warnings
@@ -14,8 +15,8 @@ import torch
 from rich.console import Console
 
 from bench import machine, run
-from bench.arguments import AXES, Options, parse
-from bench.output import pictures, readme, rows
+from bench.arguments import AXES, parse
+from bench.output import rows
 from bench.output.rows import Results
 from bench.output.tables import Table, case_tables, on_console, summary_tables
 from bench.output.words import size
@@ -48,10 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = CudaDevice()
         return perform(options, here | device.describe(), run.device_cases(options, device, here["cores"]))
     with tempfile.TemporaryDirectory(prefix="fastq-bench-") as folder:
-        return perform(options, here, list(run.cases(options, run.Files(Path(folder)))))
+        return perform(options, here, list(run.cases(options, Path(folder))))
 
 
-def perform(options: Options, here: dict[str, Any], cases: Sequence[Case]) -> int:
+def perform(options: argparse.Namespace, here: dict[str, Any], cases: Sequence[Case]) -> int:
     """Measure the cases that the file has not, and show each when it is there."""
     results = _begun(options)
     given = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
@@ -79,11 +80,13 @@ def perform(options: Options, here: dict[str, Any], cases: Sequence[Case]) -> in
     for about in dict.fromkeys(table.about for table in (*told, *summaries) if table.about):
         output.print(" ".join(about.split()), highlight=False)
     if options.plot is not None and not status:
+        from bench.output import pictures  # brings matplotlib, which the loaders' processes need not inherit
+
         pictures.write(results, options.plot)
     return status
 
 
-def _begun(options: Options) -> Results:
+def _begun(options: argparse.Namespace) -> Results:
     """Nothing, with an empty file, or what the file of the run to go on with holds."""
     if options.json is None:
         return Results()
@@ -96,13 +99,13 @@ def _begun(options: Options) -> Results:
         sys.exit(str(error))
 
 
-def _keep(options: Options, results: Results, found: list[rows.Row]) -> None:
+def _keep(options: argparse.Namespace, results: Results, found: list[rows.Row]) -> None:
     results.add(found)
     if options.json is not None:
         rows.append(options.json, found)
 
 
-def _distributions(options: Options) -> list[str]:
+def _distributions(options: argparse.Namespace) -> list[str]:
     """The packages of the peers that are there; the others say so when their turn comes."""
     if options.device is not None:
         return ["torch", "numpy", "fastq-loader"]
@@ -123,6 +126,8 @@ def _machine_lines(here: dict[str, Any]) -> str:
 
 
 def _write_readmes(file: Path) -> int:
+    from bench.output import readme
+
     try:
         print(*readme.write(file), sep="\n")
     except (OSError, ValueError) as error:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,14 +32,7 @@ SHORT = ("jpeg", "csv", "large_u8", "rows", "tokens")
 # What an axis runs when no workload is named: bound by messages, by memory and by the dataset.
 FEW = ("rows", "large_u8", "jpeg")
 SIZES = tuple(f"bytes_{1 << power}" for power in range(10, 29, 3))  # 1 KiB to 256 MiB
-WORKLOADS = {
-    "steady": SHORT,
-    "memory": SHORT,
-    "bytes": SIZES,
-    "workers": FEW,
-    "start": ("rows",),
-    "turns": FEW,
-}
+WORKLOADS = {"steady": SHORT, "memory": SHORT, "workers": FEW, "start": ("rows",), "turns": FEW}
 WORKERS = {"workers": (0, 1, 2, 4), "start": (2, 8), "device": ()}
 USUAL_WORKERS = (2,)
 SHORT_BLOCKS, SHORT_SECONDS = 5, 0.5
@@ -48,64 +40,40 @@ FULL_BLOCKS, FULL_SECONDS = 7, 0.8
 DEVICE_SECONDS = 0.4  # some 500 blocks have to fit into nine minutes
 
 
-@dataclass(frozen=True)
-class Options:
-    """A run, with every default filled in.
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a command line, `sys.argv` by default, with every default filled in.
 
-    Attributes:
-        axes: what is measured, of `AXES`; none with a device.
-        workloads, workers: names, and numbers of worker processes, for each axis that has any.
-        peers: names, with a device those of arms.
-        blocks: timed blocks of a peer, and repetitions of a turn and of an epoch.
-        seconds: length of a block.
-        json: the file to write rows to; None is no file. `resume`: go on with what it holds.
-        plot: the folder to draw into; None is no picture.
-        device: measure batches on their way to it; None: on the host.
-        readme: write the READMEs from this file of results, and measure nothing.
+    `workloads` and `workers` are given for each axis; with a device for "device", and there are no `axes`.
+
+    Raises:
+        SystemExit: argparse's, when the line is wrong.
     """
-
-    axes: tuple[str, ...]
-    workloads: dict[str, tuple[str, ...]]
-    workers: dict[str, tuple[int, ...]]
-    peers: tuple[str, ...]
-    blocks: int
-    seconds: float
-    start_method: str
-    json: Path | None
-    resume: bool
-    plot: Path | None
-    device: str | None
-    readme: Path | None
-    list: bool
-
-
-def parse(arguments: Sequence[str] | None = None) -> Options:
-    """The options of a command line, `sys.argv` by default; argparse's SystemExit when it is wrong."""
     parser = _parser()
-    given = parser.parse_args(arguments)
-    full, device = given.full, given.device
+    options = parser.parse_args(arguments)
+    full, device = options.full, options.device
     everything, peers = (SHAPES, ARMS) if device else (all_workloads(), PEERS)
-    try:
-        named = _known(given.workloads, everything, "a workload")
-        some = _known(given.peers, peers, "a peer")
-        axes = _known(AXES if full else given.axis, AXES, "an axis")
-    except argparse.ArgumentTypeError as error:
-        parser.error(str(error))
+    for kind, given, known in (
+        ("a workload", options.workloads, everything),
+        ("a peer", options.peers, peers),
+        ("an axis", options.axes, AXES),
+    ):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"{unknown[0]!r} is not {kind}; choose from {', '.join(known)}")
     usual = {"device": tuple(SHAPES)} if device else WORKLOADS
-    named_or = {axis: tuple(everything) if full and of is SHORT else of for axis, of in usual.items()}
-    return Options(
-        axes=() if device else axes,
-        workloads={axis: of if axis == "bytes" else named or of for axis, of in named_or.items()},
-        workers={axis: given.workers or WORKERS.get(axis, USUAL_WORKERS) for axis in (*AXES, "device")},
-        peers=some or tuple(name for name in peers if device or PEERS[name].usual),
-        blocks=given.blocks or (FULL_BLOCKS if full else SHORT_BLOCKS),
-        seconds=given.seconds or (DEVICE_SECONDS if device else FULL_SECONDS if full else SHORT_SECONDS),
-        **{
-            name: getattr(given, name)
-            for name in ("start_method", "json", "resume", "plot", "readme", "list")
-        },
-        device=device,
+    if full:
+        usual = {axis: tuple(everything) if of is SHORT else of for axis, of in usual.items()}
+    options.axes = () if device else tuple(AXES) if full else options.axes
+    options.workloads = {axis: tuple(options.workloads) or of for axis, of in usual.items()}
+    options.workloads |= {} if device else {"bytes": SIZES}
+    options.workers = {
+        axis: options.workers or WORKERS.get(axis, USUAL_WORKERS) for axis in (*AXES, "device")
+    }
+    options.peers = options.peers or tuple(name for name in peers if device or PEERS[name].usual)
+    options.blocks = options.blocks or (FULL_BLOCKS if full else SHORT_BLOCKS)
+    options.seconds = options.seconds or (
+        DEVICE_SECONDS if device else FULL_SECONDS if full else SHORT_SECONDS
     )
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench",
         description="fastq_loader beside torch's DataLoader, other loaders and the ceiling, in turn.",
     )
-    numbers = _checked("whole numbers of at least 0", _numbers)
+    numbers = _checked("whole numbers of at least 0", _numbers, lambda value: min(value) >= 0)
     positive = _checked("a whole number of at least 1", int, lambda value: value >= 1)
     seconds = _checked("a number of seconds above 0", float, lambda value: 0 < value < math.inf)
     file = _checked("a file in a folder that exists", Path, lambda it: it.parent.is_dir() and not it.is_dir())
@@ -123,22 +91,14 @@ def _parser() -> argparse.ArgumentParser:
     add("workloads", nargs="*", metavar="workload", help=f"what to load (default: {' '.join(SHORT)})")
     add("--list", action="store_true", help="list workloads, peers and axes, and stop")
     add("--full", action="store_true", help="every axis and workload, longer blocks")
-    add(
-        "--axis",
-        type=_names,
-        default=("steady",),
-        metavar="A,B",
-        help=f"of {', '.join(AXES)} (default: steady)",
-    )
+    about = f"of {', '.join(AXES)} (default: steady)"
+    add("--axis", dest="axes", type=_names, default=("steady",), metavar="A,B", help=about)
     about = "batches onto a GPU, in ten minutes; workloads are then shapes of batches, and peers ways there"
     add("--device", choices=["cuda"], help=about)
     add("--peers", type=_names, default=(), metavar="A,B", help="who loads (default: nearly all of --list)")
     add("--workers", type=numbers, metavar="N,M", help="worker processes, also several numbers (default: 2)")
-    add(
-        "--blocks",
-        type=positive,
-        help=f"timed blocks per peer (default: {SHORT_BLOCKS}; full: {FULL_BLOCKS})",
-    )
+    about = f"timed blocks per peer (default: {SHORT_BLOCKS}; full: {FULL_BLOCKS})"
+    add("--blocks", type=positive, help=about)
     add("--seconds", type=seconds, help=f"length of a block (default: {SHORT_SECONDS}; full: {FULL_SECONDS})")
     add("--start-method", choices=methods, default="fork", help="how workers are started (default: fork)")
     add("--json", type=file, metavar="FILE", help="write every block to this file, as a line of JSON")
@@ -150,27 +110,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    numbers = tuple(dict.fromkeys(map(int, text.split(","))))
-    if min(numbers) < 0:
-        raise ValueError
-    return numbers
+    return tuple(dict.fromkeys(map(int, text.split(","))))
 
 
-def _known(names: Collection[str], known: Collection[str], what: str) -> tuple[str, ...]:
-    """The names, each once."""
-    for name in names:
-        if name not in known:
-            raise argparse.ArgumentTypeError(f"{name!r} is not {what}; choose from {', '.join(known)}")
-    return tuple(dict.fromkeys(names))
-
-
-def _checked(
-    what: str, convert: Callable[[str], T], holds: Callable[[T], bool] = lambda value: True
-) -> Callable[[str], T]:
+def _checked(what: str, convert: Callable[[str], T], holds: Callable[[T], bool]) -> Callable[[str], T]:
     """A type of argument: checked before the run, not after minutes of it."""
 
     def check(text: str) -> T:

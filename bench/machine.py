@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 
 def describe(distributions: list[str]) -> dict[str, Any]:
     """CPU, cores, memory, load, versions of Python and of these packages, and the date."""
+    # ARM kernels name no model.
+    model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     return {
-        "cpu": _cpu_model(),
+        "cpu": model[1] if model else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory": machine_bytes(),
+        "memory": psutil.virtual_memory().total,
         "load_average": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in distributions},
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def machine_bytes() -> int:
-    """The machine's memory, in bytes."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def use_one_thread() -> None:
@@ -39,14 +38,6 @@ def use_one_thread() -> None:
     """
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for processes that loaders spawn: only torch and we set it there
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.machine()  # ARM kernels name no model
 
 
 def _version(distribution: str) -> str:

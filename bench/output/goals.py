@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bench.output import figures
 from bench.output.figures import BASELINE, Spread, compared, figure, ratio, series, share_of_peak, spread
@@ -15,8 +15,7 @@ from bench.timing.schedule_cases import BOUND
 from bench.workloads.ready_made import LARGE
 
 
-@dataclass(frozen=True)
-class Goal:
+class Goal(NamedTuple):
     """What was wanted, and what came.
 
     Attributes:

@@ -110,6 +110,13 @@ class Results:
         """In the order in which they were measured; all of them where no axis is named."""
         return [case for case in self._cases.values() if not axes or case.key[0] in axes]
 
+    def by_workers(self, axis: str) -> dict[tuple[int, str], list[CaseRows]]:
+        """The cases of an axis by their number of workers and how these are started."""
+        found: dict[tuple[int, str], list[CaseRows]] = {}
+        for case in self.cases(axis):
+            found.setdefault(case.key[2:], []).append(case)
+        return found
+
     def case(self, axis: str, like: CaseRows) -> CaseRows | None:
         """The same case on another axis."""
         return self._cases.get((axis, *like.key[1:]))
@@ -137,6 +144,10 @@ def append(path: Path, rows: Iterable[Row]) -> None:
         file.writelines(f"{json.dumps(_rounded(row), separators=(',', ':'))}\n" for row in rows)
 
 
+def _rounded(row: Row) -> Any:
+    return json.loads(json.dumps(row), parse_float=lambda text: round(float(text), DIGITS))
+
+
 def read(path: Path) -> Results:
     """The results in a file.
 
@@ -150,11 +161,3 @@ def read(path: Path) -> Results:
     except (TypeError, KeyError, IndexError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} holds no results: {error!r}") from error
     raise ValueError(f"{path} has version {rows[0]['version']} of the layout; this bench reads {VERSION}")
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_rounded(each) for each in value]
-    return round(value, DIGITS) if isinstance(value, float) else value

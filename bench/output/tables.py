@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -88,18 +88,17 @@ def in_markdown(table: Table, heading: str = "") -> str:
 
 def case_tables(case: CaseRows) -> list[Table]:
     """What is shown of a case as soon as it is measured; nothing where it is a row of a summary."""
-    axis = case.key[0]
-    makers = {"schedule": _schedule, DEVICE: _speed_onto_device} | dict.fromkeys(STEADY, _peers)
-    found = [makers[axis](case)] if axis in makers else []
-    return [*found, _cost_onto_device(case)] if axis == DEVICE else found
+    makers: dict[str, tuple[Callable[[CaseRows], Table], ...]]
+    makers = {"schedule": (_schedule,), DEVICE: (_speed_onto_device, _cost_onto_device)}
+    makers |= dict.fromkeys(STEADY, (_peers,))
+    return [make(case) for make in makers.get(case.key[0], ())]
 
 
 def summary_tables(results: Results) -> list[Table]:
     """What is shown of several cases together."""
     found = []
-    for run in dict.fromkeys(case.key[2:] for case in results.cases("steady")):
-        cases = [case for case in results.cases("steady") if case.key[2:] == run]
-        several = f"{worker_count(run[0])} ({run[1]})"
+    for (workers, method), cases in results.by_workers("steady").items():
+        several = f"{worker_count(workers)} ({method})"
         costs = [_cost(case, results.case("memory", case)) for case in cases]
         found.append(Table(f"Speed with {several}, in batches per second", list(map(_speed, cases))))
         found.append(Table(f"Cost with {several}", costs, about=ABOUT_COST))
@@ -236,28 +235,24 @@ def _schedule(case: CaseRows) -> Table:
     """The bounds, and a row for every contender."""
     facts, base = case.facts, case.facts["goal"]["base"]
     bounds = {f"bound: {facts['bounded_by']}": facts["bound"], "list schedule": facts["list_schedule"]}
-    rows = []
-    for label, seconds in bounds.items():
-        if seconds is not None:
-            cells = {"s": f"{seconds:.2f}", "÷ bound": f"{seconds / facts['bound']:.2f}"}
-            rows.append({"loader": label} | cells)
+    rows = [
+        {"loader": label, "s": f"{seconds:.2f}", "÷ bound": f"{seconds / facts['bound']:.2f}"}
+        for label, seconds in bounds.items()
+        if seconds is not None
+    ]
+    titles = {base: f"÷ {name_of(case, base)}"} | {BOUND: "÷ bound"}
     for name, peer in _measured(case).items():
-        bases = [each for each in dict.fromkeys((BOUND, base)) if each != name]
-        found = {each: times_of(case, name, each) for each in bases}
-        titles = {each: "÷ bound" if each == BOUND else f"÷ {name_of(case, each)}" for each in bases}
+        found = {each: times_of(case, name, each) for each in dict.fromkeys((BOUND, base)) if each != name}
         worked = figures.ratio(figures.series(case, name, "worked"), figures.series(case, name, "seconds"))
         late, window = (figure(case, name, each) for each in ("head_of_line", "window"))
-        rows.append(
-            {"loader": peer.label, "s": times(figure(case, name, "seconds"))}
-            | {titles[each]: times(value) for each, value in found.items() if value}
-            | {"batches/s": ranged(figure(case, name, "rate"))}
-            | {"next(), s": times(figure(case, name, "waited"))}
-            | {"busy": f"{worked.median / facts['workers']:.0%}" if worked else ""}
-            | {
-                "late head, s": f"{late.median:.2f}" if late else "",
-                "window": ranged(window) if window else "",
-            }
-        )
+        row = {"loader": peer.label, "s": times(figure(case, name, "seconds"))}
+        row |= {titles[each]: times(value) for each, value in found.items() if value}
+        row["batches/s"] = ranged(figure(case, name, "rate"))
+        row["next(), s"] = times(figure(case, name, "waited"))
+        row["busy"] = f"{worked.median / facts['workers']:.0%}" if worked else ""
+        row["late head, s"] = f"{late.median:.2f}" if late else ""
+        row["window"] = ranged(window) if window else ""
+        rows.append(row)
     return Table(_title(case), rows, about=ABOUT_SCHEDULE, notes=_remarks(case))
 
 
@@ -278,33 +273,26 @@ def _kills(case: CaseRows) -> dict[str, str]:
 
 
 def _speed_onto_device(shape: CaseRows) -> Table:
-    rows = []
+    rows, megabytes = [], shape.facts["batch_bytes"] / 1e6
     for name, arm in _measured(shape, LINK).items():
-        rows.append(
-            {"arm": arm.label, "MB/s, drain": ranged(figure(shape, name, "rate", DRAIN, _megabytes(shape)))}
-            | {f"eta, {part}": times(share_of_peak(shape, name, part)) for part in (DRAIN, COPY)}
-        )
+        row = {"arm": arm.label, "MB/s, drain": ranged(figure(shape, name, "rate", DRAIN, megabytes))}
+        row |= {f"eta, {part}": times(share_of_peak(shape, name, part)) for part in (DRAIN, COPY)}
         for length in figures.lengths(shape):
             title = f"stall, {length}{'*' if figures.supplied(shape, length) else ''}"
             beyond = figures.stall_points(shape, name, length)
-            rows[-1][title] = ranged(figure(shape, name, "stall", length) if name == RESIDENT else beyond)
+            row[title] = ranged(figure(shape, name, "stall", length) if name == RESIDENT else beyond)
+        rows.append(row)
     return Table(_title(shape), rows, about=" ".join(ABOUT_SPEED.split()))
-
-
-def _megabytes(shape: CaseRows) -> float:
-    return float(shape.facts["batch_bytes"]) / 1e6
 
 
 def _cost_onto_device(shape: CaseRows) -> Table:
     facts, peak = shape.facts, figure(shape, LINK, "copy_rate", COPY, 1e-9)
     rows = []
     for name, arm in _measured(shape, LINK, RESIDENT).items():
-        waits = {"ready": READY} | dict(zip(["behind"], figures.lengths(shape)[-1:], strict=False))
         row = {"arm": arm.label}
-        for title, part in waits.items():
-            for each in ("p50", "p99"):
-                row[f"{title} {each}, µs"] = ranged(figure(shape, name, each, part, 1e6))
-        row["CPU s/GB"] = ranged(figure(shape, name, "consumer_cpu", DRAIN, 1e3 / _megabytes(shape)))
+        for title, part in zip(("ready", "behind"), (READY, *figures.lengths(shape)[-1:]), strict=False):
+            row |= {f"{title} {p}, µs": ranged(figure(shape, name, p, part, 1e6)) for p in ("p50", "p99")}
+        row["CPU s/GB"] = ranged(figure(shape, name, "consumer_cpu", DRAIN, 1e9 / facts["batch_bytes"]))
         row["first, s"] = number(arm.about.get("first_batch"))
         staging: dict[str, Any] = arm.about.get("staging", {})
         row |= {f"{each}, s": number(staging.get(f"{each}_seconds")) for each in ("populate", "register")}

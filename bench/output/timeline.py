@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
-from bench.output.drawing import DARK, SMALL, WIDTH, Picture, dashed, legend_below, name_lines
+from bench.output.drawing import DARK, SMALL, WIDTH, Picture, legend_below, name_lines
 from bench.output.rows import CaseRows, PeerRows
 from bench.output.words import worker_count
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 FAST, SLOW = "#56B4E9", "#D55E00"
 TIMES_MEDIAN = 3  # a batch that takes so many times as long as the median one is a slow one
@@ -32,12 +32,12 @@ def pictures(cases: Sequence[CaseRows]) -> list[Picture]:
     """One for each case of which there is a timeline."""
     found = []
     for case in cases:
-        shown = [
+        if shown := [
             peer for name, peer in case.peers.items() if "timeline" in peer.about and name not in UNCHANGED
-        ]
-        run = f"({worker_count(case.facts['workers'])}, {case.facts['start_method']})"
-        title = f"{case.facts['description']}: who loads which one when {run}"
-        found += [Picture(f"timeline-{case.name}.png", title, partial(_draw, case, shown))] if shown else []
+        ]:
+            run = f"({worker_count(case.facts['workers'])}, {case.facts['start_method']})"
+            title = f"{case.facts['description']}: who loads which one when {run}"
+            found.append(Picture(f"timeline-{case.name}.png", title, partial(_draw, case, shown)))
     return found
 
 
@@ -51,17 +51,13 @@ def work(peer: PeerRows) -> pd.DataFrame:
 
 
 def together(deliveries: Sequence[float], within: float) -> list[tuple[float, int]]:
-    """When the last of several deliveries came that follow each other within so many seconds, and how many
-    they were."""
+    """Deliveries that follow each other within so many seconds: when the last one came, and how many."""
     times = pd.Series(deliveries)
     groups = times.groupby((times.diff() > within).cumsum())
     return list(zip(groups.max(), groups.size(), strict=True))
 
 
 def _draw(case: CaseRows, shown: Sequence[PeerRows], figure: Figure) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
     longest = max(peer.about["timeline"]["delivered"][-1] for peer in shown)
     rows = case.facts["workers"] + 1
     figure.set_size_inches(WIDTH, 1.35 + len(shown) * (0.35 + ROW_INCHES * rows))
@@ -70,35 +66,34 @@ def _draw(case: CaseRows, shown: Sequence[PeerRows], figure: Figure) -> None:
         _panel(axes, case, peer, longest)
     grid.flat[-1].set_xlabel("seconds since the epoch began")
     grid.flat[-1].set_xlim(0, 1.02 * longest)
-    tick = Line2D(
-        [], [], label="so many batches delivered", color="black", marker="|", linestyle="", markersize=8
-    )
-    keys = [
+    tick: dict[str, Any] = {"color": "black", "marker": "|", "linestyle": "", "markersize": 8}
+    keys: list[Any] = [
         Patch(color=FAST, label="a batch in a worker"),
         Patch(color=SLOW, label="a slow one, with its number"),
+        Line2D([], [], label="so many batches delivered", **tick),
     ]
-    bound = [] if case.facts["bound"] is None else [dashed(f"the bound: {case.facts['bounded_by']}")]
-    legend_below(figure, more=[*keys, tick, *bound])
+    if case.facts["bound"] is not None:
+        label = f"the bound: {case.facts['bounded_by']}"
+        keys.append(Line2D([], [], color=DARK, linestyle="--", linewidth=1, label=label))
+    legend_below(figure, keys)
 
 
 def _panel(axes: Axes, case: CaseRows, peer: PeerRows, longest: float) -> None:
     workers, bound = case.facts["workers"], case.facts["bound"]
+    small: dict[str, Any] = {"va": "center", "fontsize": SMALL - 1}
     for row in work(peer).itertuples():
-        bar: dict[str, Any] = {
-            "facecolors": SLOW if row.slow else FAST,
-            "edgecolor": "white",
-            "linewidth": 0.6,
-        }
-        axes.broken_barh([(row.start, row.seconds)], (row.worker - BAR / 2, BAR), **bar)
+        across, down = (row.start, row.seconds), (row.worker - BAR / 2, BAR)
+        colour = SLOW if row.slow else FAST
+        axes.broken_barh([across], down, facecolors=colour, edgecolor="white", linewidth=0.6)
         if row.slow:
-            middle: dict[str, Any] = {"ha": "center", "va": "center", "color": "white", "fontsize": SMALL - 1}
-            axes.text((row.start + row.end) / 2, row.worker, str(row.batch), **middle)
+            middle = (row.start + row.end) / 2
+            axes.text(middle, row.worker, str(row.batch), ha="center", color="white", **small)
     delivered = peer.about["timeline"]["delivered"]
     axes.vlines(delivered, workers - BAR / 2, workers + BAR / 2, color="black", linewidth=0.7)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # no line goes through the number
     for seconds, batches in together(delivered, TOGETHER * longest):
-        beside: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": SMALL - 1}
-        beside["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # no line goes through it
-        axes.annotate(str(batches), (seconds, workers), (2.5, 0), **beside)
+        place: dict[str, Any] = {"xy": (seconds, workers), "xytext": (2.5, 0), "textcoords": "offset points"}
+        axes.annotate(str(batches), **place, bbox=box, **small)
     title = f"{peer.label}: {delivered[-1]:.2f} s"
     if bound is not None:
         axes.axvline(bound, color=DARK, linestyle="--", linewidth=1, zorder=0.9)  # behind bars

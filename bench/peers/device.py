@@ -7,6 +7,7 @@ matter to any of them what another arm has initialised before.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from fastq_loader import ToDevice
 START_METHOD = "forkserver"
 PREFETCH_FACTOR = 2  # batches that a worker works ahead; torch's default
 
+HOST = "host"
 RESIDENT, TORCH, SIDE_STREAM = "resident", "torch", "torch_side_stream"
 PAGEABLE, BOUNCE, REGISTER = OURS = ("pageable", "bounce", "register")
 ARMS = {
@@ -64,41 +66,36 @@ class Arm:
     """Batches on the device, one after the other.
 
     Args:
-        batches: tells an epoch's length; None: there are no epochs.
+        batches: tells an epoch's length.
         begin: an epoch's batches, on the device.
         ahead: batches that may be ready before they are asked for.
-        loader: a loader of ours to close; torch's ends with the last reference to it.
+        loader: a loader of ours to close; torch's ends with the last reference to the arm.
     """
 
     def __init__(
-        self, batches: Batches | None, begin: Callable[[], Iterator[Any]], ahead: int, loader: Any = None
+        self, batches: Batches, begin: Callable[[], Iterator[Any]], ahead: int, loader: Any = None
     ) -> None:
         self.ahead = ahead
         self._batches = batches
-        self._begin: Callable[[], Iterator[Any]] | None = begin
+        self._begin = begin
         self._loader = loader
         self._live: Iterator[Any] | None = None
 
     def next(self) -> Any:
         """A batch, on the device for what is queued on the current stream from here on."""
         if self._live is None:
-            assert self._begin is not None
             self._live = self._begin()
         return next(self._live)
 
     def epochs(self, count: int, batches: int) -> None:
         """So many epochs of so many batches, after the one that is under way."""
-        assert self._batches is not None
-        assert self._begin is not None
         if self._live is not None:
             self._batches.stopped = True  # a persistent loader of torch's must not be left in an epoch
-            for _ in self._live:
-                pass
+            deque(self._live, maxlen=0)
             self._live, self._batches.stopped = None, False
         self._batches.length = batches
         for _ in range(count):
-            for _ in self._begin():
-                pass
+            deque(self._begin(), maxlen=0)
         self._batches.length = None
 
     def staging(self) -> dict[str, Any]:
@@ -109,37 +106,17 @@ class Arm:
     def close(self) -> None:
         if self._loader is not None:
             self._loader.close()
-        self._live = self._begin = self._loader = None
 
 
 def make(name: str, shape: Shape, device: torch.device, workers: int, start_method: str) -> Arm:
-    """An arm of `ARMS`, whose workers start with the first batch."""
+    """An arm of `ARMS`, whose workers start with the first batch; or what the workers can supply: the same
+    batches, left on the host."""
+    batches = Batches(shape.samples)
     if name == RESIDENT:
         there = [to_device(ReadyMade(shape).batch(), device) for _ in range(2)]
-        return Arm(None, lambda: itertools.cycle(there), 0)
-    batches = Batches(shape.samples)
+        return Arm(batches, lambda: itertools.cycle(there), 0)
     ahead = PREFETCH_FACTOR * workers + 2
-    common = _common(shape, batches, workers, start_method)
-    if name in OURS:
-        ours = fastq_loader.DataLoader(**common, device=ToDevice(device, pin=name))
-        return Arm(batches, lambda: iter(ours), ahead, ours)
-    loader: Any = TorchDataLoader(**common, pin_memory=True)
-    if name == TORCH:
-        return Arm(batches, lambda: (to_device(batch, device) for batch in loader), ahead)
-    # One stream for all epochs: the allocator caches memory for each stream by itself.
-    side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return Arm(batches, lambda: prefetched(loader, device, side), ahead)
-
-
-def host_only(shape: Shape, workers: int, start_method: str) -> Arm:
-    """What the workers can supply: the same batches, left on the host."""
-    batches = Batches(shape.samples)
-    ours = fastq_loader.DataLoader(**_common(shape, batches, workers, start_method))
-    return Arm(batches, lambda: iter(ours), PREFETCH_FACTOR * workers, ours)
-
-
-def _common(shape: Shape, batches: Batches, workers: int, start_method: str) -> dict[str, Any]:
-    return {
+    common: dict[str, Any] = {
         "dataset": ReadyMade(shape),
         "batch_sampler": batches,
         "num_workers": workers,
@@ -147,6 +124,16 @@ def _common(shape: Shape, batches: Batches, workers: int, start_method: str) -> 
         "persistent_workers": True,
         "multiprocessing_context": start_method,
     }
+    if name in (HOST, *OURS):
+        to = None if name == HOST else ToDevice(device, pin=name)
+        ours = fastq_loader.DataLoader(**common, device=to)
+        return Arm(batches, lambda: iter(ours), ahead, ours)
+    loader: Any = TorchDataLoader(**common, pin_memory=True)
+    if name == TORCH:
+        return Arm(batches, lambda: (to_device(batch, device) for batch in loader), ahead)
+    # One stream for all epochs: the allocator caches memory for each stream by itself.
+    side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return Arm(batches, lambda: prefetched(loader, device, side), ahead)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

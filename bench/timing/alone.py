@@ -19,13 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bench.machine import use_one_thread
 from bench.peers import PEERS, LoaderSettings, Peer, peer_class
 from bench.timing.batches import touch
-from bench.timing.processes import descendants, descriptors, machine_shared_memory, pss
+from bench.timing.processes import descendants, descriptors, pss
 from bench.timing.rounds import Case, Lane, Plan, Row
-from bench.timing.steady import Prepare
-from bench.workloads import Load, Step, Workload, find_workload
+from bench.workloads import Step, find_workload
 
 FIRST_BATCH = "first batch, in a fresh process"
 LIMIT_S = 120.0  # many spawned workers import torch on few cores
@@ -39,14 +40,12 @@ class AloneLane(Lane):
 
     seconds = LIMIT_S
 
-    def __init__(self, axis: str, peer: str, name: str, folder: Path, settings: LoaderSettings) -> None:
+    def __init__(self, peer: str, arguments: Sequence[str]) -> None:
         super().__init__(peer, PEERS[peer].label)
-        self._axis = axis
-        arguments = [axis, name, peer, str(folder), str(settings.num_workers), settings.start_method]
-        self._command = [sys.executable, "-m", "bench.timing.alone", *arguments]
+        self._command = [sys.executable, "-m", "bench.timing.alone", peer, *arguments]
 
     def block(self, part: str) -> list[Row]:
-        before = machine_shared_memory()
+        before = psutil.virtual_memory().shared
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         # In a session of its own Ctrl-C does not reach it: it ends when its standard input is closed.
         with subprocess.Popen(self._command, text=True, start_new_session=True, **pipes) as process:
@@ -71,50 +70,37 @@ def _looks(consumer: int, shared_before: int) -> list[dict[str, int]]:
     deadline = time.monotonic() + SAMPLING_S
     while time.monotonic() < deadline:
         workers = descendants(consumer)
-        look = {"pss": pss([consumer, *workers]), "shared_memory": machine_shared_memory() - shared_before}
-        look |= {"consumer_descriptors": descriptors(consumer)}
-        found.append(look | {"worker_descriptors": sum(map(descriptors, workers))})
+        found.append(
+            {
+                "pss": sum(map(pss, (consumer, *workers))),
+                "shared_memory": psutil.virtual_memory().shared - shared_before,
+                "consumer_descriptors": descriptors(consumer),
+                "worker_descriptors": sum(map(descriptors, workers)),
+            }
+        )
         time.sleep(INTERVAL_S)
     return found
 
 
 def case(
-    axis: str, name: str, peers: Sequence[str], settings: LoaderSettings, blocks: int, prepare: Prepare
+    axis: str, name: str, peers: Sequence[str], settings: LoaderSettings, blocks: int, folder: Path
 ) -> Case:
     """The start ("start") or the memory ("memory") of one workload's loaders."""
-    workload = find_workload(name)
+    workload, workers, method = find_workload(name), settings.num_workers, settings.start_method
 
     def plan() -> Plan:
-        folder = prepare(workload)
-        lanes = [AloneLane(axis, peer, name, folder, settings) for peer in peers]
-        return Plan({"description": workload.description}, lanes)
+        workload.files(folder)  # written here, so that what writes them is in no loader's memory
+        arguments = (axis, name, str(folder), str(workers), method)
+        return Plan({"description": workload.description}, [AloneLane(peer, arguments) for peer in peers])
 
-    return Case(axis, name, settings.num_workers, settings.start_method, blocks, plan)
+    return Case(axis, name, workers, method, blocks, plan)
 
 
 # ---- the fresh process --------------------------------------------------------------------------
 
 
-def _start(make: type[Peer], load: Load, settings: LoaderSettings) -> None:
-    started = time.perf_counter()
-    peer = make(load, settings)
-    batches = peer.epoch()
-    next(batches)
-    print(time.perf_counter() - started)
-    del batches
-    peer.close()
-
-
-def _iterate(make: type[Peer], load: Load, settings: LoaderSettings, workload: Workload) -> None:
-    """Until standard input is closed, which also happens when the parent dies."""
-    peer = make(load, settings)
-    try:
-        _consume(peer, workload.new_step())
-    finally:
-        peer.close()
-
-
 def _consume(peer: Peer, step: Step) -> None:
+    """Until standard input is closed, which also happens when the parent dies."""
     settled = 4 * (peer.prefetched + 1)  # by then every buffer has been used several times
     seen = 0
     while True:
@@ -129,14 +115,22 @@ def _consume(peer: Peer, step: Step) -> None:
 
 
 def main() -> None:
-    axis, name, peer, folder, workers, start_method = sys.argv[1:]
+    name, axis, workload_name, folder, workers, start_method = sys.argv[1:]
     use_one_thread()
-    workload, settings = find_workload(name), LoaderSettings(int(workers), start_method)
-    load, make = workload.build(Path(folder)), peer_class(peer)
-    if axis == "start":
-        _start(make, load, settings)
-    else:
-        _iterate(make, load, settings, workload)
+    workload, settings = find_workload(workload_name), LoaderSettings(int(workers), start_method)
+    load, make = workload.load(Path(folder)), peer_class(name)
+    started = time.perf_counter()
+    peer = make(load, settings)
+    try:
+        if axis == "memory":
+            _consume(peer, workload.new_step())
+        else:
+            batches = peer.epoch()
+            next(batches)
+            print(time.perf_counter() - started)
+            del batches
+    finally:
+        peer.close()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import cycle, islice
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from time import perf_counter
 from typing import Any
 
@@ -27,13 +28,15 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from bench.timing.processes import named, usage
-from bench.timing.rounds import Row
+from bench.timing.processes import Owners, named, usage
+from bench.timing.rounds import Lane, Row
 from bench.workloads import Load, whole_batches
 
 # Below this malloc's memory is as warm as a buffer, and looking for the buffer costs more than it saves.
 SMALLEST_BUFFER = 64 << 10  # bytes
 STOPPING_S = 10.0
+CEILING = "ceiling"
+WARM_UP = 0.5  # of a block's length
 
 
 class WarmBuffers:
@@ -69,25 +72,37 @@ class WarmBuffers:
         return torch.stack(samples, 0, out=kept)
 
 
-class Ceiling:
+class CeilingLane(Lane):
     """The processes, and the clock over all of them."""
 
-    def __init__(self, load: Load, workers: int) -> None:
+    def __init__(self, load: Load, workers: int, owners: Owners, seconds: float) -> None:
+        super().__init__(CEILING, "the ceiling")
+        self.seconds = seconds
+        self._load = load
+        self._workers = workers
+        self._owners = owners
+        self._pipes: list[Connection] = []
+
+    def start(self) -> None:
         """Fork them: they share the dataset and differ in nothing from a loader's forked workers."""
         context = multiprocessing.get_context("fork")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for number in range(max(1, workers)):
+        for number in range(max(1, self._workers)):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(load, number, workers, theirs), daemon=True)
+            process = context.Process(
+                target=_work, args=(self._load, number, self._workers, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
-            self._processes.append(process)
+            self.closing.callback(_stop, ours, process)
+        self._timed(self.seconds * WARM_UP)
 
-    def block(self, seconds: float) -> Row:
+    def block(self, part: str) -> list[Row]:
+        return [self._timed(self.seconds)]
+
+    def _timed(self, seconds: float) -> Row:
         """Let all of them work for about `seconds`; their rates are added up."""
-        pids = [process.pid for process in self._processes if process.pid is not None]
+        pids = self._owners.of(self.peer)
         before = usage(pids)
         for pipe in self._pipes:
             pipe.send(seconds)
@@ -98,15 +113,15 @@ class Ceiling:
         # The processes worked side by side: the time is what makes the sum of their rates the rate.
         return {"batches": batches, "seconds": batches / rate, **used}
 
-    def close(self) -> None:
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            with suppress(BrokenPipeError):  # its process is gone already
-                pipe.send(None)
-            pipe.close()
-            process.join(STOPPING_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
+
+def _stop(pipe: Connection, process: BaseProcess) -> None:
+    with suppress(BrokenPipeError):  # its process is gone already
+        pipe.send(None)
+    pipe.close()
+    process.join(STOPPING_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
 
 
 @contextmanager

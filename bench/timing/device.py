@@ -9,13 +9,14 @@ from __future__ import annotations
 import resource
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 
 import torch
 from torch.utils._pytree import tree_map
 
-from bench.peers.device import ARMS, BOUNCE, OURS, RESIDENT, START_METHOD, Arm, host_only, make
+from bench.peers.device import ARMS, BOUNCE, HOST, OURS, RESIDENT, START_METHOD, Arm, make
 from bench.timing.batches import compare
 from bench.timing.device_clock import PAUSE_S, CudaDevice, Pace, timed_block
 from bench.timing.rounds import Case, Lane, Plan, Row, time_limit
@@ -56,22 +57,39 @@ class LinkLane(Lane):
 
 
 class ArmLane(Lane):
-    """One arm with one shape of batches; `unit` is a step of length 1 in seconds, `until` as of a plan."""
+    """One arm with one shape of batches.
 
-    def __init__(self, name: str, shape: Shape, device: CudaDevice, unit: float, until: float) -> None:
+    Args:
+        make: makes the arm, as late as the lane starts.
+        unit: a step of length 1, in seconds. `until`: as of a plan.
+    """
+
+    _arm: Arm
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[str], Arm],
+        shape: Shape,
+        device: CudaDevice,
+        unit: float,
+        until: float,
+        seconds: float,
+    ) -> None:
         super().__init__(name, ARMS[name])
         self.parts = LENGTHS if name == RESIDENT else PARTS
-        self.workers, self.start_method = 1, START_METHOD
+        self.seconds = seconds
+        self._make = make
         self._shape = shape
         self._device = device
         self._until = until
         self._paces = {DRAIN: Pace(), READY: Pace(pause=PAUSE_S)}
         self._paces |= {length: Pace(float(length) * unit) for length in LENGTHS}
         self._about: Row = {}
-        self._arm: Arm | None = None
 
     def start(self) -> None:
-        arm = self._arm = make(self.peer, self._shape, self._device.torch, self.workers, self.start_method)
+        arm = self._arm = self._make(self.peer)
+        self.closing.callback(arm.close)
         began = time.perf_counter()
         batch = arm.next()
         self._device.wait(self._device.mark())
@@ -87,7 +105,6 @@ class ArmLane(Lane):
                 break
 
     def block(self, part: str) -> list[Row]:
-        assert self._arm is not None
         if part != COPY:
             return [timed_block(self._arm, self._device, self._paces[part], self.seconds)]
         # torch copies each leaf, ours the whole batch.
@@ -97,14 +114,13 @@ class ArmLane(Lane):
 
     def finish(self) -> Row:
         """Counters, and the device's memory after many epochs."""
-        assert self._arm is not None
         if self.peer not in OURS:
             return self._about
         self._about["staging"] = self._arm.staging()
         if time.monotonic() > self._until + ENDING_S:
             self.notes.append(f"no time was left to look at its memory after {EPOCHS[1]} epochs")
             return self._about
-        self._device.release()
+        torch.cuda.empty_cache()
         done = 0
         for epochs in EPOCHS:
             self._arm.epochs(epochs - done, EPOCH_BATCHES)
@@ -112,8 +128,8 @@ class ArmLane(Lane):
         return self._about
 
     def close(self) -> None:
-        if self._arm is not None:
-            self._arm.close()
+        super().close()
+        vars(self).pop("_arm", None)  # torch's workers end with the last reference
 
 
 def step_unit(copy_seconds: float, supply: float) -> float:
@@ -140,29 +156,26 @@ def cases(
         shape = SHAPES[name]
         # Each shape has its share of the time, and what those before it have left of theirs.
         until = began + LIMIT_S * (names.index(name) + 1) / len(names)
-        copy_seconds = device.copy_seconds(BOUNCE, shape.nbytes, 1)
-        supply = _supply(shape, device, workers, start_method, seconds)
+        maker = partial(make, shape=shape, device=device.torch, workers=workers, start_method=start_method)
+        copy_seconds, supply = (
+            device.copy_seconds(BOUNCE, shape.nbytes, 1),
+            _supply(maker(HOST), device, seconds),
+        )
         unit = step_unit(copy_seconds, supply)
-        several = [ArmLane(name, shape, device, unit, until) for name in arms]
-        for lane in several:
-            lane.seconds, lane.workers, lane.start_method = seconds, workers, start_method
         facts = {"description": shape.description, "batch_bytes": shape.nbytes, "fields": shape.fields}
         facts |= {"copy_seconds": copy_seconds, "supply": supply, "unit": unit}
-        return Plan(facts, [LinkLane(device), *several], PARTS, until)
+        lanes = [ArmLane(arm, maker, shape, device, unit, until, seconds) for arm in arms]
+        return Plan(facts, [LinkLane(device), *lanes], PARTS, until)
 
     return [Case(AXIS, name, workers, start_method, blocks, partial(plan, name)) for name in names]
 
 
-def _supply(shape: Shape, device: CudaDevice, workers: int, start_method: str, seconds: float) -> float:
+def _supply(host: Arm, device: CudaDevice, seconds: float) -> float:
     """Batches per second that the workers make and a consumer takes, on the host."""
-    arm = host_only(shape, workers, start_method)
-    try:
-        with time_limit(STARTING_S):
-            for _ in range(3 * arm.ahead):
-                arm.next()
-            blocks = [timed_block(arm, device, Pace(), seconds) for _ in range(SUPPLY_BLOCKS)]
-    finally:
-        arm.close()
+    with closing(host), time_limit(STARTING_S):
+        for _ in range(3 * host.ahead):
+            host.next()
+        blocks = [timed_block(host, device, Pace(), seconds) for _ in range(SUPPLY_BLOCKS)]
     return float(statistics.median(block["batches"] / block["seconds"] for block in blocks))
 
 

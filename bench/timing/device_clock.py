@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import collect_env
 
 from bench.peers.device import PAGEABLE, REGISTER, Arm
 from bench.timing.rounds import Row
@@ -26,7 +26,6 @@ AHEAD = 2  # steps that are queued before the loop waits for one: as one that re
 LEAD_IN = 0.5  # of a block's length at most, for what was made ready while others were timed
 PAUSE_S = 0.06  # in which a batch gets ready; torch's pin thread takes 20 to 40 ms for 500 fields
 _CALIBRATION_CYCLES = 20_000_000  # some 10 ms
-_DRIVER = Path("/proc/driver/nvidia/version")
 
 Mark = Any
 
@@ -87,22 +86,13 @@ class CudaDevice:
         """Bytes of the device's memory that are reserved, in use or not."""
         return torch.cuda.memory_reserved(self.torch)
 
-    def release(self) -> None:
-        """Give back what is reserved and not in use."""
-        torch.cuda.empty_cache()
-
     def describe(self) -> dict[str, str]:
         """The device's name, its driver and its runtime."""
         return {
             "device": torch.cuda.get_device_name(self.torch),
-            "driver": driver_version(_DRIVER.read_text()) if _DRIVER.exists() else "unknown",
+            "driver": str(collect_env.get_nvidia_driver_version(collect_env.run)),  # type: ignore[no-untyped-call]
             "cuda": str(torch.version.cuda or torch.version.hip),
         }
-
-
-def driver_version(text: str) -> str:
-    """The number in "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue ..."."""
-    return next((word for word in text.split() if word[0].isdigit() and "." in word), "unknown")
 
 
 @contextmanager

@@ -40,33 +40,34 @@ class Setting(NamedTuple):
 class KillsLane(Lane):
     """A round is an undisturbed epoch, one with kills, and the start of a fresh loader."""
 
+    _loader: DataLoader[Any]
     seconds = 60.0  # each of the kills may have a spawned worker import torch
 
     def __init__(self, setting: Setting) -> None:
         super().__init__("fastq_loader", "fastq_loader")
         self._setting = setting
         self._chance = random.Random(0)
-        self._loader: DataLoader[Any] | None = None
         self._undisturbed = 0.0
 
     def start(self) -> None:
         setting = self._setting
-        self._loader = self._make(setting.workers, [setting.batch_s] * setting.workers * setting.per_worker)
+        costs = [setting.batch_s] * setting.workers * setting.per_worker
+        self._loader = self.closing.enter_context(self._make(setting.workers, costs))
         _epoch(self._loader)  # starts the workers
 
     def block(self, part: str) -> list[Row]:
-        assert self._loader is not None
         if part == START:  # to the first batch of a fresh loader whose worker has nothing to wait for
             with self._make(1, [0.0]) as loader:
                 return [{"seconds": _epoch(loader)}]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", WorkerReplaced)
             if part == KILLED:
-                return [self._killed(self._loader)]
+                return [self._killed()]
             self._undisturbed = _epoch(self._loader)
             return [{"seconds": self._undisturbed}]
 
-    def _killed(self, loader: DataLoader[Any]) -> Row:
+    def _killed(self) -> Row:
+        loader = self._loader
         before, over = loader.statistics().worker_restarts, threading.Event()
         times = moments(self._chance, self._setting.kills, self._undisturbed)
         began = time.monotonic()
@@ -87,10 +88,6 @@ class KillsLane(Lane):
             over.set()
             thread.join()
         return {"seconds": seconds, "kills": loader.statistics().worker_restarts - before}
-
-    def close(self) -> None:
-        if self._loader is not None:
-            self._loader.close()
 
     def _make(self, workers: int, costs: list[float]) -> DataLoader[Any]:
         return DataLoader(

@@ -5,11 +5,11 @@ A process may end between two looks at it; it then counts as nothing.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Owners:
 
 def _cpu(pid: int) -> float:
     """Seconds of CPU of all threads of a process, also of those that ended."""
-    with contextlib.suppress(OSError):  # EINVAL: the process is gone
+    with suppress(OSError):  # EINVAL: the process is gone
         # The clock of another process (clock_getcpuclockid(3)) has nanoseconds; /proc has ticks of 10 ms.
         return time.clock_gettime(~pid << 3 | 2)
     return 0.0
@@ -71,7 +71,7 @@ def named(used: npt.NDArray[np.float64]) -> dict[str, Any]:
 def _switches(pid: int) -> int:
     """Context switches of the living threads of a process; psutil has those of its main thread only."""
     total = 0
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+    with suppress(FileNotFoundError, ProcessLookupError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             for line in (thread / "status").read_text().splitlines():
                 if "ctxt_switches" in line:
@@ -92,25 +92,16 @@ def wait_until_quiet() -> None:
 
 def descriptors(pid: int) -> int:
     """How many descriptors the process has open."""
-    with contextlib.suppress(psutil.Error):
+    with suppress(psutil.Error):
         return int(psutil.Process(pid).num_fds())
     return 0
 
 
-def machine_shared_memory() -> int:
-    """Bytes of shared memory (tmpfs, memfd) on this machine, mapped or not."""
-    return int(psutil.virtual_memory().shared)
-
-
-def pss(pids: Iterable[int]) -> int:
-    """The summed proportional set size of these processes in bytes.
+def pss(pid: int) -> int:
+    """The proportional set size of a process in bytes.
 
     A page that several processes map is divided among them, so shared memory (memfd too) counts once.
     """
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                if line.startswith("Pss:"):
-                    total += int(line.split()[1]) * 1024
-    return total
+    with suppress(psutil.Error):
+        return int(psutil.Process(pid).memory_full_info().pss)
+    return 0

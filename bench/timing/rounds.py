@@ -13,7 +13,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -33,11 +33,14 @@ Row = dict[str, Any]
 class Lane:
     """One contender of a case. `start` comes first, `close` last, all in the main thread of the consumer.
 
+    `start` tells `closing` how to stop what it has started.
+
     Attributes:
         peer: the name in the rows. `label`: the name to show.
         seconds: about how long a block takes.
         parts: of a round, that it takes; None is all of them.
         notes: what a reader has to know beside the figures. `failure`: why it has none.
+        rows: of its blocks.
     """
 
     seconds = 0.0
@@ -48,6 +51,8 @@ class Lane:
         self.label = label
         self.notes: list[str] = []
         self.failure: str | None = None
+        self.rows: list[Row] = []
+        self.closing = ExitStack()
 
     def start(self) -> None:
         """Make the loader, look at its first batch, use all its memory once."""
@@ -61,7 +66,8 @@ class Lane:
         return {}
 
     def close(self) -> None:
-        """Stop the workers."""
+        """Stop the workers; nothing is left to do the second time."""
+        self.closing.close()
 
 
 @dataclass
@@ -104,93 +110,69 @@ class Case:
         return {**key, "start_method": self.start_method}
 
 
-class _Rounds:
-    """The lanes that are alive, and the rows of all of them."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._until = plan.until
-        self.alive: list[Lane] = []
-        self.blocks: dict[str, list[Row]] = {lane.peer: [] for lane in plan.lanes}
-        self.left_out: list[str] = []
-
-    def start(self, lane: Lane) -> None:
-        self.alive.append(lane)
-        if self._over():
-            self._fail(lane, "no time was left to start it")
-            return
-        with self._watched(lane, STARTING_S):
-            wait_until_quiet()
-            lane.start()
-
-    def block(self, lane: Lane, number: int, part: str) -> None:
-        if lane.parts is not None and part not in lane.parts:
-            return
-        if self._over():
-            self.left_out.append(f"round {number + 1}: {lane.label} {part}".strip())
-            return
-        with self._watched(lane, lane.seconds + HANGING_S):
-            wait_until_quiet()
-            found = {"peer": lane.peer, "part": part, "block": number}
-            self.blocks[lane.peer] += [found | row for row in lane.block(part)]
-
-    def finish(self, lane: Lane) -> Row:
-        """All that is known of a lane beside its blocks."""
-        found: Row = {}
-        if lane in self.alive:
-            try:
-                with time_limit(HANGING_S):
-                    found = lane.finish()
-            except Exception as error:  # its blocks hold all the same
-                lane.notes.append(reason(error))
-            self.close(lane)
-        return {"peer": lane.peer, "label": lane.label, "failure": lane.failure, "notes": lane.notes} | found
-
-    def close(self, lane: Lane) -> None:
-        self.alive.remove(lane)
-        try:
-            with time_limit(CLOSING_S):
-                lane.close()
-        except Exception as error:
-            lane.notes.append(f"closing: {reason(error)}")
-
-    @contextmanager
-    def _watched(self, lane: Lane, seconds: float) -> Iterator[None]:
-        try:
-            with time_limit(seconds):
-                yield
-        except Exception as error:
-            self._fail(lane, reason(error))
-
-    def _fail(self, lane: Lane, why: str) -> None:
-        """A lane that broke has no figures, also where it had some."""
-        lane.failure = why
-        self.blocks[lane.peer] = []
-        self.close(lane)
-
-    def _over(self) -> bool:
-        return time.monotonic() >= self._until
-
-
 def measure(case: Case) -> list[Row]:
     """The rows of a case: one for the case, one for each peer, one for each block and part."""
     plan = case.plan()
-    rounds = _Rounds(plan)
+    left_out = []
     try:
         for lane in plan.lanes:
-            rounds.start(lane)
+            with _watched(lane, STARTING_S):
+                if time.monotonic() >= plan.until:
+                    raise Unsupported("no time was left to start it")
+                wait_until_quiet()
+                lane.start()
         for number in range(case.blocks):
             for part in plan.parts:
                 # To and fro, so that no lane always runs after the same other one.
-                for lane in rounds.alive[:: 1 if number % 2 == 0 else -1]:
-                    rounds.block(lane, number, part)
-        peers = [rounds.finish(lane) for lane in plan.lanes]
+                for lane in plan.lanes[:: 1 if number % 2 == 0 else -1]:
+                    if lane.failure is not None or part not in (lane.parts or plan.parts):
+                        continue
+                    if time.monotonic() >= plan.until:
+                        left_out.append(f"round {number + 1}: {lane.label} {part}".strip())
+                        continue
+                    with _watched(lane, lane.seconds + HANGING_S):
+                        wait_until_quiet()
+                        found = {"peer": lane.peer, "part": part, "block": number}
+                        lane.rows += [found | row for row in lane.block(part)]
+        peers = [_finish(lane) for lane in plan.lanes]
     finally:
-        for lane in list(rounds.alive):
-            rounds.close(lane)
-    facts = plan.facts | ({"left_out": rounds.left_out} if rounds.left_out else {})
-    blocks = [row for found in rounds.blocks.values() for row in found]
-    kinds = {"case": [facts], "peer": peers, "block": blocks}
+        for lane in plan.lanes:
+            _close(lane)
+    facts = plan.facts | ({"left_out": left_out} if left_out else {})
+    kinds = {"case": [facts], "peer": peers, "block": [row for lane in plan.lanes for row in lane.rows]}
     return [{"row": kind} | case.key | row for kind, found in kinds.items() for row in found]
+
+
+@contextmanager
+def _watched(lane: Lane, seconds: float) -> Iterator[None]:
+    """A lane that breaks here has no figures, also where it had some."""
+    try:
+        with time_limit(seconds):
+            yield
+    except Exception as error:
+        lane.failure, lane.rows = reason(error), []
+        _close(lane)
+
+
+def _finish(lane: Lane) -> Row:
+    """All that is known of a lane beside its blocks."""
+    found: Row = {}
+    if lane.failure is None:
+        try:
+            with time_limit(HANGING_S):
+                found = lane.finish()
+        except Exception as error:  # its blocks hold all the same
+            lane.notes.append(reason(error))
+        _close(lane)
+    return {"peer": lane.peer, "label": lane.label, "failure": lane.failure, "notes": lane.notes} | found
+
+
+def _close(lane: Lane) -> None:
+    try:
+        with time_limit(CLOSING_S):
+            lane.close()
+    except Exception as error:
+        lane.notes.append(f"closing: {reason(error)}")
 
 
 def reason(error: Exception) -> str:

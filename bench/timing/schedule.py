@@ -18,7 +18,6 @@ import fastq_loader
 from bench.timing.rounds import Case, Lane, Plan, Row
 from bench.timing.schedule_cases import CONTENDERS, ScheduleCase, bound
 from bench.workloads.slow import END, INDEX, START, WORKER, TracedSamples
-from fastq_loader import LoaderStatistics
 
 WARM_BATCHES = 4  # for each worker, before the first epoch
 
@@ -41,6 +40,7 @@ class ScheduleLane(Lane):
 
     def __init__(self, case: ScheduleCase, dataset: Dataset[Any], name: str, start_method: str) -> None:
         self._contender = CONTENDERS[name]
+        self._ours = self._contender.peer == "fastq_loader"
         super().__init__(name, self._contender.label)
         self._case = case
         self._dataset = dataset
@@ -50,8 +50,7 @@ class ScheduleLane(Lane):
         self._timelines: list[tuple[float, Row]] = []
 
     def start(self) -> None:
-        """Make the loader, and start its workers with an epoch of a few batches."""
-        make: Any = TorchDataLoader if self._contender.peer == "torch" else fastq_loader.DataLoader
+        make: Any = fastq_loader.DataLoader if self._ours else TorchDataLoader
         self._loader = make(
             self._dataset,
             self._case.batch_size,
@@ -61,7 +60,9 @@ class ScheduleLane(Lane):
             multiprocessing_context=self._start_method,
             **self._contender.arguments,
         )
-        few = min(WARM_BATCHES * self._case.workers, self._case.batches)
+        if self._ours:
+            self.closing.callback(self._loader.close)
+        few = min(WARM_BATCHES * self._case.workers, self._case.batches)  # start the workers
         self._order.samples = few * self._case.batch_size
         for _ in self._loader:
             pass
@@ -73,7 +74,7 @@ class ScheduleLane(Lane):
         """
         case, traced = self._case, isinstance(self._dataset, TracedSamples)
         self._order.samples = case.samples
-        before = self._statistics()
+        before = self._loader.statistics() if self._ours else None
         batches, deliveries, waited = [], [], 0.0
         began = time.monotonic()
         iterator = iter(self._loader)
@@ -95,7 +96,8 @@ class ScheduleLane(Lane):
             timeline = timeline_of(batches, deliveries, began)
             self._timelines.append((row["seconds"], timeline))
             row["worked"] = sum(timeline["end"]) - sum(timeline["start"])
-        if (after := self._statistics()) is not None and before is not None:
+        if before is not None:
+            after = self._loader.statistics()
             row["head_of_line"] = after.head_of_line_seconds - before.head_of_line_seconds
             row["window"] = after.window
         return [row]
@@ -108,13 +110,8 @@ class ScheduleLane(Lane):
         return {"timeline": ordered[(len(ordered) - 1) // 2][1]}
 
     def close(self) -> None:
-        if isinstance(self._loader, fastq_loader.DataLoader):
-            self._loader.close()
+        super().close()
         self._loader = None  # torch's workers end with the last reference
-
-    def _statistics(self) -> LoaderStatistics | None:
-        ours = isinstance(self._loader, fastq_loader.DataLoader)
-        return self._loader.statistics() if ours else None
 
     def _check(self, indices: list[int]) -> None:
         expected = list(range(self._case.samples))

@@ -14,24 +14,20 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import psutil
 
 from bench.peers import PEERS, ByHand, LoaderSettings, Peer, peer_class
 from bench.timing.batches import compare, nbytes
-from bench.timing.ceiling import Ceiling, first_batch
+from bench.timing.ceiling import WARM_UP, CeilingLane, first_batch
 from bench.timing.processes import USAGE, Owners, named, usage
 from bench.timing.rounds import Case, Lane, Plan, Row
 from bench.workloads import Load, Workload, find_workload
 
-CEILING = "ceiling"
-WARM_UP = 0.5  # of a block's length, after every buffer has been used
 WARM_ROUNDS = 2  # of the batches under way: in the first the buffers are made, in the second used again
 MOST_NOTED = 2  # of the places in which a batch differs
 SIZED_BATCHES = 4  # over which the bytes of a batch are averaged: ragged ones differ
 BATCHES_ALIVE = 16  # of one peer: what is prefetched, what is looked at, and copies on their way
 _END = object()
-
-Prepare = Callable[[Workload], Path]
-"""Writes the files of a workload, once in a run; where they are."""
 
 
 class PeerLane(Lane):
@@ -43,59 +39,66 @@ class PeerLane(Lane):
             block that ended inside a burst would be charged for work that it does not count.
     """
 
+    _peer: Peer
+
     def __init__(
-        self, names: tuple[str, str], make: Callable[[], Peer], workload: Workload, load: Load, burst: int
+        self,
+        name: str,
+        make: Callable[[], Peer],
+        workload: Workload,
+        load: Load,
+        burst: int,
+        owners: Owners,
+        seconds: float,
     ) -> None:
-        super().__init__(*names)
+        super().__init__(name, PEERS[name].label if name in PEERS else name)
+        self.seconds = seconds
         self._make = make
         self._workload = workload
         self._load = load
         self._step = workload.new_step()
         self._burst = burst
-        self._peer: Peer | None = None
+        self._owners = owners
         self._batches: Iterator[Any] = iter(())
         self._waits = array("d")
         self._asked = 0.0  # when the last `next()` began
         # A batch lives until the next one is bound, as in any `for` loop over a loader.
         self._batch: Any = None
-        self.owners = Owners()
 
     def start(self) -> None:
-        peer = self._peer = self._make()
-        self._batches = peer.epoch()
+        self.closing.callback(self._owners.forget, self.peer)
+        self._peer = self._make()
+        self.closing.callback(self._peer.close)
+        self._batches = self._peer.epoch()
         self._batch = next(self._batches, _END)
         if self._batch is _END:
             raise RuntimeError("it gave no batch")
-        self._check(peer)
-        expected = WARM_ROUNDS * (peer.prefetched + 1)
+        self._check()
+        expected = WARM_ROUNDS * (self._peer.prefetched + 1)
         if self._discard(expected) < expected:
-            self._restart(peer)
-        self._timed(peer, self.seconds * WARM_UP)
+            self._restart()
+        self._timed(self.seconds * WARM_UP)
         self._waits = array("d")
 
     def block(self, part: str) -> list[Row]:
-        assert self._peer is not None
-        return [self._timed(self._peer, self.seconds)]
+        return [self._timed(self.seconds)]
 
     def finish(self) -> Row:
         return latency(self._waits)
 
     def close(self) -> None:
         self._batch, self._batches = None, iter(())
-        peer, self._peer = self._peer, None
-        if peer is not None:
-            peer.close()
-        self.owners.forget(self.peer)
+        super().close()
 
-    def _timed(self, peer: Peer, length: float) -> Row:
+    def _timed(self, length: float) -> Row:
         """Iterate for about that long.
 
         What was prefetched is consumed off the clock, and an epoch that ends is restarted off the clock.
         """
-        self._discard(peer.prefetched)
+        self._discard(self._peer.prefetched)
         batches, seconds, used = 0, 0.0, np.zeros(len(USAGE))
         while seconds < length:
-            pids = self.owners.of(self.peer)
+            pids = self._owners.of(self.peer)
             before, started, ended = usage(pids), perf_counter(), False
             while not ended and seconds + perf_counter() - started < length:
                 taken = self._take()
@@ -105,7 +108,7 @@ class PeerLane(Lane):
             seconds += (self._asked if ended else perf_counter()) - started
             used += usage(pids) - before
             if ended:
-                self._restart(peer)
+                self._restart()
         return {"batches": batches, "seconds": seconds, **named(used)}
 
     def _take(self) -> int:
@@ -120,9 +123,9 @@ class PeerLane(Lane):
             self._step(batch)
         return self._burst
 
-    def _restart(self, peer: Peer) -> None:
-        self._batches = peer.epoch()
-        expected = max(1, peer.prefetched)
+    def _restart(self) -> None:
+        self._batches = self._peer.epoch()
+        expected = max(1, self._peer.prefetched)
         if (taken := self._discard(expected)) < expected:
             raise RuntimeError(f"an epoch ended after {taken} batches")
 
@@ -135,46 +138,22 @@ class PeerLane(Lane):
             taken += 1
         return taken
 
-    def _check(self, peer: Peer) -> None:
+    def _check(self) -> None:
         """Compare the first batch with torch's."""
-        values = not (self._workload.random or peer.own_order)
-        wrong, types = compare(self._batch, first_batch(self._load, peer.shards), values=values)
+        values = not (self._workload.random or self._peer.own_order)
+        wrong, types = compare(self._batch, first_batch(self._load, self._peer.shards), values=values)
         if wrong:
             raise RuntimeError(f"wrong batches: {_listed(wrong)}")
         if types:
             self.notes.append(_listed(types))
-        if peer.own_order:
+        if self._peer.own_order:
             self.notes.append("an order of its own: values not compared")
-
-
-class CeilingLane(Lane):
-    """As many processes that fetch and collate, and send nothing."""
-
-    def __init__(self, load: Load, workers: int, owners: Owners) -> None:
-        super().__init__(CEILING, "the ceiling")
-        self._make = partial(Ceiling, load, workers)
-        self._ceiling: Ceiling | None = None
-        self._owners = owners
-
-    def start(self) -> None:
-        self._ceiling = self._make()
-        self._owners.of(self.peer)
-        self._ceiling.block(self.seconds * WARM_UP)
-
-    def block(self, part: str) -> list[Row]:
-        assert self._ceiling is not None
-        return [self._ceiling.block(self.seconds)]
-
-    def close(self) -> None:
-        if self._ceiling is not None:
-            self._ceiling.close()
 
 
 def latency(waits: Sequence[float]) -> Row:
     """Percentiles of these waits in seconds, at least one: each is one that occurred (nearest rank)."""
-    ordered = sorted(waits)
-    percentiles = {f"p{percent}": ordered[-(-percent * len(ordered) // 100) - 1] for percent in (50, 95, 99)}
-    return {"calls": len(ordered), **percentiles, "longest": ordered[-1]}
+    found = np.percentile(waits, (50, 95, 99, 100), method="inverted_cdf").tolist()
+    return {"calls": len(waits), **dict(zip(("p50", "p95", "p99", "longest"), found, strict=True))}
 
 
 def case(
@@ -184,39 +163,29 @@ def case(
     settings: LoaderSettings,
     blocks: int,
     seconds: float,
-    prepare: Prepare,
-    memory: float,
+    folder: Path,
 ) -> Case:
     """One workload with one number of workers, and the peers whose batches fit into half of the memory."""
     workload, workers = find_workload(name), settings.num_workers
 
     def plan() -> Plan:
-        load = workload.build(prepare(workload))
+        load = workload.load(folder)
         sizes = [nbytes(batch) for batch in load.first_batches(SIZED_BATCHES)]
         facts: Row = {
             "description": workload.description,
             "batch_size": load.batch_size,
             "batch_bytes": sum(sizes) / len(sizes),
-            "transport_bound": workload.transport_bound,
         }
-        fitting = min(len(peers), int(memory / 2 / max(1, max(sizes) * BATCHES_ALIVE)))
+        fitting = int(psutil.virtual_memory().total / 2 / max(1, max(sizes) * BATCHES_ALIVE))
         if left := [PEERS[peer].label for peer in peers[fitting:]]:
             facts["notes"] = [f"not measured, for want of memory for all at once: {'; '.join(left)}"]
-        makers: dict[tuple[str, str], Callable[[], Peer]] = {}
-        makers |= {
-            (peer, PEERS[peer].label): partial(_make, peer, load, settings) for peer in peers[:fitting]
-        }
-        makers |= {(loop, loop): partial(ByHand, make) for loop, make in workload.loops(load).items()}
-        owners = Owners()
+        makers: dict[str, Callable[[], Peer]]
+        makers = {peer: partial(_make, peer, load, settings) for peer in peers[:fitting]}
+        makers |= {loop: partial(ByHand, make) for loop, make in workload.loops(load).items()}
+        common, owners = (workload, load, max(1, workers)), Owners()
+        lanes = [PeerLane(peer, make, *common, owners, seconds) for peer, make in makers.items()]
         # The ceiling comes first, so that it is forked from a process without threads.
-        lanes: list[Lane] = [CeilingLane(load, workers, owners)]
-        for names, make in makers.items():
-            lane = PeerLane(names, make, workload, load, max(1, workers))
-            lane.owners = owners
-            lanes.append(lane)
-        for each in lanes:
-            each.seconds = seconds
-        return Plan(facts, lanes)
+        return Plan(facts, [CeilingLane(load, workers, owners, seconds), *lanes])
 
     return Case(axis, name, workers, settings.start_method, blocks, plan)
 

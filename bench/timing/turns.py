@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
 from bench.peers import PEERS, LoaderSettings, Peer, Unsupported, peer_class
 from bench.timing.rounds import Case, Lane, Plan, Row
-from bench.timing.steady import Prepare
 from bench.workloads import Load, find_workload
 
 EPOCH = 64  # batches
 DEEP_PREFETCH = 8
 STEP_S = 0.05  # of a training step, in which workers that are not needed any more can end
 
-PERSISTENT, NEW_WORKERS, BREAK = "persistent", "new workers", "break"
-SCENES = (PERSISTENT, NEW_WORKERS, BREAK)
 FIRST_BATCH = "first batch"
 FIRST_EPOCH = "first epoch, from its first batch to its last"
 TURN_PERSISTENT = "epoch turn, persistent workers"
@@ -46,10 +44,9 @@ class TurnsLane(Lane):
         peer_class(self.peer)
 
     def block(self, part: str) -> list[Row]:
-        scene = {PERSISTENT: self._persistent, NEW_WORKERS: self._new_workers, BREAK: self._break}[part]
-        return [{"part": moment, "seconds": seconds} for moment, seconds in scene().items()]
+        return [{"part": moment, "seconds": seconds} for moment, seconds in SCENES[part](self).items()]
 
-    def _persistent(self) -> dict[str, float]:
+    def persistent(self) -> dict[str, float]:
         with self._loader() as peer:
             started = perf_counter()
             batches = peer.epoch()
@@ -62,7 +59,7 @@ class TurnsLane(Lane):
             del held, batches
         return {FIRST_BATCH: first - started, FIRST_EPOCH: last - first, TURN_PERSISTENT: turn}
 
-    def _new_workers(self) -> dict[str, float]:
+    def new_workers(self) -> dict[str, float]:
         turns = {}
         for moment, step in ((TURN_NEW_WORKERS, 0.0), (TURN_AFTER_STEP, STEP_S)):
             with self._loader(persistent=False) as peer:
@@ -74,7 +71,7 @@ class TurnsLane(Lane):
                 del batches
         return turns
 
-    def _break(self) -> dict[str, float]:
+    def broken(self) -> dict[str, float]:
         with self._loader(prefetch_factor=DEEP_PREFETCH) as peer:
             batches = peer.epoch()
             next(batches)
@@ -94,15 +91,22 @@ class TurnsLane(Lane):
             peer.close()
 
 
-def case(name: str, peers: Sequence[str], settings: LoaderSettings, blocks: int, prepare: Prepare) -> Case:
+SCENES = {
+    "persistent": TurnsLane.persistent,
+    "new workers": TurnsLane.new_workers,
+    "break": TurnsLane.broken,
+}
+
+
+def case(name: str, peers: Sequence[str], settings: LoaderSettings, blocks: int, folder: Path) -> Case:
     """The moments of one workload; the peers are drop-ins for torch's loader, which end an epoch
     themselves."""
     workload = find_workload(name)
 
     def plan() -> Plan:
-        load = workload.build(prepare(workload)).shortened(EPOCH)
+        load = workload.load(folder).shortened(EPOCH)
         lanes = [TurnsLane(peer, load, settings) for peer in peers]
-        return Plan({"description": workload.description}, lanes, SCENES)
+        return Plan({"description": workload.description}, lanes, tuple(SCENES))
 
     return Case("turns", name, settings.num_workers, settings.start_method, blocks, plan)
 

@@ -114,8 +114,7 @@ class Workload:
 
     Attributes:
         build: makes the dataset; it may read what `prepare` wrote into the folder.
-        prepare: writes the files that the dataset reads into a folder: once a run, before any `build`.
-        transport_bound: making a batch costs little beside getting it to the consumer.
+        prepare: writes the files that the dataset reads into a folder.
         random: samples depend on random generators, so that two loaders' batches have equal shapes only.
         new_step: makes a function to call with every batch; each peer trains a model of its own.
         loops: ways to make these batches by hand, without any loader: name → a function that begins an epoch.
@@ -126,10 +125,20 @@ class Workload:
     description: str
     build: Callable[[Path], Load]
     prepare: Callable[[Path], None] = lambda folder: None
-    transport_bound: bool = False
     random: bool = False
     new_step: Callable[[], Step] = lambda: lambda batch: None
     loops: Callable[[Load], Mapping[str, Loop]] = lambda load: {}
+
+    def files(self, folder: Path) -> Path:
+        """Where its files are, below the run's folder; they are written once."""
+        own = folder / self.name
+        if not own.exists():
+            own.mkdir()
+            self.prepare(own)
+        return own
+
+    def load(self, folder: Path) -> Load:
+        return self.build(self.files(folder))
 
 
 def all_workloads() -> dict[str, Workload]:

@@ -45,21 +45,19 @@ class TensorFiles(Dataset[tuple[Tensor, int]]):
 
 
 def write_tensors(folder: Path) -> None:
-    files = folder / "tensor_files"
-    files.mkdir()
     generator = torch.Generator().manual_seed(0)
     ids = [f"id-{number:04d}" for number in range(TRAIN + VALIDATION)]
     for sample_id in ids:
-        torch.save(torch.rand(32, 32, 32, generator=generator), files / f"{sample_id}.pt")
+        torch.save(torch.rand(32, 32, 32, generator=generator), folder / f"{sample_id}.pt")
     partition = {"train": ids[:TRAIN], "validation": ids[TRAIN:]}
     labels = {sample_id: number % 6 for number, sample_id in enumerate(ids)}
-    (files / "lists.json").write_text(json.dumps({"partition": partition, "labels": labels}))
+    (folder / "lists.json").write_text(json.dumps({"partition": partition, "labels": labels}))
 
 
 def part(folder: Path, name: str) -> TensorFiles:
     """Make the dataset of one list of the partition, "train" or "validation"."""
-    lists = json.loads((folder / "tensor_files" / "lists.json").read_text())
-    return TensorFiles(folder / "tensor_files", lists["partition"][name], lists["labels"])
+    lists = json.loads((folder / "lists.json").read_text())
+    return TensorFiles(folder, lists["partition"][name], lists["labels"])
 
 
 TENSORS = Workload(
@@ -95,15 +93,14 @@ def write_shards(folder: Path) -> None:
     digits = load_digits()
     records = zip(digits.data[:RECORDS].tolist(), digits.target[:RECORDS].tolist(), strict=True)
     lines = [json.dumps({"pixels": pixels, "digit": digit}) for pixels, digit in records]
-    (folder / "stream").mkdir()
     for shard in range(SHARDS):
         text = "".join(f"{line}\n" for line in lines[shard::SHARDS])
-        (folder / "stream" / f"{shard:02d}.jsonl").write_text(text)
+        (folder / f"{shard:02d}.jsonl").write_text(text)
 
 
 STREAM = Workload(
     "stream",
     "64 records of an iterable dataset: JSON lines (digits, 64 pixels), shards by worker",
-    lambda folder: Load(DigitStream(folder / "stream"), batch_size=64),
+    lambda folder: Load(DigitStream(folder), batch_size=64),
     write_shards,
 )

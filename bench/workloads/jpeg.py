@@ -83,13 +83,12 @@ def _uniform(low: float, high: float) -> float:
 
 
 def write_photographs(folder: Path) -> None:
-    """Write the JPEG files, named `<number>_<photograph>.jpg`; both workloads read them."""
+    """Write the JPEG files, named `<number>_<photograph>.jpg`."""
     # Imported late: only the process that writes the files pays for scikit-learn.
     from sklearn.datasets import load_sample_images
 
     photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
     random = np.random.default_rng(0)
-    (folder / "jpeg").mkdir(exist_ok=True)
     for number in range(FILES):
         label = number % len(photographs)
         photograph = photographs[label]
@@ -97,20 +96,20 @@ def write_photographs(folder: Path) -> None:
         left = int(random.integers(photograph.width - width, endpoint=True))
         top = int(random.integers(photograph.height - height, endpoint=True))
         crop = photograph.crop((left, top, left + width, top + height))
-        crop.save(folder / "jpeg" / f"{number:04d}_{label}.jpg", quality=QUALITY)
+        crop.save(folder / f"{number:04d}_{label}.jpg", quality=QUALITY)
 
 
 BYTES = Workload(
     "jpeg",
     "32 JPEG photographs decoded with pillow, random 224x224 crop and flip, uint8",
-    lambda folder: Load(JpegFolder(folder / "jpeg"), batch_size=BATCH),
+    lambda folder: Load(JpegFolder(folder), batch_size=BATCH),
     write_photographs,
     random=True,
 )
 FLOATS = Workload(
     "jpeg_augment",
     "32 JPEG photographs, random crop scaled to 224x224, flip, float32, normalised",
-    lambda folder: Load(AugmentedJpegs(folder / "jpeg"), batch_size=BATCH),
+    lambda folder: Load(AugmentedJpegs(folder), batch_size=BATCH),
     write_photographs,
     random=True,
 )

@@ -40,13 +40,11 @@ LARGE_BATCHES = (
         "large_u8",
         "64 ready-made 3x224x224 images, uint8",
         lambda folder: Load(Images(torch.uint8), batch_size=64),
-        transport_bound=True,
     ),
     Workload(
         "large_f32",
         "64 ready-made 3x224x224 images, float32",
         lambda folder: Load(Images(torch.float32), batch_size=64),
-        transport_bound=True,
     ),
 )
 
@@ -68,7 +66,6 @@ def sized(batch_bytes: int) -> Workload:
         f"bytes_{batch_bytes}",
         f"{SIZED_BATCH} ready-made samples, {batch_bytes:,} bytes together",
         lambda folder: Load(SizedSamples(batch_bytes // SIZED_BATCH), batch_size=SIZED_BATCH),
-        transport_bound=True,
     )
 
 

@@ -92,7 +92,6 @@ ROWS = Workload(
     "rows",
     "64 rows of 8 floats and an integer label",
     lambda folder: Load(LabelledRows(), batch_size=64),
-    transport_bound=True,
 )
 
 
@@ -128,7 +127,6 @@ FIELDS = Workload(
     "fields",
     "16 dicts of 50 small fields: floats, ints, bools and short tensors",
     lambda folder: Load(FieldRows(), batch_size=16),
-    transport_bound=True,
 )
 
 
@@ -173,6 +171,5 @@ VECTORISED = Workload(
     "vectorised",
     "4096 shuffled rows of 1,000,000 x 16 float32, fetched by one vectorised call",
     lambda folder: Load(VectorisedRows(), batch_size=BATCH, shuffle=True, collate_fn=as_it_is),
-    transport_bound=True,
     loops=slicing,
 )

@@ -45,7 +45,6 @@ TOKENS = Workload(
     "tokens",
     "8 dicts of 4096 tokens and 4096 labels, int64 numpy arrays",
     lambda folder: Load(Sequences(), batch_size=8),
-    transport_bound=True,
 )
 
 
@@ -128,5 +127,4 @@ OBJECTS = Workload(
     "objects",
     "32 annotations: strings, lists of boxes, nested dicts with None; a collate of the user's",
     lambda folder: Load(Annotations(), batch_size=32, collate_fn=columns),
-    transport_bound=True,
 )

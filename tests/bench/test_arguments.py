@@ -39,7 +39,7 @@ def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
     line = "rows tokens --axis steady,turns --workers 0,4 --peers fastq_loader,torch --blocks 3 --seconds 0.1"
     options = parse(line.split())
     assert (options.peers, options.blocks, options.seconds) == (("fastq_loader", "torch"), 3, 0.1)
-    found = [(case.axis, case.name, case.workers) for case in run.cases(options, run.Files(tmp_path))]
+    found = [(case.axis, case.name, case.workers) for case in run.cases(options, tmp_path)]
     steady = [("steady", name, workers) for name in ("rows", "tokens") for workers in (0, 4)]
     assert found == [*steady, ("turns", "rows", 4), ("turns", "tokens", 4)]
 
@@ -54,7 +54,7 @@ def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
 )
 def test_only_peers_that_are_asked_for_contend(peers: str, axes: list[str], tmp_path: Path) -> None:
     options = parse(["--axis", "bytes,start,turns,schedule,kills", "--peers", peers])
-    assert [case.axis for case in run.cases(options, run.Files(tmp_path))] == axes
+    assert [case.axis for case in run.cases(options, tmp_path)] == axes
 
 
 def test_a_device_has_workloads_and_peers_of_its_own() -> None:

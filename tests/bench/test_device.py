@@ -35,7 +35,7 @@ from bench.peers.device import (
 )
 from bench.timing import device
 from bench.timing.device import COPY, DRAIN, LENGTHS, LINK, PARTS, READY
-from bench.timing.device_clock import AHEAD, COPIES, CudaDevice, Pace, driver_version, timed_block
+from bench.timing.device_clock import AHEAD, COPIES, CudaDevice, Pace, timed_block
 from bench.timing.rounds import measure
 from bench.workloads.ready_made import LARGE, SHAPES, ReadyMade, Shape
 from tests.support.bench_example import MACHINE
@@ -70,19 +70,11 @@ class HostDevice(CudaDevice):
     def reserved(self) -> int:
         return 1 << 21
 
-    def release(self) -> None:
-        pass
-
     def describe(self) -> dict[str, str]:
         return {"device": "a host", "driver": "none", "cuda": "none"}
 
 
 # ---- arms ---------------------------------------------------------------------------------------
-
-
-def test_shapes_are_those_of_the_goals() -> None:
-    sizes = [(1, 38_535_168), (32, 32 * 64 * 1024), (500, 500 * 256)]
-    assert [(shape.fields, shape.nbytes) for shape in SHAPES.values()] == sizes
 
 
 @pytest.mark.parametrize("shape", [SMALL, ONE])
@@ -155,7 +147,7 @@ def slow_arm(seconds: float, ahead: int = 0) -> Arm:
             time.sleep(seconds)
             yield number
 
-    return Arm(None, begin, ahead)
+    return Arm(Batches(1), begin, ahead)
 
 
 def test_a_block_knows_steps_from_what_is_between_them() -> None:
@@ -229,12 +221,6 @@ def test_copies_are_timed_in_pieces(memory: str, cuda: Any, monkeypatch: pytest.
     assert cuda.device.copy_seconds(memory, 4096, 4) == pytest.approx(4 * 0.5e-3)
     assert pieces == [1024] * 4 * (2 + COPIES)
     assert cuda.registered == []
-
-
-def test_the_version_of_the_driver_is_found() -> None:
-    for kernel in ("x86_64 Kernel Module  570.86.15", "Open Kernel Module for x86_64  570.86.15"):
-        assert driver_version(f"NVRM version: NVIDIA UNIX {kernel}  Tue Jan") == "570.86.15"
-    assert driver_version("nothing") == "unknown"
 
 
 # ---- runs ---------------------------------------------------------------------------------------

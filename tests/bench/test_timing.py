@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +25,6 @@ pytest.importorskip("psutil", reason="the bench extra is not installed")
 from bench.output.rows import CaseRows, Results
 from bench.peers import PEERS, Entry, LoaderSettings, Unsupported
 from bench.peers.torch_loader import TorchInline
-from bench.run import Files
 from bench.timing import alone, kills, rounds, schedule, schedule_cases, steady, turns
 from bench.timing.batches import compare, nbytes
 from bench.timing.ceiling import SMALLEST_BUFFER, WarmBuffers, first_batch, share
@@ -60,8 +58,12 @@ class Told(Lane):
             tell("block", part)
             return [{"seconds": 1.0}]
 
-        self.start, self.close = partial(tell, "start"), partial(tell, "close")  # type: ignore[method-assign]
-        self.block, self.finish = block, lambda: tell("finish") or {"p50": 1.0}  # type: ignore[method-assign]
+        def start() -> None:
+            self.closing.callback(tell, "close")
+            tell("start")
+
+        self.start, self.block = start, block  # type: ignore[method-assign]
+        self.finish = lambda: tell("finish") or {"p50": 1.0}  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -298,8 +300,8 @@ def test_kills_are_spread_over_the_epoch_and_the_same_in_every_run() -> None:
 # ---- runs of a fraction of a second -------------------------------------------------------------
 
 
-def steady_case(peers: list[str], folder: Path, name: str = "rows", memory: float = 1e12) -> Case:
-    return steady.case("steady", name, peers, SETTINGS, 2, 0.03, Files(folder).prepare, memory)
+def steady_case(peers: list[str], folder: Path, name: str = "rows") -> Case:
+    return steady.case("steady", name, peers, SETTINGS, 2, 0.03, folder)
 
 
 @pytest.mark.processes
@@ -360,8 +362,11 @@ def test_a_failing_peer_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.processes
-def test_large_batches_are_measured_with_the_peers_that_fit(tmp_path: Path) -> None:
-    found = measured(steady_case(["torch_0", "grain"], tmp_path, "bytes_4096", memory=2 * 16 * 4096))
+def test_large_batches_are_measured_with_the_peers_that_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steady.psutil, "virtual_memory", lambda: Mock(total=2 * 16 * 4096))
+    found = measured(steady_case(["torch_0", "grain"], tmp_path, "bytes_4096"))
     assert list(found.peers) == ["ceiling", "torch_0"]
     assert found.facts["notes"] == ["not measured, for want of memory for all at once: Grain"]
 
@@ -369,14 +374,14 @@ def test_large_batches_are_measured_with_the_peers_that_fit(tmp_path: Path) -> N
 @pytest.mark.processes
 def test_moments_between_epochs(tmp_path: Path) -> None:
     names = ["torch", "fastq_loader"]
-    found = measured(turns.case("rows", names, SETTINGS, 1, Files(tmp_path).prepare))
+    found = measured(turns.case("rows", names, SETTINGS, 1, tmp_path))
     moments = [turns.FIRST_BATCH, turns.FIRST_EPOCH, turns.TURN_PERSISTENT]
     moments += [turns.TURN_NEW_WORKERS, turns.TURN_AFTER_STEP, turns.RESTART]
     for name in names:
         assert found.peers[name].failure is None
         assert [row["part"] for row in found.peers[name].rows] == moments
         assert all(0 < row["seconds"] < 30 for row in found.peers[name].rows)
-    stream = measured(turns.case("stream", names[:1], SETTINGS, 1, Files(tmp_path).prepare))
+    stream = measured(turns.case("stream", names[:1], SETTINGS, 1, tmp_path))
     assert "length of their own" in str(stream.peers["torch"].failure)
 
 
@@ -385,11 +390,11 @@ def test_moments_between_epochs(tmp_path: Path) -> None:
 def test_a_peer_alone_in_a_fresh_process(axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alone, "SAMPLING_S", 0.1)
     settings = LoaderSettings(1, "nosuch")
-    broken = measured(alone.case(axis, "rows", ["torch"], settings, 1, Files(tmp_path).prepare))
+    broken = measured(alone.case(axis, "rows", ["torch"], settings, 1, tmp_path))
     assert (
         "nosuch" in str(broken.peers["torch"].failure) if axis == "start" else broken.peers["torch"].failure
     )
-    found = measured(alone.case(axis, "rows", ["fastq_loader"], SETTINGS, 1, Files(tmp_path).prepare))
+    found = measured(alone.case(axis, "rows", ["fastq_loader"], SETTINGS, 1, tmp_path))
     assert found.peers["fastq_loader"].failure is None
     (row,) = found.peers["fastq_loader"].rows
     if axis == "start":

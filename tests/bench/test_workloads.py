@@ -40,9 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def built(name: str, folder: Path) -> Load:
-    workload = find_workload(name)
-    workload.prepare(folder)
-    return workload.build(folder)
+    return find_workload(name).load(folder)
 
 
 def batches(load: Load) -> Iterator[Any]:
@@ -79,7 +77,7 @@ def test_photographs_are_bytes_or_normalised_floats(name: str, dtype: torch.dtyp
 
 def test_tensor_files_have_ids_labels_and_two_lists(tmp_path: Path) -> None:
     dataset: Any = built("tensor_files", tmp_path).dataset
-    train, validation = (files.part(tmp_path, name) for name in ("train", "validation"))
+    train, validation = (files.part(tmp_path / "tensor_files", name) for name in ("train", "validation"))
     assert (len(train), len(validation)) == (6, 3)
     assert not {*train.list_ids} & {*validation.list_ids}
     assert train.labels.keys() == {*train.list_ids, *validation.list_ids}

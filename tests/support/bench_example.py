@@ -54,7 +54,7 @@ def steady(
     waits = {"calls": 300, "p50": 0.001, "p95": 0.002, "p99": 0.003, "longest": 0.004}
     rates = {"ceiling": 2000, "torch": 100, "fastq_loader": 1000, "grain": 200, "torch_0": 2000}
     peers = {peer: {} if peer == "ceiling" else dict(waits) for peer in rates} | more
-    facts = {"workers": workers, "batch_size": 64, "batch_bytes": size, "transport_bound": True}
+    facts = {"workers": workers, "batch_size": 64, "batch_bytes": size}
     return case(
         axis, name, facts, peers, {peer: blocks(rate) for peer, rate in rates.items() if peer not in more}
     )
