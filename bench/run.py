@@ -27,8 +27,8 @@ def cases(options: Namespace, folder: Path) -> Iterator[Case]:
                 if any(CONTENDERS[name].peer in options.peers for name in each.contenders):
                     yield schedule.case(each, options.peers, options.start_method, options.blocks)
         elif axis == "kills":
-            for workers, count in kills.KILLS.items() if "fastq_loader" in options.peers else ():
-                yield kills.case(kills.Setting(workers, count, options.start_method), options.blocks)
+            for workers in kills.KILLS if "fastq_loader" in options.peers else ():
+                yield kills.case(workers, options.start_method, options.blocks)
         else:
             for name in options.workloads[axis]:
                 for workers in options.workers[axis]:
@@ -41,7 +41,7 @@ def _of_workload(options: Namespace, folder: Path, axis: str, name: str, workers
     if axis == "memory":
         yield alone.case(axis, name, options.peers, settings, 1, folder)
     elif axis not in ("start", "turns"):
-        yield steady.case(axis, name, options.peers, settings, blocks, options.seconds, folder)
+        yield steady.case(axis, name, workers, options, folder)
     elif drop_ins and workers and axis == "turns":
         yield turns.case(name, drop_ins, settings, blocks, folder)
     elif drop_ins and workers:
@@ -56,5 +56,4 @@ def device_cases(
     """All cases of a run onto a device. There are as many workers as the machine has cores, but for the
     consumer's and that of torch's pin thread."""
     workers = next(filter(None, options.workers["device"]), max(1, cores - 2))
-    names, blocks, seconds = options.workloads["device"], options.blocks, options.seconds
-    return device.cases(names, options.peers, machine, workers, blocks, seconds, start_method)
+    return device.cases(options, machine, workers, start_method)

@@ -32,11 +32,8 @@ HEADINGS = {
 
 
 def source_of(readme: str) -> str | None:
-    """The file that the figures were drawn from; None when the marker names none.
-
-    Raises:
-        ValueError: there is not exactly one section between markers.
-    """
+    """The file that the figures were drawn from, if the marker names one; ValueError unless there is one
+    section between markers."""
     found = _SECTION.findall(readme)
     if len(found) != 1:
         raise ValueError(f"it has {len(found)} sections from {BEGIN.split(':')[0]}... to {END}, not one")
@@ -99,10 +96,8 @@ def texts(results: Results, source: str, root: Path = Path()) -> dict[Path, str]
         ValueError: a README has not exactly one section, or torch's loader or ours was not measured.
     """
     for case in results.cases("steady", "start", "turns"):
-        if missing := [name for name in (BASELINE, OURS) if name not in case.peers]:
-            raise ValueError(
-                f"{case.name!r} was measured without {', '.join(missing)}; these two are compared"
-            )
+        for name in {BASELINE, OURS} - case.peers.keys():
+            raise ValueError(f"{case.name!r} was measured without {name}, and it is compared")
     found = {}
     for name, section in SECTIONS.items():
         readme = (root / name).read_text()
@@ -113,11 +108,7 @@ def texts(results: Results, source: str, root: Path = Path()) -> dict[Path, str]
 
 
 def write(file: Path) -> list[Path]:
-    """Write both READMEs of the current folder from a file of results, and draw the pictures.
-
-    Raises:
-        OSError, ValueError: the file holds no results, or a README cannot take them.
-    """
+    """Write both READMEs of the current folder from a file of results, and draw the pictures."""
     results = rows.read(file)
     written = texts(results, file.resolve().relative_to(Path.cwd()).as_posix())
     for path, text in written.items():

@@ -149,15 +149,11 @@ def _rounded(row: Row) -> Any:
 
 
 def read(path: Path) -> Results:
-    """The results in a file.
-
-    Raises:
-        ValueError: it is no file of results, or one of another version.
-    """
+    """The results in a file; ValueError when it holds none, or of another version."""
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        if rows[0]["version"] == VERSION:
-            return Results(rows)
-    except (TypeError, KeyError, IndexError, json.JSONDecodeError) as error:
+        if (version := rows[0]["version"]) != VERSION:
+            raise ValueError(f"version {version} of the layout, where this bench reads {VERSION}")
+        return Results(rows)
+    except (ValueError, TypeError, KeyError, IndexError) as error:
         raise ValueError(f"{path} holds no results: {error!r}") from error
-    raise ValueError(f"{path} has version {rows[0]['version']} of the layout; this bench reads {VERSION}")

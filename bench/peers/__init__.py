@@ -12,7 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from bench.workloads import Load, Loop
 
@@ -21,13 +21,8 @@ from bench.workloads import Load, Loop
 logging.getLogger("absl").setLevel(logging.ERROR)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Where a peer is to be found, and what it is called in tables and plots.
-
-    Attributes:
-        usual: whether it is measured when no peers are named.
-    """
+class Entry(NamedTuple):
+    """Where a peer is to be found, its name in tables, and whether it is measured when no peers are named."""
 
     module: str
     class_name: str
@@ -109,11 +104,7 @@ class ByHand(Peer):
 
 
 def peer_class(name: str) -> type[Peer]:
-    """The class of the peer of that name.
-
-    Raises:
-        ImportError: its package is not installed.
-    """
+    """The class of the peer of that name; ImportError when its package is not installed."""
     entry = PEERS[name]
     peer: type[Peer] = getattr(importlib.import_module(f"bench.peers.{entry.module}"), entry.class_name)
     return peer

@@ -7,6 +7,7 @@ says so with a ValueError: every epoch starts processes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from spdl.dataloader import PyTorchDataLoader, get_pytorch_dataloader
@@ -31,8 +32,8 @@ class SpdlProcesses(Peer):
         if settings.num_workers == 0:
             raise Unsupported("needs worker processes")
         whole = load.batches or len(load.dataset) // load.batch_size  # type: ignore[arg-type]
-        most = EPOCH_BYTES // max(1, nbytes(load.first_batches(1)[0]))
-        load = load.shortened(min(whole, max(most, LEAST_EPOCH)))
+        most = EPOCH_BYTES // max(1, nbytes(next(load.share())))
+        load = replace(load, batches=min(whole, max(most, LEAST_EPOCH)))
         # The sink's buffer, one batch in each worker, one between.
         self.prefetched = settings.num_workers * (settings.prefetch_factor + 2)
         self._epoch: Iterator[Any] | None = None

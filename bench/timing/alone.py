@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +36,18 @@ STOPPING_S = 30.0
 STEADY = "steady\n"
 
 
+@dataclass(eq=False, kw_only=True)
 class AloneLane(Lane):
     """A peer that runs in a process of its own, made for every block."""
 
-    seconds = LIMIT_S
-
-    def __init__(self, peer: str, arguments: Sequence[str]) -> None:
-        super().__init__(peer, PEERS[peer].label)
-        self._command = [sys.executable, "-m", "bench.timing.alone", peer, *arguments]
+    arguments: Sequence[str]
 
     def block(self, part: str) -> list[Row]:
+        command = [sys.executable, "-m", "bench.timing.alone", self.peer, *self.arguments]
         before = psutil.virtual_memory().shared
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         # In a session of its own Ctrl-C does not reach it: it ends when its standard input is closed.
-        with subprocess.Popen(self._command, text=True, start_new_session=True, **pipes) as process:
+        with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
             try:
                 assert process.stdout is not None
                 spoke = select.select([process.stdout], [], [], LIMIT_S)[0]
@@ -91,7 +90,8 @@ def case(
     def plan() -> Plan:
         workload.files(folder)  # written here, so that what writes them is in no loader's memory
         arguments = (axis, name, str(folder), str(workers), method)
-        return Plan({"description": workload.description}, [AloneLane(peer, arguments) for peer in peers])
+        lanes = [AloneLane(peer, PEERS[peer].label, LIMIT_S, arguments=arguments) for peer in peers]
+        return Plan({"description": workload.description}, lanes)
 
     return Case(axis, name, workers, method, blocks, plan)
 

@@ -15,6 +15,7 @@ import multiprocessing
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 from multiprocessing.connection import Connection
@@ -30,7 +31,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from bench.timing.processes import Owners, named, usage
 from bench.timing.rounds import Lane, Row
-from bench.workloads import Load, whole_batches
+from bench.workloads import Load
 
 # Below this malloc's memory is as warm as a buffer, and looking for the buffer costs more than it saves.
 SMALLEST_BUFFER = 64 << 10  # bytes
@@ -72,24 +73,22 @@ class WarmBuffers:
         return torch.stack(samples, 0, out=kept)
 
 
+@dataclass(eq=False, kw_only=True)
 class CeilingLane(Lane):
     """The processes, and the clock over all of them."""
 
-    def __init__(self, load: Load, workers: int, owners: Owners, seconds: float) -> None:
-        super().__init__(CEILING, "the ceiling")
-        self.seconds = seconds
-        self._load = load
-        self._workers = workers
-        self._owners = owners
-        self._pipes: list[Connection] = []
+    load: Load
+    workers: int
+    owners: Owners
 
     def start(self) -> None:
         """Fork them: they share the dataset and differ in nothing from a loader's forked workers."""
         context = multiprocessing.get_context("fork")
-        for number in range(max(1, self._workers)):
+        self._pipes: list[Connection] = []
+        for number in range(max(1, self.workers)):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_work, args=(self._load, number, self._workers, theirs), daemon=True
+                target=_work, args=(self.load, number, self.workers, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -102,7 +101,7 @@ class CeilingLane(Lane):
 
     def _timed(self, seconds: float) -> Row:
         """Let all of them work for about `seconds`; their rates are added up."""
-        pids = self._owners.of(self.peer)
+        pids = self.owners.of(self.peer)
         before = usage(pids)
         for pipe in self._pipes:
             pipe.send(seconds)
@@ -137,21 +136,10 @@ def as_worker(worker: int, workers: int, dataset: Dataset[Any]) -> Iterator[None
         torch_worker._worker_info = before
 
 
-def share(load: Load, worker: int, workers: int) -> Iterator[Any]:
-    """The batches of one epoch that are this worker's, as torch deals them out.
-
-    For an iterable dataset this is to be called, and iterated, within `as_worker`.
-    """
-    if load.iterable:
-        return map(load.collate, whole_batches(load.dataset, load.batch_size))  # type: ignore[arg-type]
-    indices = islice(load.index_batches(), worker, None, max(1, workers))
-    return (load.collate(load.fetch(batch)) for batch in indices)
-
-
 def first_batch(load: Load, shards: int) -> Any:
     """The first batch that a loader gives with so many workers; 0 is none."""
     with as_worker(0, shards, load.dataset):
-        return next(share(load, 0, shards))
+        return next(load.share(0, shards))
 
 
 def _work(load: Load, number: int, workers: int, pipe: Connection) -> None:
@@ -179,4 +167,4 @@ def _endless(load: Load, number: int, workers: int) -> Iterator[Any]:
         indices = list(islice(load.index_batches(), number, None, max(1, workers)))
         yield from (load.collate(load.fetch(batch)) for batch in cycle(indices))
     while True:
-        yield from share(load, number, workers)
+        yield from load.share(number, workers)

@@ -9,14 +9,17 @@ from __future__ import annotations
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
-from bench.peers.device import ARMS, BOUNCE, HOST, OURS, RESIDENT, START_METHOD, Arm, make
+from bench.peers.device import ARMS, BOUNCE, HOST, OURS, RESIDENT, Arm, make
 from bench.timing.batches import compare
 from bench.timing.device_clock import PAUSE_S, CudaDevice, Pace, timed_block
 from bench.timing.rounds import Case, Lane, Plan, Row, time_limit
@@ -43,88 +46,71 @@ LIMIT_S = 540.0  # no block starts after it: what is left to do then fits into t
 DESCRIPTORS = 65_536  # torch sends each field through one of its own
 
 
+@dataclass(eq=False, kw_only=True)
 class LinkLane(Lane):
     """A large copy from pinned memory: the most that the link gives."""
 
-    parts = (COPY,)
-
-    def __init__(self, device: CudaDevice) -> None:
-        super().__init__(LINK, "peak of a pinned copy")
-        self._device = device
+    device: CudaDevice
 
     def block(self, part: str) -> list[Row]:
-        return [{"bytes": PEAK_BYTES, "seconds": self._device.copy_seconds(BOUNCE, PEAK_BYTES, 1)}]
+        return [{"bytes": PEAK_BYTES, "seconds": self.device.copy_seconds(BOUNCE, PEAK_BYTES, 1)}]
 
 
+@dataclass(eq=False, kw_only=True)
 class ArmLane(Lane):
     """One arm with one shape of batches.
 
-    Args:
-        make: makes the arm, as late as the lane starts.
+    Attributes:
+        make: makes the arm of that name, as late as the lane starts.
         unit: a step of length 1, in seconds. `until`: as of a plan.
     """
 
-    _arm: Arm
-
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[str], Arm],
-        shape: Shape,
-        device: CudaDevice,
-        unit: float,
-        until: float,
-        seconds: float,
-    ) -> None:
-        super().__init__(name, ARMS[name])
-        self.parts = LENGTHS if name == RESIDENT else PARTS
-        self.seconds = seconds
-        self._make = make
-        self._shape = shape
-        self._device = device
-        self._until = until
-        self._paces = {DRAIN: Pace(), READY: Pace(pause=PAUSE_S)}
-        self._paces |= {length: Pace(float(length) * unit) for length in LENGTHS}
-        self._about: Row = {}
+    make: Callable[[str], Arm]
+    shape: Shape
+    device: CudaDevice
+    unit: float
+    until: float
 
     def start(self) -> None:
-        arm = self._arm = self._make(self.peer)
+        self._about: Row = {}
+        arm = self._arm = self.make(self.peer)
         self.closing.callback(arm.close)
         began = time.perf_counter()
         batch = arm.next()
-        self._device.wait(self._device.mark())
+        self.device.wait(self.device.mark())
         if self.peer != RESIDENT:
             self._about["first_batch"] = time.perf_counter() - began
-        if compare(tree_map(torch.Tensor.cpu, batch), ReadyMade(self._shape).batch())[0]:
+        if compare(tree_map(torch.Tensor.cpu, batch), ReadyMade(self.shape).batch())[0]:
             raise RuntimeError("wrong batches")
         until = time.monotonic() + WARM_UP_S
         for _ in range(3 * arm.ahead):
-            self._device.wait(self._device.mark())
+            self.device.wait(self.device.mark())
             arm.next()
             if time.monotonic() > until:
                 break
 
     def block(self, part: str) -> list[Row]:
         if part != COPY:
-            return [timed_block(self._arm, self._device, self._paces[part], self.seconds)]
+            pace = Pace(float(part) * self.unit) if part in LENGTHS else Pace(pause=PAUSE_S * (part == READY))
+            return [timed_block(self._arm, self.device, pace, self.seconds)]
         # torch copies each leaf, ours the whole batch.
-        memory, pieces = (self.peer, 1) if self.peer in OURS else (BOUNCE, self._shape.fields)
-        seconds = self._device.copy_seconds(memory, self._shape.nbytes, pieces)
-        return [{"bytes": self._shape.nbytes, "seconds": seconds}]
+        memory, pieces = (self.peer, 1) if self.peer in OURS else (BOUNCE, self.shape.fields)
+        seconds = self.device.copy_seconds(memory, self.shape.nbytes, pieces)
+        return [{"bytes": self.shape.nbytes, "seconds": seconds}]
 
     def finish(self) -> Row:
         """Counters, and the device's memory after many epochs."""
         if self.peer not in OURS:
             return self._about
         self._about["staging"] = self._arm.staging()
-        if time.monotonic() > self._until + ENDING_S:
+        if time.monotonic() > self.until + ENDING_S:
             self.notes.append(f"no time was left to look at its memory after {EPOCHS[1]} epochs")
             return self._about
         torch.cuda.empty_cache()
         done = 0
         for epochs in EPOCHS:
             self._arm.epochs(epochs - done, EPOCH_BATCHES)
-            self._about[f"reserved_{epochs}"], done = self._device.reserved(), epochs
+            self._about[f"reserved_{epochs}"], done = self.device.reserved(), epochs
         return self._about
 
     def close(self) -> None:
@@ -139,34 +125,31 @@ def step_unit(copy_seconds: float, supply: float) -> float:
     return max(copy_seconds, SUPPLY / supply)
 
 
-def cases(
-    names: Sequence[str],
-    arms: Sequence[str],
-    device: CudaDevice,
-    workers: int,
-    blocks: int,
-    seconds: float,
-    start_method: str = START_METHOD,
-) -> list[Case]:
+def cases(options: Namespace, device: CudaDevice, workers: int, start_method: str) -> list[Case]:
     """All arms with each of these shapes."""
     allow_descriptors()
-    began = time.monotonic()
+    began, names = time.monotonic(), options.workloads["device"]
 
     def plan(name: str) -> Plan:
         shape = SHAPES[name]
         # Each shape has its share of the time, and what those before it have left of theirs.
         until = began + LIMIT_S * (names.index(name) + 1) / len(names)
         maker = partial(make, shape=shape, device=device.torch, workers=workers, start_method=start_method)
-        copy_seconds, supply = (
-            device.copy_seconds(BOUNCE, shape.nbytes, 1),
-            _supply(maker(HOST), device, seconds),
-        )
+        copy_seconds = device.copy_seconds(BOUNCE, shape.nbytes, 1)
+        supply = _supply(maker(HOST), device, options.seconds)
         unit = step_unit(copy_seconds, supply)
         facts = {"description": shape.description, "batch_bytes": shape.nbytes, "fields": shape.fields}
         facts |= {"copy_seconds": copy_seconds, "supply": supply, "unit": unit}
-        lanes = [ArmLane(arm, maker, shape, device, unit, until, seconds) for arm in arms]
-        return Plan(facts, [LinkLane(device), *lanes], PARTS, until)
+        common: dict[str, Any] = {"shape": shape, "device": device, "unit": unit, "until": until}
+        common |= {"make": maker, "seconds": options.seconds}
+        lanes: list[Lane] = [LinkLane(LINK, "peak of a pinned copy", parts=(COPY,), device=device)]
+        lanes += [
+            ArmLane(arm, ARMS[arm], parts=LENGTHS if arm == RESIDENT else PARTS, **common)
+            for arm in options.peers
+        ]
+        return Plan(facts, lanes, PARTS, until)
 
+    blocks = options.blocks
     return [Case(AXIS, name, workers, start_method, blocks, partial(plan, name)) for name in names]
 
 

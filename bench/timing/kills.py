@@ -14,7 +14,9 @@ import threading
 import time
 import warnings
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from bench.timing.rounds import Case, Lane, Plan, Row
 from bench.workloads.slow import INDEX, TracedSamples
@@ -27,32 +29,23 @@ KILLS = {1: 8, 4: 20}
 PARTS = UNDISTURBED, KILLED, START = ("undisturbed", "killed", "start")
 
 
-class Setting(NamedTuple):
-    """Epochs of `workers * per_worker` batches that cost `batch_s` seconds each."""
+@dataclass(eq=False, kw_only=True)
+class KillsLane(Lane):
+    """A round is an undisturbed epoch, one with kills, and the start of a fresh loader.
+
+    Epochs are of `workers * per_worker` batches that cost `batch_s` seconds each.
+    """
 
     workers: int
     kills: int
     start_method: str
     batch_s: float = 0.03
     per_worker: int = 100  # 3 s
-
-
-class KillsLane(Lane):
-    """A round is an undisturbed epoch, one with kills, and the start of a fresh loader."""
-
-    _loader: DataLoader[Any]
-    seconds = 60.0  # each of the kills may have a spawned worker import torch
-
-    def __init__(self, setting: Setting) -> None:
-        super().__init__("fastq_loader", "fastq_loader")
-        self._setting = setting
-        self._chance = random.Random(0)
-        self._undisturbed = 0.0
+    chance: random.Random = field(default_factory=partial(random.Random, 0))
 
     def start(self) -> None:
-        setting = self._setting
-        costs = [setting.batch_s] * setting.workers * setting.per_worker
-        self._loader = self.closing.enter_context(self._make(setting.workers, costs))
+        costs = [self.batch_s] * self.workers * self.per_worker
+        self._loader = self.closing.enter_context(self._make(self.workers, costs))
         _epoch(self._loader)  # starts the workers
 
     def block(self, part: str) -> list[Row]:
@@ -69,14 +62,14 @@ class KillsLane(Lane):
     def _killed(self) -> Row:
         loader = self._loader
         before, over = loader.statistics().worker_restarts, threading.Event()
-        times = moments(self._chance, self._setting.kills, self._undisturbed)
+        times = moments(self.chance, self.kills, self._undisturbed)
         began = time.monotonic()
 
         def kill() -> None:
             for moment in times:
                 if over.wait(max(0, began + moment - time.monotonic())):
                     return
-                worker = self._chance.choice(loader.statistics().workers)
+                worker = self.chance.choice(loader.statistics().workers)
                 with suppress(ProcessLookupError):  # it is dead already, and the next one is not there yet
                     os.kill(worker.pid, signal.SIGKILL)
 
@@ -94,18 +87,21 @@ class KillsLane(Lane):
             TracedSamples(costs),
             num_workers=workers,
             persistent_workers=True,
-            multiprocessing_context=self._setting.start_method,
+            multiprocessing_context=self.start_method,
             schedule="dynamic",
             workers=Processes(max_restarts=RESTARTS),
         )
 
 
-def case(setting: Setting, blocks: int) -> Case:
-    description = f"one sample a batch that sleeps {setting.batch_s:g} s, SIGKILL at random moments"
-    facts: Row = {"description": description, "batches": setting.workers * setting.per_worker}
-    facts["batch_seconds"] = setting.batch_s
-    workers, method = setting.workers, setting.start_method
-    return Case("kills", "kills", workers, method, blocks, lambda: Plan(facts, [KillsLane(setting)], PARTS))
+def case(workers: int, start_method: str, blocks: int, **setting: Any) -> Case:
+    """`setting`: fields of the lane."""
+    # Each of the kills may have a spawned worker import torch.
+    fields = {"kills": KILLS.get(workers), "workers": workers, "start_method": start_method} | setting
+    lane = KillsLane("fastq_loader", "fastq_loader", 60.0, **fields)
+    description = f"one sample a batch that sleeps {lane.batch_s:g} s, SIGKILL at random moments"
+    facts: Row = {"description": description, "batches": workers * lane.per_worker}
+    facts["batch_seconds"] = lane.batch_s
+    return Case("kills", "kills", workers, start_method, blocks, lambda: Plan(facts, [lane], PARTS))
 
 
 def moments(chance: random.Random, kills: int, seconds: float) -> list[float]:

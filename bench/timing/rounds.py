@@ -14,9 +14,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.peers import Unsupported
 from bench.timing.processes import wait_until_quiet
@@ -30,29 +30,27 @@ Row = dict[str, Any]
 """A line of the results; `bench.output.rows` says what is in it."""
 
 
+@dataclass(eq=False)
 class Lane:
     """One contender of a case. `start` comes first, `close` last, all in the main thread of the consumer.
-
-    `start` tells `closing` how to stop what it has started.
 
     Attributes:
         peer: the name in the rows. `label`: the name to show.
         seconds: about how long a block takes.
-        parts: of a round, that it takes; None is all of them.
+        parts: of a round, that it takes; none is all of them.
         notes: what a reader has to know beside the figures. `failure`: why it has none.
         rows: of its blocks.
+        closing: how to stop what `start` has started.
     """
 
-    seconds = 0.0
-    parts: Sequence[str] | None = None
-
-    def __init__(self, peer: str, label: str) -> None:
-        self.peer = peer
-        self.label = label
-        self.notes: list[str] = []
-        self.failure: str | None = None
-        self.rows: list[Row] = []
-        self.closing = ExitStack()
+    peer: str
+    label: str
+    seconds: float = 0.0
+    parts: Sequence[str] = ()
+    notes: list[str] = field(default_factory=list)
+    failure: str | None = None
+    rows: list[Row] = field(default_factory=list)
+    closing: ExitStack = field(default_factory=ExitStack)
 
     def start(self) -> None:
         """Make the loader, look at its first batch, use all its memory once."""
@@ -87,14 +85,10 @@ class Plan:
     until: float = float("inf")
 
 
-@dataclass(frozen=True)
-class Case:
-    """Something to measure, and what identifies its rows.
+class Case(NamedTuple):
+    """What identifies the rows, how many rounds to measure, and what makes the plan.
 
-    Attributes:
-        axis: what is asked, of `arguments.AXES`. `name`: of the workload, or of the case.
-        blocks: rounds.
-        plan: called when the case's turn comes, because it may build a large dataset.
+    The plan is made when the case's turn comes, because it may build a large dataset.
     """
 
     axis: str
@@ -106,8 +100,7 @@ class Case:
 
     @property
     def key(self) -> Row:
-        key = {"axis": self.axis, "case": self.name, "workers": self.workers}
-        return {**key, "start_method": self.start_method}
+        return dict(zip(("axis", "case", "workers", "start_method"), self, strict=False))
 
 
 def measure(case: Case) -> list[Row]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
@@ -35,35 +37,32 @@ class Order(Iterable[int]):
         return self.samples
 
 
+@dataclass(eq=False, kw_only=True)
 class ScheduleLane(Lane):
     """One contender's loader, whose workers live until `close`."""
 
-    def __init__(self, case: ScheduleCase, dataset: Dataset[Any], name: str, start_method: str) -> None:
-        self._contender = CONTENDERS[name]
-        self._ours = self._contender.peer == "fastq_loader"
-        super().__init__(name, self._contender.label)
-        self._case = case
-        self._dataset = dataset
-        self._start_method = start_method
-        self._order = Order()
-        self._loader: Any = None
-        self._timelines: list[tuple[float, Row]] = []
+    case: ScheduleCase
+    dataset: Dataset[Any]
+    start_method: str
 
     def start(self) -> None:
+        contender = CONTENDERS[self.peer]
+        self._order, self._timelines = Order(), list[tuple[float, Row]]()
+        self._ours = contender.peer == "fastq_loader"
         make: Any = fastq_loader.DataLoader if self._ours else TorchDataLoader
-        self._loader = make(
-            self._dataset,
-            self._case.batch_size,
+        self._loader: Any = make(
+            self.dataset,
+            self.case.batch_size,
             sampler=self._order,
-            num_workers=self._case.workers,
+            num_workers=self.case.workers,
             persistent_workers=True,
-            multiprocessing_context=self._start_method,
-            **self._contender.arguments,
+            multiprocessing_context=self.start_method,
+            **contender.arguments,
         )
         if self._ours:
             self.closing.callback(self._loader.close)
-        few = min(WARM_BATCHES * self._case.workers, self._case.batches)  # start the workers
-        self._order.samples = few * self._case.batch_size
+        few = min(WARM_BATCHES * self.case.workers, self.case.batches)  # start the workers
+        self._order.samples = few * self.case.batch_size
         for _ in self._loader:
             pass
 
@@ -72,7 +71,7 @@ class ScheduleLane(Lane):
         Raises:
             RuntimeError: batches were lost, came twice or in another order than was promised.
         """
-        case, traced = self._case, isinstance(self._dataset, TracedSamples)
+        case, traced = self.case, isinstance(self.dataset, TracedSamples)
         self._order.samples = case.samples
         before = self._loader.statistics() if self._ours else None
         batches, deliveries, waited = [], [], 0.0
@@ -92,8 +91,9 @@ class ScheduleLane(Lane):
             raise RuntimeError(f"gave {len(deliveries)} of {case.batches} batches")
         row: Row = {"batches": len(deliveries), "seconds": asked - began, "waited": waited}
         if traced:
-            self._check([int(index) for batch in batches for index in batch[:, INDEX]])
-            timeline = timeline_of(batches, deliveries, began)
+            work = torch.stack(batches)
+            self._check(work[..., INDEX].flatten().tolist())
+            timeline = timeline_of(work, deliveries, began)
             self._timelines.append((row["seconds"], timeline))
             row["worked"] = sum(timeline["end"]) - sum(timeline["start"])
         if before is not None:
@@ -104,7 +104,7 @@ class ScheduleLane(Lane):
 
     def finish(self) -> Row:
         """The timeline of the median epoch, or of the next shorter one."""
-        if not (self._case.picture and self._timelines):
+        if not (self.case.picture and self._timelines):
             return {}
         ordered = sorted(self._timelines, key=lambda each: each[0])
         return {"timeline": ordered[(len(ordered) - 1) // 2][1]}
@@ -113,23 +113,25 @@ class ScheduleLane(Lane):
         super().close()
         self._loader = None  # torch's workers end with the last reference
 
-    def _check(self, indices: list[int]) -> None:
-        expected = list(range(self._case.samples))
+    def _check(self, indices: list[float]) -> None:
+        expected = list(range(self.case.samples))
         if sorted(indices) != expected:
             raise RuntimeError("batches were lost, or came twice")
-        if self._contender.in_order and indices != expected:
+        if CONTENDERS[self.peer].arguments.get("in_order", True) and indices != expected:
             raise RuntimeError("batches came in another order than the sampler's")
 
 
-def timeline_of(batches: Sequence[Tensor], deliveries: list[float], began: float) -> Row:
-    """Who loaded which batch from when to when, in seconds since `began`, and when the consumer had them."""
-    found = ((int(each[0, INDEX]) // len(each), each) for each in batches)
-    work = sorted(found, key=lambda each: each[0])
+def timeline_of(work: Tensor, deliveries: list[float], began: float) -> Row:
+    """Who loaded which batch from when to when, in seconds since `began`, and when the consumer had them.
+
+    `work` is batches x samples x columns of a traced sample.
+    """
+    work = work[work[:, 0, INDEX].argsort()]
     return {
-        "batch": [number for number, _ in work],
-        "worker": [int(each[0, WORKER]) for _, each in work],
-        "start": [float(each[0, START]) - began for _, each in work],
-        "end": [float(each[-1, END]) - began for _, each in work],
+        "batch": (work[:, 0, INDEX] // work.shape[1]).int().tolist(),
+        "worker": work[:, 0, WORKER].int().tolist(),
+        "start": (work[:, 0, START] - began).tolist(),
+        "end": (work[:, -1, END] - began).tolist(),
         "delivered": deliveries,
     }
 
@@ -137,16 +139,16 @@ def timeline_of(batches: Sequence[Tensor], deliveries: list[float], began: float
 def case(each: ScheduleCase, peers: Sequence[str], start_method: str, blocks: int) -> Case:
     """The contenders of a case that are the loaders of these peers."""
     names = [name for name in each.contenders if CONTENDERS[name].peer in peers]
-    rounds = min(blocks, each.most_rounds or blocks)
 
     def plan() -> Plan:
         dataset = each.build()
         seconds, bounded_by, listed = bound(each, dataset)
         facts: Row = {"description": each.description, "batches": each.batches, "goal": each.goal._asdict()}
         facts |= {"bound": seconds, "bounded_by": bounded_by, "list_schedule": listed}
-        return Plan(facts, [ScheduleLane(each, dataset, name, start_method) for name in names])
+        common: dict[str, Any] = {"case": each, "dataset": dataset, "start_method": start_method}
+        return Plan(facts, [ScheduleLane(name, CONTENDERS[name].label, **common) for name in names])
 
-    return Case("schedule", each.name, each.workers, start_method, rounds, plan)
+    return Case("schedule", each.name, each.workers, start_method, min(blocks, each.most_rounds), plan)
 
 
 def _hold_the_gil(seconds: float) -> None:

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from bench.workloads import Load, find_workload, slow
+from bench.workloads import find_workload, slow
 from bench.workloads.slow import NO_STEP, Step, TracedSamples
 from fastq_loader import Dynamic
 
 BOUND = "bound"
 """What a goal is in multiples of, if it is no contender."""
-_OURS = "fastq_loader"
 OURS = ("round_robin", "dynamic")
 
 
@@ -27,19 +26,18 @@ class Contender(NamedTuple):
     peer: str
     arguments: dict[str, Any]
 
-    @property
-    def in_order(self) -> bool:
-        return bool(self.arguments.get("in_order", True))
 
-
+_UNORDERED: dict[str, Any] = {"in_order": False}
 CONTENDERS = {
     "torch": Contender("torch", "torch", {}),
-    "torch_unordered": Contender("torch, in_order=False", "torch", {"in_order": False}),
-    "round_robin": Contender(f"{_OURS}, round robin", _OURS, {}),
-    "dynamic": Contender(f"{_OURS}, dynamic", _OURS, {"schedule": "dynamic"}),
-    "dynamic_32": Contender(f"{_OURS}, dynamic, window=32", _OURS, {"schedule": Dynamic(window=32)}),
+    "torch_unordered": Contender("torch, in_order=False", "torch", _UNORDERED),
+    "round_robin": Contender("fastq_loader, round robin", "fastq_loader", {}),
+    "dynamic": Contender("fastq_loader, dynamic", "fastq_loader", {"schedule": "dynamic"}),
+    "dynamic_32": Contender(
+        "fastq_loader, dynamic, window=32", "fastq_loader", {"schedule": Dynamic(window=32)}
+    ),
     "dynamic_unordered": Contender(
-        f"{_OURS}, dynamic, in_order=False", _OURS, {"schedule": "dynamic", "in_order": False}
+        "fastq_loader, dynamic, in_order=False", "fastq_loader", {"schedule": "dynamic"} | _UNORDERED
     ),
 }
 
@@ -61,7 +59,7 @@ class ScheduleCase:
         build: makes the dataset; `TracedSamples` tell what took place, of others only the time is known.
         batches: in an epoch.
         picture: keep what took place, for a picture.
-        most_rounds: where an epoch takes long; None is as many as are asked for.
+        most_rounds: where an epoch takes long.
     """
 
     name: str
@@ -69,12 +67,12 @@ class ScheduleCase:
     build: Callable[[], Dataset[Any]]
     batches: int
     batch_size: int
-    workers: int
     contenders: tuple[str, ...]
     goal: Goal
+    workers: int = 4
     step: Step = NO_STEP
     picture: bool = False
-    most_rounds: int | None = None
+    most_rounds: int = 1000
 
     @property
     def samples(self) -> int:
@@ -93,60 +91,42 @@ UNIFORM_S, UNIFORM_ITEMS = 0.01, 256
 SMALL_BATCHES = 6000  # a second or two of messages
 
 
-def _stalls() -> TracedSamples:
-    return TracedSamples(slow.every(PERIOD, SLOW_S, FAST_S, ITEMS))
-
-
-def _tail() -> TracedSamples:
-    return TracedSamples(slow.log_normal(MEDIAN_S, SIGMA, STEP_BATCHES * TAIL_BATCH))
-
-
-def _uniform() -> TracedSamples:
-    return TracedSamples([UNIFORM_S] * UNIFORM_ITEMS)
-
-
 def schedule_cases() -> list[ScheduleCase]:
     """All of them, in the order of the report."""
+
+    def tail() -> TracedSamples:
+        return TracedSamples(slow.log_normal(MEDIAN_S, SIGMA, STEP_BATCHES * TAIL_BATCH))
+
+    def stalls() -> TracedSamples:
+        return TracedSamples([FAST_S if index % PERIOD else SLOW_S for index in range(ITEMS)])
+
+    def uniform() -> TracedSamples:
+        return TracedSamples([UNIFORM_S] * UNIFORM_ITEMS)
+
     both, all_four = ("torch", "torch_unordered"), ("torch", "torch_unordered", "dynamic_32", "dynamic")
-    stalls = f"{ITEMS} batches of one sample that sleeps {FAST_S} s, every {PERIOD}th {SLOW_S} s"
+    one = "batches of one sample that sleeps"
+    about = f"{ITEMS} {one} {FAST_S} s, every {PERIOD}th {SLOW_S} s"
+    goal = Goal("dynamic", 1.2, BOUND)
+    cases = [ScheduleCase("stalls", about, stalls, ITEMS, 1, (*both, *OURS), goal, picture=True)]
     sleeps = f"samples that sleep: log-normal, median {1e3 * MEDIAN_S:g} ms, sigma {SIGMA:g}"
-    tail = f"{TAIL_BATCHES} batches of {TAIL_BATCH} {sleeps}"
-    steps = f"{STEP_BATCHES} such batches, {1e3 * STEP.seconds:g} ms of pure Python after every {STEP.every}"
-    uniform = f"{UNIFORM_ITEMS} batches of one sample that sleeps {UNIFORM_S} s"
-    unordered, even = Goal("dynamic_32", 1.15, "torch_unordered"), Goal("dynamic", 1.0, "round_robin")
-    cases = [
-        ScheduleCase(
-            "stalls", stalls, _stalls, ITEMS, 1, 4, (*both, *OURS), Goal("dynamic", 1.2, BOUND), picture=True
-        ),
-        ScheduleCase(
-            "tail", tail, _tail, TAIL_BATCHES, TAIL_BATCH, 4, (*all_four, "dynamic_unordered"), unordered
-        ),
-        ScheduleCase(
-            "steps",
-            steps,
-            _tail,
-            STEP_BATCHES,
-            TAIL_BATCH,
-            4,
-            all_four,
-            Goal("dynamic_32", 1.1, BOUND),
-            STEP,
-            most_rounds=STEP_ROUNDS,
-        ),
-        ScheduleCase("uniform", uniform, _uniform, UNIFORM_ITEMS, 1, 4, ("torch", *OURS), even),
-    ]
+    about = f"{TAIL_BATCHES} batches of {TAIL_BATCH} {sleeps}"
+    names, goal = (*all_four, "dynamic_unordered"), Goal("dynamic_32", 1.15, "torch_unordered")
+    cases.append(ScheduleCase("tail", about, tail, TAIL_BATCHES, TAIL_BATCH, names, goal))
+    about = f"{STEP_BATCHES} such batches, {1e3 * STEP.seconds:g} ms of pure Python after every {STEP.every}"
+    goal, steps = (
+        Goal("dynamic_32", 1.1, BOUND),
+        dict[str, Any]() | {"step": STEP, "most_rounds": STEP_ROUNDS},
+    )
+    cases.append(ScheduleCase("steps", about, tail, STEP_BATCHES, TAIL_BATCH, all_four, goal, **steps))
+    about, even = f"{UNIFORM_ITEMS} {one} {UNIFORM_S} s", Goal("dynamic", 1.0, "round_robin")
+    cases.append(ScheduleCase("uniform", about, uniform, UNIFORM_ITEMS, 1, ("torch", *OURS), even))
     for name in ("rows", "tokens"):  # made in no time: what the messages cost
         workload = find_workload(name)
         load = workload.build(Path())
         about = f"{SMALL_BATCHES} batches: {workload.description}"
-        cases.append(
-            ScheduleCase(name, about, partial(_dataset, load), SMALL_BATCHES, load.batch_size, 2, OURS, even)
-        )
+        build = partial(getattr, load, "dataset")
+        cases.append(ScheduleCase(name, about, build, SMALL_BATCHES, load.batch_size, OURS, even, workers=2))
     return cases
-
-
-def _dataset(load: Load) -> Dataset[Any]:
-    return load.dataset
 
 
 def bound(case: ScheduleCase, dataset: Dataset[Any]) -> tuple[float | None, str, float | None]:
@@ -154,9 +134,9 @@ def bound(case: ScheduleCase, dataset: Dataset[Any]) -> tuple[float | None, str,
     if not isinstance(dataset, TracedSamples):
         return None, "", None
     batches = slow.of_batches(dataset.costs[: case.samples], case.batch_size)
-    ideal = slow.ideal(batches, case.workers)
-    loading = f"sum of costs / {case.workers}"
+    ideal, loading = slow.ideal(batches, case.workers), f"sum of costs / {case.workers}"
     listed = slow.list_schedule(batches, case.workers, case.step)
     if case.step == NO_STEP:
         return ideal, loading, listed
-    return max(case.step.total(case.batches), ideal), f"max(steps, {loading})", listed
+    steps = case.batches // case.step.every * case.step.seconds
+    return max(steps, ideal), f"max(steps, {loading})", listed

@@ -5,8 +5,10 @@ Also the axes of bytes (one dataset, batches of growing size) and of workers (a 
 
 from __future__ import annotations
 
+from argparse import Namespace
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,7 +20,7 @@ import psutil
 
 from bench.peers import PEERS, ByHand, LoaderSettings, Peer, peer_class
 from bench.timing.batches import compare, nbytes
-from bench.timing.ceiling import WARM_UP, CeilingLane, first_batch
+from bench.timing.ceiling import CEILING, WARM_UP, CeilingLane, first_batch
 from bench.timing.processes import USAGE, Owners, named, usage
 from bench.timing.rounds import Case, Lane, Plan, Row
 from bench.workloads import Load, Workload, find_workload
@@ -30,46 +32,29 @@ BATCHES_ALIVE = 16  # of one peer: what is prefetched, what is looked at, and co
 _END = object()
 
 
+@dataclass(eq=False, kw_only=True)
 class PeerLane(Lane):
     """A peer's running loader, and the loop that consumes it.
 
-    Args:
+    Attributes:
         make: makes the loader, as late as the lane starts.
         burst: batches between two looks at the clock. Workers in step deliver in bursts of one batch each: a
             block that ended inside a burst would be charged for work that it does not count.
     """
 
-    _peer: Peer
-
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[], Peer],
-        workload: Workload,
-        load: Load,
-        burst: int,
-        owners: Owners,
-        seconds: float,
-    ) -> None:
-        super().__init__(name, PEERS[name].label if name in PEERS else name)
-        self.seconds = seconds
-        self._make = make
-        self._workload = workload
-        self._load = load
-        self._step = workload.new_step()
-        self._burst = burst
-        self._owners = owners
-        self._batches: Iterator[Any] = iter(())
-        self._waits = array("d")
-        self._asked = 0.0  # when the last `next()` began
-        # A batch lives until the next one is bound, as in any `for` loop over a loader.
-        self._batch: Any = None
+    make: Callable[[], Peer]
+    workload: Workload
+    load: Load
+    burst: int
+    owners: Owners
 
     def start(self) -> None:
-        self.closing.callback(self._owners.forget, self.peer)
-        self._peer = self._make()
+        self.closing.callback(self.owners.forget, self.peer)
+        self._peer = self.make()
+        self._step = self.workload.new_step()
         self.closing.callback(self._peer.close)
         self._batches = self._peer.epoch()
+        # A batch lives until the next one is bound, as in any `for` loop over a loader.
         self._batch = next(self._batches, _END)
         if self._batch is _END:
             raise RuntimeError("it gave no batch")
@@ -77,8 +62,9 @@ class PeerLane(Lane):
         expected = WARM_ROUNDS * (self._peer.prefetched + 1)
         if self._discard(expected) < expected:
             self._restart()
-        self._timed(self.seconds * WARM_UP)
         self._waits = array("d")
+        self._timed(self.seconds * WARM_UP)
+        del self._waits[:]
 
     def block(self, part: str) -> list[Row]:
         return [self._timed(self.seconds)]
@@ -98,12 +84,12 @@ class PeerLane(Lane):
         self._discard(self._peer.prefetched)
         batches, seconds, used = 0, 0.0, np.zeros(len(USAGE))
         while seconds < length:
-            pids = self._owners.of(self.peer)
+            pids = self.owners.of(self.peer)
             before, started, ended = usage(pids), perf_counter(), False
             while not ended and seconds + perf_counter() - started < length:
                 taken = self._take()
                 batches += taken
-                ended = taken < self._burst
+                ended = taken < self.burst
             # Some end their workers before they raise StopIteration.
             seconds += (self._asked if ended else perf_counter()) - started
             used += usage(pids) - before
@@ -113,15 +99,15 @@ class PeerLane(Lane):
 
     def _take(self) -> int:
         """Consume a burst; fewer batches than that are the end of the epoch."""
-        for taken in range(self._burst):
-            self._asked = perf_counter()
+        for taken in range(self.burst):
+            self._asked = perf_counter()  # also of the call that ends the epoch
             batch = next(self._batches, _END)
             if batch is _END:
                 return taken
             self._waits.append(perf_counter() - self._asked)
             self._batch = batch
             self._step(batch)
-        return self._burst
+        return self.burst
 
     def _restart(self) -> None:
         self._batches = self._peer.epoch()
@@ -140,8 +126,8 @@ class PeerLane(Lane):
 
     def _check(self) -> None:
         """Compare the first batch with torch's."""
-        values = not (self._workload.random or self._peer.own_order)
-        wrong, types = compare(self._batch, first_batch(self._load, self._peer.shards), values=values)
+        values = not (self.workload.random or self._peer.own_order)
+        wrong, types = compare(self._batch, first_batch(self.load, self._peer.shards), values=values)
         if wrong:
             raise RuntimeError(f"wrong batches: {_listed(wrong)}")
         if types:
@@ -156,21 +142,14 @@ def latency(waits: Sequence[float]) -> Row:
     return {"calls": len(waits), **dict(zip(("p50", "p95", "p99", "longest"), found, strict=True))}
 
 
-def case(
-    axis: str,
-    name: str,
-    peers: Sequence[str],
-    settings: LoaderSettings,
-    blocks: int,
-    seconds: float,
-    folder: Path,
-) -> Case:
+def case(axis: str, name: str, workers: int, options: Namespace, folder: Path) -> Case:
     """One workload with one number of workers, and the peers whose batches fit into half of the memory."""
-    workload, workers = find_workload(name), settings.num_workers
+    workload, peers = find_workload(name), options.peers
+    settings = LoaderSettings(workers, options.start_method)
 
     def plan() -> Plan:
         load = workload.load(folder)
-        sizes = [nbytes(batch) for batch in load.first_batches(SIZED_BATCHES)]
+        sizes = [nbytes(batch) for batch in islice(load.share(), SIZED_BATCHES)]
         facts: Row = {
             "description": workload.description,
             "batch_size": load.batch_size,
@@ -182,12 +161,22 @@ def case(
         makers: dict[str, Callable[[], Peer]]
         makers = {peer: partial(_make, peer, load, settings) for peer in peers[:fitting]}
         makers |= {loop: partial(ByHand, make) for loop, make in workload.loops(load).items()}
-        common, owners = (workload, load, max(1, workers)), Owners()
-        lanes = [PeerLane(peer, make, *common, owners, seconds) for peer, make in makers.items()]
+        common: dict[str, Any] = {"load": load, "owners": Owners(), "seconds": options.seconds}
+        lanes = [
+            PeerLane(
+                peer,
+                PEERS[peer].label if peer in PEERS else peer,
+                make=make,
+                workload=workload,
+                burst=max(1, workers),
+                **common,
+            )
+            for peer, make in makers.items()
+        ]
         # The ceiling comes first, so that it is forked from a process without threads.
-        return Plan(facts, [CeilingLane(load, workers, owners, seconds), *lanes])
+        return Plan(facts, [CeilingLane(CEILING, "the ceiling", workers=workers, **common), *lanes])
 
-    return Case(axis, name, workers, settings.start_method, blocks, plan)
+    return Case(axis, name, workers, options.start_method, options.blocks, plan)
 
 
 def _make(name: str, load: Load, settings: LoaderSettings) -> Peer:

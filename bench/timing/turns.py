@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -28,18 +28,15 @@ TURN_AFTER_STEP = f"epoch turn, new workers, after a step of {STEP_S * 1e3:.0f} 
 RESTART = f"break at batch 1, prefetch {DEEP_PREFETCH}: first batch of the next epoch"
 
 
+@dataclass(eq=False, kw_only=True)
 class TurnsLane(Lane):
     """A peer, of which every scene makes loaders of its own."""
 
-    seconds = 60.0
-
-    def __init__(self, peer: str, load: Load, settings: LoaderSettings) -> None:
-        super().__init__(peer, PEERS[peer].label)
-        self._load = load
-        self._settings = settings
+    load: Load
+    settings: LoaderSettings
 
     def start(self) -> None:
-        if self._load.iterable:
+        if self.load.iterable:
             raise Unsupported("the epochs of a stream have a length of their own")
         peer_class(self.peer)
 
@@ -84,7 +81,7 @@ class TurnsLane(Lane):
 
     @contextmanager
     def _loader(self, **settings: Any) -> Iterator[Peer]:
-        peer = peer_class(self.peer)(self._load, replace(self._settings, **settings))
+        peer = peer_class(self.peer)(self.load, replace(self.settings, **settings))
         try:
             yield peer
         finally:
@@ -104,8 +101,8 @@ def case(name: str, peers: Sequence[str], settings: LoaderSettings, blocks: int,
     workload = find_workload(name)
 
     def plan() -> Plan:
-        load = workload.load(folder).shortened(EPOCH)
-        lanes = [TurnsLane(peer, load, settings) for peer in peers]
+        load = replace(workload.load(folder), batches=EPOCH)
+        lanes = [TurnsLane(peer, PEERS[peer].label, 60.0, load=load, settings=settings) for peer in peers]
         return Plan({"description": workload.description}, lanes, tuple(SCENES))
 
     return Case("turns", name, settings.num_workers, settings.start_method, blocks, plan)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,6 @@ class Load:
         """What makes a batch of a list of samples."""
         return self.collate_fn or default_collate
 
-    def shortened(self, batches: int) -> Load:
-        """The same with epochs of so many batches."""
-        return replace(self, batches=batches)
-
     def sampler(self) -> Sequence[int] | RandomSampler | None:
         """A new source of indices; two of them yield the same ones. None for an iterable dataset."""
         if self.iterable:
@@ -83,13 +80,15 @@ class Load:
             return self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
         return [self.dataset[index] for index in indices]
 
-    def first_batches(self, count: int) -> list[Any]:
-        """The first batches of an epoch, made here without any loader."""
+    def share(self, worker: int = 0, workers: int = 0) -> Iterator[Any]:
+        """The batches of one epoch that are this worker's, as torch deals them out; made without any loader.
+
+        An iterable dataset asks torch for its worker's number itself.
+        """
         if self.iterable:
-            pieces: Iterable[Any] = whole_batches(self.dataset, self.batch_size)  # type: ignore[arg-type]
-        else:
-            pieces = map(self.fetch, self.index_batches())
-        return [self.collate(samples) for samples, _ in zip(pieces, range(count), strict=False)]
+            return map(self.collate, whole_batches(self.dataset, self.batch_size))  # type: ignore[arg-type]
+        indices = islice(self.index_batches(), worker, None, max(1, workers))
+        return (self.collate(self.fetch(batch)) for batch in indices)
 
 
 def whole_batches(items: Iterable[Any], batch_size: int) -> Iterator[list[Any]]:

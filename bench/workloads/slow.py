@@ -78,17 +78,8 @@ class Step(NamedTuple):
     seconds: float
     every: int
 
-    def total(self, batches: int) -> float:
-        """Seconds of an epoch of so many batches."""
-        return batches // self.every * self.seconds
-
 
 NO_STEP = Step(0.0, 1)
-
-
-def every(period: int, slow: float, fast: float, samples: int) -> list[float]:
-    """Seconds of each sample: the first of every `period` is slow."""
-    return [fast if index % period else slow for index in range(samples)]
 
 
 def of_batches(costs: Sequence[float], batch_size: int) -> list[float]:

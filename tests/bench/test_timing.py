@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -27,7 +28,7 @@ from bench.peers import PEERS, Entry, LoaderSettings, Unsupported
 from bench.peers.torch_loader import TorchInline
 from bench.timing import alone, kills, rounds, schedule, schedule_cases, steady, turns
 from bench.timing.batches import compare, nbytes
-from bench.timing.ceiling import SMALLEST_BUFFER, WarmBuffers, first_batch, share
+from bench.timing.ceiling import SMALLEST_BUFFER, WarmBuffers, first_batch
 from bench.timing.rounds import Case, Lane, Plan, measure, reason
 from bench.timing.schedule_cases import BOUND, CONTENDERS, Goal, ScheduleCase, bound
 from bench.workloads import Load, slow
@@ -194,8 +195,8 @@ class Numbers(IterableDataset[int]):
 
 def test_batches_are_dealt_out_as_torch_does() -> None:
     load = Load(Squares(), batch_size=4)
-    assert [batch.tolist() for batch in share(load, 1, 3)] == [[16, 25, 36, 49], [256, 289, 324, 361]]
-    assert len(list(share(load, 0, 0))) == 6
+    assert [batch.tolist() for batch in load.share(1, 3)] == [[16, 25, 36, 49], [256, 289, 324, 361]]
+    assert len(list(load.share())) == 6
     stream = Load(Numbers(), batch_size=3)
     assert [first_batch(stream, shards).tolist() for shards in (0, 2)] == [[0, 1, 2], [0, 2, 4]]
     assert get_worker_info() is None
@@ -232,8 +233,7 @@ def test_the_ceiling_makes_the_batches_that_torch_makes(
 
 
 def test_what_batches_cost_and_how_soon_they_could_be_there() -> None:
-    stalls = slow.every(8, 0.24, 0.03, 64)
-    assert stalls[:9] == [0.24, *[0.03] * 7, 0.24]
+    stalls = [0.24, *[0.03] * 7] * 8
     assert slow.ideal(stalls, 4) == pytest.approx(0.9)
     assert slow.list_schedule(stalls, 4) == pytest.approx(0.99)
     assert slow.ideal([1.0, 0.1, 0.1], 4) == 1.0, "no batch is divided"
@@ -268,7 +268,7 @@ def _instant() -> TracedSamples:
 
 
 SMALL = ScheduleCase(
-    "small", "", _instant, 12, 2, 2, ("torch", "torch_unordered", "dynamic"), Goal("dynamic", 1, BOUND)
+    "small", "", _instant, 12, 2, ("torch", "torch_unordered", "dynamic"), Goal("dynamic", 1, BOUND), 2
 )
 
 
@@ -285,8 +285,7 @@ def test_steps_are_a_bound_too() -> None:
 
 def test_a_timeline_is_by_batch_and_from_the_start_of_the_clock() -> None:
     rows = [[[2, 1, 10.5, 10.6], [3, 1, 10.6, 10.75]], [[0, 0, 10.0, 10.1], [1, 0, 10.1, 11.0]]]
-    batches = [torch.tensor(row, dtype=torch.float64) for row in rows]
-    line = schedule.timeline_of(batches, [0.8, 1.0], began=10.0)
+    line = schedule.timeline_of(torch.tensor(rows, dtype=torch.float64), [0.8, 1.0], began=10.0)
     assert (line["batch"], line["worker"], line["delivered"]) == ([0, 1], [0, 1], [0.8, 1.0])
     assert (line["start"][1], line["end"][1]) == (pytest.approx(0.5), pytest.approx(0.75))
 
@@ -301,7 +300,8 @@ def test_kills_are_spread_over_the_epoch_and_the_same_in_every_run() -> None:
 
 
 def steady_case(peers: list[str], folder: Path, name: str = "rows") -> Case:
-    return steady.case("steady", name, peers, SETTINGS, 2, 0.03, folder)
+    options = Namespace(peers=peers, start_method="fork", blocks=2, seconds=0.03)
+    return steady.case("steady", name, 1, options, folder)
 
 
 @pytest.mark.processes
@@ -441,8 +441,7 @@ def test_wrong_batches_are_no_figures(wrong: list[int], said: str, monkeypatch: 
 
 @pytest.mark.processes
 def test_workers_are_killed_and_replaced() -> None:
-    setting = kills.Setting(workers=2, kills=2, start_method="fork", batch_s=0.005, per_worker=40)
-    found = measured(kills.case(setting, 1))
+    found = measured(kills.case(2, "fork", 1, kills=2, batch_s=0.005, per_worker=40))
     assert found.peers["fastq_loader"].failure is None
     undisturbed, killed, start = found.peers["fastq_loader"].rows
     assert [row["part"] for row in (undisturbed, killed, start)] == list(kills.PARTS)
