@@ -54,9 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def perform(options: argparse.Namespace, here: dict[str, Any], cases: Sequence[Case]) -> int:
     """Measure the cases that the file has not, and show each when it is there."""
-    results = _begun(options)
+    file = options.json
+    results = rows.read(file) if file and options.resume and file.exists() else Results()
+    if file and not results.runs:
+        file.write_text("")
+
+    def keep(found: list[rows.Row]) -> None:
+        results.add(found)
+        if file:
+            rows.append(file, found)
+
     given = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
-    _keep(options, results, [rows.run_row(here, given)])
+    keep([rows.run_row(here, given)])
     output = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
     output.print(_machine_lines(here), highlight=False, soft_wrap=True)
     told: list[Table] = []
@@ -67,7 +76,7 @@ def perform(options: argparse.Namespace, here: dict[str, Any], cases: Sequence[C
             if sys.stderr.isatty():
                 title = f"{case.axis}, {case.name}, {case.workers} workers, {case.start_method}"
                 print(f"[{number} of {len(todo)}] {title}", file=sys.stderr)
-            _keep(options, results, measure(case))
+            keep(measure(case))
             tables = case_tables(results.cases()[-1])
             told += tables
             for table in tables:
@@ -86,31 +95,10 @@ def perform(options: argparse.Namespace, here: dict[str, Any], cases: Sequence[C
     return status
 
 
-def _begun(options: argparse.Namespace) -> Results:
-    """Nothing, with an empty file, or what the file of the run to go on with holds."""
-    if options.json is None:
-        return Results()
-    if not (options.resume and options.json.exists()):
-        options.json.write_text("")
-        return Results()
-    try:
-        return rows.read(options.json)
-    except ValueError as error:
-        sys.exit(str(error))
-
-
-def _keep(options: argparse.Namespace, results: Results, found: list[rows.Row]) -> None:
-    results.add(found)
-    if options.json is not None:
-        rows.append(options.json, found)
-
-
 def _distributions(options: argparse.Namespace) -> list[str]:
     """The packages of the peers that are there; the others say so when their turn comes."""
-    if options.device is not None:
-        return ["torch", "numpy", "fastq-loader"]
-    found: list[str] = []
-    for name in options.peers:
+    found = ["torch", "numpy", "fastq-loader"] if options.device is not None else []
+    for name in () if found else options.peers:
         with suppress(ImportError):
             found += peer_class(name).distributions
     return found
@@ -119,10 +107,8 @@ def _distributions(options: argparse.Namespace) -> list[str]:
 def _machine_lines(here: dict[str, Any]) -> str:
     device = f"{here['device']}, driver {here['driver']}, CUDA {here['cuda']}\n" if "device" in here else ""
     versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
-    return (
-        f"{device}{here['cpu']}, {here['cores']} cores, {size(here['memory'], 1024)}, "
-        f"load {here['load_average']}, {here['system']}\n{versions}, {here['date']}"
-    )
+    where = f"{here['cpu']}, {here['cores']} cores, {size(here['memory'], 1024)}, load {here['load_average']}"
+    return f"{device}{where}, {here['system']}\n{versions}, {here['date']}"
 
 
 def _write_readmes(file: Path) -> int:

@@ -68,8 +68,8 @@ def series(case: CaseRows | None, peer: str, measure: str, part: str = "") -> Se
 
 
 def figure(case: CaseRows | None, peer: str, measure: str, part: str = "", scale: float = 1) -> Spread | None:
-    found = spread(series(case, peer, measure, part))
-    return found.scaled(scale) if found else None
+    found = series(case, peer, measure, part)
+    return None if found is None else spread(found * scale)
 
 
 def median(case: CaseRows | None, peer: str, measure: str, scale: float = 1) -> float | None:

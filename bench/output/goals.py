@@ -16,15 +16,8 @@ from bench.workloads.ready_made import LARGE
 
 
 class Goal(NamedTuple):
-    """What was wanted, and what came.
-
-    Attributes:
-        measure: what, in words.
-        wanted: the limit. `at_most`: the figure is to stay below it; else to reach it.
-        unit: of both, as a suffix.
-        figure: the median, with the range of the rounds; None: not measured.
-        beside: what torch's is; None where the figure is a comparison already.
-    """
+    """What was wanted, at most or at least, and what came; `beside`: what torch's is, where that is not what
+    the figure is compared to."""
 
     measure: str
     wanted: float
@@ -43,7 +36,6 @@ class Goal(NamedTuple):
 
 
 def goals(results: Results) -> list[Goal]:
-    """All goals of what was measured."""
     found = [_schedule(case) for case in results.cases("schedule")]
     found += [_kill(case) for case in results.cases("kills")]
     return found + [goal for shape in results.cases(AXIS) for goal in _device(shape)]

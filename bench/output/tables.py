@@ -167,22 +167,19 @@ def _peers(case: CaseRows) -> Table:
     return Table(_title(case), rows, about=ABOUT_PEERS, notes=_remarks(case))
 
 
-def _rate(case: CaseRows, peer: str) -> str:
-    return number(median(case, peer, "rate"))
-
-
 def _speed(case: CaseRows) -> dict[str, str]:
+    rates = {name: number(median(case, name, "rate")) for name in (*case.peers, BASELINE, OURS, *INLINE)}
+    by_hand = [f"{name}: {rates[name]}" for name in case.peers if name not in PEERS and name != CEILING]
     best = figures.best_other(case)
-    by_hand = [f"{name}: {_rate(case, name)}" for name in case.peers if name not in PEERS and name != CEILING]
-    other = best and f"{case.peers[best].label} {_rate(case, best)}; {ratio(compared(case, OURS, best))}"
+    other = best and f"{case.peers[best].label} {rates[best]}; {ratio(compared(case, OURS, best))}"
     return {
         "workload": f"{case.name}: {case.facts['description']}; {size(case.facts['batch_bytes'])}",
-        "torch": _rate(case, BASELINE),
-        OURS: _rate(case, OURS),
+        "torch": rates[BASELINE],
+        OURS: rates[OURS],
         "÷ torch": ratio(compared(case, OURS, BASELINE)),
         "share of the ceiling": percent(compared(case, OURS, CEILING)),
         "best other loader; ours ÷ it": other or NONE,
-        "0 workers: torch / ours": "; ".join([" / ".join(_rate(case, name) for name in INLINE), *by_hand]),
+        "0 workers: torch / ours": "; ".join([" / ".join(rates[name] for name in INLINE), *by_hand]),
     }
 
 
@@ -207,11 +204,11 @@ def short_table(results: Results, names: Iterable[str]) -> Table:
     rows = []
     for case in results.cases("steady"):
         if case.name in names:
-            best = figures.best_other(case)
-            row = {"batches per second": f"{case.name}: {case.facts['description']}"}
-            row |= {"torch": _rate(case, BASELINE)}
-            row |= {"best other": f"{_rate(case, best)} ({case.peers[best].label})" if best else NONE}
-            rows.append(row | {OURS: _rate(case, OURS), "÷ torch": ratio(compared(case, OURS, BASELINE))})
+            best, full = figures.best_other(case), _speed(case)
+            row = {"batches per second": f"{case.name}: {case.facts['description']}", "torch": full["torch"]}
+            rate = best and number(median(case, best, "rate"))
+            row["best other"] = f"{rate} ({case.peers[best].label})" if best else NONE
+            rows.append(row | {name: full[name] for name in (OURS, "÷ torch")})
     return Table("", rows)
 
 

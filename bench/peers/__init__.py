@@ -11,7 +11,6 @@ import importlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from bench.workloads import Load, Loop
@@ -34,8 +33,8 @@ PEERS = {
     "torch": Entry("torch_loader", "TorchLoader", "torch"),
     "fastq_loader": Entry("fastq", "FastqLoader", "fastq_loader"),
     "stateful": Entry("stateful", "Stateful", "StatefulDataLoader"),
-    "spdl_processes": Entry("spdl_processes", "SpdlProcesses", "SPDL, processes"),
-    "spdl_threads": Entry("spdl_threads", "SpdlThreads", "SPDL, threads"),
+    "spdl_processes": Entry("spdl_loaders", "SpdlProcesses", "SPDL, processes"),
+    "spdl_threads": Entry("spdl_loaders", "SpdlThreads", "SPDL, threads"),
     "grain": Entry("grain_processes", "GrainProcesses", "Grain"),
     "torch_0": Entry("torch_loader", "TorchInline", "torch, 0 workers"),
     "fastq_loader_0": Entry("fastq", "FastqInline", "fastq_loader, 0 workers"),
@@ -47,8 +46,7 @@ class Unsupported(Exception):
     """A peer cannot do this: the text says what, and in whose words or why."""
 
 
-@dataclass(frozen=True)
-class LoaderSettings:
+class LoaderSettings(NamedTuple):
     """What a run asks of every loader."""
 
     num_workers: int
@@ -74,10 +72,7 @@ class Peer(ABC):
 
     @abstractmethod
     def __init__(self, load: Load, settings: LoaderSettings) -> None:
-        """
-        Raises:
-            Unsupported: it cannot load this, or not with these settings.
-        """
+        """`Unsupported` is raised where it cannot load this, or not with these settings."""
 
     @abstractmethod
     def epoch(self) -> Iterator[Any]:

@@ -7,7 +7,6 @@ subclasses that make another loader of the very same arguments.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader
@@ -52,4 +51,4 @@ class TorchInline(TorchLoader):
     def __init__(self, load: Load, settings: LoaderSettings) -> None:
         if settings.num_workers == 0:
             raise Unsupported("the run's own number of workers is 0 already")
-        super().__init__(load, replace(settings, num_workers=0))
+        super().__init__(load, settings._replace(num_workers=0))

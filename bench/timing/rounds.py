@@ -68,15 +68,11 @@ class Lane:
         self.closing.close()
 
 
-@dataclass
-class Plan:
-    """A case that is about to be measured.
+class Plan(NamedTuple):
+    """A case that is about to be measured: what is known of it, and its lanes in the order of the report.
 
-    Attributes:
-        facts: what is known of the case before any block.
-        lanes: in the order of the report.
-        parts: of a round, in turn; all lanes take a part before the next one begins.
-        until: no block starts after this moment of `time.monotonic`.
+    All lanes take a part of a round before the next one begins. No block starts after the moment `until` of
+    `time.monotonic`.
     """
 
     facts: Row

@@ -81,7 +81,7 @@ class TurnsLane(Lane):
 
     @contextmanager
     def _loader(self, **settings: Any) -> Iterator[Peer]:
-        peer = peer_class(self.peer)(self.load, replace(self.settings, **settings))
+        peer = peer_class(self.peer)(self.load, self.settings._replace(**settings))
         try:
             yield peer
         finally:

@@ -6,7 +6,6 @@ batch size and an order, and each peer turns these into its own arguments.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -23,8 +22,6 @@ Loop = Callable[[], Iterator[Any]]
 # Longer than any run: 20,000 batches of 64 a second would take 14 minutes to end the epoch. A sequential
 # sampler over it is a `range`, which costs nothing to start.
 ENDLESS = 1 << 30
-
-_SIZED = re.compile(r"bytes_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -104,6 +101,16 @@ class Endless(Dataset[Any]):
         return ENDLESS
 
 
+class Cycled(Endless):
+    """`dataset[i]` is `samples[i % len(samples)]`: of a tensor a view, no copy and no arithmetic."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index % len(self.samples)]
+
+
 @dataclass(frozen=True)
 class Workload:
     """One kind of data to load.
@@ -112,8 +119,7 @@ class Workload:
     spawned workers can import them.
 
     Attributes:
-        build: makes the dataset; it may read what `prepare` wrote into the folder.
-        prepare: writes the files that the dataset reads into a folder.
+        build: makes the dataset, of what `prepare` wrote into the folder.
         random: samples depend on random generators, so that two loaders' batches have equal shapes only.
         new_step: makes a function to call with every batch; each peer trains a model of its own.
         loops: ways to make these batches by hand, without any loader: name → a function that begins an epoch.
@@ -152,12 +158,8 @@ def all_workloads() -> dict[str, Workload]:
 
 
 def find_workload(name: str) -> Workload:
-    """The workload of that name, sized ones included.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """The workload of that name, sized ones included."""
     from bench.workloads.ready_made import sized
 
-    found = _SIZED.fullmatch(name)
-    return sized(int(found[1])) if found else all_workloads()[name]
+    kind, _, size = name.partition("_")
+    return sized(int(size)) if kind == "bytes" else all_workloads()[name]

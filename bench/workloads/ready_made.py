@@ -6,15 +6,14 @@ which transports differ. `Shape`: batches for the way onto a device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from bench.workloads import Endless, Load, Workload
+from bench.workloads import Cycled, Load, Workload
 
 IMAGES = 256  # as float32 154 MB: past any cache, so that samples come from memory as in training
 SIZED_BATCH = 16  # samples; few, so that asking for them costs little beside their bytes
@@ -24,53 +23,30 @@ LARGE = "large"
 """The shape that speed and CPU time are judged by; `next()` is by those with several fields."""
 
 
-class Images(Endless):
-    """`dataset[i]` is image `i % len(images)`, a view: no copy and no arithmetic."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        pixels = torch.randint(256, (IMAGES, 3, 224, 224), dtype=torch.uint8)
-        self.images = pixels if dtype == torch.uint8 else pixels.to(dtype).div_(255)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.images[index % IMAGES]
+def _images(dtype: torch.dtype) -> Load:
+    pixels = torch.randint(256, (IMAGES, 3, 224, 224), dtype=torch.uint8)
+    return Load(Cycled(pixels if dtype == torch.uint8 else pixels.to(dtype).div_(255)), batch_size=64)
 
 
 LARGE_BATCHES = (
-    Workload(
-        "large_u8",
-        "64 ready-made 3x224x224 images, uint8",
-        lambda folder: Load(Images(torch.uint8), batch_size=64),
-    ),
-    Workload(
-        "large_f32",
-        "64 ready-made 3x224x224 images, float32",
-        lambda folder: Load(Images(torch.float32), batch_size=64),
-    ),
+    Workload("large_u8", "64 ready-made 3x224x224 images, uint8", lambda folder: _images(torch.uint8)),
+    Workload("large_f32", "64 ready-made 3x224x224 images, float32", lambda folder: _images(torch.float32)),
 )
-
-
-class SizedSamples(Endless):
-    """`dataset[i]` is uint8[length], a view on a ready-made sample: no copy and no arithmetic."""
-
-    def __init__(self, length: int) -> None:
-        samples = min(MOST_SAMPLES, LARGEST_SET // length)
-        self.samples = torch.randint(256, (samples, length), dtype=torch.uint8)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.samples[index % len(self.samples)]
 
 
 def sized(batch_bytes: int) -> Workload:
     """The workload of the bytes axis: batches of that many bytes."""
-    return Workload(
-        f"bytes_{batch_bytes}",
-        f"{SIZED_BATCH} ready-made samples, {batch_bytes:,} bytes together",
-        lambda folder: Load(SizedSamples(batch_bytes // SIZED_BATCH), batch_size=SIZED_BATCH),
-    )
+
+    def build(folder: Path) -> Load:
+        length = batch_bytes // SIZED_BATCH
+        samples = min(MOST_SAMPLES, LARGEST_SET // length)
+        return Load(Cycled(torch.randint(256, (samples, length), dtype=torch.uint8)), SIZED_BATCH)
+
+    about = f"{SIZED_BATCH} ready-made samples, {batch_bytes:,} bytes together"
+    return Workload(f"bytes_{batch_bytes}", about, build)
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """A batch: `fields` tensors of `samples` x `sample_shape`; a single one is no dict."""
 
     name: str
@@ -86,13 +62,15 @@ class Shape:
         return self.fields * self.samples * torch.Size(self.sample_shape).numel() * self.dtype.itemsize
 
 
-_ALL = (
-    Shape(LARGE, "one uint8 tensor, 256 images of 3x224x224", 1, 256, (3, 224, 224), torch.uint8),
-    # Two samples: collating many small pieces is Python's work in the workers, and not what is compared.
-    Shape("fields_32", "32 fields of 64 KiB, float32", 32, 2, (8192,), torch.float32),
-    Shape("fields_500", "500 fields of 256 bytes, float32", 500, 2, (32,), torch.float32),
-)
-SHAPES = {shape.name: shape for shape in _ALL}
+# Two samples: collating many small pieces is Python's work in the workers, and not what is compared.
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape(LARGE, "one uint8 tensor, 256 images of 3x224x224", 1, 256, (3, 224, 224), torch.uint8),
+        Shape("fields_32", "32 fields of 64 KiB, float32", 32, 2, (8192,), torch.float32),
+        Shape("fields_500", "500 fields of 256 bytes, float32", 500, 2, (32,), torch.float32),
+    )
+}
 
 
 class ReadyMade(Dataset[Any]):

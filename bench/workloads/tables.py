@@ -96,7 +96,7 @@ ROWS = Workload(
 
 
 class FieldRows(Endless):
-    """`dataset[i]` is a dict of 50 fields: 38 Python numbers, 6 int64[8], 6 float32[16]."""
+    """`dataset[i]` is a dict of 50 fields: 38 numbers of Python, 6 int64[8], 6 float32[16]."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -114,7 +114,6 @@ class FieldRows(Endless):
 
 
 def _numbers(generator: torch.Generator) -> dict[str, float]:
-    """Python's float, bool and int."""
     columns = {
         "price": torch.rand(20, generator=generator),
         "flag": torch.rand(4, generator=generator) < 0.5,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from bench.workloads import Endless, Load, Workload
+from bench.workloads import Cycled, Endless, Load, Workload
 
 SEQUENCES, DOCUMENTS, ANNOTATIONS = 256, 4096, 1024
 LENGTH = 4096
@@ -82,22 +83,8 @@ RAGGED = Workload(
 )
 
 
-class Annotations(Endless):
-    """`dataset[i]` is the annotation of one image, as COCO's are: id, caption, boxes, and a dict of extras.
-
-    "boxes" is a list of 0 to 12 dicts with four floats, a name and an optional score; fields that nobody
-    filled in are None.
-    """
-
-    def __init__(self) -> None:
-        source = random.Random(0)
-        self.annotations = [_annotation(source, number) for number in range(ANNOTATIONS)]
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.annotations[index % ANNOTATIONS]
-
-
 def _annotation(source: random.Random, number: int) -> dict[str, Any]:
+    """That of one image, as COCO's are; fields that nobody filled in are None."""
     return {
         "id": f"image_{number:012d}",
         "caption": " ".join(source.choices(WORDS, k=source.randint(6, 20))),
@@ -123,8 +110,14 @@ def columns(samples: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return {key: [sample[key] for sample in samples] for key in samples[0]}
 
 
+def _annotations(folder: Path) -> Load:
+    source = random.Random(0)
+    samples = [_annotation(source, number) for number in range(ANNOTATIONS)]
+    return Load(Cycled(samples), batch_size=32, collate_fn=columns)
+
+
 OBJECTS = Workload(
     "objects",
     "32 annotations: strings, lists of boxes, nested dicts with None; a collate of the user's",
-    lambda folder: Load(Annotations(), batch_size=32, collate_fn=columns),
+    _annotations,
 )

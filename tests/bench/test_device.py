@@ -19,9 +19,8 @@ from bench import __main__ as command
 from bench import run
 from bench.arguments import parse
 from bench.output import rows
-from bench.output.rows import CaseRows, Results
+from bench.output.rows import Results
 from bench.peers.device import (
-    BOUNCE,
     OURS,
     PAGEABLE,
     REGISTER,
@@ -34,7 +33,7 @@ from bench.peers.device import (
     prefetched,
 )
 from bench.timing import device
-from bench.timing.device import COPY, DRAIN, LENGTHS, LINK, PARTS, READY
+from bench.timing.device import COPY, LENGTHS, LINK, PARTS
 from bench.timing.device_clock import AHEAD, COPIES, CudaDevice, Pace, timed_block
 from bench.timing.rounds import measure
 from bench.workloads.ready_made import LARGE, SHAPES, ReadyMade, Shape
@@ -200,15 +199,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     return fake
 
 
-def test_a_step_is_as_many_cycles_as_were_measured(cuda: Any) -> None:
+@pytest.mark.parametrize("memory", [PAGEABLE, REGISTER])
+def test_steps_are_cycles_and_copies_are_timed_in_pieces(
+    memory: str, cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = cuda.device.mark()
     cuda.device.step(0.003)
-    cuda._sleep.assert_called_with(pytest.approx(0.003 * 2e9))
     assert cuda.device.between(start, cuda.device.mark()) == pytest.approx(0.003)
-
-
-@pytest.mark.parametrize("memory", [PAGEABLE, REGISTER])
-def test_copies_are_timed_in_pieces(memory: str, cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[int] = []
 
     def timed(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
@@ -280,39 +277,11 @@ def test_there_are_as_many_workers_as_cores_but_two() -> None:
         assert [(case.name, case.workers) for case in found] == [(name, workers) for name in SHAPES]
 
 
-def shape_of(stager_breaks: Any, arms: str, monkeypatch: pytest.MonkeyPatch) -> CaseRows:
-    """The first shape by these arms, over a late device with other methods."""
+@pytest.mark.processes
+@pytest.mark.usefixtures("small_shapes")
+def test_batches_that_did_not_arrive_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     with late_device(monkeypatch) as stager:
-        for name, broken in stager_breaks.items():
-            monkeypatch.setattr(stager, name, broken)
-        (case,) = cases(f"large --blocks 2 --peers {arms}")
-        return Results(measure(case)).cases()[0]
-
-
-@pytest.mark.processes
-@pytest.mark.usefixtures("small_shapes")
-def test_an_arm_that_breaks_has_a_reason_and_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, following = itertools.count(), Arm.next
-
-    def failing(arm: Arm) -> Any:
-        if arm.staging().get("pin") == BOUNCE and next(taken) > 20:
-            raise ValueError("no more")
-        return following(arm)
-
-    monkeypatch.setattr(Arm, "next", failing)
-    found = shape_of({}, "resident,pageable,bounce", monkeypatch)
-    assert (found.peers[BOUNCE].failure, found.peers[BOUNCE].rows) == ("ValueError: no more", [])
-    assert len(found.part(PAGEABLE, READY)) == len(found.part(PAGEABLE, DRAIN)) == 2
-
-
-@pytest.mark.processes
-@pytest.mark.usefixtures("small_shapes")
-@pytest.mark.parametrize(
-    ("limit", "failure"), [(540.0, "RuntimeError: wrong batches"), (0.0, "no time was left to start it")]
-)
-def test_wrong_batches_and_what_is_late_are_no_figures(
-    limit: float, failure: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "LIMIT_S", limit)
-    found = shape_of({"copy_async": lambda memory, source, nbytes: None}, "register", monkeypatch)
-    assert found.peers[REGISTER].failure == failure
+        monkeypatch.setattr(stager, "copy_async", lambda memory, source, nbytes: None)
+        (case,) = cases("large --blocks 2 --peers register")
+        peer = Results(measure(case)).cases()[0].peers[REGISTER]
+    assert (peer.failure, peer.rows) == ("RuntimeError: wrong batches", [])

@@ -116,17 +116,14 @@ def test_every_peer_is_shown_or_named_with_the_reason() -> None:
 
 
 def test_speed_and_cost() -> None:
+    by_hand = Results(example.steady(**{"slicing by hand": {}}))
+    assert cells(table(by_hand, "Speed"), "rows")[-1].endswith("; slicing by hand: –")  # noqa: RUF001
     results = example.everything()
     assert cells(table(results, "Speed with 2 workers (fork)"), "rows: what rows loads; 2.56 kB")[1:] == [
         *("100", "1,000", "10 (10..10)", "50% (50%..50%)", "grain 200; 5.0 (5.0..5.0)", "2,000 / –")  # noqa: RUF001
     ]
     cost = ["rows", "2.0 / 2.0", "4,000 / 400", "10 / 1.0", "200 / 200", "20 / 20", "30 / 30"]
     assert cells(table(results, "Cost with 2 workers (fork)"), "rows") == cost
-
-
-def test_a_loop_by_hand_stands_beside_the_loaders_without_workers() -> None:
-    results = Results(example.steady(**{"slicing by hand": {}}))
-    assert cells(table(results, "Speed"), "rows")[-1].endswith("; slicing by hand: –")  # noqa: RUF001
 
 
 def test_moments() -> None:

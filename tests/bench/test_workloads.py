@@ -50,12 +50,6 @@ def batches(load: Load) -> Iterator[Any]:
     return iter(DataLoader(**loader_arguments(load, LoaderSettings(0, "fork"))))
 
 
-def test_names_are_unique_and_found() -> None:
-    for name, workload in all_workloads().items():
-        assert find_workload(name).name == workload.name == name
-        assert workload.description
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_batches_are_the_same_again_and_from_a_spawned_worker(name: str, tmp_path: Path) -> None:
     load = built(name, tmp_path)

@@ -1,7 +1,8 @@
-"""SPDL's PyTorch-style loader: a ProcessPoolExecutor behind an asyncio pipeline.
+"""SPDL: its PyTorch-style loader, a ProcessPoolExecutor behind an asyncio pipeline, and its thread pipeline.
 
-In order, as torch's and ours are; its default is the order of completion. It has no persistent workers and
-says so with a ValueError: every epoch starts processes.
+Both in order, as torch's and ours are. Processes are started in every epoch: persistent workers are refused
+with a ValueError. Threads fetch and collate in the consumer's own process, as many as others have workers;
+SPDL's documentation recommends them where the work lets go of the GIL.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from spdl.dataloader import PyTorchDataLoader, get_pytorch_dataloader
+from spdl.pipeline import Pipeline, PipelineBuilder
 
 from bench.peers import LoaderSettings, Peer, Unsupported
 from bench.timing.batches import nbytes
-from bench.workloads import Load
+from bench.workloads import Load, whole_batches
 
 # Of batches in an epoch, at most. The heaps of its workers grow by nearly every batch below 32 MB that they
 # pickle: glibc's malloc does not get them back (with MALLOC_MMAP_THRESHOLD_ set they stay as they are). New
@@ -60,3 +62,35 @@ class SpdlProcesses(Peer):
         # The pickled dataset lies in a segment that nobody else unlinks before the program's end.
         self._loader._shmem.close()
         self._loader._shmem.unlink()
+
+
+class SpdlThreads(Peer):
+    distributions = ("spdl-core",)
+
+    def __init__(self, load: Load, settings: LoaderSettings) -> None:
+        if settings.num_workers == 0:
+            raise Unsupported("needs threads")
+        self._load = load
+        self._threads = settings.num_workers
+        self._buffer = settings.num_workers * settings.prefetch_factor
+        self.prefetched = self._buffer + 2 * self._threads
+        self._pipeline: Pipeline[Any] | None = None
+
+    def epoch(self) -> Iterator[Any]:
+        self.close()
+        load = self._load
+        builder: PipelineBuilder[Any, Any] = PipelineBuilder()
+        if load.iterable:  # one reader, the collate in threads
+            builder.add_source(whole_batches(load.dataset, load.batch_size))  # type: ignore[arg-type]
+        else:
+            builder.add_source(load.index_batches())
+        work = load.collate if load.iterable else lambda indices: load.collate(load.fetch(indices))
+        builder.pipe(work, concurrency=self._threads, output_order="input").add_sink(self._buffer)
+        self._pipeline = builder.build(num_threads=self._threads)
+        self._pipeline.start()
+        return self._pipeline.get_iterator()
+
+    def close(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.stop()
+            self._pipeline = None
