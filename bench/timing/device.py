@@ -91,7 +91,8 @@ class ArmLane(Lane):
 
     def block(self, part: str) -> list[Row]:
         if part != COPY:
-            pace = Pace(float(part) * self.unit) if part in LENGTHS else Pace(pause=PAUSE_S * (part == READY))
+            paces = {DRAIN: Pace(), READY: Pace(pause=PAUSE_S)}
+            pace = paces.get(part) or Pace(float(part) * self.unit)
             return [timed_block(self._arm, self.device, pace, self.seconds)]
         # torch copies each leaf, ours the whole batch.
         memory, pieces = (self.peer, 1) if self.peer in OURS else (BOUNCE, self.shape.fields)

@@ -57,7 +57,6 @@ class CudaDevice:
         return event
 
     def wait(self, mark: Mark) -> None:
-        """Return when it has taken place; the thread sleeps until then."""
         mark.synchronize()
 
     def between(self, first: Mark, second: Mark) -> float:
@@ -87,7 +86,6 @@ class CudaDevice:
         return torch.cuda.memory_reserved(self.torch)
 
     def describe(self) -> dict[str, str]:
-        """The device's name, its driver and its runtime."""
         return {
             "device": torch.cuda.get_device_name(self.torch),
             "driver": str(collect_env.get_nvidia_driver_version(collect_env.run)),  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Samples from files: one file for each, and a stream of records out of shards.
 
-`tensor_files` is the layout that tutorials on large data sets teach, with string IDs, a dict of labels and a
-partition; it follows A. Amidi and S. Amidi, "A detailed example of how to generate your data in parallel with
+`tensor_files` is the layout that tutorials on large data sets teach, with string IDs and a dict of labels;
+it follows A. Amidi and S. Amidi, "A detailed example of how to generate your data in parallel with
 PyTorch". `stream` has no indices: a worker reads the shards whose number is its own modulo the number of
 workers, a record from each in turn, so that record k comes from worker k modulo that number.
 """
@@ -9,7 +9,7 @@ workers, a record from each in turn, so that record k comes from worker k modulo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from bench.workloads import Load, Workload
 
-TRAIN, VALIDATION = 512, 128  # files, 131 KB each: 84 MB in all, which stay in the page cache
+FILES = 512  # 131 KB each: 67 MB in all, which stay in the page cache
 BATCHES = 512  # in an epoch, which are 64 passes: eight would be over before they can be timed
 SHARDS = 48  # divided by 1, 2, 3, 4, 6, 8, 12 and 16 workers
 RECORDS = 1776  # of 1,797: 37 in each shard
@@ -30,10 +30,10 @@ PASSES = 256  # over the records: an epoch is 7,104 batches
 class TensorFiles(Dataset[tuple[Tensor, int]]):
     """`dataset[i]` is (float32[32, 32, 32], int): the file and the label of `list_ids[i]`."""
 
-    def __init__(self, folder: Path, list_ids: Sequence[str], labels: Mapping[str, int]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
-        self.list_ids = list_ids
-        self.labels = labels
+        self.labels: dict[str, int] = json.loads((folder / "labels.json").read_text())
+        self.list_ids = list(self.labels)
 
     def __len__(self) -> int:
         return len(self.list_ids)
@@ -46,24 +46,16 @@ class TensorFiles(Dataset[tuple[Tensor, int]]):
 
 def write_tensors(folder: Path) -> None:
     generator = torch.Generator().manual_seed(0)
-    ids = [f"id-{number:04d}" for number in range(TRAIN + VALIDATION)]
-    for sample_id in ids:
+    labels = {f"id-{number:04d}": number % 6 for number in range(FILES)}
+    for sample_id in labels:
         torch.save(torch.rand(32, 32, 32, generator=generator), folder / f"{sample_id}.pt")
-    partition = {"train": ids[:TRAIN], "validation": ids[TRAIN:]}
-    labels = {sample_id: number % 6 for number, sample_id in enumerate(ids)}
-    (folder / "lists.json").write_text(json.dumps({"partition": partition, "labels": labels}))
-
-
-def part(folder: Path, name: str) -> TensorFiles:
-    """Make the dataset of one list of the partition, "train" or "validation"."""
-    lists = json.loads((folder / "lists.json").read_text())
-    return TensorFiles(folder, lists["partition"][name], lists["labels"])
+    (folder / "labels.json").write_text(json.dumps(labels))
 
 
 TENSORS = Workload(
     "tensor_files",
     "64 shuffled float32 volumes of 32x32x32, each from a file of its own by torch.load",
-    lambda folder: Load(part(folder, "train"), batch_size=64, shuffle=True, batches=BATCHES),
+    lambda folder: Load(TensorFiles(folder), batch_size=64, shuffle=True, batches=BATCHES),
     write_tensors,
 )
 

@@ -34,8 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jpeg, "FILES", 4)
     monkeypatch.setattr(ready_made, "IMAGES", 2)
     monkeypatch.setattr(ready_made, "LARGEST_SET", 1 << 20)
-    monkeypatch.setattr(files, "TRAIN", 6)
-    monkeypatch.setattr(files, "VALIDATION", 3)
+    monkeypatch.setattr(files, "FILES", 6)
     monkeypatch.setattr(tables, "ALL_ROWS", 3 * tables.BATCH + 1)
     monkeypatch.setattr(slow, "time", SimpleNamespace(sleep=lambda seconds: None))
 
@@ -70,15 +69,11 @@ def test_photographs_are_bytes_or_normalised_floats(name: str, dtype: torch.dtyp
     assert images.float().std() > 0.1
 
 
-def test_tensor_files_have_ids_labels_and_two_lists(tmp_path: Path) -> None:
+def test_tensor_files_have_ids_and_labels(tmp_path: Path) -> None:
     dataset: Any = built("tensor_files", tmp_path).dataset
-    train, validation = (files.part(tmp_path / "tensor_files", name) for name in ("train", "validation"))
-    assert (len(train), len(validation)) == (6, 3)
-    assert not {*train.list_ids} & {*validation.list_ids}
-    assert train.labels.keys() == {*train.list_ids, *validation.list_ids}
-    volume, label = validation[0]
-    assert (volume.shape, label) == ((32, 32, 32), train.labels[validation.list_ids[0]])
-    assert {*dataset.list_ids} == {*train.list_ids}
+    volume, label = dataset[5]
+    assert (len(dataset), volume.shape, label) == (6, (32, 32, 32), 5)
+    assert torch.equal(volume, torch.load(tmp_path / "tensor_files" / "id-0005.pt"))
 
 
 def test_fields_are_fifty_of_each_kind(tmp_path: Path) -> None:

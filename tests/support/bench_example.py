@@ -30,15 +30,11 @@ def case(axis: str, name: str, facts: Row, peers: dict[str, Row], blocks: dict[s
     """The rows of a case; block rows count up where they do not say which round they are of."""
     key = {"axis": axis, "case": name, "workers": facts.pop("workers", 2), "start_method": "fork"}
     rows = [{"row": "case", **key, "description": f"what {name} loads", **facts}]
-    for peer, about in peers.items():
-        rows.append(
-            {"row": "peer", **key, "peer": peer, "label": peer, "failure": None, "notes": [], **about}
-        )
+    usual = {"failure": None, "notes": []}
+    rows += [{"row": "peer", **key, "peer": p, "label": p, **usual, **about} for p, about in peers.items()]
     for peer, found in blocks.items():
-        rows += [
-            {"row": "block", **key, "peer": peer, "part": "", "block": n, **row}
-            for n, row in enumerate(found)
-        ]
+        head = {"row": "block", **key, "peer": peer, "part": ""}
+        rows += [{**head, "block": n, **row} for n, row in enumerate(found)]
     return rows
 
 
@@ -55,16 +51,14 @@ def steady(
     rates = {"ceiling": 2000, "torch": 100, "fastq_loader": 1000, "grain": 200, "torch_0": 2000}
     peers = {peer: {} if peer == "ceiling" else dict(waits) for peer in rates} | more
     facts = {"workers": workers, "batch_size": 64, "batch_bytes": size}
-    return case(
-        axis, name, facts, peers, {peer: blocks(rate) for peer, rate in rates.items() if peer not in more}
-    )
+    found = {peer: blocks(rate) for peer, rate in rates.items() if peer not in more}
+    return case(axis, name, facts, peers, found)
 
 
 def memory(name: str = "rows") -> list[Row]:
     held = {"pss": 2e8, "shared_memory": 2e7, "consumer_descriptors": 10, "worker_descriptors": 20}
-    return case(
-        "memory", name, {}, {"torch": {}, "fastq_loader": {}}, {"torch": [held], "fastq_loader": [held]}
-    )
+    both = ("torch", "fastq_loader")
+    return case("memory", name, {}, {peer: {} for peer in both}, {peer: [held] for peer in both})
 
 
 def turns(**failed: Row) -> list[Row]:
@@ -75,20 +69,11 @@ def turns(**failed: Row) -> list[Row]:
 
 def schedule(goal_base: str = "bound", bound: float | None = 1.0) -> list[Row]:
     """Two workers; batch 0 is slow, and the others wait for it."""
-    goal = {"of": "dynamic", "times": 1.2, "base": goal_base}
-    facts = {
-        "batches": 7,
-        "bound": bound,
-        "bounded_by": "sum of costs / 2",
-        "list_schedule": bound,
-        "goal": goal,
-    }
-    timeline = {
-        "batch": list(range(7)),
-        "worker": [0] + [1] * 6,
-        "start": [0.0] + [0.1 * n for n in range(1, 7)],
-    }
-    timeline |= {"end": [0.8] + [0.1 * n + 0.1 for n in range(1, 7)]}
+    facts: Row = {"batches": 7, "bound": bound, "bounded_by": "sum of costs / 2", "list_schedule": bound}
+    facts["goal"] = {"of": "dynamic", "times": 1.2, "base": goal_base}
+    starts = [0.1 * n for n in range(7)]
+    timeline = {"batch": list(range(7)), "worker": [0] + [1] * 6, "start": starts}
+    timeline |= {"end": [0.8] + [start + 0.1 for start in starts[1:]]}
     timeline |= {"delivered": [0.8, 0.81, 0.82, 0.83, 0.84, 0.85, 0.86]}
     peers: dict[str, Row] = {"torch": {"timeline": timeline}, "dynamic": {"timeline": timeline}}
     peers["round_robin"] = {"failure": "no\nsuch argument"}
