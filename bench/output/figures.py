@@ -125,8 +125,3 @@ def stall_points(shape: CaseRows, arm: str, length: str) -> Spread | None:
 def lengths(shape: CaseRows) -> Sequence[str]:
     """The lengths of steps of which there are blocks, ascending."""
     return [length for length in LENGTHS if any(not shape.part(arm, length).empty for arm in shape.peers)]
-
-
-def reserved(shape: CaseRows, arm: str, epochs: int) -> float | None:
-    """Bytes that were reserved on the device after so many epochs."""
-    return shape.peers[arm].about.get(f"reserved_{epochs}") if arm in shape.peers else None

@@ -103,7 +103,8 @@ def _device(shape: CaseRows) -> list[Goal]:
         measure = f"{name}: stall beyond the resident arm, steps of {length} x the unit"
         found.append(Goal(measure, 2.0, own, unit=" points", beside=torch))
     for arm in OURS:
-        few, many = (figures.reserved(shape, arm, epochs) for epochs in EPOCHS)
+        about = shape.peers[arm].about if arm in shape.peers else {}
+        few, many = (about.get(f"reserved_{epochs}") for epochs in EPOCHS)
         grown = Spread(*[many / few] * 3) if few and many else None
         measure = f"{name}, {arm}: memory reserved after {EPOCHS[1]} epochs / after {EPOCHS[0]}"
         found.append(Goal(measure, 1.0, grown))

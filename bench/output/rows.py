@@ -24,7 +24,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +51,10 @@ class PeerRows:
     def failure(self) -> str | None:
         return self.about.get("failure")
 
-    @cached_property
-    def _frame(self) -> pd.DataFrame:
-        return pd.DataFrame(self.rows)
-
     def part(self, name: str = "") -> pd.DataFrame:
         """The blocks of one part, by their round; empty where there are none."""
-        frame = self._frame
-        return frame[frame["part"] == name].set_index("block") if len(frame) else frame
+        blocks = [row for row in self.rows if row["part"] == name]
+        return pd.DataFrame(blocks).set_index("block") if blocks else pd.DataFrame()
 
 
 @dataclass

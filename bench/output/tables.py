@@ -295,7 +295,7 @@ def _cost_onto_device(shape: CaseRows) -> Table:
         row |= {f"{each}, s": number(staging.get(f"{each}_seconds")) for each in ("populate", "register")}
         row["pinned"] = size(staging["pinned_bytes"], 1024) if staging else NONE
         for epochs in EPOCHS:
-            reserved = figures.reserved(shape, name, epochs)
+            reserved = arm.about.get(f"reserved_{epochs}")
             row[f"reserved, {epochs}"] = size(reserved, 1024) if reserved else NONE
         rows.append(row)
     source = (

@@ -35,7 +35,7 @@ class GrainProcesses(Peer):
             raise Unsupported("Grain's sources are random access; an IterableDataset is not one")
         if settings.num_workers == 0:
             raise Unsupported("needs worker processes")
-        self.own_order = load.shuffle and not _by_lists(load)
+        self.own_order = load.shuffle and not load.by_lists
         # Each worker's buffer, the batch it is about to put there, and the one that the consumer reads ahead.
         self.prefetched = settings.num_workers * (settings.prefetch_factor + 2)
         self._epoch: Any = None
@@ -55,14 +55,9 @@ class GrainProcesses(Peer):
             self._epoch = None
 
 
-def _by_lists(load: Load) -> bool:
-    """Whether the dataset wants the indices of a batch at once, which Grain's public sources do not offer."""
-    return bool(getattr(load.dataset, "__getitems__", None))
-
-
 def _batches(load: Load) -> Any:
     """A MapDataset whose k-th element is the k-th batch."""
-    if _by_lists(load):
+    if load.by_lists:  # which Grain's public sources do not offer
         return grain.MapDataset.source(_BatchSource(load))
     samples = grain.MapDataset.source(load.dataset)
     if load.batches is not None:

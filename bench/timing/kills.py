@@ -110,11 +110,7 @@ def moments(chance: random.Random, kills: int, seconds: float) -> list[float]:
 
 
 def _epoch(loader: DataLoader[Any]) -> float:
-    """Seconds from `iter()` to the last batch.
-
-    Raises:
-        RuntimeError: batches were lost, came twice or out of order.
-    """
+    """Seconds from `iter()` to the last batch; RuntimeError unless every batch comes once and in order."""
     began = came = time.monotonic()
     indices = []
     for batch in loader:

@@ -67,10 +67,6 @@ class ScheduleLane(Lane):
             pass
 
     def block(self, part: str) -> list[Row]:
-        """
-        Raises:
-            RuntimeError: batches were lost, came twice or in another order than was promised.
-        """
         case, traced = self.case, isinstance(self.dataset, TracedSamples)
         self._order.samples = case.samples
         before = self._loader.statistics() if self._ours else None

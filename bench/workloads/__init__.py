@@ -48,6 +48,11 @@ class Load:
         return isinstance(self.dataset, IterableDataset)
 
     @property
+    def by_lists(self) -> bool:
+        """Whether the dataset wants the indices of a batch at once."""
+        return hasattr(self.dataset, "__getitems__")
+
+    @property
     def collate(self) -> Collate:
         """What makes a batch of a list of samples."""
         return self.collate_fn or default_collate
@@ -73,7 +78,7 @@ class Load:
 
     def fetch(self, indices: list[int]) -> Any:
         """The samples of a batch, asked for as torch asks."""
-        if getattr(self.dataset, "__getitems__", None):
+        if self.by_lists:
             return self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
         return [self.dataset[index] for index in indices]
 
