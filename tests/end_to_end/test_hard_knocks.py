@@ -59,7 +59,7 @@ def test_alarms_at_random_moments_lose_nothing_in_silence(seed: int, tmp_path: P
     result = run_script(script, env={"TMPDIR": str(tmp_path)}, timeout=100)
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout)
-    assert seen["whole"] + seen["refused"] == 15
+    assert seen.get("whole", 0) + seen.get("refused", 0) == 15
     assert seen["alarms"] > 15
 
 
