@@ -368,7 +368,8 @@ class EventLoop:
 
 def _finished(delivered: Delivered, finish: Callable[[Any], Any]) -> Delivered | Raised:
     try:
-        return Delivered(finish(delivered.batch))
+        delivered.batch = finish(delivered.batch)
+        return delivered
     except Exception as error:  # the user's, and it has its position
         refuse_interrupt(error)
         return Raised(error)

@@ -98,12 +98,12 @@ class Receiver:
             return answer
         handle = self._unpacker.learn(worker, handle)
         if not handle.segments:
-            return answer._replace(handle=handle)
+            return Answer(*answer[:-2], handle)
         fresh = dict(answer.fresh)
         for offset, size, _ in handle.segments:
             if size != fresh.get(offset, self._scheduler.pool.size_of(offset)):
                 raise ProtocolError(f"a handle names a block of {size} bytes at {offset}, where none is")
-        return answer._replace(handle=handle, used=self._unpacker.used(handle))
+        return Answer(*answer[:-2], handle, self._unpacker.used(handle))
 
 
 def _finished(event: Arrived) -> int:

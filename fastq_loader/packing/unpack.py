@@ -81,7 +81,9 @@ class Unpacker:
         parcel_bytes = segments[0][2] if boxed else len(parcel or b"")
         if parcel_bytes < spec.parcel_bytes:
             raise ProtocolError(f"a parcel of {parcel_bytes} bytes for a spec of {spec.parcel_bytes}")
-        for (offset, size, into), (_, need) in zip(segments, self.used(handle), strict=True):
+        for (offset, size, into), (_, need) in zip(
+            segments, self.used(handle) if segments else (), strict=True
+        ):
             if offset < 0 or into < 0 or need > size or offset + size > self._end:
                 raise ProtocolError(f"{need} bytes, from {into} on, in a block of {size} bytes at {offset}")
 
