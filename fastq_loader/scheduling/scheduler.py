@@ -184,9 +184,10 @@ class Scheduler:
 
     def _send(self, batch: Batch) -> Send:
         self.pending_tasks.add(self.epoch, batch)
-        blocks = self.pool.grant(batch.holder)
-        batch.task = Task(self.epoch, batch.seq, batch.attempt, batch.index, *blocks, batch.ticket)
-        return Send(batch.worker, batch.task)
+        grants, promises = self.pool.grant(batch.holder)
+        task = Task(self.epoch, batch.seq, batch.attempt, batch.index, grants, promises, batch.ticket)
+        batch.task = task
+        return Send(batch.worker, task)
 
     def _claimed(self, batch: Batch, worker: int) -> None:
         if batch.worker is None:
