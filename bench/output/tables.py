@@ -184,19 +184,23 @@ def _speed(case: CaseRows) -> dict[str, str]:
 
 
 def _cost(case: CaseRows, memory: CaseRows | None) -> dict[str, str]:
-    def both(of: CaseRows | None, measure: str, scale: float = 1) -> str:
+    def both(of: CaseRows, measure: str, scale: float = 1) -> str:
         return " / ".join(number(median(of, name, measure, scale)) for name in (BASELINE, OURS))
 
     waits = (case.peers[name].about.get("p95") if name in case.peers else None for name in (BASELINE, OURS))
-    return {
+    costs = {
         "workload": case.name,
         "next(), p95 in ms": " / ".join(number(wait and 1e3 * wait) for wait in waits),
         "CPU µs per batch": both(case, "cpu", 1e6),
         "switches per batch": both(case, "switches"),
-        "PSS, MB": both(memory, "pss", 1e-6),
-        "shared, MB": both(memory, "shared_memory", 1e-6),
-        "descriptors": both(memory, "descriptors"),
     }
+    if memory is not None:
+        costs |= {
+            "PSS, MB": both(memory, "pss", 1e-6),
+            "shared, MB": both(memory, "shared_memory", 1e-6),
+            "descriptors": both(memory, "descriptors"),
+        }
+    return costs
 
 
 def short_table(results: Results, names: Iterable[str]) -> Table:
