@@ -1,8 +1,7 @@
 """The consumer's only event loop: ask the scheduler, carry out its instructions, wait for what comes.
 
 Runs in the consumer, inside a call of `next()` or `iter()`, one thread at a time; the engine sees to that.
-Owns everything that belongs to one pool of workers (memory, scheduler, workers), makes it together and takes
-it down together.
+Owns all that belongs to one pool of workers (memory, scheduler, workers), from its start to its end.
 
 A handler of a signal may raise between any two steps of a call. `phase` says at every moment whether the loop
 could be left there: it is BUSY from the beginning of a call to its end, except while it is WAITING. The
@@ -280,7 +279,10 @@ class EventLoop:
         self._receive()
         for worker in self._group.ended(ready):
             outcome = outcome or self._handle_death(worker, self._group.death(worker)[0])
-        return outcome
+        try:
+            return outcome
+        finally:
+            del outcome  # an error holds this frame by its traceback
 
     def _receive(self) -> bool:
         """Hand everything that has come to the scheduler, in the order in which the workers finished."""
@@ -330,7 +332,10 @@ class EventLoop:
                 warn_user(f"{report}; another one was started in its place{after}", WorkerReplaced)
             except WorkerReplaced as warning:  # it was made an error, and the loop can go on after it
                 return Raised(warning)
-        return outcome  # type: ignore[return-value]
+        try:
+            return outcome  # type: ignore[return-value]
+        finally:
+            del outcome  # as above
 
     def _report(self, worker: int, cause: str, seq: int | None) -> str:
         index = None if seq is None else self.scheduler.index_of(seq)

@@ -10,6 +10,7 @@ import re
 import signal
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -339,8 +340,15 @@ def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(tmp_p
     workers = {worker.pid for worker in loader.statistics().workers}
     (zygote,) = set(descendants()) - workers
     os.kill(zygote, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=r"SIGKILL.*no other one could be started.*has ended"):
-        list(iterator)
+    loop = weakref.ref(iterator.engine._loop)
+    gc.disable()
+    try:
+        with pytest.raises(WorkerDied, match=r"SIGKILL.*no other one could be started.*has ended") as caught:
+            list(iterator)
+        del caught
+        assert loop() is None, "the error keeps the loop by the frames that it came through"
+    finally:
+        gc.enable()
 
 
 def test_deaths_while_the_loader_is_closed_leave_nothing(tmp_path: Path) -> None:
