@@ -154,22 +154,22 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _start_engine(self, base_seed: int, shared_seed: int | None) -> Engine:
         """A pool of workers, for an iterator."""
-        runtime = self._resources
-        engine = Engine(self._plan(), base_seed, shared_seed, runtime.counters, runtime.session)
-        runtime.engines.add(engine)
+        resources = self._resources
+        engine = Engine(self._plan(), base_seed, shared_seed, resources.counters, resources.session)
+        resources.engines.add(engine)
         return engine
 
     def _device_session(self) -> DeviceSession | None:
         """The session with the device, kept from epoch to epoch: a stream for each epoch would strand memory.
         Another device, or other options of it, need a new session and new workers."""
-        runtime, options = self._resources, read_device(self.device)
+        resources, options = self._resources, read_device(self.device)
         if options is not None and options.target is None:
             options = None
-        if options != (None if runtime.session is None else runtime.session.options):
+        if options != (None if resources.session is None else resources.session.options):
             if self.persistent_workers:
-                runtime.close_engines("its loader's device, or what goes with it, was changed")
-            runtime.session = None if options is None else DeviceSession(options)
-        return runtime.session
+                resources.close_engines("its loader's device, or what goes with it, was changed")
+            resources.session = None if options is None else DeviceSession(options)
+        return resources.session
 
     def _plan(self) -> Plan:
         assert self.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
@@ -198,10 +198,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _resources(self) -> Resources:
         """What this loader has besides its arguments. Made when it is first used: torchdata's subclass never
         calls the constructor, and what was copied with another loader's attributes is that loader's."""
-        runtime: Resources | None = vars(self).get("_resources")
-        if runtime is None or runtime.owner() is not self:
-            runtime = vars(self)["_resources"] = Resources(self)
-        return runtime
+        resources: Resources | None = vars(self).get("_resources")
+        if resources is None or resources.owner() is not self:
+            resources = vars(self)["_resources"] = Resources(self)
+        return resources
 
     @property
     def _iterator(self) -> Any:
@@ -228,10 +228,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Batches stay valid; iterators that were cut off raise RuntimeError in `next()`. The loader can be
         iterated again. Closing twice does nothing.
         """
-        runtime = self._resources
-        runtime.close_engines("its loader was closed")
-        while runtime.idle:
-            runtime.idle.pop().close()
+        resources = self._resources
+        resources.close_engines("its loader was closed")
+        while resources.idle:
+            resources.idle.pop().close()
         object.__setattr__(self, "_iterator", None)
 
     def __enter__(self) -> DataLoader[T_co]:
@@ -242,14 +242,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def statistics(self) -> LoaderStatistics:
         """What this loader did so far, as an immutable snapshot."""
-        runtime = self._resources
-        blocks = [(0, 0, 0), *(engine.blocks() for engine in list(runtime.engines))]
+        resources = self._resources
+        blocks = [(0, 0, 0), *(engine.blocks() for engine in list(resources.engines))]
         in_use, free, nbytes = map(sum, zip(*blocks, strict=True))
-        return runtime.counters.snapshot(
+        return resources.counters.snapshot(
             blocks_in_use=in_use,
             blocks_free=free,
             arena_bytes=nbytes,
-            staging=None if runtime.session is None else runtime.session.snapshot(),
+            staging=None if resources.session is None else resources.session.snapshot(),
         )
 
     def __repr__(self) -> str:
@@ -260,19 +260,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return f"<{name} object at {id(self):#x}, not initialised ({type(error).__name__}: {error})>"
 
     def _describe(self) -> str:
-        runtime = self._resources
-        pools = sum(engine.closed is None for engine in list(runtime.engines))
+        resources = self._resources
+        pools = sum(engine.closed is None for engine in list(resources.engines))
         running = "loads on the calling thread"
         if self.num_workers:
             running = f"{self.num_workers * pools or 'no'} workers running"
         return (
             f"dataset={type(self.dataset).__name__} batch_size={self.batch_size} "
             f"num_workers={self.num_workers} persistent_workers={self.persistent_workers}: {running}, "
-            f"{runtime.counters.epochs} epochs begun, {runtime.counters.batches} batches delivered"
+            f"{resources.counters.epochs} epochs begun, {resources.counters.batches} batches delivered"
         )
 
     # ---- copies -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """The arguments; workers and counters stay behind, so a copy starts idle."""
-        return {**vars(self), "_iterator": None}  # the runtime copies nothing of itself
+        return {**vars(self), "_iterator": None}  # the resources copy nothing of themselves

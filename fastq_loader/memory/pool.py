@@ -56,9 +56,9 @@ class BlockPool:
         """Give the pages of free blocks that `batches` batches do not need back to the system.
 
         Args:
-            batches: for which blocks stay. forget: called with the offset of each block before its pages go:
-            a device that has locked them must
-                not go on to read them.
+            batches: for which blocks stay.
+            forget: called with the offset of each block before its pages go: a device that has locked them
+                must not go on to read them.
 
         Returns:
             Whether there is new `space` to tell workers of.
