@@ -93,6 +93,8 @@ class EventLoop:
         self._epoch: Epoch | None = None
         self._unsent: dict[int, bytes] = {}  # shared tasks by their tickets, encoded
         self._timeout = Timeout(plan.timeout, of_head=plan.dynamic and plan.in_order)
+        # Of the call under way. Not passed from frame to frame: an error holds those by its traceback.
+        self._outcome: Outcome | Closed | None = None
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:
         """Start the workers. Whatever happens in here, `shut_down` takes it back.
@@ -140,9 +142,9 @@ class EventLoop:
             self.phase = IDLE
             return True
         self._begin_call()
-        outcome: Outcome | Closed | None = None
-        while outcome is None:
-            outcome = self._carry_out(self.scheduler.handle(_WANTED))
+        while self._outcome is None:
+            self._carry_out(self.scheduler.handle(_WANTED))
+        outcome, self._outcome = self._outcome, None
         if isinstance(outcome, Delivered):
             outcome = _finished(outcome, finish)
         if outcome is CLOSED:
@@ -169,16 +171,12 @@ class EventLoop:
 
     # ---- instructions -------------------------------------------------------------------------
 
-    def _carry_out(self, instructions: Iterable[events.Instruction]) -> Outcome | Closed | None:
+    def _carry_out(self, instructions: Iterable[events.Instruction]) -> None:
         """Carry instructions out, up to the first that has an outcome."""
         for instruction in instructions:
-            outcome = _ACTIONS[type(instruction)](self, instruction)
-            if outcome is not None:
-                try:
-                    return outcome
-                finally:
-                    del outcome  # an error holds this frame by its traceback
-        return None
+            _ACTIONS[type(instruction)](self, instruction)
+            if self._outcome is not None:
+                return
 
     def _draw(self, draw: events.Draw) -> None:
         for _ in range(draw.times):
@@ -211,26 +209,23 @@ class EventLoop:
         if self._group.behind:
             self._group.catch_up()
 
-    def _deliver(self, deliver: events.Deliver) -> Delivered | Raised:
+    def _deliver(self, deliver: events.Deliver) -> None:
         self._flush()
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
             self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
-        outcome = self._delivery.hand_out(deliver)
-        try:
-            if self._delivery.staging is not None:
-                self._stage_ahead(self._delivery.staging)
-            return outcome
-        finally:
-            del outcome  # an error holds this frame by its traceback
+        self._outcome = self._delivery.hand_out(deliver)
+        if self._delivery.staging is not None:
+            self._stage_ahead(self._delivery.staging)
 
-    def _finish(self, finish: events.Finish) -> Outcome:
-        return ENDED
+    def _finish(self, finish: events.Finish) -> None:
+        self._outcome = ENDED
 
-    def _break(self, lost: events.Break) -> Raised:
+    def _break(self, lost: events.Break) -> None:
         cause, torch_text = self._group.death(lost.worker)
-        return _death(self._group.report(lost.worker, cause, lost.seq, lost.index), RuntimeError(torch_text))
+        report = self._group.report(lost.worker, cause, lost.seq, lost.index)
+        self._outcome = _death(report, RuntimeError(torch_text))
 
-    def _replace(self, replace: events.Replace) -> Raised | None:
+    def _replace(self, replace: events.Replace) -> None:
         assert self._epoch is not None, "batches are loaded in epochs"
         worker, seq, cause = replace
         report = self._report(worker, cause, seq)
@@ -239,8 +234,8 @@ class EventLoop:
             self._group.replace(worker, self._epoch)
         except OSError as error:
             refuse_interrupt(error)
-            return _death(f"{report}; no other one could be started in its place: {error}", error)
-        return None
+            report = f"{report}; no other one could be started in its place: {error}"
+            self._outcome = _death(report, error)
 
     # ---- on to the device ---------------------------------------------------------------------
 
@@ -259,9 +254,9 @@ class EventLoop:
 
     # ---- waiting ------------------------------------------------------------------------------
 
-    def _wait(self, wait: events.Wait) -> Raised | Closed | None:
+    def _wait(self, wait: events.Wait) -> None:
         if self._receive():
-            return None
+            return
         if self.scheduler.window.widens:
             self._carry_out(self.scheduler.handle(_IDLE))
         self._flush()
@@ -272,17 +267,14 @@ class EventLoop:
         self.phase = BUSY  # a handler of a signal may have called meanwhile
         self._counters.waited(time.monotonic_ns() - began, self.scheduler.epoch, wait.seq, wait.behind)
         if self._group.socket.woken:
-            return CLOSED
-        outcome = None
+            self._outcome = CLOSED
+            return
         if not ready and self._timeout.is_over(self._group.socket.wait_for_message(_GRACE)):
-            outcome = self._give_up(wait)
+            self._give_up(wait)
         self._receive()
         for worker in self._group.ended(ready):
-            outcome = outcome or self._handle_death(worker, self._group.death(worker)[0])
-        try:
-            return outcome
-        finally:
-            del outcome  # an error holds this frame by its traceback
+            if self._outcome is None:
+                self._handle_death(worker, self._group.death(worker)[0])
 
     def _receive(self) -> bool:
         """Hand everything that has come to the scheduler, in the order in which the workers finished."""
@@ -299,7 +291,7 @@ class EventLoop:
 
     # ---- workers that die or hang -------------------------------------------------------------
 
-    def _give_up(self, wait: events.Wait) -> Raised | None:
+    def _give_up(self, wait: events.Wait) -> None:
         """The timeout is over: replace the worker that hangs, or say which one it is."""
         self._timeout.forget()
         self.timed_out = True
@@ -311,11 +303,12 @@ class EventLoop:
             stacks = self._group.stacks(worker)
             self._group.kill(worker)
             cause = f"was ended, because it did not answer within {timeout:g} seconds,"
-            return self._handle_death(worker, cause, stacks)
+            self._handle_death(worker, cause, stacks)
+            return
         text = self._group.report_late(worker, wait.seq, self.scheduler.index_of(wait.seq))
-        return Raised(LoaderTimeout(f"DataLoader timed out after {timeout:g} seconds: {text}"))
+        self._outcome = Raised(LoaderTimeout(f"DataLoader timed out after {timeout:g} seconds: {text}"))
 
-    def _handle_death(self, worker: int, cause: str, stacks: str = "") -> Raised | None:
+    def _handle_death(self, worker: int, cause: str, stacks: str = "") -> None:
         """A worker has ended. What it answered before counts; the rest is lost, or loaded by another."""
         patience = _LAST_ANSWERS_IF_REPLACED if self.scheduler.can_replace else _LAST_ANSWERS
         while self._group.socket.wait_for_message(patience):
@@ -324,18 +317,14 @@ class EventLoop:
         seq, claimed = self._group.claimed_by(worker, pending, self.scheduler.epoch)
         report = self._report(worker, cause, seq)
         self._group.mark_dead(worker)
-        outcome = self._carry_out(self.scheduler.handle(events.Died(worker, seq, cause, claimed)))
+        self._carry_out(self.scheduler.handle(events.Died(worker, seq, cause, claimed)))
         self._flush()
-        if outcome is None and not self._group.is_dead(worker):
+        if self._outcome is None and not self._group.is_dead(worker):
             after = f". Its Python stacks:\n{stacks}" if stacks else ""
             try:
                 warn_user(f"{report}; another one was started in its place{after}", WorkerReplaced)
             except WorkerReplaced as warning:  # it was made an error, and the loop can go on after it
-                return Raised(warning)
-        try:
-            return outcome  # type: ignore[return-value]
-        finally:
-            del outcome  # as above
+                self._outcome = Raised(warning)
 
     def _report(self, worker: int, cause: str, seq: int | None) -> str:
         index = None if seq is None else self.scheduler.index_of(seq)
@@ -389,7 +378,7 @@ def _death(report: str, cause: Exception) -> Raised:
 _WANTED, _IDLE = events.Wanted(), events.Idle()
 
 #: What is done for each instruction; an outcome ends the call.
-_ACTIONS: dict[type, Callable[[EventLoop, Any], Outcome | Closed | None]] = {
+_ACTIONS: dict[type, Callable[[EventLoop, Any], None]] = {
     events.Draw: EventLoop._draw,
     events.Send: EventLoop._send,
     events.Deliver: EventLoop._deliver,
