@@ -24,6 +24,8 @@ from fastq_loader.device.staging import Staging
 from fastq_loader.errors import LoaderTimeout, WorkerDied, WorkerReplaced, warn_user
 from fastq_loader.ipc.claim_table import slots
 from fastq_loader.ipc.messages import Epoch, Space, encode
+from fastq_loader.ipc.probes import expect_threads
+from fastq_loader.ipc.sockets import THREADS
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.unpack import Unpacker
@@ -32,7 +34,7 @@ from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.timeout import Timeout
 from fastq_loader.scheduling.window import Window
 from fastq_loader.statistics import Counters
-from fastq_loader.system import standard_streams
+from fastq_loader.system import calls, standard_streams
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
@@ -46,6 +48,8 @@ _LAST_ANSWERS, _LAST_ANSWERS_IF_REPLACED = 0.02, 0.002
 #: Seconds beyond the timeout. A consumer that was stopped for longer than the timeout wakes up together with
 #: the thread of zmq that has its messages.
 _GRACE = 0.05
+#: Threads that count against a limit of processes: a worker's own, one that watches this process, and zmq's.
+_PER_WORKER = 2 + THREADS
 #: Batches beyond the window that the pool keeps blocks for: the user's, and the next one.
 _SPARE_BATCHES = 2
 
@@ -101,9 +105,13 @@ class EventLoop:
 
         Raises:
             TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be.
-            OSError: descriptors, processes or temporary folders are used up.
+            OSError: descriptors, processes, threads or temporary folders are used up.
             RuntimeError: the device cannot be initialised.
         """
+        # All that will be started, before any of it is: else workers and sockets take each other's threads.
+        # Not under `ulimit -v`, where this process may lack room for so many stacks.
+        if calls.address_space_limit() is None:
+            expect_threads(THREADS + _PER_WORKER * self.plan.workers + bool(self.plan.restarts))
         self._group.start(base_seed, shared_seed)
         if self._session is not None:  # after the workers, which must not inherit anything of the device
             self._delivery.staging = Staging(self._session, self._unpacker, self.pool.arena.mapping)

@@ -6,13 +6,15 @@ can be queued before the worker is up. A worker that replaces a dead one has a n
 nothing that was meant for the dead one reaches it. The folder is private to the user (0700), and is removed
 as soon as every worker is connected.
 
-One `wait` serves everything: the socket, the workers' process descriptors, a wake-up.
+A worker accepts a connection from the consumer's process and from no other. A connection is made once: zmq
+tells the consumer when it breaks, and what was under way is lost then.
+
+One `wait` serves everything: the socket, its broken connections, the workers' process descriptors, a wake-up.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import signal
@@ -22,6 +24,7 @@ from collections import deque
 from collections.abc import Container, Iterator, Sequence
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import (
@@ -38,6 +41,7 @@ from fastq_loader.ipc.messages import (
     decode_for_worker,
     encode,
 )
+from fastq_loader.ipc.probes import expect_descriptors, expect_threads
 from fastq_loader.system import calls, process_id
 
 #: sun_path of <sys/un.h> holds 108 bytes with the closing NUL.
@@ -49,7 +53,11 @@ _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _RCVMORE = int(zmq.RCVMORE)
 #: Descriptors that zmq takes (its threads' epolls and mailboxes; a connection and an attempt at one for each
 #: worker). Without them it ends the process, or tries to connect in silence for ever.
-_OWN_DESCRIPTORS, _DESCRIPTORS_PER_WORKER = 12, 2
+_OWN_DESCRIPTORS, _DESCRIPTORS_PER_WORKER = 14, 2
+#: Threads of a context of zmq.
+THREADS = 2
+#: Milliseconds after which a worker to which nobody has connected looks for its socket's file.
+_LOOK_MS = 500
 
 
 _STOP = encode(Stop())
@@ -84,26 +92,18 @@ def _temp_folder() -> str | None:
         return None
 
 
+def _configure(socket: zmq.Socket[bytes]) -> None:
+    for option in (
+        zmq.LINGER,
+        zmq.SNDHWM,  # the scheduler's window is the bound
+        zmq.RCVHWM,
+        zmq.HANDSHAKE_IVL,  # a process may be stopped for as long as it likes
+    ):
+        socket.setsockopt(option, 0)
+
+
 def _milliseconds(seconds: float) -> int:
     return math.ceil(seconds * 1000)
-
-
-def _expect_descriptors(count: int) -> None:
-    """Raise OSError (EMFILE) unless `count` more descriptors can be opened."""
-    opened: list[int] = []
-    try:
-        opened.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(count))
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):  # a handler of a signal has raised, perhaps
-            raise
-        raise OSError(
-            error.errno,
-            f"{error.strerror}: the loader needs {count} descriptors for its sockets; raise the limit with "
-            "`ulimit -n`, or use fewer workers",
-        ) from error
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
 
 
 def endpoint(folder: str, name: str) -> str:
@@ -164,7 +164,8 @@ class ConsumerSocket:
     """
 
     def __init__(self, folder: str, workers: int, token: bytes) -> None:
-        _expect_descriptors(_OWN_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * workers)
+        expect_descriptors(_OWN_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * workers)
+        expect_threads(THREADS)
         self.woken = False
         self.rejected = 0
         self._token = token
@@ -176,14 +177,13 @@ class ConsumerSocket:
         # quick: its answer would be sent after the next batch.)
         with _yielding_threads():
             self._socket = self._context.socket(zmq.ROUTER)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
         self._names: dict[int, bytes] = {}  # worker → its routing id
         self._numbers: dict[bytes, int] = {}
         self._endpoints: dict[int, str] = {}
         try:
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.SNDHWM, 0)  # the scheduler's window is the bound
-            self._socket.setsockopt(zmq.RCVHWM, 0)
+            _configure(self._socket)
             self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
             for worker in range(workers):
@@ -191,8 +191,8 @@ class ConsumerSocket:
         except BaseException:
             self.close()
             raise
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._wake, zmq.POLLIN)
+        for source in (self._socket, self._monitor, self._wake):
+            self._poller.register(source, zmq.POLLIN)
 
     def connect(self, folder: str, worker: int, generation: int) -> None:
         """Expect a worker. What is sent to it before it is up waits."""
@@ -253,6 +253,14 @@ class ConsumerSocket:
             if worker is not None:
                 return worker, None
 
+    def broken(self, ready: Sequence[object]) -> list[int]:
+        """The workers whose connection has broken, by what `wait` found readable; each is named once."""
+        found: list[int] = []
+        while self._monitor in ready and self._monitor.poll(0):
+            endpoint = recv_monitor_message(self._monitor)["endpoint"].decode()
+            found += [worker for worker, its in self._endpoints.items() if its == endpoint]
+        return found
+
     def watch(self, descriptor: int) -> None:
         """Let `wait` return when `descriptor` becomes readable (a process descriptor: has ended)."""
         self._poller.register(descriptor, zmq.POLLIN)
@@ -285,6 +293,7 @@ class ConsumerSocket:
         # Not left to the context: it finds its sockets through weak references. These are dead when the
         # garbage collector ends a loader, and the context would wait for the socket for ever.
         self._poller = zmq.Poller()
+        self._monitor.close(linger=0)
         self._socket.close(linger=0)
         # pyzmq gives a term() up that a signal interrupts, and leaves the context's thread and descriptors.
         masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -304,17 +313,36 @@ _inherited: list[WorkerSocket] = []
 
 class WorkerSocket:
     """A worker's end. Made in the worker process, because a context of zmq does not survive a fork. A child
-    that user code forked there ends when it uses the socket."""
+    that user code forked there ends when it uses the socket.
 
-    def __init__(self, folder: str, name: str) -> None:
+    Args:
+        folder: where it binds.
+        name: of the socket.
+        consumer: process id of the consumer.
+    """
+
+    def __init__(self, folder: str, name: str, consumer: int) -> None:
+        expect_threads(THREADS)
         self._pid = process_id.current()
         self._context = zmq.Context(io_threads=1)
         self._frames: deque[bytes] = deque()  # received, or of a bundle, as far as they were not read
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        _configure(self._socket)
+        self._socket.setsockopt(zmq.IPC_FILTER_PID, consumer)
+        self._path = os.path.join(folder, name)
         self._socket.bind(endpoint(folder, name))
+
+    def say_hello(self) -> None:
+        """Wait for the consumer to connect, and say that this worker is up. If the socket's file is removed
+        meanwhile, it is made anew.
+
+        Raises:
+            ZMQError: the folder is gone, too.
+        """
+        while not self._socket.poll(_LOOK_MS, zmq.POLLOUT):
+            if not os.path.exists(self._path):
+                self._socket.bind(f"ipc://{self._path}")
+        self.send(Hello(self._pid))
 
     def send(self, message: Message) -> None:
         process_id.stay_in(self._pid)

@@ -22,6 +22,7 @@ from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.backlog import Backlog
 from fastq_loader.scheduling.pending_tasks import PendingTasks
 from fastq_loader.statistics import Counters, WorkerCounters
+from fastq_loader.system import calls
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.pool import WorkerPool
 from fastq_loader.workers.stopping import BRIEF
@@ -70,7 +71,7 @@ class WorkerGroup:
         self._expected: dict[str, set[int]] = {}  # folder → workers that have still to connect there
         self._is_up: set[int] = set()
         self._dead: set[int] = set()
-        self._evicted: set[int] = set()  # workers that were ended because of what they sent
+        self._evicted: dict[int, str] = {}  # workers that were ended here → why
         self._failed_starts: dict[int, int] = {}  # worker → processes that ended before they were up
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:
@@ -167,8 +168,12 @@ class WorkerGroup:
     # ---- deaths -------------------------------------------------------------------------------
 
     def ended(self, ready: Sequence[object]) -> list[int]:
-        """The workers that have ended, by what `socket.wait` found readable, and are not marked dead yet."""
+        """The workers that have ended, by what `socket.wait` found readable, and are not marked dead yet. One
+        whose connection has broken is ended, unless it is about to end by itself."""
         descriptors = self._processes.descriptors
+        for worker in self.socket.broken(ready):
+            if not calls.readable([descriptors[worker]], BRIEF):
+                self.evict(worker, "its connection to this process broke")
         return [
             worker
             for worker, descriptor in enumerate(descriptors)
@@ -179,17 +184,20 @@ class WorkerGroup:
         """End a worker that does not answer."""
         self._processes.kill(worker)
 
-    def evict(self, worker: int) -> None:
-        """End a worker that has sent what is not a due answer: its real answer will never come."""
+    def evict(self, worker: int, why: str = "it sent what is no answer to any of its tasks") -> None:
+        """End a worker whose real answer will never come."""
         if worker not in self._evicted:
-            self._evicted.add(worker)
+            self._evicted[worker] = why
             self._processes.kill(worker)
 
     def death(self, worker: int) -> tuple[str, str]:
         """How an ended worker died, in our words and in torch's."""
         cause, torch_text = self._processes.death(worker)
         if worker in self._evicted:
-            cause = "was ended, because it sent what is no answer to any of its tasks,"
+            cause = f"was ended, because {self._evicted[worker]},"
+        for folder, missing in self._expected.items():
+            if worker in missing and not os.path.isdir(folder):
+                cause += f", because the folder of its socket, {folder}, was removed,"
         return cause, torch_text
 
     def report(self, worker: int, cause: str, seq: int | None, index: Any) -> str:
@@ -237,7 +245,7 @@ class WorkerGroup:
         folder = self._new_folder({worker})
         generation = self._processes.replace(worker, folder, self._pool.clear_space(worker))
         self._dead.discard(worker)
-        self._evicted.discard(worker)
+        self._evicted.pop(worker, None)
         self._is_up.discard(worker)
         self.socket.watch(self._processes.descriptors[worker])
         self.socket.connect(folder, worker, generation)

@@ -29,7 +29,6 @@ from fastq_loader.ipc.messages import (
     Answer,
     Epoch,
     Handle,
-    Hello,
     Ping,
     Space,
     Stop,
@@ -75,9 +74,9 @@ def main(setup: Setup) -> None:
     collate.install()
     if not os.path.isdir(setup.folder):  # the loader was closed before this worker was up
         return
-    socket = WorkerSocket(setup.folder, socket_name(setup.worker, setup.generation))
-    socket.send(Hello(os.getpid()))
+    socket = WorkerSocket(setup.folder, socket_name(setup.worker, setup.generation), setup.consumer)
     try:
+        socket.say_hello()
         Worker(setup, blocks, socket, claims).run()
     except KeyboardInterrupt:
         return  # user code raised it; as in torch the consumer's own interrupt is the one to show

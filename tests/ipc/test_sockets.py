@@ -1,4 +1,4 @@
-"""Both ends of the sockets in one process, and what keeps others out."""
+"""Both ends of the sockets in one process, what keeps others out, and connections that break."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ from fastq_loader.ipc.sockets import (
     remove_folder,
     socket_name,
 )
+from tests.conftest import open_descriptors, wait_until
 from tests.support.datasets import Opaque
+from tests.support.forking import end_of, fork
 
 TOKEN = bytes(range(TOKEN_BYTES))
 ANSWER = Answer(1, 2, 0, 0, 5, 6, ((0, 81920),), (), None)
@@ -54,9 +56,19 @@ def folder() -> Iterator[str]:
     assert not os.path.exists(folder)
 
 
+@pytest.fixture
+def worker(folder: str) -> Iterator[WorkerSocket]:
+    with closing(end_of_worker(folder, 0)) as end:
+        yield end
+
+
+def end_of_worker(folder: str, worker: int, generation: int = 0) -> WorkerSocket:
+    return WorkerSocket(folder, socket_name(worker, generation), os.getpid())
+
+
 @contextmanager
 def connected(folder: str, workers: int = 1) -> Iterator[tuple[ConsumerSocket, list[WorkerSocket]]]:
-    ends = [WorkerSocket(folder, socket_name(worker, 0)) for worker in range(workers)]
+    ends = [end_of_worker(folder, worker) for worker in range(workers)]
     consumer = ConsumerSocket(folder, workers, TOKEN)
     try:
         yield consumer, ends
@@ -68,14 +80,9 @@ def connected(folder: str, workers: int = 1) -> Iterator[tuple[ConsumerSocket, l
 
 @contextmanager
 def raw_socket() -> Iterator[zmq.Socket[bytes]]:
-    context = zmq.Context()
-    raw = context.socket(zmq.DEALER)
-    raw.setsockopt(zmq.LINGER, 1000)
-    try:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.setsockopt(zmq.LINGER, 1000)
         yield raw
-    finally:
-        raw.close()
-        context.term()
 
 
 def received(consumer: ConsumerSocket) -> tuple[int, Any]:
@@ -132,7 +139,7 @@ def test_nothing_reaches_the_process_that_replaces_a_worker_but_what_is_its_own(
         consumer.disconnect(0)
         consumer.connect(folder, 0, 1)
         consumer.send(0, Ping())
-        with closing(WorkerSocket(folder, socket_name(0, 1))) as successor:
+        with closing(end_of_worker(folder, 0, 1)) as successor:
             assert successor.receive(block=True) == Ping()
             successor.send(Hello(2))
             assert received(consumer) == (0, Hello(2))
@@ -165,17 +172,13 @@ def test_one_wait_serves_messages_descriptors_and_a_wake_up(folder: str) -> None
 @pytest.mark.processes
 def test_a_forked_child_of_a_worker_cannot_use_its_socket(folder: str) -> None:
     with connected(folder) as (consumer, (worker,)):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                worker.close()
+
+        def use() -> None:
+            worker.close()
+            with pytest.raises(SystemExit):
                 worker.send(Hello(1))
-            except SystemExit:
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        assert end_of(fork(use)) == 0
         worker.send(Hello(2))
         assert received(consumer) == (0, Hello(2))
 
@@ -239,54 +242,63 @@ def test_garbage_from_a_worker_is_counted_and_named(folder: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_worker_drops_garbage_and_unpickles_none(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_drops_garbage_and_unpickles_none(
+    folder: str, worker: WorkerSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pickle.loads", lambda data: pytest.fail("something was unpickled"))
-    worker = WorkerSocket(folder, "w0.0")
-    try:
-        with raw_socket() as intruder:
-            intruder.connect(endpoint(folder, "w0.0"))
-            for frame in [*garbage(2, 300, TASK, Epoch(1, 7), Stop()), b"", encode(Epoch(77, None))]:
-                intruder.send(frame)
-            seen: list[Any] = []
-            while Epoch(77, None) not in seen:
-                seen.append(worker.receive(block=True))
-        assert {type(message) for message in seen} <= {Task, Epoch, Stop}
-    finally:
-        worker.close()
+    with raw_socket() as consumer:
+        consumer.connect(endpoint(folder, "w0.0"))
+        for frame in [*garbage(2, 300, TASK, Epoch(1, 7), Stop()), b"", encode(Epoch(77, None))]:
+            consumer.send(frame)
+        seen: list[Any] = []
+        while Epoch(77, None) not in seen:
+            seen.append(worker.receive(block=True))
+    assert {type(message) for message in seen} <= {Task, Epoch, Stop}
 
 
 @pytest.mark.processes
-def test_another_user_cannot_connect(folder: str) -> None:
-    path = Path(folder)
-    assert path.stat().st_mode & 0o777 == 0o700
-    assert path.stat().st_uid == os.getuid()
-    worker = WorkerSocket(folder, "w0.0")
-    try:
-        assert (path / "w0.0").is_socket()
-        if os.getuid() != 0:
-            pytest.skip("only root can become another user")
-        assert connects_as(os.getuid(), path) == 0
-        assert connects_as(65534, path) == 13  # EACCES
-    finally:
-        worker.close()
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(("user", "error"), [(0, 0), (65534, 13)])  # EACCES
+def test_another_user_cannot_connect(user: int, error: int, folder: str, worker: WorkerSocket) -> None:
+    assert Path(folder).stat().st_mode & 0o777 == 0o700
+
+    def connect() -> None:
+        # The way there is open to everybody; what keeps others out is the folder itself.
+        os.chdir(os.path.dirname(folder))
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+        with socket.socket(socket.AF_UNIX) as client:
+            assert client.connect_ex(f"{os.path.basename(folder)}/w0.0") == error
+
+    assert end_of(fork(connect)) == 0
 
 
-def connects_as(user: int, folder: Path) -> int:
-    """The error number with which another user's connection ends; 0 if it does not."""
-    child = os.fork()
-    if child == 0:
-        code = 255
-        try:
-            # The way there is open to everybody; what keeps others out is the folder itself.
-            os.chdir(folder.parent)
-            os.setgroups([])
-            os.setgid(user)
-            os.setuid(user)
-            client = socket.socket(socket.AF_UNIX)
-            code = client.connect_ex(f"{folder.name}/w0.0")
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+@pytest.mark.processes
+def test_a_worker_accepts_no_process_but_its_consumer(folder: str, worker: WorkerSocket) -> None:
+    """Not even one of the same user: it would get every second answer."""
+
+    def intrude() -> None:
+        with socket.socket(socket.AF_UNIX) as plain, suppress(ConnectionError):
+            plain.connect(f"{folder}/w0.0")
+            plain.sendall(b"GET / HTTP/1.1")
+            assert plain.recv(1) == b""
+        with raw_socket() as peer:
+            peer.setsockopt(zmq.LINGER, 0)
+            peer.connect(endpoint(folder, "w0.0"))
+            peer.send(encode(EPOCHS[0]))
+            assert not peer.poll(200)
+
+    intruders = [fork(intrude)]
+    with closing(ConsumerSocket(folder, 1, TOKEN)) as consumer:
+        intruders.append(fork(intrude))
+        worker.say_hello()
+        for _ in range(9):
+            worker.send(ANSWER)
+        assert received(consumer) == (0, Hello(os.getpid()))
+        assert [received(consumer) for _ in range(9)] == [(0, ANSWER)] * 9
+        assert [end_of(intruder) for intruder in intruders] == [0, 0]
+        assert worker.receive(block=False) is None
 
 
 def test_the_folder_is_private_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,6 +334,79 @@ def test_without_any_folder_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
     with pytest.raises(PermissionError, match="no"):
         endpoint_folder()
+
+
+# ---- connections that break -------------------------------------------------------------------------
+
+
+def scribble(path: str) -> None:
+    """Write where a socket of zmq's is connected that was bound at `path`, or is connected to it."""
+    for name, target in open_descriptors().items():
+        if target.startswith("socket:"):
+            with suppress(OSError), socket.socket(fileno=os.dup(name)) as end:  # it may be closed by now
+                if path in (end.getsockname(), end.getpeername()):
+                    end.send(b"\xff" * 99)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("junk", [True, False], ids=["junk", "the worker closes it"])
+def test_a_broken_connection_is_named_once(junk: bool, folder: str) -> None:
+    with connected(folder, 2) as (consumer, ends):
+        for end in ends:
+            end.say_hello()
+            received(consumer)
+        assert consumer.broken(consumer.wait(0)) == []
+        scribble(f"{folder}/w1.0") if junk else ends[1].close()
+        assert consumer.broken(consumer.wait(5)) == [1]
+        assert consumer.broken(consumer.wait(0)) == []
+        ends[0].send(ANSWER)
+        assert received(consumer) == (0, ANSWER)
+
+
+@pytest.mark.processes
+def test_a_worker_that_was_replaced_is_not_broken(folder: str) -> None:
+    with connected(folder) as (consumer, (dead,)):
+        dead.say_hello()
+        received(consumer)
+        consumer.disconnect(0)
+        dead.close()
+        consumer.connect(folder, 0, 1)
+        with closing(end_of_worker(folder, 0, 1)) as successor:
+            successor.say_hello()
+            assert received(consumer)[0] == 0
+            assert consumer.broken(consumer.wait(0.1)) == []
+
+
+@pytest.mark.processes
+def test_a_socket_whose_file_is_removed_is_made_anew(
+    folder: str, worker: WorkerSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "_LOOK_MS", 1)
+    path = Path(folder, "w0.0")
+    path.unlink()
+    thread = threading.Thread(target=worker.say_hello)
+    thread.start()
+    assert wait_until(path.exists, 5)
+    with closing(ConsumerSocket(folder, 1, TOKEN)) as consumer:
+        assert received(consumer) == (0, Hello(os.getpid()))
+        thread.join()
+
+
+@pytest.mark.processes
+def test_a_worker_whose_folder_is_removed_does_not_wait(
+    folder: str, worker: WorkerSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "_LOOK_MS", 1)
+    remove_folder(folder)
+    with pytest.raises(zmq.ZMQError, match="No such file"):
+        worker.say_hello()
+
+
+@pytest.mark.processes
+def test_a_process_may_be_stopped_while_it_connects(folder: str) -> None:
+    """zmq would give the connection up after 30 seconds."""
+    with connected(folder) as (consumer, (worker,)):
+        assert [end._socket.getsockopt(zmq.HANDSHAKE_IVL) for end in (consumer, worker)] == [0, 0]
 
 
 # ---- threads ----------------------------------------------------------------------------------------

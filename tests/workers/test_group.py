@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,10 @@ class Socket:
         self.received: list[tuple[int, Any]] = []
         self.sent: list[tuple[int | None, Any]] = []
         self.rejected = 0
+        self.cut: list[int] = []  # workers whose connection has broken
+
+    def broken(self, ready: Any) -> list[int]:
+        return self.cut
 
     def receive(self) -> tuple[int, Any] | None:
         return self.received.pop(0) if self.received else None
@@ -84,6 +89,27 @@ def test_answers_are_handed_on_and_a_worker_that_sends_garbage_is_ended() -> Non
     assert not workers.is_ready(1)
     assert workers.death(0) == ("was killed", "torch's text")
     assert workers.death(1)[0].startswith("was ended, because it sent what is no answer")
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_worker_whose_connection_breaks_is_ended_unless_it_ends_by_itself(
+    leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, socket, killed = group()
+    workers._processes.descriptors = [70, 71]
+    monkeypatch.setattr("fastq_loader.system.calls.readable", lambda asked, seconds: asked if leaves else [])
+    assert workers.ended([71]) == [1]
+    socket.cut = [0]
+    assert workers.ended([]) == []
+    assert killed == ([] if leaves else [0])
+    assert workers.death(0)[0] == "was killed" if leaves else "because its connection" in workers.death(0)[0]
+
+
+def test_a_worker_whose_folder_was_removed_before_it_was_up_is_told_of_with_it(tmp_path: Path) -> None:
+    workers, _, _ = group()
+    workers._expected = {str(tmp_path): {0}, "/nonexistent": {1}}
+    assert workers.death(0)[0] == "was killed"
+    assert workers.death(1)[0] == "was killed, because the folder of its socket, /nonexistent, was removed,"
 
 
 def test_a_ping_that_a_worker_was_not_sent_ends_it() -> None:

@@ -1,0 +1,65 @@
+"""Limits that are found before zmq finds them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+
+import pytest
+
+from fastq_loader.ipc.probes import expect_descriptors, expect_threads
+from tests.conftest import open_descriptors
+
+
+def tasks() -> int:
+    """Threads of this process, as the kernel counts them."""
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.processes
+def test_too_few_descriptors_are_an_error_that_says_how_to_get_more() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = open_descriptors()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before) + 8, limits[1]))
+    try:
+        expect_descriptors(5)
+        with pytest.raises(OSError, match=r"needs 500 descriptors .* `ulimit -n`") as caught:
+            expect_descriptors(500)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert caught.value.errno == errno.EMFILE
+    assert open_descriptors().keys() == before.keys()
+
+
+def test_another_error_is_not_taken_for_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> int:
+        raise TimeoutError("a handler of a signal")
+
+    monkeypatch.setattr(os, "open", interrupted)
+    with pytest.raises(TimeoutError, match=r"^a handler of a signal$"):
+        expect_descriptors(5)
+
+
+@pytest.mark.parametrize("allowed", [0, 3, 5])
+def test_too_few_threads_are_an_error_and_none_is_left(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        started.append(thread)
+        assert tasks() == before + len(started), "they are counted together"
+
+    before = tasks()
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    if allowed == 5:
+        expect_threads(5)
+    else:
+        with pytest.raises(BlockingIOError, match=r"needs 5 threads .*`ulimit -u`.*pids") as caught:
+            expect_threads(5)
+        assert caught.value.errno == errno.EAGAIN
+    assert tasks() == before, "the kernel counts none of them any more"
+    assert len(started) == allowed
