@@ -62,7 +62,7 @@ class Dynamic(Schedule):
     Args:
         window: as for `RoundRobin`. None is `prefetch_factor + 1` batches for each worker and, while the next
             batch is late and workers would idle, up to 16 times `prefetch_factor` for each, or 1 GiB (or a
-            sixteenth of the machine's memory, if that is less).
+            sixteenth of the machine's memory, if that is less); 14,335 at most.
     """
 
 

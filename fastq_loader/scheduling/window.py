@@ -53,7 +53,8 @@ class WindowLimits(NamedTuple):
             # While a group of batches is asked for, every worker still has one at work and one to come.
             return cls(fixed, fixed, 0, min(max(fixed - 2 * workers, 1), workers))
         budget_bytes = min(_WIDEST_BYTES, memory_bytes // _WIDEST_SHARE)
-        return cls(ahead + workers, min(_WIDEST * ahead, WIDEST_WINDOW), budget_bytes, workers)
+        widest = min(_WIDEST * ahead, WIDEST_WINDOW)
+        return cls(min(ahead + workers, WIDEST_WINDOW), widest, budget_bytes, workers)
 
 
 class Window:

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastq_loader.ipc.claim_table import WORKERS
+from fastq_loader.memory.arena import CLAIMS
 from fastq_loader.scheduling.options import WIDEST_WINDOW, Dynamic, RoundRobin, Schedule
 from fastq_loader.scheduling.window import Window, WindowLimits
 
@@ -180,6 +182,9 @@ def test_what_a_schedule_comes_to(schedule: Schedule, iterable: bool, limits: tu
     assert found == WindowLimits(*limits)
 
 
-def test_the_widest_window_is_bounded_on_large_machines_too() -> None:
-    found = WindowLimits.of(Dynamic(), workers=100, prefetch=10, iterable=False, memory_bytes=1 << 50)
-    assert found == (1100, WIDEST_WINDOW, 1 << 30, 100)
+@pytest.mark.parametrize(("prefetch", "least"), [(10, 1100), (143, 14_335), (9000, 14_335)])
+def test_the_window_is_bounded_on_large_machines_too(prefetch: int, least: int) -> None:
+    """The table of claims has room for two of the widest."""
+    found = WindowLimits.of(Dynamic(), workers=100, prefetch=prefetch, iterable=False, memory_bytes=1 << 50)
+    assert found == (least, WIDEST_WINDOW, 1 << 30, 100)
+    assert 2 * WIDEST_WINDOW <= CLAIMS - WORKERS
