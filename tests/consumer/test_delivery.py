@@ -112,7 +112,7 @@ def test_an_error_of_a_worker_is_raised_and_one_that_cannot_start_ends_it(code: 
     assert (counters.rejected_frames, counters.batches) == (0, 0)
 
 
-@pytest.mark.parametrize("code", [ERROR, BATCH])
+@pytest.mark.parametrize("code", [ERROR, BATCH, BROKEN])
 def test_a_stop_iteration_is_an_error_and_does_not_end_the_epoch(code: int) -> None:
     stopped = StopIteration("too early")
     outcome, *_ = hand_out(Unpacker(unpacking=stopped), code, stopped)

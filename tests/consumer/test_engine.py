@@ -5,35 +5,43 @@ from __future__ import annotations
 import gc
 import os
 import random
+import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 import fastq_loader
-from fastq_loader import DataLoader, LoaderTimeout
+from fastq_loader import DataLoader
+from tests.conftest import open_descriptors
+from tests.support.forking import end_of, fork
 
 pytestmark = pytest.mark.processes
 
 LARGE = 100_000  # float32: 400 kB, a block of its own
 
 
-class Filled:
-    """`dataset[i]` is a large tensor full of i."""
+@dataclass(eq=False)
+class Made:
+    """`dataset[i]` is what a function makes of i."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    make: Callable[[int], Any]
+    length: int
 
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((LARGE,), float(index))
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+def full(index: int) -> torch.Tensor:
+    return torch.full((LARGE,), float(index))
 
 
 def is_full_of(tensor: torch.Tensor, value: float) -> bool:
@@ -47,74 +55,14 @@ def test_a_fork_between_the_end_of_a_lease_and_the_next_call(monkeypatch: pytest
     """The worker may write to the promised block already: the fork must not take it back."""
     monkeypatch.setattr("fastq_loader.memory.ledger.WORTH_A_PROMISE", 0)
     children = []
-    loader = DataLoader(Filled(30), batch_size=None, num_workers=1, prefetch_factor=1)
+    loader = DataLoader(Made(full, 30), batch_size=None, num_workers=1, prefetch_factor=1)
     for number, batch in enumerate(loader):
         assert is_full_of(batch, number)
         del batch
         if number % 10 == 3:
-            child = os.fork()
-            if child == 0:
-                time.sleep(0.1)
-                os._exit(0)
-            children.append(child)
+            children.append(fork(lambda: time.sleep(0.1)))
             time.sleep(0.01)
-    for child in children:
-        assert os.waitpid(child, 0)[1] == 0
-
-
-class Holder:
-    """Every item says what is in a batch of another loader that this dataset references."""
-
-    def __init__(self, batch: torch.Tensor) -> None:
-        self.batch: torch.Tensor | None = batch
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> tuple[float, float]:
-        time.sleep(0.002)
-        assert self.batch is not None
-        return self.batch.min().item(), self.batch.max().item()
-
-
-def test_a_batch_that_the_workers_of_another_loader_reference_stays() -> None:
-    with DataLoader(Filled(200), batch_size=None, num_workers=1) as first:
-        batches = iter(first)
-        dataset = Holder(next(batches))
-        seen = iter(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork"))
-        values = {tuple(next(seen))}
-        dataset.batch = None  # here; the worker was forked before and still has it
-        for batch in batches:
-            del batch
-        values.update(map(tuple, seen))
-    assert values == {(0.0, 0.0)}
-
-
-class ForksInWorker:
-    """At index 5 a child of the worker reads the tensor that is being shipped, a while later."""
-
-    def __init__(self, result: str) -> None:
-        self.result = result
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        tensor = fastq_loader.empty((LARGE,), torch.float32).fill_(index)
-        if index == 5 and os.fork() == 0:
-            time.sleep(0.2)
-            with open(self.result, "w") as file:
-                file.write(str(tensor.unique().tolist()))
-            os._exit(0)
-        time.sleep(0.005)
-        return tensor
-
-
-def test_a_fork_in_a_worker_keeps_what_it_saw(tmp_path: Any) -> None:
-    result = tmp_path / "seen"
-    for number, batch in enumerate(DataLoader(ForksInWorker(str(result)), batch_size=None, num_workers=1)):
-        assert is_full_of(batch, number)
-    assert result.read_text() == "[5.0]"
+    assert [end_of(child) for child in children] == [0, 0, 0]
 
 
 # ---- threads and signals ------------------------------------------------------------------------------
@@ -131,22 +79,12 @@ class Box:
         vars(self).update(state)
 
 
-class Boxes:
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> list[Box]:
-        return [Box(torch.full((3,), self.value)) for _ in range(5)]
-
-
 def test_two_threads_do_not_get_each_others_leaves() -> None:
     found: list[tuple[float, float]] = []
 
     def consume(value: float) -> None:
-        for boxes in DataLoader(Boxes(value), batch_size=None, num_workers=1):
+        boxed = Made(lambda index: [Box(torch.full((3,), value)) for _ in range(5)], 20)
+        for boxes in DataLoader(boxed, batch_size=None, num_workers=1):
             found.extend((value, box.tensor[0].item()) for box in boxes)
 
     threads = [threading.Thread(target=consume, args=(value,)) for value in (1.0, 2.0)]
@@ -159,11 +97,7 @@ def test_two_threads_do_not_get_each_others_leaves() -> None:
 
 
 class SlowSampler:
-    def __init__(self) -> None:
-        self.pause = 0.0
-
-    def __len__(self) -> int:
-        return 8
+    pause = 0.0
 
     def __iter__(self) -> Iterator[int]:
         for index in range(8):
@@ -173,9 +107,7 @@ class SlowSampler:
 
 def test_a_signal_handler_may_close_the_loader_while_an_epoch_starts() -> None:
     sampler = SlowSampler()
-    loader = DataLoader(
-        list(range(8)), batch_size=None, sampler=sampler, num_workers=2, persistent_workers=True
-    )
+    loader = DataLoader(range(8), None, sampler=sampler, num_workers=2, persistent_workers=True)
     assert list(loader) == list(range(8))
     sampler.pause = 0.1
     before = signal.signal(signal.SIGALRM, lambda signum, frame: loader.close())
@@ -194,29 +126,19 @@ def test_a_signal_handler_may_close_the_loader_while_an_epoch_starts() -> None:
 class InterruptedSampler:
     """Raises KeyboardInterrupt once, when told to: as Ctrl-C in a user's sampler would."""
 
-    def __init__(self) -> None:
-        self.interrupt = False
-        self.next = 0
+    interrupt = False
 
-    def __iter__(self) -> InterruptedSampler:
-        self.next = 0
-        return self
-
-    def __next__(self) -> int:
-        if self.interrupt:
-            self.interrupt = False
-            raise KeyboardInterrupt
-        if self.next == 20:
-            raise StopIteration
-        self.next += 1
-        return self.next - 1
+    def __iter__(self) -> Iterator[int]:
+        for index in range(20):
+            if self.interrupt:
+                self.interrupt = False
+                raise KeyboardInterrupt
+            yield index
 
 
 def test_after_an_interrupt_in_the_middle_of_a_call_the_iterator_says_so() -> None:
     sampler = InterruptedSampler()
-    loader = DataLoader(
-        list(range(20)), batch_size=None, sampler=sampler, num_workers=1, persistent_workers=True
-    )
+    loader = DataLoader(range(20), None, sampler=sampler, num_workers=1, persistent_workers=True)
     batches = iter(loader)
     assert next(batches) == 0
     sampler.interrupt = True
@@ -283,100 +205,28 @@ def test_a_dataset_may_allocate_in_threads() -> None:
 # ---- sizes, specs, errors -----------------------------------------------------------------------------
 
 
-class Ragged:
-    """Sizes from 1 kB to 4 MB, at random, in place."""
-
-    def __len__(self) -> int:
-        return 600
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        nbytes = random.Random(index).randint(1000, 4_000_000)
-        return fastq_loader.empty((nbytes,), torch.uint8)
-
-
 def test_sizes_that_vary_use_the_same_addresses_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The address range here is a fraction of what 600 batches would take if it were used once."""
     monkeypatch.setattr("fastq_loader.memory.arena._LARGEST", 128 << 20)
-    with DataLoader(Ragged(), batch_size=None, num_workers=2) as loader:
-        for index, batch in enumerate(loader):
-            assert batch.nbytes == random.Random(index).randint(1000, 4_000_000)
+    sizes = random.Random(1).choices(range(1000, 4_000_000), k=600)
+    ragged = Made(lambda index: fastq_loader.empty((sizes[index],), torch.uint8), 600)
+    with DataLoader(ragged, batch_size=None, num_workers=2) as loader:
+        assert [batch.nbytes for batch in loader] == sizes
         assert loader.statistics().arena_bytes <= 128 << 20
 
 
-class PartOfALargeBlock:
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return fastq_loader.empty((5_000_000,), torch.uint8).fill_(index)[:LARGE]
-
-
-def test_a_small_part_of_a_large_block_does_not_hold_it() -> None:
-    loader = DataLoader(PartOfALargeBlock(), batch_size=None, num_workers=1, persistent_workers=True)
-    kept = list(loader)
-    assert all(is_full_of(batch, index) for index, batch in enumerate(kept))
-    assert loader.statistics().blocks_in_use == 10
-    sizes = loader.statistics().arena_bytes - loader.statistics().blocks_free * 5_242_880
-    assert sizes <= 10 * 131_072
-    loader.close()
-
-
-class Growing:
-    """Every item has a shape of its own."""
-
-    def __len__(self) -> int:
-        return 320
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.zeros(index + 1)
-
-
 def test_more_specs_under_way_than_are_remembered() -> None:
-    batches = iter(DataLoader(Growing(), batch_size=None, num_workers=1, prefetch_factor=300))
+    growing = Made(lambda index: torch.zeros(index + 1), 320)
+    batches = iter(DataLoader(growing, batch_size=None, num_workers=1, prefetch_factor=300))
     first = next(batches)
     time.sleep(0.3)  # the worker is far ahead: it has forgotten specs that are still to be delivered
     assert [len(batch) for batch in (first, *batches)] == list(range(1, 321))
 
 
-def refuse(argument: int) -> None:
-    raise ValueError(f"refused {argument}")
-
-
-class Refuses:
-    """Unpickles in no process."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return refuse, (1,)
-
-
-class AllRefuse:
-    def __len__(self) -> int:
-        return 50
-
-    def __getitem__(self, index: int) -> Refuses:
-        return Refuses()
-
-
-def test_batches_that_cannot_be_unpickled_leave_no_blocks_behind() -> None:
-    loader = DataLoader(AllRefuse(), batch_size=None, num_workers=2, persistent_workers=True)
-    batches, failures = iter(loader), 0
-    for _ in range(50):
-        with pytest.raises(ValueError, match="refused 1"):
-            next(batches)
-        failures += 1
-        assert loader.statistics().blocks_in_use <= 4
-    assert failures == 50
-    loader.close()
-
-
-class Missing:
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 2:
-            raise FileNotFoundError(2, "no such image", "2.jpg")
-        return torch.zeros(LARGE)
+def missing(index: int) -> torch.Tensor:
+    if index == 2:
+        raise FileNotFoundError(2, "no such image", "2.jpg")
+    return full(index)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -385,7 +235,7 @@ def test_an_error_that_was_handled_keeps_no_memory(persistent: bool) -> None:
     gc.collect()
     gc.disable()
     try:
-        loader = DataLoader(Missing(), batch_size=None, num_workers=1, persistent_workers=persistent)
+        loader = DataLoader(Made(missing, 4), None, num_workers=1, persistent_workers=persistent)
         batches = iter(loader)
         for _ in range(2):
             next(batches)
@@ -395,51 +245,14 @@ def test_an_error_that_was_handled_keeps_no_memory(persistent: bool) -> None:
         assert len(list(batches)) == 1
         loader.close()
         del caught, batches, loader
-        assert not [name for name in descriptors() if "memfd:fastq_loader" in name]
+        assert not [name for name in open_descriptors().values() if "memfd:fastq_loader" in name]
     finally:
         gc.enable()
-
-
-def descriptors() -> list[str]:
-    """What the descriptors of this process lead to."""
-    found = []
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            found.append(os.readlink(f"/proc/self/fd/{number}"))
-    return found
-
-
-def stop(worker: int) -> None:
-    raise StopIteration(worker)
-
-
-def test_stop_iteration_outside_a_dataset_is_an_error_too() -> None:
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        list(DataLoader(list(range(8)), num_workers=2, worker_init_fn=stop))
-
-
-def test_a_timeout_does_not_end_a_worker_that_is_still_starting() -> None:
-    loader = DataLoader(
-        list(range(4)), batch_size=None, num_workers=1, multiprocessing_context="spawn", timeout=0.05
-    )
-    batches, seen = iter(loader), []
-    with pytest.raises(LoaderTimeout, match="still starting"):
-        next(batches)
-    deadline = time.monotonic() + 60
-    while len(seen) < 4 and time.monotonic() < deadline:
-        try:
-            seen.append(next(batches))
-        except LoaderTimeout:
-            continue
-    assert seen == [0, 1, 2, 3]
-    assert next(batches, None) is None
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")  # on small machines
 def test_too_few_descriptors_are_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """zmq would end the process, or retry in silence."""
-    import resource
-
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, limits[1]))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fastq_loader import DataLoader
-from fastq_loader.consumer.event_loop import BUSY, IDLE, EventLoop, _death, _finished
+from fastq_loader.consumer.event_loop import BUSY, IDLE, EventLoop, _death
 from fastq_loader.consumer.outcomes import ENDED, Delivered, Raised
 from fastq_loader.errors import WorkerDied
 
@@ -91,19 +91,6 @@ def test_a_call_that_is_woken_puts_nothing_down() -> None:
             slot.outcome = None
             loop.begin_epoch(iter([0]), None, None)
         assert slot.outcome is None
-
-
-def test_the_last_step_of_a_batch_may_fail() -> None:
-    assert _finished(Delivered(2), str).batch == "2"  # type: ignore[union-attr]
-    failed = _finished(Delivered("a"), int)
-    assert isinstance(failed, Raised)
-    assert isinstance(failed.error, ValueError)
-    with pytest.raises(KeyboardInterrupt):
-        _finished(Delivered(2), _interrupt)
-
-
-def _interrupt(batch: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def test_a_death_ends_the_iteration_and_says_why() -> None:
