@@ -328,7 +328,8 @@ class WorkerSocket:
         self._frames: deque[bytes] = deque()  # received, or of a bundle, as far as they were not read
         self._socket = self._context.socket(zmq.DEALER)
         _configure(self._socket)
-        self._socket.setsockopt(zmq.IPC_FILTER_PID, consumer)
+        for process in (consumer, self._pid):  # a sandbox may take each peer for the process that asks
+            self._socket.setsockopt(zmq.IPC_FILTER_PID, process)
         self._path = os.path.join(folder, name)
         self._socket.bind(endpoint(folder, name))
 

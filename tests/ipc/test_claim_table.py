@@ -152,7 +152,10 @@ def test_closing_it_twice_closes_no_other_descriptor(shared: SharedTable) -> Non
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.integers(1, 5), st.lists(st.tuples(st.sampled_from("oacd"), st.integers(0, 20)), max_size=60))
+@given(
+    st.integers(2, 5),
+    st.lists(st.tuples(st.sampled_from("oocaad"), st.integers(0, 20)), min_size=20, max_size=60),
+)
 def test_numbers_come_round_past_batches_that_are_late(size: int, steps: list[tuple[str, int]]) -> None:
     """Three workers claim, answer and die; what they had claimed is offered again. Every task that is to be
     answered can be claimed, or it is known who has claimed it: nobody waits for ever."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -214,6 +215,17 @@ def test_a_worker_drops_garbage(folder: str, worker: WorkerSocket) -> None:
 
 
 @pytest.mark.processes
+def test_where_each_peer_is_taken_for_the_process_that_asks_the_consumer_can_connect(folder: str) -> None:
+    """As gVisor answers SO_PEERCRED."""
+    with (
+        closing(WorkerSocket(folder, "w0.0", 1)) as worker,
+        closing(ConsumerSocket(folder, 1, TOKEN)) as consumer,
+    ):
+        worker.say_hello()
+        assert received(consumer) == (0, Hello(os.getpid()))
+
+
+@pytest.mark.processes
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize(("user", "error"), [(0, 0), (65534, 13)])  # EACCES
 def test_another_user_cannot_connect(user: int, error: int, folder: str, worker: WorkerSocket) -> None:
@@ -285,10 +297,7 @@ def test_a_folder_that_cannot_be_used_is_passed_over(parent: str, monkeypatch: p
 
 
 def test_without_any_folder_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**arguments: Any) -> str:
-        raise PermissionError("no")
-
-    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    monkeypatch.setattr(tempfile, "mkdtemp", Mock(side_effect=PermissionError("no")))
     with pytest.raises(PermissionError, match="no"):
         endpoint_folder()
 
@@ -372,10 +381,9 @@ def test_a_process_may_be_stopped_while_it_connects(folder: str) -> None:
 def policies() -> dict[int, int]:
     """How each thread of this process is scheduled."""
     found = {}
-    for task in Path("/proc/self/task").iterdir():
-        # A thread that was joined is still listed for a moment: whoever joins is woken before.
-        with suppress(ProcessLookupError):
-            found[int(task.name)] = os.sched_getscheduler(int(task.name))
+    for task in map(int, os.listdir("/proc/self/task")):
+        with suppress(ProcessLookupError):  # one that was joined is still listed for a moment
+            found[task] = os.sched_getscheduler(task)
     return found
 
 
@@ -384,17 +392,12 @@ def policies() -> dict[int, int]:
 def test_threads_of_the_consumers_socket_wait_for_a_free_core(
     refused: bool, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*arguments: object) -> None:
-        raise PermissionError
-
     if refused:  # as in some sandboxes
-        monkeypatch.setattr(os, "sched_setscheduler", refuse)
+        monkeypatch.setattr(os, "sched_setscheduler", Mock(side_effect=PermissionError))
     before = policies()
-    consumer = ConsumerSocket(folder, 1, b"")
-    after = policies()
-    consumer.close()
-    old = after.keys() & before.keys()
-    assert threading.get_native_id() in old
-    assert {thread: after[thread] for thread in old} == {thread: before[thread] for thread in old}
+    with closing(ConsumerSocket(folder, 1, b"")):
+        after = policies()
+    assert threading.get_native_id() in before
+    assert {thread: after[thread] for thread in before if thread in after}.items() <= before.items()
     new = {after[thread] for thread in after.keys() - before.keys()}
     assert new == {os.SCHED_OTHER if refused else os.SCHED_BATCH}
