@@ -59,9 +59,8 @@ class SharedTable:
 
 @pytest.fixture
 def shared() -> Iterator[SharedTable]:
-    table = SharedTable()
-    yield table
-    table.close()
+    with closing(SharedTable()) as table:
+        yield table
 
 
 def test_a_ticket_that_was_taken_back_is_no_workers(shared: SharedTable) -> None:
@@ -90,13 +89,9 @@ def test_a_slot_serves_one_ticket_at_a_time(shared: SharedTable) -> None:
     assert not claims.claim(7, 4)
     assert claims.claim(7 + SLOTS, 4)
     assert (claims.holder(7 + SLOTS), claims.holder(7)) == (4, None)
-
-
-def test_the_largest_numbers_fit_a_word(shared: SharedTable) -> None:
-    ticket = (1 << 48) - 1
-    shared.claims.offer(ticket)
-    assert shared.claims.claim(ticket, WORKERS - 1)
-    assert shared.claims.holder(ticket) == WORKERS - 1
+    claims.offer(largest := (1 << 48) - 1)
+    assert claims.claim(largest, WORKERS - 1)
+    assert claims.holder(largest) == WORKERS - 1
 
 
 def test_what_a_worker_works_on_is_no_claim(shared: SharedTable) -> None:
