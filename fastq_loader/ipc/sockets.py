@@ -319,9 +319,13 @@ class WorkerSocket:
         folder: where it binds.
         name: of the socket.
         consumer: process id of the consumer.
+
+    Raises:
+        OSError: descriptors or threads are used up.
     """
 
     def __init__(self, folder: str, name: str, consumer: int) -> None:
+        expect_descriptors(_OWN_DESCRIPTORS)
         expect_threads(THREADS)
         self._pid = process_id.current()
         self._context = zmq.Context(io_threads=1)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
-import resource
 import signal
 import threading
 import time
@@ -248,16 +246,3 @@ def test_an_error_that_was_handled_keeps_no_memory(persistent: bool) -> None:
         assert not [name for name in open_descriptors().values() if "memfd:fastq_loader" in name]
     finally:
         gc.enable()
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")  # on small machines
-def test_too_few_descriptors_are_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """zmq would end the process, or retry in silence."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, limits[1]))
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            iter(DataLoader(list(range(8)), num_workers=4, multiprocessing_context="fork"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

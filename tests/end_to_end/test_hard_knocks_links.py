@@ -1,4 +1,4 @@
-"""Connections that break, answers that find no memory, threads that are used up, and very wide windows."""
+"""Connections that break, answers that find no memory, and threads that are used up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def scribble(index: int) -> int:
 
 @pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_worker_whose_connection_breaks_is_dead(
+def test_p2_a_worker_whose_connection_breaks_is_dead(
     schedule: str, restarts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -85,7 +85,7 @@ def test_an_answer_that_finds_no_memory_is_an_error(kind: str) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be a user that runs nothing else")
-def test_too_few_threads_are_an_error_and_the_process_lives() -> None:
+def test_p8_too_few_threads_are_an_error_and_the_process_lives() -> None:
     """zmq would end it by SIGABRT."""
     script = """
         from tests.support.tight import *

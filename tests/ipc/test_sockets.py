@@ -358,6 +358,18 @@ def test_a_worker_whose_folder_is_removed_does_not_wait(
 # ---- threads ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("probe", ["expect_descriptors", "expect_threads"])
+def test_neither_end_is_made_where_zmq_would_end_the_process(
+    probe: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, probe, Mock(side_effect=OSError("too few")))
+    with pytest.raises(OSError, match="too few"):
+        ConsumerSocket(folder, 1, TOKEN)
+    with pytest.raises(OSError, match="too few"):
+        end_of_worker(folder, 0)
+
+
 def policies() -> dict[int, int]:
     """How each thread of this process is scheduled."""
     found = {}
