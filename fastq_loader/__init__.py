@@ -7,6 +7,7 @@ hands the batch out, or `device` copies it on to an accelerator.
 """
 
 from fastq_loader.device.options import ToDevice
+from fastq_loader.device.prefetcher import Prefetcher
 from fastq_loader.device.transforms import copy_into, normalize
 from fastq_loader.errors import (
     InvalidTransition,
@@ -38,6 +39,7 @@ __all__ = [
     "PinFailed",
     "PinFallback",
     "PoisonousBatch",
+    "Prefetcher",
     "Processes",
     "ProtocolError",
     "RoundRobin",

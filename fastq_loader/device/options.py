@@ -57,7 +57,7 @@ class ToDevice:
 
     def __post_init__(self) -> None:
         if self.device is None:
-            raise TypeError("ToDevice(None): name a device, or use device=None for batches on the host")
+            raise TypeError("ToDevice(None): name a device; 'cpu' leaves batches on the host")
         target = parse(self.device)
         object.__setattr__(self, "target", target)
         for name, allowed in _CHOICES.items():

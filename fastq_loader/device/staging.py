@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fastq_loader.device.attempts import Attempt
 from fastq_loader.device.copies import Copy, Memory
 from fastq_loader.device.pinning import Buffer, Source
 from fastq_loader.device.session import DeviceSession
@@ -27,7 +28,7 @@ from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing import pickling
 from fastq_loader.packing.aliasing import device_segments, segments_of
 from fastq_loader.packing.spec import SPECS, Spec
-from fastq_loader.packing.tensors import moved
+from fastq_loader.packing.tensors import moved, tensors_of
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.packing.walker import Walker
 from fastq_loader.system.interrupts import refuse_interrupt
@@ -47,16 +48,25 @@ class _Stage:
         self._copies, self._pinner = session.open(mapping)
 
     def _begin(
-        self, key: int, buffer: Buffer, nbytes: int, blocks: tuple[int, ...], build: Callable[[Memory], Any]
-    ) -> None:
-        """Begin the copy of a batch, which `build` then puts together, on the stream that the user wants."""
-        then = _attempt(build) if self._options.transform_stream == "side" else None
-        buffer.copy = self._copies.begin(key, buffer.memory, nbytes, blocks, then)
+        self,
+        key: int,
+        buffer: Buffer,
+        nbytes: int,
+        blocks: tuple[int, ...],
+        build: Callable[[Memory], Any],
+        beside: bool = True,
+    ) -> Copy:
+        """Begin the copy of a batch, which `build` puts together: on the side stream if the user wants that,
+        and it can be done `beside` the step."""
+        beside = beside and self._options.transform_stream == "side"
+        then = partial(Attempt, build) if beside else None
+        buffer.copy = copy = self._copies.begin(key, buffer.memory, nbytes, blocks, then)
+        return copy
 
     def _finish(self, key: int, build: Callable[[Memory], Any]) -> Any:
         """The batch whose copy was begun."""
         copy = self._copies.take(key)
-        return _result(copy) if self._options.transform_stream == "side" else build(copy.memory)
+        return build(copy.memory) if copy.result is None else copy.result.outcome()
 
     def _no_memory(self) -> torch.Tensor:
         """For a batch of which nothing is copied."""
@@ -171,28 +181,8 @@ def _blocks(answer: Answer) -> tuple[int, ...]:
     return tuple(offset for offset, _ in answer.used)
 
 
-def _attempt(build: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, Exception | None]]:
-    """`build`, with its error beside its result: the error is raised where the batch is handed out."""
-
-    def attempt(memory: Any) -> tuple[Any, Exception | None]:
-        try:
-            return build(memory), None
-        except Exception as error:
-            refuse_interrupt(error)
-            return None, error
-
-    return attempt
-
-
-def _result(copy: Copy) -> Any:
-    """The result of `_attempt`, which the copy forgets: the traceback of an error keeps frames alive."""
-    (batch, error), copy.result = copy.result, (None, None)
-    try:
-        if error is not None:
-            raise error
-        return batch
-    finally:
-        del batch, error
+#: Where a segment starts and ends, and its offset in a batch for the device.
+_Segment = tuple[int, int, int]
 
 
 class _Walker(Walker):
@@ -222,14 +212,18 @@ class SerialStaging(_Stage):
         while idle:
             staging = idle.pop()
             if staging._session is session:
-                staging._copies.drain()  # an interrupt may have left a batch behind
+                staging.drain()  # an interrupt may have left a batch behind
                 return staging
             staging.close()
         return cls(session)
 
+    def drain(self) -> None:
+        """Wait for every copy, and forget what was not handed out."""
+        self._copies.drain()
+
     def close(self) -> None:
         """Wait for every copy, and let the buffers go."""
-        self._copies.drain()
+        self.drain()
         self._pinner.close()
 
     def stage(self, batch: Any) -> Any:
@@ -241,21 +235,60 @@ class SerialStaging(_Stage):
             Exception: whatever the user's transform raises.
             RuntimeError: the device's memory is used up, or it failed; with torch's text.
         """
+        self.turn()
+        return self.begin(batch)()
+
+    def turn(self) -> None:
+        """The next batch is asked for.
+
+        Raises:
+            RuntimeError: while a CUDA graph is captured.
+        """
+        self._session.refuse_capture()
         self._copies.turn()
         self._copies.reap()
+
+    def begin(self, batch: Any, ahead: bool = False) -> Callable[[], Any]:
+        """Begin the copy of a batch. What is returned hands it out, as `stage` does.
+
+        Args:
+            batch: as in `stage`.
+            ahead: it may never be handed out. Its memory is shared with the stream of the copies then, so
+                that whoever has it next writes to it after the copy.
+
+        Raises:
+            UnpicklableError, RuntimeError: as in `stage`.
+        """
         try:
-            return self._stage(batch)
+            segments, nbytes, build, beside = self._pack(batch)
         finally:
             self._walker.clear()
+        if not segments:
+            return lambda: build(self._no_memory())
+        self._batches += 1
+        copy = self._begin(self._batches, self._fill_buffer(nbytes, segments), nbytes, (), build, beside)
+        if ahead:
+            self._session.stager.share(copy.memory, self._session.stager.side)
+        return partial(self._finish, self._batches, build)
 
-    def _stage(self, batch: Any) -> Any:
-        walker = self._walker
+    def _pack(self, batch: Any) -> tuple[list[_Segment], int, Callable[[Memory], Any], bool]:
+        """Take a batch apart.
+
+        Returns:
+            The segments that go to the device, and how many bytes they take there; how the batch is put
+            together when they are there, and whether that can be done on the side stream.
+        """
+        walker, apply_transform = self._walker, self._options.apply_transform
         tree = walker.walk(batch)
         values, objects = walker.values, [self._carry(value) for value in walker.objects]
+        # What is on the device already was made on the consumer's stream.
+        beside = all(tensor.device != self._session.stager.device for tensor in tensors_of(walker.objects))
         leaves = list(walker.leaves)  # the user's own; in the walker's list arrays are made contiguous
         metas, spans = segments_of(walker.leaves)
-        segments, offsets, nbytes = device_segments(metas), [-1] * len(spans), 0
-        for segment in segments:
+        segments: list[_Segment] = []
+        offsets, nbytes = [-1] * len(spans), 0
+        for segment in device_segments(metas):
+            segments.append((*spans[segment], nbytes))
             offsets[segment] = nbytes
             nbytes += device_aligned(spans[segment][1] - spans[segment][0])
         spec = self._spec((tree, metas, tuple([end - start for start, end in spans]), tuple(offsets)))
@@ -263,14 +296,9 @@ class SerialStaging(_Stage):
         def build(memory: torch.Tensor) -> Any:
             spec.fill_device(memory, leaves)
             there = [carried(leaves, memory.device) for carried in objects]
-            return self._options.apply_transform(spec.build(leaves, iter(values), there))
+            return apply_transform(spec.build(leaves, iter(values), there))
 
-        if not segments:
-            return build(self._no_memory())
-        buffer = self._fill_buffer(nbytes, [(*spans[segment], offsets[segment]) for segment in segments])
-        self._batches += 1
-        self._begin(self._batches, buffer, spec.device_bytes, (), build)
-        return self._finish(self._batches, build)
+        return segments, spec.device_bytes, build, beside
 
     def _carry(self, value: Any) -> Callable[[list[Any], torch.device], Any]:
         """How an object of a batch is made again: of its own parts on the device, if it has tensors."""
@@ -291,8 +319,8 @@ class SerialStaging(_Stage):
                 raise
         return lambda leaves, device: pickling.load(data, leaves) if has_tensors else value
 
-    def _fill_buffer(self, nbytes: int, segments: list[tuple[int, int, int]]) -> Buffer:
-        """A buffer with these segments (start, end, offset in the buffer) in it."""
+    def _fill_buffer(self, nbytes: int, segments: list[_Segment]) -> Buffer:
+        """A buffer with these segments in it."""
         stager = self._session.stager
         buffer = self._pinner.buffer(max(nbytes, 1))
         assert buffer is not None, "where there are no blocks, there is always a buffer"

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fastq_loader.device import options as device_options
-from fastq_loader.device import session
+from fastq_loader.device import prefetcher, session
 from fastq_loader.device.backend import TorchStager
 from fastq_loader.errors import PinFailed
 
@@ -134,5 +134,6 @@ def late_device(patch: pytest.MonkeyPatch, **options: Any) -> Iterator[LateStage
     with patch.context() as patched:
         patched.setattr(session, "TorchStager", lambda device: stager)
         patched.setattr(device_options, "parse", lambda device: torch.device("cpu"))
-        patched.setattr(device_options, "can_share", lambda device: True)
+        for module in (device_options, prefetcher):
+            patched.setattr(module, "can_share", lambda device: True)
         yield stager

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from fastq_loader.device.attempts import Attempt
 from fastq_loader.errors import PinFailed
 
 SIDE, HOME, OTHER = "side", "home", "other"
@@ -259,8 +260,10 @@ class SimulatedDevice:
             raise Breach("memory was shared that cannot be")
         if isinstance(memory, Memory):
             memory.cell.shared.add(stream)
-        elif memory[0] is not None:  # what a transform made, and no error
-            for part, _ in memory[0].parts:
+        else:
+            # What a transform made on the side stream; None where it failed.
+            batch = memory.result if isinstance(memory, Attempt) else memory
+            for part, _ in batch.parts if batch else ():
                 part.cell.shared.add(stream)
 
     def on_side(self, call: Callable[[], Any]) -> Any:

@@ -17,6 +17,7 @@ from fastq_loader.device.session import DeviceSession
 from tests.support.simulated_device import (
     HOME,
     OTHER,
+    SIDE,
     Batch,
     Breach,
     Cell,
@@ -118,8 +119,11 @@ class Run:
         """As users' transforms do, it returns something new, what it got, both, works in place, or fails."""
         if not batch.parts:
             return batch
-        if self.options.transform_stream == "side" and self.random.random() < 0.02:
-            raise Interrupted
+        if self.options.transform_stream == "side":
+            if self.device.current != SIDE:
+                raise Breach("the transform does not run beside the step")
+            if self.random.random() < 0.02:
+                raise Interrupted
         if self.random.random() < 0.05:
             self.failed.add(self.unpacking)
             raise KeyError("the transform fails")
@@ -287,7 +291,7 @@ class Run:
         """On the stream of now, which the user has synchronised with the one that a batch was handed out on,
         as torch wants it: with `record_stream`."""
         for stream, batch in held if self.device.shares else []:
-            self.device.share((batch,), self.device.current)
+            self.device.share(batch, self.device.current)
             self.device.wait(self.device.current, self.device.record(stream))
             self.device.read(batch)
 

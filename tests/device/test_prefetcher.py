@@ -1,0 +1,475 @@
+"""`Prefetcher`: runs over a simulated device, beside a hand-written one; any loader over a late one."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, ToDevice
+from fastq_loader.device import prefetcher, session, staging
+from tests.support.datasets import Made, assert_same
+from tests.support.defects import defects
+from tests.support.late_device import Late, image_and_label
+from tests.support.simulated_device import HOME, OTHER, SIDE, Batch, Breach, Host, Memory, SimulatedDevice
+from tests.support.staging_runs import options_for
+
+BATCHES, NBYTES = 8, 64
+FAILURE = "the loader fails"
+
+
+class Loader:
+    """Gives every batch in the same page-locked memory; some fail."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.failing = {at for at in range(BATCHES) if draw.random() < 0.1}
+        self.expected = [FAILURE if at in self.failing else ("transformed", at) for at in range(BATCHES)]
+        self.host = Host(NBYTES, locked=True)
+        self.at = -1
+
+    def __iter__(self) -> Loader:
+        self.at = -1
+        return self
+
+    def __next__(self) -> Host:
+        self.host.value = "overwritten"
+        self.at += 1
+        if self.at >= BATCHES:
+            raise StopIteration
+        if self.at in self.failing:
+            raise KeyError(FAILURE)
+        self.host.value = self.at
+        return self.host
+
+
+def simulated(kind: type) -> Any:
+    """Serial staging of such batches."""
+
+    class Simulated(kind):
+        def _pack(self, batch: Host) -> Any:
+            value, transform = batch.value, self._options.apply_transform
+            return [batch], NBYTES, lambda memory: transform(Batch([(memory, value)])), True
+
+        def _fill_buffer(self, nbytes: int, segments: list[Host]) -> Any:
+            buffer = self._pinner.buffer(nbytes)
+            buffer.memory.value = segments[0].value
+            return buffer
+
+    return Simulated
+
+
+def transform(device: SimulatedDevice, batch: Batch) -> Batch:
+    """A kernel that reads a batch and writes something new."""
+    [(source, value)] = batch.parts
+    cell, made = source.cell, device.empty(NBYTES)
+    device.write(made, lambda: ("transformed", cell.value))
+    return Batch([(made, ("transformed", value))])
+
+
+class HandWritten:
+    """apex's `data_prefetcher` put right, but for one `mistake`."""
+
+    def __init__(self, mistake: str, loader: Loader, device: SimulatedDevice, draw: random.Random) -> None:
+        self.mistake = mistake
+        self.device = device
+        self.loader = iter(loader)
+        self.preload()
+
+    def preload(self) -> None:
+        self.batch: Batch | None = None
+        self.error: Exception | None = None
+        try:
+            host = next(self.loader)
+        except StopIteration:
+            return
+        except KeyError as error:
+            if self.mistake == "an error is raised at once":
+                raise
+            self.error = None if self.mistake == "an error ends the epoch" else error
+            return
+        memory = self.device.empty(NBYTES) if self.mistake == "memory of the wrong stream" else None
+        value, copied = host.value, self.device.on_side(lambda: self.copy(memory, host))
+        self.batch = self.device.on_side(lambda: transform(self.device, Batch([(copied, value)])))
+        if self.mistake != "the source is overwritten":
+            self.device.synchronize(self.copied)
+
+    def copy(self, memory: Memory | None, host: Host) -> Memory:
+        memory = memory or self.device.empty(NBYTES)
+        self.device.copy_async(memory, host, NBYTES)
+        self.copied = self.device.record(SIDE)
+        return memory
+
+    def next(self) -> Any:
+        device, batch, error = self.device, self.batch, self.error
+        ready = self.copied if self.mistake == "a wait for the copy alone" else device.record(SIDE)
+        if self.mistake != "no wait":
+            device.wait(device.current, ready)
+        if batch and self.mistake != "no record_stream":
+            device.share(batch, device.current)
+        self.preload()
+        if error is not None:
+            raise error
+        lost = self.mistake == "the last batch is lost" and self.batch is None
+        return (None,) if batch is None or lost else batch
+
+
+MISTAKES = (
+    "no wait",
+    "a wait for the copy alone",
+    "no record_stream",
+    "memory of the wrong stream",
+    "the source is overwritten",
+    "the last batch is lost",
+    "an error is raised at once",
+    "an error ends the epoch",
+)
+
+
+def ours(loader: Loader, device: SimulatedDevice, draw: random.Random) -> Prefetcher:
+    options = {name: draw.choice(values) for name, values in CHOICES.items()}
+    return Prefetcher(loader, options_for(**options, transform=partial(transform, device)))
+
+
+CHOICES: dict[str, Any] = {
+    "prefetch": (1, 1, 2),
+    "buffers": ("fresh", "fresh", "reuse"),
+    "transform_stream": ("side", "consumer"),
+    "pin": ("auto", "pageable"),
+}
+
+
+def run(make: Callable[..., Any], seed: int) -> None:
+    """Some epochs, whose steps are slower or quicker than the copies; the first is broken off."""
+    draw = random.Random(seed)
+    device, loader = SimulatedDevice(seed), Loader(draw)
+    pace = draw.choice((2, 12, 40))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "TorchStager", lambda _: device)
+        patch.setattr(prefetcher, "can_share", lambda _: True)
+        patch.setattr(prefetcher, "SerialStaging", simulated(prefetcher.SerialStaging))
+        batches: Any = None
+        for last in (draw.randrange(BATCHES), BATCHES, BATCHES):
+            if isinstance(batches, Prefetcher) and draw.random() < 0.7:
+                iter(batches)
+            else:
+                del batches  # with copies under way
+                use_memory(device, draw, 5)
+                batches = make(loader, device, draw)
+            if (seen := iterate(batches, device, draw, pace, last)) != loader.expected[:last]:
+                raise Breach(f"{seen} came instead of {loader.expected[:last]}")
+    device.finish()
+
+
+def iterate(batches: Any, device: SimulatedDevice, draw: random.Random, pace: int, last: int) -> list[Any]:
+    seen: list[Any] = []
+    while len(seen) < last:
+        device.run(draw.randrange(pace))
+        device.current = draw.choice((HOME, HOME, HOME, OTHER))
+        try:
+            batch = batches.next()
+        except KeyError as error:
+            seen.append(error.args[0])
+            continue
+        if batch[0] is None:
+            break
+        seen.append(batch.parts[0][1])
+        for _ in range(2):
+            device.read(batch)
+            device.run(draw.randrange(pace))
+        del batch
+        use_memory(device, draw, 1)
+    if last == BATCHES and batches.next()[0] is not None:
+        raise Breach("there is no end")
+    return seen
+
+
+def use_memory(device: SimulatedDevice, draw: random.Random, times: int) -> None:
+    """The step allocates, writes and lets go."""
+    for _ in range(times):
+        memory = device.empty(NBYTES)
+        device.write(memory, lambda: "the step's")
+        device.catch_up(device.current) if draw.random() < 0.3 else device.run(3)
+        device.read(Batch([(memory, "the step's")]))
+
+
+def is_found(make: Callable[..., Any]) -> bool:
+    def fails(seed: int) -> bool:
+        try:
+            run(make, seed)
+        except Exception:
+            return True
+        return False
+
+    return any(map(fails, range(300)))
+
+
+def test_every_batch_is_right_however_slow_the_step_is() -> None:
+    for seed in range(300):
+        try:
+            run(ours, seed)
+        except BaseException as error:
+            raise AssertionError(f"seed={seed}") from error
+
+
+@pytest.mark.parametrize("mistake", ["", *MISTAKES])
+def test_a_mistake_of_a_hand_written_prefetcher_is_found(mistake: str) -> None:
+    assert is_found(partial(HandWritten, mistake)) == bool(mistake)
+
+
+#: What keeps memory from being written too early, by where it stands.
+GUARDS = {"SerialStaging.turn: no self._copies.turn()", "SerialStaging.begin: if ahead: never"}
+
+
+def test_a_guard_of_ours_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    left_out = [(what, made) for what, made in defects(staging, "SerialStaging") if what in GUARDS]
+    assert len(left_out) == len(GUARDS)
+    for what, defective in left_out:
+        monkeypatch.setattr(prefetcher, "SerialStaging", defective.SerialStaging)
+        assert is_found(ours), what
+
+
+# ---- any loader, over a late device -----------------------------------------------------------------
+
+
+def images(size: int = 10) -> Any:
+    return TorchDataLoader(Made(image_and_label, size), 2)
+
+
+def add_one(batch: Any) -> Any:
+    return batch[0] + 1, batch[1]
+
+
+def drained(batches: Prefetcher) -> list[Any]:
+    """Batches by `next()`, up to the end."""
+    found = []
+    while (batch := batches.next())[0] is not None:
+        found.append(batch)
+    return found
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu", ToDevice("cpu")])
+def test_both_protocols_give_the_loaders_batches_epoch_after_epoch(device: Any, late: Late) -> None:
+    if device == "cuda":
+        late()
+    wanted = [add_one(batch) for batch in images()]
+    with Prefetcher(images(), device, add_one) as batches:
+        assert len(batches) == 5
+        for _ in range(2):
+            assert_same(wanted, list(batches))
+            iter(batches)
+            assert_same(wanted, drained(batches))
+            assert_same(wanted[:1], [next(iter(batches))])
+        staged = batches.statistics()
+    assert (staged and staged.pin) == ("bounce" if device == "cuda" else None)
+    assert batches.statistics() is None or batches.statistics().pinned_bytes == 0  # type: ignore[union-attr]
+    assert_same(wanted, drained(batches))
+
+
+def test_the_copy_of_the_next_batch_is_under_way_when_one_is_handed_out(late: Late) -> None:
+    device = late()
+    for at, _ in enumerate(Prefetcher(images(), "cuda")):
+        assert len(device.copies) == min(at + 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("batch", "end"),
+    [
+        ([torch.ones(2), torch.ones(2), "x"], (None, None, None)),
+        ({"x": torch.ones(2)}, None),
+        (torch.ones(2), None),
+        (None, None),  # an empty loader
+    ],
+)
+def test_the_end_has_as_many_parts_as_a_batch(batch: Any, end: Any, late: Late) -> None:
+    late()
+    batches = Prefetcher([batch] if batch is not None else [], "cuda")
+    for _ in range(len(batches)):
+        assert_same(batch, batches.next())
+    assert [batches.next(), batches.next()] == [end, end]
+
+
+def test_a_loader_may_write_to_a_batch_again(late: Late) -> None:
+    late()
+
+    def batches() -> Iterator[torch.Tensor]:
+        memory = torch.empty(100)
+        for number in range(6):
+            yield memory.fill_(number)
+            memory.fill_(-1)
+
+    assert [batch.unique().tolist() for batch in Prefetcher(batches(), "cuda")] == [[at] for at in range(6)]
+
+
+class Failing:
+    """Fails to give its batches 1 and 2; the caller gets the frames of a worker's reader, so to speak."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at = -1
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        self.at += 1
+        if self.at in (1, 2):
+            raise OSError(self.at, "on purpose")
+        if self.at == 6:
+            raise StopIteration
+        return torch.tensor([self.at])
+
+
+def fail_at_4(batch: torch.Tensor) -> torch.Tensor:
+    if batch.item() == 4:
+        raise KeyError("on purpose")
+    return batch
+
+
+@pytest.mark.parametrize("stream", ["side", "consumer"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_an_error_is_raised_in_its_place_and_once(stream: str, device: str, late: Late) -> None:
+    if device == "cuda":
+        late()
+    batches = iter(Prefetcher(Failing(), ToDevice(device, 3, fail_at_4, transform_stream=stream)))
+    assert next(batches).item() == 0
+    for number in (1, 2):
+        with pytest.raises(OSError, match="on purpose") as raised:
+            next(batches)
+        assert raised.value.errno == number
+    assert next(batches).item() == 3
+    with pytest.raises(KeyError, match="on purpose") as failed:
+        next(batches)
+    assert device == "cpu" or stream == "consumer" or "fail_at_4" in str(failed.value.__cause__)
+    assert [batch.item() for batch in batches] == [5]
+
+
+@pytest.mark.parametrize("raised", [True, False])
+@pytest.mark.parametrize("failing", ["loader", "transform"])
+def test_an_error_keeps_nothing_alive(failing: str, raised: bool, late: Late) -> None:
+    late()
+    loader = Failing() if failing == "loader" else [torch.tensor([at]) for at in (3, 4)]
+    batches = Prefetcher(loader, "cuda", fail_at_4)
+    epoch = iter(batches)
+    next(epoch)
+    gc.disable()
+    try:
+        if raised:
+            with pytest.raises((OSError, KeyError)):
+                next(epoch)
+        gone = [weakref.ref(each) for each in (batches, epoch)]
+        del batches, epoch
+        assert [each() for each in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_what_is_on_the_device_already_is_transformed_on_the_consumers_stream(late: Late) -> None:
+    """Nothing waits for what was queued there. The late device is the host, where a sparse tensor is."""
+    device = late()
+    beside: list[bool] = []
+
+    def on_side(call: Callable[[], Any]) -> Any:
+        device.current = "side"
+        try:
+            return call()
+        finally:
+            device.current = "consumer"
+
+    device.on_side = on_side  # type: ignore[method-assign]
+
+    def note(batch: Any) -> Any:
+        beside.append(device.current == "side")
+        return batch
+
+    sparse = torch.eye(2).to_sparse()
+    assert len(list(Prefetcher([[torch.ones(2)], [torch.ones(2), sparse], [sparse]], "cuda", note))) == 3
+    assert beside == [True, False, False]
+
+
+# ---- arguments, and ends ----------------------------------------------------------------------------
+
+
+def test_what_cannot_be_meant_is_refused(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    late()
+    with pytest.raises(ValueError, match=r"transform=.* are two transforms: give one"):
+        Prefetcher([], ToDevice("cuda", transform=add_one), add_one)
+    with pytest.raises(TypeError, match=r"transform=3.*must be a function"):
+        Prefetcher([], "cuda", 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"ToDevice\(None\): name a device"):
+        Prefetcher([], None)  # type: ignore[arg-type]
+    monkeypatch.setattr(prefetcher, "can_share", lambda device: False)
+    with pytest.raises(ValueError, match="device='cuda' cannot be used: cpu tensors have no record_stream"):
+        Prefetcher([], "cuda")
+
+
+@pytest.mark.parametrize("own", [None, "cpu", "cuda"])
+def test_our_own_loader_needs_no_second_prefetcher(own: Any, late: Late, monkeypatch: Any) -> None:
+    late()
+    target = torch.device("cpu")
+    monkeypatch.setattr("fastq_loader.device.options.parse", {"cpu": None, "cuda": target}.get)
+    loader = DataLoader(Made(image_and_label, 4), 2, device=own)
+    if own == "cuda":
+        with pytest.raises(ValueError, match="loader has device='cuda', and prefetches itself"):
+            Prefetcher(loader, "cuda")
+    else:
+        assert_same(list(images(4)), list(Prefetcher(loader, "cuda")))
+
+
+def test_an_epoch_ends_where_another_begins(late: Late) -> None:
+    late()
+    batches = Prefetcher(images(), ToDevice("cuda", buffers="reuse"))
+    first = iter(batches)
+    next(first)
+    second = iter(batches)
+    assert next(second)[1].tolist() == [0, 1]
+    for epoch, why in ((first, "a newer one has begun"), (second, "its prefetcher was closed")):
+        with pytest.raises(IteratorInvalid, match=why):
+            next(epoch)
+        batches.close()
+
+
+def test_the_loaders_iterator_comes_before_the_device_and_goes_with_the_epoch(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers must not inherit a device that is in use, and end where nobody waits for them."""
+    device, loader, made = late(), Failing(), []
+    monkeypatch.setattr(session, "TorchStager", lambda target: made.append(hasattr(loader, "at")) or device)
+    batches = Prefetcher(loader, "cuda")
+    held = iter(batches)
+    next(held)
+    references = sys.getrefcount(loader)
+    batches.close()
+    assert (made, sys.getrefcount(loader)) == ([True], references - 1)
+
+
+def interrupt(_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stream", ["side", "consumer"])
+def test_an_interrupt_ends_the_epoch(stream: str, late: Late) -> None:
+    """Its batch would be lost without a word."""
+    late()
+    batches = Prefetcher(images(), ToDevice("cuda", 1, interrupt, transform_stream=stream, buffers="reuse"))
+    for _ in range(6):  # more often than there are buffers
+        epoch = iter(batches)
+        with pytest.raises(KeyboardInterrupt):
+            next(epoch)
+        with pytest.raises(IteratorInvalid, match="an interrupt cut a call"):
+            next(epoch)
+
+
+def test_nothing_is_asked_for_while_a_graph_is_captured(late: Late) -> None:
+    device = late()
+    batches = Prefetcher(images(), "cuda")
+    batches.next()
+    device.is_capturing = True
+    with pytest.raises(RuntimeError, match="CUDA graph is being captured"):
+        batches.next()
+    device.is_capturing = False
+    assert batches.next()[1].tolist() == [2, 3]
