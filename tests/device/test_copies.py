@@ -1,4 +1,4 @@
-"""Copies over a simulated device: what is counted, and what a caller gets. The waits are in test_staging."""
+"""Copies over a simulated device: what is counted, and the ring. Waits and blocks are in test_staging."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from fastq_loader.statistics import StagingCounters
 from tests.support.simulated_device import OTHER, Host, SimulatedDevice
 from tests.support.staging_runs import options_for
 
-BUFFERS = pytest.mark.parametrize("buffers", ["fresh", "reuse"])
-
 
 class Pool:
     """Copies to a device that runs nothing until something waits for it."""
@@ -27,26 +25,6 @@ class Pool:
 
     def begin(self, key: int) -> Any:
         return self.copies.begin(key, Host(64), 64, (key, key + 100))
-
-
-@BUFFERS
-def test_blocks_come_back_once_their_batch_was_taken_and_has_arrived(
-    buffers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = Pool(monkeypatch, buffers=buffers)
-    pool.begin(0), pool.begin(1)
-    assert 0 in pool.copies
-    pool.copies.take(0)
-    assert 0 not in pool.copies
-    assert pool.copies.reap() == []
-    pool.device.finish()
-    assert pool.copies.reap() == [0, 100]
-    assert pool.copies.reap() == []
-    pool.begin(2)
-    pool.copies.take(1)
-    assert pool.copies.drain() == [1, 101]
-    assert 2 not in pool.copies, "what was not taken is forgotten"
-    assert pool.copies.drain() == []
 
 
 def test_a_batch_that_is_taken_before_it_has_arrived_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,15 +52,6 @@ def test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted(
     assert pool.copies.full
     pool.begin(2)
     assert pool.statistics.block_wait_seconds == pool.device.seconds > 0
-
-
-def test_waiting_for_a_copy_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Pool(monkeypatch)
-    first, second, third = (pool.begin(key) for key in range(3))
-    pool.copies.wait_for(second)
-    assert (first.over, second.over, third.over) == (True, True, False)
-    pool.copies.settle()
-    assert third.over
 
 
 @given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=20), prefetch=st.integers(1, 3))

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader, StagingStatistics, ToDevice
+from fastq_loader import DataLoader, Prefetcher, StagingStatistics, ToDevice
 from fastq_loader.device.backend import TorchStager
 
 CYCLES = 200_000_000  # of the GPU's clock: about 0.1 s
@@ -133,6 +133,14 @@ def warm_loader(**options: Any) -> Iterator[DataLoader[torch.Tensor]]:
     with DataLoader(Numbers(), BATCH, **options) as loader:
         assert wrong_batches(loader) == []
         yield loader
+
+
+@contextmanager
+def warm_prefetcher() -> Iterator[Prefetcher]:
+    """The same over torch's loader."""
+    with Prefetcher(torch.utils.data.DataLoader(Numbers(), BATCH, num_workers=2), "cuda") as batches:
+        assert wrong_batches(batches) == []
+        yield batches
 
 
 def slow_copies(patch: pytest.MonkeyPatch, times: int = 1) -> None:
