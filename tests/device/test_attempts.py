@@ -17,17 +17,16 @@ class Frozen(Exception):
 
 
 class Owner:
-    """Keeps what it attempts, and is in the frames of its errors."""
+    """Keeps what it attempts, and is in the frames of its error."""
 
     def __init__(self, error: Exception) -> None:
-        self.error = error
-        self.attempt = Attempt(self.fail)
+        self.attempt = Attempt(self.fail, error)
 
-    def fail(self) -> None:
+    def fail(self, error: Exception) -> None:
         try:
             raise ValueError("before it")
         except ValueError:
-            raise self.error from None
+            raise error from None
 
 
 def test_a_result_is_given_and_forgotten() -> None:
@@ -48,8 +47,7 @@ def test_an_error_is_raised_once_and_says_where_it_came_from(error: Exception) -
 def test_an_error_that_waits_keeps_nothing_alive() -> None:
     gc.disable()
     try:
-        owner = Owner(KeyError("x"))
-        owner.error = OSError()  # it waits in the attempt alone
+        owner = Owner(OSError())
         gone = weakref.ref(owner)
         del owner
         assert gone() is None

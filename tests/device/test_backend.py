@@ -13,13 +13,10 @@ import torch
 from fastq_loader import DataLoader, ToDevice
 from fastq_loader.device import backend, options
 from fastq_loader.device.backend import TorchStager, parse, visible
-from fastq_loader.device.copies import Copies
 from fastq_loader.errors import PinFailed
 from fastq_loader.packing.tensors import accelerator, current_stream, is_captured
-from fastq_loader.statistics import StagingCounters
 from tests.conftest import run_script
 from tests.support.fake_accelerator import KIND, FakeAccelerator, Memory, fake_accelerator
-from tests.support.staging_runs import options_for
 
 # ---- which devices there are ------------------------------------------------------------------------
 
@@ -262,30 +259,6 @@ def test_an_event_is_used_again_and_asked(fake: FakeAccelerator) -> None:
     stager.synchronize(event)
     fake.finish()
     assert seen == [1, 2]
-
-
-@pytest.mark.parametrize("buffers", ["fresh", "reuse"])
-def test_batches_arrive_in_order_where_streams_cannot_share_memory(
-    buffers: str, fake: FakeAccelerator
-) -> None:
-    """The stream that reads a batch has it in memory of its own."""
-    stager = FakeStager(fake)
-    assert not stager.shares
-    copies = Copies(stager, options_for(prefetch=1, buffers=buffers), StagingCounters(KIND))
-    home, other = stager.current_stream(), fake._new(0)
-    seen: list[list[int]] = []
-    for key in range(6):
-        copies.turn()
-        copies.begin(key, torch.full((4,), key, dtype=torch.uint8), 4, (key,))
-        stream = other if key % 2 else home
-        fake.set_stream(stream)
-        memory: Any = copies.take(key).memory
-        fake.queue(lambda memory=memory: seen.append(memory.tensor.tolist()))
-        fake.run(stream)  # ahead of the side stream, as far as it may be
-        fake.set_stream(home)
-    assert copies.drain() == list(range(6))
-    fake.finish()
-    assert sorted(seen) == [[key] * 4 for key in range(6)]
 
 
 def test_events_of_cuda_let_the_thread_sleep(monkeypatch: pytest.MonkeyPatch) -> None:

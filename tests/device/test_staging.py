@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import random
-import signal
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,12 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastq_loader import DataLoader, Processes, ToDevice, empty
+from fastq_loader import DataLoader, ToDevice
 from fastq_loader.device import copies, pinning, session, staging
-from fastq_loader.errors import WorkerReplaced
 from fastq_loader.memory.arena import Mapping
 from tests.conftest import descendants, run_script, wait_until
-from tests.support.datasets import Echo, Made, MapDataset, assert_same, identity
+from tests.support.datasets import Made, MapDataset, assert_same, identity
 from tests.support.defects import defects
 from tests.support.late_device import Late, image_and_label
 from tests.support.staging_runs import choose, run
@@ -334,32 +330,3 @@ def test_a_device_without_memory_is_an_error_at_its_place(
             with pytest.raises(RuntimeError, match="on purpose"):
                 next(iterator)
         assert labels_of(iterator) == [[at, at + 1] for at in range(8, 30, 2)]
-
-
-class Deadly(Echo):
-    """Writes half of its sample to shared memory and dies, the first time that it comes to one index."""
-
-    def __init__(self, size: int, folder: Path) -> None:
-        super().__init__(size)
-        self.folder = folder
-
-    def __getitem__(self, index: Any) -> Any:
-        image = empty((3, 200, 200), torch.uint8)
-        image[:, :100] = index
-        if index == 13 and not (self.folder / "died").exists():
-            (self.folder / "died").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        image[:, 100:] = index
-        return image, index
-
-
-@pytest.mark.processes
-def test_what_a_dead_worker_left_half_written_is_never_copied(tmp_path: Path, late: Late) -> None:
-    late()
-    options: Any = {"workers": Processes(max_restarts=3), "schedule": "dynamic", "device": "cuda"}
-    with DataLoader(Deadly(40, tmp_path), 2, num_workers=2, **options) as loader:
-        with pytest.warns(WorkerReplaced):
-            batches = list(loader)
-        for images, labels in batches:
-            assert [image.unique().tolist() for image in images] == [[label] for label in labels.tolist()]
-    assert labels_of(batches) == [[at, at + 1] for at in range(0, 40, 2)]
