@@ -168,17 +168,18 @@ def test_without_blocks_a_buffer_that_is_not_locked_takes_the_place_of_one_that_
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("refuse", "modes", "reason"),
+    ("workers", "refuse", "modes", "reason"),
     [
-        (("register",), [BOUNCE], "the driver refuses"),
-        (("register", "pinned"), [BOUNCE, PAGEABLE], "no page-locked memory today"),
+        (2, ("register",), [BOUNCE], "the driver refuses"),
+        (2, ("register", "pinned"), [BOUNCE, PAGEABLE], "no page-locked memory today"),
+        (0, ("register", "pinned"), [PAGEABLE], "no page-locked memory today"),
     ],
 )
 def test_auto_falls_back_and_says_so_once(
-    refuse: tuple[str, ...], modes: list[str], reason: str, late: Late
+    workers: int, refuse: tuple[str, ...], modes: list[str], reason: str, late: Late
 ) -> None:
     late(refuse=refuse)
-    loader = DataLoader(Made(image_and_label, 20), 2, num_workers=2, device="cuda")
+    loader = DataLoader(Made(image_and_label, 20), 2, num_workers=workers, device="cuda")
     with pytest.warns(PinFallback) as caught:
         assert [len(list(loader)) for _ in range(3)] == [10] * 3
     assert [text.split("pin='")[1].split("'")[0] for text in warned(caught)] == modes
@@ -186,17 +187,6 @@ def test_auto_falls_back_and_says_so_once(
     assert staging is not None
     assert staging.pin == modes[-1]
     assert reason in staging.pin_reason
-
-
-def test_without_page_locked_memory_batches_still_come(late: Late) -> None:
-    late(refuse=("register", "pinned"))
-    loader = DataLoader(Made(image_and_label, 8), 2, device="cuda")
-    first = iter(loader)
-    with pytest.warns(PinFallback, match="pageable"):
-        next(first)
-    second = iter(loader)  # a staging of its own, that knows
-    assert next(second)[1].tolist() == [0, 1]
-    assert next(first)[1].tolist() == [2, 3]
 
 
 @pytest.mark.processes
