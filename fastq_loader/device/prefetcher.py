@@ -186,6 +186,5 @@ class _Epoch(Iterator[Any]):
         return staging.begin(next(self._batches), ahead=True)
 
     def close(self, why: str) -> None:
-        """Let go of the loader's iterator, and of what was asked for ahead."""
+        """Let go of the loader's iterator. What was asked for ahead is lost."""
         self._invalid, self._batches = why, iter(())
-        self._ahead.clear()

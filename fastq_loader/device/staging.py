@@ -45,6 +45,7 @@ class _Stage:
     def __init__(self, session: DeviceSession, mapping: Mapping | None) -> None:
         self._session = session
         self._options = session.options
+        self._beside = session.options.transform_stream == "side"
         self._copies, self._pinner = session.open(mapping)
 
     def _begin(
@@ -54,11 +55,10 @@ class _Stage:
         nbytes: int,
         blocks: tuple[int, ...],
         build: Callable[[Memory], Any],
-        beside: bool = True,
+        beside: bool,
     ) -> Copy:
-        """Begin the copy of a batch, which `build` puts together: on the side stream if the user wants that,
-        and it can be done `beside` the step."""
-        beside = beside and self._options.transform_stream == "side"
+        """Begin the copy of a batch, which `build` puts together, on the side stream if it can be `beside`
+        the step."""
         then = partial(Attempt, build) if beside else None
         buffer.copy = copy = self._copies.begin(key, buffer.memory, nbytes, blocks, then)
         return copy
@@ -131,7 +131,7 @@ class Staging(_Stage):
 
     def _copy(self, answer: Answer, source: Source) -> None:
         buffer, build = self._pinner.prepare(source), partial(self._build, answer)
-        self._begin(answer.seq, buffer, source.nbytes, _blocks(answer), build)
+        self._begin(answer.seq, buffer, source.nbytes, _blocks(answer), build, self._beside)
 
     def _build(self, answer: Answer, memory: torch.Tensor) -> Any:
         assert answer.handle is not None
@@ -282,7 +282,8 @@ class SerialStaging(_Stage):
         tree = walker.walk(batch)
         values, objects = walker.values, [self._carry(value) for value in walker.objects]
         # What is on the device already was made on the consumer's stream.
-        beside = all(tensor.device != self._session.stager.device for tensor in tensors_of(walker.objects))
+        device = self._session.stager.device
+        beside = self._beside and all(tensor.device != device for tensor in tensors_of(walker.objects))
         leaves = list(walker.leaves)  # the user's own; in the walker's list arrays are made contiguous
         metas, spans = segments_of(walker.leaves)
         segments: list[_Segment] = []

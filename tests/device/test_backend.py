@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -263,25 +265,14 @@ def test_an_event_is_used_again_and_asked(fake: FakeAccelerator) -> None:
 
 def test_events_of_cuda_let_the_thread_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the generic interface take the argument and spin."""
-    made: list[Any] = []
-
-    class Event:
-        def __init__(self, blocking: bool) -> None:
-            made.append(blocking)
-
-        def record(self, stream: Any) -> None:
-            made.append(("record", stream))
-
-        def wait(self, stream: Any) -> None:
-            made.append(("wait", stream))
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    event = Mock()
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event if blocking else None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda **numbers: tuple(numbers.values()))
     stager: Any = object.__new__(TorchStager)
     stager.device = torch.device("cuda:1")
     generic = torch.Stream(stream_id=7, device_index=1, device_type=1)
     stager.wait(generic, stager.record(generic))
-    assert made == [True, ("record", (7, 1, 1)), ("wait", (7, 1, 1))]
+    assert event.mock_calls == [call.record((7, 1, 1)), call.wait((7, 1, 1))]
 
 
 def test_streams_of_torch_are_equal_by_device_and_number() -> None:
@@ -298,9 +289,9 @@ def test_streams_of_torch_are_equal_by_device_and_number() -> None:
 
 
 class HostStager(TorchStager):
-    """The host in a device's place, and libcudart as well: notes what is registered, fails on demand."""
+    """The host in a device's place. Attributes: what libcudart says, how often an error was cleared."""
 
-    clearings = code = 0
+    code = clearings = 0
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -308,24 +299,21 @@ class HostStager(TorchStager):
         self.registered: set[int] = set()
 
     def _runtime(self) -> Any:
-        return self
+        return SimpleNamespace(cudaHostRegister=self.lock, cudaHostUnregister=self.unlock)
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+    def lock(self, address: int, nbytes: int, flags: int) -> int:
         self.registered |= set() if self.code else {address}
         return self.code
 
-    def cudaHostUnregister(self, address: int) -> int:
-        known = address in self.registered
-        self.registered.discard(address)
+    def unlock(self, address: int) -> int:
+        known, self.registered = address in self.registered, self.registered - {address}
         return 1 - known
 
     def _clear_error(self) -> None:
         self.clearings += 1
 
-    def _ignore(self, *_: Any) -> None:
-        """Nothing is queued, so there is nothing to wait for."""
-
-    record = wait = synchronize = current_stream = _ignore  # type: ignore[assignment]
+    # Nothing is queued, so there is nothing to wait for.
+    record = wait = synchronize = current_stream = Mock()
     _beside = staticmethod(nullcontext)  # type: ignore[assignment]
 
 

@@ -41,10 +41,6 @@ class Pool:
         self.device.populated.add(offset)
 
 
-def warned(caught: pytest.WarningsRecorder) -> list[str]:
-    return [str(warning.message) for warning in of_kind(caught, PinFallback)]
-
-
 # ---- the policy -------------------------------------------------------------------------------------
 
 
@@ -182,7 +178,8 @@ def test_auto_falls_back_and_says_so_once(
     loader = DataLoader(Made(image_and_label, 20), 2, num_workers=workers, device="cuda")
     with pytest.warns(PinFallback) as caught:
         assert [len(list(loader)) for _ in range(3)] == [10] * 3
-    assert [text.split("pin='")[1].split("'")[0] for text in warned(caught)] == modes
+    said = [str(warning.message) for warning in of_kind(caught, PinFallback)]
+    assert [text.split("pin='")[1].split("'")[0] for text in said] == modes
     staging = loader.statistics().staging
     assert staging is not None
     assert staging.pin == modes[-1]

@@ -334,8 +334,10 @@ def fail_at_4(batch: torch.Tensor) -> torch.Tensor:
 def test_an_error_is_raised_in_its_place_and_once(stream: str, device: str, late: Late) -> None:
     if device == "cuda":
         late()
-    batches = iter(Prefetcher(Failing(), ToDevice(device, 3, fail_at_4, transform_stream=stream)))
+    loader = Failing()
+    batches = iter(Prefetcher(loader, ToDevice(device, 3, fail_at_4, transform_stream=stream)))
     assert next(batches).item() == 0
+    assert loader.at == (device == "cuda"), "what comes after an error is not asked for before it is raised"
     for number in (1, 2):
         with pytest.raises(OSError, match="on purpose") as raised:
             next(batches)
@@ -402,22 +404,19 @@ def test_what_cannot_be_meant_is_refused(late: Late, monkeypatch: pytest.MonkeyP
         Prefetcher([], "cuda", 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"ToDevice\(None\): name a device"):
         Prefetcher([], None)  # type: ignore[arg-type]
-    monkeypatch.setattr(prefetcher, "can_share", lambda device: False)
-    with pytest.raises(ValueError, match="device='cuda' cannot be used: cpu tensors have no record_stream"):
-        Prefetcher([], "cuda")
+    with monkeypatch.context() as patch:
+        patch.setattr(prefetcher, "can_share", lambda device: False)
+        with pytest.raises(ValueError, match="device='cuda' cannot be used: cpu tensors have no record_st"):
+            Prefetcher([], "cuda")
 
 
-@pytest.mark.parametrize("own", [None, "cpu", "cuda"])
-def test_our_own_loader_needs_no_second_prefetcher(own: Any, late: Late, monkeypatch: Any) -> None:
+def test_our_own_loader_needs_no_second_prefetcher(late: Late) -> None:
+    for own in (None, "cpu"):
+        loader = DataLoader(Made(image_and_label, 4), 2, device=own)
+        assert_same(list(images(4)), list(Prefetcher(loader, "cpu")))
     late()
-    target = torch.device("cpu")
-    monkeypatch.setattr("fastq_loader.device.options.parse", {"cpu": None, "cuda": target}.get)
-    loader = DataLoader(Made(image_and_label, 4), 2, device=own)
-    if own == "cuda":
-        with pytest.raises(ValueError, match="loader has device='cuda', and prefetches itself"):
-            Prefetcher(loader, "cuda")
-    else:
-        assert_same(list(images(4)), list(Prefetcher(loader, "cuda")))
+    with pytest.raises(ValueError, match="loader has device='cuda', and prefetches itself"):
+        Prefetcher(DataLoader(Made(image_and_label, 4), 2, device="cuda"), "cuda")
 
 
 def test_an_epoch_ends_where_another_begins(late: Late) -> None:
@@ -438,9 +437,10 @@ def test_the_loaders_iterator_comes_before_the_device_and_goes_with_the_epoch(
 ) -> None:
     """Its workers must not inherit a device that is in use, and end where nobody waits for them."""
     device, loader, made = late(), Failing(), []
-    monkeypatch.setattr(session, "TorchStager", lambda target: made.append(hasattr(loader, "at")) or device)
     batches = Prefetcher(loader, "cuda")
-    held = iter(batches)
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "TorchStager", lambda _: made.append(hasattr(loader, "at")) or device)
+        held = iter(batches)
     next(held)
     references = sys.getrefcount(loader)
     batches.close()
