@@ -274,6 +274,8 @@ def test_a_copy_is_under_way_when_a_batch_is_handed_out_and_statistics_say_so(la
     staged = batches.statistics()
     assert staged is not None
     assert (staged.pin, staged.copies, staged.pinned_bytes > 0) == ("bounce", 5, True)
+    assert len(list(batches)) == 5
+    assert batches.statistics().pinned_bytes == staged.pinned_bytes  # type: ignore[union-attr]
     batches.close()
     assert batches.statistics().pinned_bytes == 0  # type: ignore[union-attr]
 
