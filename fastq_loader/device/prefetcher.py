@@ -133,7 +133,6 @@ class Prefetcher:
         self._leave("its prefetcher was closed")
         if self._staging is not None:
             self._staging.close()
-            self._staging = None
 
     def __enter__(self) -> Prefetcher:
         return self
