@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from bench import machine, run
-from bench.arguments import AXES, parse
+from bench.arguments import AXES, PIPED_WIDTH, parse
 from bench.output import rows
 from bench.output.rows import Results
 from bench.output.tables import Table, case_tables, on_console, summary_tables
@@ -27,12 +27,17 @@ from bench.timing.rounds import Case, measure
 from bench.workloads import all_workloads
 from bench.workloads.ready_made import SHAPES
 
-PIPED_WIDTH = 180  # rich assumes 80 columns when there is no terminal, and the tables are wider
 INTERRUPTED = 130  # the shell's 128 + SIGINT
 NO_GPU = "Nothing was measured, because there is no GPU to measure: torch.cuda.is_available() is False."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    if arguments is None:
+        arguments = sys.argv[1:]
+    if arguments[:1] == ["program"]:
+        from bench.programs.command import main as run_programs  # brings pillow and rich only for those
+
+        return run_programs(arguments[1:])
     options = parse(arguments)
     if options.list:
         return _list()

@@ -37,6 +37,7 @@ WORKERS = {"workers": (0, 1, 2, 4), "start": (2, 8), "device": ()}
 USUAL_WORKERS = (2,)
 SHORT_BLOCKS, SHORT_SECONDS = 5, 0.5
 FULL_BLOCKS, FULL_SECONDS = 7, 0.8
+PIPED_WIDTH = 180  # rich assumes 80 columns when there is no terminal, and the tables are wider
 DEVICE_SECONDS = 0.4  # some 500 blocks have to fit into nine minutes
 
 
@@ -81,11 +82,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench",
         description="fastq_loader beside torch's DataLoader, other loaders and the ceiling, in turn.",
     )
-    numbers = _checked("whole numbers of at least 0", _numbers, lambda value: min(value) >= 0)
-    positive = _checked("a whole number of at least 1", int, lambda value: value >= 1)
-    seconds = _checked("a number of seconds above 0", float, lambda value: 0 < value < math.inf)
-    file = _checked("a file in a folder that exists", Path, lambda it: it.parent.is_dir() and not it.is_dir())
-    folder = _checked("a folder that exists", Path, Path.is_dir)
+    positive = checked("a whole number of at least 1", int, lambda value: value >= 1)
+    seconds = checked("a number of seconds above 0", float, lambda value: 0 < value < math.inf)
+    file = checked("a file in a folder that exists", Path, lambda it: it.parent.is_dir() and not it.is_dir())
+    folder = checked("a folder that exists", Path, Path.is_dir)
     methods = multiprocessing.get_all_start_methods()
     add = parser.add_argument
     add("workloads", nargs="*", metavar="workload", help=f"what to load (default: {' '.join(SHORT)})")
@@ -113,11 +113,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(map(int, text.split(","))))
-
-
-def _checked(what: str, convert: Callable[[str], T], holds: Callable[[T], bool]) -> Callable[[str], T]:
+def checked(what: str, convert: Callable[[str], T], holds: Callable[[T], bool]) -> Callable[[str], T]:
     """A type of argument: checked before the run, not after minutes of it."""
 
     def check(text: str) -> T:
@@ -128,3 +124,10 @@ def _checked(what: str, convert: Callable[[str], T], holds: Callable[[T], bool])
         raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
 
     return check
+
+
+numbers = checked(
+    "whole numbers of at least 0",
+    lambda text: tuple(dict.fromkeys(map(int, text.split(",")))),
+    lambda value: min(value) >= 0,
+)

@@ -46,7 +46,7 @@ class Owners:
         self._pids.pop(name, None)
 
 
-def _cpu(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     """Seconds of CPU of all threads of a process, also of those that ended."""
     with suppress(OSError):  # EINVAL: the process is gone
         # The clock of another process (clock_getcpuclockid(3)) has nanoseconds; /proc has ticks of 10 ms.
@@ -59,7 +59,7 @@ def usage(workers: Iterable[int]) -> npt.NDArray[np.float64]:
     own, ended = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     pids = list(workers)
     switches = own.ru_nvcsw + own.ru_nivcsw + ended.ru_nvcsw + ended.ru_nivcsw
-    cpu = ended.ru_utime + ended.ru_stime + sum(map(_cpu, pids))
+    cpu = ended.ru_utime + ended.ru_stime + sum(map(cpu_seconds, pids))
     return np.array((time.process_time(), cpu, switches + sum(map(_switches, pids))))
 
 
@@ -84,9 +84,9 @@ def wait_until_quiet() -> None:
     pids = [os.getpid(), *descendants()]
     deadline = time.monotonic() + _LONGEST_S
     while time.monotonic() < deadline:
-        before = sum(map(_cpu, pids))
+        before = sum(map(cpu_seconds, pids))
         time.sleep(_WINDOW_S)
-        if sum(map(_cpu, pids)) - before <= _QUIET_S:
+        if sum(map(cpu_seconds, pids)) - before <= _QUIET_S:
             return
 
 

@@ -1,0 +1,58 @@
+"""Four complete programs, to be copied and changed, and what runs them beside torch's loader.
+
+`files_by_id`, `image_table`, `prefetch` and `csv_table` import nothing from the bench. `data` writes what
+they read, `run` runs one of them in a fresh process, `track` says what that costs, `limits` takes memory away
+from it, `command` runs loaders in turn, and `report` compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+LOADERS = MappingProxyType({"torch": "torch.utils.data:DataLoader", "fastq": "fastq_loader:DataLoader"})
+
+
+class Program(NamedTuple):
+    """How a program is run.
+
+    Attributes:
+        data: the function of `data` that writes its files. `few`: its arguments where few files will do.
+        workers: the numbers of workers that it is run with.
+        loaders: name on the command line → where to find the second argument of its `train`.
+        limit: bytes of memory, a quarter of its files; 0 is any number.
+    """
+
+    about: str
+    data: str
+    few: Mapping[str, Any]
+    workers: Sequence[int] = (2,)
+    epochs: int = 3
+    loaders: Mapping[str, str] = LOADERS
+    limit: int = 0
+
+
+PROGRAMS = {
+    "files_by_id": Program(
+        "a tensor file for each ID, training and validation", "tensor_files", {"training": 256, "side": 8}
+    ),
+    "image_table": Program(
+        "JPEGs of four times the memory that there is",
+        "jpeg_table",
+        {"nbytes": 200_000, "width": 160},
+        limit=400_000_000,
+    ),
+    "prefetch": Program(
+        "images normalised on the device, beside the step",
+        "pixel_arrays",
+        {"images": 256, "side": 32},
+        loaders={
+            "torch": "bench.programs.prefetch:HandWritten",
+            "fastq": "bench.programs.prefetch:on_device",
+        },
+    ),
+    "csv_table": Program(
+        "a small table and a small model", "small_table", {"rows": 200}, workers=(0, 1, 2, 4), epochs=10
+    ),
+}

@@ -1,0 +1,305 @@
+"""The programs: the same to the bit with every loader, here and copied out; what is said of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pandas", reason="the bench extra is not installed")
+
+import torch
+
+import fastq_loader
+from bench.__main__ import main
+from bench.programs import LOADERS, PROGRAMS, command, limits, report, run
+from bench.programs.limits import Group, Limited
+from bench.programs.track import Pass, Queue, Track
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first one leaves a folder for compiled code in TMPDIR
+    return tmp_path_factory.mktemp("programs")
+
+
+def files(folder: Path, name: str) -> Path:
+    return command.files(folder, name, PROGRAMS[name], few=True)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_loader_trains_the_same_to_the_bit(name: str, folder: Path) -> None:
+    own = files(folder, name)
+    runs = [run.run(name, loader, 2, 2, own, Track()) for loader in PROGRAMS[name].loaders]
+    assert report.agree(runs)
+    for each in runs:
+        passes = [Pass(**this) for this in each["passes"]]
+        assert len(passes) == (4 if name == "files_by_id" else 2)
+        assert all(0 < this.waited <= this.seconds and this.batches * this.memory > 0 for this in passes)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_runs_alone_where_only_the_package_is(name: str, folder: Path, tmp_path: Path) -> None:
+    shutil.copy(ROOT / f"bench/programs/{name}.py", tmp_path)
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed/fastq_loader").symlink_to(Path(fastq_loader.__file__).parent)
+    command = [sys.executable, "-W", "ignore:This DataLoader will create", f"{name}.py", files(folder, name)]
+    environment = {**os.environ, "PYTHONPATH": "installed"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "loss" in done.stdout
+    assert 60 <= len((tmp_path / f"{name}.py").read_text().splitlines()) <= 120
+
+
+@pytest.mark.processes
+def test_the_command_runs_a_program_under_its_limit(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = f"program csv_table --loader fastq --workers 0 --epochs 2 --few --data {folder} --limit 2000"
+    assert main(line.split()) == 0
+    printed = capfd.readouterr().out
+    assert report.SAME in printed
+    assert "fastq: each process may have 2,000 MB of data (RLIMIT_DATA)" in printed
+
+
+def test_loaders_run_to_and_fro_and_the_readme_gets_the_tables(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def instead(arguments: list[str], limited: Limited) -> report.Run:
+        ran.append(arguments[1])
+        return a_run(arguments[1])
+
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- programs:begin -->\nold\n<!-- programs:end -->\nafter\n")
+    monkeypatch.setattr(command, "README", readme)
+    monkeypatch.setattr(command, "run", instead)
+    assert command.main(f"prefetch --few --data {folder} --rounds 2 --readme".split()) == 0
+    assert ran == [*PROGRAMS["prefetch"].loaders, *reversed(PROGRAMS["prefetch"].loaders)]
+    written = readme.read_text()
+    assert written.startswith("before\n<!-- programs:begin -->")
+    assert written.endswith("<!-- programs:end -->\nafter\n")
+    assert report.SAME in written
+    assert "old" not in written
+    readme.write_text("nothing between markers")
+    with pytest.raises(ValueError, match="0 sections"):
+        command.write_readme([], readme)
+
+
+@pytest.mark.processes
+def test_a_run_that_is_out_of_memory_says_so(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = f"csv_table --few --data {folder} --workers 0 --limit 20"
+    with pytest.raises(SystemExit, match=r"ended with .* 20 MB of data"):
+        command.main(line.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("nosuch", "invalid choice"),
+        ("csv_table --loader nosuch", "invalid choice"),
+        ("csv_table --rounds 0", "at least 1"),
+        ("csv_table --workers two", "whole numbers"),
+        ("csv_table --limit -1", "megabytes"),
+        ("csv_table --data /nosuch", "folder that exists"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_wrong(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.parse(line.split())
+    assert said in capsys.readouterr().err
+
+
+def test_files_that_were_not_finished_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(folder: Path, **few: Any) -> None:
+        (folder / "table.csv").touch()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command.data, "small_table", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            files(tmp_path, "csv_table")
+    assert list(tmp_path.iterdir()) == []
+    written = files(tmp_path, "csv_table") / "table.csv"
+    written.write_text("kept")
+    assert (files(tmp_path, "csv_table") / "table.csv").read_text() == "kept"
+
+
+# ---- what is said of a run ----------------------------------------------------------------------
+
+
+def a_run(loader: str = "torch", workers: int = 2, seconds: float = 1.0, **others: Any) -> report.Run:
+    passes = [
+        {"seconds": scale * seconds, "waited": 0.5, "memory": memory, "idle_cpu": 0.002}
+        for scale, memory in ((2, 100e6), (1, 110e6), (1, 102e6))
+    ]
+    run = {"loader": loader, "workers": workers, "epochs": 3, "passes": passes, "loss": 0.1 + 0.2}
+    return {**run, "predictions": "abc", **others}
+
+
+def row(runs: list[report.Run], loader: str, name: str = "prefetch") -> dict[str, str]:
+    return next(row for row in report.table(name, runs).rows if row["loader"] == loader)
+
+
+def test_a_row_has_sums_medians_and_ratios_within_rounds() -> None:
+    runs = [a_run(), a_run("fastq", seconds=0.5), a_run("fastq", seconds=1.0), a_run(seconds=4.0)]
+    assert row(runs, "fastq") == {
+        "loader": "fastq",
+        "workers": "2",
+        "seconds": "3.0 (2.0..4.0)",
+        "torch's ÷ it": "3.3 (2.0..4.0)",
+        "waited, s": "1.5",
+        "epoch, ms": "750 (500..1,000)",
+        "memory, MB": "100, 110, 102",
+        "idle, ms": "6.0",
+        "loss": "0.30000000000000004",
+        "predictions": "abc",
+    }
+
+
+@pytest.mark.parametrize("other", [{"loss": 0.3}, {"predictions": "abd"}])
+def test_one_bit_of_difference_is_told(other: dict[str, Any]) -> None:
+    runs = [a_run(), a_run("fastq", **other)]
+    assert not report.agree(runs)
+    assert report.DIFFERENT in report.table("prefetch", runs).notes
+    assert row([a_run(), a_run(**other)], "torch")["loss"] == "they differ"
+
+
+def test_another_number_of_workers_may_train_otherwise_and_is_compared_with_none() -> None:
+    runs = [a_run(workers=0), a_run(workers=4, seconds=3.0, loss=0.5)]
+    found = report.table("csv_table", runs)
+    assert {report.SAME, "torch, an epoch beside one without workers: 3.0 x with 4 workers"} == set(
+        found.notes
+    )
+
+
+def test_memory_that_grows_is_told_of_the_program_with_a_limit() -> None:
+    assert (
+        "torch, peak memory of the last epoch / of the first: 1.020"
+        in report.table("image_table", [a_run()]).notes
+    )
+
+
+# ---- waits, queue, limits -----------------------------------------------------------------------
+
+
+def test_a_track_yields_what_the_loader_yields_and_ends_its_epoch() -> None:
+    track = Track()
+    with track.running():
+        assert list(track(["a", "b"], "first")) == ["a", "b"]
+        assert list(track(iter(()), "second")) == []
+    assert [(each.description, each.batches) for each in track.passes] == [("first", 2), ("second", 0)]
+
+
+def test_waits_are_what_iter_and_next_take_and_not_what_the_step_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+
+    def batches() -> Any:
+        nonlocal now
+        for _ in range(3):
+            now += 1.0
+            yield now
+        now += 10.0
+
+    monkeypatch.setattr("bench.programs.track.perf_counter", lambda: now)
+    track = Track()
+    for _ in track(batches(), ""):
+        now += 100.0
+    assert (track.passes[0].waited, track.passes[0].seconds) == (13.0, 313.0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("persistent", [True, False])
+def test_the_queue_is_what_workers_answered_and_nobody_took(persistent: bool) -> None:
+    with fastq_loader.DataLoader(range(40), num_workers=1, persistent_workers=persistent) as loader:
+        for _ in range(2):
+            queue = Queue(loader)
+            ready = [queue.text(taken) for taken, _ in enumerate(loader, 1)]
+            assert set(ready) <= {f", {count} batches ready" for count in range(3)}
+            assert ready[-1] == ", 0 batches ready"
+    assert Queue(torch.utils.data.DataLoader(range(4))).text(1) == ""
+
+
+@pytest.mark.processes
+def test_workers_of_the_loader_that_is_not_read_are_asked_for_their_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[list[int]] = []
+    monkeypatch.setattr("bench.programs.track.cpu_seconds", lambda pid: asked.append(pid) or 1.0)
+    track = Track()
+    with fastq_loader.DataLoader(range(4), num_workers=1, persistent_workers=True) as loader:
+        list(track(loader, ""))
+        assert asked == []
+        list(track(range(2), ""))
+        assert {worker.pid for worker in loader.statistics().workers} <= set(asked)
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of cgroups, whose files the test has to make: the kernel's go with their folder."""
+    monkeypatch.setattr(Path, "rmdir", shutil.rmtree)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [
+        (limits.VERSION_1, {"memory.limit_in_bytes": "1000"}),
+        (limits.VERSION_2, {"memory.max": "1000"}),
+    ],
+)
+def test_a_cgroup_has_the_limit_and_goes_at_the_end(
+    version: limits.Files, told: dict[str, str], cgroups: Path
+) -> None:
+    if version is limits.VERSION_2:
+        (cgroups / "cgroup.controllers").write_text("memory")
+    group = Group(cgroups, 1000)
+    assert {file.name: file.read_text() for file in group.folder.iterdir()} == told
+    (group.folder / version.peak).write_text("900\n")
+    (group.folder / version.events).write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert group.used() == (900, 3)
+    group.remove()
+    assert not group.folder.exists()
+
+
+def test_a_command_is_in_its_cgroup_from_the_beginning(
+    cgroups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Group, "used", lambda self: limits.Used(900, 0))
+    limited = Limited(1000, cgroups)
+    monkeypatch.setattr(limits, "_LEAVING_S", 0.0)  # a file does not empty itself as the kernel's does
+    assert limited.run(["sh", "-c", f"exit $(($(cat {cgroups}/*/cgroup.procs) != $$))"]) == 0
+    assert "killed for want of memory: 0" in limited.said
+    assert list(cgroups.iterdir()) == []
+
+
+def test_a_folder_without_cgroups_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--cgroup .*nosuch: no cgroup with a memory limit"):
+        Group(tmp_path / "nosuch", 1000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_results_of_a_run_are_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    result = tmp_path / "result.json"
+    monkeypatch.setattr(
+        sys, "argv", ["", "csv_table", "fastq", "0", "1", str(files(folder, "csv_table")), str(result)]
+    )
+    run.main()
+    found = json.loads(result.read_text())
+    assert (found["loader"], found["workers"], len(found["passes"])) == ("fastq", 0, 1)
+    assert set(LOADERS) == {"torch", "fastq"}
