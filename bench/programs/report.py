@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -23,37 +23,27 @@ included. waited: in iter() and next(). epoch: the mean of all but the first. me
 of all processes. idle: CPU that workers of the loader which is not being read used."""
 
 
-class Series(dict[str, "pd.Series[float]"]):
-    """Measures of the runs of one loader with one number of workers, by round."""
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        passes = [pd.DataFrame(run["passes"]) for run in runs]
-        first = [len(each) // run["epochs"] for each, run in zip(passes, runs, strict=True)]
-        super().__init__(
-            seconds=pd.Series([each["seconds"].sum() for each in passes]),
-            waited=pd.Series([each["waited"].sum() for each in passes]),
-            idle=pd.Series([each["idle_cpu"].sum() for each in passes]),
-            epoch=pd.Series(
-                [
-                    each["seconds"][start:].sum() / max(1, run["epochs"] - 1)
-                    for each, start, run in zip(passes, first, runs, strict=True)
-                ]
-            ),
-        )
-        peaks = [
-            each["memory"].groupby(each.index // start).max()
-            for each, start in zip(passes, first, strict=True)
-        ]
-        self.memory: list[float] = pd.DataFrame(peaks).median().tolist()  # of each epoch
+def measures(run: Run) -> dict[str, Any]:
+    """What a run came to; `memory` has the peak of each epoch."""
+    passes = pd.DataFrame(run["passes"])
+    epochs = passes.groupby(passes.index // (len(passes) // run["epochs"]))
+    seconds = epochs["seconds"].sum()
+    return {
+        "seconds": seconds.sum(),
+        "waited": passes["waited"].sum(),
+        "epoch": (seconds[1:] if len(seconds) > 1 else seconds).mean(),
+        "memory": epochs["memory"].max().tolist(),
+        "idle": passes["idle_cpu"].sum(),
+    }
 
 
 def table(name: str, runs: Sequence[Run]) -> Table:
     """The runs of a program: a row for each loader and number of workers."""
     groups = _groups(runs, "workers", "loader")
-    series = {key: Series(several) for key, several in groups.items()}
+    found = {key: pd.DataFrame(map(measures, several)) for key, several in groups.items()}
     rows = []
-    for (workers, loader), own in series.items():
-        base = series.get((workers, BASELINE)) if loader != BASELINE else None
+    for (workers, loader), own in found.items():
+        base = found.get((workers, BASELINE)) if loader != BASELINE else None
         ends = {(run["loss"], run["predictions"]) for run in groups[workers, loader]}
         loss, predictions = ends.pop() if len(ends) == 1 else ("they differ", "")
         rows.append(
@@ -61,16 +51,20 @@ def table(name: str, runs: Sequence[Run]) -> Table:
                 "loader": loader,
                 "workers": str(workers),
                 "seconds": _figure(spread(own["seconds"])),
-                "torch's ÷ it": _figure(ratio(base["seconds"], own["seconds"])) if base else "",
+                "torch's ÷ it": _figure(ratio(base["seconds"], own["seconds"])) if base is not None else "",
                 "waited, s": _figure(spread(own["waited"])),
                 "epoch, ms": _figure(spread(own["epoch"]), 1e3),
-                "memory, MB": ", ".join(number(peak / 1e6) for peak in _few(own.memory)),
+                "memory, MB": ", ".join(number(peak / 1e6) for peak in _few(_peaks(own))),
                 "idle, ms": number(own["idle"].median() * 1e3),
                 "loss": str(loss),
                 "predictions": predictions,
             }
         )
-    notes = [SAME if agree(runs) else DIFFERENT, *_beside_none(series), *_flat(name, series)]
+    notes = [
+        SAME if agree(runs) else DIFFERENT,
+        *_beside_none(found),
+        *(_flat(found) if PROGRAMS[name].limit else ()),
+    ]
     notes += dict.fromkeys(f"{run['loader']}: {run['limit']}" for run in runs if run.get("limit"))
     return Table(f"{name}: {PROGRAMS[name].about}", rows, 2, notes=notes)
 
@@ -103,20 +97,21 @@ def _few(values: list[float]) -> list[float]:
     return values if len(values) < 6 else [values[0], values[len(values) // 2], values[-1]]
 
 
-def _beside_none(series: dict[tuple[Any, ...], Series]) -> list[str]:
+def _peaks(runs: pd.DataFrame) -> list[float]:
+    """Peak memory of each epoch, the median of the rounds."""
+    return list(pd.DataFrame(runs["memory"].tolist()).median())
+
+
+def _beside_none(found: Mapping[tuple[Any, ...], pd.DataFrame]) -> Iterator[str]:
     """Epochs with workers as multiples of those without."""
-    found: dict[str, list[str]] = {}
-    for (workers, loader), own in series.items():
-        if workers and (none := series.get((0, loader))):
+    for (workers, loader), own in found.items():
+        none = found.get((0, loader))
+        if workers and none is not None:
             times = _figure(ratio(own["epoch"], none["epoch"]))
-            found.setdefault(loader, []).append(f"{times} x with {worker_count(workers)}")
-    return [f"{loader}, an epoch beside one without workers: {', '.join(of)}" for loader, of in found.items()]
+            yield f"{loader}, {worker_count(workers)}: an epoch takes {times} times as long as without"
 
 
-def _flat(name: str, series: dict[tuple[Any, ...], Series]) -> list[str]:
-    if not PROGRAMS[name].limit:
-        return []
-    return [
-        f"{loader}, peak memory of the last epoch / of the first: {own.memory[-1] / own.memory[0]:.3f}"
-        for (_, loader), own in series.items()
-    ]
+def _flat(found: Mapping[tuple[Any, ...], pd.DataFrame]) -> Iterator[str]:
+    for (_, loader), own in found.items():
+        peaks = _peaks(own)
+        yield f"{loader}: peak memory of the last epoch is {peaks[-1] / peaks[0]:.3f} times that of the first"

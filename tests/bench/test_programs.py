@@ -181,14 +181,12 @@ def test_one_bit_of_difference_is_told(other: dict[str, Any]) -> None:
 def test_another_number_of_workers_may_train_otherwise_and_is_compared_with_none() -> None:
     runs = [a_run(workers=0), a_run(workers=4, seconds=3.0, loss=0.5)]
     found = report.table("csv_table", runs)
-    assert {report.SAME, "torch, an epoch beside one without workers: 3.0 x with 4 workers"} == set(
-        found.notes
-    )
+    assert found.notes == [report.SAME, "torch, 4 workers: an epoch takes 3.0 times as long as without"]
 
 
 def test_memory_that_grows_is_told_of_the_program_with_a_limit() -> None:
     assert (
-        "torch, peak memory of the last epoch / of the first: 1.020"
+        "torch: peak memory of the last epoch is 1.020 times that of the first"
         in report.table("image_table", [a_run()]).notes
     )
 
