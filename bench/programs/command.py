@@ -109,7 +109,10 @@ def run(arguments: Sequence[str], limited: Limited) -> Run:
         SystemExit: it failed, and has said why.
     """
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
-        status = limited.run([sys.executable, "-m", "bench.programs.run", *arguments, result.name])
+        try:
+            status = limited.run([sys.executable, "-m", "bench.programs.run", *arguments, result.name])
+        except ValueError as error:
+            sys.exit(f"python -m bench program: {error}")
         if status:
             why = "was killed" if status in (-9, 128 + 9) else f"ended with {status}"
             sys.exit(f"python -m bench program: the run {why}. {limited.said}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,22 +76,26 @@ def test_loaders_run_to_and_fro_and_the_readme_gets_the_tables(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
+    losses = {"torch": 0.5, "fastq": 0.5}
 
     def instead(arguments: list[str], limited: Limited) -> report.Run:
         ran.append(arguments[1])
-        return a_run(arguments[1])
+        return a_run(arguments[1], loss=losses[arguments[1]])
 
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- programs:begin -->\nold\n<!-- programs:end -->\nafter\n")
     monkeypatch.setattr(command, "README", readme)
     monkeypatch.setattr(command, "run", instead)
-    assert command.main(f"prefetch --few --data {folder} --rounds 2 --readme".split()) == 0
-    assert ran == [*PROGRAMS["prefetch"].loaders, *reversed(PROGRAMS["prefetch"].loaders)]
+    line = f"csv_table --workers 2 --few --data {folder} --rounds 2 --readme".split()
+    assert command.main(line) == 0
+    assert ran == ["torch", "fastq", "fastq", "torch"]
     written = readme.read_text()
     assert written.startswith("before\n<!-- programs:begin -->")
     assert written.endswith("<!-- programs:end -->\nafter\n")
     assert report.SAME in written
     assert "old" not in written
+    losses["fastq"] = math.nextafter(0.5, 1)
+    assert command.main(line) == 1
     readme.write_text("nothing between markers")
     with pytest.raises(ValueError, match="0 sections"):
         command.write_readme([], readme)
@@ -207,18 +213,34 @@ def test_waits_are_what_iter_and_next_take_and_not_what_the_step_takes(
 ) -> None:
     now = 0.0
 
-    def batches() -> Any:
-        nonlocal now
-        for _ in range(3):
-            now += 1.0
-            yield now
-        now += 10.0
+    class Batches:
+        def __iter__(self) -> Iterator[float]:
+            nonlocal now
+            now += 1000.0
+            return self.each()
+
+        def each(self) -> Iterator[float]:
+            nonlocal now
+            for _ in range(3):
+                now += 1.0
+                yield now
+            now += 10.0
 
     monkeypatch.setattr("bench.programs.track.perf_counter", lambda: now)
     track = Track()
-    for _ in track(batches(), ""):
+    for _ in track(Batches(), ""):
         now += 100.0
-    assert (track.passes[0].waited, track.passes[0].seconds) == (13.0, 313.0)
+    assert (track.passes[0].waited, track.passes[0].seconds) == (1013.0, 1313.0)
+
+
+def test_the_bar_says_what_was_waited(capsys: pytest.CaptureFixture[str]) -> None:
+    track = Track(shown=True)
+    with track.running():
+        list(track(["a", "b"], "epoch 7"))
+    shown = capsys.readouterr().out
+    assert "epoch 7" in shown
+    assert "2/2" in shown
+    assert "waited 0.0 s" in shown
 
 
 @pytest.mark.processes
@@ -247,48 +269,49 @@ def test_workers_of_the_loader_that_is_not_read_are_asked_for_their_cpu(
         assert {worker.pid for worker in loader.statistics().workers} <= set(asked)
 
 
+@pytest.fixture(params=[limits.VERSION_1, limits.VERSION_2], ids=["version 1", "version 2"])
+def version(request: pytest.FixtureRequest) -> limits.Files:
+    return request.param
+
+
 @pytest.fixture
-def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of cgroups, whose files the test has to make: the kernel's go with their folder."""
+def cgroups(version: limits.Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of cgroups, whose files come and go with them, as the kernel's do."""
+    if version is limits.VERSION_2:
+        (tmp_path / "cgroup.controllers").write_text("memory")
+
+    def make(folder: Path) -> None:
+        os.mkdir(folder)
+        for name in ("cgroup.procs", version.swap):
+            (folder / name).touch()
+        (folder / version.peak).write_text("900000000\n")
+        (folder / version.events).write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+
+    monkeypatch.setattr(Path, "mkdir", make)
     monkeypatch.setattr(Path, "rmdir", shutil.rmtree)
+    monkeypatch.setattr(limits, "_LEAVING_S", 0.0)  # a file does not empty itself when a process ends
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("version", "told"),
-    [
-        (limits.VERSION_1, {"memory.limit_in_bytes": "1000"}),
-        (limits.VERSION_2, {"memory.max": "1000"}),
-    ],
-)
-def test_a_cgroup_has_the_limit_and_goes_at_the_end(
-    version: limits.Files, told: dict[str, str], cgroups: Path
-) -> None:
-    if version is limits.VERSION_2:
-        (cgroups / "cgroup.controllers").write_text("memory")
+def test_a_cgroup_has_the_limit_and_no_swap(cgroups: Path, version: limits.Files) -> None:
     group = Group(cgroups, 1000)
-    assert {file.name: file.read_text() for file in group.folder.iterdir()} == told
-    (group.folder / version.peak).write_text("900\n")
-    (group.folder / version.events).write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
-    assert group.used() == (900, 3)
+    assert (group.folder / version.limit).read_text() == "1000"
+    assert (group.folder / version.swap).read_text() == ("0" if version is limits.VERSION_2 else "1000")
+    assert group.used() == (900_000_000, 3)
     group.remove()
     assert not group.folder.exists()
 
 
-def test_a_command_is_in_its_cgroup_from_the_beginning(
-    cgroups: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Group, "used", lambda self: limits.Used(900, 0))
+def test_a_command_is_in_its_cgroup_from_the_beginning(cgroups: Path) -> None:
     limited = Limited(1000, cgroups)
-    monkeypatch.setattr(limits, "_LEAVING_S", 0.0)  # a file does not empty itself as the kernel's does
     assert limited.run(["sh", "-c", f"exit $(($(cat {cgroups}/*/cgroup.procs) != $$))"]) == 0
-    assert "killed for want of memory: 0" in limited.said
-    assert list(cgroups.iterdir()) == []
+    assert "page cache included: 900 MB; killed for want of memory: 3" in limited.said
+    assert not list(cgroups.glob("fastq-*"))
 
 
 def test_a_folder_without_cgroups_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--cgroup .*nosuch: no cgroup with a memory limit"):
-        Group(tmp_path / "nosuch", 1000)
+    with pytest.raises(SystemExit, match=r"--cgroup .*nosuch: no cgroup with a memory limit"):
+        command.run([], Limited(1000, tmp_path / "nosuch"))
     assert list(tmp_path.iterdir()) == []
 
 
