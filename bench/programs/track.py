@@ -19,6 +19,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.timing.processes import Owners, cpu_seconds, descendants, pss
+from fastq_loader import DataLoader
 
 LOOK_S = 0.5
 SHOW_S = 0.1
@@ -110,18 +111,19 @@ class Track:
 
 
 class Queue:
-    """How many batches of a pass lie ready; only fastq_loader says so."""
+    """How many batches of a pass lie ready; only our own loader says so."""
 
     def __init__(self, loader: Any) -> None:
-        self._statistics = getattr(loader, "statistics", None)
+        self._loader = loader if isinstance(loader, DataLoader) else None
         self._before = self._answers()
 
     def _answers(self) -> dict[int, int]:
-        workers = self._statistics().workers if self._statistics else ()
+        """Batches that each worker has loaded so far, by its process."""
+        workers = self._loader.statistics().workers if self._loader is not None else ()
         return {worker.pid: worker.batches for worker in workers}
 
     def text(self, taken: int) -> str:
-        if not self._statistics:
+        if self._loader is None:
             return ""
         answered = sum(count - self._before.get(pid, 0) for pid, count in self._answers().items())
         return f", {max(0, answered - taken)} batches ready"
