@@ -16,8 +16,8 @@ Run = dict[str, Any]
 """What `bench.programs.run` writes, and in `limit` how memory was limited."""
 
 BASELINE = "torch"
-SAME = "losses and predictions are the same to the bit"
-DIFFERENT = "LOSSES OR PREDICTIONS DIFFER"
+SAME = "in every run, to the bit"
+DIFFERENT = "RUNS DIFFER"
 ABOUT = """Each run in a fresh process, the loaders in turn. seconds: of all passes over data, workers' starts
 included. waited: in iter() and next(). epoch: the mean of all but the first. memory: peak of each epoch, PSS
 of all processes. idle: CPU that workers of the loader which is not being read used."""
@@ -39,13 +39,10 @@ def measures(run: Run) -> dict[str, Any]:
 
 def table(name: str, runs: Sequence[Run]) -> Table:
     """The runs of a program: a row for each loader and number of workers."""
-    groups = _groups(runs, "workers", "loader")
-    found = {key: pd.DataFrame(map(measures, several)) for key, several in groups.items()}
+    found = {key: pd.DataFrame(map(measures, of)) for key, of in _groups(runs, "workers", "loader").items()}
     rows = []
     for (workers, loader), own in found.items():
         base = found.get((workers, BASELINE)) if loader != BASELINE else None
-        ends = {(run["loss"], run["predictions"]) for run in groups[workers, loader]}
-        loss, predictions = ends.pop() if len(ends) == 1 else ("they differ", "")
         rows.append(
             {
                 "loader": loader,
@@ -56,15 +53,9 @@ def table(name: str, runs: Sequence[Run]) -> Table:
                 "epoch, ms": _figure(spread(own["epoch"]), 1e3),
                 "memory, MB": ", ".join(number(peak / 1e6) for peak in _few(_peaks(own))),
                 "idle, ms": number(own["idle"].median() * 1e3),
-                "loss": str(loss),
-                "predictions": predictions,
             }
         )
-    notes = [
-        SAME if agree(runs) else DIFFERENT,
-        *_beside_none(found),
-        *(_flat(found) if PROGRAMS[name].limit else ()),
-    ]
+    notes = [*_ends(runs), *_beside_none(found), *(_flat(found) if PROGRAMS[name].limit else ())]
     notes += dict.fromkeys(f"{run['loader']}: {run['limit']}" for run in runs if run.get("limit"))
     return Table(f"{name}: {PROGRAMS[name].about}", rows, 2, notes=notes)
 
@@ -75,8 +66,21 @@ def agree(runs: Sequence[Run]) -> bool:
     Another number of workers is another order: torch draws a seed in every epoch where there are none, and
     once where they stay.
     """
-    ends = [{(run["loss"], run["predictions"]) for run in same} for same in _groups(runs, "workers").values()]
-    return all(len(each) == 1 for each in ends)
+    return all(len(set(map(_end, same))) == 1 for same in _groups(runs, "workers").values())
+
+
+def _end(run: Run) -> str:
+    return f"loss {run['loss']!r}, predictions {run['predictions']}"
+
+
+def _ends(runs: Sequence[Run]) -> Iterator[str]:
+    """What the runs came to, to the last digit."""
+    for (workers,), same in _groups(runs, "workers").items():
+        if agree(same):
+            yield f"{worker_count(workers)}: {_end(same[0])}, {SAME}"
+        else:
+            ends = dict.fromkeys(f"{run['loader']}: {_end(run)}" for run in same)
+            yield f"{worker_count(workers)}: {DIFFERENT}: {'; '.join(ends)}"
 
 
 def _groups(runs: Sequence[Run], *keys: str) -> dict[tuple[Any, ...], list[Run]]:

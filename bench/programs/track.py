@@ -126,4 +126,4 @@ class Queue:
         if self._loader is None:
             return ""
         answered = sum(count - self._before.get(pid, 0) for pid, count in self._answers().items())
-        return f", {max(0, answered - taken)} batches ready"
+        return f", {max(0, answered - taken)} ready"
