@@ -50,6 +50,7 @@ PROGRAMS = {
         loaders={
             "torch": "bench.programs.prefetch:HandWritten",
             "fastq": "bench.programs.prefetch:on_device",
+            "prefetcher": "bench.programs.prefetch:with_prefetcher",
         },
     ),
     "csv_table": Program(

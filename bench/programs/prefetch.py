@@ -20,7 +20,7 @@ import torch.utils.data
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader, ToDevice, normalize
+from fastq_loader import DataLoader, Prefetcher, ToDevice, normalize
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -43,6 +43,11 @@ def on_device(dataset: Images, device: torch.device, **options: Any) -> Iterable
     """Batches that arrive on the device, and are normalised there."""
     to_device = ToDevice(device, transform=normalize(MEAN, STD))
     return DataLoader(dataset, device=to_device, **options)
+
+
+def with_prefetcher(dataset: Images, device: torch.device, **options: Any) -> Iterable[Any]:
+    """The same for any other loader."""
+    return Prefetcher(torch.utils.data.DataLoader(dataset, **options), device, normalize(MEAN, STD))
 
 
 class HandWritten:
@@ -86,7 +91,7 @@ def train(
     """Train; the mean loss of the last epoch, and the classes that were predicted in it.
 
     Args:
-        make_batches: `on_device` or `HandWritten`.
+        make_batches: `on_device`, `with_prefetcher` or `HandWritten`.
         track: wraps each pass over the batches, as `rich.progress.track` does.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
