@@ -24,6 +24,8 @@ from fastq_loader.errors import (
 )
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory.allocator import empty
+from fastq_loader.reading.permutation import PermutationSampler
+from fastq_loader.resume.record import Position
 from fastq_loader.scheduling.options import Dynamic, RoundRobin
 from fastq_loader.statistics import LateBatch, LoaderStatistics, StagingStatistics, WorkerStatistics
 from fastq_loader.workers.options import Processes
@@ -36,9 +38,11 @@ __all__ = [
     "LateBatch",
     "LoaderStatistics",
     "LoaderTimeout",
+    "PermutationSampler",
     "PinFailed",
     "PinFallback",
     "PoisonousBatch",
+    "Position",
     "Prefetcher",
     "Processes",
     "ProtocolError",

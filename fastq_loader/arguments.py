@@ -18,7 +18,7 @@ from fastq_loader.device.options import read_device
 from fastq_loader.errors import warn_user
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
-from fastq_loader.scheduling.options import Dynamic, read_schedule
+from fastq_loader.scheduling.options import Dynamic, RoundRobin, read_schedule
 from fastq_loader.scheduling.window import WindowLimits
 from fastq_loader.workers.options import Processes, read_workers
 
@@ -34,6 +34,12 @@ def is_iterable(loader: DataLoader[Any]) -> bool:
 def is_dynamic(loader: DataLoader[Any]) -> bool:
     """Whether every batch has its own random numbers."""
     return isinstance(read_schedule(loader.schedule), Dynamic)
+
+
+def saves_generators(loader: DataLoader[Any]) -> bool:
+    """Whether workers send the states of their generators with each batch."""
+    schedule = read_schedule(loader.schedule)
+    return isinstance(schedule, RoundRobin) and schedule.save_generators
 
 
 def workers(loader: DataLoader[Any]) -> Processes:

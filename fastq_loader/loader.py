@@ -7,6 +7,7 @@ what its pool of workers is to do. What the arguments come to is in `arguments`,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -22,6 +23,8 @@ from fastq_loader.device.session import DeviceSession
 from fastq_loader.iterators.multiprocess import MultiprocessIterator
 from fastq_loader.iterators.serial import SerialIterator
 from fastq_loader.reading import datapipes
+from fastq_loader.resume import saved
+from fastq_loader.resume.record import Position
 from fastq_loader.scheduling.options import Schedule
 from fastq_loader.statistics import LoaderStatistics
 from fastq_loader.workers.config import Plan, Rules
@@ -190,6 +193,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             persistent=self.persistent_workers,
             context=self.multiprocessing_context,
             for_device=self._resources.session is not None,
+            save_generators=arguments.saves_generators(self),
         )
 
     # ---- what frameworks reach for -----------------------------------------------------------
@@ -239,6 +243,63 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader stands: what `load_state_dict` goes on from.
+
+        Counts the batches that were handed out, and none that was only prefetched. May be called at any time:
+        before the first batch, after any, and at the end of an epoch.
+
+        Returns:
+            A new plain dict, of a few kB unless the user's own states in it are larger. It passes through
+            `json.dumps` where those do. It has no state of torch's, Python's and numpy's global generators
+            as they are now: save these with the model, as frameworks do, or give the loader a `generator`.
+
+        Raises:
+            Exception: whatever `state_dict` of a sampler raises.
+        """
+        resources = self._resources
+        if resources.saved is not None:
+            return copy.deepcopy(resources.saved.state)
+        return saved.state_of(self, resources.record)
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, ignore: Iterable[str] = ()) -> None:
+        """Go on from where another loader, or this one, stood: the next epoch is the rest of the one that was
+        saved.
+
+        No sample of a batch that was handed out is loaded again, except of an iterable dataset that cannot
+        say where it stands. That epoch draws nothing from the global generators, because it did before it was
+        saved. A state that was saved after the last batch gives an epoch without batches, and one that was
+        saved when the epoch was over gives the next.
+
+        Args:
+            state_dict: what `state_dict()` returned, also after a way through JSON. `{}` is a loader that was
+                not iterated.
+            ignore: names of fields that may differ from this loader's, where you know that the order is the
+                same all the same: "dataset_kind", "dataset_length", "batch_size", "sampler", "seed",
+                "initial_seed", "num_replicas", "replacement", "schedule", "num_workers".
+
+        Raises:
+            ValueError: the state is damaged, foreign or of a later version, or the loader iterates something
+                else. It names the field, what was saved and what is there; nothing has changed.
+            TypeError: `state_dict` is no dict, or `ignore` no collection of names.
+        """
+        resources = self._resources
+        if state_dict == {}:
+            resources.record = resources.saved = None
+            return
+        loaded = saved.read(state_dict, self, ignore)
+        saved.take(loaded, self)
+        resources.saved = loaded
+
+    @property
+    def position(self) -> Position:
+        """How far this loader has come, for progress bars: epochs that are over, batches of the next one, and
+        batches in all; those that raised count, too."""
+        resources = self._resources
+        if resources.saved is not None:
+            return resources.saved.position
+        return Position() if resources.record is None else resources.record.position
 
     def statistics(self) -> LoaderStatistics:
         """What this loader did so far, as an immutable snapshot."""

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from fastq_loader.consumer.event_loop import BUSY, EventLoop
+from fastq_loader.consumer.event_loop import BUSY, EventLoop, Resume
 from fastq_loader.consumer.outcomes import OutcomeSlot
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.errors import IteratorInvalid
+from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.statistics import Counters
 from fastq_loader.system import process_id
 from fastq_loader.workers import stopping
@@ -76,10 +77,15 @@ class Engine:
     # ---- what iterators call ------------------------------------------------------------------
 
     def start_epoch(
-        self, sampler: Iterator[Any], shared_seed: int | None, base_seed: int | None = None
+        self,
+        sampler: Iterator[Any],
+        shared_seed: int | None,
+        base_seed: int | None = None,
+        done: Progress = START,
+        resume: Resume = (),
     ) -> int:
         """Begin an epoch over the indices of `sampler`; an older one of this engine ends. Every batch is
-        seeded from `base_seed`, if there is one.
+        seeded from `base_seed`, if there is one. See `EventLoop.begin_epoch`.
 
         Returns:
             The number of the epoch.
@@ -87,7 +93,7 @@ class Engine:
         Raises:
             IteratorInvalid: the engine is closed.
         """
-        return self._enter(lambda loop: loop.begin_epoch(sampler, shared_seed, base_seed))
+        return self._enter(lambda loop: loop.begin_epoch(sampler, shared_seed, base_seed, done, resume))
 
     def advance(self, epoch: int, into: OutcomeSlot, finish: Callable[[Any], Any]) -> None:
         """Put the next outcome of an epoch down in `into`: a batch, after `finish`; or what to raise:

@@ -11,8 +11,9 @@ on its way up.
 
 from __future__ import annotations
 
+import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -23,13 +24,14 @@ from fastq_loader.device.session import DeviceSession
 from fastq_loader.device.staging import Staging
 from fastq_loader.errors import LoaderTimeout, WorkerDied, WorkerReplaced, warn_user
 from fastq_loader.ipc.claim_table import slots
-from fastq_loader.ipc.messages import Epoch, Space, encode
 from fastq_loader.ipc.probes import expect_threads
 from fastq_loader.ipc.sockets import THREADS
+from fastq_loader.ipc.messages import PASSED, Epoch, Space, encode, seal
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling import events
+from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.timeout import Timeout
 from fastq_loader.scheduling.window import Window
@@ -38,6 +40,8 @@ from fastq_loader.system import calls, standard_streams
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
+
+Resume = Sequence[tuple[int, dict[str, Any] | None]]
 
 IDLE, BUSY, WAITING = "idle", "busy", "waiting"
 
@@ -95,6 +99,7 @@ class EventLoop:
         self._delivery = Delivery(self._unpacker, self.pool, counters)
         self._receiver = Receiver(plan, self._group, self.scheduler, self._unpacker, counters)
         self._epoch: Epoch | None = None
+        self._progress = START
         self._unsent: dict[int, bytes] = {}  # shared tasks by their tickets, encoded
         self._timeout = Timeout(plan.timeout, of_head=plan.dynamic and plan.in_order)
         # Of the call under way. Not passed from frame to frame: an error holds those by its traceback.
@@ -116,8 +121,21 @@ class EventLoop:
         if self._session is not None:  # after the workers, which must not inherit anything of the device
             self._delivery.staging = Staging(self._session, self._unpacker, self.pool.arena.mapping)
 
-    def begin_epoch(self, sampler: Iterator[Any], shared_seed: int | None, base_seed: int | None) -> int:
+    def begin_epoch(
+        self,
+        sampler: Iterator[Any],
+        shared_seed: int | None,
+        base_seed: int | None,
+        done: Progress = START,
+        resume: Resume = (),
+    ) -> int:
         """Begin an epoch over the indices of `sampler`; whatever is left of the one before is dropped.
+
+        Args:
+            sampler: yields indices, those in `done` not again.
+            shared_seed, base_seed: see `messages.Epoch`.
+            done: what was handed out of the epoch before it was resumed.
+            resume: what each worker is told of that: how many batches were its own, and its state.
 
         Returns:
             The number of the epoch.
@@ -126,8 +144,15 @@ class EventLoop:
         if self._delivery.staging is not None:  # before the blocks of what is dropped go to others
             self.pool.drop(self._delivery.staging.drain())
         taken, claimed = self._group.take_back(scheduler.pending_tasks.tickets())
-        self._epoch = Epoch(scheduler.epoch + 1, shared_seed, base_seed)
-        instructions = scheduler.handle(events.EpochStarted(self._epoch.epoch, frozenset(taken), claimed))
+        token = self._group.token
+        sealed = seal(pickle.dumps(list(resume)), token) if resume else b""
+        self._epoch = Epoch(scheduler.epoch + 1, shared_seed, base_seed, sealed)
+        self._progress = done
+        # The tasks of an iterable dataset are given out anew, and workers pass over what was handed out.
+        drawn_before = START if self.plan.rules.iterable else done
+        instructions = scheduler.handle(
+            events.EpochStarted(self._epoch.epoch, frozenset(taken), claimed, drawn_before)
+        )
         self._counters.epochs += 1
         self._sampler = sampler
         self._group.begin_epoch(self._epoch)
@@ -221,9 +246,19 @@ class EventLoop:
         self._flush()
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
             self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
+        if deliver.answer is not None and deliver.answer.outcome == PASSED:
+            return
         self._outcome = self._delivery.hand_out(deliver)
+        self._outcome.progress = self._progress = self._progress_after(deliver)
         if self._delivery.staging is not None:
             self._stage_ahead(self._delivery.staging)
+
+    def _progress_after(self, deliver: events.Deliver) -> Progress:
+        if not self._progress.workers or deliver.worker is None:
+            return self._progress.after(deliver.seq)
+        state = b"" if deliver.answer is None else deliver.answer.state
+        position = None if self.plan.rules.iterable else deliver.seq
+        return self._progress.after_worker(deliver.worker, state, position)
 
     def _finish(self, finish: events.Finish) -> None:
         self._outcome = ENDED
@@ -374,7 +409,7 @@ def _finished(delivered: Delivered, finish: Callable[[Any], Any]) -> Delivered |
         return delivered
     except Exception as error:  # the user's, and it has its position
         refuse_interrupt(error)
-        return Raised(error)
+        return Raised(error, progress=delivered.progress)
 
 
 def _death(report: str, cause: Exception) -> Raised:

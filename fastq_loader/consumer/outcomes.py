@@ -9,16 +9,24 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol
 
+from fastq_loader.scheduling.progress import Progress
+
 
 class Delivered:
-    """There is a batch."""
+    """There is a batch.
 
-    __slots__ = ("batch",)
+    Attributes:
+        batch: it.
+        progress: how far the epoch has come with it.
+    """
+
+    __slots__ = ("batch", "progress")
     error: ClassVar[None] = None
     fatal: ClassVar[None] = None
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, progress: Progress | None = None) -> None:
         self.batch = batch
+        self.progress = progress
 
 
 class Raised:
@@ -27,13 +35,17 @@ class Raised:
     Attributes:
         error: it.
         fatal: why the iteration is over with it; None: the next call goes on.
+        progress: how far the epoch has come with it; None: no further than before.
     """
 
-    __slots__ = ("error", "fatal")
+    __slots__ = ("error", "fatal", "progress")
 
-    def __init__(self, error: BaseException, fatal: str | None = None) -> None:
+    def __init__(
+        self, error: BaseException, fatal: str | None = None, progress: Progress | None = None
+    ) -> None:
         self.error = error
         self.fatal = fatal
+        self.progress = progress
 
 
 class Ended:
@@ -43,6 +55,7 @@ class Ended:
     __slots__ = ()
     error: ClassVar[type[BaseException]] = StopIteration
     fatal: ClassVar[None] = None
+    progress: ClassVar[None] = None
 
 
 class Closed:

@@ -9,7 +9,7 @@ and whose handle or blocks do not fit goes on with its fault: its batch fails at
 from __future__ import annotations
 
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer
+from fastq_loader.ipc.messages import ENDED, PASSED, SKIPPED, Answer, unseal
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.events import Arrived
 from fastq_loader.scheduling.scheduler import Scheduler
@@ -17,7 +17,7 @@ from fastq_loader.statistics import Counters
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
 
-_EMPTY = (ENDED, SKIPPED)  # outcomes without a handle
+_EMPTY = (ENDED, SKIPPED, PASSED)  # outcomes without a handle
 
 
 class Receiver:
@@ -90,20 +90,21 @@ class Receiver:
             ProtocolError: the handle does not fit.
         """
         outcome, handle = answer.outcome, answer.handle
-        if outcome == ENDED and not self._iterable:
-            raise ProtocolError(f"worker {worker} says that a dataset with indices has ended")
+        if outcome in (ENDED, PASSED) and not self._iterable:
+            raise ProtocolError(f"worker {worker} says outcome {outcome} of a dataset with indices")
         if handle is None or outcome in _EMPTY:
             if (handle is None) != (outcome in _EMPTY):
                 raise ProtocolError(f"outcome {outcome} {'without' if handle is None else 'with'} a handle")
             return answer
+        state = unseal(answer.state, self._group.token) if answer.state else b""
         handle = self._unpacker.learn(worker, handle)
         if not handle.segments:
-            return Answer(*answer[:-2], handle)
+            return Answer(*answer[:-3], handle, (), state)
         fresh = dict(answer.fresh)
         for offset, size, _ in handle.segments:
             if size != fresh.get(offset, self._scheduler.pool.size_of(offset)):
                 raise ProtocolError(f"a handle names a block of {size} bytes at {offset}, where none is")
-        return Answer(*answer[:-2], handle, self._unpacker.used(handle))
+        return Answer(*answer[:-3], handle, self._unpacker.used(handle), state)
 
 
 def _finished(event: Arrived) -> int:

@@ -18,6 +18,8 @@ from fastq_loader.workers import stopping
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
+    from fastq_loader.resume.record import EpochRecord
+    from fastq_loader.resume.saved import Saved
 
 
 class Resources:
@@ -31,6 +33,8 @@ class Resources:
         engines: the pools of workers that its iterators use.
         session: its way to a device, once an iteration has begun, or None.
         idle: the staging of iterations without workers that are over, to be used again.
+        record: of the newest epoch, or None.
+        saved: what the next epoch goes on from, or None.
     """
 
     def __init__(self, owner: DataLoader[Any] | None = None) -> None:
@@ -39,6 +43,8 @@ class Resources:
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self.session: DeviceSession | None = None
         self.idle: list[SerialStaging] = []
+        self.record: EpochRecord | None = None
+        self.saved: Saved | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Resources, ()  # no loader's: a subclass copied all attributes

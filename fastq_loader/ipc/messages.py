@@ -27,7 +27,7 @@ import msgpack
 
 from fastq_loader.errors import ProtocolError
 
-VERSION = 4
+VERSION = 5
 
 _TASK, _EPOCH, _SPACE, _BUNDLE, _STOP, _HELLO, _ANSWER, _PING = range(8)
 
@@ -37,8 +37,9 @@ ERROR = 1  # the handle is an exception that the user's code raised
 ENDED = 2  # the worker's part of an iterable dataset is exhausted; no handle
 SKIPPED = 3  # not fetched: the epoch was abandoned, or the worker's part had ended; no handle
 BROKEN = 4  # the handle is the exception that keeps this worker from working at all
+PASSED = 5  # passed over: the batch was handed out before the epoch was resumed; no handle
 
-OUTCOMES = (BATCH, ERROR, ENDED, SKIPPED, BROKEN)
+OUTCOMES = (BATCH, ERROR, ENDED, SKIPPED, BROKEN, PASSED)
 
 #: Bytes of a pool's token.
 TOKEN_BYTES = 16
@@ -83,11 +84,14 @@ class Epoch(NamedTuple):
         shared_seed: of datapipe graphs, or None.
         base_seed: every batch is seeded from it and its number. None: each worker has one sequence of random
             numbers, as in torch.
+        resume: where the workers go on in an epoch that was begun before, as a sealed pickle (see
+            `workers.reader`), or b"".
     """
 
     epoch: int
     shared_seed: int | None
     base_seed: int | None = None
+    resume: bytes = b""
 
 
 class Space(NamedTuple):
@@ -142,12 +146,14 @@ class Answer(NamedTuple):
 
     Attributes:
         epoch, seq, attempt: the task's.
-        outcome: BATCH, ERROR, ENDED, SKIPPED or BROKEN.
+        outcome: BATCH, ERROR, ENDED, SKIPPED, BROKEN or PASSED.
         started, finished: nanoseconds of the monotonic clock, the same for all processes of a machine.
         fresh: the blocks (offset, size) that the worker made and the consumer has not heard of.
         returned: offsets of granted and promised blocks that the handle does not use.
-        handle: None for ENDED and SKIPPED.
+        handle: None for ENDED, SKIPPED and PASSED.
         used: the blocks of the handle, as (offset, bytes needed). Not sent: the consumer finds it there.
+        state: what the worker says of itself after this batch, as a sealed pickle (see `workers.reader`), or
+            b"".
     """
 
     epoch: int
@@ -160,6 +166,7 @@ class Answer(NamedTuple):
     returned: tuple[int, ...]
     handle: Handle | None
     used: tuple[tuple[int, int], ...] = ()
+    state: bytes = b""
 
 
 Message = Task | Epoch | Space | Bundle | Stop | Hello | Answer | Ping
@@ -216,7 +223,7 @@ def encode(message: Message, token: bytes = b"") -> bytes:
     if type(message) is Task:
         return _encode_task(message, token)
     if type(message) is Answer:
-        return _packb((VERSION, _ANSWER, *message[:-1]))
+        return _packb((VERSION, _ANSWER, *message[:-2], message.state))
     return _packb((VERSION, _KINDS[type(message)], *message))
 
 
@@ -292,6 +299,11 @@ def _blocks(blocks: Any, width: int = 2) -> tuple[Any, ...]:
     return tuple(map(tuple, blocks))
 
 
+def _check_bytes(value: Any) -> None:
+    if type(value) is not bytes:
+        raise ProtocolError(f"a {type(value).__name__} where bytes should be")
+
+
 def _check_array(value: Any) -> None:
     if type(value) not in (list, tuple):
         raise ProtocolError(f"a {type(value).__name__} where an array should be")
@@ -328,10 +340,11 @@ def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop | Pi
     raise ProtocolError(f"unknown message kind {kind!r:.40}")
 
 
-def _epoch(epoch: Any, shared_seed: Any, base_seed: Any) -> Epoch:
+def _epoch(epoch: Any, shared_seed: Any, base_seed: Any, resume: Any) -> Epoch:
     seeds = [seed for seed in (shared_seed, base_seed) if seed is not None]
     _check_counts((epoch, *seeds))
-    return Epoch(epoch, shared_seed, base_seed)
+    _check_bytes(resume)
+    return Epoch(epoch, shared_seed, base_seed, resume)
 
 
 def decode_for_consumer(frame: bytes) -> Hello | Answer | Ping:
@@ -356,7 +369,7 @@ def decode_for_consumer(frame: bytes) -> Hello | Answer | Ping:
 
 
 def _answer(fields: list[Any]) -> Answer:
-    epoch, seq, attempt, outcome, started, finished, fresh, returned, handle = fields
+    epoch, seq, attempt, outcome, started, finished, fresh, returned, handle, state = fields
     _check_counts((epoch, seq, attempt, outcome, started, finished))
     if outcome not in OUTCOMES:
         raise ProtocolError(f"unknown outcome {outcome}")
@@ -366,7 +379,8 @@ def _answer(fields: list[Any]) -> Answer:
         _check_counts(returned)
     if handle is not None:
         handle = _handle(*handle)
-    return Answer(epoch, seq, attempt, outcome, started, finished, fresh, returned, handle)
+    _check_bytes(state)
+    return Answer(epoch, seq, attempt, outcome, started, finished, fresh, returned, handle, state=state)
 
 
 def _handle(spec_id: Any, spec: Any, values: Any, parcel: Any, segments: Any) -> Handle:

@@ -14,7 +14,6 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch.autograd import profiler
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import (
@@ -28,14 +27,10 @@ from fastq_loader.device.options import ToDevice, read_device
 from fastq_loader.device.transforms import copy_into
 from fastq_loader.errors import warn_user
 from fastq_loader.reading import datapipes
+from fastq_loader.resume.saved import begin
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
-
-
-def draw_base_seed(generator: torch.Generator | None) -> int:
-    """The seed of an iteration: exactly one `int64.random_()`, as torch draws it."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
@@ -54,6 +49,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._dataset = loader.dataset
         self._pg = None
+        self._begin_record(loader)
         self._share_seed(loader)
         self._dataset_kind = loader._dataset_kind
         self._IterableDataset_len_called = loader._IterableDataset_len_called
@@ -72,9 +68,9 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._collate_fn = loader.collate_fn
         self._dynamic = arguments.is_dynamic(loader)
         self._restart_sampler()
-        self._base_seed = draw_base_seed(loader.generator)
+        self._base_seed = self._draw_base_seed(loader)
         self._persistent_workers = loader.persistent_workers
-        self._num_yielded = 0
+        self._num_yielded = self._record.progress.delivered
         self.outcome: Outcome | None = None
 
     def __iter__(self) -> LoaderIterator:
@@ -98,6 +94,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             else:
                 self._advance()
             outcome, self.outcome = self.outcome, None
+        if outcome.progress is not None:
+            self._order.progress = outcome.progress
         if outcome.error is not None:
             try:
                 raise outcome.error
@@ -127,13 +125,39 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         """Begin a new epoch. A persistent loader calls it for whatever `_get_iterator` returned, so wrappers
         forward it."""
         self.outcome = None
+        if not first_iter:
+            self._begin_record(loader)
         self._restart_sampler()
-        self._num_yielded = 0
+        self._num_yielded = self._record.progress.delivered
         self._IterableDataset_len_called = loader._IterableDataset_len_called
         self._share_seed(loader)
 
+    def _begin_record(self, loader: DataLoader[Any]) -> None:
+        """Of the epoch that begins or goes on; it counts when the epoch has begun."""
+        resources = loader._resources
+        self._record = begin(loader, resources.record, resources.saved)
+        self._order = self._record.order
+
+    def _epoch_has_begun(self, loader: DataLoader[Any]) -> None:
+        """What was loaded is used up, unless the epoch could not be begun."""
+        resources = loader._resources
+        resources.record, resources.saved = self._record, None
+        if self._record.replayed:
+            warn_user(
+                f"Neither the dataset nor its iterator has state_dict and load_state_dict, so "
+                f"{self._record.replayed} batches that were handed out before are read again, which takes as "
+                "long as it took before. Give the dataset both methods to go on at once.",
+                UserWarning,
+            )
+
+    def _draw_base_seed(self, loader: DataLoader[Any]) -> int:
+        return self._record.draw_base_seed(loader.generator)
+
     def _share_seed(self, loader: DataLoader[Any]) -> None:
-        self._shared_seed = datapipes.draw_shared_seed(self._dataset, loader.generator)
+        if self._record.saved is not None:
+            self._shared_seed = self._record.shared_seed
+        else:
+            self._shared_seed = datapipes.draw_shared_seed(self._dataset, loader.generator)
         self._dataset = datapipes.apply_seed(self._dataset, self._shared_seed)
 
     @abstractmethod

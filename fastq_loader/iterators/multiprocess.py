@@ -15,8 +15,8 @@ from fastq_loader.consumer.engine import Engine
 from fastq_loader.consumer.outcomes import ENDED
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.ipc.messages import decode_index
-from fastq_loader.iterators.base import LoaderIterator, draw_base_seed
-from fastq_loader.reading import datapipes, sampling
+from fastq_loader.iterators.base import LoaderIterator
+from fastq_loader.reading import datapipes
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
@@ -41,14 +41,14 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             raise AssertionError("num_workers must be greater than 0 for MultiProcessingDataLoaderIter")
         if self._prefetch_factor <= 0:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
-        self.engine = loader._start_engine(self._base_seed, self._shared_seed)
+        self.engine = loader._start_engine(self._record.pool_seed, self._shared_seed)
         shared_seed = self._shared_seed
-        if not self._dynamic:
+        if not (self._dynamic or self._record.continues_workers):
             # torch resets a new iterator, and draws once more: a second iter() of the sampler, and a second
             # seed for a graph, which is not used in this epoch. With dynamic, the draws are those without
             # workers.
             super()._reset(loader, first_iter=True)
-        self._start_epoch(shared_seed)
+        self._start_epoch(loader, shared_seed)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         loader._device_session()  # which ends the workers if another device was asked for
@@ -59,13 +59,25 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             return
         super()._reset(loader, first_iter)
         if self._dynamic:
-            self._base_seed = draw_base_seed(loader.generator)
-        self._start_epoch(self._shared_seed)
+            self._base_seed = self._draw_base_seed(loader)
+        else:
+            self._record.follow_base_seed(self._base_seed)
+        self._start_epoch(loader, self._shared_seed)
 
-    def _start_epoch(self, shared_seed: int | None) -> None:
+    def _draw_base_seed(self, loader: DataLoader[Any]) -> int:
+        if self._record.continues_workers:
+            return self._record.follow_base_seed(self._record.base_seed)
+        return super()._draw_base_seed(loader)
+
+    def _start_epoch(self, loader: DataLoader[Any], shared_seed: int | None) -> None:
         self._exhausted = False
-        base_seed = self._base_seed if self._dynamic else None
-        self._epoch = self.engine.start_epoch(self._source, shared_seed, base_seed)
+        record = self._record
+        record.shared_seed = shared_seed
+        record.lives_on = self._persistent_workers and not self._dynamic
+        base_seed = record.base_seed if self._dynamic else None
+        resume = record.resume
+        self._epoch = self.engine.start_epoch(self._source, shared_seed, base_seed, record.progress, resume)
+        self._epoch_has_begun(loader)
 
     def successor(self) -> MultiprocessIterator:
         """The iterator of the next epoch, to be reset. Its own object, so that `next()` on this one can say
@@ -75,7 +87,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         return successor
 
     def _restart_sampler(self) -> None:
-        self._source = sampling.iterate_packed(self._index_sampler)
+        self._source = self._order.begin(packed=True)
         self._indices: Iterator[Any] = map(decode_index, self._source)
 
     def _advance(self) -> None:
@@ -91,6 +103,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             self.outcome = self.outcome or ENDED
         if self.outcome is ENDED:
             self._exhausted = True
+            self._record.over = not self.engine.failed
             if not self._persistent_workers:
                 self.engine.close("it was exhausted")
 

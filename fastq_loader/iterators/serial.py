@@ -6,6 +6,8 @@ follow the same rules as with workers.
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import threading
 import time
 from contextlib import nullcontext
@@ -17,8 +19,9 @@ from fastq_loader.consumer.outcomes import ENDED, Delivered, Outcome, Raised
 from fastq_loader.device.staging import SerialStaging
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.iterators.base import LoaderIterator
-from fastq_loader.reading import datapipes, sampling, seeding
-from fastq_loader.reading.fetch import EndOfStream, make_fetcher
+from fastq_loader.reading import datapipes, position, seeding
+from fastq_loader.reading.fetch import EndOfStream, Fetcher, make_fetcher
+from fastq_loader.scheduling.progress import Progress
 from fastq_loader.system.interrupts import refuse_interrupt
 
 if TYPE_CHECKING:
@@ -41,20 +44,44 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         datapipes.shard(self._dataset, self._world_size, self._rank)
         self._idle = loader._resources.idle
         self._staging = None if self._session is None else SerialStaging.of(self._session, self._idle)
-        self._drawn = 0
+        self._drawn = self._record.progress.head
         self._due: tuple[int, Any] | None = None  # number and index of the batch that is to be loaded next
         self._lock = threading.RLock()  # threads may share the iterator
         self._busy = False  # in the middle of a step that cannot be repeated
         with seeding.put_back() if self._dynamic else nullcontext():
             if self._dynamic:
                 seeding.seed_worker(self._base_seed, 0)  # for what iter(dataset) draws
-            self._dataset_fetcher = make_fetcher(
-                self._dataset,
-                iterable=self._dataset_kind == _DatasetKind.Iterable,
-                auto_collation=self._auto_collation,
-                collate=self._collate_fn,
-                drop_last=self._drop_last,
-            )
+            self._dataset_fetcher = self._make_fetcher()
+        self._epoch_has_begun(loader)
+
+    def _make_fetcher(self) -> Fetcher:
+        record = self._record
+        delivered, state = record.resume[0] if record.resume else (0, None)
+        place = (state or {}).get("position")
+        if place is not None:
+            position.set_dataset(self._dataset, place)
+        iterable = self._dataset_kind == _DatasetKind.Iterable
+        if iterable and not self._dynamic:  # what it draws is the user's, and drawn again if it is read again
+            self._order.note_shared()
+        fetcher = self._dataset_fetcher = make_fetcher(
+            self._dataset,
+            iterable=iterable,
+            auto_collation=self._auto_collation,
+            collate=self._collate_fn,
+            drop_last=self._drop_last,
+        )
+        if place is not None:
+            position.set_iterator(fetcher, place)
+        elif iterable:
+            self._read_again(delivered)
+        return fetcher
+
+    def _read_again(self, count: int) -> None:
+        """Come to where an iterable dataset goes on that cannot say it."""
+        with self._order.as_at_start():
+            for number in range(count):
+                with contextlib.suppress(Exception):  # it was raised at its position before
+                    self._fetch(number, self._next_index())
 
     def __del__(self) -> None:
         staging = getattr(self, "_staging", None)
@@ -62,11 +89,11 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._idle.append(staging)
 
     def _restart_sampler(self) -> None:
-        self._sampler_iter = sampling.iterate(self._index_sampler)
+        self._sampler_iter = self._order.begin()
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
-        self._drawn, self._due, self._busy = 0, None, False
+        self._drawn, self._due, self._busy = self._record.progress.head, None, False
 
     def _fetch(self, number: int, index: Any) -> Any:
         if not self._dynamic:
@@ -93,16 +120,17 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             return
         outcome: Outcome
         try:
-            outcome = Delivered(self._load(*drawn))
+            outcome = Delivered(self._load(*drawn), self._progress_after(drawn[0]))
             self._counters.batches += 1
         except EndOfStream:
             outcome = ENDED
+            self._record.over = True
         except BaseException as error:
             self._due = drawn  # before there is any call, at which the next interrupt may come
             if not isinstance(error, Exception):
                 raise
             refuse_interrupt(error)
-            outcome = Raised(error)
+            outcome = Raised(error, progress=self._progress_after(drawn[0]))
         self.outcome, self._due, self._busy = outcome, None, False
         del outcome  # an error holds this frame by its traceback
 
@@ -111,14 +139,28 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         `outcome`."""
         self._busy = True
         number = self._drawn
+        while number in self._record.beyond:
+            number += 1
         try:
             index = self._next_index()
+        except StopIteration as stop:
+            self.outcome = Raised(stop)
+            self._record.over = True
         except Exception as error:
             refuse_interrupt(error)
-            self.outcome = Raised(error)
+            self.outcome = Raised(error, progress=self._progress_after(number))
         else:
             self._due = (number, index)
         self._drawn, self._busy = number + 1, False  # also when the sampler fails: its error has a place
+
+    def _progress_after(self, number: int) -> Progress:
+        """How far the epoch has come with a batch, or with the error in its place."""
+        progress, fetcher = self._order.progress, self._dataset_fetcher
+        if not progress.workers:
+            return progress.after(number)
+        state = {"position": position.of(fetcher)} if position.is_known(fetcher) else {}
+        iterable = self._dataset_kind == _DatasetKind.Iterable
+        return progress.after_worker(0, pickle.dumps(state) if state else b"", None if iterable else number)
 
     def _load(self, number: int, index: Any) -> Any:
         began = time.monotonic_ns()

@@ -14,70 +14,83 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
 from fastq_loader.ipc.messages import Indices
+from fastq_loader.reading.permutation import CHUNK, PermutationSampler
 
 T = TypeVar("T")
 
 
-class IndexSource(Iterator[Any]):
-    """The indices of an epoch with workers, as the event loop draws them.
-
-    Args:
-        drawn: yields an index, or `Indices` in place of a list of int. May be replaced in the middle of an
-            epoch, as an iterator's `_sampler_iter` may.
-    """
-
-    def __init__(self, drawn: Iterator[Any]) -> None:
-        self.drawn = drawn
-
-    def __next__(self) -> Any:
-        return next(self.drawn)
-
-
-def iterate(index_sampler: Any) -> Iterator[Any]:
-    """`iter(index_sampler)`, faster where the sampler is torch's own shuffle.
+def iterate(index_sampler: Any, *, packed: bool = False) -> Iterator[Any]:
+    """`iter(index_sampler)`, faster where the sampler is torch's own shuffle, or ours.
 
     A subclass may mean something else, and so may a class whose `__iter__` was replaced: those, and every
     other sampler, are iterated as they are.
+
+    Args:
+        index_sampler: yields indices, or lists of them.
+        packed: give a batch of a shuffle as `Indices`, as it goes into a message.
     """
-    return _iterate(index_sampler, torch.Tensor.tolist)
+    return iterate_from(index_sampler, 0, packed=packed)[0]
 
 
-def iterate_packed(index_sampler: Any) -> IndexSource:
-    """The same for indices that go into messages: a batch of a shuffle is never made a list here."""
-    return IndexSource(_iterate(index_sampler, _packed))
+def iterate_from(index_sampler: Any, skip: int, *, packed: bool = False) -> tuple[Iterator[Any], int]:
+    """The same without the first `skip` indices, where they need not be drawn one by one.
 
-
-def _iterate(index_sampler: Any, form: Callable[[torch.Tensor], Any]) -> Iterator[Any]:
-    return _shuffled(index_sampler, form) if _is_shuffle(index_sampler) else iter(index_sampler)
+    Returns:
+        The indices, and how many of them have still to be skipped.
+    """
+    form = _packed if packed else torch.Tensor.tolist
+    if _is_shuffle(index_sampler):
+        return _shuffled(index_sampler, form, skip), 0
+    if type(index_sampler) is PermutationSampler:
+        return index_sampler.iterate_from(skip), 0
+    if _cuts(index_sampler, PermutationSampler):
+        return _permuted(index_sampler, form, skip), 0
+    return iter(index_sampler), skip
 
 
 def _packed(indices: torch.Tensor) -> Indices:
     return Indices(indices.cpu().numpy().tobytes())
 
 
-def _is_shuffle(index_sampler: Any) -> bool:
+def _cuts(index_sampler: Any, sampler: type) -> bool:
+    """Whether it is torch's own BatchSampler over just this sampler."""
     return (
         type(index_sampler) is BatchSampler
-        and type(index_sampler.sampler) is RandomSampler
-        and not index_sampler.sampler.replacement
+        and type(index_sampler.sampler) is sampler
         and BatchSampler.__iter__.__module__ == BatchSampler.__module__
+    )
+
+
+def _is_shuffle(index_sampler: Any) -> bool:
+    return (
+        _cuts(index_sampler, RandomSampler)
+        and not index_sampler.sampler.replacement
         and RandomSampler.__iter__.__module__ == RandomSampler.__module__
     )
 
 
-def _shuffled(index_sampler: BatchSampler, form: Callable[[torch.Tensor], T]) -> Iterator[T]:
+def _permuted(index_sampler: BatchSampler, form: Callable[[torch.Tensor], T], skip: int) -> Iterator[T]:
+    size, sampler = index_sampler.batch_size, index_sampler.sampler
+    assert isinstance(sampler, PermutationSampler)
+    for chunk in sampler.chunks(skip * size, size * max(1, CHUNK // size)):
+        for batch in torch.split(chunk, size):
+            if len(batch) == size or not index_sampler.drop_last:
+                yield form(batch)
+
+
+def _shuffled(index_sampler: BatchSampler, form: Callable[[torch.Tensor], T], skip: int) -> Iterator[T]:
     drop_last, size = index_sampler.drop_last, index_sampler.batch_size
     permutations = _permutations(index_sampler.sampler)  # type: ignore[arg-type]
     pieces: list[torch.Tensor] = []
-    drawn = 0
+    drawn = -skip * size
     while True:
         while drawn < size:
             following = next(permutations, None)
             if following is None:
-                if drawn and not drop_last:
+                if drawn > 0 and not drop_last:
                     yield form(torch.cat(pieces))
                 return
-            pieces.append(following)
+            pieces.append(following[max(0, -drawn) :])
             drawn += len(following)
         indices = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         yield form(indices[:size])

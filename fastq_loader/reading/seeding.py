@@ -20,6 +20,8 @@ import torch
 # numpy imports this module when it is first used: in every forked worker, for 11 ms each.
 from numpy import random as numpy_random
 
+from fastq_loader.reading import generators
+
 
 def _seed_torch(seed: int) -> None:
     """torch.manual_seed, for the devices that this build of torch knows.
@@ -57,6 +59,11 @@ def seed_worker(base_seed: int, worker_id: int) -> int:
     return seed
 
 
+def draw_base_seed(generator: torch.Generator | None) -> int:
+    """The seed of an iteration: exactly one `int64.random_()`, as torch draws it."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
 _BATCH, _SEEDS = struct.Struct("<qq"), struct.Struct("<QQI")
 
 
@@ -79,65 +86,22 @@ def seed_batch(base_seed: int, batch: int) -> int:
     return int(for_torch)
 
 
-class put_back:
-    """A context that leaves the three generators as they were, whatever is drawn or seeded in it.
-
-    A class and not `contextlib.contextmanager`: what an interrupt left behind would be ended by a garbage
-    collection, perhaps while torch holds the lock of its random number generator.
-    """
-
-    def __enter__(self) -> None:
-        self._kept = capture()
-
-    def __exit__(self, *_: object) -> None:
-        python, torch_state, numpy = self._kept
-        random.setstate(python)
-        torch.set_rng_state(torch_state)
-        numpy_random.set_state(numpy)
-
-
-def capture() -> tuple[Any, ...]:
-    """The state of the three generators."""
-    return random.getstate(), torch.get_rng_state(), numpy_random.get_state()
-
-
-#: Objects that `states` searches, and members of a container: generators of a dataset's own are few and near.
-_MOST_OBJECTS, _MOST_MEMBERS = 1000, 100
+def put_back() -> generators.restored:
+    """A context that leaves the three generators as they were, whatever is drawn or seeded in it."""
+    return generators.restored(generators.GLOBAL.values())
 
 
 def states(*roots: Any) -> tuple[Any, ...]:
     """What user code draws from, to be compared: the state of the three generators, and of those that `roots`
     (a dataset, a collate function) or something in them has as attributes."""
-    python, torch_state, numpy = capture()
-    own = [_state(generator) for generator in _generators(list(roots))]
-    return python, torch_state.numpy().tobytes(), pickle.dumps(numpy), *own
+    own = generators.find({str(number): root for number, root in enumerate(roots)})
+    return tuple(map(_comparable, [*generators.GLOBAL.values(), *own.values()]))
 
 
-def _generators(todo: list[Any]) -> list[Any]:
-    found: list[Any] = []
-    seen: set[int] = set()
-    while todo and len(seen) < _MOST_OBJECTS:
-        part = todo.pop()
-        if id(part) in seen or isinstance(part, (type, ModuleType)):
-            continue
-        seen.add(id(part))
-        if isinstance(part, _GENERATORS):
-            found.append(part)
-        elif isinstance(part, (dict, list, tuple, set)):
-            if len(part) <= _MOST_MEMBERS:
-                todo += part.values() if isinstance(part, dict) else part
-        else:
-            todo += getattr(part, "__dict__", {}).values()
-    return found
-
-
-_GENERATORS = (random.Random, torch.Generator, numpy_random.Generator, numpy_random.RandomState)
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().cpu().numpy().tobytes()
+def _comparable(generator: Any) -> Any:
+    # A class of the user's may have more of a state than its base says.
+    whole = isinstance(generator, (torch.Generator, ModuleType))
     try:
-        return pickle.dumps(generator)
+        return pickle.dumps(generators.state_of(generator) if whole else generator)
     except Exception:  # a class of the user's: nobody can tell whether it was drawn from
         return object()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import Answer, Task
+from fastq_loader.scheduling.progress import START, Progress
 
 # ---- instructions ---------------------------------------------------------------------------------
 
@@ -83,11 +84,13 @@ class EpochStarted(NamedTuple):
         epoch: its number.
         taken_back: tickets of older shared tasks that no worker can claim any more.
         claimed: ticket → worker of the older ones that a worker has claimed.
+        done: positions that are not drawn, because they were handed out before: the epoch is a resumed one.
     """
 
     epoch: int
     taken_back: frozenset[int] = frozenset()
     claimed: Mapping[int, int] = {}
+    done: Progress = START
 
 
 class Drawn(NamedTuple):

@@ -35,16 +35,17 @@ class ReorderRing(Generic[T]):
 
     Args:
         capacity: slots, in batches; at least 1.
+        head: the first sequence number.
 
     Attributes:
         head: the lowest sequence number that has not left the ring.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, head: int = 0) -> None:
         if capacity < 1:
             raise ValueError(f"capacity={capacity} must be at least 1")
         self.capacity = capacity
-        self.head = 0
+        self.head = head
         self._slots: list[T] = [_EMPTY] * capacity
         self._filled = 0
 
@@ -102,15 +103,16 @@ class InFlight:
 
     Args:
         capacity: how many there can be.
+        head: the first one's number.
 
     Attributes:
-        drawn: how many were asked for so far, which is the next one's number.
+        drawn: the next one's number.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.drawn = 0
+    def __init__(self, capacity: int, head: int = 0) -> None:
+        self.drawn = head
         self._batches: dict[int, Batch] = {}
-        self._ring: ReorderRing[Outcome] = ReorderRing(capacity)
+        self._ring: ReorderRing[Outcome] = ReorderRing(capacity, head)
 
     def __len__(self) -> int:
         return len(self._batches)

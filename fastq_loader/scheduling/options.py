@@ -42,7 +42,20 @@ class RoundRobin(Schedule):
         window: batches that may be asked for and not handed out, from 1 to 14,335; memory for as many is the
             price. None is `prefetch_factor` for each worker, as in torch. A larger one lets workers run
             further past a slow batch. Without workers it has no effect.
+        save_generators: send the states of the worker's generators (torch's, `random`, numpy's, and those
+            that dataset and collate function have as attributes) with each batch, so that `state_dict()` has
+            them and a resumed epoch draws the same random numbers. About 15 kB and 0.1 ms for each batch.
+
+    Raises:
+        TypeError, ValueError: `window` or `save_generators` is not such a value.
     """
+
+    save_generators: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.save_generators, bool):
+            raise TypeError(f"{self}: save_generators must be True or False")
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ from fastq_loader.scheduling.events import (
 )
 from fastq_loader.scheduling.in_flight import InFlight, Outcome, Unanswered
 from fastq_loader.scheduling.pending_tasks import PendingTasks
+from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.states import LOST, Batch
 from fastq_loader.scheduling.window import Window
 from fastq_loader.scheduling.worker_table import WorkerTable
@@ -98,12 +99,13 @@ class Scheduler:
         self.pending_tasks = PendingTasks(slots)
         self._restarts = restarts
         self._worker_table = WorkerTable(workers)
-        self._reset()
+        self._reset(START)
 
-    def _reset(self) -> None:
+    def _reset(self, done: Progress) -> None:
+        self._done_beyond = done.beyond
         # A worker whose part of the dataset ends makes room for one more draw: up to `workers` batches beyond
         # the window may be waiting at once.
-        self._in_flight = InFlight(self.window.widest + self.workers)
+        self._in_flight = InFlight(self.window.widest + self.workers + len(done.beyond), done.head)
         self._arrivals: deque[Arrived | Died | Unanswered] = deque()
         self._restarts_left = self._restarts
         self._deaths: dict[int, int] = {}  # seq → workers that died of it
@@ -150,8 +152,8 @@ class Scheduler:
                 self._claimed(batch, event.claimed[batch.ticket])
         self.abandon()
         self.epoch = event.epoch
-        self._worker_table.begin_epoch()
-        self._reset()
+        self._worker_table.begin_epoch(event.done.head)
+        self._reset(event.done)
         if self.shared_tasks:  # else a dead worker is reported at the first batch that is its own
             self._idle_deaths = list(filter(self._worker_table.is_dead, range(self.workers)))
         return [Draw(self.window.size)]
@@ -198,6 +200,8 @@ class Scheduler:
         self.pool.give_back(offset for offset, _ in batch.blocks)
 
     def _new_batch(self, worker: int | None, index: Any) -> Batch:
+        while self._in_flight.drawn in self._done_beyond:
+            self._in_flight.drawn += 1
         batch = self._in_flight.new(worker, index)
         if self.shared_tasks:
             self.window.widen_to(len(self._in_flight))

@@ -29,10 +29,11 @@ class WorkerTable:
     def move(self, worker: int, event: str) -> None:
         self._states[worker] = worker_after(worker, self._states[worker], event)
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, first: int = 0) -> None:
+        """A new epoch begins, with batch `first`."""
         for worker in range(len(self)):
             self.move(worker, "epoch")
-        self._turn = 0
+        self._turn = first % len(self)
         self._undelivered = [0] * len(self)
 
     def exhausted(self, worker: int) -> bool:

@@ -40,6 +40,7 @@ class Plan:
         persistent: whether the pool serves more than one epoch.
         context: multiprocessing's context; None is the default when the pool starts.
         for_device: whether batches go on to a device, and are laid out for it.
+        save_generators: whether workers send the states of their generators with each batch.
     """
 
     payload: Payload | PickledPayload
@@ -54,6 +55,7 @@ class Plan:
     persistent: bool
     context: BaseContext | None
     for_device: bool = False
+    save_generators: bool = False
 
     @property
     def shared_tasks(self) -> bool:

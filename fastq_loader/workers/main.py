@@ -25,6 +25,7 @@ from fastq_loader.ipc.messages import (
     BROKEN,
     ENDED,
     ERROR,
+    PASSED,
     SKIPPED,
     Answer,
     Epoch,
@@ -47,7 +48,7 @@ from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.system import calls
 from fastq_loader.workers import stack_dumps
 from fastq_loader.workers.config import Setup
-from fastq_loader.workers.reader import Reader
+from fastq_loader.workers.reader import HandedOutBefore, Reader
 from fastq_loader.workers.task_queue import TaskQueue
 
 #: Nanoseconds of a task below which the worker does not look for a new epoch before the next one.
@@ -160,7 +161,7 @@ class Worker:
                 if not self._break_off():
                     return False
                 self._tasks.begin_epoch()
-                self._reader.begin_epoch(message.base_seed, message.shared_seed)
+                self._reader.begin_epoch(message)
             elif isinstance(message, Space):
                 if self._owns(message.ranges):
                     self._allocator.give(message.ranges)
@@ -218,7 +219,7 @@ class Worker:
             self._answer(task, BROKEN, started, *self._pack_exception(self._reader.failure))
         else:
             outcome, handle, used = self._load(task)
-            self._answer(task, outcome, started, handle, used)
+            self._answer(task, outcome, started, handle, used, self._reader.state)
 
     def _begin(self, task: Task) -> int:
         """The task's blocks can be written to from here on; the time."""
@@ -238,6 +239,8 @@ class Worker:
             return BATCH, *self._packer.copy_held(handle, used)
         except EndOfStream:
             return ENDED, None, []
+        except HandedOutBefore:
+            return PASSED, None, []
         except Exception as error:
             if handle is not None:
                 self._packer.unsend(handle)
@@ -258,7 +261,13 @@ class Worker:
         return self._packer.pack_text(text, isinstance(error, MemoryError))
 
     def _answer(
-        self, task: Task, outcome: int, started: int, handle: Handle | None = None, used: Used = ()
+        self,
+        task: Task,
+        outcome: int,
+        started: int,
+        handle: Handle | None = None,
+        used: Used = (),
+        state: bytes = b"",
     ) -> None:
         fresh: list[tuple[int, int]] = []
         returned: list[int] = []
@@ -276,6 +285,7 @@ class Worker:
             tuple(fresh),
             tuple(returned),
             handle,
+            state=state,
         )
         try:
             self._socket.send(answer)

@@ -3,18 +3,30 @@
 Runs in a worker, on its main thread. Random numbers are seeded once in each worker, as in torch, or anew for
 each batch. Of an epoch that was broken off torch's workers load whatever was dispatched; `is_missed` says
 whether the random numbers that come after could tell.
+
+What a resumed epoch needs from a worker is its state: a dict with what `reading.position` says of the dataset
+and, where it was asked for, the states of its generators. It goes to the consumer with each batch and comes
+back with the epoch, with the number of this worker's batches that were handed out before. Those are passed
+over; where there is no position, they are read again.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import pickle
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from fastq_loader.reading import datapipes, seeding
+from fastq_loader.ipc.messages import Epoch, seal, unseal
+from fastq_loader.reading import datapipes, generators, position, seeding
 from fastq_loader.reading.fetch import EndOfStream, Fetcher, make_fetcher
 from fastq_loader.workers.config import Setup
+
+
+class HandedOutBefore(Exception):
+    """The batch was handed out before the epoch was resumed."""
 
 
 class Reader:
@@ -27,18 +39,23 @@ class Reader:
         epochs: how many were begun.
         failure: what user code raised when it was to start or to begin an epoch: there is nothing to load.
         ended: nothing more is to be loaded in this epoch.
+        state: of the worker after the batch that was loaded last, as a sealed pickle; b"" if nobody wants it.
     """
 
     def __init__(self, setup: Setup) -> None:
         self.epochs = 0
         self.failure: Exception | None = None
         self.ended = False
+        self.state = b""
         self._setup = setup
         self._base_seed: int | None = None  # every batch is seeded from it; None: once for each worker
         self._dataset: Any = None
         self._collate_fn: Any = None
         self._fetcher: Fetcher | None = None
         self._fetched = False  # anything since the worker was started
+        self._to_pass = 0  # batches of this epoch that were handed out before it was resumed
+        self._replays = False  # and have to be read again
+        self._resumed: dict[str, Any] = {}  # the state to go on from
         try:
             self._start()
         except Exception as error:
@@ -60,28 +77,58 @@ class Reader:
         if parts["worker_init_fn"] is not None:
             parts["worker_init_fn"](setup.worker)
 
-    def begin_epoch(self, base_seed: int | None, shared_seed: int | None) -> None:
-        """Make the fetcher of an epoch, whose batches are seeded from `base_seed` if there is one."""
+    def begin_epoch(self, epoch: Epoch) -> None:
+        """Make the fetcher of an epoch, whose batches are seeded from its base seed if there is one."""
         self.ended = False
+        self.state = b""
         self.epochs += 1
-        self._base_seed = base_seed
-        if base_seed is not None:
-            seeding.seed_worker(base_seed, self._setup.worker)  # for what iter(dataset) draws
+        self._base_seed = epoch.base_seed
+        if epoch.base_seed is not None:
+            seeding.seed_worker(epoch.base_seed, self._setup.worker)  # for what iter(dataset) draws
         if self.failure is not None:
             return
         try:
             if self.epochs > 1:
-                self._dataset = datapipes.apply_seed(self._dataset, shared_seed)
+                self._dataset = datapipes.apply_seed(self._dataset, epoch.shared_seed)
+            self._resume(epoch.resume)
             rules = vars(self._setup.plan.rules)
+            place = self._resumed.get("position")
+            if place is not None:
+                position.set_dataset(self._dataset, place)
             self._fetcher = make_fetcher(self._dataset, collate=self._collate_fn, **rules)
+            if place is not None:
+                position.set_iterator(self._fetcher, place)
+            self._set_generators()
         except Exception as error:
             self.failure = error
+
+    def _resume(self, resume: bytes) -> None:
+        count, self._resumed = 0, {}
+        if resume:
+            setup = self._setup
+            count, state = pickle.loads(unseal(resume, setup.token))[setup.worker]
+            self._resumed = state or {}
+        self._to_pass = count if self._setup.plan.rules.iterable else 0
+        self._replays = "position" not in self._resumed
+
+    def _set_generators(self) -> None:
+        """Not before the batches that are read again: they draw."""
+        if self._to_pass and self._replays:
+            return
+        for name, state in self._resumed.pop("generators", {}).items():
+            if name in (own := self._generators()):
+                generators.set_state(own[name], state)
+
+    def _generators(self) -> dict[str, Any]:
+        own = generators.find({"dataset": self._dataset, "collate_fn": self._collate_fn})
+        return {**generators.GLOBAL, **own}
 
     def load(self, seq: int, index: Any) -> Any:
         """Batch number `seq` of the epoch.
 
         Raises:
             EndOfStream: an iterable dataset has no further one.
+            HandedOutBefore: the epoch was resumed, and nobody waits for this batch.
             Exception: whatever user code raises.
         """
         assert self._fetcher is not None, "an epoch comes before its tasks"
@@ -90,11 +137,40 @@ class Reader:
             # torch's class lets nobody set its attributes; who asked for it before sees the new seed too.
             object.__setattr__(torch_worker._worker_info, "seed", seed)
         self._fetched = True
+        if self._to_pass:
+            self._pass_over(index)
+        try:
+            return self._fetch(index)
+        finally:
+            self.state = self._say_state()
+
+    def _fetch(self, index: Any) -> Any:
+        assert self._fetcher is not None, "an epoch comes before its tasks"
         try:
             return self._fetcher.fetch(index)
         except EndOfStream:
             self.ended = True
             raise
+
+    def _pass_over(self, index: Any) -> NoReturn:
+        if self._replays:
+            with contextlib.suppress(Exception):  # of user code; it was raised at its position before
+                self._fetch(index)
+            if self.ended:
+                raise EndOfStream
+        self._to_pass -= 1
+        self._set_generators()
+        raise HandedOutBefore
+
+    def _say_state(self) -> bytes:
+        """What the worker goes on from if this was the last batch."""
+        assert self._fetcher is not None, "a batch was loaded"
+        state: dict[str, Any] = {}
+        if position.is_known(self._fetcher):
+            state["position"] = position.of(self._fetcher)
+        if self._setup.plan.save_generators:
+            state["generators"] = {name: generators.state_of(own) for name, own in self._generators().items()}
+        return seal(pickle.dumps(state), self._setup.token) if state else b""
 
     def is_missed(self) -> bool:
         """Whether a batch that nobody will get has to be loaded all the same. torch's workers load whatever

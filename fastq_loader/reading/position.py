@@ -1,0 +1,63 @@
+"""Where a dataset stands, in its own words: `state_dict` and `load_state_dict`, with torchdata's meaning.
+
+Runs in workers; without workers in the consumer. An iterable dataset is asked, and its iterator; of an object
+with indices only the dataset. (torchdata/stateful_dataloader/worker.py: `_make_state_dict`)
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeGuard
+
+from fastq_loader.reading.fetch import Fetcher
+
+
+class Stateful(Protocol):
+    """It can say where it stands, and be put there."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+def is_stateful(part: Any) -> TypeGuard[Stateful]:
+    """Whether an object can say where it stands, and be put there."""
+    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
+
+
+def is_known(fetcher: Fetcher) -> bool:
+    """Whether `of` has anything to say."""
+    return is_stateful(fetcher.dataset) or is_stateful(_iterator(fetcher))
+
+
+def of(fetcher: Fetcher) -> dict[str, Any]:
+    """Where the dataset stands between two batches: "dataset" and "iterator", as far as they say it, and
+    whether the iterator has "ended" with a batch that was not full."""
+    iterator = _iterator(fetcher)
+    place: dict[str, Any] = {"ended": getattr(fetcher, "ended", False)}
+    if is_stateful(iterator):
+        place["iterator"] = iterator.state_dict()
+    if iterator is not fetcher.dataset and is_stateful(fetcher.dataset):
+        place["dataset"] = fetcher.dataset.state_dict()
+    return place
+
+
+def set_dataset(dataset: Any, place: dict[str, Any]) -> None:
+    """Put a dataset where it stood; before `iter(dataset)`."""
+    if "dataset" in place:
+        dataset.load_state_dict(place["dataset"])
+
+
+def set_iterator(fetcher: Fetcher, place: dict[str, Any]) -> None:
+    """Put the iterator of a dataset where it stood."""
+    if "iterator" in place:
+        _iterator(fetcher).load_state_dict(place["iterator"])
+    if place.get("ended"):
+        fetcher.ended = True  # type: ignore[attr-defined]
+        # It is asked once more: datasets note in their iterator that they were put somewhere.
+        if next(_iterator(fetcher), fetcher) is not fetcher:  # one that begins anew at its end
+            set_dataset(fetcher.dataset, place)
+            if "iterator" in place:
+                _iterator(fetcher).load_state_dict(place["iterator"])
+
+
+def _iterator(fetcher: Fetcher) -> Any:
+    return getattr(fetcher, "dataset_iter", None)

@@ -1,0 +1,162 @@
+"""The epoch that a loader is in: where it began, and how far it has come.
+
+Runs in the consumer, on the thread that calls `iter()` and `next()`. Holds neither an iterator nor workers:
+`state_dict()` also works when those are gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fastq_loader.reading import generators
+from fastq_loader.reading.seeding import draw_base_seed
+from fastq_loader.resume.order import Order
+from fastq_loader.scheduling.progress import Progress, WorkerProgress
+
+if TYPE_CHECKING:
+    from fastq_loader.resume.saved import Saved
+
+
+class Position(NamedTuple):
+    """How far a loader has come.
+
+    Attributes:
+        epoch: epochs that are over.
+        batch: batches of the next one that were handed out; with those that raised.
+        batches: batches that were handed out in all epochs.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    batches: int = 0
+
+
+def mixed(seed: int, *numbers: int) -> int:
+    """A seed that follows from another one and has nothing in common with it."""
+    packed = struct.pack(f"<{1 + len(numbers)}q", seed, *numbers)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+class EpochRecord:
+    """One epoch of a loader.
+
+    Args:
+        order: of its indices.
+        position: where it begins, or goes on.
+        saved: what it was resumed from, or None.
+        readers: who reads the dataset, if their progress is of use: one for each worker, or one without
+            workers.
+
+    Attributes:
+        order: of its indices; `order.progress` is how far it has come.
+        base_seed, shared_seed: see `seeding` and `datapipes`.
+        over: it was exhausted.
+        continues_workers: it is the next epoch of workers that would have lived on.
+        lives_on: its workers go on with the next epoch, for which torch then draws no base seed.
+        described: see `saved.describe`; None until somebody asks.
+    """
+
+    def __init__(self, order: Order, position: Position, saved: Saved | None, readers: int) -> None:
+        self.order = order
+        self.saved = saved
+        self.base_seed = 0
+        self.shared_seed: int | None = None
+        self.over = False
+        self.continues_workers = self.lives_on = False
+        self.described: dict[str, Any] | None = None
+        self._texts: dict[tuple[int, str], str] = {}  # of states that do not change any more
+        self._now: dict[str, tuple[Any, str]] = {}  # and when they were asked for last
+        self._began = position
+        progress = order.progress
+        if saved is not None:
+            self.base_seed, self.shared_seed = saved.base_seed, saved.shared_seed
+        if readers and not progress.workers:
+            order.progress = Progress(progress.delivered, progress.beyond, (WorkerProgress(),) * readers)
+
+    @property
+    def progress(self) -> Progress:
+        return self.order.progress
+
+    @property
+    def beyond(self) -> frozenset[int]:
+        """Positions that were handed out before the epoch was resumed, past the first that was not."""
+        return frozenset() if self.saved is None else self.saved.progress.beyond
+
+    @property
+    def position(self) -> Position:
+        began, delivered = self._began, self.progress.delivered
+        batches = began.batches - began.batch + delivered
+        return (
+            Position(began.epoch + 1, 0, batches) if self.over else Position(began.epoch, delivered, batches)
+        )
+
+    @property
+    def next_position(self) -> Position:
+        """Where the next epoch begins, also if this one is broken off."""
+        return Position(self._began.epoch + 1, 0, self.position.batches)
+
+    # ---- what an iterator asks when it begins -------------------------------------------------
+
+    def draw_base_seed(self, generator: torch.Generator | None) -> int:
+        """The seed of the iteration, drawn unless the epoch was resumed."""
+        if self.saved is None:
+            self.order.beginning.seeded = True
+            self.base_seed = draw_base_seed(generator)
+        return self.base_seed
+
+    def follow_base_seed(self, seed: int) -> int:
+        """The seed of an epoch for which torch draws none, because its workers live on: it follows from that
+        of the epoch before."""
+        if self.saved is None:
+            self.base_seed = mixed(seed, self._began.epoch)
+        return self.base_seed
+
+    @property
+    def pool_seed(self) -> int:
+        """What new workers are seeded from. Not what they were seeded from before, if they do not go through
+        the same again: they would draw the same random numbers for other samples."""
+        progress = self.progress
+        if self.saved is None or not progress.delivered or self.replayed:
+            return self.base_seed
+        return mixed(self.base_seed, progress.delivered)
+
+    @property
+    def replayed(self) -> int:
+        """Batches of an iterable dataset that have to be read again to come to where the epoch goes on."""
+        if self.saved is None or not self.saved.iterable:
+            return 0
+        return sum(count for count, state in self.resume if "position" not in (state or {}))
+
+    @property
+    def resume(self) -> list[tuple[int, dict[str, Any] | None]]:
+        """What the workers are told: the number of batches that were handed out of each, and its state."""
+        if self.saved is None:
+            return []
+        return [
+            (worker.delivered, pickle.loads(worker.state) if worker.state else None)
+            for worker in self.progress.workers
+        ]
+
+    # ---- for state_dict() ---------------------------------------------------------------------
+
+    def texts(self, number: int, states: dict[str, Any]) -> dict[str, str]:
+        """States as text, of which each is only made once: those of the epoch's beginning (0), and those of
+        its first index (1)."""
+        for name in states:
+            if (number, name) not in self._texts:
+                self._texts[number, name] = generators.dump(states[name])
+        return {name: self._texts[number, name] for name in states}
+
+    def texts_now(self) -> dict[str, str]:
+        """The states of the loader's own generators, as text."""
+        for name, generator in self.order.own.items():
+            state = generators.state_of(generator)
+            known = self._now.get(name)
+            if known is None or not generators.same(known[0], state):
+                self._now[name] = state, generators.dump(state)
+        return {name: text for name, (_, text) in self._now.items()}

@@ -1,0 +1,447 @@
+"""`state_dict()` and `load_state_dict()`: an epoch as a plain dict, and what is checked before one is taken.
+
+Runs in the consumer. The dict passes through `json.dumps` where the user's own states in it do. Four of its
+keys are torchdata's (`StatefulDataLoader`), because Accelerate reads and edits them: `_num_yielded` and
+`_sampler_iter_yielded` are the batches that were handed out, `_iterator_finished` says that the epoch is
+over, `_index_sampler_state` is what the sampler said.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fastq_loader import arguments
+from fastq_loader.errors import is_int
+from fastq_loader.reading import generators
+from fastq_loader.reading.position import is_stateful
+from fastq_loader.resume.order import (
+    Beginning,
+    Order,
+    chain,
+    epochs,
+    own_generators,
+    said,
+    set_epochs,
+    stateful_sampler,
+)
+from fastq_loader.resume.record import EpochRecord, Position
+from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
+
+if TYPE_CHECKING:
+    from fastq_loader.loader import DataLoader
+
+VERSION = 1
+_LIBRARY = "fastq_loader"
+#: What samplers are compared by, where they have it.
+_SAMPLER_FIELDS = ("seed", "initial_seed", "num_replicas", "replacement")
+#: What was iterated, and must be the same when a state is loaded; `num_workers` only where it matters.
+COMPARED = (
+    "dataset_kind",
+    "dataset_length",
+    "batch_size",
+    "sampler",
+    *_SAMPLER_FIELDS,
+    "schedule",
+    "num_workers",
+)
+
+
+# ---- saving ---------------------------------------------------------------------------------------
+
+
+def describe(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What a loader iterates: the fields that are compared."""
+    iterable = arguments.is_iterable(loader)
+    parts = chain(loader._index_sampler)
+    described: dict[str, Any] = {
+        "dataset_kind": "iterable" if iterable else "map",
+        "dataset_length": None if iterable else _length(loader.dataset),
+        "batch_size": loader.batch_size,
+        "sampler": "/".join(type(part).__qualname__ for part in parts),
+        "schedule": "dynamic" if arguments.is_dynamic(loader) else "round_robin",
+        "num_workers": loader.num_workers,
+    }
+    for name in _SAMPLER_FIELDS:
+        values = (getattr(part, name, None) for part in parts)
+        described[name] = next((value for value in values if isinstance(value, (bool, int))), None)
+    return described
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:  # it has none, or cannot say it
+        return None
+
+
+def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, Any]:
+    """The state of a loader, in a dict of its own.
+
+    Args:
+        loader: whose.
+        record: of its newest epoch; None before the first.
+    """
+    if record is None:
+        own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
+        state = _state(describe(loader), {name: _text(generator) for name, generator in own.items()})
+        return {**state, **_between_epochs(loader)}
+    if record.described is None:
+        record.described = describe(loader)
+    position, progress, beginning = record.position, record.progress, record.order.beginning
+    state = _state(
+        record.described,
+        record.texts_now(),
+        epoch=position.epoch,
+        batches=position.batches - position.batch,
+        yielded=progress.delivered,
+        over=record.over,
+    )
+    state["lives_on"], state["base_seed"] = record.lives_on, record.base_seed
+    if record.over:
+        return {**state, **_between_epochs(loader)}
+    state["resumes"] = True
+    state["shared_seed"] = record.shared_seed
+    state["beyond"] = sorted(progress.beyond)
+    state["order"] = {
+        "starts": beginning.starts,
+        "seeded": beginning.seeded,
+        "drawn": max(beginning.drawn, progress.head),
+        "exhausted": beginning.exhausted,
+        "epochs": dict(beginning.epochs),
+        "states": record.texts(0, beginning.states),
+        "first": record.texts(1, beginning.first),
+    }
+    if beginning.snapshots:
+        snapshot = copy.deepcopy(beginning.snapshots.get(progress.head, (None, None)))
+        state["_index_sampler_state"], state["_sampler_iter_state"] = snapshot
+    state["workers"] = [_worker(*worker) for worker in progress.workers]
+    return state
+
+
+def _between_epochs(loader: DataLoader[Any]) -> dict[str, Any]:
+    sampler = loader._index_sampler
+    return {"order": {"epochs": epochs(sampler)}, "_index_sampler_state": said(stateful_sampler(sampler))}
+
+
+def _state(
+    described: dict[str, Any],
+    texts: dict[str, str],
+    epoch: int = 0,
+    batches: int = 0,
+    yielded: int = 0,
+    over: bool = False,
+) -> dict[str, Any]:
+    return {
+        "library": _LIBRARY,
+        "version": VERSION,
+        **described,
+        "epoch": epoch,
+        "batches": batches,
+        "_num_yielded": yielded,
+        "_sampler_iter_yielded": yielded,
+        "_iterator_finished": over,
+        "generators": texts,
+        "lives_on": False,
+        "base_seed": 0,
+        "resumes": False,
+    }
+
+
+def _text(generator: Any) -> str:
+    return generators.dump(generators.state_of(generator))
+
+
+def _worker(delivered: int, state: bytes) -> dict[str, Any]:
+    worker: dict[str, Any] = {"delivered": delivered}
+    if state:
+        worker.update(pickle.loads(state))
+    if "generators" in worker:
+        worker["generators"] = {name: generators.dump(raw) for name, raw in worker["generators"].items()}
+    return worker
+
+
+# ---- an epoch begins ------------------------------------------------------------------------------
+
+
+def begin(loader: DataLoader[Any], newest: EpochRecord | None, saved: Saved | None) -> EpochRecord:
+    """The record of an epoch that begins.
+
+    Args:
+        loader: whose.
+        newest: of the epoch before it; None: it is the first.
+        saved: what was loaded for it, or None.
+    """
+    parts = loader._index_sampler, loader.generator, loader.dataset
+    if saved is not None and saved.resumes:
+        noted = copy.deepcopy(saved.beginning)
+        order = Order(*parts, saved.progress, noted)
+        return EpochRecord(order, saved.position, saved, _readers(loader))
+    position = Position() if newest is None else newest.next_position
+    if saved is not None:
+        position = saved.position
+    record = EpochRecord(Order(*parts), position, None, _readers(loader))
+    if saved is not None and saved.lives_on and loader.persistent_workers:
+        record.continues_workers = loader.num_workers > 0 and not arguments.is_dynamic(loader)
+        record.base_seed = saved.base_seed
+    return record
+
+
+def _readers(loader: DataLoader[Any]) -> int:
+    """Who reads the dataset, if each of them has a state or a part of its own; else 0."""
+    saves = loader.num_workers > 0 and arguments.saves_generators(loader)
+    if arguments.is_iterable(loader) or is_stateful(loader.dataset) or saves:
+        return max(1, loader.num_workers)
+    return 0
+
+
+# ---- loading --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A state that was read, and fits its loader.
+
+    Attributes:
+        state: as it was given.
+        position: where the loader stands with it.
+        resumes: whether the next epoch goes on in the middle.
+        iterable: whether the dataset is one.
+        progress, beginning, base_seed, shared_seed: of that epoch.
+        generators: name → state that the loader's own generators had.
+        lives_on: whether its workers would have gone on with the next epoch.
+    """
+
+    state: dict[str, Any]
+    position: Position
+    base_seed: int
+    generators: dict[str, Any]
+    lives_on: bool
+    resumes: bool = False
+    iterable: bool = False
+    progress: Progress = START
+    beginning: Beginning = field(default_factory=Beginning)
+    shared_seed: int | None = None
+
+
+def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Saved:
+    """Check a state, without changing anything.
+
+    Args:
+        state: what `state_dict()` returned.
+        loader: that is to go on from it.
+        ignore: fields of `COMPARED` that may differ.
+
+    Raises:
+        ValueError: it is damaged or foreign, of a later version, or of a loader that iterates something else.
+            Names the field, what was saved and what is there.
+        TypeError: it is no dict, or `ignore` is no collection of names.
+    """
+    ignored = _names(ignore)
+    fields = _Fields(_ours(state))
+    _compare(fields, describe(loader), ignored)
+    own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
+    over = fields.flag("_iterator_finished")
+    position = Position(fields.number("epoch"), 0, fields.number("batches"))
+    delivered = fields.number("_sampler_iter_yielded")
+    now = fields.states("generators", own)
+    noted = _Fields(fields.mapping("order"), "order.")
+    told = {depth: noted.whole(f"epochs.{depth}", epoch) for depth, epoch in noted.mapping("epochs").items()}
+    if not fields.flag("resumes") or over:
+        # Accelerate says of an epoch that it is over when its last batch was handed out.
+        if fields.flag("resumes"):
+            position = Position(position.epoch + 1, 0, position.batches + delivered)
+        return Saved(
+            state=state,
+            position=position,
+            base_seed=fields.number("base_seed"),
+            generators=now,
+            lives_on=fields.flag("lives_on"),
+            beginning=Beginning(epochs=told),
+        )
+    beginning = Beginning(
+        starts=noted.number("starts"),
+        seeded=noted.flag("seeded"),
+        drawn=noted.number("drawn"),
+        exhausted=noted.flag("exhausted"),
+        epochs=told,
+        states=noted.states("states", {**generators.GLOBAL, **own}),
+        first=noted.states("first", generators.GLOBAL),
+    )
+    beyond = frozenset(fields.whole("beyond", at) for at in fields.sequence("beyond"))
+    workers = tuple(_read_worker(fields, number, loader) for number in range(len(fields.sequence("workers"))))
+    workers = _dealt(fields, workers, loader, ignored)
+    progress = Progress(delivered, beyond, workers)
+    if "_index_sampler_state" in state:
+        snapshot = state["_index_sampler_state"], state.get("_sampler_iter_state")
+        beginning.snapshots[progress.head] = copy.deepcopy(snapshot)
+    shared_seed = None if state.get("shared_seed") is None else fields.number("shared_seed")
+    return Saved(
+        state=state,
+        position=Position(position.epoch, delivered, position.batches + delivered),
+        resumes=True,
+        iterable=arguments.is_iterable(loader),
+        progress=progress,
+        beginning=beginning,
+        base_seed=fields.number("base_seed"),
+        shared_seed=shared_seed,
+        generators=now,
+        lives_on=fields.flag("lives_on"),
+    )
+
+
+def _names(ignore: Any) -> frozenset[str]:
+    if isinstance(ignore, str):
+        raise TypeError(f"ignore={ignore!r} must be a collection of names: ignore=({ignore!r},)")
+    names = frozenset(ignore)
+    if unknown := names.difference(COMPARED):
+        raise ValueError(f"ignore={sorted(map(str, unknown))} is unknown: use some of {', '.join(COMPARED)}")
+    return names
+
+
+def _ours(state: Any) -> dict[str, Any]:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the state is a {type(state).__name__}, not a dict of state_dict()")
+    if "_snapshot" in state or ("_sampler_iter_state" in state and "library" not in state):
+        raise ValueError(
+            "field 'library' is missing: this state was saved by torchdata's StatefulDataLoader, whose "
+            "shuffles are drawn in another way. Finish the epoch with it, or begin it anew"
+        )
+    if state.get("library") != _LIBRARY:
+        raise ValueError(
+            f"field 'library' is {state.get('library')!r}, not {_LIBRARY!r}: not a state of ours"
+        )
+    if state.get("version") != VERSION:
+        raise ValueError(
+            f"field 'version' is {state.get('version')!r}, and this release reads {VERSION}: use the release "
+            "of fastq_loader that saved it, or a later one"
+        )
+    return dict(state)
+
+
+class _Fields:
+    """The values of a dict, of the types that they must have."""
+
+    def __init__(self, values: dict[str, Any], where: str = "") -> None:
+        self._values = values
+        self._where = where
+
+    def get(self, name: str, *types: type) -> Any:
+        value = self._values.get(name, self)
+        if value is self or type(value) not in types:
+            what = "is missing" if value is self else f"is {value!r:.60}"
+            wanted = " or ".join(kind.__name__ for kind in types)
+            raise ValueError(
+                f"field {self._where + name!r} {what}, where a {wanted} should be: it is damaged"
+            )
+        return value
+
+    def flag(self, name: str) -> bool:
+        return bool(self.get(name, bool))
+
+    def mapping(self, name: str) -> dict[Any, Any]:
+        return dict(self.get(name, dict))
+
+    def sequence(self, name: str) -> list[Any]:
+        return list(self.get(name, list))
+
+    def number(self, name: str) -> int:
+        return self.whole(name, self.get(name, int))
+
+    def whole(self, name: str, value: Any) -> int:
+        if not is_int(value) or value < 0:
+            raise ValueError(f"field {self._where + name!r} is {value!r:.60}, and not a number of at least 0")
+        return int(value)
+
+    def states(self, name: str, known: dict[str, Any]) -> dict[str, Any]:
+        """Generators by name → their states, of those that are known."""
+        read = {}
+        for key, text in self.mapping(name).items():
+            try:
+                read[key] = generators.load(text)
+            except ValueError as error:
+                raise ValueError(f"field '{self._where}{name}.{key}' is damaged: {error}") from error
+            why = generators.fits(known[key], read[key]) if key in known else ""
+            if why:
+                raise ValueError(f"field '{self._where}{name}.{key}' does not fit the generator: {why}")
+        return read
+
+
+def _compare(fields: _Fields, now: dict[str, Any], ignored: frozenset[str]) -> None:
+    for name in COMPARED:
+        if name == "num_workers" or name in ignored:
+            continue
+        saved = fields.get(name, int, str, bool, type(None))
+        if saved != now[name]:
+            raise ValueError(
+                f"field {name!r}: {saved!r} was saved, and the loader has {now[name]!r}. Make the loader as "
+                f"it was, or say load_state_dict(state, ignore=({name!r},)) where you know that it may differ"
+            )
+
+
+def _read_worker(fields: _Fields, number: int, loader: DataLoader[Any]) -> WorkerProgress:
+    where = f"workers.{number}."
+    worker = fields.sequence("workers")[number]
+    if not isinstance(worker, dict):
+        raise ValueError(f"field 'workers.{number}' is {worker!r:.60}, where a dict should be: it is damaged")
+    told = _Fields(worker, where)
+    state: dict[str, Any] = {}
+    if "position" in worker:
+        state["position"] = told.mapping("position")
+    if "generators" in worker:
+        state["generators"] = told.states("generators", generators.GLOBAL)
+    return WorkerProgress(told.number("delivered"), pickle.dumps(state) if state else b"")
+
+
+def _dealt(
+    fields: _Fields, workers: tuple[WorkerProgress, ...], loader: DataLoader[Any], ignored: frozenset[str]
+) -> tuple[WorkerProgress, ...]:
+    """The progress of the workers that there will be."""
+    wanted = max(1, loader.num_workers)
+    if len(workers) == wanted and fields.number("num_workers") == loader.num_workers:
+        return workers
+    iterable = arguments.is_iterable(loader)
+    if not iterable and not any(worker.state for worker in workers):
+        return ()  # any worker can load any batch
+    reshard = getattr(loader.dataset, "reshard_state_dicts", None)
+    if iterable and callable(reshard):
+        return _resharded(reshard, workers, wanted)
+    if not iterable and "num_workers" in ignored:
+        return ()
+    raise ValueError(
+        f"field 'num_workers': {fields.number('num_workers')} was saved, and the loader has "
+        f"{loader.num_workers}. The dataset says where it stands for each worker: use as many"
+        + (", or give it a method reshard_state_dicts(states, num_workers)" if iterable else "")
+    )
+
+
+def _resharded(
+    reshard: Callable[..., Any], workers: tuple[WorkerProgress, ...], wanted: int
+) -> tuple[WorkerProgress, ...]:
+    told = [pickle.loads(worker.state).get("position") if worker.state else None for worker in workers]
+    parts = list(reshard(told, wanted))
+    if len(parts) != wanted:
+        raise ValueError(f"reshard_state_dicts gave {len(parts)} states for {wanted} workers")
+    return tuple(
+        WorkerProgress(0, pickle.dumps({"position": part}) if part is not None else b"") for part in parts
+    )
+
+
+def take(loaded: Saved, loader: DataLoader[Any]) -> None:
+    """Put a loader's own generators, and its samplers' epochs, where they stood."""
+    own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
+    for name, state in loaded.generators.items():
+        if name in own:
+            generators.set_state(own[name], state)
+    told = epochs(loader._index_sampler)
+    if loaded.resumes:
+        told = loaded.beginning.epochs
+    else:  # the next one begins, of which the user may have told them already
+        told = {depth: max(epoch, told.get(depth, 0)) for depth, epoch in loaded.beginning.epochs.items()}
+    set_epochs(loader._index_sampler, told)
+    sampler, state = stateful_sampler(loader._index_sampler), loaded.state.get("_index_sampler_state")
+    if sampler is not None and state is not None and not loaded.resumes:
+        sampler.load_state_dict(copy.deepcopy(state))
