@@ -25,6 +25,7 @@ from fastq_loader.iterators.serial import SerialIterator
 from fastq_loader.reading import datapipes
 from fastq_loader.resume import saved
 from fastq_loader.resume.record import Position
+from fastq_loader.resume.state import state_of
 from fastq_loader.scheduling.options import Schedule
 from fastq_loader.statistics import LoaderStatistics
 from fastq_loader.workers.config import Plan, Rules
@@ -261,7 +262,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         resources = self._resources
         if resources.saved is not None:
             return copy.deepcopy(resources.saved.state)
-        return saved.state_of(self, resources.record)
+        return state_of(self, resources.record)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, ignore: Iterable[str] = ()) -> None:
         """Go on from where another loader, or this one, stood: the next epoch is the rest of the one that was

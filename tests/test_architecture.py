@@ -31,15 +31,16 @@ class Room(NamedTuple):
 
 #: Top down: a room stands above everything that it imports.
 ROOMS = {
-    "loader": Room("iterators arguments consumer workers device scheduling reading statistics"),
-    "iterators": Room("arguments consumer device reading ipc system errors"),
+    "loader": Room("iterators resume arguments consumer workers device scheduling reading statistics"),
+    "iterators": Room("resume arguments consumer device scheduling reading ipc system errors"),
+    "resume": Room("arguments scheduling reading errors"),
     "arguments": Room("workers device scheduling memory ipc errors"),
     "consumer": Room("workers device scheduling packing memory ipc system errors statistics"),
     "workers": Room("scheduling packing reading memory ipc system errors statistics"),
     "device": Room("packing memory ipc system errors statistics", pure="copies pinning"),
     "scheduling": Room("memory ipc errors", pure="*"),
     "packing": Room("memory ipc system errors"),
-    "reading": Room("memory ipc"),
+    "reading": Room("memory ipc errors"),
     "memory": Room("system errors", pure="pool ledger blocks demand free_ranges"),
     "ipc": Room("system errors", pure="messages"),
     "system": Room(""),

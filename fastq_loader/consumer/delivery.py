@@ -5,13 +5,17 @@ Runs in the consumer, on the thread that calls `next()`. No block stays behind f
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from fastq_loader.consumer.outcomes import Delivered, Raised
 from fastq_loader.device.staging import Staging
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import BATCH, BROKEN, Answer
+from fastq_loader.ipc.messages import BATCH, BROKEN, PASSED, Answer
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.events import Deliver
+from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.statistics import Counters
 from fastq_loader.system.interrupts import refuse_interrupt
 
@@ -22,20 +26,40 @@ class Delivery:
     Args:
         unpacker, pool: of these workers.
         counters: the loader's.
+        iterable: whether they read an iterable dataset.
 
     Attributes:
+        progress: how far the epoch has come.
         staging: their way to a device, or None: batches stay on the host.
     """
 
-    def __init__(self, unpacker: Unpacker, pool: BlockPool, counters: Counters) -> None:
+    def __init__(
+        self, unpacker: Unpacker, pool: BlockPool, counters: Counters, iterable: bool = False
+    ) -> None:
+        self.progress = START
+        self._iterable = iterable
         self.staging: Staging | None = None
         self._unpacker = unpacker
         self._pool = pool
         self._counters = counters
 
-    def hand_out(self, deliver: Deliver) -> Delivered | Raised:
+    def hand_out(self, deliver: Deliver) -> Delivered | Raised | None:
         """The batch, or the error in its position: of the sampler, of user code in the worker, of unpickling
-        here, or of a transform for the device."""
+        here, or of a transform for the device. None: it was handed out before the epoch was resumed."""
+        if deliver.answer is not None and deliver.answer.outcome == PASSED:
+            return None
+        outcome = self._outcome(deliver)
+        outcome.progress = self.progress = self._progress_after(deliver)
+        return outcome
+
+    def _progress_after(self, deliver: Deliver) -> Progress:
+        if not self.progress.workers or deliver.worker is None:
+            return self.progress.after(deliver.seq)
+        state = b"" if deliver.answer is None else deliver.answer.state
+        position = None if self._iterable else deliver.seq
+        return self.progress.after_worker(deliver.worker, state, position)
+
+    def _outcome(self, deliver: Deliver) -> Delivered | Raised:
         answer = deliver.answer
         if answer is None:
             assert deliver.error is not None
@@ -92,6 +116,16 @@ class Delivery:
 
     def _drop(self, answer: Answer) -> None:
         self._pool.drop(offset for offset, _ in answer.used)
+
+
+def finished(delivered: Delivered, finish: Callable[[Any], Any]) -> Delivered | Raised:
+    """A batch after the last that is done to it, or what that raised."""
+    try:
+        delivered.batch = finish(delivered.batch)
+        return delivered
+    except Exception as error:  # the user's, and it has its position
+        refuse_interrupt(error)
+        return Raised(error, progress=delivered.progress)
 
 
 def _not_the_end(stopped: StopIteration, who: str) -> RuntimeError:

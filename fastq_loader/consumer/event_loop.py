@@ -17,16 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fastq_loader.consumer.delivery import Delivery
+from fastq_loader.consumer.delivery import Delivery, finished
 from fastq_loader.consumer.outcomes import CLOSED, ENDED, Closed, Delivered, Outcome, OutcomeSlot, Raised
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.device.staging import Staging
 from fastq_loader.errors import LoaderTimeout, WorkerDied, WorkerReplaced, warn_user
 from fastq_loader.ipc.claim_table import slots
+from fastq_loader.ipc.messages import Epoch, Space, encode, seal
 from fastq_loader.ipc.probes import expect_threads
 from fastq_loader.ipc.sockets import THREADS
-from fastq_loader.ipc.messages import PASSED, Epoch, Space, encode, seal
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.unpack import Unpacker
@@ -96,10 +96,9 @@ class EventLoop:
         )
         self._group = WorkerGroup(plan, self.pool, counters)
         self._unpacker = Unpacker(arena, plan.workers, self._group.token, plan.for_device)
-        self._delivery = Delivery(self._unpacker, self.pool, counters)
+        self._delivery = Delivery(self._unpacker, self.pool, counters, plan.rules.iterable)
         self._receiver = Receiver(plan, self._group, self.scheduler, self._unpacker, counters)
         self._epoch: Epoch | None = None
-        self._progress = START
         self._unsent: dict[int, bytes] = {}  # shared tasks by their tickets, encoded
         self._timeout = Timeout(plan.timeout, of_head=plan.dynamic and plan.in_order)
         # Of the call under way. Not passed from frame to frame: an error holds those by its traceback.
@@ -129,16 +128,13 @@ class EventLoop:
         done: Progress = START,
         resume: Resume = (),
     ) -> int:
-        """Begin an epoch over the indices of `sampler`; whatever is left of the one before is dropped.
+        """Begin an epoch, whose number is returned; whatever is left of the one before is dropped.
 
         Args:
             sampler: yields indices, those in `done` not again.
             shared_seed, base_seed: see `messages.Epoch`.
             done: what was handed out of the epoch before it was resumed.
             resume: what each worker is told of that: how many batches were its own, and its state.
-
-        Returns:
-            The number of the epoch.
         """
         scheduler = self.scheduler
         if self._delivery.staging is not None:  # before the blocks of what is dropped go to others
@@ -147,12 +143,11 @@ class EventLoop:
         token = self._group.token
         sealed = seal(pickle.dumps(list(resume)), token) if resume else b""
         self._epoch = Epoch(scheduler.epoch + 1, shared_seed, base_seed, sealed)
-        self._progress = done
+        self._delivery.progress = done
         # The tasks of an iterable dataset are given out anew, and workers pass over what was handed out.
-        drawn_before = START if self.plan.rules.iterable else done
-        instructions = scheduler.handle(
-            events.EpochStarted(self._epoch.epoch, frozenset(taken), claimed, drawn_before)
-        )
+        drawn = START if self.plan.rules.iterable else done
+        started = events.EpochStarted(self._epoch.epoch, frozenset(taken), claimed, drawn)
+        instructions = scheduler.handle(started)
         self._counters.epochs += 1
         self._sampler = sampler
         self._group.begin_epoch(self._epoch)
@@ -179,7 +174,7 @@ class EventLoop:
             self._carry_out(self.scheduler.handle(_WANTED))
         outcome, self._outcome = self._outcome, None
         if isinstance(outcome, Delivered):
-            outcome = _finished(outcome, finish)
+            outcome = finished(outcome, finish)
         if outcome is CLOSED:
             return False
         # One moment: there is no call in here, and only a call can be cut short.
@@ -246,19 +241,9 @@ class EventLoop:
         self._flush()
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
             self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
-        if deliver.answer is not None and deliver.answer.outcome == PASSED:
-            return
         self._outcome = self._delivery.hand_out(deliver)
-        self._outcome.progress = self._progress = self._progress_after(deliver)
         if self._delivery.staging is not None:
             self._stage_ahead(self._delivery.staging)
-
-    def _progress_after(self, deliver: events.Deliver) -> Progress:
-        if not self._progress.workers or deliver.worker is None:
-            return self._progress.after(deliver.seq)
-        state = b"" if deliver.answer is None else deliver.answer.state
-        position = None if self.plan.rules.iterable else deliver.seq
-        return self._progress.after_worker(deliver.worker, state, position)
 
     def _finish(self, finish: events.Finish) -> None:
         self._outcome = ENDED
@@ -401,15 +386,6 @@ class EventLoop:
     def processes(self) -> list[BaseProcess]:
         """The workers, so far as they were started."""
         return self._group.processes()
-
-
-def _finished(delivered: Delivered, finish: Callable[[Any], Any]) -> Delivered | Raised:
-    try:
-        delivered.batch = finish(delivered.batch)
-        return delivered
-    except Exception as error:  # the user's, and it has its position
-        refuse_interrupt(error)
-        return Raised(error, progress=delivered.progress)
 
 
 def _death(report: str, cause: Exception) -> Raised:

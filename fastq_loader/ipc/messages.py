@@ -64,8 +64,8 @@ class Indices(NamedTuple):
 class Task(NamedTuple):
     """Fetch one batch.
 
-    It may be written to the blocks (offset, size in bytes) of `grants`, and to those of `promises` once
-    they are let go. Where tasks are claimed, `ticket` is the number for it.
+    It may be written to the blocks (offset, bytes) of `grants`, and of `promises` once they are let go.
+    Where tasks are claimed, `ticket` is the number for it.
     """
 
     epoch: int
@@ -82,10 +82,8 @@ class Epoch(NamedTuple):
 
     Attributes:
         shared_seed: of datapipe graphs, or None.
-        base_seed: every batch is seeded from it and its number. None: each worker has one sequence of random
-            numbers, as in torch.
-        resume: where the workers go on in an epoch that was begun before, as a sealed pickle (see
-            `workers.reader`), or b"".
+        base_seed: of every batch, with its number. None: each worker has one sequence, as in torch.
+        resume: where the workers go on in a resumed epoch, as a sealed pickle (see `workers.reader`), or b"".
     """
 
     epoch: int
@@ -152,8 +150,7 @@ class Answer(NamedTuple):
         returned: offsets of granted and promised blocks that the handle does not use.
         handle: None for ENDED, SKIPPED and PASSED.
         used: the blocks of the handle, as (offset, bytes needed). Not sent: the consumer finds it there.
-        state: what the worker says of itself after this batch, as a sealed pickle (see `workers.reader`), or
-            b"".
+        state: of the worker after this batch, as a sealed pickle (see `workers.reader`), or b"".
     """
 
     epoch: int
@@ -290,23 +287,18 @@ def _check_counts(numbers: Any) -> None:
 
 def _blocks(blocks: Any, width: int = 2) -> tuple[Any, ...]:
     """Blocks, each of `width` numbers."""
-    _check_array(blocks)
+    _check_type(blocks, list, tuple)
     for block in blocks:
-        _check_array(block)
+        _check_type(block, list, tuple)
         if len(block) != width:
             raise ProtocolError(f"{block!r:.40} where a block should be")
     _check_counts(chain.from_iterable(blocks))
     return tuple(map(tuple, blocks))
 
 
-def _check_bytes(value: Any) -> None:
-    if type(value) is not bytes:
-        raise ProtocolError(f"a {type(value).__name__} where bytes should be")
-
-
-def _check_array(value: Any) -> None:
-    if type(value) not in (list, tuple):
-        raise ProtocolError(f"a {type(value).__name__} where an array should be")
+def _check_type(value: Any, *types: type) -> None:
+    if type(value) not in types:
+        raise ProtocolError(f"a {type(value).__name__} where a {types[0].__name__} should be")
 
 
 def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop | Ping:
@@ -343,7 +335,7 @@ def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop | Pi
 def _epoch(epoch: Any, shared_seed: Any, base_seed: Any, resume: Any) -> Epoch:
     seeds = [seed for seed in (shared_seed, base_seed) if seed is not None]
     _check_counts((epoch, *seeds))
-    _check_bytes(resume)
+    _check_type(resume, bytes)
     return Epoch(epoch, shared_seed, base_seed, resume)
 
 
@@ -375,11 +367,11 @@ def _answer(fields: list[Any]) -> Answer:
         raise ProtocolError(f"unknown outcome {outcome}")
     if not fresh == returned == ():
         _blocks(fresh)
-        _check_array(returned)
+        _check_type(returned, tuple)
         _check_counts(returned)
     if handle is not None:
         handle = _handle(*handle)
-    _check_bytes(state)
+    _check_type(state, bytes)
     return Answer(epoch, seq, attempt, outcome, started, finished, fresh, returned, handle, state=state)
 
 
@@ -402,8 +394,7 @@ def _unpack(frame: bytes, *, use_list: bool) -> Any:
             ext_hook=_ext_hook,
             unicode_errors="surrogatepass",
             strict_map_key=False,
-        )
-    # TypeError: a list as a map's key. RecursionError: its hash.
+        )  # TypeError: a list as a map's key. RecursionError: its hash.
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"not a msgpack frame: {error}") from error
     if not isinstance(fields, (list, tuple)) or len(fields) < 2 or fields[0] != VERSION:

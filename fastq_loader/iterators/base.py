@@ -27,7 +27,7 @@ from fastq_loader.device.options import ToDevice, read_device
 from fastq_loader.device.transforms import copy_into
 from fastq_loader.errors import warn_user
 from fastq_loader.reading import datapipes
-from fastq_loader.resume.saved import begin
+from fastq_loader.resume.record import begin
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader

@@ -6,6 +6,7 @@ Runs in the consumer, on the thread that calls `iter()` and `next()`. Holds neit
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import pickle
 import struct
@@ -13,12 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fastq_loader import arguments
 from fastq_loader.reading import generators
+from fastq_loader.reading.position import is_stateful
 from fastq_loader.reading.seeding import draw_base_seed
 from fastq_loader.resume.order import Order
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
 
 if TYPE_CHECKING:
+    from fastq_loader.loader import DataLoader
     from fastq_loader.resume.saved import Saved
 
 
@@ -160,3 +164,34 @@ class EpochRecord:
             if known is None or not generators.same(known[0], state):
                 self._now[name] = state, generators.dump(state)
         return {name: text for name, (_, text) in self._now.items()}
+
+
+def begin(loader: DataLoader[Any], newest: EpochRecord | None, saved: Saved | None) -> EpochRecord:
+    """The record of an epoch that begins.
+
+    Args:
+        loader: whose.
+        newest: of the epoch before it; None: it is the first.
+        saved: what was loaded for it, or None.
+    """
+    parts = loader._index_sampler, loader.generator, loader.dataset
+    if saved is not None and saved.resumes:
+        noted = copy.deepcopy(saved.beginning)
+        order = Order(*parts, saved.progress, noted)
+        return EpochRecord(order, saved.position, saved, _readers(loader))
+    position = Position() if newest is None else newest.next_position
+    if saved is not None:
+        position = saved.position
+    record = EpochRecord(Order(*parts), position, None, _readers(loader))
+    if saved is not None and saved.lives_on and loader.persistent_workers:
+        record.continues_workers = loader.num_workers > 0 and not arguments.is_dynamic(loader)
+        record.base_seed = saved.base_seed
+    return record
+
+
+def _readers(loader: DataLoader[Any]) -> int:
+    """Who reads the dataset, if each of them has a state or a part of its own; else 0."""
+    saves = loader.num_workers > 0 and arguments.saves_generators(loader)
+    if arguments.is_iterable(loader) or is_stateful(loader.dataset) or saves:
+        return max(1, loader.num_workers)
+    return 0

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from fastq_loader import DataLoader
 from fastq_loader.iterators import base
-from fastq_loader.iterators.base import draw_base_seed
+from fastq_loader.reading.seeding import draw_base_seed
 from tests.support.datasets import SizedStream
 
 pytestmark = pytest.mark.processes
