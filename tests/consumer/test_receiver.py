@@ -208,10 +208,10 @@ class Breaking:
 
 def other_blocks(noise: random.Random, fields: list[Any]) -> list[Any]:
     """Other blocks or another spec than the worker named, in an answer that is due."""
-    *_, fresh, returned, handle = fields
+    *_, fresh, returned, handle, _ = fields
     what = noise.randrange(5)
     if what == 0:
-        fields[-1] = noise.choice((None, [1 << 40, None, [], None, []]))
+        fields[-2] = noise.choice((None, [1 << 40, None, [], None, []]))
     elif what == 1:
         handle[1] = noise.choice((1 << 30, [], ["V", [], []], 7))
     elif what == 2:

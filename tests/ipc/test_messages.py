@@ -230,9 +230,9 @@ def task(*fields: Any) -> bytes:
     return packed(VERSION, messages._TASK, *fields)
 
 
-def answer(at: int | None = None, value: Any = None, *, fields: int = 9) -> bytes:
+def answer(at: int | None = None, value: Any = None, *, fields: int = 10) -> bytes:
     """The frame of an answer, with one field changed, or not all of them."""
-    values = [1, 2, 0, messages.SKIPPED, 5, 6, [], [], None]
+    values = [1, 2, 0, messages.SKIPPED, 5, 6, [], [], None, b""]
     if at is not None:
         values[at] = value
     return packed(VERSION, messages._ANSWER, *values[:fields])

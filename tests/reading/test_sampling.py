@@ -44,7 +44,7 @@ def test_a_shuffle_is_torchs(
     length: int, batch_size: int, drop_last: bool, num_samples: int | None, seed: int | None
 ) -> None:
     told = []
-    for iterate in (iter, sampling.iterate, lambda it: map(decode_index, sampling.iterate_packed(it))):
+    for iterate in (iter, sampling.iterate, lambda it: map(decode_index, sampling.iterate(it, packed=True))):
         torch.manual_seed(7)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         sampler = RandomSampler(range(length), num_samples=num_samples, generator=generator)
@@ -57,7 +57,7 @@ def test_a_shuffle_is_cut_from_the_permutation() -> None:
     """The guard of the test above: it compares two things only if this is another iterator."""
     batches = sampling.iterate(BatchSampler(RandomSampler(range(10)), 3, False))
     assert batches.__name__ == "_shuffled"  # type: ignore[attr-defined]
-    assert type(next(sampling.iterate_packed(BatchSampler(RandomSampler(range(10)), 3, False)))) is Indices
+    assert type(next(sampling.iterate(BatchSampler(RandomSampler(range(10)), 3, False), packed=True))) is Indices
 
 
 @pytest.mark.parametrize("iterate", [iter, sampling.iterate])

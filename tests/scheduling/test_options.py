@@ -29,7 +29,7 @@ def test_short_forms_and_configurations_mean_the_same() -> None:
     [(0, ValueError), (-1, ValueError), (WIDEST_WINDOW + 1, ValueError), (2.5, TypeError), (True, TypeError)],
 )
 def test_a_wrong_window_is_named_when_it_is_made(kind: Any, window: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=re.escape(f"{kind.__name__}(window={window}): window must be")):
+    with pytest.raises(error, match=rf"{kind.__name__}\(window={window}.*\): window must be"):
         kind(window=window)
     with pytest.raises(error):
         dataclasses.replace(kind(window=WIDEST_WINDOW), window=window)

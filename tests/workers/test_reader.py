@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.worker import _generate_state
 
+from fastq_loader.ipc.messages import Epoch
 from fastq_loader.memory.arena import Arena
 from fastq_loader.reading import seeding
 from fastq_loader.reading.fetch import EndOfStream
@@ -49,7 +50,7 @@ def test_random_numbers_and_worker_info_are_torchs_and_set_before_the_init_funct
 
     dataset = Draws()
     loading = reader(arena, dataset, init, workers=4, worker=2, base_seed=40)
-    loading.begin_epoch(None, None)
+    loading.begin_epoch(Epoch(1, None))
     random.seed(42)
     torch.manual_seed(42)
     np.random.seed(_generate_state(40, 2))
@@ -59,7 +60,7 @@ def test_random_numbers_and_worker_info_are_torchs_and_set_before_the_init_funct
 
 def test_with_a_seed_for_each_batch_it_does_not_matter_what_was_loaded_before(arena: Arena) -> None:
     loading = reader(arena, Draws())
-    loading.begin_epoch(7, None)
+    loading.begin_epoch(Epoch(1, None, 7))
     found = [loading.load(seq, 0) for seq in (0, 1, 0)]
     assert found[0] == found[2] != found[1]
     info = get_worker_info()
@@ -77,7 +78,7 @@ def test_a_failure_is_kept_until_somebody_asks(arena: Arena, at: str) -> None:
         raise ValueError("no worker")
 
     loading = reader(arena, Fails(), fail if at == "init" else None, rules=STREAM)
-    loading.begin_epoch(None, None)
+    loading.begin_epoch(Epoch(1, None))
     assert str(loading.failure) == ("no worker" if at == "init" else "no stream")
     assert not loading.is_missed()
 
@@ -88,32 +89,32 @@ def test_a_stream_that_ended_is_not_missed(arena: Arena) -> None:
             yield draws()
 
     loading = reader(arena, Drawing(), rules=STREAM)
-    loading.begin_epoch(None, None)
+    loading.begin_epoch(Epoch(1, None))
     loading.load(0, None)
     assert loading.is_missed()
     with pytest.raises(EndOfStream):
         loading.load(1, None)
     assert loading.ended
     assert not loading.is_missed()
-    loading.begin_epoch(None, None)
+    loading.begin_epoch(Epoch(1, None))
     assert not loading.ended
 
 
 def test_a_batch_is_missed_as_soon_as_anything_was_drawn(arena: Arena) -> None:
     dataset = Draws()
     loading = reader(arena, dataset)
-    loading.begin_epoch(None, None)
+    loading.begin_epoch(Epoch(1, None))
     assert loading.is_missed(), "the first batch of all has to show it"
     loading.load(0, 0)
     assert loading.is_missed()
     quiet = reader(arena, range(3))
-    quiet.begin_epoch(None, None)
+    quiet.begin_epoch(Epoch(1, None))
     quiet.load(0, 0)
     assert not quiet.is_missed()
 
 
 def test_a_dataset_that_is_its_own_iterator_goes_on_where_it_stopped(arena: Arena) -> None:
     loading = reader(arena, iter(range(3)), rules=STREAM)
-    loading.begin_epoch(None, None)
+    loading.begin_epoch(Epoch(1, None))
     loading.load(0, None)
     assert loading.is_missed()
