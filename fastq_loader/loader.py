@@ -283,7 +283,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             ValueError: the state is damaged, foreign or of a later version, or the loader iterates something
                 else. It names the field, what was saved and what is there; nothing has changed.
-            TypeError: `state_dict` is no dict, or `ignore` no collection of names.
+            TypeError: `ignore` is no collection of names.
         """
         resources = self._resources
         if state_dict == {}:

@@ -59,8 +59,8 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
 
     Raises:
         ValueError: it is damaged or foreign, of a later version, or of a loader that iterates something else.
-            Names the field, what was saved and what is there.
-        TypeError: it is no dict, or `ignore` is no collection of names.
+            Names the field, what was saved and what is there. Or a name to ignore is unknown.
+        TypeError: `ignore` is no collection of names.
     """
     ignored = _names(ignore)
     fields = _Fields(_ours(state))
@@ -126,7 +126,7 @@ def _names(ignore: Any) -> frozenset[str]:
 
 def _ours(state: Any) -> dict[str, Any]:
     if not isinstance(state, Mapping):
-        raise TypeError(f"the state is a {type(state).__name__}, not a dict of state_dict()")
+        raise ValueError(f"the state is a {type(state).__name__}, and not a dict that state_dict() returned")
     if "_snapshot" in state or ("_sampler_iter_state" in state and "library" not in state):
         raise ValueError(
             "field 'library' is missing: this state was saved by torchdata's StatefulDataLoader, whose "
@@ -154,9 +154,7 @@ class _Fields:
         if value is self or type(value) not in types:
             what = "is missing" if value is self else f"is {value!r:.60}"
             wanted = " or ".join(kind.__name__ for kind in types)
-            raise ValueError(
-                f"field {self._where + name!r} {what}, where a {wanted} should be: it is damaged"
-            )
+            raise ValueError(f"field {self._where + name!r} {what}; it should be of type {wanted}")
         return value
 
     def flag(self, name: str) -> bool:
@@ -206,7 +204,7 @@ def _read_worker(fields: _Fields, number: int, loader: DataLoader[Any]) -> Worke
     where = f"workers.{number}."
     worker = fields.sequence("workers")[number]
     if not isinstance(worker, dict):
-        raise ValueError(f"field 'workers.{number}' is {worker!r:.60}, where a dict should be: it is damaged")
+        raise ValueError(f"field 'workers.{number}' is {worker!r:.60}; it should be of type dict")
     told = _Fields(worker, where)
     state: dict[str, Any] = {}
     if "position" in worker:
