@@ -169,8 +169,7 @@ class Answer(NamedTuple):
 Message = Task | Epoch | Space | Bundle | Stop | Hello | Answer | Ping
 
 
-# surrogatepass: str is any sequence of code points in Python (file names give lone surrogates). One packer
-# for all threads: it calls back into no Python code, so no other thread runs while it packs.
+# surrogatepass: file names give lone surrogates. One packer for all threads: it calls back into no Python.
 _PACKER = msgpack.Packer(unicode_errors="surrogatepass")
 
 
@@ -191,9 +190,9 @@ def plain_index(index: Any) -> bool:
     return type(index) in _PLAIN
 
 
-def seal(data: bytes, token: bytes) -> bytes:
+def seal(pickled: bytes, token: bytes) -> bytes:
     """A pickle with the pool's token before it."""
-    return token + data
+    return token + pickled
 
 
 def unseal(sealed: bytes, token: bytes) -> bytes:
@@ -333,8 +332,7 @@ def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop | Pi
 
 
 def _epoch(epoch: Any, shared_seed: Any, base_seed: Any, resume: Any) -> Epoch:
-    seeds = [seed for seed in (shared_seed, base_seed) if seed is not None]
-    _check_counts((epoch, *seeds))
+    _check_counts((epoch, *(seed for seed in (shared_seed, base_seed) if seed is not None)))
     _check_type(resume, bytes)
     return Epoch(epoch, shared_seed, base_seed, resume)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fastq_loader import arguments
@@ -66,25 +66,40 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
     fields = _Fields(_ours(state))
     _compare(fields, describe(loader), ignored)
     own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
-    over = fields.flag("_iterator_finished")
-    position = Position(fields.number("epoch"), 0, fields.number("batches"))
-    delivered = fields.number("_sampler_iter_yielded")
-    now = fields.states("generators", own)
     noted = _Fields(fields.mapping("order"), "order.")
     told = {depth: noted.whole(f"epochs.{depth}", epoch) for depth, epoch in noted.mapping("epochs").items()}
-    if not fields.flag("resumes") or over:
-        # Accelerate says of an epoch that it is over when its last batch was handed out.
-        if fields.flag("resumes"):
-            position = Position(position.epoch + 1, 0, position.batches + delivered)
-        return Saved(
-            state=state,
-            position=position,
-            base_seed=fields.number("base_seed"),
-            generators=now,
-            lives_on=fields.flag("lives_on"),
-            beginning=Beginning(epochs=told),
-        )
-    beginning = Beginning(
+    between = Saved(
+        state=state,
+        position=Position(fields.number("epoch"), 0, fields.number("batches")),
+        base_seed=fields.number("base_seed"),
+        generators=fields.states("generators", own),
+        lives_on=fields.flag("lives_on"),
+        beginning=Beginning(epochs=told),
+    )
+    delivered, over = fields.number("_sampler_iter_yielded"), fields.flag("_iterator_finished")
+    if not fields.flag("resumes"):
+        return between
+    epoch, _, batches = between.position
+    if over:  # Accelerate says it when the last batch was handed out
+        return replace(between, position=Position(epoch + 1, 0, batches + delivered))
+    beginning = _beginning(noted, told, own)
+    progress = _progress(fields, loader, ignored)
+    if "_index_sampler_state" in state:
+        snapshot = state["_index_sampler_state"], state.get("_sampler_iter_state")
+        beginning.snapshots[progress.head] = copy.deepcopy(snapshot)
+    return replace(
+        between,
+        position=Position(epoch, delivered, batches + delivered),
+        resumes=True,
+        iterable=arguments.is_iterable(loader),
+        progress=progress,
+        beginning=beginning,
+        shared_seed=None if state.get("shared_seed") is None else fields.number("shared_seed"),
+    )
+
+
+def _beginning(noted: _Fields, told: dict[str, int], own: dict[str, Any]) -> Beginning:
+    return Beginning(
         starts=noted.number("starts"),
         seeded=noted.flag("seeded"),
         drawn=noted.number("drawn"),
@@ -93,26 +108,13 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
         states=noted.states("states", {**generators.GLOBAL, **own}),
         first=noted.states("first", generators.GLOBAL),
     )
+
+
+def _progress(fields: _Fields, loader: DataLoader[Any], ignored: frozenset[str]) -> Progress:
     beyond = frozenset(fields.whole("beyond", at) for at in fields.sequence("beyond"))
-    workers = tuple(_read_worker(fields, number, loader) for number in range(len(fields.sequence("workers"))))
+    workers = tuple(_read_worker(fields, number) for number in range(len(fields.sequence("workers"))))
     workers = _dealt(fields, workers, loader, ignored)
-    progress = Progress(delivered, beyond, workers)
-    if "_index_sampler_state" in state:
-        snapshot = state["_index_sampler_state"], state.get("_sampler_iter_state")
-        beginning.snapshots[progress.head] = copy.deepcopy(snapshot)
-    shared_seed = None if state.get("shared_seed") is None else fields.number("shared_seed")
-    return Saved(
-        state=state,
-        position=Position(position.epoch, delivered, position.batches + delivered),
-        resumes=True,
-        iterable=arguments.is_iterable(loader),
-        progress=progress,
-        beginning=beginning,
-        base_seed=fields.number("base_seed"),
-        shared_seed=shared_seed,
-        generators=now,
-        lives_on=fields.flag("lives_on"),
-    )
+    return Progress(fields.number("_sampler_iter_yielded"), beyond, workers)
 
 
 def _names(ignore: Any) -> frozenset[str]:
@@ -193,6 +195,8 @@ def _compare(fields: _Fields, now: dict[str, Any], ignored: frozenset[str]) -> N
         if name == "num_workers" or name in ignored:
             continue
         saved = fields.get(name, int, str, bool, type(None))
+        if "sampler" in ignored and None in (saved, now[name]):
+            continue  # what only the other sampler has
         if saved != now[name]:
             raise ValueError(
                 f"field {name!r}: {saved!r} was saved, and the loader has {now[name]!r}. Make the loader as "
@@ -200,7 +204,7 @@ def _compare(fields: _Fields, now: dict[str, Any], ignored: frozenset[str]) -> N
             )
 
 
-def _read_worker(fields: _Fields, number: int, loader: DataLoader[Any]) -> WorkerProgress:
+def _read_worker(fields: _Fields, number: int) -> WorkerProgress:
     where = f"workers.{number}."
     worker = fields.sequence("workers")[number]
     if not isinstance(worker, dict):

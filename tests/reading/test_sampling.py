@@ -57,7 +57,9 @@ def test_a_shuffle_is_cut_from_the_permutation() -> None:
     """The guard of the test above: it compares two things only if this is another iterator."""
     batches = sampling.iterate(BatchSampler(RandomSampler(range(10)), 3, False))
     assert batches.__name__ == "_shuffled"  # type: ignore[attr-defined]
-    assert type(next(sampling.iterate(BatchSampler(RandomSampler(range(10)), 3, False), packed=True))) is Indices
+    assert (
+        type(next(sampling.iterate(BatchSampler(RandomSampler(range(10)), 3, False), packed=True))) is Indices
+    )
 
 
 @pytest.mark.parametrize("iterate", [iter, sampling.iterate])

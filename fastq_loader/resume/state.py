@@ -1,0 +1,147 @@
+"""What `state_dict()` returns: an epoch as a plain dict.
+
+Runs in the consumer. The dict passes through `json.dumps` where the user's own states in it do. Four of its
+keys are torchdata's (`StatefulDataLoader`), because Accelerate reads and edits them: `_num_yielded` and
+`_sampler_iter_yielded` are the batches that were handed out, `_iterator_finished` says that the epoch is
+over, `_index_sampler_state` is what the sampler said.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import TYPE_CHECKING, Any
+
+from fastq_loader import arguments
+from fastq_loader.reading import generators
+from fastq_loader.resume.order import chain, epochs, own_generators, said, stateful_sampler
+from fastq_loader.resume.record import EpochRecord
+
+if TYPE_CHECKING:
+    from fastq_loader.loader import DataLoader
+
+VERSION = 1
+LIBRARY = "fastq_loader"
+#: What samplers are compared by, where they have it.
+_SAMPLER_FIELDS = ("seed", "initial_seed", "num_replicas", "replacement")
+#: What was iterated, and must be the same when a state is loaded; `num_workers` only where it matters.
+COMPARED = (
+    "dataset_kind",
+    "dataset_length",
+    "batch_size",
+    "sampler",
+    *_SAMPLER_FIELDS,
+    "schedule",
+    "num_workers",
+)
+
+
+def describe(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What a loader iterates: the fields that are compared."""
+    iterable = arguments.is_iterable(loader)
+    parts = chain(loader._index_sampler)
+    described: dict[str, Any] = {
+        "dataset_kind": "iterable" if iterable else "map",
+        "dataset_length": None if iterable else _length(loader.dataset),
+        "batch_size": loader.batch_size,
+        "sampler": "/".join(type(part).__qualname__ for part in parts),
+        "schedule": "dynamic" if arguments.is_dynamic(loader) else "round_robin",
+        "num_workers": loader.num_workers,
+    }
+    for name in _SAMPLER_FIELDS:
+        values = (getattr(part, name, None) for part in parts)
+        described[name] = next((value for value in values if isinstance(value, (bool, int))), None)
+    return described
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:  # it has none, or cannot say it
+        return None
+
+
+def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, Any]:
+    """The state of a loader, in a dict of its own.
+
+    Args:
+        loader: whose.
+        record: of its newest epoch; None before the first.
+    """
+    if record is None:
+        own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
+        state = _state(describe(loader), {name: _text(generator) for name, generator in own.items()})
+        return {**state, **_between_epochs(loader)}
+    if record.described is None:
+        record.described = describe(loader)
+    position, progress, beginning = record.position, record.progress, record.order.beginning
+    state = _state(
+        record.described,
+        record.texts_now(),
+        epoch=position.epoch,
+        batches=position.batches - position.batch,
+        yielded=progress.delivered,
+        over=record.over,
+    )
+    state["lives_on"], state["base_seed"] = record.lives_on, record.base_seed
+    if record.over:
+        return {**state, **_between_epochs(loader)}
+    state["resumes"] = True
+    state["shared_seed"] = record.shared_seed
+    state["beyond"] = sorted(progress.beyond)
+    state["order"] = {
+        "starts": beginning.starts,
+        "seeded": beginning.seeded,
+        "drawn": max(beginning.drawn, progress.head),
+        "exhausted": beginning.exhausted,
+        "epochs": dict(beginning.epochs),
+        "states": record.texts(0, beginning.states),
+        "first": record.texts(1, beginning.first),
+    }
+    if beginning.snapshots:
+        snapshot = copy.deepcopy(beginning.snapshots.get(progress.head, (None, None)))
+        state["_index_sampler_state"], state["_sampler_iter_state"] = snapshot
+    state["workers"] = [_worker(*worker) for worker in progress.workers]
+    return state
+
+
+def _between_epochs(loader: DataLoader[Any]) -> dict[str, Any]:
+    sampler = loader._index_sampler
+    return {"order": {"epochs": epochs(sampler)}, "_index_sampler_state": said(stateful_sampler(sampler))}
+
+
+def _state(
+    described: dict[str, Any],
+    texts: dict[str, str],
+    epoch: int = 0,
+    batches: int = 0,
+    yielded: int = 0,
+    over: bool = False,
+) -> dict[str, Any]:
+    return {
+        "library": LIBRARY,
+        "version": VERSION,
+        **described,
+        "epoch": epoch,
+        "batches": batches,
+        "_num_yielded": yielded,
+        "_sampler_iter_yielded": yielded,
+        "_iterator_finished": over,
+        "generators": texts,
+        "lives_on": False,
+        "base_seed": 0,
+        "resumes": False,
+    }
+
+
+def _text(generator: Any) -> str:
+    return generators.dump(generators.state_of(generator))
+
+
+def _worker(delivered: int, state: bytes) -> dict[str, Any]:
+    worker: dict[str, Any] = {"delivered": delivered}
+    if state:
+        worker.update(pickle.loads(state))
+    if "generators" in worker:
+        worker["generators"] = {name: generators.dump(raw) for name, raw in worker["generators"].items()}
+    return worker

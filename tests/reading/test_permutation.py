@@ -1,0 +1,110 @@
+"""A shuffle that is computed: it is one, each is as likely as any other, and torch's rules for ranks hold."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from fastq_loader import PermutationSampler
+from fastq_loader.reading import sampling
+from fastq_loader.reading.permutation import Permutation
+
+
+@pytest.mark.parametrize("n", range(0, 300, 7))
+def test_every_number_comes_once_for_all_small_n(n: int) -> None:
+    for length in range(n, n + 7):
+        assert sorted(PermutationSampler(length, seed=n)) == list(range(length))
+
+
+@given(st.integers(1, 1 << 62), st.integers(0, 1 << 64), st.data())
+def test_no_two_positions_have_one_number_for_large_n(n: int, seed: int, data: Any) -> None:
+    positions = np.unique(data.draw(st.lists(st.integers(0, n - 1), max_size=50))).astype(np.uint64)
+    numbers = Permutation(n, seed, 0)(positions)
+    assert len(np.unique(numbers)) == len(positions)
+    assert (numbers < n).all()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_all_orders_of_few_numbers_are_equally_likely(n: int) -> None:
+    draws = 100 * math.factorial(n)
+    seen = Counter(tuple(PermutationSampler(n, seed)) for seed in range(draws))
+    chi_square = sum((seen[order] - 100) ** 2 / 100 for order in itertools.permutations(range(n)))
+    freedom = math.factorial(n) - 1
+    assert chi_square < freedom + 5 * math.sqrt(2 * freedom)  # five deviations; the seeds are fixed
+
+
+@pytest.mark.parametrize("n", [16, 17, 1000])
+def test_neighbours_and_places_of_many_numbers_are_those_of_a_shuffle(n: int) -> None:
+    orders = np.array([list(PermutationSampler(n, seed)) for seed in range(1000)])
+    # Each of these counts is 1 on average over all shuffles, with a variance of 1.
+    for count in (
+        (np.diff(orders) == 1).sum(1),
+        (np.diff(orders) == -1).sum(1),
+        (orders == np.arange(n)).sum(1),
+    ):
+        assert abs(count.mean() - 1) < 5 / math.sqrt(1000)
+    assert abs(np.corrcoef(orders[:, 0], orders[:, -1])[0, 1]) < 5 / math.sqrt(1000) + 1 / n
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    sampler = PermutationSampler(1000, seed=3)
+    orders = [tuple(sampler), tuple(sampler)]
+    assert orders[0] == orders[1]
+    sampler.set_epoch(1)
+    orders += [
+        tuple(sampler),
+        tuple(PermutationSampler(1000, seed=4)),
+        tuple(PermutationSampler(1000, seed=1)),
+    ]
+    assert len(set(orders)) == 4
+
+
+@given(st.integers(1, 60), st.integers(1, 7), st.booleans())
+def test_ranks_share_as_with_torch(n: int, replicas: int, drop_last: bool) -> None:
+    whole = list(PermutationSampler(n, 5))
+    ranks = [
+        PermutationSampler(n, 5, num_replicas=replicas, rank=rank, drop_last=drop_last)
+        for rank in range(replicas)
+    ]
+    theirs = DistributedSampler(range(n), replicas, 0, drop_last=drop_last)  # type: ignore[arg-type]
+    assert {len(rank) for rank in ranks} == {len(theirs)}
+    dealt = [index for turn in zip(*ranks, strict=True) for index in turn]
+    assert dealt == (whole * replicas)[: theirs.total_size]
+
+
+@given(st.integers(0, 40), st.integers(1, 9), st.booleans(), st.integers(0, 50))
+def test_it_goes_on_from_any_position(n: int, batch_size: int, drop_last: bool, skip: int) -> None:
+    sampler = PermutationSampler(n, 2)
+    assert list(sampler.iterate_from(skip)) == list(sampler)[skip:]
+    batches = BatchSampler(sampler, batch_size, drop_last)
+    drawn, left = sampling.iterate_from(batches, skip)
+    assert left == 0
+    assert list(drawn) == list(batches)[skip:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"n": -1}, ValueError),
+        ({"n": (1 << 62) + 1}, ValueError),
+        ({"n": 2.0}, TypeError),
+        ({"seed": -1}, ValueError),
+        ({"num_replicas": 0}, ValueError),
+        ({"rank": 2, "num_replicas": 2}, ValueError),
+        ({"rank": "0"}, TypeError),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Exception]) -> None:
+    name, value = next(iter(arguments.items()))
+    with pytest.raises(error, match=f"{name}={value!r}"):
+        PermutationSampler(**{"n": 9, **arguments})
+    with pytest.raises(ValueError, match="epoch=-1 must be at least 0"):
+        PermutationSampler(3).set_epoch(-1)

@@ -1,0 +1,197 @@
+"""What `load_state_dict()` refuses: it names the field, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler
+
+from fastq_loader import DataLoader, PermutationSampler
+from fastq_loader.reading import generators
+from tests.support.datasets import MapDataset, Stream
+
+
+def loader(length: int = 20, batch_size: int = 4, seed: int = 0, **keywords: Any) -> DataLoader[Any]:
+    keywords = {"shuffle": True, "generator": torch.Generator().manual_seed(seed), **keywords}
+    return DataLoader(MapDataset("tensors", length), batch_size, **keywords)
+
+
+def state(of: DataLoader[Any] | None = None) -> dict[str, Any]:
+    of = loader() if of is None else of  # a loader of a stream has no length to be true by
+    next(iter(of))
+    return of.state_dict()
+
+
+def changed(*path: str, to: Any = None, drop: bool = False) -> Callable[[], Any]:
+    def change() -> Any:
+        whole = part = copy.deepcopy(state())
+        for key in path[:-1]:
+            part = part[key]
+        if drop:
+            del part[path[-1]]
+        else:
+            part[path[-1]] = to
+        return whole
+
+    return change
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "no dict": (lambda: [state()], "the state is a list"),
+    "foreign": (lambda: {"model": 1}, "'library'"),
+    "torchdata's": (lambda: {"_snapshot": {}, "_iterator_finished": False}, "torchdata's StatefulDataLoader"),
+    "torchdata's without workers": (lambda: {"_sampler_iter_state": None}, "torchdata's StatefulDataLoader"),
+    "of a later version": (changed("version", to=2), "field 'version' is 2, and this release reads 1"),
+    "without a field": (changed("base_seed", drop=True), "field 'base_seed' is missing"),
+    "without a part": (changed("order", drop=True), "field 'order' is missing"),
+    "a part of another type": (changed("order", "starts", to="two"), "field 'order.starts' is 'two'"),
+    "a negative position": (changed("_sampler_iter_yielded", to=-1), "field '_sampler_iter_yielded' is -1"),
+    "a flag that is none": (changed("resumes", to=1), "field 'resumes' is 1"),
+    "positions that are none": (changed("beyond", to=[2.5]), "field 'beyond' is 2.5"),
+    "a worker that is none": (changed("workers", to=[3]), "field 'workers.0' is 3"),
+    "a worker without a count": (changed("workers", to=[{}]), "field 'workers.0.delivered' is missing"),
+    "a state cut short": (
+        changed("order", "states", to={"generator": '{"torch": "AAAA"}'}),
+        "field 'order.states.generator' does not fit the generator",
+    ),
+    "a state of another kind": (
+        changed(
+            "generators", to={"generator": generators.dump(generators.state_of(generators.GLOBAL["random"]))}
+        ),
+        "field 'generators.generator' does not fit the generator",
+    ),
+    "a state that is none": (
+        changed("generators", to={"generator": 3}),
+        "field 'generators.generator' is damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "text"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_with_a_state_is_named_and_nothing_is_taken(make: Any, text: str) -> None:
+    other = loader(seed=3)
+    before = generators.state_of(other.generator)
+    with pytest.raises(ValueError, match=text):
+        other.load_state_dict(make())
+    assert generators.same(before, generators.state_of(other.generator))
+    assert other.position == (0, 0, 0)
+    assert len(list(other)) == 5
+
+
+OTHERS: dict[str, tuple[DataLoader[Any], Any, Any]] = {
+    "dataset_length": (loader(length=21), 20, 21),
+    "batch_size": (loader(batch_size=5), 4, 5),
+    "sampler": (loader(shuffle=False), "BatchSampler/RandomSampler", "BatchSampler/SequentialSampler"),
+    "schedule": (loader(schedule="dynamic"), "round_robin", "dynamic"),
+    "replacement": (
+        loader(shuffle=None, sampler=RandomSampler(range(20), replacement=True)),  # type: ignore[arg-type]
+        False,
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize(("field", "other"), [(name, other) for name, (other, *_) in OTHERS.items()])
+def test_a_loader_that_iterates_something_else_is_refused_unless_told(field: str, other: Any) -> None:
+    _, saved, now = OTHERS[field]
+    with pytest.raises(ValueError, match=f"field '{field}': {saved!r} was saved, and the loader has {now!r}"):
+        other.load_state_dict(state())
+    other.load_state_dict(state(), ignore=(field,))
+    assert other.position == (0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "samplers"),
+    [
+        ("seed", (PermutationSampler(20, 1), PermutationSampler(20, 2))),
+        (
+            "num_replicas",
+            (DistributedSampler(range(20), 2, 0), DistributedSampler(range(20), 4, 0)),  # type: ignore[arg-type]
+        ),
+    ],
+)
+def test_samplers_with_another_order_are_refused(field: str, samplers: Any) -> None:
+    one, other = (loader(shuffle=None, sampler=sampler) for sampler in samplers)
+    with pytest.raises(ValueError, match=f"field '{field}'"):
+        other.load_state_dict(state(one))
+
+
+def test_another_rank_may_take_the_state() -> None:
+    ranks = [DistributedSampler(range(20), 2, rank) for rank in range(2)]  # type: ignore[arg-type]
+    one, other = (loader(shuffle=None, sampler=rank) for rank in ranks)
+    other.load_state_dict(state(one))
+    assert other.position == (0, 1, 1)
+
+
+def test_names_to_ignore_are_checked() -> None:
+    with pytest.raises(
+        ValueError, match=r"ignore=\['length'\] is unknown: use some of dataset_kind, dataset_length"
+    ):
+        loader().load_state_dict(state(), ignore=("length",))
+    with pytest.raises(TypeError, match=r"ignore='batch_size' must be a collection of names"):
+        loader().load_state_dict(state(), ignore="batch_size")
+
+
+class Says(Stream):
+    """Says where it stands."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+class Reshards(Says):
+    def reshard_state_dicts(self, states: list[Any], num_workers: int) -> list[Any]:
+        return [{"dataset": states[0]["dataset"], "ended": False}] * num_workers
+
+
+def test_an_iterable_dataset_goes_on_with_as_many_workers_or_says_how_with_others() -> None:
+    told = state(DataLoader(Says("tensors", (5,)), 2))
+    told["num_workers"], told["workers"] = 2, told["workers"] * 2
+    with pytest.raises(ValueError, match="field 'num_workers': 2 was saved, and the loader has 0"):
+        DataLoader(Says("tensors", (5,)), 2).load_state_dict(told)
+    dataset = Reshards("tensors", (5,))
+    resharded = DataLoader(dataset, 2)
+    resharded.load_state_dict(told)
+    assert len(list(resharded)) == 3
+    assert dataset.loaded == {"at": 3}
+    assert resharded.position == (1, 0, 4)
+
+
+def test_an_empty_state_is_a_loader_that_was_not_iterated() -> None:
+    one = loader()
+    one.load_state_dict(state())
+    one.load_state_dict({})
+    assert one.position == (0, 0, 0)
+    assert len(list(one)) == 5
+
+
+def test_what_was_loaded_is_what_would_be_saved() -> None:
+    told = json.loads(json.dumps(state()))
+    one = loader(seed=8)
+    one.load_state_dict(told)
+    assert one.state_dict() == told
+    assert one.state_dict() is not told
+
+
+def test_accelerate_may_count_back_and_say_that_the_epoch_is_over() -> None:
+    one = loader()
+    iterator = iter(one)
+    batches = [next(iterator) for _ in range(3)]
+    told = one.state_dict()
+    told["_sampler_iter_yielded"] -= 1
+    told["_num_yielded"] -= 1
+    other = loader(seed=4)
+    other.load_state_dict(told)
+    assert torch.equal(next(iter(other))[0], batches[2][0])
+    told["_iterator_finished"] = True
+    other.load_state_dict(told)
+    assert other.position == (1, 0, 2)
+    assert len(list(other)) == 5

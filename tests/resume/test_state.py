@@ -1,0 +1,99 @@
+"""What `state_dict()` returns."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, IterableDataset
+
+from fastq_loader import DataLoader, PermutationSampler
+from fastq_loader.resume.state import VERSION, describe
+from tests.support.datasets import MapDataset, Stream
+
+
+class Huge(MapDataset):
+    """Only its length is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__("tensors", 10**8)
+
+
+def stopped(loader: DataLoader[Any], batches: int) -> dict[str, Any]:
+    iterator = iter(loader)
+    for _ in range(batches):
+        next(iterator)
+    return loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Huge(), 4, sampler=PermutationSampler(10**8, 3)),
+        lambda: DataLoader(Huge(), 4),
+        lambda: DataLoader(MapDataset("tensors", 5000), 4, shuffle=True),
+        lambda: DataLoader(MapDataset("tensors", 5000), 4, shuffle=True, generator=torch.Generator()),
+        lambda: DataLoader(Stream("tensors", (9,)), 4, schedule="dynamic"),
+    ],
+)
+def test_a_state_is_small_and_goes_through_json_and_torch(make: Any) -> None:
+    state = stopped(make(), 2)
+    text = json.dumps(state)
+    assert json.loads(text) == state
+    assert len(text) < 10_000
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == state
+
+
+def test_each_state_is_a_dict_of_its_own() -> None:
+    loader = DataLoader(MapDataset("tensors", 20), 4, shuffle=True, generator=torch.Generator())
+    state = stopped(loader, 2)
+    kept = json.dumps(state)
+    for part in [state["order"], state["order"]["states"], state["generators"], state["workers"], state]:
+        part.clear()
+    assert json.dumps(loader.state_dict()) == kept
+
+
+def test_accelerates_keys_say_what_it_takes_them_for() -> None:
+    loader = DataLoader(MapDataset("tensors", 10), 4)
+    for delivered in range(3):
+        state = stopped(loader, delivered)
+        assert state["_num_yielded"] == state["_sampler_iter_yielded"] == delivered
+        assert state["_iterator_finished"] is False
+    assert len(list(loader)) == 3
+    assert loader.state_dict()["_iterator_finished"] is True
+    assert state["version"] == VERSION
+
+
+def test_what_is_compared_is_said_in_plain_values() -> None:
+    sampler = DistributedSampler(range(10), 2, 1, seed=5)  # type: ignore[arg-type]
+    described = describe(DataLoader(MapDataset("tensors", 10), 4, sampler=sampler, schedule="dynamic"))
+    assert described == {
+        "dataset_kind": "map",
+        "dataset_length": 10,
+        "batch_size": 4,
+        "sampler": "BatchSampler/DistributedSampler",
+        "seed": 5,
+        "initial_seed": None,
+        "num_replicas": 2,
+        "replacement": None,
+        "schedule": "dynamic",
+        "num_workers": 0,
+    }
+
+
+def test_a_dataset_without_a_length_is_not_asked_for_it() -> None:
+    class Unsized(IterableDataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            raise AssertionError("it cannot know")
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    assert describe(DataLoader(Unsized()))["dataset_length"] is None
