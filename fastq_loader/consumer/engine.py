@@ -84,8 +84,13 @@ class Engine:
         done: Progress = START,
         resume: Resume = (),
     ) -> int:
-        """Begin an epoch over the indices of `sampler`; an older one of this engine ends. Every batch is
-        seeded from `base_seed`, if there is one. See `EventLoop.begin_epoch`.
+        """Begin an epoch; an older one of this engine ends.
+
+        Args:
+            sampler: yields indices, those in `done` not again.
+            shared_seed, base_seed: see `messages.Epoch`.
+            done: what was handed out of the epoch before it was resumed.
+            resume: what each worker is told of that: how many batches were its own, and its state.
 
         Returns:
             The number of the epoch.

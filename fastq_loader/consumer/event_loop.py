@@ -128,14 +128,8 @@ class EventLoop:
         done: Progress = START,
         resume: Resume = (),
     ) -> int:
-        """Begin an epoch, whose number is returned; whatever is left of the one before is dropped.
-
-        Args:
-            sampler: yields indices, those in `done` not again.
-            shared_seed, base_seed: see `messages.Epoch`.
-            done: what was handed out of the epoch before it was resumed.
-            resume: what each worker is told of that: how many batches were its own, and its state.
-        """
+        """Begin an epoch, whose number is returned; whatever is left of the one before is dropped. See
+        `Engine.start_epoch`."""
         scheduler = self.scheduler
         if self._delivery.staging is not None:  # before the blocks of what is dropped go to others
             self.pool.drop(self._delivery.staging.drain())
