@@ -55,7 +55,7 @@ def test_an_alarm_while_next_waits_loses_nothing(kind: type[BaseException], pers
 def test_alarms_at_random_moments_lose_nothing_in_silence(seed: int, tmp_path: Path) -> None:
     """In a process of its own: alarms may also come inside of finalizers, which Python only reports. One that
     comes between the making of a folder and its note leaves the folder behind."""
-    script = f"from tests.support.alarms import main\nmain(['--epochs', '15', '--seed', '{seed}'])"
+    script = f"from tests.support.alarms import main\nmain(epochs=15, seed={seed})"
     result = run_script(script, env={"TMPDIR": str(tmp_path)}, timeout=100)
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout)
@@ -195,7 +195,7 @@ def test_threads_that_share_an_iterator_see_every_batch_and_the_end(workers: int
 
 
 def test_forks_of_the_users_leave_nothing_behind() -> None:
-    script = "from tests.support.forking import main\nmain(['--epochs', '40'])"
+    script = "from tests.support.forking import main\nmain(epochs=40)"
     result = run_script(script, timeout=100)
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout)

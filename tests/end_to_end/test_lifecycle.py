@@ -493,10 +493,10 @@ def test_p6c_a_process_exits_with_huge_indices_in_flight() -> None:
         """
         import time
         from fastq_loader import DataLoader
-        from tests.support.crimes import HugeIndices, SlowLengthOf
+        from tests.support.crimes import SlowLengthOf
 
         loader = DataLoader(
-            SlowLengthOf(), batch_sampler=HugeIndices(100, 5_000_000), num_workers=2, prefetch_factor=10,
+            SlowLengthOf(), batch_sampler=[[bytes(5_000_000)]] * 100, num_workers=2, prefetch_factor=10,
             persistent_workers=True,
         )
         batches = iter(loader)

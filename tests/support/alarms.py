@@ -3,12 +3,11 @@
 Whatever a call was doing, the next one goes on exactly where it was, or raises an error that says why, every
 time: no batch is lost or given twice, and no epoch ends that has batches left. More than the tests run:
 
-    python -m tests.support.alarms --epochs 2000
+    python -c "from tests.support.alarms import main; main(2000)"
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import signal
@@ -24,8 +23,6 @@ from typing import Any
 from fastq_loader import DataLoader, IteratorInvalid
 from tests.support.crimes import Slow
 
-#: Calls of `next()` after an error that says that the iterator cannot go on.
-AGAIN = 3
 #: Alarms in an epoch: a sample that takes longer than the time between two would never be loaded.
 MOST = 60
 
@@ -128,12 +125,12 @@ def run_epoch(loader: Any, setting: Setting, rng: random.Random, seen: Counter[s
                 outcome = "whole"
             except IteratorInvalid:
                 outcome = "refused"
-    seen[outcome] += 1
-    seen["alarms"] += raised[0]
+    seen.update({outcome: 1, "alarms": raised[0]})
     assert numbers == list(range(len(numbers))), f"lost, twice or out of order: {numbers}"
     if outcome == "whole":
         assert len(numbers) == setting.length, f"the epoch ended after {len(numbers)} of {setting.length}"
-    for _ in range(AGAIN if outcome == "refused" else 0):
+        return
+    for _ in range(3):
         try:
             next(iterator)
         except IteratorInvalid:
@@ -166,20 +163,11 @@ def check(seed: int, seen: Counter[str], epochs: int = 3) -> None:
         loader.close()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Alarms that raise at random moments in next().")
-    parser.add_argument("--epochs", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
+def main(epochs: int, seed: int = 0) -> None:
     seen: Counter[str] = Counter()
     warnings.simplefilter("ignore")  # more workers than cores
     # An alarm inside a finalizer or a hook of a fork is nobody's to raise: Python reports it here.
     sys.unraisablehook = lambda unraisable: seen.update(unraisable=1)
-    for number in range(-(-given.epochs // 3)):
-        check(given.seed * 1_000_003 + number, seen)
+    for number in range(-(-epochs // 3)):
+        check(seed * 1_000_003 + number, seen)
     print(json.dumps(seen))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from tests.support.datasets import Sized
+
 Crime = Callable[[int], Any]
 
 MARK = "as imported"
@@ -75,8 +77,7 @@ class TwoArguments(Exception):
 
     def __init__(self, code: int, detail: str) -> None:
         super().__init__(f"{code}: {detail}")
-        self.code = code
-        self.detail = detail
+        self.code, self.detail = code, detail
 
 
 class Unprintable(Exception):
@@ -96,10 +97,6 @@ def raise_value_error(index: int) -> None:
     raise ValueError(f"sample {index} is broken")
 
 
-def raise_key_error(index: int) -> None:
-    raise KeyError(("missing", index))
-
-
 def raise_os_error(index: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"shard-{index}.tar")
 
@@ -114,7 +111,7 @@ def raise_unprintable(_: int) -> None:
 
 def raise_from_another(index: int) -> None:
     try:
-        raise_key_error(index)
+        raise KeyError(("missing", index))
     except KeyError as error:
         raise ValueError(f"sample {index} has no label") from error
 
@@ -146,24 +143,13 @@ def return_non_leaf(_: int) -> Any:
 
 
 @dataclass(eq=False)
-class Sized(Dataset[Any]):
-    length: int
-
-    def __len__(self) -> int:
-        return self.length
-
-
-@dataclass(eq=False)
-class CrimeAt(Dataset[Any]):
+class CrimeAt(Sized, Dataset[Any]):
     """`length` integers, a crime at index `at`, `delay` seconds before it."""
 
     crime: Crime
     at: int
     length: int = 12
     delay: float = 0
-
-    def __len__(self) -> int:
-        return self.length
 
     def __getitem__(self, index: int) -> Any:
         if index != self.at:
@@ -174,15 +160,13 @@ class CrimeAt(Dataset[Any]):
 
 @dataclass(eq=False)
 class CrimeInStream(IterableDataset[int]):
-    """A stream of `length` integers with a crime at index `at`."""
+    """A stream of 12 integers with a crime at index `at`."""
 
     crime: Crime
     at: int
-    length: int = 12
 
     def __iter__(self) -> Iterator[int]:
-        for index in range(self.length):
-            yield self.crime(index) if index == self.at else index
+        return (self.crime(index) if index == self.at else index for index in range(12))
 
 
 class CrimeInIter(IterableDataset[int]):
@@ -193,9 +177,10 @@ class CrimeInIter(IterableDataset[int]):
 
 
 @dataclass(eq=False)
-class Slow(Sized):
+class Slow(Sized, Dataset[int]):
     """Integers that take `seconds` each."""
 
+    length: int
     seconds: float
 
     def __getitem__(self, index: int) -> int:
@@ -204,9 +189,10 @@ class Slow(Sized):
 
 
 @dataclass(eq=False)
-class Rows(Sized):
+class Rows(Sized, Dataset[torch.Tensor]):
     """Rows of `width` floats, all equal to their index."""
 
+    length: int = 4
     width: int = 4
 
     def __getitem__(self, index: int) -> torch.Tensor:
@@ -214,9 +200,10 @@ class Rows(Sized):
 
 
 @dataclass(eq=False)
-class ManyFields(Sized):
+class ManyFields(Sized, Dataset[Any]):
     """A dict of `fields` tensors of `width` floats for each index; field j of sample i is full of i + j."""
 
+    length: int
     fields: int
     width: int
 
@@ -224,11 +211,10 @@ class ManyFields(Sized):
         return {f"field{j}": torch.full((self.width,), float(index + j)) for j in range(self.fields)}
 
 
-@dataclass(eq=False)
-class WorkerReport(Sized):
+class WorkerReport(Sized, Dataset[Any]):
     """What a worker says about itself."""
 
-    length: int = 4
+    length = 4
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         info = get_worker_info()
@@ -244,26 +230,10 @@ class WorkerReport(Sized):
         }
 
 
-@dataclass(eq=False)
-class HugeIndices:
-    """A batch sampler whose every batch is one index of `size` bytes."""
-
-    batches: int
-    size: int
-
-    def __len__(self) -> int:
-        return self.batches
-
-    def __iter__(self) -> Iterator[list[bytes]]:
-        for _ in range(self.batches):
-            yield [bytes(self.size)]
-
-
-class SlowLengthOf(Dataset[int]):
+class SlowLengthOf(Sized, Dataset[int]):
     """The length of the index, after a while."""
 
-    def __len__(self) -> int:
-        return 1_000_000
+    length = 1_000_000
 
     def __getitem__(self, index: bytes) -> int:
         time.sleep(0.2)
@@ -271,7 +241,7 @@ class SlowLengthOf(Dataset[int]):
 
 
 @dataclass(eq=False)
-class CountsPickling(Sized):
+class CountsPickling(Sized, Dataset[int]):
     """Counts, in the process that pickles it, how often it was pickled."""
 
     length: int = 4
@@ -303,18 +273,15 @@ class Archive:
 class HoldsUnpicklable(Rows):
     """A dataset with something unpicklable at `self.archive.cursor`."""
 
-    length: int = 4
     archive: Archive = field(default_factory=Archive)
 
 
 @dataclass(eq=False)
-class LoaderInside(Dataset[int]):
+class LoaderInside(Sized, Dataset[int]):
     """Every sample is the sum of what a loader inside the worker gives."""
 
     inner_workers: int
-
-    def __len__(self) -> int:
-        return 4
+    length = 4
 
     def __getitem__(self, index: int) -> int:
         from fastq_loader import DataLoader

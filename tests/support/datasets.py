@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import enum
 import hashlib
+import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -117,70 +118,48 @@ def dict_sample(index: int) -> Any:
     }
 
 
-def tuple_sample(index: int) -> Any:
-    return torch.tensor([index, -index]), (index / 3, b"%d" % index), complex_sample(index)
-
-
-def complex_sample(index: int) -> torch.Tensor:
-    return torch.complex(torch.tensor(float(index)), torch.tensor(0.5))
-
-
 def namedtuple_sample(index: int) -> Any:
     return Point(torch.tensor(index, dtype=torch.int32), Point(float(index), str(index)))
-
-
-def text_sample(index: int) -> Any:
-    return "ä" * (index % 5), b"\x00\xff" * index
-
-
-def object_sample(index: int) -> Any:
-    return Opaque({"index": index, "big": 2**70 + index, "set": {index}}), None, Record("r", index)
-
-
-def large_sample(index: int) -> Any:
-    """72 KiB for one sample: its batches lie in shared memory of their own."""
-    return torch.full((3, 64, 96), index, dtype=torch.float32), index
-
-
-def ragged_sample(index: int) -> Any:
-    """Sizes from nothing to 160 KiB; the default collate refuses them."""
-    return torch.full((index * 7919 % 41, 1000), index, dtype=torch.float32)
-
-
-def drawn_sample(index: int) -> Any:
-    """Draw from the three global generators."""
-    return index, torch.rand(2), random.random(), np.random.rand(3)
 
 
 SAMPLES: dict[str, Callable[[int], Any]] = {
     "tensors": tensor_sample,
     "numpy": numpy_sample,
     "dict": dict_sample,
-    "tuple": tuple_sample,
+    "tuple": lambda i: (torch.tensor([i, -i]), (i / 3, b"%d" % i), torch.tensor(complex(i, 0.5))),
     "namedtuple": namedtuple_sample,
-    "text": text_sample,
-    "objects": object_sample,
-    "large": large_sample,
-    "ragged": ragged_sample,
-    "drawn": drawn_sample,
+    "text": lambda i: ("ä" * (i % 5), b"\x00\xff" * i),
+    "objects": lambda i: (Opaque({"index": i, "big": 2**70 + i, "set": {i}}), None, Record("r", i)),
+    # 72 KiB for one sample: its batches lie in shared memory of their own.
+    "large": lambda i: (torch.full((3, 64, 96), i, dtype=torch.float32), i),
+    # Sizes from nothing to 160 KiB; the default collate refuses them.
+    "ragged": lambda i: torch.full((i * 7919 % 41, 1000), i, dtype=torch.float32),
+    # From the three global generators.
+    "drawn": lambda i: (i, torch.rand(2), random.random(), np.random.rand(3)),
 }
+
+
+class Sized:
+    """Has a length, which is a field of the class."""
+
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
 
 
 # Map-style datasets
 
 
 @dataclasses.dataclass(eq=False)
-class MapDataset(Dataset):
-    """`size` samples of one kind."""
+class MapDataset(Sized, Dataset):
+    """Samples of one kind."""
 
     kind: str
-    size: int
-
-    def __len__(self) -> int:
-        return self.size
+    length: int
 
     def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < self.size:
+        if not 0 <= index < self.length:
             raise IndexError(index)
         return SAMPLES[self.kind](index)
 
@@ -215,21 +194,16 @@ class DoublingSubset(Subset):
     """Overrides `__getitem__` and not `__getitems__`, past the check in torch's own constructor."""
 
     def __init__(self, dataset: Dataset, indices: Sequence[int]) -> None:
-        self.dataset = dataset
-        self.indices = indices
+        self.dataset, self.indices = dataset, indices
 
     def __getitem__(self, index: int) -> Any:
         return 2 * super().__getitem__(index)
 
 
-@dataclasses.dataclass(eq=False)
-class Echo(Dataset):
+class Echo(Sized, Dataset):
     """Returns what it was asked for, with what is left of its type."""
 
-    size: int = 1
-
-    def __len__(self) -> int:
-        return self.size
+    length = 1
 
     def __getitem__(self, key: Any) -> Any:
         return Record(f"{type(key).__module__}.{type(key).__qualname__}", key)
@@ -243,14 +217,11 @@ class BatchEcho(Echo):
 
 
 @dataclasses.dataclass(eq=False)
-class Made(Dataset):
-    """`size` samples from a function of the index."""
+class Made(Sized, Dataset):
+    """Samples from a function of the index."""
 
     make: Callable[[int], Any]
-    size: int
-
-    def __len__(self) -> int:
-        return self.size
+    length: int
 
     def __getitem__(self, index: int) -> Any:
         return self.make(index)
@@ -273,7 +244,7 @@ class Stream(IterableDataset):
                 yield from range(1000 * worker, 1000 * worker + length)
 
     def __iter__(self) -> Iterator[Any]:
-        return (SAMPLES[self.kind](number) for number in self.numbers())
+        return map(SAMPLES[self.kind], self.numbers())
 
 
 @dataclasses.dataclass(eq=False)
@@ -286,88 +257,62 @@ class SizedStream(Stream):
         return self.told
 
 
-@dataclasses.dataclass(eq=False)
-class FaultyNumbers:
-    """An iterator that raises at every third number and then goes on."""
+class FaultyStream(Stream):
+    """Every third sample is broken; its iterator goes on after that."""
 
-    kind: str
-    numbers: Iterator[int]
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._sample, self.numbers())
 
-    def __iter__(self) -> FaultyNumbers:
-        return self
-
-    def __next__(self) -> Any:
-        number = next(self.numbers)
+    def _sample(self, number: int) -> Any:
         if number % 3 == 2:
             raise ValueError(f"broken sample {number}")
         return SAMPLES[self.kind](number)
-
-
-class FaultyStream(Stream):
-    """A stream with broken samples in it."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return FaultyNumbers(self.kind, self.numbers())
 
 
 # Samplers
 
 
 @dataclasses.dataclass(eq=False)
-class Backwards(Sampler[int]):
+class Backwards(Sized, Sampler[int]):
     """From the last index to the first."""
 
-    size: int
+    length: int
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(self.size - 1, -1, -1))
-
-    def __len__(self) -> int:
-        return self.size
+        return iter(range(self.length - 1, -1, -1))
 
 
 @dataclasses.dataclass(eq=False)
-class Drawing(Sampler[int]):
+class Drawing(Sized, Sampler[int]):
     """Draws each index when it is asked for, from the three global generators in turn.
 
     How far a loader runs ahead of the training step can be read from their states.
     """
 
-    size: int
+    length: int
 
     def __iter__(self) -> Iterator[int]:
-        for position in range(self.size):
-            if position % 3 == 0:
-                yield int(torch.randint(self.size, ()).item())
-            elif position % 3 == 1:
-                yield random.randrange(self.size)
-            else:
-                yield int(np.random.randint(self.size))
-
-    def __len__(self) -> int:
-        return self.size
+        draws = (
+            lambda: int(torch.randint(self.length, ()).item()),
+            lambda: random.randrange(self.length),
+            lambda: int(np.random.randint(self.length)),
+        )
+        return (draws[position % 3]() for position in range(self.length))
 
 
 @dataclasses.dataclass(eq=False)
 class UnevenBatches(Sampler[list[int]]):
     """Batches of 1, 2, 3, 4, 1, 2, … indices."""
 
-    size: int
-
-    def batches(self) -> list[list[int]]:
-        found: list[list[int]] = []
-        start = 0
-        while start < self.size:
-            length = min(1 + len(found) % 4, self.size - start)
-            found.append(list(range(start, start + length)))
-            start += length
-        return found
+    indices: int
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches())
+        left, lengths = iter(range(self.indices)), itertools.cycle((1, 2, 3, 4))
+        while batch := list(itertools.islice(left, next(lengths))):
+            yield batch
 
     def __len__(self) -> int:
-        return len(self.batches())
+        return sum(1 for _ in self)
 
 
 @dataclasses.dataclass(eq=False)
@@ -436,6 +381,17 @@ def storages(batch: Any) -> Any:
 
 # What came out of a loader, in plain values that can be compared and printed
 
+ATOMS = str | bytes | bytearray | bool | int | float | complex | np.generic | type | enum.Enum | range | None
+ROWS, COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ROWS,
+    torch.sparse_bsr: ROWS,
+    torch.sparse_csc: COLUMNS,
+    torch.sparse_bsc: COLUMNS,
+}
+QUANTISATION = ("q_per_channel_scales", "q_per_channel_zero_points", "q_per_channel_axis")
+
 
 def is_storage_backed(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested and tensor.device.type != "meta"
@@ -451,35 +407,22 @@ def _content(array: np.ndarray) -> str | list[Any]:
 
 def _tensor_content(tensor: torch.Tensor) -> Any:
     plain = tensor.detach()
-    if type(plain) is not torch.Tensor and not plain.is_nested:
-        plain = plain.as_subclass(torch.Tensor)
     if plain.is_nested:
-        return ("nested", [_tensor_content(part) for part in plain.unbind()])
-    if plain.layout == torch.sparse_coo:
-        indices, values = plain._indices(), plain._values()
-        return ("coo", plain.is_coalesced(), _tensor_content(indices), _tensor_content(values))
-    if plain.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = (plain.crow_indices(), plain.col_indices(), plain.values())
-        return ("compressed rows", [_tensor_content(part) for part in parts])
-    if plain.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = (plain.ccol_indices(), plain.row_indices(), plain.values())
-        return ("compressed columns", [_tensor_content(part) for part in parts])
+        return [_tensor_content(part) for part in plain.unbind()]
+    if type(plain) is not torch.Tensor:
+        plain = plain.as_subclass(torch.Tensor)
+    if plain.layout in SPARSE_PARTS:
+        return [_tensor_content(getattr(plain, part)()) for part in SPARSE_PARTS[plain.layout]]
     if plain.device.type == "meta":
         return "meta"
     if plain.is_quantized:
-        return (str(plain.qscheme()), _quantizer(plain), _tensor_content(plain.int_repr()))
+        per_tensor = plain.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
+        accessors = ("q_scale", "q_zero_point") if per_tensor else QUANTISATION
+        quantiser = [np.asarray(getattr(plain, accessor)()).tolist() for accessor in accessors]
+        return (str(plain.qscheme()), quantiser, _tensor_content(plain.int_repr()))
     # resolve_*: torch drops the lazy conjugation and negation on its way out of a worker; the value counts.
     flat = plain.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    if not flat.numel():
-        return ""
-    return _content(flat.view(torch.uint8).numpy())
-
-
-def _quantizer(tensor: torch.Tensor) -> Any:
-    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return tensor.q_scale(), tensor.q_zero_point()
-    scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-    return scales.tolist(), zeros.tolist(), tensor.q_per_channel_axis()
+    return _content(flat.view(torch.uint8).numpy()) if flat.numel() else ""
 
 
 class _Describer:
@@ -494,15 +437,13 @@ class _Describer:
         if isinstance(value, torch.Tensor):
             return self.tensor(kind, value)
         if isinstance(value, np.ndarray):
-            return self.array(kind, value)
+            content = [self.walk(item) for item in value.flat] if value.dtype.hasobject else _content(value)
+            return (kind, value.dtype.str, value.shape, value.strides, value.flags.writeable, content)
         if isinstance(value, torch.UntypedStorage):
             return (kind, self.walk(torch.empty(0, dtype=torch.uint8).set_(value)))
         if isinstance(value, torch.TypedStorage):
             return (kind, str(value.dtype), self.walk(value._untyped_storage))
-        if value is None or isinstance(
-            value,
-            str | bytes | bytearray | bool | int | float | complex | np.generic | type | enum.Enum | range,
-        ):
+        if isinstance(value, ATOMS):
             return (kind, repr(value))
         if id(value) in self.open:
             return (kind, f"the container {len(self.open) - self.open.index(id(value))} levels up")
@@ -533,28 +474,18 @@ class _Describer:
         strides = tensor.stride() if is_storage_backed(tensor) else None
         if is_storage_backed(tensor) and tensor.numel():
             self.tensors.append(tensor)
-        flags = [name for name in ("requires_grad", "is_leaf", "is_coalesced") if _flag(tensor, name)]
+        coalesced = tensor.layout == torch.sparse_coo and tensor.is_coalesced()
+        flags = (tensor.requires_grad, tensor.is_leaf, coalesced)
         return (kind, str(tensor.dtype), shape, strides, str(tensor.layout), flags, _tensor_content(tensor))
-
-    def array(self, kind: str, array: np.ndarray) -> Any:
-        content = [self.walk(item) for item in array.flat] if array.dtype.hasobject else _content(array)
-        return (kind, array.dtype.str, array.shape, array.strides, array.flags.writeable, content)
 
     def overlaps(self) -> list[tuple[int, int]]:
         """Pairs of tensors, by their order in the batch, that look at the same memory."""
-        extents = [extent(tensor) for tensor in self.tensors]
+        extents = enumerate(map(extent, self.tensors))
         return [
             (i, j)
-            for i, (start, end) in enumerate(extents)
-            for j in range(i + 1, len(extents))
-            if extents[j][0] < end and start < extents[j][1]
+            for (i, (start, end)), (j, (other_start, other_end)) in itertools.combinations(extents, 2)
+            if other_start < end and start < other_end
         ]
-
-
-def _flag(tensor: torch.Tensor, name: str) -> bool:
-    if name == "is_coalesced":
-        return tensor.layout == torch.sparse_coo and tensor.is_coalesced()
-    return bool(getattr(tensor, name))
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -579,13 +510,10 @@ def difference(expected: Any, actual: Any, path: str = "batch") -> str | None:
     if type(expected) is type(actual) and isinstance(expected, list | tuple):
         if len(expected) != len(actual):
             return f"{path}: {len(expected)} entries expected, got {len(actual)}:\n  {expected}\n  {actual}"
-        for position, (one, other) in enumerate(zip(expected, actual, strict=True)):
-            if (found := difference(one, other, f"{path}[{position}]")) is not None:
-                return found
+        expected, actual = dict(enumerate(expected)), dict(enumerate(actual))
     if isinstance(expected, dict) and isinstance(actual, dict) and expected.keys() == actual.keys():
-        for key, one in expected.items():
-            if (found := difference(one, actual[key], f"{path}[{key!r}]")) is not None:
-                return found
+        parts = (difference(one, actual[key], f"{path}[{key!r}]") for key, one in expected.items())
+        return next(found for found in parts if found is not None)
     return f"{path}:\n  expected {expected}\n  got      {actual}"
 
 

@@ -1,16 +1,14 @@
 """Short epochs in which the user forks at random moments, in the consumer and in workers: what this process
 holds stays as it is. More than the tests run:
 
-    python -m tests.support.forking --epochs 2000
+    python -c "from tests.support.forking import main; main(2000)"
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
-import sys
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -22,8 +20,7 @@ from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader
 from tests.conftest import descendants, live_threads, open_descriptors
-
-PAGE = os.sysconf("SC_PAGE_SIZE")
+from tests.support.datasets import Sized
 
 
 def fork(work: Callable[[], Any]) -> int:
@@ -45,14 +42,10 @@ def end_of(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-class Forks(Dataset[torch.Tensor]):
+class Forks(Sized, Dataset[torch.Tensor]):
     """Large enough for a block; forks for some of its samples, and waits for the child."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
+    length = 12
 
     def __getitem__(self, index: int) -> torch.Tensor:
         sample = torch.full((40_000,), float(index))
@@ -61,17 +54,12 @@ class Forks(Dataset[torch.Tensor]):
         return sample
 
 
-def resident() -> int:
-    """Bytes of this process's memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
-
-
 def held() -> dict[str, int]:
     return {
         "descriptors": len(open_descriptors()),
         "threads": len(live_threads()),
         "children": len(descendants()),
-        "resident": resident(),
+        "resident": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
     }
 
 
@@ -84,7 +72,7 @@ def run_epochs(epochs: int, seed: int) -> None:
             if loader is not None:
                 loader.close()
             loader = DataLoader(
-                Forks(12),
+                Forks(),
                 2,
                 num_workers=2,
                 persistent_workers=rng.random() < 0.7,
@@ -92,31 +80,20 @@ def run_epochs(epochs: int, seed: int) -> None:
             )
         stop = rng.choice([2, 6, 6, 6])
         for number, batch in enumerate(loader):
-            expected = [2.0 * number, 2.0 * number + 1]
-            assert batch[:, 0].tolist() == expected
+            assert batch[:, 0].tolist() == [2.0 * number, 2.0 * number + 1]
             if rng.random() < 0.2:
                 children.append(fork(batch.sum))
             if number == stop:
                 break
         while len(children) > 3:
             end_of(children.popleft())
-    while children:
-        end_of(children.popleft())
-    if loader is not None:
-        loader.close()
+    for child in children:
+        end_of(child)
+    loader.close()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Short epochs with forks by the user.")
-    parser.add_argument("--epochs", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
-    run_epochs(given.epochs // 5, given.seed)  # what is made once is there after these
+def main(epochs: int, seed: int = 0) -> None:
+    run_epochs(epochs // 5, seed)  # what is made once is there after these
     before = held()
-    run_epochs(given.epochs - given.epochs // 5, given.seed + 1)
+    run_epochs(epochs - epochs // 5, seed + 1)
     print(json.dumps({"before": before, "after": held()}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,6 +16,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.utils.data
@@ -23,6 +26,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import fastq_loader
 from fastq_loader import empty
+from tests.conftest import open_descriptors
+from tests.support.datasets import Sized
 from tests.support.forking import end_of, fork
 
 OURS = fastq_loader.DataLoader
@@ -31,32 +36,23 @@ BOTH = (torch.utils.data.DataLoader, OURS)
 
 def memfd_bytes() -> int:
     """Bytes of pages behind the shared memory of our loaders."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if "memfd:fastq_loader" in os.readlink(f"/proc/self/fd/{name}"):
-                status = os.stat(f"/proc/self/fd/{name}")
-                found[status.st_ino] = status.st_blocks * 512
-        except FileNotFoundError:
-            pass
-    return sum(found.values())
+    found = [os.stat(fd) for fd, target in open_descriptors().items() if "memfd:fastq_loader" in target]
+    return sum({status.st_ino: status.st_blocks * 512 for status in found}.values())
 
 
 def limited(extra: int) -> None:
     """Leave this process, and those that it starts, `extra` MB of address space beyond what it has now."""
-    with open("/proc/self/statm") as statm:
-        used = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + (extra << 20), resource.RLIM_INFINITY))
 
 
 def take_all_descriptors() -> list[int]:
     """As many as this process may still open."""
-    mine = []
-    try:
+    mine: list[int] = []
+    with suppress(OSError):
         while True:
             mine.append(os.dup(0))
-    except OSError:
-        return mine
+    return mine
 
 
 def is_number(batch: torch.Tensor, number: int) -> bool:
@@ -64,28 +60,24 @@ def is_number(batch: torch.Tensor, number: int) -> bool:
     return bool((batch == number + 1).numpy().all())
 
 
-class Numbered(Dataset[torch.Tensor]):
+@dataclass(eq=False)
+class Numbered(Sized, Dataset[torch.Tensor]):
     """Samples of so many bytes, or as many as a function of the index says, each full of its index + 1."""
 
-    def __init__(self, length: int, nbytes: int | Callable[[int], int]) -> None:
-        self.length, self.nbytes = length, nbytes
-
-    def __len__(self) -> int:
-        return self.length
+    length: int
+    nbytes: int | Callable[[int], int]
 
     def __getitem__(self, index: int) -> torch.Tensor:
         nbytes = self.nbytes(index) if callable(self.nbytes) else self.nbytes
         return torch.full((nbytes // 8,), index + 1)
 
 
-class Big(Dataset[torch.Tensor]):
+@dataclass(eq=False)
+class Big(Sized, Dataset[torch.Tensor]):
     """Batches of `mega` MB, each with its number in every page."""
 
-    def __init__(self, mega: int, length: int) -> None:
-        self.mega, self.length = mega, length
-
-    def __len__(self) -> int:
-        return self.length
+    mega: int
+    length: int
 
     def __getitem__(self, index: int) -> torch.Tensor:
         batch = torch.empty(self.mega << 20, dtype=torch.uint8)
