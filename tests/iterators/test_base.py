@@ -6,19 +6,19 @@ import gc
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset
 
 from fastq_loader import DataLoader
 from fastq_loader.iterators import base
 from fastq_loader.reading.seeding import draw_base_seed
-from tests.support.datasets import SizedStream
+from tests.conftest import of_kind
+from tests.support.datasets import FaultyDataset, SizedStream
 
 pytestmark = pytest.mark.processes
 
@@ -32,20 +32,6 @@ def test_a_base_seed_is_one_draw_of_an_int64(given: bool) -> None:
     assert seed == torch.empty((), dtype=torch.int64).random_(generator=expected).item()
     state = torch.get_rng_state() if generator is None else generator.get_state()
     assert torch.equal(state, expected.get_state())
-
-
-# Warnings: torch's texts, and a line of the user's
-
-
-class TooLong(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-    def __len__(self) -> int:
-        return 2
-
-    def __repr__(self) -> str:
-        return "TooLong()"
 
 
 def make(kind: Any, **arguments: Any) -> Any:
@@ -62,14 +48,8 @@ def warned(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[t
         warnings.simplefilter("always")
         call(*arguments, **keywords)
     return [
-        (str(warning.message), warning.filename, warning.lineno)
-        for warning in caught
-        if "use of fork()" not in str(warning.message)
+        (str(warning.message), warning.filename, warning.lineno) for warning in of_kind(caught, UserWarning)
     ]
-
-
-def texts(found: list[tuple[str, str, int]]) -> list[str]:
-    return [text for text, _, _ in found]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -77,7 +57,7 @@ def test_i9b_the_length_of_a_stream_warns_at_torchs_line(workers: int) -> None:
     """The line of the user's that calls `next()`, for both."""
     found = []
     for kind in (TorchDataLoader, DataLoader):
-        loader = make(kind, dataset=TooLong(), num_workers=workers)
+        loader = make(kind, dataset=SizedStream("tensors", [3], told=2), num_workers=workers)
         assert len(loader) == 2
         found.append(warned(iterate, loader))
     assert found[0] == found[1]
@@ -93,7 +73,7 @@ def test_i9b_pinning_without_an_accelerator_warns_in_torchs_words_at_the_users_l
     """torch names a line of its own."""
     given = {"pin_memory": True, "pin_memory_device": device, "num_workers": workers}
     torchs, ours = (warned(iterate, make(kind, **given)) for kind in (TorchDataLoader, DataLoader))
-    assert texts(ours) == texts(torchs)
+    assert [text for text, _, _ in ours] == [text for text, _, _ in torchs]
     assert len(ours) == (2 if device else 1)
     assert {(file, line) for _, file, line in ours} == {(__file__, iterate.__code__.co_firstlineno + 1)}
 
@@ -134,18 +114,10 @@ def test_a_batch_whose_warning_an_interrupt_cut_short_is_handed_out_next(
     assert [label for _, label in iterator] == [0, 1, 2, 3]
 
 
-class Fails:
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> int:
-        raise LookupError(index)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_iterator_is_not_kept_alive_by_an_error_that_it_raised(workers: int) -> None:
     """It would keep its workers until the garbage collector comes."""
-    iterator = iter(DataLoader(Fails(), num_workers=workers))
+    iterator = iter(DataLoader(FaultyDataset("tensors", 1, frozenset({0}), LookupError), num_workers=workers))
     gc.disable()
     try:
         with suppress(LookupError):

@@ -1,19 +1,15 @@
-"""The iterator over a pool of workers: its epochs, its owner, and what it has of torch's."""
+"""The iterator over a pool of workers: its owner, its base seeds, and what it has of torch's."""
 
 from __future__ import annotations
 
 import inspect
-import signal
-import warnings
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
-from fastq_loader import DataLoader, IteratorInvalid, Processes, WorkerReplaced
-from tests.conftest import descendants, of_kind, wait_until
-from tests.support.crimes import CrimeAt, kill_itself
+from fastq_loader import DataLoader
+from tests.conftest import descendants, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -24,17 +20,6 @@ def persistent(**arguments: Any) -> DataLoader[int]:
 
 def numbers(batches: Any) -> list[list[int]]:
     return [batch.tolist() for batch in batches]
-
-
-def test_epochs_of_a_persistent_loader_share_a_pool_and_not_an_iterator() -> None:
-    with persistent() as loader:
-        first, second = iter(loader), iter(loader)
-        assert first is not second
-        assert first.engine is second.engine
-        with pytest.raises(IteratorInvalid, match="ended when a newer iteration"):
-            next(first)
-        assert numbers(second) == [[0, 1], [2, 3]]
-        assert list(second) == []
 
 
 def test_a_pool_ends_with_the_last_iterator_that_refers_to_it() -> None:
@@ -78,29 +63,3 @@ def test_no_method_of_torchs_iterators_runs_in_ours(workers: int) -> None:
             getattr(iterator, name)()
     with pytest.raises(AttributeError, match="has no attribute '_data_queue'"):
         _ = iterator._data_queue
-
-
-def test_a_worker_that_is_replaced_warns_at_the_users_line() -> None:
-    def iterate() -> int:
-        return sum(1 for _ in loader)
-
-    loader = DataLoader(
-        CrimeAt(kill_itself, at=1, length=4), num_workers=1, workers=Processes(max_restarts=3)
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with pytest.raises(RuntimeError, match="3 workers"):
-            iterate()
-    found = of_kind(caught, WorkerReplaced)
-    assert found
-    line = iterate.__code__.co_firstlineno + 1
-    assert {(warning.filename, warning.lineno) for warning in found} == {(__file__, line)}
-    assert signal.Signals.SIGKILL.name in str(found[0].message)
-
-
-def test_indices_that_were_drawn_ahead_can_be_read_and_replaced() -> None:
-    iterator = iter(DataLoader(range(20), 2, num_workers=1, prefetch_factor=2))
-    assert next(iterator._sampler_iter) == [4, 5]
-    iterator._sampler_iter = iter([[0, 9]])
-    assert numbers(iterator) == [[0, 1], [2, 3], [0, 9]]
-    assert torch.utils.data.get_worker_info() is None

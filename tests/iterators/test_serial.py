@@ -1,4 +1,4 @@
-"""The iterator without workers: its generators, where errors stand, interrupts, and the host's transform."""
+"""The iterator without workers: its generators, interrupts, and threads that share it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from fastq_loader import DataLoader, IteratorInvalid, ToDevice
-
-
-class Made:
-    """Four samples from a function of the index."""
-
-    def __init__(self, make: Callable[[int], Any]) -> None:
-        self.make = make
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index)
+from fastq_loader import DataLoader, IteratorInvalid
+from tests.support.datasets import Made
 
 
 def numbers(iterator: Iterator[torch.Tensor]) -> list[int]:
@@ -46,7 +34,7 @@ def draw_and_fail(index: int) -> None:
 def test_with_dynamic_the_consumers_generators_go_on_as_if_nothing_was_loaded(
     make: Callable[[int], Any],
 ) -> None:
-    iterator = iter(DataLoader(Made(make), schedule="dynamic"))  # draws the base seed
+    iterator = iter(DataLoader(Made(make, 4), schedule="dynamic"))  # draws the base seed
 
     def states() -> tuple[Any, ...]:
         return torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())
@@ -58,19 +46,6 @@ def test_with_dynamic_the_consumers_generators_go_on_as_if_nothing_was_loaded(
         except LookupError:
             assert make is draw_and_fail
         assert states() == before
-
-
-def test_i9_a_timeout_without_workers_is_refused() -> None:
-    with pytest.raises(AssertionError, match="timeout"):
-        iter(DataLoader(range(4), timeout=1))
-
-
-def test_an_error_stands_at_its_position_and_iteration_goes_on() -> None:
-    iterator = iter(DataLoader(Made(lambda index: 1 // (index - 1))))
-    assert next(iterator).item() == -1
-    with pytest.raises(ZeroDivisionError):
-        next(iterator)
-    assert numbers(iterator) == [1, 0]
 
 
 def test_statistics_count_batches_and_the_time_to_load_them() -> None:
@@ -94,7 +69,7 @@ def test_a_batch_that_an_interrupt_cut_short_is_loaded_again() -> None:
             raise Interrupt
         return index
 
-    iterator = iter(DataLoader(Made(interrupted_once)))
+    iterator = iter(DataLoader(Made(interrupted_once, 4)))
     assert next(iterator).item() == 0
     with pytest.raises(Interrupt):
         next(iterator)
@@ -138,25 +113,7 @@ def test_threads_share_an_iterator_and_each_batch_is_handed_out_once() -> None:
     assert sorted(found) == list(range(200))
 
 
-def test_a_transform_for_the_host_is_applied_and_its_stop_iteration_is_an_error() -> None:
-    doubled = DataLoader(range(4), device=ToDevice("cpu", transform=lambda batch: 2 * batch))
-    assert numbers(iter(doubled)) == [0, 2, 4, 6]
-    stopped = DataLoader(range(4), device=ToDevice("cpu", transform=lambda _: next(iter(()))))
-    with pytest.raises(RuntimeError, match="the transform raised StopIteration"):
-        next(iter(stopped))
-
-
 def test_nothing_is_polled_for_without_workers() -> None:
     iterator = iter(DataLoader(range(4)))
     assert iterator.poll() is None
     assert numbers(iterator) == [0, 1, 2, 3]
-
-
-def test_a_batch_is_copied_into_a_static_one() -> None:
-    iterator = iter(DataLoader(range(2)))
-    static = torch.zeros(1, dtype=torch.int64)
-    for expected in range(2):
-        iterator.copy_into(static)
-        assert static.item() == expected
-    with pytest.raises(StopIteration):
-        iterator.copy_into(static)

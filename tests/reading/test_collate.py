@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +18,7 @@ from torch.utils.data._utils import worker as torch_worker
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.reading import collate
-from tests.support.datasets import assert_same
+from tests.support.datasets import Level, assert_same
 from tests.support.pair import LARGE, Pair, paired
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
@@ -41,12 +40,10 @@ def pair() -> Iterator[Pair]:
 
 def in_torchs_worker(batch: list[torch.Tensor]) -> torch.Tensor:
     """What torch's own function gives in torch's own worker process."""
-    before = torch_worker._worker_info
-    torch_worker._worker_info = torch_worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=None)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        info = torch_worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=None)
+        patch.setattr(torch_worker, "_worker_info", info)
         return torch_collate.collate_tensor_fn(batch)
-    finally:
-        torch_worker._worker_info = before
 
 
 DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64)
@@ -107,32 +104,30 @@ def test_mixed_dtypes_end_as_in_torchs_worker(
     ids=["sizes", "dimensions", "large shapes", "large sizes", "nested", "sparse"],
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_what_torch_refuses_is_refused_with_its_words(
-    pair: Pair, make: Callable[[], list[torch.Tensor]]
-) -> None:
+def test_what_torch_refuses_is_refused_with_its_words(pair: Pair, make: Callable[[], Any]) -> None:
     batch = make()
     kind, text = outcome(torch_collate.collate_tensor_fn, batch)
     assert issubclass(kind, RuntimeError)
     assert outcome(collate.stack_tensors, batch) == (kind, text)
 
 
-def test_large_results_lie_in_a_block_and_small_ones_do_not(pair: Pair) -> None:
-    for dtype in (torch.uint8, torch.float32, torch.int64):
-        count = SMALLEST // dtype.itemsize // 4
-        exact = collate.stack_tensors([torch.zeros(count, dtype=dtype)] * 4)
-        assert pair.allocator.block_at(exact.data_ptr()) is not None
-        below = collate.stack_tensors([torch.zeros(count - 1, dtype=dtype)] * 4)
-        assert pair.allocator.block_at(below.data_ptr()) is None
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.int64])
+@pytest.mark.parametrize("kind", [torch.zeros, np.zeros])
+def test_large_results_lie_in_a_block_and_small_ones_do_not(
+    kind: Any, dtype: torch.dtype, table: dict[Any, Any], pair: Pair
+) -> None:
+    collate.install()
+    count = SMALLEST // dtype.itemsize // 4
+    for length, block in ((count, True), (count - 1, False)):
+        sample = kind(length, dtype=dtype if kind is torch.zeros else str(dtype).removeprefix("torch."))
+        stacked = default_collate([{"x": sample}] * 4)["x"]
+        assert (pair.allocator.block_at(stacked.data_ptr()) is not None) is block
 
 
-def test_a_stacked_batch_is_shipped_without_another_copy(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: int) -> None:
-        raise AssertionError("copied")
-
-    monkeypatch.setattr(pair.allocator, "write", refuse)
+def test_a_stacked_batch_is_shipped_without_another_copy(pair: Pair) -> None:
     samples = [torch.rand(LARGE) for _ in range(3)]
-    answer = pair.pack(lambda: {"x": collate.stack_tensors(samples)})
-    assert_same({"x": torch.stack(samples)}, pair.deliver(pair.arrive(answer)))
+    assert_same({"x": torch.stack(samples)}, pair.run(lambda: {"x": collate.stack_tensors(samples)}))
+    assert pair.copied == []
 
 
 def test_graphs_and_subclasses_go_the_way_torch_has_for_them(pair: Pair) -> None:
@@ -146,18 +141,13 @@ def test_graphs_and_subclasses_go_the_way_torch_has_for_them(pair: Pair) -> None
     assert_same(torch.stack(marked), collate.stack_tensors(marked))
 
 
-def test_torchs_functions_are_replaced_and_a_users_own_entry_stays(
-    table: dict[Any, Any],
-) -> None:
-    def own(batch: Any, *, collate_fn_map: Any = None) -> str:
-        return "own"
-
+def test_torchs_functions_are_replaced_and_a_users_own_entry_stays(table: dict[Any, Any]) -> None:
     assert table[torch.Tensor] is torch_collate.collate_tensor_fn
     expected = table | {kind: ours for kind, (_, ours) in collate._REPLACED.items()}
     for _ in range(2):
         collate.install()
         assert table == expected
-    table[torch.Tensor] = own
+    own = table[torch.Tensor] = lambda batch, *, collate_fn_map=None: "own"
     collate.install()
     assert table[torch.Tensor] is own
     assert default_collate([np.zeros(2), np.zeros(2)]) == "own", "also for tensors that are made of arrays"
@@ -178,10 +168,6 @@ ARRAYS: dict[str, list[Any]] = {
     "of dates": [np.array("2020-01-01", "M8[D]")] * 2,
     "of a subclass": [np.ma.masked_array([1.0, 2.0])] * 2,
 }
-
-
-class Level(enum.IntEnum):
-    HIGH = 3
 
 
 NUMBERS: dict[str, list[Any]] = {
@@ -215,16 +201,3 @@ def test_arrays_and_numbers_become_what_torch_makes_of_them(
     expected = outcome(default_collate, samples)
     collate.install()
     assert_same(expected, outcome(default_collate, samples))
-
-
-def test_default_collate_stacks_into_blocks(table: dict[Any, Any], pair: Pair) -> None:
-    samples = [
-        {"x": torch.rand(LARGE), "y": np.full(LARGE, i), "n": i, "words": ("a", torch.tensor(i))}
-        for i in range(3)
-    ]
-    expected = default_collate(samples)
-    collate.install()
-    batch = default_collate(samples)
-    assert_same(expected, batch)
-    assert pair.allocator.block_at(batch["x"].data_ptr()) is not None
-    assert pair.allocator.block_at(batch["y"].data_ptr()) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -51,15 +52,13 @@ def test_a_graph_is_cut_over_ranks_and_workers_before_the_users_own_init_functio
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parts: list[list[int]] = []
-    for rank in range(2):
-        for worker in range(2):
-            pipe = IterableWrapper(range(8), deepcopy=False).sharding_filter()
-            monkeypatch.setattr(datapipes, "ranks", lambda rank=rank: (2, rank))
-            init = datapipes.sharding_init_fn(pipe, lambda worker, pipe=pipe: parts.append([worker, *pipe]))
-            info = torch_worker.WorkerInfo(id=worker, num_workers=2, seed=0, dataset=pipe)
-            monkeypatch.setattr(torch_worker, "_worker_info", info)
-            assert init is not None
-            init(worker)
+    for rank, worker in itertools.product(range(2), range(2)):
+        pipe = IterableWrapper(range(8), deepcopy=False).sharding_filter()
+        monkeypatch.setattr(datapipes, "ranks", lambda rank=rank: (2, rank))
+        init: Any = datapipes.sharding_init_fn(pipe, lambda worker, pipe=pipe: parts.append([worker, *pipe]))
+        info = torch_worker.WorkerInfo(id=worker, num_workers=2, seed=0, dataset=pipe)
+        monkeypatch.setattr(torch_worker, "_worker_info", info)
+        init(worker)
     # Over ranks first, then over workers: reader worker * 2 + rank of 4.
     assert parts == [[0, 0, 4], [1, 2, 6], [0, 1, 5], [1, 3, 7]]
 

@@ -17,20 +17,16 @@ from fastq_loader.reading import sampling
 
 def story(batches: Iterator[Any], generator: torch.Generator | None) -> list[Any]:
     """Every batch, and the states of the generators before, between and after them."""
-    told: list[Any] = []
 
-    def look() -> None:
-        told.append(torch.get_rng_state().tolist())
-        told.append(None if generator is None else generator.get_state().tolist())
+    def states() -> Any:
+        return torch.get_rng_state().tolist(), generator and generator.get_state().tolist()
 
-    look()
+    told: list[Any] = [states()]
     for batch in batches:
-        told.append(batch)
         assert type(batch) is list
         assert all(type(index) is int for index in batch)
-        look()
-    look()
-    return told
+        told += [batch, states()]
+    return [*told, states()]
 
 
 @given(
@@ -49,8 +45,7 @@ def test_a_shuffle_is_torchs(
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         sampler = RandomSampler(range(length), num_samples=num_samples, generator=generator)
         told.append(story(iterate(BatchSampler(sampler, batch_size, drop_last)), generator))
-    assert told[0] == told[1]
-    assert told[0] == told[2]
+    assert told[0] == told[1] == told[2]
 
 
 def test_a_shuffle_is_cut_from_the_permutation() -> None:
@@ -83,14 +78,16 @@ class Doubled(BatchSampler):
         return (batch * 2 for batch in super().__iter__())
 
 
+def sizes(sampler: Any) -> list[int]:
+    return [len(batch) for batch in sampling.iterate(sampler)]
+
+
 def test_what_is_not_torchs_own_shuffle_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = RandomSampler(range(2), replacement=True, num_samples=40)
     assert list(sampling.iterate(BatchSampler(Backwards(range(4)), 2, False))) == [[3, 2], [1, 0]]
-    assert [len(b) for b in sampling.iterate(Doubled(RandomSampler(range(4)), 2, False))] == [4, 4]
     assert list(sampling.iterate(BatchSampler(SequentialSampler(range(3)), 2, False))) == [[0, 1], [2]]
-    assert len(list(sampling.iterate(RandomSampler(range(5), replacement=True, num_samples=7)))) == 7
-    drawn = list(
-        sampling.iterate(BatchSampler(RandomSampler(range(2), replacement=True, num_samples=40), 8, True))
-    )
-    assert [len(batch) for batch in drawn] == [8] * 5
+    assert sizes(Doubled(RandomSampler(range(4)), 2, False)) == [4, 4]
+    assert sizes(BatchSampler(again, 8, True)) == [8] * 5
+    assert len(list(sampling.iterate(again))) == 40
     monkeypatch.setattr(RandomSampler, "__iter__", lambda self: iter([1, 1, 1]))
     assert list(sampling.iterate(BatchSampler(RandomSampler(range(9)), 2, False))) == [[1, 1], [1]]
