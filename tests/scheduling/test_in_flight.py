@@ -28,6 +28,7 @@ def test_the_ring_behaves_like_a_dict(capacity: int, steps: list[tuple[str, int]
     model: dict[int, Any] = {}
     head = 0
     for number, (step, relative) in enumerate(steps):
+        number %= 3  # items that count as false are items too
         seq = head + relative
         if step == "push" and (not 0 <= relative < capacity or seq in model):
             with pytest.raises(ValueError, match=f"seq={seq} "):
@@ -49,16 +50,6 @@ def test_the_ring_behaves_like_a_dict(capacity: int, steps: list[tuple[str, int]
             model.clear()
         assert (ring.head, len(ring)) == (head, len(model))
         assert sorted(ring.items()) == sorted(model.values())
-
-
-@pytest.mark.parametrize("item", [False, 0, (), ""])
-def test_items_that_count_as_false_are_items(item: Any) -> None:
-    ring: ReorderRing[Any] = ReorderRing(1)
-    ring.push(0, item)
-    assert ring.items() == [item]
-    with pytest.raises(ValueError, match="seq=0 is in the ring"):
-        ring.push(0, item)
-    assert ring.pop() is item
 
 
 @pytest.mark.parametrize("capacity", [0, -1])

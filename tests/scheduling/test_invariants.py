@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -10,66 +11,25 @@ from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.states import DEAD, GONE, READY
 from tests.scheduling.test_scheduler import answer, started
 
-
-def _lose_an_answer(scheduler: Scheduler) -> None:
-    scheduler.pending_tasks.settle(1, 1)
-
-
-def _deliver_twice(scheduler: Scheduler) -> None:
-    scheduler._in_flight.skip()
-
-
-def _fill_a_block_of_no_batch(scheduler: Scheduler) -> None:
-    scheduler._arrivals.clear()
-
-
-def _forget_an_answer(scheduler: Scheduler) -> None:
-    scheduler._in_flight[1].state = READY
+BREAKAGES: dict[str, Callable[[Scheduler], Any]] = {
+    "an answer is lost": lambda scheduler: scheduler.pending_tasks.settle(1, 1),
+    "a batch is delivered twice": lambda scheduler: scheduler._in_flight.skip(),
+    "a block is filled for no batch": lambda scheduler: scheduler._arrivals.clear(),
+    "an answer is forgotten": lambda scheduler: setattr(scheduler._in_flight[1], "state", READY),
+    "a batch that is gone is kept": lambda scheduler: setattr(scheduler._in_flight[1], "state", GONE),
+    "the window is too wide": lambda scheduler: setattr(scheduler.window, "size", 5),
+    "too much is asked for": lambda scheduler: vars(scheduler.window).update(size=1, widest=1),
+    "a worker is dead": lambda scheduler: scheduler._worker_table._states.__setitem__(1, DEAD),
+    "a batch is not counted": lambda scheduler: scheduler._worker_table.gave(1),
+    "an assigned task is shared": lambda scheduler: setattr(scheduler._in_flight[1], "worker", None),
+}
 
 
-def _keep_a_batch_that_is_gone(scheduler: Scheduler) -> None:
-    scheduler._in_flight[1].state = GONE
-
-
-def _widen_the_window(scheduler: Scheduler) -> None:
-    scheduler.window.size += 1
-
-
-def _ask_for_too_much(scheduler: Scheduler) -> None:
-    scheduler.window.size = scheduler.window.widest = 1
-
-
-def _kill_a_worker(scheduler: Scheduler) -> None:
-    scheduler._worker_table._states[1] = DEAD
-
-
-def _miscount(scheduler: Scheduler) -> None:
-    scheduler._worker_table.gave(1)
-
-
-def _share_an_assigned_task(scheduler: Scheduler) -> None:
-    scheduler._in_flight[1].worker = None
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        _lose_an_answer,
-        _deliver_twice,
-        _fill_a_block_of_no_batch,
-        _forget_an_answer,
-        _keep_a_batch_that_is_gone,
-        _widen_the_window,
-        _ask_for_too_much,
-        _kill_a_worker,
-        _miscount,
-        _share_an_assigned_task,
-    ],
-)
-def test_the_check_finds_what_is_wrong(broken: Callable[[Scheduler], None]) -> None:
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_the_check_finds_what_is_wrong(breakage: str) -> None:
     scheduler, sends = started()
     scheduler.handle(answer(sends[0], nbytes=100_000))
     scheduler.check()
-    broken(scheduler)
+    BREAKAGES[breakage](scheduler)
     with pytest.raises(AssertionError):
         scheduler.check()

@@ -10,16 +10,12 @@ from fastq_loader.scheduling.timeout import Timeout
 HEADS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1), st.integers(0, 5)), max_size=30)
 
 
-@given(HEADS, st.booleans())
-def test_without_a_timeout_there_is_no_end(heads: list[tuple[int, int, int]], of_head: bool) -> None:
-    patience = Timeout(0, of_head)
-    assert {patience.seconds(*head) for head in heads} <= {None}
-
-
-@given(HEADS, st.integers(1, 60))
-def test_torchs_is_that_of_one_message(heads: list[tuple[int, int, int]], timeout: int) -> None:
-    patience = Timeout(timeout, of_head=False)
-    assert {patience.seconds(*head) for head in heads} <= {timeout}
+@given(HEADS, st.sampled_from([(0, False), (0, True), (5, False)]))
+def test_without_one_there_is_no_end_and_torchs_is_that_of_one_message(
+    heads: list[tuple[int, int, int]], options: tuple[int, bool]
+) -> None:
+    patience = Timeout(*options)
+    assert {patience.seconds(*head) for head in heads} <= {options[0] or None}
 
 
 @given(HEADS, st.integers(1, 60))

@@ -142,18 +142,16 @@ def test_a_group_is_asked_for_together(least: int, group: int, batches: int) -> 
         assert in_flight.under_way == least - number % group
 
 
-def test_a_budget_below_a_byte_for_each_batch_counts_too() -> None:
-    assert Window(4, 16, 4).room(4, 0, 0.5) == 4
-    assert Window(4, 16, 3).room(4, 0, 0.5) == 2
-
-
-def test_with_nothing_known_of_its_batches_it_grows() -> None:
-    """Batches of small leaves take no shared memory at all."""
-    assert Window(4, 16, 0).room(4, 1, 0.0) == 3
-
-
-def test_a_widest_below_the_least_is_the_least() -> None:
-    assert Window(8, 4).widest == 8
+@pytest.mark.parametrize(
+    ("window", "asked", "room"),
+    [
+        (Window(4, 16, 4), (4, 0, 0.5), 4),  # a budget below a byte for each batch counts too
+        (Window(4, 16, 3), (4, 0, 0.5), 2),
+        (Window(4, 16, 0), (4, 1, 0.0), 3),  # batches of small leaves take no shared memory at all
+    ],
+)
+def test_the_room_in_a_window(window: Window, asked: tuple[int, int, float], room: int) -> None:
+    assert window.room(*asked) == room
 
 
 def test_whether_it_widens_is_known_beforehand() -> None:

@@ -6,10 +6,10 @@ steps that a test interleaves as it likes. Between any two steps it can hang or 
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Any, cast
+from collections import defaultdict, deque
 
-from fastq_loader.ipc.messages import BATCH, ENDED, SKIPPED, Answer, Epoch, Ping, Space, Task
+from fastq_loader.ipc.claim_table import ClaimTable
+from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, Epoch, Space, Task
 from fastq_loader.memory.allocator import FreeRanges
 from fastq_loader.memory.blocks import Extents, size_class
 from fastq_loader.workers.task_queue import TaskQueue
@@ -40,44 +40,20 @@ class SimulatedArena:
         """There are no pages to give back."""
 
 
-class Table:
-    """A `ClaimTable` with few slots, each with (ticket, who); who is a worker + 1, or 0: unclaimed."""
+class Table(ClaimTable):
+    """A table with few slots, in this process alone: claims need no lock."""
 
     def __init__(self, slots: int) -> None:
-        self._words = [(0, 0)] * slots
-        self._begun: dict[int, int | None] = {}
+        self._words, self._size = defaultdict[int, int](int), slots  # type: ignore[assignment]
 
     def slot(self, ticket: int) -> int:
-        return ticket % len(self._words)
-
-    def offer(self, ticket: int) -> None:
-        self._words[self.slot(ticket)] = (ticket, 0)
-
-    def claim(self, ticket: int, worker: int) -> bool:
-        return self._claim(ticket, worker + 1)
-
-    def take_back(self, ticket: int) -> bool:
-        return self._claim(ticket, -1)
+        return ticket % self._size
 
     def _claim(self, ticket: int, who: int) -> bool:
-        if self._words[self.slot(ticket)] != (ticket, 0):
-            return False
-        self._words[self.slot(ticket)] = (ticket, who)
-        return True
-
-    def holder(self, ticket: int) -> int | None:
-        """The number of the worker that has claimed a ticket."""
-        last, who = self._words[self.slot(ticket)]
-        return None if last != ticket or who <= 0 else who - 1
-
-    def on_offer(self, ticket: int) -> bool:
-        return self._words[self.slot(ticket)] == (ticket, 0)
-
-    def begin(self, worker: int, ticket: int | None) -> None:
-        self._begun[worker] = ticket
-
-    def begun(self, worker: int) -> int | None:
-        return self._begun.get(worker)
+        free = self.on_offer(ticket)
+        if free:
+            self._words[self.slot(ticket)] |= who
+        return free
 
 
 class SimulatedWorker:
@@ -97,9 +73,8 @@ class SimulatedWorker:
 
     def __init__(self, number: int, table: Table, shared: bool, space: Extents) -> None:
         self.number = number
-        self.tasks = TaskQueue(cast(Any, table), shared, number)
-        self.inbox: deque[Task | Epoch | Space | Ping] = deque()
-        self.pings = 0  # sent back, and not received yet
+        self.tasks = TaskQueue(table, shared, number)
+        self.inbox: deque[Task | Epoch | Space] = deque()
         self.task: Task | None = None
         self.answers: deque[Answer] = deque()
         self.alive = True
@@ -107,10 +82,6 @@ class SimulatedWorker:
         self._space = FreeRanges(space)
         self._ended = False
         self._clock = 0
-
-    @property
-    def can_move(self) -> bool:
-        return self.alive and not self.hung
 
     def knows(self) -> list[Task]:
         """The tasks that it could take."""
@@ -134,8 +105,6 @@ class SimulatedWorker:
             message = self.inbox.popleft()
             if isinstance(message, Task):
                 self.tasks.add(message)
-            elif isinstance(message, Ping):
-                self.pings += 1
             elif isinstance(message, Space):
                 for offset, size in message.ranges:
                     self._space.give(offset, size)
@@ -178,11 +147,3 @@ class SimulatedWorker:
         head = task.epoch, task.seq, task.attempt, outcome, self._clock, self._clock
         self.answers.append(Answer(*head, tuple(fresh), tuple(at_hand), None, tuple(used)))
         return self.answers[-1]
-
-    def late_answer(self, task: Task) -> Answer:
-        """What would have come had it not died: a batch in all of the task's blocks and in a new one."""
-        offset = self._space.take(size_class(1))
-        assert offset is not None
-        used = (*[(block, 1) for block, _ in task.grants], (offset, 1))
-        fresh = ((offset, size_class(1)),)
-        return Answer(task.epoch, task.seq, task.attempt, BATCH, 0, 0, fresh, (), None, used)
