@@ -48,6 +48,11 @@ def test_with_dynamic_the_consumers_generators_go_on_as_if_nothing_was_loaded(
         assert states() == before
 
 
+def test_i9_a_timeout_without_workers_is_refused() -> None:
+    with pytest.raises(AssertionError, match="timeout"):
+        iter(DataLoader(range(4), timeout=1))
+
+
 def test_statistics_count_batches_and_the_time_to_load_them() -> None:
     loader = DataLoader(range(4))
     assert numbers(iter(loader)) == [0, 1, 2, 3]
