@@ -19,20 +19,14 @@ from bench.workloads import all_workloads
 from bench.workloads.ready_made import SHAPES
 
 
-def test_a_bare_command_is_a_short_run() -> None:
-    options = parse([])
-    assert options.axes == ("steady",)
-    assert options.workloads["steady"] == SHORT
-    assert options.workers["steady"] == (2,)
-    assert options.peers == tuple(name for name in PEERS if name != "fastq_loader_cached")
-    assert (options.json, options.device) == (None, None)
-
-
-def test_full_is_everything() -> None:
-    options = parse(["--full"])
-    assert options.axes == tuple(AXES)
-    assert options.workloads["steady"] == options.workloads["memory"] == tuple(all_workloads())
-    assert options.blocks > parse([]).blocks
+def test_a_bare_command_is_a_short_run_and_full_is_everything() -> None:
+    bare, full = parse([]), parse(["--full"])
+    assert (bare.axes, bare.json, bare.device) == (("steady",), None, None)
+    assert (bare.workloads["steady"], bare.workers["steady"]) == (SHORT, (2,))
+    assert bare.peers == tuple(name for name in PEERS if name != "fastq_loader_cached")
+    assert full.axes == tuple(AXES)
+    assert full.workloads["steady"] == full.workloads["memory"] == tuple(all_workloads())
+    assert full.blocks > bare.blocks
 
 
 def test_what_is_named_is_what_runs(tmp_path: Path) -> None:

@@ -73,9 +73,6 @@ class HostDevice(CudaDevice):
         return {"device": "a host", "driver": "none", "cuda": "none"}
 
 
-# ---- arms ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [SMALL, ONE])
 def test_samples_are_made_in_the_worker_and_no_two_fields_are_alike(shape: Shape) -> None:
     dataset = ReadyMade(shape)
@@ -83,9 +80,8 @@ def test_samples_are_made_in_the_worker_and_no_two_fields_are_alike(shape: Shape
     leaves = tree_leaves(dataset.batch())
     assert len({tuple(leaf.flatten().tolist()) for leaf in leaves}) == shape.fields
     assert sum(leaf.nbytes for leaf in leaves) == shape.nbytes
-    assert {(leaf.shape, leaf.dtype) for leaf in leaves} == {
-        ((shape.samples, *shape.sample_shape), shape.dtype)
-    }
+    expected = (shape.samples, *shape.sample_shape), shape.dtype
+    assert {(leaf.shape, leaf.dtype) for leaf in leaves} == {expected}
     assert len(pickle.dumps(dataset)) == fresh
     assert_same(pickle.loads(pickle.dumps(dataset)).batch(), dataset.batch())
 
@@ -135,9 +131,6 @@ def test_epochs_follow_the_one_that_is_under_way(monkeypatch: pytest.MonkeyPatch
             arm.next()
         finally:
             arm.close()
-
-
-# ---- blocks -------------------------------------------------------------------------------------
 
 
 def slow_arm(seconds: float, ahead: int = 0) -> Arm:
@@ -218,9 +211,6 @@ def test_steps_are_cycles_and_copies_are_timed_in_pieces(
     assert cuda.device.copy_seconds(memory, 4096, 4) == pytest.approx(4 * 0.5e-3)
     assert pieces == [1024] * 4 * (2 + COPIES)
     assert cuda.registered == []
-
-
-# ---- runs ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from bench.peers import LoaderSettings, Unsupported
 from bench.peers.fastq import FastqCached, FastqLoader
 from bench.workloads import Load
 from fastq_loader.memory import allocator, nontemporal
-from tests.support.pair import noise
+from tests.support.datasets import Made
 
 BUILT = pytest.mark.skipif(not nontemporal.AVAILABLE, reason="installed without a C compiler, or no x86-64")
 
 
-class Images(Dataset[tuple[torch.Tensor, bool]]):
-    """Images, and whether they are about to be written with non-temporal stores."""
+def image(index: int) -> tuple[torch.Tensor, bool]:
+    """And whether it is about to be written with non-temporal stores."""
+    return torch.zeros(100_000), allocator.use_nontemporal(nontemporal.SMALLEST_PIECE)
 
-    def __len__(self) -> int:
-        return 24
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, bool]:
-        image = torch.from_numpy(noise(100_000, index))
-        return image, allocator.use_nontemporal(nontemporal.SMALLEST_PIECE)
+IMAGES = Load(Made(image, 24), batch_size=4)
 
 
 @BUILT
@@ -33,7 +29,7 @@ def test_the_bench_can_do_without(
     peer: type[FastqLoader], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nontemporal, "CACHED", 0)
-    loader = peer(Load(Images(), batch_size=4), LoaderSettings(2, "fork"))
+    loader = peer(IMAGES, LoaderSettings(2, "fork"))
     flags = [flags for _, flags in loader.epoch()]
     loader.close()
     assert all(bool(flag) is expected for batch in flags for flag in batch)
@@ -43,4 +39,4 @@ def test_the_bench_can_do_without(
 def test_the_bench_says_where_everything_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nontemporal, "AVAILABLE", False)
     with pytest.raises(Unsupported, match="through the caches"):
-        FastqCached(Load(Images(), batch_size=4), LoaderSettings(2, "fork"))
+        FastqCached(IMAGES, LoaderSettings(2, "fork"))

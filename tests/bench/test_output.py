@@ -25,6 +25,7 @@ from tests.support import bench_example as example
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = "bench/results/here.jsonl"
 EMPTY = "<!-- bench:begin -->\n<!-- bench:end -->\n"
+BOTH = ["ratio-2-workers", "ceiling-2-workers"]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -36,15 +37,6 @@ def table(results: Results, title: str) -> Table:
 def cells(found: Table, first: str) -> list[str]:
     """The cells of the row that starts so."""
     return next(list(row) for row in found.frame.itertuples(index=False) if row[0].startswith(first))
-
-
-def rendered(found: Table) -> str:
-    written = io.StringIO()
-    Console(width=200, file=written).print(on_console(found))
-    return written.getvalue()
-
-
-# ---- rows ---------------------------------------------------------------------------------------
 
 
 def test_rows_come_back_from_their_file(tmp_path: Path) -> None:
@@ -98,9 +90,6 @@ def test_a_resumed_run_measures_only_what_is_left_and_says_when(
     assert rows.read(path).days == "2026-01-03"
 
 
-# ---- tables -------------------------------------------------------------------------------------
-
-
 def test_every_peer_is_shown_or_named_with_the_reason() -> None:
     results = Results(example.steady(grain={"failure": "not\ninstalled"}, torch_0={"notes": ["a note"]}))
     found = table(results, "rows: what rows loads; 2.56 kB a batch; 2 workers, fork")
@@ -109,60 +98,48 @@ def test_every_peer_is_shown_or_named_with_the_reason() -> None:
         *("fastq_loader", "1,000 (900..1,100)", "2.56 MB", "50%", "10 (10..10)"),
         *("1.0", "2.0", "3.0", "0.10 + 0.30", "1.0"),
     ]
-    text = rendered(found)
-    assert "grain: not measured: not installed" in text
-    assert "…" not in text
+    Console(width=200, file=(written := io.StringIO())).print(on_console(found))
+    assert "grain: not measured: not installed" in written.getvalue()
+    assert "…" not in written.getvalue()
     assert "| fastq_loader | 1,000 (900..1,100) |" in in_markdown(found)
 
 
-def test_speed_and_cost() -> None:
+@pytest.mark.parametrize(
+    ("title", "first", "begin", "expected"),
+    [
+        ("Speed with 2 workers (fork)", "rows: what rows loads; 2.56 kB", 1, ["100", "1,000", "10 (10..10)"]),
+        ("Speed", "rows: what", 4, ["50% (50%..50%)", "grain 200; 5.0 (5.0..5.0)", "2,000 / –"]),  # noqa: RUF001
+        ("Cost with 2 workers (fork)", "rows", 1, ["2.0 / 2.0", "4,000 / 400", "10 / 1.0", "200 / 200"]),
+        ("Cost", "rows", 5, ["20 / 20", "30 / 30"]),
+        ("Moments", "epoch turn", 1, ["rows", "2, fork", "40 (36..44)", "10 (9.0..11)", "4.0 (4.0..4.0)"]),
+        ("stalls", "bound: sum of costs / 2", 1, ["1.00", "1.00"]),
+        ("stalls", "list schedule", 1, ["1.00"]),
+        ("stalls", "dynamic", 1, ["1.10 (1.00..1.15)", "1.10 (1.00..1.15)"]),
+        ("stalls", "dynamic", -3, ["45%", "0.50", "16 (16..16)"]),
+        ("stalls", "torch", -2, ["", ""]),
+        ("What the death of a worker costs", "", 3, ["10 (10..10)", "60 (50..70)", "50 (40..60)", "80"]),
+        ("Goals", "stalls", 1, ["at most 1.2 x", "1.10 (1.00..1.15)", "met"]),
+        ("Goals", "kills, 1 worker", 1, ["at most 80 ms", "60 (50..70)", "met"]),
+    ],
+)
+def test_figures_in_tables(title: str, first: str, begin: int, expected: list[str]) -> None:
+    assert cells(table(example.everything(), title), first)[begin:][: len(expected)] == expected
+
+
+def test_what_was_not_measured_is_named() -> None:
     by_hand = Results(example.steady(**{"slicing by hand": {}}))
     assert cells(table(by_hand, "Speed"), "rows")[-1].endswith("; slicing by hand: –")  # noqa: RUF001
-    results = example.everything()
-    assert cells(table(results, "Speed with 2 workers (fork)"), "rows: what rows loads; 2.56 kB")[1:] == [
-        *("100", "1,000", "10 (10..10)", "50% (50%..50%)", "grain 200; 5.0 (5.0..5.0)", "2,000 / –")  # noqa: RUF001
-    ]
-    cost = ["rows", "2.0 / 2.0", "4,000 / 400", "10 / 1.0", "200 / 200", "20 / 20", "30 / 30"]
-    assert cells(table(results, "Cost with 2 workers (fork)"), "rows") == cost
-
-
-def test_moments() -> None:
-    results = Results(example.turns(grain={"failure": "no epochs"}))
-    found = table(results, "Moments")
-    assert cells(found, "epoch turn")[:6] == [
-        *("epoch turn", "rows", "2, fork", "40 (36..44)", "10 (9.0..11)"),
-        "–",  # noqa: RUF001
-    ]
-    assert cells(found, "epoch turn")[6] == "4.0 (4.0..4.0)"
-    assert cells(found, "grain: not measured: no epochs")
-
-
-def test_a_case_of_the_schedule_has_its_bounds_and_every_contender() -> None:
-    found = table(example.everything(), "stalls")
-    assert cells(found, "bound: sum of costs / 2")[:3] == ["bound: sum of costs / 2", "1.00", "1.00"]
-    assert cells(found, "list schedule")[1] == "1.00"
-    assert cells(found, "dynamic")[:3] == ["dynamic", "1.10 (1.00..1.15)", "1.10 (1.00..1.15)"]
-    assert cells(found, "dynamic")[-3:] == ["45%", "0.50", "16 (16..16)"]
-    assert cells(found, "torch")[-2:] == ["", ""]
-    assert found.notes == ["round_robin: not measured: no such argument"]
-
-
-def test_kills_and_goals() -> None:
-    results = example.everything()
-    (row,) = table(results, "What the death of a worker costs").rows
-    assert list(row.values())[3:] == ["10 (10..10)", "60 (50..70)", "50 (40..60)", "80"]
-    found = table(results, "Goals")
-    assert cells(found, "stalls")[1:4] == ["at most 1.2 x", "1.10 (1.00..1.15)", "met"]
-    assert cells(found, "kills, 1 worker")[1:4] == ["at most 80 ms", "60 (50..70)", "met"]
+    without = Results([*example.turns(grain={"failure": "no epochs"}), *example.schedule()])
+    assert cells(table(without, "Moments"), "epoch turn")[5] == "–"  # noqa: RUF001
+    assert cells(table(without, "Moments"), "grain: not measured: no epochs")
+    assert table(without, "stalls").notes == ["round_robin: not measured: no such argument"]
 
 
 def test_a_shape_is_shown() -> None:
     results = example.device_run(torch_side_stream={"failure": "no stream"})
     results.cases()[0].facts["left_out"] = ["round 3: torch drain", "round 3: torch 4"]
-    speed, costs = (
-        table(results, "large: what large loads; 38.5 MB a batch"),
-        table(results, "large: what it costs"),
-    )
+    speed = table(results, "large: what large loads; 38.5 MB a batch")
+    costs = table(results, "large: what it costs")
     assert {"stall, 1", "stall, 2*"} <= set(speed.frame.columns)
     assert cells(speed, "fastq_loader, register")[2:4] == ["0.97 (0.97..0.97)", "0.99 (0.99..0.99)"]
     assert cells(costs, "fastq_loader, register")[-5:] == ["1.7", "0.10", "1 GiB", "768 MiB", "768 MiB"]
@@ -171,11 +148,7 @@ def test_a_shape_is_shown() -> None:
         "torch, side stream: not measured: no stream",
         "no time was left for 2 blocks, the first of them round 3: torch drain",
     ]
-    slow = table(results, "fields_32: what it costs")
-    assert slow.notes[0].endswith("1.2 x the workers' time")
-
-
-# ---- READMEs ------------------------------------------------------------------------------------
+    assert table(results, "fields_32: what it costs").notes[0].endswith("1.2 x the workers' time")
 
 
 def test_the_readmes_are_what_their_results_say() -> None:
@@ -226,20 +199,11 @@ def test_results_without_the_two_that_are_compared_are_refused(project: Path) ->
         readme.texts(results, SOURCE, project)
 
 
-# ---- pictures -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("results", "names"),
     [
-        (
-            example.everything(),
-            ["ratio-2-workers", "ceiling-2-workers", "bytes-2-workers", "cost", "timeline-stalls"],
-        ),
-        (
-            Results([example.run(), *example.steady(torch={"failure": "no"})]),
-            ["ratio-2-workers", "ceiling-2-workers"],
-        ),
+        (example.everything(), [*BOTH, "bytes-2-workers", "cost", "timeline-stalls"]),
+        (Results([example.run(), *example.steady(torch={"failure": "no"})]), BOTH),
         (Results([example.run()]), []),
     ],
 )

@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import collate
 
 pytest.importorskip("psutil", reason="the bench extra is not installed")
@@ -39,9 +39,6 @@ SETTINGS = LoaderSettings(1, "fork")
 
 def measured(case: Case) -> CaseRows:
     return Results(measure(case)).cases()[0]
-
-
-# ---- rounds -------------------------------------------------------------------------------------
 
 
 class Told(Lane):
@@ -67,16 +64,13 @@ class Told(Lane):
         self.finish = lambda: tell("finish") or {"p50": 1.0}  # type: ignore[method-assign]
 
 
-@pytest.fixture
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "wait_until_quiet", lambda: None)
+def told(lanes: list[Lane], **plan: Any) -> CaseRows:
+    """Two rounds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "wait_until_quiet", lambda: None)
+        return measured(Case("steady", "told", 1, "fork", 2, lambda: Plan({}, lanes, **plan)))
 
 
-def told(lanes: list[Lane], blocks: int = 2, **plan: Any) -> CaseRows:
-    return measured(Case("steady", "told", 1, "fork", blocks, lambda: Plan({}, lanes, **plan)))
-
-
-@pytest.mark.usefixtures("no_waiting")
 def test_lanes_take_turns_to_and_fro_part_by_part() -> None:
     story: list[str] = []
     found = told([Told("a", story), Told("b", story)], parts=("x", "y"))
@@ -89,7 +83,6 @@ def test_lanes_take_turns_to_and_fro_part_by_part() -> None:
     assert found.peers["a"].about["p50"] == 1.0
 
 
-@pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize(
     ("breaks", "failure", "notes", "blocks"),
     [
@@ -110,7 +103,6 @@ def test_a_lane_that_breaks_has_a_reason_and_others_go_on(
     assert story.count("bad close") == story.count("good close") == 1
 
 
-@pytest.mark.usefixtures("no_waiting")
 def test_when_the_time_is_over_what_is_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     story: list[str] = []
     now = iter([0.0, 0.0, 2.0])
@@ -121,11 +113,10 @@ def test_when_the_time_is_over_what_is_left_is_named(monkeypatch: pytest.MonkeyP
     assert late.peers["a"].failure == "no time was left to start it"
 
 
-@pytest.mark.usefixtures("no_waiting")
-def test_an_interrupt_closes_every_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_closes_every_lane() -> None:
     story: list[str] = []
     lanes: list[Lane] = [Told("a", story), Told("b", story)]
-    monkeypatch.setattr(lanes[1], "block", Mock(side_effect=KeyboardInterrupt))
+    lanes[1].block = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         told(lanes)
     assert story[-2:] == ["a close", "b close"]
@@ -144,11 +135,7 @@ def test_reasons_are_one_line(error: Exception, said: str) -> None:
     assert reason(error) == said
 
 
-# ---- batches and shares -------------------------------------------------------------------------
-
-
-def a_batch() -> dict[str, Any]:
-    return {"x": torch.arange(6).reshape(2, 3), "rest": [np.ones(2), "text", None]}
+BATCH: dict[str, Any] = {"x": torch.arange(6).reshape(2, 3), "rest": [np.ones(2), "text", None]}
 
 
 @pytest.mark.parametrize(
@@ -165,26 +152,18 @@ def a_batch() -> dict[str, Any]:
     ],
 )
 def test_other_batches_are_told(change: dict[str, Any], said: str | None) -> None:
-    wrong, _ = compare(a_batch() | change, a_batch())
+    wrong, _ = compare(BATCH | change, BATCH)
     assert not wrong if said is None else re.search(said, *wrong)
 
 
 def test_what_is_no_other_batch() -> None:
-    batch = a_batch()
-    assert compare((batch["x"].numpy(),), [batch["x"]]) == (
-        [],
-        ["batch is tuple, not list", "batch[0] is ndarray, not Tensor"],
-    )
-    assert compare(batch | {"x": batch["x"] + 1}, batch, values=False) == ([], [])
-    assert nbytes(batch) == 6 * 8 + 2 * 8 + len("text")
+    notes = ["batch is tuple, not list", "batch[0] is ndarray, not Tensor"]
+    assert compare((BATCH["x"].numpy(),), [BATCH["x"]]) == ([], notes)
+    assert compare(BATCH | {"x": BATCH["x"] + 1}, BATCH, values=False) == ([], [])
+    assert nbytes(BATCH) == 6 * 8 + 2 * 8 + len("text")
 
 
-class Squares(Dataset[int]):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> int:
-        return index * index
+SQUARES: Any = [index * index for index in range(24)]
 
 
 class Numbers(IterableDataset[int]):
@@ -194,7 +173,7 @@ class Numbers(IterableDataset[int]):
 
 
 def test_batches_are_dealt_out_as_torch_does() -> None:
-    load = Load(Squares(), batch_size=4)
+    load = Load(SQUARES, batch_size=4)
     assert [batch.tolist() for batch in load.share(1, 3)] == [[16, 25, 36, 49], [256, 289, 324, 361]]
     assert len(list(load.share())) == 6
     stream = Load(Numbers(), batch_size=3)
@@ -203,10 +182,10 @@ def test_batches_are_dealt_out_as_torch_does() -> None:
 
 
 def test_shuffled_loads_give_the_same_order_to_everybody() -> None:
-    load = Load(Squares(), batch_size=4, shuffle=True, batches=3)
+    load = Load(SQUARES, batch_size=4, shuffle=True, batches=3)
     order = list(load.index_batches())
-    assert order == list(load.index_batches())
     assert len(order) == 3
+    assert order == list(load.index_batches())
 
 
 @pytest.mark.parametrize("length", [3, SMALLEST_BUFFER])
@@ -227,9 +206,6 @@ def test_the_ceiling_makes_the_batches_that_torch_makes(
         assert compare(kept[-1], expected) == ([], [])
     if length == SMALLEST_BUFFER:
         assert kept[0]["x"].data_ptr() == kept[1]["x"].data_ptr()
-
-
-# ---- the schedule's cases -----------------------------------------------------------------------
 
 
 def test_what_batches_cost_and_how_soon_they_could_be_there() -> None:
@@ -290,9 +266,6 @@ def test_kills_are_spread_over_the_epoch_and_the_same_in_every_run() -> None:
     assert [int(moment / 0.5) for moment in found] == [0, 1, 2, 3]
 
 
-# ---- runs of a fraction of a second -------------------------------------------------------------
-
-
 def steady_case(peers: list[str], folder: Path, name: str = "rows") -> Case:
     options = Namespace(peers=peers, start_method="fork", blocks=2, seconds=0.03)
     return steady.case("steady", name, 1, options, folder)
@@ -313,33 +286,28 @@ def test_the_steady_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert ("p95" in peer.about) == (name != "ceiling")
 
 
-def bad_peer(epoch: Callable[[Iterator[Any]], Iterator[Any]]) -> type[TorchInline]:
-    """What `epoch` makes of torch's batches."""
-    return type("Bad", (TorchInline,), {"epoch": lambda self: epoch(TorchInline.epoch(self))})
-
-
 def hanging(batches: Iterator[Any]) -> Iterator[Any]:
     yield from islice(batches, 100)
     time.sleep(60)
 
 
-def wrong(batches: Iterator[Any]) -> Iterator[Any]:
-    return ([rows + 1, labels] for rows, labels in batches)
-
-
-def short(batches: Iterator[Any]) -> Iterator[Any]:
-    return islice(batches, 0)
+BAD: dict[str, Callable[[Iterator[Any]], Iterator[Any]]] = {
+    "hanging": hanging,
+    "wrong": lambda batches: ([rows + 1, labels] for rows, labels in batches),
+    "short": lambda batches: islice(batches, 0),
+}
 
 
 @pytest.mark.processes
 def test_a_failing_peer_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bench.peers.bad", bad := ModuleType("bad"))
-    for epoch in (hanging, wrong, short):
-        setattr(bad, epoch.__name__, bad_peer(epoch))
-        monkeypatch.setitem(PEERS, epoch.__name__, Entry("bad", epoch.__name__, epoch.__name__))
+    for name, epoch in BAD.items():
+        methods = {"epoch": lambda self, epoch=epoch: epoch(TorchInline.epoch(self))}
+        setattr(bad, name, type(name, (TorchInline,), methods))
+        monkeypatch.setitem(PEERS, name, Entry("bad", name, name))
     monkeypatch.setattr(rounds, "HANGING_S", 1.0)
     monkeypatch.setattr(rounds, "STARTING_S", 1.0)
-    found = measured(steady_case(["hanging", "wrong", "short", "torch_0"], tmp_path))
+    found = measured(steady_case([*BAD, "torch_0"], tmp_path))
     assert {name: peer.failure for name, peer in found.peers.items()} == {
         "ceiling": None,
         "hanging": "TimeoutError: took more than 1 s",

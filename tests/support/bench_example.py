@@ -108,25 +108,18 @@ def shape(name: str, **more: Row) -> list[Row]:
     }
     for arm in figures.keys() - more.keys():
         eta, wait, cpu, gap = figures[arm]
-        rows = [
-            _row(x, n, steps=1.0, gaps=gap / float(x), p50=wait, p99=wait) for x in LENGTHS for n in range(3)
-        ]
+        parts = {x: {"steps": 1.0, "gaps": gap / float(x), "p50": wait, "p99": wait} for x in LENGTHS}
         if arm != RESIDENT:
-            drained = {"batches": 100, "seconds": 100 * of.nbytes / (eta * 50e9), "consumer_cpu": cpu}
-            rows += [_row(DRAIN, n, **drained) for n in range(3)]
-            rows += [_row(READY, n, p50=wait, p99=2 * wait) for n in range(3)]
-            rows += [
-                _row(COPY, n, bytes=of.nbytes, seconds=of.nbytes / (min(1.02 * eta, 0.99) * 50e9))
-                for n in range(3)
-            ]
-        found[arm] = rows
+            seconds = 100 * of.nbytes / (eta * 50e9)
+            parts[DRAIN] = {"batches": 100, "seconds": seconds, "consumer_cpu": cpu}
+            parts[READY] = {"p50": wait, "p99": 2 * wait}
+            parts[COPY] = {"bytes": of.nbytes, "seconds": of.nbytes / (min(1.02 * eta, 0.99) * 50e9)}
+        found[arm] = [_row(part, n, **about) for part, about in parts.items() for n in range(3)]
     staging = {"populate_seconds": 1.7, "register_seconds": 0.1, "pinned_bytes": 1 << 30}
     ours = {"first_batch": 2.5, "staging": staging, "reserved_2": 3 << 28, "reserved_20": 3 << 28}
-    peers = {LINK: {}} | {
-        arm: {"label": label} | (ours if arm in OURS else {}) for arm, label in ARMS.items()
-    }
-    for arm, about in more.items():
-        peers[arm] = {"label": ARMS[arm]} | about
+    peers: dict[str, Row] = {LINK: {}}
+    for arm, label in ARMS.items():
+        peers[arm] = {"label": label} | more.get(arm, ours if arm in OURS else {})
     facts = {"workers": 14, "batch_bytes": of.nbytes, "fields": of.fields}
     facts |= {"copy_seconds": copy, "supply": supply, "unit": step_unit(copy, supply)}
     return case("device", name, facts, peers, found)
