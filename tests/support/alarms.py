@@ -16,7 +16,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -80,31 +79,8 @@ def alarms(rng: random.Random, kind: type[Exception], within: float) -> Iterator
             ringing = False
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What one epoch runs under."""
-
-    workers: int
-    options: dict[str, Any]
-    length: int
-    seconds: float
-    within: float
-    kind: type[Exception]
-
-
-def draw_setting(rng: random.Random) -> Setting:
-    workers = rng.choice([0, 1, 2, 3])
-    options: dict[str, Any] = {"schedule": rng.choice(["round_robin", "dynamic"])}
-    if workers:
-        options["persistent_workers"] = rng.random() < 0.5
-    # The rarer the alarms, the more often they meet a call that waits.
-    within = rng.choice([0.002, 0.01, 0.05])
-    kind = rng.choice([Alarm, AlarmOfTheSystem])
-    return Setting(workers, options, rng.choice([8, 30]), rng.choice([0, 0.001, 0.004]), within, kind)
-
-
-def run_epoch(loader: Any, setting: Setting, rng: random.Random, seen: Counter[str]) -> None:
-    """One epoch under alarms.
+def run_epoch(loader: Any, kind: type[Exception], within: float, rng: random.Random) -> Counter[str]:
+    """One epoch under alarms; how it ended, and how many there were.
 
     Raises:
         AssertionError: anything was lost, or given twice, without an error that says so.
@@ -112,55 +88,61 @@ def run_epoch(loader: Any, setting: Setting, rng: random.Random, seen: Counter[s
     numbers: list[int] = []
     iterator: Any = None
     outcome = ""
-    with alarms(rng, setting.kind, setting.within) as raised:
+    with alarms(rng, kind, within) as raised:
         while not outcome:
             try:
                 if iterator is None:
                     iterator = iter(loader)
                 while True:
                     numbers.append(int(next(iterator)))
-            except setting.kind:
+            except kind:
                 continue
             except StopIteration:
                 outcome = "whole"
             except IteratorInvalid:
                 outcome = "refused"
-    seen.update({outcome: 1, "alarms": raised[0]})
     assert numbers == list(range(len(numbers))), f"lost, twice or out of order: {numbers}"
     if outcome == "whole":
-        assert len(numbers) == setting.length, f"the epoch ended after {len(numbers)} of {setting.length}"
-        return
-    for _ in range(3):
+        assert len(numbers) == len(loader), f"the epoch ended after {len(numbers)} of {len(loader)}"
+    for _ in range(3 if outcome == "refused" else 0):
         try:
             next(iterator)
         except IteratorInvalid:
             continue
         raise AssertionError("an iterator that cannot go on went on, or ended")
+    return Counter({outcome: 1, "alarms": raised[0]})
 
 
-def check(seed: int, seen: Counter[str], epochs: int = 3) -> None:
+def check(seed: int, epochs: int = 3) -> Counter[str]:
     """Some epochs of one loader, the seed in the message of what fails."""
     rng = random.Random(seed)
-    setting = draw_setting(rng)
-    dataset = Slow(setting.length, setting.seconds)
-    loader: Any = DataLoader(dataset, None, num_workers=setting.workers, **setting.options)
+    seen: Counter[str] = Counter()
+    options: dict[str, Any] = {"num_workers": rng.choice([0, 1, 2, 3])}
+    options["schedule"] = rng.choice(["round_robin", "dynamic"])
+    options["persistent_workers"] = options["num_workers"] > 0 and rng.random() < 0.5
+    # The rarer the alarms, the more often they meet a call that waits.
+    within = rng.choice([0.002, 0.01, 0.05])
+    kind = rng.choice([Alarm, AlarmOfTheSystem])
+    dataset = Slow(rng.choice([8, 30]), rng.choice([0, 0.001, 0.004]))
+    loader: Any = DataLoader(dataset, None, **options)
     try:
         for _ in range(epochs):
-            run_epoch(loader, setting, rng, seen)
-        with alarms(rng, setting.kind, setting.within):
+            seen += run_epoch(loader, kind, within, rng)
+        with alarms(rng, kind, within):
             for _ in range(100):
                 try:
                     loader.close()
                     break
-                except setting.kind:
+                except kind:
                     continue
         loader.close()
         # Nobody was left behind, and the loader works.
-        assert list(map(int, loader)) == list(range(setting.length))
+        assert list(map(int, loader)) == list(range(len(dataset)))
     except Exception as error:
-        raise AssertionError(f"seed {seed}, {setting}: {error!r}") from error
+        raise AssertionError(f"seed {seed}, {dataset}, {options}, {kind} in {within} s: {error!r}") from error
     finally:
         loader.close()
+    return seen
 
 
 def main(epochs: int, seed: int = 0) -> None:
@@ -169,5 +151,5 @@ def main(epochs: int, seed: int = 0) -> None:
     # An alarm inside a finalizer or a hook of a fork is nobody's to raise: Python reports it here.
     sys.unraisablehook = lambda unraisable: seen.update(unraisable=1)
     for number in range(-(-epochs // 3)):
-        check(seed * 1_000_003 + number, seen)
+        seen += check(seed * 1_000_003 + number)
     print(json.dumps(seen))

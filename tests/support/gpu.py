@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +25,7 @@ from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, Prefetcher, StagingStatistics, ToDevice
 from fastq_loader.device.backend import TorchStager
+from tests.support.datasets import Sized
 
 CYCLES = 200_000_000  # of the GPU's clock: about 0.1 s
 BATCH, BATCHES = 4, 16
@@ -76,15 +78,12 @@ def device_or_skip() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-class Numbers(Dataset[torch.Tensor]):
+@dataclass(eq=False)
+class Numbers(Sized, Dataset[torch.Tensor]):
     """Sample i is `width` int32 values i + 1: no batch is like another, or like memory that is new."""
 
-    def __init__(self, length: int = BATCH * BATCHES, width: int = WIDTH) -> None:
-        self.length = length
-        self.width = width
-
-    def __len__(self) -> int:
-        return self.length
+    length: int = BATCH * BATCHES
+    width: int = WIDTH
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((self.width,), index + 1, dtype=torch.int32)
@@ -185,27 +184,21 @@ class Runtime:
         self.codes: list[int] = []
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, flags))  # type: ignore[no-untyped-call]
-        self.codes.append(code)
+        self.codes.append(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, flags)))  # type: ignore[no-untyped-call]
         self.locked[address] = nbytes
         self.most = max(self.most, len(self.locked))
-        return code
+        return self.codes[-1]
 
     def cudaHostUnregister(self, address: int) -> int:
-        code = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
-        self.codes.append(code)
+        self.codes.append(int(torch.cuda.cudart().cudaHostUnregister(address)))  # type: ignore[no-untyped-call]
         del self.locked[address]
-        return code
+        return self.codes[-1]
 
 
 def nvidia_descriptors(pid: int) -> list[str]:
     """What a process holds open of the driver's devices."""
     found = []
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            target = os.readlink(f"/proc/{pid}/fd/{name}")
-        except FileNotFoundError:  # closed meanwhile
-            continue
-        if target.startswith("/dev/nvidia"):
-            found.append(target)
-    return found
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(descriptor))
+    return [target for target in found if target.startswith("/dev/nvidia")]

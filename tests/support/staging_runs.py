@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -43,16 +43,8 @@ class Interrupted(BaseException):
     """As Ctrl-C raises it, in the middle of a transform."""
 
 
-class Choice(NamedTuple):
-    """One configuration: a user's options, and what the device refuses or cannot do."""
-
-    options: dict[str, Any]
-    refuse: tuple[str, ...]
-    seed: int
-
-
-def choose(seed: int) -> Choice:
-    """A configuration at random."""
+def choose(seed: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A user's options at random, and what the device refuses or cannot do."""
     draw = random.Random(seed)
     options = {
         "prefetch": draw.choice((1, 2, 3)),
@@ -66,7 +58,7 @@ def choose(seed: int) -> Choice:
         options["pin_limit_bytes"], refuse = None, ()
     if draw.random() < 0.4:  # a transform on the side stream is refused before
         options["transform_stream"], refuse = "consumer", (*refuse, "share")
-    return Choice(options, refuse, seed)
+    return options, refuse
 
 
 def options_for(device: str = "cpu", **given: Any) -> ToDevice:
@@ -77,19 +69,14 @@ def options_for(device: str = "cpu", **given: Any) -> ToDevice:
 
 
 class Run:
-    """Some epochs of one pool.
+    """Some epochs of one pool, all of it drawn from a seed."""
 
-    Args:
-        choice: the configuration.
-    """
-
-    def __init__(self, choice: Choice) -> None:
-        self.refuse = choice.refuse
-        self.random = random.Random(choice.seed)
-        self.device = SimulatedDevice(choice.seed, choice.refuse)
-        self.options = options_for(
-            **choice.options, transform=self.transform if self.random.random() < 0.6 else None
-        )
+    def __init__(self, seed: int) -> None:
+        options, self.refuse = choose(seed)
+        self.random = random.Random(seed)
+        self.device = SimulatedDevice(seed, self.refuse)
+        transform = self.transform if self.random.random() < 0.6 else None
+        self.options = options_for(**options, transform=transform)
         self.session = DeviceSession(self.options)
         with patch.object(session_module, "TorchStager", lambda device: self.device):
             mapping: Any = SimpleNamespace(base=BASE, populate=self.populate)
@@ -321,4 +308,4 @@ def run(seed: int) -> None:
     Raises:
         Breach: something was seen that must not be.
     """
-    Run(choose(seed)).epochs(3, 14)
+    Run(seed).epochs(3, 14)
