@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,19 +18,13 @@ import torch
 KIND = "hpu"
 
 
+@dataclass(unsafe_hash=True)
 class Stream:
     """Equal to every other name of the same queue, as `torch.Stream` is."""
 
-    def __init__(self, device: torch.device, stream_id: int) -> None:
-        self.device = device
-        self.stream_id = stream_id
-        self.capturing = False
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and (self.device, self.stream_id) == (other.device, other.stream_id)
-
-    def __hash__(self) -> int:
-        return hash((self.device, self.stream_id))
+    device: torch.device
+    stream_id: int
+    capturing: bool = field(default=False, compare=False)
 
     def is_capturing(self) -> bool:
         return self.capturing
