@@ -121,19 +121,37 @@ def test_in_order_no_worker_is_passed_over_in_an_epoch(window: int) -> None:
         assert not pool.backlog.behind
 
 
-def test_a_new_worker_has_nothing_to_read_and_the_dead_miss_nothing() -> None:
+def test_every_worker_that_was_passed_over_is_sent_what_it_missed_itself() -> None:
     pool = Pool(workers=2, limit=1)
-    for ticket in range(1, 4):
+    for ticket in range(1, 5):
         pool.offer(ticket)
     assert pool.backlog.behind == {0, 1}
+    for worker in range(2):
+        read = pool.read(worker)
+        pool.catch_up()
+        assert read + pool.read(worker) == [1, 2, 3, 4]
+
+
+def test_a_new_worker_has_nothing_to_read_and_a_death_takes_nothing_from_others() -> None:
+    pool = Pool(workers=2, limit=1)
+    for ticket in range(1, 5):
+        pool.offer(ticket)
     pool.die(1)
     assert pool.backlog.behind == {0}
+    pool.offer(5)
     pool.start(1)
     with pytest.raises(ProtocolError, match="worker 1 sent a ping back that it had not got"):
         pool.backlog.read(1)
-    pool.offer(4)
-    assert pool.read(1) == [4]
-    pool.die(0)
+    pool.offer(6)
+    assert pool.read(1) == [6]
+    read = pool.read(0)
+    pool.catch_up()
+    assert read + pool.read(0) == [1, 2, 3, 4, 5, 6]
+    for ticket in range(7, 11):
+        pool.offer(ticket)
+    assert pool.backlog._missed
+    for worker in (0, 1):
+        pool.die(worker)
     assert not pool.backlog._missed
 
 

@@ -73,14 +73,11 @@ def states(scheduler: Scheduler) -> dict[int, str]:
     return scheduler.pool._ledger.states()
 
 
-def answer(
-    send: Send, outcome: int = BATCH, worker: int | None = None, nbytes: int = 0, at: int = 0
-) -> Arrived:
-    """The answer of the task's worker or of `worker`, with a batch of `nbytes` in a new block, `at` bytes
-    into the worker's part of the arena."""
+def answer(send: Send, outcome: int = BATCH, worker: int | None = None, nbytes: int = 0) -> Arrived:
+    """The answer of the task's worker or of `worker`, with a batch of `nbytes` in a new block."""
     worker = send.worker if worker is None else worker
     assert worker is not None
-    at += worker * REGION
+    at = worker * REGION
     used, fresh = (((at, nbytes),), ((at, size_class(nbytes)),)) if nbytes else ((), ())
     task = send.task
     return Arrived(worker, Answer(task.epoch, task.seq, task.attempt, outcome, 0, 0, fresh, (), None, used))
@@ -213,21 +210,9 @@ def test_a_shared_task_is_sent_to_all_and_answered_by_one() -> None:
     assert delivered(scheduler) == 0
 
 
-def test_what_a_dead_worker_had_claimed_of_an_old_epoch_is_let_go() -> None:
-    """It was stopped in the middle of the claim, so it was not known that it would have it."""
-    scheduler, send, block = granted(restarts=1)
-    begin(scheduler, length=0)
-    assert scheduler.pending_tasks.tickets() == [send.task.ticket]
-    assert scheduler.handle(Died(1, None, "died", frozenset([send.task.ticket]))) == [
-        Replace(1, None, "died")
-    ]
-    assert scheduler.pending_tasks.tickets() == []
-    assert states(scheduler) == {block: "free"}
-
-
-def granted(**keywords: Any) -> tuple[Scheduler, Send, int]:
-    """A scheduler with a task under way that was granted a block, at the returned offset."""
-    scheduler, sends = started(workers=2, prefetch=1, shared_tasks=True, **keywords)
+def granted(**keywords: Any) -> tuple[Scheduler, Send]:
+    """A scheduler with a task under way that was granted block 0."""
+    scheduler, sends = started(prefetch=1, shared_tasks=True, **keywords)
     scheduler.handle(answer(sends[0], worker=0, nbytes=100_000))
     instructions = scheduler.handle(Wanted())
     scheduler.pool.drop([0])
@@ -235,32 +220,42 @@ def granted(**keywords: Any) -> tuple[Scheduler, Send, int]:
     assert send.task.grants == ((0, size_class(100_000)),)
     scheduler.handle(answer(sends[1], worker=0))
     delivered(scheduler)
-    return scheduler, send, 0
+    return scheduler, send
 
 
 def used_grant(send: Send, worker: int) -> Arrived:
-    ((offset, _),) = send.task.grants
-    return Arrived(worker, answer(send, worker=worker).answer._replace(used=((offset, 1),)))
+    return Arrived(worker, answer(send, worker=worker).answer._replace(used=((0, 1),)))
+
+
+def test_what_a_dead_worker_had_claimed_of_an_old_epoch_is_let_go() -> None:
+    """It was stopped in the middle of the claim, so it was not known that it would have it."""
+    scheduler, send = granted(restarts=1)
+    begin(scheduler, length=0)
+    assert scheduler.pending_tasks.tickets() == [send.task.ticket]
+    died = Died(1, None, "died", frozenset([send.task.ticket]))
+    assert scheduler.handle(died) == [Replace(1, None, "died")]
+    assert scheduler.pending_tasks.tickets() == []
+    assert states(scheduler) == {0: "free"}
 
 
 def test_a_task_of_an_older_epoch_is_its_claimants_and_its_blocks_too() -> None:
-    scheduler, send, block = granted()
+    scheduler, send = granted()
     begin(scheduler, length=0, claimed={send.task.ticket: 1})
     with pytest.raises(InvalidTransition, match="does not owe"):
         scheduler.handle(used_grant(send, 0))
     assert scheduler.handle(Died(0)) == []
-    assert states(scheduler) == {block: "granted"}
+    assert states(scheduler) == {0: "granted"}
     scheduler.handle(used_grant(send, 1))
     assert scheduler.stale == 1
-    assert states(scheduler) == {block: "free"}
+    assert states(scheduler) == {0: "free"}
 
 
 def test_which_worker_has_a_task_of_an_older_epoch_may_be_unknown_until_it_answers() -> None:
-    scheduler, send, block = granted()
+    scheduler, send = granted()
     begin(scheduler)
     scheduler.handle(used_grant(send, 1))
     assert scheduler.stale == 1
-    assert states(scheduler) == {block: "free"}
+    assert states(scheduler) == {0: "free"}
 
 
 def test_a_dead_workers_batches_are_sent_again_in_their_order() -> None:
