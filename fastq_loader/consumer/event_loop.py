@@ -11,7 +11,6 @@ on its way up.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
@@ -24,7 +23,7 @@ from fastq_loader.device.session import DeviceSession
 from fastq_loader.device.staging import Staging
 from fastq_loader.errors import LoaderTimeout, WorkerDied, WorkerReplaced, warn_user
 from fastq_loader.ipc.claim_table import slots
-from fastq_loader.ipc.messages import Epoch, Space, encode, seal
+from fastq_loader.ipc.messages import Epoch, Space, encode
 from fastq_loader.ipc.probes import expect_threads
 from fastq_loader.ipc.sockets import THREADS
 from fastq_loader.memory.arena import Arena
@@ -134,9 +133,7 @@ class EventLoop:
         if self._delivery.staging is not None:  # before the blocks of what is dropped go to others
             self.pool.drop(self._delivery.staging.drain())
         taken, claimed = self._group.take_back(scheduler.pending_tasks.tickets())
-        token = self._group.token
-        sealed = seal(pickle.dumps(list(resume)), token) if resume else b""
-        self._epoch = Epoch(scheduler.epoch + 1, shared_seed, base_seed, sealed)
+        self._epoch = Epoch(scheduler.epoch + 1, shared_seed, base_seed, self._group.sealed(resume))
         self._delivery.progress = done
         # The tasks of an iterable dataset are given out anew, and workers pass over what was handed out.
         drawn = START if self.plan.rules.iterable else done

@@ -8,6 +8,7 @@ decides what becomes of the batches of a dead worker.
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
 import time
 from collections.abc import Sequence
@@ -16,7 +17,17 @@ from typing import Any
 
 from fastq_loader.errors import ProtocolError, describe_index
 from fastq_loader.ipc.claim_table import Busy, ClaimTable
-from fastq_loader.ipc.messages import TOKEN_BYTES, Answer, Epoch, Hello, Ping, Stop, decode_index, encode
+from fastq_loader.ipc.messages import (
+    TOKEN_BYTES,
+    Answer,
+    Epoch,
+    Hello,
+    Ping,
+    Stop,
+    decode_index,
+    encode,
+    seal,
+)
 from fastq_loader.ipc.sockets import ConsumerSocket, endpoint_folder, remove_folder
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.backlog import Backlog
@@ -255,6 +266,10 @@ class WorkerGroup:
         self.socket.send(worker, epoch)
 
     # ---- what goes to all -----------------------------------------------------------------------
+
+    def sealed(self, told: Sequence[Any]) -> bytes:
+        """What each worker is told, by its number, as one sealed pickle; b"" for nothing."""
+        return seal(pickle.dumps(list(told)), self.token) if told else b""
 
     def begin_epoch(self, epoch: Epoch) -> None:
         """Tell all workers of a new epoch."""
