@@ -50,7 +50,10 @@ class Delivery:
             return None
         outcome = self._outcome(deliver)
         outcome.progress = self.progress = self._progress_after(deliver)
-        return outcome
+        try:
+            return outcome
+        finally:
+            del outcome  # an error holds this frame by its traceback
 
     def _progress_after(self, deliver: Deliver) -> Progress:
         if not self.progress.workers or deliver.worker is None:

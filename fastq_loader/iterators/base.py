@@ -49,13 +49,13 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._dataset = loader.dataset
         self._pg = None
+        self._index_sampler = loader._index_sampler
         self._begin_record(loader)
         self._share_seed(loader)
         self._dataset_kind = loader._dataset_kind
         self._IterableDataset_len_called = loader._IterableDataset_len_called
         self._auto_collation = loader._auto_collation
         self._drop_last = loader.drop_last
-        self._index_sampler = loader._index_sampler
         self._num_workers = loader.num_workers
         self._world_size, self._rank = datapipes.ranks()
         self._session = loader._device_session()
@@ -135,7 +135,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def _begin_record(self, loader: DataLoader[Any]) -> None:
         """Of the epoch that begins or goes on; it counts when the epoch has begun."""
         resources = loader._resources
-        self._record = begin(loader, resources.record, resources.saved)
+        self._record = begin(loader, self._index_sampler, resources.record, resources.saved)
         self._order = self._record.order
 
     def _epoch_has_begun(self, loader: DataLoader[Any]) -> None:

@@ -166,15 +166,18 @@ class EpochRecord:
         return {name: text for name, (_, text) in self._now.items()}
 
 
-def begin(loader: DataLoader[Any], newest: EpochRecord | None, saved: Saved | None) -> EpochRecord:
+def begin(
+    loader: DataLoader[Any], index_sampler: Any, newest: EpochRecord | None, saved: Saved | None
+) -> EpochRecord:
     """The record of an epoch that begins.
 
     Args:
         loader: whose.
+        index_sampler: its iterator's: one that is set later counts from the next iterator on, as in torch.
         newest: of the epoch before it; None: it is the first.
         saved: what was loaded for it, or None.
     """
-    parts = loader._index_sampler, loader.generator, loader.dataset
+    parts = index_sampler, loader.generator, loader.dataset
     if saved is not None and saved.resumes:
         noted = copy.deepcopy(saved.beginning)
         order = Order(*parts, saved.progress, noted)

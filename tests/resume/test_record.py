@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, Position
-from fastq_loader.resume.record import begin, mixed
+from fastq_loader.resume.record import EpochRecord, begin, mixed
 from fastq_loader.resume.saved import Saved
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from tests.support.datasets import MapDataset, Stream
@@ -20,6 +20,10 @@ from tests.support.datasets import MapDataset, Stream
 def saved(**fields: Any) -> Saved:
     given = {"state": {}, "position": Position(2, 3, 23), "base_seed": 7, "generators": {}, "lives_on": False}
     return Saved(**{**given, **fields})
+
+
+def begun(of: DataLoader[Any], newest: EpochRecord | None, told: Saved | None) -> EpochRecord:
+    return begin(of, of._index_sampler, newest, told)
 
 
 def loader(**keywords: Any) -> DataLoader[Any]:
@@ -35,30 +39,30 @@ def test_seeds_that_follow_from_others_fit_and_differ(seed: int, number: int) ->
 
 def test_a_new_epoch_draws_and_a_resumed_one_does_not() -> None:
     torch.manual_seed(3)
-    record = begin(loader(), None, None)
+    record = begun(loader(), None, None)
     seed = record.draw_base_seed(None)
     assert record.order.beginning.seeded
     before = torch.get_rng_state()
-    resumed = begin(loader(), record, saved(resumes=True, progress=Progress(3)))
+    resumed = begun(loader(), record, saved(resumes=True, progress=Progress(3)))
     assert resumed.draw_base_seed(None) == 7 != seed
     assert resumed.follow_base_seed(1) == 7
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_positions_count_epochs_and_batches() -> None:
-    record = begin(loader(), None, None)
+    record = begun(loader(), None, None)
     assert record.position == Position(0, 0, 0)
     record.order.progress = Progress(10)
     assert record.position == Position(0, 10, 10)
     record.over = True
     assert record.position == Position(1, 0, 10)
-    broken_off = begin(loader(), record, None)
+    broken_off = begun(loader(), record, None)
     assert broken_off.position == Position(1, 0, 10)
     broken_off.order.progress = Progress(4)
-    assert begin(loader(), broken_off, None).position == Position(2, 0, 14)
-    resumed = begin(loader(), broken_off, saved(resumes=True, progress=Progress(3)))
+    assert begun(loader(), broken_off, None).position == Position(2, 0, 14)
+    resumed = begun(loader(), broken_off, saved(resumes=True, progress=Progress(3)))
     assert resumed.position == Position(2, 3, 23)
-    assert begin(loader(), broken_off, saved(position=Position(5, 0, 50))).position == Position(5, 0, 50)
+    assert begun(loader(), broken_off, saved(position=Position(5, 0, 50))).position == Position(5, 0, 50)
 
 
 def worker(delivered: int, **state: Any) -> WorkerProgress:
@@ -80,11 +84,11 @@ def test_workers_draw_the_same_again_only_where_they_go_through_the_same(
     iterable: bool, workers: tuple[WorkerProgress, ...], replayed: int, same_seed: bool
 ) -> None:
     of = DataLoader(Stream("tensors", (9,)), 2) if iterable else loader()
-    record = begin(
+    record = begun(
         of, None, saved(resumes=True, iterable=iterable, progress=Progress(3, frozenset(), workers))
     )
     assert record.replayed == replayed
     assert (record.pool_seed == 7) is same_seed
     assert [count for count, _ in record.resume] == [one.delivered for one in workers]
-    at_start = begin(of, None, saved(resumes=True, iterable=iterable, progress=Progress(0)))
+    at_start = begun(of, None, saved(resumes=True, iterable=iterable, progress=Progress(0)))
     assert at_start.pool_seed == 7
