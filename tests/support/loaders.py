@@ -1,0 +1,71 @@
+"""Samples, marks and short forms that the tests of whole loaders share."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import dataloader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+PERSISTENT = pytest.mark.parametrize("persistent", [False, True])
+
+#: 196,608 bytes in float32: more than the 64 KiB from which a tensor has shared memory of its own.
+IMAGE = (3, 128, 128)
+#: The batches of `range(8)` in twos.
+EIGHT = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def image(index: int) -> torch.Tensor:
+    return torch.full(IMAGE, float(index))
+
+
+def image_and_label(index: int) -> tuple[torch.Tensor, int]:
+    return image(index), index
+
+
+def numbers(batches: Iterable[torch.Tensor]) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+def seed_all(torch_seed: int, *others: Any) -> None:
+    """Seed torch, `random` and numpy: each with its own seed, or all with the same."""
+    random_seed, numpy_seed = others or (torch_seed, torch_seed)
+    torch.manual_seed(torch_seed)
+    random.seed(random_seed)
+    np.random.seed(numpy_seed)
+
+
+class Wrapped:
+    """torch_geometric's DataLoaderIterator (loader/base.py): it forwards, and changes the batch."""
+
+    def __init__(self, iterator: Any, transform: Callable[[Any], Any]) -> None:
+        self.iterator = iterator
+        self.transform = transform
+
+    def __iter__(self) -> Any:
+        return self
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self.iterator._reset(loader, first_iter)
+
+    def __len__(self) -> int:
+        return len(self.iterator)
+
+    def __next__(self) -> Any:
+        return self.transform(next(self.iterator))
+
+    def __del__(self) -> None:
+        if isinstance(self.iterator, _MultiProcessingDataLoaderIter):
+            self.iterator.__del__()
+
+
+def torch_has(text: str) -> bool:
+    """Whether torch's loader has this in its code: what it says and does changes from version to version."""
+    return text in inspect.getsource(dataloader)
