@@ -14,71 +14,38 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from fastq_loader import DataLoader
+from tests.support.datasets import Made
 
 SIZE = 48
 
 
-class Draws(Dataset[float]):
-    """Every sample draws from one of the global generators."""
+def draw(index: int) -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), np.random.rand()
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
 
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> float:
-        if self.kind == "torch":
-            return torch.rand(()).item()
-        return random.random() if self.kind == "random" else np.random.rand()
+def draw_and_fail(index: int) -> Any:
+    """Some samples raise after they have drawn."""
+    value = draw(index)
+    if index % 7 == 5:
+        raise ValueError(f"sample {index}")
+    return value
 
 
 class Jitter:
-    def __init__(self, generator: Any) -> None:
-        self.generator = generator
+    """A transform with a generator of its own, which it makes when it is first used."""
 
-    def __call__(self, value: float) -> float:
-        if isinstance(self.generator, torch.Generator):
-            return value + torch.rand((), generator=self.generator).item()
-        return value + self.generator.random()
-
-
-class OwnGenerator(Dataset[float]):
-    """A transform somewhere inside has a generator of its own."""
-
-    def __init__(self, generator: Any) -> None:
-        self.transforms = [abs, Jitter(generator)]
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> float:
-        value: float = index
-        for transform in self.transforms:
-            value = transform(value)
-        return value
-
-
-class LazyGenerator(Draws):
-    """Makes a generator when it is first asked for a sample."""
-
-    def __getitem__(self, index: int) -> float:
+    def __call__(self, index: int) -> float:
         if not hasattr(self, "rng"):
             self.rng = np.random.default_rng(3)
-        return float(self.rng.random())
+        return index + float(self.rng.random())
 
 
-class FaultyDraws(Draws):
-    """Some samples raise after they have drawn."""
-
-    def __getitem__(self, index: int) -> float:
-        value = super().__getitem__(index)
-        if index % 7 == 5:
-            raise ValueError(f"sample {index}")
-        return value
+class Jittered(Jitter):
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(5)
 
 
 class Stream(IterableDataset[float]):
@@ -117,18 +84,14 @@ def start_slowly(worker: int) -> None:
 
 
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "torch": (lambda: Draws("torch"), {}),
-    "random": (lambda: Draws("random"), {}),
-    "numpy": (lambda: Draws("numpy"), {}),
+    "global": (lambda: Made(draw, SIZE), {}),
     "collate": (lambda: list(range(SIZE)), {"collate_fn": draw_in_collate}),
-    "own torch generator": (lambda: OwnGenerator(torch.Generator().manual_seed(5)), {}),
-    "own numpy generator": (lambda: OwnGenerator(np.random.default_rng(5)), {}),
-    "own random generator": (lambda: OwnGenerator(random.Random(5)), {}),
-    "lazy generator": (lambda: LazyGenerator("none"), {}),
-    "errors": (lambda: FaultyDraws("torch"), {}),
+    "own generator": (lambda: Made(Jittered(), SIZE), {}),
+    "generator made late": (lambda: Made(Jitter(), SIZE), {}),
+    "errors": (lambda: Made(draw_and_fail, SIZE), {}),
     "stream": (Stream, {}),
     "one pass": (OnePass, {}),
-    "slow start": (lambda: Draws("torch"), {"worker_init_fn": start_slowly}),
+    "slow start": (lambda: Made(draw, SIZE), {"worker_init_fn": start_slowly}),
 }
 
 
@@ -171,32 +134,22 @@ def test_i4_the_numbers_after_a_break_are_torchs(
     assert torchs == ours
 
 
-class SlowDraws(Dataset[float]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> float:
-        time.sleep(0.3)
-        return torch.rand(()).item()
+def draw_slowly(index: int) -> float:
+    time.sleep(0.3)
+    return torch.rand(()).item()
 
 
 @pytest.mark.processes
-def test_i4_workers_that_load_what_nobody_will_get_can_be_closed() -> None:
-    loader = DataLoader(SlowDraws(), 1, num_workers=2, prefetch_factor=16, persistent_workers=True)
+@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
+def test_i4_workers_that_load_what_nobody_will_get_can_be_closed_and_with_dynamic_there_are_none(
+    schedule: str,
+) -> None:
+    options: dict[str, Any] = {"prefetch_factor": 16, "persistent_workers": True, "schedule": schedule}
+    loader = DataLoader(Made(draw_slowly, 64), 1, num_workers=2, **options)
     next(iter(loader))
-    iter(loader)
     start = time.monotonic()
+    iterator = iter(loader)
+    if schedule == "dynamic":
+        next(iterator)
     loader.close()
     assert time.monotonic() - start < 3, "16 samples of 0.3 s were waited for"
-
-
-@pytest.mark.processes
-def test_i4_with_dynamic_nothing_is_loaded_for_nobody() -> None:
-    loader = DataLoader(
-        SlowDraws(), 1, num_workers=2, prefetch_factor=16, persistent_workers=True, schedule="dynamic"
-    )
-    with loader:
-        next(iter(loader))
-        start = time.monotonic()
-        next(iter(loader))
-        assert time.monotonic() - start < 2

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils.worker import _generate_state
 
 from fastq_loader import DataLoader
@@ -40,13 +40,13 @@ from tests.support.datasets import (
     identity,
     tensor_sample,
 )
+from tests.support.loaders import WORKERS, seed_all, torch_has
 
 pytestmark = [
     pytest.mark.processes,
     # Three workers are what some rows are about; on a machine of two cores the loader rightly warns.
     pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes"),
 ]
-WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
 def draw_int64(generator: torch.Generator) -> int:
@@ -80,23 +80,6 @@ def draw() -> tuple[list[float], list[float], list[float]]:
     return torch.rand(5).tolist(), [random.random() for _ in range(5)], np.random.rand(5).tolist()
 
 
-def seeded_draws(torch_seed: int, random_seed: int, numpy_seed: int | list[int]) -> list[Any]:
-    """What `draw` gives the first and the second time after these seeds."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    seed_all(torch_seed, random_seed, numpy_seed)
-    drawn = [draw(), draw()]
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
-    return drawn
-
-
-def seed_all(torch_seed: int, random_seed: int, numpy_seed: int | list[int]) -> None:
-    torch.manual_seed(torch_seed)
-    random.seed(random_seed)
-    np.random.seed(numpy_seed)
-
-
 def draw_in_init(worker: int) -> None:
     info = get_worker_info()
     assert info is not None
@@ -104,45 +87,38 @@ def draw_in_init(worker: int) -> None:
     info.dataset.before = draw()
 
 
-def seed_in_init(worker: int) -> None:
-    seed_all(10 + worker, 20 + worker, 30 + worker)
-
-
 # R1 to R5: generators and seeds
 
 
 @WORKERS
-def test_r1_iter_draws_one_int64_even_without_a_need(workers: int) -> None:
-    expected = torch.Generator().manual_seed(5)
-    draw_int64(expected)
-    torch.manual_seed(5)
-    iterator = iter(DataLoader(range(8), num_workers=workers))
-    assert torch.equal(torch.get_rng_state(), expected.get_state())
-    assert len(list(iterator)) == 8
-    assert torch.equal(torch.get_rng_state(), expected.get_state())
-
-
-@WORKERS
-def test_r1_the_sampler_is_seeded_by_the_second_draw(workers: int) -> None:
-    source = torch.Generator().manual_seed(5)
-    _base_seed, sampler_seed = draw_int64(source), draw_int64(source)
-    torch.manual_seed(5)
-    order = [batch.item() for batch in DataLoader(range(30), shuffle=True, num_workers=workers)]
-    assert order == torch.randperm(30, generator=torch.Generator().manual_seed(sampler_seed)).tolist()
-
-
-@pytest.mark.parametrize(("workers", "drawn_at"), [(0, "next"), (1, "iter"), (2, "iter")])
-def test_r2_the_samplers_seed_is_drawn_at_iter_with_workers_and_at_next_without(
-    workers: int, drawn_at: str
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_r1_r2_r5_iter_draws_one_int64_and_the_sampler_draws_at_iter_with_workers_and_else_at_next(
+    workers: int, given: bool, shuffle: bool
 ) -> None:
-    expected, generator = (torch.Generator().manual_seed(7) for _ in range(2))
-    iterator = iter(DataLoader(range(8), shuffle=True, num_workers=workers, generator=generator))
+    seed_all(13)
+    untouched = torch.get_rng_state()
+    expected = torch.Generator().manual_seed(5 if given else 13)
+    generator = torch.Generator().manual_seed(5) if given else None
+    iterator = iter(DataLoader(range(30), shuffle=shuffle, num_workers=workers, generator=generator))
+
+    def as_expected() -> bool:
+        state = torch.get_rng_state() if generator is None else generator.get_state()
+        return torch.equal(state, expected.get_state())
+
     draw_int64(expected)
-    if drawn_at == "next":
-        assert torch.equal(generator.get_state(), expected.get_state())
-        next(iterator)
-    torch.randperm(8, generator=expected)  # a generator of the loader's draws the order itself
-    assert torch.equal(generator.get_state(), expected.get_state())
+    if workers == 0:
+        assert as_expected()
+    found = [next(iterator).item()] if workers == 0 else []
+    order = list(range(30))
+    if shuffle:  # a generator of the user's draws the order itself
+        source = expected if given else torch.Generator().manual_seed(draw_int64(expected))
+        order = torch.randperm(30, generator=source).tolist()
+    assert as_expected()
+    assert found + [batch.item() for batch in iterator] == order
+    assert torch.equal(torch.get_rng_state(), untouched) is given
+    assert random.getstate() == random.Random(13).getstate()
+    assert np.random.rand() == np.random.RandomState(13).rand()
 
 
 def test_r3_persistent_workers_are_seeded_once_and_draw_on() -> None:
@@ -159,38 +135,14 @@ def test_r3_persistent_workers_are_seeded_once_and_draw_on() -> None:
 
 @pytest.mark.parametrize("given", [False, True])
 def test_r4_worker_seeds_are_base_plus_id_and_numpys_a_hash_of_both(given: bool) -> None:
-    generator = torch.Generator().manual_seed(11)
     base = draw_int64(torch.Generator().manual_seed(11))
     torch.manual_seed(0 if given else 11)
-    loader = DataLoader(
-        Draws(2),
-        num_workers=2,
-        collate_fn=list,
-        generator=generator if given else None,
-        worker_init_fn=draw_in_init,
-    )
-    for worker, (sample,) in enumerate(loader):
-        expected = seeded_draws(base + worker, base + worker, _generate_state(base, worker))
+    generator = torch.Generator().manual_seed(11) if given else None
+    arguments: dict[str, Any] = {"collate_fn": list, "worker_init_fn": draw_in_init}
+    for worker, (sample,) in enumerate(DataLoader(Draws(2), num_workers=2, generator=generator, **arguments)):
         assert (sample["id"], sample["seed"]) == (worker, base + worker)
-        assert [sample["by init"], sample["drawn"]] == expected, "seeds are set before worker_init_fn"
-
-
-def test_r4_what_worker_init_fn_seeds_stays_in_force() -> None:
-    loader = DataLoader(Draws(2), num_workers=2, collate_fn=list, worker_init_fn=seed_in_init)
-    for worker, (sample,) in enumerate(loader):
-        assert sample["drawn"] == seeded_draws(10 + worker, 20 + worker, 30 + worker)[0]
-
-
-@WORKERS
-def test_r5_a_given_generator_leaves_the_global_ones_alone(workers: int) -> None:
-    seed_all(13, 13, 13)
-    before = torch.get_rng_state()
-    generator = torch.Generator().manual_seed(14)
-    for _ in range(2):
-        list(DataLoader(range(20), shuffle=True, num_workers=workers, generator=generator))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert random.getstate() == random.Random(13).getstate()
-    assert np.random.rand() == np.random.RandomState(13).rand()
+        seed_all(base + worker, base + worker, _generate_state(base, worker))
+        assert [sample["by init"], sample["drawn"]] == [draw(), draw()], "seeds come before worker_init_fn"
 
 
 # R6 to R8: when the sampler is asked
@@ -211,34 +163,6 @@ def test_r6_the_sampler_is_asked_as_far_ahead_as_prefetch_allows_and_no_further(
         assert sampler.handed_out == min(20, ahead + delivered)
     with pytest.raises(StopIteration):
         next(iterator)
-
-
-class Curriculum(Sampler[list[int]]):
-    """Its next batch is the number of steps that the training loop has taken."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(15):
-            yield [self.steps]
-
-    def __len__(self) -> int:
-        return 15
-
-
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_r6_a_sampler_that_reads_training_state_sees_the_step_that_it_sees_with_torch(workers: int) -> None:
-    seen = []
-    for kind in (TorchDataLoader, DataLoader):
-        sampler = Curriculum()
-        batches = []
-        for batch in kind(range(20), batch_sampler=sampler, num_workers=workers):
-            batches.append(batch.item())
-            sampler.steps += 1
-        seen.append(batches)
-    assert seen[0] == seen[1]
-    assert len(seen[1]) == 15
 
 
 @pytest.mark.parametrize("place", ["batch_sampler", "sampler", "sampler of samples"])
@@ -264,14 +188,11 @@ def test_r7_sampler_iterations_per_epoch_are_torchs(place: str, workers: int, pe
 
 
 @pytest.mark.parametrize("keys", [[[0, 1], [2, 3]], []], ids=["at the third", "at the first"])
-@pytest.mark.parametrize(
-    ("workers", "prefetch", "persistent"),
-    [(0, None, False), (1, 1, False), (1, 4, False), (2, 1, False), (2, 2, True), (2, 4, False)],
-)
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, None), (1, 1), (1, 4), (2, 1), (2, 2)])
 def test_r8_batches_before_a_sampler_error_are_delivered_first(
-    keys: list[list[int]], workers: int, prefetch: int | None, persistent: bool
+    keys: list[list[int]], workers: int, prefetch: int | None
 ) -> None:
-    arguments: dict[str, Any] = {"prefetch_factor": prefetch, "persistent_workers": persistent}
+    arguments: dict[str, Any] = {"prefetch_factor": prefetch, "persistent_workers": workers == 2}
     with DataLoader(range(9), batch_sampler=FailingSampler(keys), num_workers=workers, **arguments) as loader:
         for _ in range(2):
             iterator = iter(loader)
@@ -291,13 +212,10 @@ def worker_and_numbers(batches: Sequence[Any]) -> list[tuple[int, list[int]]]:
     return [(labels[0] // 1000, [label % 1000 for label in labels]) for labels in numbers]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_r9_workers_of_unequal_length_take_turns_until_each_has_ended(
-    persistent: bool, drop_last: bool
-) -> None:
+def test_r9_workers_of_unequal_length_take_turns_until_each_has_ended(drop_last: bool) -> None:
     """Each drops its own last batch."""
-    arguments: dict[str, Any] = {"drop_last": drop_last, "persistent_workers": persistent}
+    arguments: dict[str, Any] = {"drop_last": drop_last, "persistent_workers": True}
     with DataLoader(Stream("tensors", [5, 2, 4]), 2, num_workers=3, **arguments) as loader:
         for _ in range(2):
             expected = [(0, [0, 1]), (1, [0, 1]), (2, [0, 1]), (0, [2, 3]), (2, [2, 3]), (0, [4])]
@@ -331,14 +249,12 @@ def test_r10_out_of_order_every_batch_comes_exactly_once_and_none_waits_for_the_
 
 
 def test_r10_a_stream_out_of_order_loses_nothing() -> None:
-    loader = DataLoader(SlowStream("tensors", [3, 20]), batch_size=2, num_workers=2, in_order=False)
-    batches = worker_and_numbers(list(loader))
-    expected = [(0, [0, 1]), (0, [2]), *((1, [i, i + 1]) for i in range(0, 20, 2))]
-    assert sorted(batches) == sorted(expected)
+    stream = SlowStream("tensors", [3, 20])
+    batches = worker_and_numbers(list(DataLoader(stream, 2, num_workers=2, in_order=False)))
+    slow, fast = ([numbers for sender, numbers in batches if sender == worker] for worker in (0, 1))
     assert batches[0][0] == 1
-    for worker in (0, 1):
-        own = [numbers for sender, numbers in batches if sender == worker]
-        assert own == sorted(own), f"worker {worker}'s batches were shuffled"
+    assert slow == [[0, 1], [2]]
+    assert fast == [[i, i + 1] for i in range(0, 20, 2)]
 
 
 class Gated(Dataset):
@@ -387,47 +303,27 @@ def feasible_script(seed: int, samples: int, workers: int, prefetch: int) -> lis
     return script
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 3])
-def test_r10_a_slow_worker_0_and_a_fast_worker_1_give_torchs_sequence(prefetch: int) -> None:
-    script = [1] * (12 - prefetch) + [0] * prefetch
-    torchs, ours = (play(kind, script, 2, prefetch) for kind in (TorchDataLoader, DataLoader))
+SCRIPTS = [
+    *((2, prefetch, [1] * (12 - prefetch) + [0] * prefetch) for prefetch in (1, 2, 3)),  # worker 0 is slow
+    *((w, p, feasible_script(seed, 18, w, p)) for seed, w, p in [(0, 2, 2), (1, 3, 1), (2, 3, 2), (3, 2, 4)]),
+]
+
+
+@pytest.mark.skipif(not torch_has("_workers_num_tasks"), reason="this torch hands out tasks in turn")
+@pytest.mark.parametrize(("workers", "prefetch", "script"), SCRIPTS)
+def test_r10_the_choice_of_the_next_worker_is_torchs_for_any_order_of_completion(
+    workers: int, prefetch: int, script: list[int]
+) -> None:
+    torchs, ours = (play(kind, script, workers, prefetch) for kind in (TorchDataLoader, DataLoader))
     assert torchs == ours
     assert [worker for _, worker in ours] == script
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_r10_the_choice_of_the_next_worker_is_torchs_for_any_order_of_completion(seed: int) -> None:
-    workers, prefetch = [(2, 2), (3, 1), (3, 2), (2, 4)][seed]
-    script = feasible_script(seed, 18, workers, prefetch)
-    torchs, ours = (play(kind, script, workers, prefetch) for kind in (TorchDataLoader, DataLoader))
-    assert torchs == ours
-
-
-class WhoMadeIt(Dataset):
-    """The id of the worker; an odd one is slower."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.02 * (own_worker() % 2))
-        return own_worker()
-
-
-def test_r10_in_order_batch_k_is_made_by_worker_k_modulo_n() -> None:
-    made = [batch.tolist() for batch in DataLoader(WhoMadeIt(), batch_size=1, num_workers=2)]
-    assert made == [[k % 2] for k in range(10)]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
+@WORKERS
 def test_r10b_without_batches_samples_are_converted_and_not_collated(workers: int) -> None:
     samples = [3, "text", 2.5, np.arange(3), (1, np.float32(2)), {"a": np.zeros(2), "n": None}, torch.ones(2)]
-    torchs, ours = (
-        list(kind(samples, batch_size=None, num_workers=workers)) for kind in (TorchDataLoader, DataLoader)
-    )
-    assert type(ours[0]) is int
-    assert ours[0] == 3
-    assert isinstance(ours[3], torch.Tensor)
+    torchs, ours = (list(kind(samples, None, num_workers=workers)) for kind in (TorchDataLoader, DataLoader))
+    assert (type(ours[0]), ours[0], type(ours[3])) == (int, 3, torch.Tensor)
     assert_same(torchs, ours)
 
 
@@ -451,21 +347,16 @@ ODD_BATCHES: list[Any] = [
 
 
 @WORKERS
-def test_r11_odd_keys_reach_the_dataset_with_value_and_type(workers: int) -> None:
+def test_r11_odd_keys_reach_the_dataset_with_value_type_and_container(workers: int) -> None:
     arguments: dict[str, Any] = {"num_workers": workers, "collate_fn": identity}
-    for key, echoed in zip(
-        ODD_KEYS, DataLoader(Echo(), batch_size=None, sampler=ODD_KEYS, **arguments), strict=True
-    ):
+    singly = DataLoader(Echo(), batch_size=None, sampler=ODD_KEYS, **arguments)
+    for key, echoed in zip(ODD_KEYS, singly, strict=True):
         assert_same(Echo()[key], echoed, f"key {key!r}")
     batches = [[0, key, 1] for key in ODD_KEYS] + [list(range(5000)), []]
     for batch, samples in zip(batches, DataLoader(Echo(), batch_sampler=batches, **arguments), strict=True):
         assert_same([Echo()[key] for key in batch], samples, f"keys {batch[:3]!r}")
-
-
-@WORKERS
-def test_r11_a_batch_of_keys_keeps_its_container(workers: int) -> None:
-    loader = DataLoader(BatchEcho(), batch_sampler=ODD_BATCHES, num_workers=workers, collate_fn=identity)
-    for keys, (container, echoed) in zip(ODD_BATCHES, loader, strict=True):
+    together = DataLoader(BatchEcho(), batch_sampler=ODD_BATCHES, **arguments)
+    for keys, (container, echoed) in zip(ODD_BATCHES, together, strict=True):
         assert container is type(keys)
         assert_same(keys, echoed, f"keys {keys!r}")
 
