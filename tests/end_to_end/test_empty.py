@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,11 @@ from torch.utils.data import IterableDataset, default_collate
 import fastq_loader
 from fastq_loader import DataLoader
 from tests.conftest import held_memory
-from tests.support.datasets import Made, Opaque, assert_same, describe, difference, extent, identity
+from tests.support.datasets import Made, Opaque, assert_same, extent, identity
+from tests.support.loaders import IMAGE, WORKERS, image, image_and_label
 
-IMAGE = (3, 128, 128)
-WORKERS = pytest.mark.parametrize("workers", [0, 2])
+pytestmark = pytest.mark.processes
 Samples = list[tuple[torch.Tensor, int]]
-
-
-def image(index: int) -> torch.Tensor:
-    return torch.full(IMAGE, float(index))
-
-
-def image_and_label(index: int) -> tuple[torch.Tensor, int]:
-    return image(index), index
 
 
 def stacked(position: int) -> torch.Tensor:
@@ -63,13 +55,7 @@ def stack_and_split(batch: Samples) -> list[torch.Tensor]:
 
 
 def stack_and_wrap(batch: Samples) -> Opaque:
-    return Opaque({"out": stack_into_empty(batch)})
-
-
-def stack_into_numpy(batch: Samples) -> np.ndarray:
-    out = fastq_loader.empty((len(batch), *IMAGE), torch.float32).numpy()
-    np.stack([one.numpy() for one, _ in batch], out=out)
-    return out
+    return Opaque({"out": stack_into_empty(batch), "array": stack_into_empty(batch).numpy()})
 
 
 def stack_and_waste(batch: Samples) -> torch.Tensor:
@@ -80,11 +66,8 @@ def stack_and_waste(batch: Samples) -> torch.Tensor:
 
 
 def stack_in_a_thread(batch: Samples) -> torch.Tensor:
-    found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(stack_into_empty(batch)))
-    thread.start()
-    thread.join()
-    return found.pop()
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(stack_into_empty, batch).result()
 
 
 COLLATES: dict[Callable[[Any], Any], Callable[[int], Any]] = {
@@ -92,40 +75,27 @@ COLLATES: dict[Callable[[Any], Any], Callable[[int], Any]] = {
     stack_twice: lambda k: [stacked(k) + 0.5, stacked(k)],
     stack_and_slice: lambda k: stack_and_slice([(image(4 * k + i), 0) for i in range(4)]),
     stack_and_split: lambda k: [image(4 * k + i) for i in range(4)],
-    stack_and_wrap: lambda k: Opaque({"out": stacked(k)}),
-    stack_into_numpy: lambda k: stacked(k).numpy(),
+    stack_and_wrap: lambda k: Opaque({"out": stacked(k), "array": stacked(k).numpy()}),
     stack_and_waste: stacked,
     stack_in_a_thread: stacked,
 }
 
 
-@pytest.mark.processes
 @WORKERS
 @pytest.mark.parametrize("collate", COLLATES, ids=lambda collate: collate.__name__)
 def test_empty_in_a_collate_gives_equal_batches_that_share_nothing(
     collate: Callable[[Any], Any], workers: int
 ) -> None:
     expected = [COLLATES[collate](position) for position in range(12)]
-    loader = DataLoader(Made(image_and_label, 48), batch_size=4, num_workers=workers, collate_fn=collate)
-    kept = []
-    for position, batch in enumerate(loader):
-        if collate is not stack_and_split:  # its parts share a buffer, also without workers
-            assert_same(expected[position], batch)
-        kept.append(batch)
+    kept = list(DataLoader(Made(image_and_label, 48), 4, num_workers=workers, collate_fn=collate))
     for position, batch in enumerate(kept):  # all of them at once: no memory was given away
-        assert difference(plain_values(expected[position]), plain_values(batch)) is None
+        if collate is stack_and_split:  # its parts share a buffer, also without workers
+            assert all(map(torch.equal, expected[position], batch))
+        else:
+            assert_same(expected[position], batch)
         if collate is stack_twice:
             (start, end), (other_start, other_end) = map(extent, batch)
             assert end <= other_start or other_end <= start
-
-
-def plain_values(batch: Any) -> Any:
-    """The values alone, without strides and overlaps."""
-    if isinstance(batch, list):
-        return [plain_values(one) for one in batch]
-    if isinstance(batch, torch.Tensor):
-        batch = batch.clone(memory_format=torch.contiguous_format)
-    return describe(batch)
 
 
 def two_images_in_empty(index: int) -> dict[str, Any]:
@@ -133,18 +103,14 @@ def two_images_in_empty(index: int) -> dict[str, Any]:
     return {"a": first, "b": (second, index)}
 
 
-@pytest.mark.processes
 @WORKERS
 @pytest.mark.parametrize("batch_size", [None, 4])
 def test_empty_in_a_dataset_gives_equal_batches(batch_size: int | None, workers: int) -> None:
-    kept = list(DataLoader(Made(two_images_in_empty, 40), batch_size=batch_size, num_workers=workers))
-    size = batch_size or 1
+    kept = list(DataLoader(Made(two_images_in_empty, 40), batch_size, num_workers=workers))
     for position, batch in enumerate(kept):
-        indices = torch.arange(size * position, size * position + size).float()
-        for images, sign in ((batch["a"], 1), (batch["b"][0], -1)):
-            assert images.shape == ((size, *IMAGE) if batch_size else IMAGE)
-            rows = images.reshape(size, -1)
-            assert torch.equal(rows, (sign * indices)[:, None].expand_as(rows))
+        expected = image(position) if batch_size is None else stacked(position)
+        assert torch.equal(batch["a"], expected)
+        assert torch.equal(batch["b"][0], -expected)
 
 
 def empties_of_all_sorts(index: int) -> list[torch.Tensor]:
@@ -153,7 +119,6 @@ def empties_of_all_sorts(index: int) -> list[torch.Tensor]:
     return [fastq_loader.empty(shape, dtype).fill_(index) for shape in shapes for dtype in dtypes]
 
 
-@pytest.mark.processes
 def test_empty_of_every_shape_and_dtype_travels_and_is_torchs_outside_of_workers() -> None:
     loader = DataLoader(Made(empties_of_all_sorts, 6), batch_size=None, num_workers=2, collate_fn=identity)
     for index, batch in enumerate(loader):
@@ -162,7 +127,18 @@ def test_empty_of_every_shape_and_dtype_travels_and_is_torchs_outside_of_workers
         assert all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in here)
 
 
-# What a collate keeps
+def test_empty_that_is_not_returned_is_used_again() -> None:
+    """Three wasted buffers of 786 kB with each of 60 batches: 141 MB if they were lost."""
+    held = []
+    loader = DataLoader(Made(image_and_label, 4 * 91), 4, num_workers=2, collate_fn=stack_and_waste)
+    for position, batch in enumerate(loader):
+        assert batch.amax() == 4 * position + 3
+        del batch
+        held += [held_memory()] if position in (30, 90) else []
+    assert held[1] - held[0] < 60e6
+
+
+# What user code keeps
 
 
 KEPT_BY_WORKER: list[torch.Tensor] = []
@@ -177,109 +153,75 @@ def keep_the_first(batch: Samples) -> list[torch.Tensor]:
     return [out, KEPT_BY_WORKER[0]]
 
 
-def keep_the_last_three(batch: Samples) -> torch.Tensor:
+def keep_the_last_three(batch: Samples) -> list[torch.Tensor]:
     """Keep results for a while, and read them later."""
     for kept in KEPT_BY_WORKER:
         assert kept.flatten()[0] == kept.flatten()[1], "a kept tensor was overwritten"
-    out = stack_into_empty(batch)
-    KEPT_BY_WORKER.append(out)
+    KEPT_BY_WORKER.append(stack_into_empty(batch))
     del KEPT_BY_WORKER[:-3]
-    return out
+    return KEPT_BY_WORKER[-1:]
 
 
-@pytest.mark.processes
-def test_empty_kept_by_the_worker_stays_what_it_was() -> None:
-    kept = []
-    for position, (fresh, first) in enumerate(
-        DataLoader(Made(image_and_label, 100), 4, num_workers=1, collate_fn=keep_the_first)
-    ):
-        kept += [(position, fresh, first)] if position % 4 == 0 else []
-        assert torch.equal(fresh, stacked(position))
-        assert torch.equal(first, stacked(0)), f"batch {position} brought another first batch"
-    for position, fresh, first in kept:
-        assert torch.equal(fresh, stacked(position))
-        assert torch.equal(first, stacked(0))
-
-
-@pytest.mark.processes
-def test_empty_kept_for_a_while_by_the_worker_corrupts_no_batch() -> None:
-    loader = DataLoader(Made(image_and_label, 160), 4, num_workers=2, collate_fn=keep_the_last_three)
-    held: collections.deque[tuple[int, torch.Tensor]] = collections.deque(maxlen=5)
-    for position, batch in enumerate(loader):
-        held.append((position, batch))
-        for number, one in held:
-            assert one[:, 0, 0, 0].tolist() == list(range(4 * number, 4 * number + 4))
-
-
-@pytest.mark.processes
-def test_empty_that_is_not_returned_is_used_again() -> None:
-    """Three wasted buffers of 786 kB with each of 60 batches: 141 MB if they were lost."""
-    held = []
-    for position, batch in enumerate(
-        DataLoader(Made(image_and_label, 4 * 91), 4, num_workers=2, collate_fn=stack_and_waste)
-    ):
-        assert batch.amax() == 4 * position + 3
-        del batch
-        held += [held_memory()] if position in (30, 90) else []
-    assert held[1] - held[0] < 60e6
-
-
-def keep_a_buffer(batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Collate into one buffer for all batches, and spoil the previous batch's extra tensor."""
+def keep_a_buffer(batch: Samples) -> list[torch.Tensor]:
+    """Collate into one buffer for all batches."""
     if not KEPT_BY_WORKER:
-        KEPT_BY_WORKER.extend([torch.empty(len(batch), *IMAGE), torch.zeros(3)])
-    buffer, small = KEPT_BY_WORKER
-    torch.stack(batch, out=buffer)
-    small += 1
-    return {"images": buffer, "count": small}
+        KEPT_BY_WORKER.append(torch.empty(len(batch), *IMAGE))
+    return [torch.stack([one for one, _ in batch], out=KEPT_BY_WORKER[0])]
 
 
-@pytest.mark.processes
-def test_a_collate_that_stacks_into_the_same_buffer_changes_no_delivered_batch() -> None:
-    kept = list(DataLoader(Made(image, 160), batch_size=4, num_workers=1, collate_fn=keep_a_buffer))
-    for position, batch in enumerate(kept):
-        assert torch.equal(batch["images"], stacked(position)), f"batch {position}"
-        assert batch["count"].tolist() == [position + 1] * 3
-
-
-# What a dataset keeps
+@pytest.mark.parametrize("collate", [keep_the_first, keep_the_last_three, keep_a_buffer])
+def test_what_a_collate_keeps_and_writes_to_changes_no_delivered_batch(collate: Callable[[Any], Any]) -> None:
+    held: collections.deque[tuple[int, Any]] = collections.deque(maxlen=5)
+    loader = DataLoader(Made(image_and_label, 160), 4, num_workers=1, collate_fn=collate)
+    for delivered in enumerate(loader):
+        held.append(delivered)
+        for position, (fresh, *first) in held:
+            assert torch.equal(fresh, stacked(position))
+            assert all(torch.equal(one, stacked(0)) for one in first), f"batch {position} brought another"
 
 
 class Keeper:
-    """A dataset that ships one tensor, which it writes to before, in one of several manners."""
+    """A dataset that ships one tensor, which it writes to before, in several manners in turn."""
 
-    def __init__(self, manner: Callable[[torch.Tensor], Any]) -> None:
-        self.manner = manner
+    def __init__(self) -> None:
         self.buffer = torch.from_numpy(np.zeros((100, 400), dtype=np.float32))
 
     def __len__(self) -> int:
         return 60
 
     def __getitem__(self, index: int) -> Any:
-        return self.manner(self.buffer.fill_(index))
+        return MANNERS[index % len(MANNERS)](self.buffer.fill_(index))
 
 
-MANNERS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "the tensor": lambda buffer: [buffer],
-    "a view of it": lambda buffer: [buffer[10:]],
-    "its transpose": lambda buffer: [buffer.t()],
-    "its array": lambda buffer: [buffer.numpy()],
-    "another tensor on its array": lambda buffer: [torch.from_numpy(buffer.numpy())],
-    "inside an object": lambda buffer: [Opaque(buffer), buffer],
-}
+MANNERS: list[Callable[[torch.Tensor], Any]] = [
+    lambda buffer: [buffer],
+    lambda buffer: [buffer[10:]],
+    lambda buffer: [buffer.t()],
+    lambda buffer: [buffer.numpy()],
+    lambda buffer: [torch.from_numpy(buffer.numpy())],
+    lambda buffer: [Opaque(buffer), buffer],
+]
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("manner", MANNERS)
-def test_a_dataset_that_writes_to_its_own_tensor_changes_no_delivered_batch(manner: str) -> None:
+class StreamOfOneBuffer(IterableDataset):
+    """Yields one buffer, and spoils it after each yield."""
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        buffer = torch.empty(IMAGE)
+        for index in range(40):
+            yield [buffer.fill_(index)]
+            buffer.fill_(-1)
+
+
+@pytest.mark.parametrize("dataset", [Keeper(), StreamOfOneBuffer()], ids=["map-style", "stream"])
+def test_a_dataset_that_writes_to_its_own_tensor_changes_no_delivered_batch(dataset: Any) -> None:
     """torch moves the dataset's own tensor to shared memory, where later writes reach delivered batches."""
-    loader = DataLoader(Keeper(MANNERS[manner]), batch_size=None, num_workers=2, collate_fn=identity)
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, collate_fn=identity)
     for index, batch in enumerate(list(loader)):
         for part in batch:
             assert np.unique(np.asarray(getattr(part, "value", part))).tolist() == [index]
 
 
-@pytest.mark.processes
 def test_a_dataset_does_not_see_what_the_consumer_writes() -> None:
     zeros = torch.zeros(100, 400)
     loader = DataLoader([zeros] * 30, None, num_workers=1, collate_fn=identity, persistent_workers=True)
@@ -288,19 +230,3 @@ def test_a_dataset_does_not_see_what_the_consumer_writes() -> None:
             for batch in loader:
                 assert not batch.any()
                 batch.fill_(9)
-
-
-class StreamOfOneBuffer(IterableDataset):
-    """Yields one buffer, and spoils it after each yield."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        buffer = torch.empty(IMAGE)
-        for index in range(40):
-            yield buffer.fill_(index)
-            buffer.fill_(-1)
-
-
-@pytest.mark.processes
-def test_a_stream_that_spoils_its_buffer_changes_no_delivered_batch() -> None:
-    loader = DataLoader(StreamOfOneBuffer(), batch_size=None, num_workers=1)
-    assert [np.unique(batch).tolist() for batch in list(loader)] == [[index] for index in range(40)]
