@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,12 +18,11 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from warnings import WarningMessage
 
 import pytest
@@ -45,6 +45,14 @@ ROOT = Path(__file__).resolve().parents[1]
 SETTLE_SECONDS = 3.0
 
 
+def _read(path: str) -> str:
+    """A file of /proc; nothing where the process is gone, or not ours to look into."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 class ProcessEntry(NamedTuple):
     """One line of the process table."""
 
@@ -62,38 +70,25 @@ class ProcessEntry(NamedTuple):
         return self.state == "Z"
 
 
-def _process(pid: int) -> ProcessEntry | None:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The name stands in parentheses and may hold spaces and parentheses itself.
-    head, _, tail = stat.rpartition(")")
-    state, parent, _group, session = tail.split()[:4]
-    return ProcessEntry(pid, head.partition("(")[2], state, int(parent), int(session))
-
-
 def process_table() -> list[ProcessEntry]:
     """Every process that this one can see."""
-    entries = (_process(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
-    return [entry for entry in entries if entry is not None]
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
+    entries = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        # The name stands in parentheses and may hold spaces and parentheses itself.
+        head, _, tail = _read(f"/proc/{pid}/stat").rpartition(")")
+        if tail:
+            state, parent, _group, session = tail.split()[:4]
+            name = head.partition("(")[2]
+            entries.append(ProcessEntry(int(pid), name, state, int(parent), int(session)))
+    return entries
 
 
 def _is_helper(entry: ProcessEntry) -> bool:
     """Whether this is multiprocessing's resource tracker or fork server: they live as long as the program."""
-    own, parents = _command(entry.pid), _command(entry.parent)
-    if b"multiprocessing.resource_tracker import" in own:
-        return True
+    own, parents = (_read(f"/proc/{pid}/cmdline") for pid in (entry.pid, entry.parent))
     # A worker forked by the fork server has the fork server's command line, and the fork server for a parent.
-    server = b"multiprocessing.forkserver import"
-    return server in own and server not in parents
+    server = "multiprocessing.forkserver import"
+    return "multiprocessing.resource_tracker import" in own or (server in own and server not in parents)
 
 
 def descendants(root: int | None = None) -> dict[int, ProcessEntry]:
@@ -101,13 +96,12 @@ def descendants(root: int | None = None) -> dict[int, ProcessEntry]:
     children: dict[int, list[ProcessEntry]] = {}
     for entry in process_table():
         children.setdefault(entry.parent, []).append(entry)
-    found: dict[int, ProcessEntry] = {}
+    found: list[ProcessEntry] = []
     pending = [os.getpid() if root is None else root]
     while pending:
-        for entry in children.get(pending.pop(), ()):
-            pending.append(entry.pid)
-            found[entry.pid] = entry
-    return {pid: entry for pid, entry in found.items() if not _is_helper(entry)}
+        found += (new := children.get(pending.pop(), []))
+        pending += (entry.pid for entry in new)
+    return {entry.pid: entry for entry in found if not _is_helper(entry)}
 
 
 def open_descriptors() -> dict[int, str]:
@@ -126,76 +120,50 @@ def open_descriptors() -> dict[int, str]:
 
 def live_threads() -> set[str]:
     """Python's threads, and ZeroMQ's, which Python does not list."""
-    found = {f"{thread.name} ({thread.ident})" for thread in threading.enumerate()}
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):
-            name = (task / "comm").read_text().strip()
-            if name.startswith("ZMQ"):
-                found.add(f"{name} ({task.name})")
-    return found
+    names = {task: _read(f"/proc/self/task/{task}/comm").strip() for task in os.listdir("/proc/self/task")}
+    found = {f"{name} ({task})" for task, name in names.items() if name.startswith("ZMQ")}
+    return found | {f"{thread.name} ({thread.ident})" for thread in threading.enumerate()}
 
 
 def held_memory() -> int:
     """Bytes of memory that this process and its children hold; a shared page is counted once."""
-    total = 0
-    for pid in (os.getpid(), *descendants()):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return 1024 * total
+    rollups = "".join(_read(f"/proc/{pid}/smaps_rollup") for pid in (os.getpid(), *descendants()))
+    return 1024 * sum(int(kib) for kib in re.findall(r"^Pss: +(\d+)", rollups, re.MULTILINE))
 
 
 def new_shared_memory(before: Iterable[str]) -> set[str]:
     """Entries of /dev/shm that were not there before, without those that strangers' processes use."""
-    inodes: dict[int, str] = {}
+    inodes: dict[str, str] = {}
     for name in set(os.listdir("/dev/shm")) - set(before):
         with suppress(FileNotFoundError):
-            inodes[os.stat(f"/dev/shm/{name}").st_ino] = name
-    if not inodes:
-        return set()
-    own = {os.getpid(), *descendants()}
-    for entry in process_table():
-        if entry.pid not in own:
-            with suppress(OSError):
-                lines = Path(f"/proc/{entry.pid}/maps").read_text().splitlines()
-                # By inode: a semaphore is mapped under a name that it has lost since.
-                used = {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
-                inodes = {inode: name for inode, name in inodes.items() if inode not in used}
+            inodes[str(os.stat(f"/dev/shm/{name}").st_ino)] = name
+    strangers = {entry.pid for entry in process_table()} - {os.getpid(), *descendants()} if inodes else ()
+    for pid in strangers:
+        # By inode: a semaphore is mapped under a name that it has lost since.
+        for inode in re.findall(r" (\d+) +/dev/shm/", _read(f"/proc/{pid}/maps")):
+            inodes.pop(inode, None)
     return set(inodes.values())
 
 
-@dataclass(frozen=True)
-class Belongings:
-    """What this process holds at one moment."""
+def belongings() -> dict[str, set[str]]:
+    """What this process holds now, by kind."""
+    return {
+        # By number alone: a process that is killed, or that renames itself, is no new one.
+        "processes": set(map(str, descendants())),
+        "descriptors": {f"{fd} -> {target}" for fd, target in open_descriptors().items()},
+        "shared memory": set(os.listdir("/dev/shm")),
+        # multiprocessing keeps one folder ("pymp-…") for the life of a program.
+        "files": {name for name in os.listdir(tempfile.gettempdir()) if not name.startswith("pymp-")},
+        "threads": live_threads(),
+    }
 
-    processes: frozenset[str]
-    descriptors: frozenset[str]
-    shared_memory: frozenset[str]
-    temporary: frozenset[str]
-    threads: frozenset[str]
 
-    @classmethod
-    def now(cls) -> Belongings:
-        temporary = os.listdir(tempfile.gettempdir())
-        return cls(
-            # By number alone: a process that is killed, or that renames itself, is no new one.
-            processes=frozenset(map(str, descendants())),
-            descriptors=frozenset(f"{fd} -> {target}" for fd, target in open_descriptors().items()),
-            shared_memory=frozenset(os.listdir("/dev/shm")),
-            # multiprocessing keeps one folder ("pymp-…") for the life of a program.
-            temporary=frozenset(name for name in temporary if not name.startswith("pymp-")),
-            threads=frozenset(live_threads()),
-        )
-
-    def beyond(self, before: Belongings) -> dict[str, list[str]]:
-        """What is here and was not there before, by kind."""
-        new = {
-            field.name: sorted(getattr(self, field.name) - getattr(before, field.name))
-            for field in fields(self)
-        }
-        if new["shared_memory"]:
-            new["shared_memory"] = sorted(new_shared_memory(before.shared_memory))
-        return {kind: names for kind, names in new.items() if names}
+def acquired(before: dict[str, set[str]]) -> dict[str, set[str]]:
+    """What this process holds now and did not hold before, by kind."""
+    new = {kind: names - before[kind] for kind, names in belongings().items()}
+    if new["shared memory"]:
+        new["shared memory"] = new_shared_memory(before["shared memory"])
+    return {kind: names for kind, names in new.items() if names}
 
 
 def of_kind(caught: Iterable[WarningMessage], kind: type[Warning]) -> list[WarningMessage]:
@@ -230,27 +198,28 @@ def _nothing_left_behind(request: pytest.FixtureRequest, _own_temporary_folder: 
         yield
         return
     cuda = torch.cuda.is_initialized()
-    children = set(descendants())
-    before = Belongings.now()
+    before = belongings()
     yield
-    if request.node.stash.get(FAILED, False):
-        # The failure's traceback keeps the test's variables alive; the next test shall not suffer from it.
-        _kill(set(descendants()) - children)
-        return
-    deadline = time.monotonic() + SETTLE_SECONDS
-    left = Belongings.now().beyond(before)
-    while left and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.05)
-        left = Belongings.now().beyond(before)
+    left: dict[str, set[str]] = {}
+
+    def settled() -> bool:
+        nonlocal left
+        left = acquired(before)
+        if left:
+            gc.collect()
+        return not left
+
+    # A failure's traceback keeps the test's variables alive; the next test shall not suffer from it.
+    if not request.node.stash.get(FAILED, False):
+        wait_until(settled, SETTLE_SECONDS)
     if torch.cuda.is_initialized() != cuda:
         left.pop("descriptors", None)  # the driver's, which stay open for the program's life
         left.pop("threads", None)
+    new = {pid: str(entry) for pid, entry in descendants().items() if str(pid) not in before["processes"]}
+    _kill(new)
     if left:
-        if "processes" in left:
-            left["processes"] = [str(descendants().get(int(pid), pid)) for pid in left["processes"]]
-        _kill(set(descendants()) - children)
-        listing = "\n".join(f"  {kind}: {', '.join(names)}" for kind, names in left.items())
+        left |= {"processes": set(new.values())} if new else {}
+        listing = "\n".join(f"  {kind}: {', '.join(sorted(names))}" for kind, names in left.items())
         pytest.fail(f"left behind {SETTLE_SECONDS:.0f} s after the test:\n{listing}", pytrace=False)
 
 
@@ -274,12 +243,9 @@ def pytest_runtest_makereport(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--chaos-seconds", type=float, default=6.0, help="how long each run of tests marked chaos may go on"
-    )
-    parser.addoption(
-        "--chaos-seed", type=int, default=None, help="of the first run; drawn if it is not given"
-    )
+    chaos = parser.getgroup("chaos")
+    chaos.addoption("--chaos-seconds", type=float, default=6.0, help="how long each test may go on")
+    chaos.addoption("--chaos-seed", type=int, help="of the first run; drawn if it is not given")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -295,12 +261,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @dataclass(frozen=True)
 class ScriptResult:
-    """How a script ended. Times are in seconds; `finished` is a reading of `time.monotonic()`."""
+    """How and when a script ended; `finished` is a reading of `time.monotonic()`, in seconds."""
 
     returncode: int
     stdout: str
     stderr: str
-    seconds: float
     finished: float
     left: tuple[str, ...]
     """Processes of the script's session that outlived it by more than a second (they were killed then)."""
@@ -309,8 +274,13 @@ class ScriptResult:
 class Script:
     """A Python script in a session of its own, with the repository on its path and its output in files.
 
-    Pipes would not do: a worker that outlives the script holds their other end, and reading would wait for
-    it.
+    With pipes, reading would wait for a worker that outlives the script and holds their other end.
+
+    Args:
+        source: what it runs. What a worker needs must be importable (tests.support.crimes): workers that are
+            not forked see nothing that the script defines.
+        env: is added to the environment.
+        prefix: a command that runs another one (`unshare -m`).
     """
 
     def __init__(
@@ -325,7 +295,6 @@ class Script:
         script.write_text(f'if __name__ == "__main__":\n{body}\n')
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
-            self._started = time.monotonic()
             self._process = subprocess.Popen(
                 [*prefix, sys.executable, str(script)],
                 env={**os.environ, "PYTHONPATH": path, **(env or {})},
@@ -334,44 +303,24 @@ class Script:
                 stderr=stderr,
                 start_new_session=True,
             )
+        self.pid = self._process.pid
 
     def __enter__(self) -> Script:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.kill_all()
+    def __exit__(self, *_: object) -> None:
+        _kill(entry.pid for entry in self.processes())
         self._process.wait()
         self._folder.cleanup()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def stdout(self) -> str:
-        return self._stdout.read_text(errors="replace")
-
-    @property
-    def stderr(self) -> str:
-        return self._stderr.read_text(errors="replace")
 
     def processes(self) -> list[ProcessEntry]:
         """Who is alive in the script's session, the script included."""
         return [entry for entry in process_table() if entry.session == self.pid and not entry.zombie]
 
-    def kill_all(self) -> None:
-        _kill(entry.pid for entry in self.processes())
-
     def wait_for(self, text: str, timeout: float = 30) -> None:
         """Wait until the script has printed `text`."""
-
-        def settled() -> bool:
-            return text in self.stdout or self._process.poll() is not None
-
-        if not wait_until(settled, timeout) or text not in self.stdout:
-            raise AssertionError(f"the script never printed {text!r}\n{self._output()}")
+        wait_until(lambda: text in _read(str(self._stdout)) or self._process.poll() is not None, timeout)
+        assert text in _read(str(self._stdout)), f"the script never printed {text!r}\n{self._output()}"
 
     def finish(self, timeout: float = 20) -> ScriptResult:
         """Wait for the end; a script that takes longer than `timeout` seconds from here is a failure."""
@@ -379,40 +328,24 @@ class Script:
             returncode = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             alive = ", ".join(map(str, self.processes()))
-            raise AssertionError(
-                f"the script still ran after {timeout} s ({alive})\n{self._output()}"
-            ) from None
+            text = f"the script still ran after {timeout} s ({alive})\n{self._output()}"
+            raise AssertionError(text) from None
         finished = time.monotonic()
         wait_until(lambda: not self.processes(), 1)
         left = tuple(map(str, self.processes()))
-        self.kill_all()
-        return ScriptResult(returncode, self.stdout, self.stderr, finished - self._started, finished, left)
+        _kill(entry.pid for entry in self.processes())
+        output = (_read(str(path)) for path in (self._stdout, self._stderr))
+        return ScriptResult(returncode, *output, finished, left)
 
     def _output(self) -> str:
-        return f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+        return f"--- stdout\n{_read(str(self._stdout))}\n--- stderr\n{_read(str(self._stderr))}"
 
 
-@contextmanager
-def running_script(
-    source: str, *, env: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
-) -> Iterator[Script]:
-    """Start a script, to be watched, signalled and finished by the caller."""
-    with Script(source, env=env, prefix=prefix) as script:
-        yield script
+#: To be watched, signalled and finished by the caller.
+running_script = Script
 
 
-def run_script(
-    source: str,
-    *,
-    env: Mapping[str, str] | None = None,
-    timeout: float = 20,
-    prefix: Sequence[str] = (),
-) -> ScriptResult:
-    """Run a script to its end.
-
-    `env` adds to the environment; `prefix` is a command that runs another one (`unshare -m`). What a worker
-    needs must be importable (tests.support.crimes): workers that are not forked see
-    nothing that the script defines.
-    """
-    with running_script(source, env=env, prefix=prefix) as script:
+def run_script(source: str, *, timeout: float = 20, **arguments: Any) -> ScriptResult:
+    """Run a `Script` to its end."""
+    with Script(source, **arguments) as script:
         return script.finish(timeout)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
 from multiprocessing.context import SpawnContext
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, ToDevice, arguments
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
+from tests.support.datasets import Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(())
+STREAM = Stream("tensors", [1])
 
 
 def loader(**given: Any) -> DataLoader[Any]:
@@ -70,7 +67,7 @@ def test_i9_wrong_values_are_refused_at_construction_when_set_and_when_an_iterat
         ),
         ({"num_workers": WORKERS + 1}, ValueError, f"num_workers={WORKERS + 1} is too many: use at most"),
         (
-            {"dataset": Stream(), "workers": Processes(max_restarts=2)},
+            {"dataset": STREAM, "workers": Processes(max_restarts=2)},
             ValueError,
             r"Processes\(max_restarts=2\) cannot be kept with an IterableDataset",
         ),
@@ -107,7 +104,7 @@ def test_what_arguments_come_to() -> None:
     assert arguments.is_dynamic(made)
     assert not arguments.is_iterable(made)
     assert not arguments.is_iterable(object.__new__(DataLoader))
-    assert arguments.is_iterable(loader(dataset=Stream()))
+    assert arguments.is_iterable(loader(dataset=STREAM))
     assert arguments.window(made)[:2] == (9, 9)
     for schedule in ("round_robin", RoundRobin()):
         assert arguments.window(loader(num_workers=2, prefetch_factor=3, schedule=schedule))[:2] == (6, 6)

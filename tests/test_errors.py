@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -43,15 +42,9 @@ def test_the_traceback_of_a_worker_begins_on_a_line_of_its_own() -> None:
 
 def called_in(module: str) -> None:
     """Call `warn_user` three functions deep in a module of this name."""
-    names = {"__name__": module, "warn_user": warn_user}
+    names: dict[str, Any] = {"__name__": module, "warn_user": warn_user}
     exec(
-        textwrap.dedent(
-            """
-            def inner(): warn_user("look", UserWarning)
-            def middle(): inner()
-            def outer(): middle()
-            """
-        ),
+        'def inner(): warn_user("look", UserWarning)\ndef middle(): inner()\ndef outer(): middle()',
         names,
     )
     names["outer"]()
@@ -62,7 +55,7 @@ def test_a_warning_names_the_line_from_which_the_package_was_called(module: str)
     with pytest.warns(UserWarning, match="look") as caught:
         called_in(module)
     (warning,) = caught
-    assert (warning.filename, warning.lineno) == (__file__, called_in.__code__.co_firstlineno + 13)
+    assert (warning.filename, warning.lineno) == (__file__, called_in.__code__.co_firstlineno + 7)
 
 
 def test_a_warning_names_no_line_beyond_the_users() -> None:
@@ -94,11 +87,7 @@ class Unprintable:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [
-        ("x", "'x'"),
-        ("x" * 20, "'xxxxxx..."),
-        (Unprintable(), "<repr f..."),
-    ],
+    [("x", "'x'"), ("x" * 20, "'xxxxxx..."), (Unprintable(), "<repr f...")],
 )
 def test_what_is_shown_of_a_value_is_short(value: Any, text: str) -> None:
     assert shorten(value, 10) == text
