@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from fastq_loader.ipc.messages import BATCH, Answer
-from fastq_loader.memory.allocator import Allocator, empty
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.ledger import BlockLedger
 from fastq_loader.memory.pool import BlockPool
@@ -126,25 +125,6 @@ def test_scheduling_a_batch_costs_the_same_all_epoch_long(shared_tasks: bool) ->
 
     costs = [calls(step) for _ in range(2000)]
     assert set(costs[10:]) == {costs[10]}
-
-
-def test_a_users_tensor_is_copied_once_and_one_of_ours_not_at_all(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copied: list[int] = []
-    write = Allocator.write
-
-    def counted(self: Allocator, offset: int, source: int, nbytes: int) -> None:
-        copied.append(nbytes)
-        write(self, offset, source, nbytes)
-
-    monkeypatch.setattr(Allocator, "write", counted)
-    handle = pair.arrive(pair.pack(lambda: torch.ones(LARGE)))
-    assert torch.equal(pair.deliver(handle), torch.ones(LARGE))
-    assert copied == [LARGE * 4]
-    handle = pair.arrive(pair.pack(lambda: empty((LARGE,)).fill_(1)))
-    assert torch.equal(pair.deliver(handle), torch.ones(LARGE))
-    assert copied == [LARGE * 4], "what was allocated in a block was copied"
 
 
 @pytest.mark.parametrize("in_order", [False, True])

@@ -113,20 +113,6 @@ def test_empty_in_a_dataset_gives_equal_batches(batch_size: int | None, workers:
         assert torch.equal(batch["b"][0], -expected)
 
 
-def empties_of_all_sorts(index: int) -> list[torch.Tensor]:
-    shapes = [(), (0,), (3, 4), (16_384,), (70, 1000), (2, 3, 90, 90), torch.Size([2, 2])]
-    dtypes = (torch.float32, torch.bool, torch.complex128, torch.bfloat16, torch.int64)
-    return [fastq_loader.empty(shape, dtype).fill_(index) for shape in shapes for dtype in dtypes]
-
-
-def test_empty_of_every_shape_and_dtype_travels_and_is_torchs_outside_of_workers() -> None:
-    loader = DataLoader(Made(empties_of_all_sorts, 6), batch_size=None, num_workers=2, collate_fn=identity)
-    for index, batch in enumerate(loader):
-        here = empties_of_all_sorts(index)
-        assert_same(here, batch)
-        assert all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in here)
-
-
 def test_empty_that_is_not_returned_is_used_again() -> None:
     """Three wasted buffers of 786 kB with each of 60 batches: 141 MB if they were lost."""
     held = []

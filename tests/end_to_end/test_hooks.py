@@ -20,7 +20,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 from unittest.mock import patch
 
@@ -163,25 +163,17 @@ def any_other_attribute(kind: Any) -> Any:
 
 
 @row
-def attributes_set_past_the_constructor(kind: Any) -> Any:
-    def run(loader: Any) -> Any:
-        object.__setattr__(loader, "batch_sampler", BatchSampler(range(5), 5, False))
-        object.__setattr__(loader, "dataset", range(100, 110))
-        loader.collate_fn = identity
-        return twice(loader), len(loader)
-
-    return each(kind, run)
-
-
-@row
-def arguments_set_between_epochs(kind: Any) -> Any:
+def arguments_set_past_the_constructor_before_and_between_epochs(kind: Any) -> Any:
     """Workers that stay were started with what was set then; the others follow."""
 
     def run(loader: Any) -> Any:
-        first = list(loader)
-        loader.collate_fn = sum
-        object.__setattr__(loader, "batch_sampler", BatchSampler(range(4), 4, False))
-        return first, list(loader)
+        seen = []
+        for size, collate in ((5, identity), (4, sum)):
+            object.__setattr__(loader, "batch_sampler", BatchSampler(range(size), size, False))
+            object.__setattr__(loader, "dataset", range(100 * size, 100 * size + 10))
+            loader.collate_fn = collate
+            seen.append((twice(loader), len(loader)))
+        return seen
 
     return each(kind, run)
 
@@ -189,15 +181,13 @@ def arguments_set_between_epochs(kind: Any) -> Any:
 @row
 def the_number_of_workers_set_later(kind: Any) -> Any:
     loader = kind(range(6), 2)
-    loader.num_workers = 2
+    seen = []
     with unraisable():  # torch's iterators, half made
-        refused = attempt(lambda: list(loader))
-        loader.prefetch_factor = 2
-        with_workers = plain(list(loader))
-        loader.prefetch_factor = 0
-        none_ahead = attempt(lambda: list(loader))
-        loader.num_workers, loader.prefetch_factor = -1, 2
-        return refused, with_workers, none_ahead, attempt(lambda: list(loader))
+        for workers, prefetch in ((2, None), (2, 2), (2, 0), (-1, 2)):
+            loader.num_workers, loader.prefetch_factor = workers, prefetch
+            found = attempt(lambda: list(loader))
+            seen.append(found if isinstance(found, list) else found[0])
+    return seen
 
 
 @row
@@ -335,20 +325,6 @@ def get_iterator_called_by_hand(kind: Any) -> Any:
         return both, loader._iterator
 
     return each(kind, run)
-
-
-@row
-def iter_may_be_overridden(kind: Any) -> Any:
-    class Mine(kind):
-        def __iter__(self) -> Any:
-            for batch in super().__iter__():
-                yield batch - 1
-
-    def run(loader: Any) -> Any:
-        with closing(iter(loader)) as broken:
-            return next(broken), twice(loader)
-
-    return each(Mine, run)
 
 
 @row
@@ -624,36 +600,6 @@ def a_collate_function_that_is_a_method(kind: Any) -> Any:
             return "-".join(map(str, samples))
 
     return each(Mine)
-
-
-@row
-def an_init_function_that_is_wrapped_later(kind: Any) -> Any:
-    loader = kind(range(4), 2, num_workers=2, worker_init_fn=note_the_worker, collate_fn=what_was_noted)
-    first, inner = list(loader), loader.worker_init_fn
-    loader.worker_init_fn = lambda worker: inner(worker + 100)
-    return first, list(loader)
-
-
-NOTED: list[int] = []
-
-
-def note_the_worker(worker: int) -> None:
-    NOTED.append(worker)
-
-
-def what_was_noted(_: list[int]) -> list[int]:
-    return NOTED
-
-
-@row
-def a_class_that_is_swapped(kind: Any) -> Any:
-    class Mine(kind):
-        def __len__(self) -> int:
-            return 77
-
-    loader = kind(range(4), 2)
-    loader.__class__ = Mine
-    return len(loader), plain(list(loader))
 
 
 @row
