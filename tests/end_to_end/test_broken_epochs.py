@@ -34,20 +34,6 @@ def draw_and_fail(index: int) -> Any:
     return value
 
 
-class Jitter:
-    """A transform with a generator of its own, which it makes when it is first used."""
-
-    def __call__(self, index: int) -> float:
-        if not hasattr(self, "rng"):
-            self.rng = np.random.default_rng(3)
-        return index + float(self.rng.random())
-
-
-class Jittered(Jitter):
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(5)
-
-
 class Stream(IterableDataset[float]):
     """Each worker's part draws, and one is shorter."""
 
@@ -56,22 +42,6 @@ class Stream(IterableDataset[float]):
         assert info is not None
         for _ in range(20 if info.id else 17):
             yield torch.rand(()).item()
-
-
-class OnePass(IterableDataset[int]):
-    """Is its own iterator: what was read is gone, and no random number tells."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        self.at += 1
-        if self.at > 60:
-            raise StopIteration
-        return self.at
 
 
 def draw_in_collate(samples: list[Any]) -> tuple[Any, float]:
@@ -86,11 +56,8 @@ def start_slowly(worker: int) -> None:
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "global": (lambda: Made(draw, SIZE), {}),
     "collate": (lambda: list(range(SIZE)), {"collate_fn": draw_in_collate}),
-    "own generator": (lambda: Made(Jittered(), SIZE), {}),
-    "generator made late": (lambda: Made(Jitter(), SIZE), {}),
     "errors": (lambda: Made(draw_and_fail, SIZE), {}),
     "stream": (Stream, {}),
-    "one pass": (OnePass, {}),
     "slow start": (lambda: Made(draw, SIZE), {"worker_init_fn": start_slowly}),
 }
 

@@ -14,9 +14,7 @@ import gc
 import inspect
 import itertools
 import pickle
-import queue
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -327,25 +325,6 @@ def get_iterator_called_by_hand(kind: Any) -> Any:
     return each(kind, run)
 
 
-@row
-def iter_may_run_in_a_thread(kind: Any) -> Any:
-    """prefetch_generator's BackgroundGenerator, the DataLoaderX of many repositories."""
-
-    class Mine(kind):
-        def __iter__(self) -> Any:
-            batches: queue.Queue[Any] = queue.Queue(2)
-
-            def fill() -> None:
-                for batch in super(Mine, self).__iter__():
-                    batches.put(batch)
-                batches.put(None)
-
-            threading.Thread(target=fill, daemon=True).start()
-            return iter(batches.get, None)
-
-    return each(Mine)
-
-
 class Repeated:
     """timm's and ultralytics' sampler that never ends."""
 
@@ -489,21 +468,6 @@ def iterators_cannot_be_pickled_or_copied(kind: Any) -> Any:
 
 
 @row
-def workers_that_are_shut_down_by_hand(kind: Any) -> Any:
-    """Lightning's CombinedLoader does it, and sets the loader's iterator to None."""
-    loader = kind(range(6), 2, num_workers=2, persistent_workers=True)
-    seen = plain(list(loader))
-    iterator = loader._iterator
-    iterator._shutdown_workers()
-    iterator._shutdown_workers()
-    down = iterator._shutdown, [worker.is_alive() for worker in iterator._workers]
-    loader._iterator = None
-    again = plain(list(loader))
-    del loader._iterator
-    return seen, down, again
-
-
-@row
 def a_dropped_iterator_is_gone(kind: Any) -> Any:
     def run(loader: Any) -> Any:
         iterator = iter(loader)
@@ -532,18 +496,6 @@ def the_profilers_name_for_a_batch(kind: Any) -> Any:
 
 
 # ---- subclasses -----------------------------------------------------------------------------------------
-
-
-@row
-def a_subclass_with_arguments_of_its_own(kind: Any) -> Any:
-    class Mine(kind):
-        def __init__(self, dataset: Any, extra: int, **keywords: Any) -> None:
-            self.extra = extra
-            self.early = getattr(self, "batch_size", "not there")
-            super().__init__(dataset, **keywords)
-
-    loader = Mine(range(4), 7, batch_size=2)
-    return loader.extra, loader.early, plain(list(loader))
 
 
 T = TypeVar("T")
@@ -684,55 +636,12 @@ def made_again_from_its_attributes(kind: Any) -> Any:
 
 
 @row
-def a_copy_of_its_attributes(kind: Any) -> Any:
-    loader = kind(range(4), 2, num_workers=1)
-    list(loader)
-    twin = object.__new__(kind)
-    vars(twin).update(vars(loader))
-    return plain([list(twin), list(loader), len(twin)])
-
-
-def copies(loader: Any) -> Any:
-    by_pickle = pickle.loads(pickle.dumps(loader))
-    return [plain(list(made)) for made in (copy.copy(loader), copy.deepcopy(loader), by_pickle)]
-
-
-@row
-def copies_of_a_used_loader(kind: Any) -> Any:
-    seen = []
-    for workers in (0, 2):
-        loader = kind(range(4), 2, num_workers=workers)
-        list(loader)
-        loader.mine = 5
-        seen.append((copies(loader), copy.copy(loader).mine))
-    return seen
-
-
-class Pickles(TorchDataLoader[int]):
-    """A subclass that pickles all its attributes by itself."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
-class OurPickles(DataLoader[int]):
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
-@row
-def copies_of_a_loader_with_a_state_of_its_own(kind: Any) -> Any:
-    loader = (OurPickles if kind is DataLoader else Pickles)(range(4), 2, num_workers=2)
-    list(loader)
-    return copies(loader)
-
-
-@row
 def copies_while_workers_stay(kind: Any) -> Any:
     loader = kind(range(4), 2, num_workers=2, persistent_workers=True)
     list(loader)
     try:
-        return copies(loader)
+        made = [copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]
+        return [plain(list(one)) for one in made]
     except Exception as error:
         return type(error).__name__
     finally:

@@ -23,6 +23,7 @@ import torch
 from fastq_loader import DataLoader, Processes
 from fastq_loader.workers import pool
 from tests.conftest import (
+    ScriptResult,
     descendants,
     new_shared_memory,
     open_descriptors,
@@ -90,23 +91,35 @@ def test_p1_p6b_p11_the_start_method_is_read_when_iteration_starts(
 
 # P3: a parent that is killed
 
-KILLED_PARENT = """
-    import time
+#: What the scripts below begin with.
+IMPORTS = """
+    import atexit, gc, os, resource, signal, sys, threading, time, warnings
     import fastq_loader
     from fastq_loader import DataLoader
-    from tests.support.crimes import CrimeAt, dawdle
+    from fastq_loader.workers import stopping
+    from tests.support.crimes import CrimeAt, ManyFields, Rows, Slow, SlowLengthOf, dawdle
+"""
+RESTARTS = "schedule=fastq_loader.Dynamic(window=2), workers=fastq_loader.Processes(max_restarts=3)"
 
+
+def stdout_of(result: ScriptResult) -> str:
+    """What a script printed that ended well, showed no error, and left no process."""
+    assert (result.stderr, result.returncode, result.left) == ("", 0, ())
+    return result.stdout
+
+
+KILLED_PARENT = f"""
+    {IMPORTS}
     # Worker 0 hangs in a sample, worker 1 waits for work.
     loader = DataLoader(
         CrimeAt(dawdle, at=2), num_workers=2, prefetch_factor=1, persistent_workers=True,
-        multiprocessing_context="{method}", {options}
+        multiprocessing_context="{{method}}", {{options}}
     )
     batches = iter(loader)
     kept = [next(batches), next(batches)]
     print("ready", flush=True)
     time.sleep(60)
 """
-RESTARTS = "schedule=fastq_loader.Dynamic(window=2), workers=fastq_loader.Processes(max_restarts=3)"
 
 
 @pytest.mark.parametrize(
@@ -133,12 +146,9 @@ def test_p3_a_killed_parent_leaves_nothing_after_a_second(method: str, options: 
         assert wait_until(lambda: not new_shared_memory(memory), 1), new_shared_memory(memory)
 
 
-STOPPED_PARENT = """
-    import fastq_loader
-    from fastq_loader import DataLoader
-    from tests.support.crimes import Slow
-
-    loader = DataLoader(Slow(24, 0.05), batch_size=4, num_workers=2, timeout=0.8, {options})
+STOPPED_PARENT = f"""
+    {IMPORTS}
+    loader = DataLoader(Slow(24, 0.05), batch_size=4, num_workers=2, timeout=0.8, {{options}})
     for number, batch in enumerate(loader):
         print("ready", batch.tolist(), flush=True)
     print("done", loader.statistics().worker_restarts)
@@ -152,24 +162,18 @@ def test_p3_a_parent_that_is_stopped_for_longer_than_its_timeout_goes_on(options
         os.kill(script.pid, signal.SIGSTOP)
         time.sleep(1.2)
         os.kill(script.pid, signal.SIGCONT)
-        result = script.finish()
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("ready") == 6
-    assert result.stdout.endswith("done 0\n")
-    assert result.left == ()
+        stdout = stdout_of(script.finish())
+    assert stdout.count("ready") == 6
+    assert stdout.endswith("done 0\n")
 
 
 # P4: signals
 
-INTERRUPTED = """
-    import time
-    import fastq_loader
-    from fastq_loader import DataLoader
-    from tests.support.crimes import Slow
-
-    for batch in DataLoader(Slow(1000, {sample}), num_workers=2, {options}):
+INTERRUPTED = f"""
+    {IMPORTS}
+    for batch in DataLoader(Slow(1000, {{sample}}), num_workers=2, {{options}}):
         print("ready", flush=True)
-        time.sleep({step})
+        time.sleep({{step}})
 """
 
 
@@ -212,36 +216,28 @@ def test_p4_the_users_handlers_are_untouched_and_work(persistent: bool) -> None:
         signal.signal(signal.SIGCHLD, previous)
 
 
+CHECKPOINT = f"""
+    {IMPORTS}
+    stopping.ORDERLY = 0.3
+    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"checkpoint saved\\n"))
+    loader = DataLoader(CrimeAt(dawdle, at=1), num_workers=2)
+    assert next(iter(loader)).tolist() == [0]
+    loader.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
 def test_p4_the_users_sigterm_handler_runs_in_no_worker() -> None:
     """A handler that saves a checkpoint must not do so in a worker that is stopped in a long sample."""
-    result = run_script(
-        """
-        import os, signal
-        from fastq_loader import DataLoader
-        from fastq_loader.workers import stopping
-        from tests.support.crimes import CrimeAt, dawdle
-
-        stopping.ORDERLY = 0.3
-        signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"checkpoint saved\\n"))
-        loader = DataLoader(CrimeAt(dawdle, at=1), num_workers=2)
-        assert next(iter(loader)).tolist() == [0]
-        loader.close()
-        os.kill(os.getpid(), signal.SIGTERM)
-        """
-    )
-    assert result.stderr == "", result.stderr
-    assert result.stdout == "checkpoint saved\n", "once, in the parent"
-    assert result.left == ()
+    assert stdout_of(run_script(CHECKPOINT)) == "checkpoint saved\n", "once, in the parent"
 
 
 # P5: exits
 
-PREPARED = """
-    import atexit, sys, threading, time
-    {first}
-    from fastq_loader import DataLoader
-    from tests.support.crimes import Rows, Slow, SlowLengthOf
-
+PREPARED = f"""
+    import atexit
+    {{first}}
+    {IMPORTS}
     def list_slowly():
         threading.Thread(target=lambda: list(slow), daemon=True).start()
         time.sleep(0.3)
@@ -250,9 +246,9 @@ PREPARED = """
     loader = DataLoader(Rows(40, 50_000), num_workers=2, persistent_workers=True)
     batches = iter(loader)
     kept = [next(batches) for _ in range(3)]
-    {then}
+    {{then}}
     print("end", time.monotonic(), flush=True)
-    {last}
+    {{last}}
 """
 ENDINGS = {
     "in the middle of epochs": (
@@ -301,10 +297,8 @@ def test_p5_sys_exit_and_an_unhandled_exception_are_all_that_is_shown() -> None:
 
 # P6: forks of the user's
 
-FORKED = """
-    import gc, os, sys, warnings
-    from fastq_loader import DataLoader
-
+FORKED = f"""
+    {IMPORTS}
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork beside a thread
 
     def advance():
@@ -327,7 +321,7 @@ FORKED = """
         assert len(list(loader)) == 20
 
     for act in (lambda: None, drop, lambda: loader.close(), iterate, close_and_iterate, advance):
-        loader = DataLoader(range(40), batch_size=2, num_workers=2, persistent_workers={persistent})
+        loader = DataLoader(range(40), batch_size=2, num_workers=2, persistent_workers={{persistent}})
         batches = iter(loader)
         seen = [next(batches).tolist() for _ in range(5)]
         child = os.fork()
@@ -345,9 +339,7 @@ FORKED = """
 @PERSISTENT
 def test_p6_a_fork_of_the_users_harms_neither_side(persistent: bool) -> None:
     """Whatever the child does with its copy; it cannot advance its parent's iterator."""
-    result = run_script(FORKED.format(persistent=persistent), timeout=40)
-    assert result.stderr == "", result.stderr
-    assert (result.stdout, result.returncode, result.left) == ("whole\n", 0, ())
+    assert stdout_of(run_script(FORKED.format(persistent=persistent), timeout=40)) == "whole\n"
 
 
 # P6c: what persistent workers cost, and what dropping them gives back
@@ -389,20 +381,6 @@ def test_p6c_workers_that_start_late_see_the_dataset_as_it_was_and_it_is_sent_on
         assert pids == {process.pid for process in multiprocessing.active_children()}
         assert len(pids) == 2
     assert dataset.pickled == 1
-
-
-@pytest.mark.parametrize("batches", [0, 1])
-def test_p1_a_loader_can_be_closed_before_all_its_workers_were_started(
-    batches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool, "cores", lambda: 1)
-    loader = DataLoader(Rows(8), num_workers=3, multiprocessing_context="spawn")
-    iterator = iter(loader)
-    for _ in range(batches):
-        next(iterator)
-    assert len(multiprocessing.active_children()) == 1 + batches
-    loader.close()
-    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("advance", [0, 2, 8])
@@ -460,29 +438,24 @@ def test_p6c_workers_end_beside_the_last_step_unless_they_are_persistent(options
 
 
 @functools.cache
-def private_mounts() -> tuple[str, ...] | None:
-    """A command that runs another with mounts of its own, or None where that is not permitted."""
-    for command in (("unshare", "--mount"), ("unshare", "--user", "--map-root-user", "--mount")):
-        if shutil.which("unshare") is None:
-            return None
-        probe = [*command, "mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", "/dev/shm"]
-        if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
-            return command
-    return None
+def private_mounts() -> list[str]:
+    """A command that runs another with 8 MB in /dev/shm; nothing where that is not permitted."""
+    for unshare in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
+        mount = [*unshare, "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"', "sh"]
+        if shutil.which("unshare") and subprocess.run([*mount, "true"], capture_output=True).returncode == 0:
+            return mount
+    return []
 
 
-KEEP = """
-    import os, resource
-    from fastq_loader import DataLoader
-    from tests.support.crimes import ManyFields
-
+KEEP = f"""
+    {IMPORTS}
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-    {check}
-    kept = list(DataLoader(ManyFields({length}, {fields}, {width}), batch_size=4, num_workers=2))
+    {{check}}
+    kept = list(DataLoader(ManyFields({{length}}, {{fields}}, {{width}}), batch_size=4, num_workers=2))
     for number, batch in enumerate(kept):
-        for j in range({fields}):
-            field = batch[f"field{{j}}"]
-            assert field.shape == (4, {width})
+        for j in range({{fields}}):
+            field = batch[f"field{{{{j}}}}"]
+            assert field.shape == (4, {{width}})
             assert field[:, 0].tolist() == field[:, -1].tolist() == [4 * number + i + j for i in range(4)]
     print("kept", len(kept))
 """
@@ -495,16 +468,11 @@ KEEP = """
 def test_p8_kept_batches_need_few_descriptors_and_no_dev_shm(length: int, fields: int, width: int) -> None:
     """20 MB of small tensors and 67 MB of large ones, with 128 descriptors, and with 8 MB in /dev/shm where
     another one can be mounted there."""
-    unshare = private_mounts()
-    check, prefix = "", []
-    if unshare is not None:
+    prefix, check = private_mounts(), ""
+    if prefix:
         check = 'assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 8 << 20'
-        prefix = [*unshare, "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"', "sh"]
     source = KEEP.format(check=check, length=length, fields=fields, width=width)
-    result = run_script(source, timeout=60, prefix=prefix)
-    assert result.stderr == "", result.stderr
-    assert result.stdout == f"kept {length // 4}\n"
-    assert result.left == ()
+    assert stdout_of(run_script(source, timeout=60, prefix=prefix)) == f"kept {length // 4}\n"
 
 
 def test_p9_a_long_temp_folder_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

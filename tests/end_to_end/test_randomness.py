@@ -222,30 +222,13 @@ def test_r9_workers_of_unequal_length_take_turns_until_each_has_ended(drop_last:
             assert worker_and_numbers(list(loader)) == expected[: 5 if drop_last else 6]
 
 
-class SlowWorker(Dataset):
-    """Worker 0 needs longer for one sample than the other one for all of them."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.1 if own_worker() == 0 else 0)
-        return index
-
-
 class SlowStream(Stream):
-    """The same for a stream."""
+    """Worker 0 needs longer for one sample than the other one for all of them."""
 
     def __iter__(self) -> Iterator[Any]:
         for number in self.numbers():
             time.sleep(0.1 if own_worker() == 0 else 0)
             yield tensor_sample(number)
-
-
-def test_r10_out_of_order_every_batch_comes_exactly_once_and_none_waits_for_the_slow_worker() -> None:
-    batches = [batch.tolist() for batch in DataLoader(SlowWorker(), 2, num_workers=2, in_order=False)]
-    assert sorted(batches) == [[i, i + 1] for i in range(0, 24, 2)]
-    assert batches != sorted(batches), "the fast worker waited for the slow one"
 
 
 def test_r10_a_stream_out_of_order_loses_nothing() -> None:
