@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,10 +110,9 @@ def open_descriptors() -> dict[int, str]:
         getattr(forkserver._forkserver, "_forkserver_alive_fd", None),
     }
     found: dict[int, str] = {}
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in helpers:
-            with suppress(FileNotFoundError):  # the listing's own descriptor
-                found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    for fd in set(map(int, os.listdir("/proc/self/fd"))) - helpers:
+        with suppress(FileNotFoundError):  # the listing's own descriptor
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
     return found
 
 
@@ -184,11 +182,10 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 @pytest.fixture(scope="session", autouse=True)
 def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Give this run a temp folder, so that another program's files are not taken for a leak."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("t")))
-    patch.setattr(tempfile, "tempdir", None)
-    yield
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("t")))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +194,7 @@ def _nothing_left_behind(request: pytest.FixtureRequest, _own_temporary_folder: 
     if request.node.get_closest_marker("processes") is None:
         yield
         return
-    cuda = torch.cuda.is_initialized()
+    cuda, failures = torch.cuda.is_initialized(), request.session.testsfailed
     before = belongings()
     yield
     left: dict[str, set[str]] = {}
@@ -210,7 +207,7 @@ def _nothing_left_behind(request: pytest.FixtureRequest, _own_temporary_folder: 
         return not left
 
     # A failure's traceback keeps the test's variables alive; the next test shall not suffer from it.
-    if not request.node.stash.get(FAILED, False):
+    if request.session.testsfailed == failures:
         wait_until(settled, SETTLE_SECONDS)
     if torch.cuda.is_initialized() != cuda:
         left.pop("descriptors", None)  # the driver's, which stay open for the program's life
@@ -227,19 +224,6 @@ def _kill(pids: Iterable[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-FAILED = pytest.StashKey[bool]()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Iterator[None]:  # a wrapper yields for the report and returns it
-    report = yield
-    if call.when == "call":
-        item.stash[FAILED] = report.failed
-    return report
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -259,8 +243,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.filterwarnings(text))
 
 
-@dataclass(frozen=True)
-class ScriptResult:
+class ScriptResult(NamedTuple):
     """How and when a script ended; `finished` is a reading of `time.monotonic()`, in seconds."""
 
     returncode: int
@@ -287,9 +270,9 @@ class Script:
         self, source: str, *, env: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="script-")
-        folder = Path(self._folder.name)
-        self._stdout, self._stderr = folder / "stdout", folder / "stderr"
-        script = folder / "script.py"
+        script, self._stdout, self._stderr = (
+            Path(self._folder.name, name) for name in ("script.py", "stdout", "stderr")
+        )
         # The guard keeps the script usable under start methods that import it again in the workers.
         body = textwrap.indent(textwrap.dedent(source).strip(), "    ")
         script.write_text(f'if __name__ == "__main__":\n{body}\n')
