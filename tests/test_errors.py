@@ -51,19 +51,13 @@ def called_in(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "file"),
-    [
-        ("fastq_loader.loader", __file__),
-        ("fastq_loader.iterators.base", __file__),
-        ("fastq_loader_extras", "<string>"),
-    ],
+    "module", ["fastq_loader.loader", "fastq_loader.iterators.base", "fastq_loader_extras"]
 )
-def test_a_warning_names_the_line_from_which_the_package_was_called(module: str, file: str) -> None:
+def test_a_warning_names_the_line_from_which_the_package_was_called(module: str) -> None:
     with pytest.warns(UserWarning, match="look") as caught:
         called_in(module)
-    (warning,) = caught
-    line = called_in.__code__.co_firstlineno + 7 if file == __file__ else 1
-    assert (warning.filename, warning.lineno) == (file, line)
+    here = (__file__, called_in.__code__.co_firstlineno + 7)
+    assert [(one.filename, one.lineno) for one in caught] == [("<string>", 1) if "extras" in module else here]
 
 
 def test_a_warning_is_dropped_where_stderr_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
