@@ -151,19 +151,12 @@ def test_an_epoch_in_one_wide_window_costs_what_its_batches_cost(in_order: bool)
     assert epoch(1000) <= 10 * epoch(100) * 1.1
 
 
-@pytest.mark.parametrize(("in_order", "looks"), [(True, 0), (False, 3)])
-def test_what_goes_to_a_device_next_is_found_without_a_look_at_all_that_is_ready(
-    in_order: bool, looks: int
-) -> None:
+def test_what_goes_to_a_device_next_is_found_without_a_look_at_all_that_is_ready() -> None:
     answers = [Answer(1, seq, 0, BATCH, 0, 0, (), (), None) for seq in range(100)]
-    line, looked = InFlight(100), []
+    line, arrived = InFlight(100), (Arrived(0, answer) for answer in answers)
     for answer in answers:
         line.new(0, answer.seq).answer = answer
-
-    def inbox() -> Iterator[Arrived]:
-        for answer in answers:
-            looked.append(answer)
-            yield Arrived(0, answer)
-
-    assert line.upcoming(inbox(), 3, in_order) == answers[:3]
-    assert len(looked) == looks
+    assert line.upcoming(arrived, 3, in_order=True) == answers[:3]
+    assert next(arrived).answer == answers[0], "in order nobody asks what has arrived"
+    assert line.upcoming(arrived, 3, in_order=False) == answers[1:4]
+    assert next(arrived).answer == answers[4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import time
@@ -11,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
 from fastq_loader.scheduling.options import Schedule
 from fastq_loader.workers import group
-from tests.support.datasets import Backwards, CountingSampler, Drawing
+from tests.support.datasets import Backwards, CountingSampler, Drawing, Made
 from tests.support.loaders import seed_all
 
 SIZE = 26
@@ -29,21 +30,17 @@ pytestmark = [
 ]
 
 
-class Draws(Dataset):
-    """A sample is its index and a draw of each of the three generators, after a random moment."""
+def draw(index: int) -> tuple[int, torch.Tensor, float, float]:
+    return index, torch.rand(2), random.random(), float(np.random.rand())
 
-    def __init__(self, jitter: float = 0.0, size: int = SIZE) -> None:
-        self.jitter = jitter
-        self.size = size
-        self.own = random.Random()  # seeded by nobody: its draws are the jitter
 
-    def __len__(self) -> int:
-        return self.size
+def draw_late(index: int) -> Any:
+    """After a moment whose length no seed decides."""
+    time.sleep(random.Random().random() * 0.004)
+    return draw(index)
 
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, float, float]:
-        if self.jitter:
-            time.sleep(self.own.random() * self.jitter)
-        return index, torch.rand(2), random.random(), float(np.random.rand())
+
+DRAWS, LATE_DRAWS = Made(draw, SIZE), Made(draw_late, SIZE)
 
 
 def as_lists(batch: Any) -> Any:
@@ -81,25 +78,25 @@ def epochs(
 def test_bits_do_not_depend_on_workers_options_or_time(workers: int, options: dict[str, Any]) -> None:
     """Nor on what an init function seeds, or on an epoch that was broken off before."""
     asked = {name: options[name] for name in ("sampler", "stop") if name in options}
-    assert epochs(2, Draws(jitter=0.004), workers, **options) == epochs(2, Draws(), 0, **asked)
+    assert epochs(2, LATE_DRAWS, workers, **options) == epochs(2, DRAWS, 0, **asked)
 
 
 def test_without_order_the_batches_are_the_same_ones() -> None:
-    (free,), (ordered,) = epochs(1, Draws(jitter=0.004), 3, in_order=False), epochs(1, Draws(), 0)
+    (free,), (ordered,) = epochs(1, LATE_DRAWS, 3, in_order=False), epochs(1, DRAWS, 0)
     assert sorted(free) == sorted(ordered)
 
 
 def test_epochs_differ_and_a_repeated_run_does_not() -> None:
-    first, second = epochs(2, Draws(), 2)
+    first, second = epochs(2, DRAWS, 2)
     assert [row[1:] for row in first] != [row[1:] for row in second]
-    assert epochs(2, Draws(), 2) == [first, second]
+    assert epochs(2, DRAWS, 2) == [first, second]
 
 
 def test_a_generator_of_the_users_is_drawn_from_as_without_workers() -> None:
     found = []
     for workers in (0, 2):
         generator = torch.Generator().manual_seed(5)
-        batches = epochs(2, Draws(), workers, generator=generator)
+        batches = epochs(2, DRAWS, workers, generator=generator)
         found.append((batches, generator.get_state().tolist()))
     assert found[0] == found[1]
 
@@ -124,7 +121,7 @@ class Stumbling:
 def test_the_error_of_a_sampler_takes_a_number_as_its_batch_would(workers: int) -> None:
     def start(sampler: Any, workers: int) -> Iterator[Any]:
         torch.manual_seed(0)
-        loader = DataLoader(Draws(), batch_sampler=sampler, num_workers=workers, schedule="dynamic")
+        loader = DataLoader(DRAWS, batch_sampler=sampler, num_workers=workers, schedule="dynamic")
         return map(as_lists, loader)
 
     expected = list(start([[1], [2], [9], [4], [5], [6]], 0))
@@ -165,22 +162,15 @@ def test_a_stream_keeps_torchs_interleave_and_does_not_depend_on_time(persistent
 # ---- the window ---------------------------------------------------------------------------------------
 
 
-class Slow(Dataset):
-    """Every eighth sample takes long."""
-
-    def __init__(self, size: int = 48, long: float = 0.12, short: float = 0.004) -> None:
-        self.size, self.long, self.short = size, long, short
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(self.long if index % 8 == 0 else self.short)
-        return index
+def every_eighth_late(index: int) -> int:
+    time.sleep(0.12 if index % 8 == 0 else 0.004)
+    return index
 
 
 def test_the_window_widens_behind_a_late_batch_and_statistics_name_it() -> None:
-    with DataLoader(Slow(), num_workers=3, schedule="dynamic", persistent_workers=True) as loader:
+    with DataLoader(
+        Made(every_eighth_late, 48), num_workers=3, schedule="dynamic", persistent_workers=True
+    ) as loader:
         assert [batch.item() for batch in loader] == list(range(48))
         statistics = loader.statistics()
         assert statistics.window > 9
@@ -197,7 +187,7 @@ def test_the_window_widens_behind_a_late_batch_and_statistics_name_it() -> None:
 @pytest.mark.parametrize("schedule", [RoundRobin(window=7), Dynamic(window=7)])
 def test_as_many_batches_are_under_way_as_the_window_allows(schedule: Schedule) -> None:
     sampler = CountingSampler(range(48))
-    loader = DataLoader(Slow(), sampler=sampler, num_workers=2, schedule=schedule)
+    loader = DataLoader(Made(every_eighth_late, 48), sampler=sampler, num_workers=2, schedule=schedule)
     iterator = iter(loader)
     assert sampler.handed_out == 7
     for delivered in range(1, 10):
@@ -207,27 +197,19 @@ def test_as_many_batches_are_under_way_as_the_window_allows(schedule: Schedule) 
     loader.close()
 
 
-class Late(Dataset):
-    """One sample takes long, the others no time; a sample is its index and who loaded it."""
-
-    def __init__(self, size: int, at: int, seconds: float) -> None:
-        self.size, self.at, self.seconds = size, at, seconds
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        if index == self.at:
-            time.sleep(self.seconds)
-        info = get_worker_info()
-        assert info is not None
-        return index, info.id
+def late(at: int, seconds: float, index: int) -> tuple[int, int]:
+    """The index and who loaded it; one sample takes long, the others no time."""
+    if index == at:
+        time.sleep(seconds)
+    info = get_worker_info()
+    assert info is not None
+    return index, info.id
 
 
 def test_the_head_of_the_line_is_never_queued_behind_another_batch() -> None:
     """One worker is held up by batch 0; the other one loads everything else."""
-    schedule = Dynamic(window=14)
-    rows = list(DataLoader(Late(14, at=0, seconds=0.4), batch_size=None, num_workers=2, schedule=schedule))
+    dataset = Made(functools.partial(late, 0, 0.4), 14)
+    rows = list(DataLoader(dataset, batch_size=None, num_workers=2, schedule=Dynamic(window=14)))
     assert [index for index, _ in rows] == list(range(14))
     assert {worker for _, worker in rows[1:]} == {1 - rows[0][1]}
 
@@ -239,8 +221,8 @@ def test_a_batch_may_be_later_than_the_table_of_claims_is_long(
     """Each is loaded and handed out once; who is late is not ended for an answer that is its own."""
     monkeypatch.setattr(arena, "CLAIMS", WORKERS + 16)
     options: Any = {"schedule": Dynamic(window=6), "workers": Processes(max_restarts=restarts)}
-    late = Late(800, at=3, seconds=0.3)
-    with DataLoader(late, batch_size=None, num_workers=3, in_order=False, **options) as loader:
+    dataset = Made(functools.partial(late, 3, 0.3), 800)
+    with DataLoader(dataset, batch_size=None, num_workers=3, in_order=False, **options) as loader:
         found = [index for index, _ in loader]
         statistics = loader.statistics()
     assert found.index(3) > 100, "it was not late"
@@ -262,8 +244,8 @@ def test_who_was_passed_over_is_heard_of_at_the_next_batch_however_many_are_read
     monkeypatch.setattr(group, "_UNREAD", 32)
     monkeypatch.setattr(group.WorkerGroup, "start", noted)
     options: Any = {"schedule": Dynamic(window=32), "in_order": False}
-    late = Late(2000, at=0, seconds=0.8)
-    with DataLoader(late, batch_size=None, num_workers=2, **options) as loader:
+    dataset = Made(functools.partial(late, 0, 0.8), 2000)
+    with DataLoader(dataset, batch_size=None, num_workers=2, **options) as loader:
         iterator = iter(loader)
         began, found = time.monotonic(), [next(iterator)]
         while not groups[0].behind:

@@ -32,6 +32,7 @@ from tests.support.datasets import (
     FailingSampler,
     Keyed,
     Level,
+    Made,
     Name,
     Point,
     Record,
@@ -60,20 +61,16 @@ def own_worker() -> int:
     return info.id
 
 
-class Draws(Dataset):
+def draw_as_worker(index: int) -> dict[str, Any]:
     """Draws of each global generator, and who made them."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.before: Any = None
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Any:
-        info = get_worker_info()
-        assert info is not None
-        return {"id": info.id, "seed": info.seed, "drawn": draw(), "by init": self.before}
+    info = get_worker_info()
+    assert info is not None
+    return {
+        "id": info.id,
+        "seed": info.seed,
+        "drawn": draw(),
+        "by init": getattr(info.dataset, "before", None),
+    }
 
 
 def draw() -> tuple[list[float], list[float], list[float]]:
@@ -122,7 +119,9 @@ def test_r1_r2_r5_iter_draws_one_int64_and_the_sampler_draws_at_iter_with_worker
 
 
 def test_r3_persistent_workers_are_seeded_once_and_draw_on() -> None:
-    with DataLoader(Draws(4), num_workers=1, persistent_workers=True, collate_fn=list) as loader:
+    with DataLoader(
+        Made(draw_as_worker, 4), num_workers=1, persistent_workers=True, collate_fn=list
+    ) as loader:
         torch.manual_seed(9)
         first = list(loader)
         after_one = torch.get_rng_state()
@@ -139,7 +138,9 @@ def test_r4_worker_seeds_are_base_plus_id_and_numpys_a_hash_of_both(given: bool)
     torch.manual_seed(0 if given else 11)
     generator = torch.Generator().manual_seed(11) if given else None
     arguments: dict[str, Any] = {"collate_fn": list, "worker_init_fn": draw_in_init}
-    for worker, (sample,) in enumerate(DataLoader(Draws(2), num_workers=2, generator=generator, **arguments)):
+    for worker, (sample,) in enumerate(
+        DataLoader(Made(draw_as_worker, 2), num_workers=2, generator=generator, **arguments)
+    ):
         assert (sample["id"], sample["seed"]) == (worker, base + worker)
         seed_all(base + worker, base + worker, _generate_state(base, worker))
         assert [sample["by init"], sample["drawn"]] == [draw(), draw()], "seeds come before worker_init_fn"
