@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -60,18 +59,12 @@ def stack_and_waste(batch: Samples) -> torch.Tensor:
     return default_collate(batch)[0]
 
 
-def stack_in_a_thread(batch: Samples) -> torch.Tensor:
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(stack_into_empty, batch).result()
-
-
 COLLATES: dict[Callable[[Any], Any], Callable[[int], Any]] = {
     stack_into_empty: stacked,
     stack_twice: lambda k: [stacked(k) + 0.5, stacked(k)],
     stack_and_slice: lambda k: stack_and_slice([(image(4 * k + i), 0) for i in range(4)]),
     stack_and_wrap: lambda k: Opaque({"out": stacked(k), "array": stacked(k).numpy()}),
     stack_and_waste: stacked,
-    stack_in_a_thread: stacked,
 }
 
 

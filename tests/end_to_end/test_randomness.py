@@ -25,17 +25,12 @@ from fastq_loader import DataLoader
 from tests.support.datasets import (
     BatchEcho,
     Colour,
-    Count,
     CountingSampler,
     DoublingSubset,
     Echo,
     FailingSampler,
-    Keyed,
-    Level,
     Made,
-    Name,
     Point,
-    Record,
     Stream,
     assert_same,
     identity,
@@ -314,15 +309,11 @@ def test_r10b_without_batches_samples_are_converted_and_not_collated(workers: in
 # R11, R12: what the dataset is asked for
 
 
+#: More of them are in `ipc/test_messages.py`.
 ODD_KEYS: list[Any] = [
-    *(0, -1, True, None, 1.5, float("inf"), 1 + 2j, "text", "ä\ud800", b"bytes", bytearray(b"bytes")),
-    *(2**63 - 1, 2**63, 2**64, -(2**63) - 1, 2**70),
-    *(np.int64(3), np.int32(3), np.uint64(2**64 - 1), np.float32(0.1), np.bool_(True), np.str_("numpy text")),
-    *((), (1, (2, "three")), [1, [2, 3]], {"a": 1, (1, 2): {3}}, {1, 2}, frozenset({1, "a"})),
-    *(slice(1, 10, 2), range(2, 9, 3), ..., int, datetime.date(2024, 2, 29)),
-    *(torch.tensor(3), torch.arange(4), np.arange(4, dtype=np.int16)),
-    *(collections.OrderedDict(b=1, a=2), collections.deque([1, 2]), Keyed({1: 2}, tag="t")),
-    *(Colour.BLUE, Level.HIGH, Name("a subclass of str"), Count(5), Point(1, 2), Record("r", [1])),
+    *(True, None, 1.5, "ä\ud800", b"bytes", 2**63, -(2**70), np.int64(3), np.float32(0.1), np.str_("text")),
+    *((1, (2, "three")), [1, [2, 3]], {"a": 1, (1, 2): {3}}, frozenset({1, "a"}), slice(1, 10, 2), ..., int),
+    *(torch.tensor(3), np.arange(4, dtype=np.int16), datetime.date(2024, 2, 29), Colour.BLUE, Point(1, 2)),
 ]
 ODD_BATCHES: list[Any] = [
     *([1, 2], (1, 2), range(3), np.arange(3), torch.arange(3), collections.deque([1, 2]), {1, 2}),
