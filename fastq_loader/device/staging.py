@@ -12,7 +12,7 @@ the next `prefetch` batches, so far as they are ready; hand out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing import pickling
 from fastq_loader.packing.aliasing import device_segments, segments_of
-from fastq_loader.packing.spec import SPECS, Spec
+from fastq_loader.packing.spec import Spec, SpecCache
 from fastq_loader.packing.tensors import moved, tensors_of
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.packing.walker import Walker
@@ -203,7 +203,7 @@ class SerialStaging(_Stage):
     def __init__(self, session: DeviceSession) -> None:
         super().__init__(session, None)
         self._walker = _Walker()
-        self._spec = lru_cache(SPECS)(Spec)
+        self._specs = SpecCache()
         self._batches = 0
 
     @classmethod
@@ -292,7 +292,11 @@ class SerialStaging(_Stage):
             segments.append((*spans[segment], nbytes))
             offsets[segment] = nbytes
             nbytes += device_aligned(spans[segment][1] - spans[segment][0])
-        spec = self._spec((tree, metas, tuple([end - start for start, end in spans]), tuple(offsets)))
+        plain = (tree, metas, tuple([end - start for start, end in spans]), tuple(offsets))
+        spec = self._specs.get(plain)
+        if spec is None:
+            spec = Spec(plain)
+            self._specs.remember(plain, spec, plain)
 
         def build(memory: torch.Tensor) -> Any:
             spec.fill_device(memory, leaves)

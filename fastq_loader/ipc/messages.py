@@ -195,7 +195,7 @@ def seal(pickled: bytes, token: bytes) -> bytes:
     return token + pickled
 
 
-def unseal(sealed: bytes, token: bytes) -> bytes:
+def unseal(sealed: bytes | memoryview, token: bytes) -> bytes:
     """The pickle behind the pool's token.
 
     Raises:
@@ -203,7 +203,7 @@ def unseal(sealed: bytes, token: bytes) -> bytes:
     """
     if not hmac.compare_digest(sealed[:TOKEN_BYTES], token):
         raise ProtocolError(f"{len(sealed)} bytes are not a pickle of this pool")
-    return sealed[TOKEN_BYTES:]
+    return bytes(sealed[TOKEN_BYTES:])
 
 
 def encode(message: Message, token: bytes = b"") -> bytes:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from fastq_loader.ipc.messages import Handle, seal
+from fastq_loader.ipc.messages import Handle
 from fastq_loader.memory.allocator import Allocator, OpenBlock, Used
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST, device_aligned
 from fastq_loader.packing import pickling
@@ -99,14 +99,14 @@ class Packer:
         """What there is to say about an exception that no block holds: it travels in the message."""
         self._walker.values += [out_of_memory, text]
         try:
-            return self._place(("v", 2), None)[0]
+            return self._place(("t", ("V", "V")), None)[0]
         finally:
             self._walker.clear()
 
     def unsend(self, handle: Handle) -> None:
         """The consumer will never hear of this handle, nor of the spec in it."""
         if handle.spec is not None:
-            self._specs.pop(handle.spec, None)
+            self._specs.forget(handle.spec)
 
     def _describe(self, batch: Any) -> tuple[Any, bytes | None]:
         """The tree, and the bytes of what is pickled in it."""
@@ -118,9 +118,9 @@ class Packer:
             return walker.whole(batch), self._pickle(batch)
 
     def _pickle(self, batch: Any) -> bytes:
-        walker = self._walker
+        walker, for_device = self._walker, self._allocator.for_device
         value = walker.objects[0] if len(walker.objects) == 1 else tuple(walker.objects)
-        return pickling.dump(value, walker.add_leaf, batch, walker.containers, self._allocator.for_device)
+        return pickling.dump(value, walker.leaf_in_pickle, batch, walker.containers, for_device)
 
     def _place(self, tree: Any, pickled: bytes | None, failed: bool = False) -> tuple[Handle, Used]:
         """Put what the walker has found where it belongs."""
@@ -146,24 +146,28 @@ class Packer:
         parcel = None
         if pickled is not None or parcel_bytes > INLINE:
             # Pickled bytes never travel through a socket, however few they are.
-            sealed = b"" if pickled is None else seal(pickled, self._token)
-            placed.insert(0, self._place_parcel(_gather(small) + sealed, failed))
+            sealed = [] if pickled is None else [self._token, pickled]
+            placed.insert(0, self._place_parcel([_gather(small), *sealed], failed))
         elif small:
             parcel = _gather(small)
         spec_id = self._specs.get(key)
         spec = None
         if spec_id is None:
-            spec = key
-            spec_id = self._specs[key] = self._next_id
+            spec, spec_id = key, self._next_id
+            self._specs.remember(key, spec_id, key)
             self._next_id += 1
         segments = tuple([part[:3] for part in placed])
         handle = Handle(spec_id, spec, tuple(self._walker.values), parcel, segments)
         return handle, [(offset, need) for offset, _, _, need in placed]
 
-    def _place_parcel(self, data: bytes, failed: bool) -> _Placed:
-        block = self._allocator.take(len(data), failed)
-        self._allocator.mapping.write(block.offset, data)
-        return block.offset, block.size, len(data), len(data)
+    def _place_parcel(self, pieces: list[bytes], failed: bool) -> _Placed:
+        nbytes = sum(map(len, pieces))
+        block = self._allocator.take(nbytes, failed)
+        at = block.offset
+        for piece in pieces:
+            self._allocator.mapping.write(at, piece)
+            at += len(piece)
+        return block.offset, block.size, nbytes, nbytes
 
     def _place_large(self, start: int, nbytes: int, others: list[_Placed]) -> _Placed:
         block = self._allocator.block_at(start)

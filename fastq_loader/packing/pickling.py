@@ -32,6 +32,9 @@ _COWARDLY = (  # torch/multiprocessing/reductions.py, reduce_tensor
 )
 
 
+#: Gives the number of a tensor or array that is left out; None for an array that is not.
+LeafNumber = Callable[[Any], "int | None"]
+
 # Read for every leaf of every batch: names of this module are found faster than attributes of others.
 _TENSOR, _ARRAY, _STRIDED = torch.Tensor, np.ndarray, torch.strided
 
@@ -55,7 +58,10 @@ def is_leaf(value: Any) -> bool:
             and not value.is_conj()
             and not value.is_neg()
         )
-    return type(value) is _ARRAY and value.dtype.kind in "biufcSUmM" and value.dtype.isnative
+    if type(value) is not _ARRAY:
+        return False
+    dtype = value.dtype
+    return dtype.kind in "biufcSUmM" and dtype.isnative and dtype.itemsize > 0
 
 
 def _require_grad(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,9 +115,8 @@ def _take(leaf: int) -> Any:
 _building = threading.local()  # `leaves`: of the batch that this thread puts together
 
 
-def _storage(leaf: int) -> torch.UntypedStorage:
-    taken = _take(leaf)
-    tensor: torch.Tensor = torch.from_numpy(taken) if type(taken) is _ARRAY else taken
+def _storage(whole: torch.Tensor | np.ndarray) -> torch.UntypedStorage:
+    tensor = torch.from_numpy(whole) if isinstance(whole, _ARRAY) else whole
     return tensor.untyped_storage()
 
 
@@ -132,16 +137,16 @@ class SharedContainer(Exception):
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, add_leaf: Callable[[Any], int], for_device: bool = False) -> None:
+    def __init__(self, file: io.BytesIO, leaf_number: LeafNumber, for_device: bool = False) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.dispatch_table = _dispatch_table()
-        self._add_leaf = add_leaf
+        self._leaf_number = leaf_number
         self._for_device = for_device
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if is_leaf(value):
-                return _take, (self._add_leaf(value),)
+                return _take, (self._leaf_number(value),)
             if value.device.type not in ("cpu", "meta"):
                 return reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
             if type(value) is torch.Tensor:
@@ -151,14 +156,16 @@ class _Pickler(pickle.Pickler):
                     return _reduce_sparse(value)
                 if value.is_conj() or value.is_neg():
                     return _identity, (value.detach().resolve_conj().resolve_neg(),)
-        elif type(value) is np.ndarray and is_leaf(value):
-            return _take, (self._add_leaf(value),)
+        elif type(value) is _ARRAY and is_leaf(value):
+            number = self._leaf_number(value)
+            # Not by protocol 5, with which an array over memory that is read-only would stay so.
+            return value.__reduce__() if number is None else (_take, (number,))
         elif isinstance(value, torch.UntypedStorage):
             if value.device.type != "cpu":
                 return reductions.reduce_storage(value)  # type: ignore[no-untyped-call]
             # A tensor of all its bytes shares memory with the tensors over it; an array stays on the host.
             whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value)
-            return _storage, (self._add_leaf(whole.numpy() if self._for_device else whole),)
+            return _storage, (whole.numpy() if self._for_device else whole,)
         return NotImplemented
 
 
@@ -176,17 +183,17 @@ class _WatchfulPickler(_Pickler):
 
 def dump(
     value: Any,
-    add_leaf: Callable[[Any], int],
+    leaf_number: LeafNumber,
     whole: Any = None,
     outside: Collection[int] = (),
     for_device: bool = False,
 ) -> bytes:
-    """Pickle `value`; every tensor and array that `is_leaf` goes to `add_leaf`, which numbers it, and every
-    storage as a tensor of its bytes.
+    """Pickle `value`; every tensor and array that `is_leaf` is left out, and every storage as a tensor of
+    its bytes.
 
     Args:
         value: what to pickle.
-        add_leaf: takes a leaf, returns its number.
+        leaf_number: takes a leaf, returns its number; None for an array that is not left out.
         whole: the batch that `value` is part of, for the path in an error's text; None: itself.
         outside: ids of lists and dicts that are not pickled here and must not be copied.
         for_device: tensors go on to a device, and storages do not: they are leaves as arrays.
@@ -198,7 +205,7 @@ def dump(
     """
     file = io.BytesIO()
     try:
-        arguments = (file, add_leaf, for_device)
+        arguments = (file, leaf_number, for_device)
         pickler = _WatchfulPickler(outside, *arguments) if outside else _Pickler(*arguments)
         pickler.dump(value)
     except SharedContainer:

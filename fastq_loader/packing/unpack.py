@@ -62,7 +62,7 @@ class Unpacker:
             spec = Spec(handle.spec)
             if spec.on_device and not self._for_device:
                 raise ProtocolError(f"worker {worker} has packed a batch for a device, and there is none")
-            specs[handle.spec_id] = spec
+            specs.remember(handle.spec_id, spec, handle.spec)
         learned = Handle(handle.spec_id, spec, handle.values, handle.parcel, handle.segments)
         self._check(learned)
         return learned
@@ -121,7 +121,7 @@ class Unpacker:
         if spec.objects:
             offset, _, total = handle.segments[0]
             sealed = self._arena.mapping.read(offset + spec.parcel_bytes, total - spec.parcel_bytes)
-            pickled = unseal(bytes(sealed), self._token)
+            pickled = unseal(sealed, self._token)
         offsets = [offset for offset, _, _ in handle.segments]
         copied = len(offsets) - len(spec.large)
         return offsets[copied:], offsets[:copied], pickled

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.memory.blocks import SMALLEST
-from fastq_loader.packing.spec import ALIGNMENT, DEEPEST, SPECS, Spec, SpecCache, aligned
+from fastq_loader.packing.spec import ALIGNMENT, DEEPEST, REMEMBERED, SPEC_BYTES, Spec, SpecCache, aligned
 
 Meta = tuple[Any, ...]
 
@@ -53,6 +55,9 @@ def test_leaves_are_made_over_the_bytes_of_their_segment() -> None:
     whole, part = made(shared, bytearray(words))
     part[1] = 1
     assert whole.tolist() == [0, 1 + (1 << 16), 2, 3, 4, 5, 6, 7]
+    for strides in (None, (9,) * 64 + (1, 4)):
+        (many,) = made(spec_of(tensor("int64", (1,) * 64 + (4, 2), strides), sizes=(64,)), bytearray(words))
+        assert many.shape == (1,) * 64 + (4, 2)
     (empty,) = made(spec_of(tensor(shape=(0, 3), strides=(1, 5)), sizes=(0,)), bytearray())
     assert (empty.shape, empty.stride()) == ((0, 3), (1, 5))
 
@@ -95,18 +100,40 @@ def test_the_part_for_a_device_is_cut_into_leaves_of_their_own() -> None:
 
 
 def test_the_tree_is_built_of_leaves_values_and_objects() -> None:
-    tree = ("d", ("a", 2), (("t", (("L", 1), "V", "O")), ("l", (("v", 2), "O", ("l", ()), ("L", 0)))))
+    tree = ("d", ("a", 2), (("t", (("L", 1), "V", "O")), ("l", ("v", "O", ("l", ()), ("L", 0)))))
     spec = spec_of(tensor(), tensor(segment=1), tree=tree, sizes=(16, 16))
-    assert (spec.values, spec.objects) == (3, 2)
-    built = spec.build(["x", "y"], iter([1, 2, 3]), ["first", "second"])
+    assert (spec.values, spec.objects) == (2, 2)
+    built = spec.build(["x", "y"], iter([1, (2, 3)]), ["first", "second"])
     assert built == {"a": ("y", 1, "first"), 2: [[2, 3], "second", [], "x"]}
 
 
-def test_the_oldest_spec_is_forgotten() -> None:
+LENGTHS = st.sampled_from((1, 20_000, 90_000, REMEMBERED))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), LENGTHS, st.booleans()), max_size=30))
+def test_a_consumer_has_every_spec_that_its_worker_remembers(packed: list[tuple[int, int, bool]]) -> None:
+    worker, consumer = SpecCache(), SpecCache()
+    for number, (key, length, arrives) in enumerate(packed):
+        plain = (key, "k" * length)
+        if plain in worker:
+            continue
+        worker.remember(plain, number, plain)
+        assert (plain in worker) == (length < REMEMBERED), "the newest is remembered, if it fits at all"
+        if arrives:
+            consumer.remember(number, plain, plain)
+        else:
+            worker.forget(plain)
+        assert all(consumer[at] == spec for spec, at in worker.items())
+        for specs in (worker, consumer.values()):
+            assert sum(len(text) + SPEC_BYTES for _, text in specs) <= REMEMBERED
+
+
+def test_the_oldest_specs_are_forgotten_and_each_counts_for_more_than_its_bytes() -> None:
     cache = SpecCache()
-    for number in range(SPECS + 3):
-        cache[number] = number
-    assert list(cache) == list(range(3, SPECS + 3))
+    for number in range(REMEMBERED // SPEC_BYTES):
+        cache.remember(number, number, "V")
+    assert REMEMBERED // SPEC_BYTES // 2 < len(cache) < REMEMBERED // SPEC_BYTES
+    assert list(cache) == list(range(REMEMBERED // SPEC_BYTES))[-len(cache) :]
 
 
 HUGE = 1 << 40
@@ -127,9 +154,8 @@ REFUSED: dict[str, tuple[tuple[Meta, ...], Any]] = {
     "fewer strides than dimensions": ((tensor(shape=(0, 1), strides=(1,)),), (0,)),
     "nothing, in dimensions beyond 64 bits": ((tensor(shape=(0, HUGE, HUGE)),), (0,)),
     "an array of nothing, beyond 64 bits": ((array(shape=(0, HUGE, HUGE)),), (0,)),
-    "nothing, in too many dimensions": ((tensor(shape=(0,) * 70),), (0,)),
-    "too many dimensions": ((tensor(shape=(1,) * 65),), (4,)),
     "an array in too many dimensions": ((array(shape=(1,) * 65),), (4,)),
+    "a tensor of more dimensions than it has bytes": ((tensor(shape=(2,) * 65),), (4,)),
     "dimensions that take long to multiply": ((tensor(shape=((1 << 64) - 1,) * 100_000),), (4,)),
     "a stride beyond 64 bits": ((tensor(shape=(1,), strides=((1 << 63) - 1,)),), (4,)),
     "an array's stride beyond 64 bits": ((array(shape=(1,), strides=(1 << 63,)),), (4,)),
@@ -178,7 +204,7 @@ def nested(depth: int) -> Any:
 
 
 TREES = [
-    ("L", 1), ("L", -1), ("L", True), ("L", 0.0), ("v", -1), ("v", "2"), ("v", True), ("v", 2.0), ("x", ()),
+    ("L", 1), ("L", -1), ("L", True), ("L", 0.0), ("v", 2), ("x", ()),
     3, "", ("l", "VV"), ("l", ["V", "V"]), ("t", {0: "V"}), ("d", (), (("L", 0),)), ("d", ({},), (("L", 0),)),
     ("d", (0.5,), (("L", 0),)), nested(DEEPEST), nested(5000),
 ]  # fmt: skip

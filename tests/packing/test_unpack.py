@@ -15,7 +15,7 @@ from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST, size_class
 from fastq_loader.packing.pack import Packer
-from fastq_loader.packing.spec import SPECS
+from fastq_loader.packing.spec import REMEMBERED, SPEC_BYTES
 from fastq_loader.packing.unpack import Unpacker
 from tests.support.datasets import Opaque, assert_same
 from tests.support.pair import LARGE, TOKEN, Pair, paired
@@ -30,8 +30,7 @@ def pair() -> Iterator[Pair]:
 
 
 def put_together(unpacker: Unpacker, handle: Handle) -> Any:
-    _, _, pickled = unpacker.open(handle)
-    return unpacker.unpack(handle, pickled)
+    return unpacker.unpack(handle, unpacker.open(handle)[2])
 
 
 def receive(pair: Pair, handle: Handle) -> Any:
@@ -41,31 +40,17 @@ def receive(pair: Pair, handle: Handle) -> Any:
 # ---- specs ------------------------------------------------------------------------------------------
 
 
-def test_many_specs_are_forgotten_on_both_sides_alike(pair: Pair) -> None:
-    def go(size: int) -> bool:
-        handle = pair.handle_of(torch.zeros(size, dtype=torch.uint8))
-        assert receive(pair, handle).shape == (size,)
-        return handle.spec is not None
-
-    assert all(go(size) for size in range(SPECS))
-    assert not any(go(size) for size in range(SPECS))
-    assert go(SPECS)
-    assert sum(go(size) for size in range(SPECS + 1)) > 0
-    for size in (1, 2, 500, 1, 2, 501, 1, 2):
-        go(size)
-    assert len(pair.unpacker._specs[0]) == len(pair.packer._specs) == SPECS
-
-
 def test_a_spec_is_remembered_until_the_batches_that_name_it_are_put_together(pair: Pair) -> None:
-    # Handles wait for their turn while the next ones arrive and bring their specs.
     def arrive(size: int) -> Handle:
         return pair.unpacker.learn(0, pair.handle_of(torch.zeros(size, dtype=torch.uint8)))
 
-    for size in range(SPECS):
-        arrive(size)
-    sizes = [0, 1, 2, *range(SPECS, SPECS + 4)]
-    waiting = [arrive(size) for size in sizes]
-    assert [put_together(pair.unpacker, handle).numel() for handle in waiting] == sizes
+    first = arrive(0)
+    assert pair.handle_of(torch.zeros(0, dtype=torch.uint8)).spec is None
+    sizes = range(1, REMEMBERED // SPEC_BYTES)
+    waiting = [arrive(size) for size in sizes]  # while the next ones bring their specs
+    assert [put_together(pair.unpacker, handle).numel() for handle in (first, *waiting)] == [0, *sizes]
+    assert len(pair.unpacker._specs[0]) == len(pair.packer._specs) < len(sizes)
+    assert pair.handle_of(torch.zeros(0, dtype=torch.uint8)).spec is not None
 
 
 def test_the_workers_specs_are_told_apart_and_end_with_the_worker() -> None:
@@ -73,22 +58,17 @@ def test_the_workers_specs_are_told_apart_and_end_with_the_worker() -> None:
     try:
         unpacker = Unpacker(arena, 2, TOKEN)
         for number in range(2):
-            handle, _ = Packer(Allocator(arena.mapping, number), TOKEN).pack([number] * (number + 1))
+            handle, _ = Packer(Allocator(arena.mapping, number), TOKEN).pack((number,) * (number + 1))
             assert handle.spec_id == 0
             unpacker.learn(number, handle)
         for number, values in ((0, (5,)), (1, (5, 6))):
             named = unpacker.learn(number, Handle(0, None, values, None, ()))
-            assert put_together(unpacker, named) == list(values)
+            assert put_together(unpacker, named) == values
         unpacker.forget(0)
         with pytest.raises(ProtocolError, match="which it has not sent"):
             unpacker.learn(0, Handle(0, None, (5,), None, ()))
     finally:
         arena.retire([])
-
-
-def test_the_size_of_a_batch_is_that_of_its_leaves(pair: Pair) -> None:
-    handle = pair.handle_of([torch.zeros(3), np.zeros(LARGE), "word"])
-    assert pair.unpacker.learn(0, handle).spec.nbytes == 12 + 8 * LARGE
 
 
 def test_where_address_space_is_used_up_the_blocks_of_the_batch_come_back(
@@ -121,7 +101,13 @@ def at(handle: Handle, number: int, *segment: Any) -> Handle:
     return handle._replace(segments=tuple(segments))
 
 
-#: Of a parcel in a block, two large leaves, an object and three values.
+def spec_with(handle: Handle, tree: Any, *rest: Any) -> Handle:
+    """The handle with another tree in its spec."""
+    spec = handle.spec or ()
+    return handle._replace(spec=(tree, *(rest or spec[1:])))
+
+
+#: Of a parcel in a block, two large leaves, an object and two values.
 LIES: dict[str, Callable[[Handle], Handle]] = {
     "a leaf behind the end of its block": lambda h: at(h, 1, None, None, h.segments[1][1]),
     "a leaf that begins before its block": lambda h: at(h, 1, None, None, -8),
@@ -137,10 +123,9 @@ LIES: dict[str, Callable[[Handle], Handle]] = {
     "no segments": lambda h: h._replace(segments=()),
     "a value too few": lambda h: h._replace(values=h.values[:-1]),
     "a value too many": lambda h: h._replace(values=(*h.values, "c")),
-    "a spec that fits no batch": lambda h: h._replace(spec=(3, *(h.spec or ())[1:])),
-    "more objects than there are": lambda h: h._replace(
-        spec=(("l", ((h.spec or ())[0], "O")), *(h.spec or ())[1:])
-    ),
+    "a list of values that is none": lambda h: h._replace(values=(1, "text")),
+    "a spec that fits no batch": lambda h: spec_with(h, 3),
+    "more objects than there are": lambda h: spec_with(h, ("l", ((h.spec or ())[0], "O"))),
     "a spec that was never sent": lambda h: h._replace(spec=None),
 }
 
@@ -164,10 +149,8 @@ def test_a_block_among_the_tables_is_refused(pair: Pair) -> None:
 
 def test_a_pickle_that_names_a_leaf_that_was_taken_away_is_refused(pair: Pair) -> None:
     handle = pair.handle_of(Opaque(torch.arange(LARGE)))
-    assert handle.spec is not None
-    lie = handle._replace(spec=(handle.spec[0], (), ()), segments=handle.segments[:1])
     with pytest.raises(ProtocolError, match="leaf 0"):
-        receive(pair, lie)
+        receive(pair, spec_with(handle, "O", (), ())._replace(segments=handle.segments[:1]))
 
 
 def test_an_inline_parcel_that_is_too_short_is_refused(pair: Pair) -> None:
@@ -194,16 +177,24 @@ def test_a_packed_exception_that_does_not_fit_is_refused(pair: Pair) -> None:
     total = TOKEN_BYTES + 100
     assert used == [(0, total)]
     assert handle.segments == ((0, size_class(total), total),)
-    tail = handle.spec[1:] if handle.spec else ()
     for lie in (
-        {"segments": ((0, SMALLEST, SMALLEST + 1),)},
-        {"segments": ((0, SMALLEST, -1),)},
-        {"segments": ()},
-        {"segments": ((0, SMALLEST, total), (0, SMALLEST, total))},
-        {"segments": ((SMALLEST, SMALLEST, total),)},  # no token there
-        {"spec": ("V", *tail), "values": (1,), "segments": ()},
-        {"spec": (("l", ("O", "V")), *tail), "values": (1,)},
-        {"spec": (("l", ("O", "O")), *tail)},
+        at(handle, 0, None, SMALLEST, SMALLEST + 1),
+        at(handle, 0, None, SMALLEST, -1),
+        at(handle, 0, SMALLEST, SMALLEST, None),  # no token there
+        handle._replace(segments=()),
+        handle._replace(segments=handle.segments * 2),
+        spec_with(handle, "V")._replace(values=(1,), segments=()),
+        spec_with(handle, ("l", ("O", "V")))._replace(values=(1,)),
+        spec_with(handle, ("l", ("O", "O"))),
     ):
         with pytest.raises(ProtocolError):
-            pair.unpacker.exception(pair.unpacker.learn(0, handle._replace(**lie)))
+            pair.unpacker.exception(pair.unpacker.learn(0, lie))
+
+
+@pytest.mark.parametrize(("out_of_memory", "kind"), [(True, MemoryError), (False, RuntimeError)])
+def test_an_exception_that_no_block_holds_travels_as_text(
+    pair: Pair, out_of_memory: bool, kind: type[Exception]
+) -> None:
+    handle = pair.packer.pack_text("what happened", out_of_memory)
+    error = pair.unpacker.exception(pair.unpacker.learn(0, handle))
+    assert (type(error), str(error)) == (kind, "what happened")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,14 @@ import torch
 
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.packing.spec import DEEPEST
-from fastq_loader.packing.walker import BATCHES_UNWALKED, CONTAINERS, Walker
+from fastq_loader.packing.walker import (
+    BATCHES_UNWALKED,
+    LONGEST,
+    LONGEST_LIST,
+    PARTS,
+    SMALL_ARRAY,
+    Walker,
+)
 from tests.support.datasets import Opaque, assert_same
 from tests.support.pair import LARGE, Pair, paired
 
@@ -28,73 +35,92 @@ def test_a_batch_is_taken_apart_into_its_tree_leaves_values_and_objects() -> Non
     tensor, array, thing = torch.rand(2), np.zeros(3), Opaque(1)
     walker = Walker()
     batch = [{"x": tensor, 3: array}, ("a", 2.5, None, True, b"b"), thing, [tensor, 2**70], [1, 2]]
-    assert walker.walk(batch) == (
-        "l",
-        (
-            ("d", ("x", 3), (("L", 0), ("L", 1))),
-            ("t", ("V",) * 5),
-            "O",
-            ("l", (("L", 0), "O")),
-            ("v", 2),
-        ),
-    )
+    fields = ("d", ("x", 3), (("L", 0), ("L", 1)))
+    assert walker.walk(batch) == ("l", (fields, ("t", ("V",) * 5), "O", ("l", (("L", 0), "O")), "v"))
     assert walker.leaves == [tensor, array]
-    assert walker.values == ["a", 2.5, None, True, b"b", 1, 2]
+    assert walker.values == ["a", 2.5, None, True, b"b", (1, 2)]
     assert walker.objects == [thing, 2**70]
     assert len(walker.containers) == 4
     walker.clear()
     assert [walker.leaves, walker.values, walker.objects, walker.containers] == [[], [], [], set()]
 
 
-shared: list[Any] = [torch.ones(1)]
-cycle: list[Any] = [1]
-cycle.append(cycle)
-
-
-def nested(depth: int) -> Any:
+def nested(depth: int, kind: Callable[[Any], Any] = lambda value: (value,)) -> Any:
     value: Any = 1.5
     for _ in range(depth):
-        value = (value,)
+        value = kind(value)
     return value
 
 
-@pytest.mark.parametrize(
-    ("batch", "walked"),
-    [
-        ([shared, 1], True),
-        ([shared, shared], False),
-        (cycle, False),
-        (nested(DEEPEST), True),
-        (nested(DEEPEST + 1), False),
-        ([[torch.ones(1)] for _ in range(CONTAINERS - 1)], True),
-        ([[torch.ones(1)] for _ in range(CONTAINERS)], False),
-    ],
-    ids=["one list", "a shared list", "a cycle", "deep", "too deep", "many lists", "too many lists"],
-)
-def test_a_batch_that_cannot_be_walked_or_is_not_worth_it_is_one_object(batch: Any, walked: bool) -> None:
+shared: list[Any] = [torch.ones(1)]
+cycle: list[Any] = [1]
+cycle.append(cycle)
+ONE_OBJECT: dict[str, tuple[Any, bool]] = {
+    "one list": ([shared, 1], False),
+    "a shared list": ([shared, shared], True),
+    "a cycle": (cycle, True),
+    "deep": (nested(DEEPEST), False),
+    "too deep": (nested(DEEPEST + 1), True),
+    "many fields": ({str(number): number for number in range(PARTS)}, False),
+    "too many fields": ({str(number): number for number in range(PARTS + 1)}, True),
+    "too many tuples": ([(1,) for _ in range(PARTS // 2 + 1)], True),
+    "too many arrays": ([np.zeros(1) for _ in range(PARTS + 1)], True),
+    "many tensors": ([(torch.zeros(1),) * 9] * PARTS, False),
+    "a list of plain values": ([1] * LONGEST_LIST, False),
+    "a list of more of them": ([1] * (LONGEST_LIST + 1), True),
+    "a text": ("x" * LONGEST, False),
+    "a long text": ("x" * (LONGEST + 1), True),
+    "long bytes": (b"x" * (LONGEST + 1), True),
+    "an array of empty texts": (np.ndarray(3, "S0"), True),
+}
+
+
+@pytest.mark.parametrize(("batch", "whole"), ONE_OBJECT.values(), ids=ONE_OBJECT.keys())
+def test_a_batch_that_cannot_be_walked_or_is_not_worth_it_is_one_object(
+    pair: Pair, batch: Any, whole: bool
+) -> None:
     walker = Walker()
-    assert (walker.walk(batch) == "O") is not walked
-    if not walked:
+    assert (walker.walk(batch) == "O") is whole
+    if whole:
         assert walker.objects == [batch]
         assert [walker.leaves, walker.values, walker.containers] == [[], [], set()]
+    assert_same(batch, pair.trip(batch))
 
 
-def test_after_a_tree_of_many_containers_some_batches_are_not_walked() -> None:
+def test_a_long_text_among_others_is_an_object() -> None:
     walker = Walker()
-    walker.walk([[torch.ones(1)] for _ in range(CONTAINERS)])
+    long = "x" * (LONGEST + 1)
+    assert walker.walk([[None, "a", long], ["a", None], (1, long)]) == (
+        "l",
+        (("l", ("V", "V", "O")), "v", ("t", ("V", "O"))),
+    )
+
+
+def test_after_a_tree_of_many_parts_some_batches_are_not_walked() -> None:
+    walker = Walker()
+    walker.walk((1,) * (PARTS + 1))
     trees = [walker.walk([1, 2]) for _ in range(BATCHES_UNWALKED + 1)]
-    assert trees == ["O"] * BATCHES_UNWALKED + [("v", 2)]
+    assert trees == ["O"] * BATCHES_UNWALKED + ["v"]
 
 
-def test_a_deep_tree_comes_out_as_it_went_in(pair: Pair) -> None:
-    for depth in (DEEPEST, 2 * DEEPEST):
-        batch: Any = torch.tensor(depth)
-        for _ in range(depth):
-            batch = [batch]
-        assert str(pair.trip(batch)) == str(batch)
+def test_small_arrays_stay_in_a_pickle_and_others_are_left_out(pair: Pair) -> None:
+    small, large, both = np.arange(SMALL_ARRAY // 8), np.arange(SMALL_ARRAY // 8 + 1), np.arange(3)
+    read_only = np.frombuffer(b"12345678", "i4")
+    handle = pair.arrive(pair.pack(lambda: [both, Opaque([small, large, both, read_only, small])]))
+    assert [leaf.shape for leaf in handle.spec.leaves] == [(3,), large.shape]
+    result, opaque = pair.deliver(handle)
+    assert_same([small, large, both, read_only.copy(), small], opaque.value)
+    assert opaque.value[2] is result
+    assert opaque.value[4] is opaque.value[0]
 
 
-@pytest.mark.parametrize("boxes", [3, CONTAINERS // 2, CONTAINERS, 4 * CONTAINERS])
+@pytest.mark.parametrize("depth", [DEEPEST, 2 * DEEPEST])
+def test_a_deep_tree_comes_out_as_it_went_in(pair: Pair, depth: int) -> None:
+    batch = nested(depth, lambda value: [value])
+    assert str(pair.trip(batch)) == str(batch)
+
+
+@pytest.mark.parametrize("boxes", [3, PARTS // 10, PARTS])
 def test_a_tree_of_many_containers_comes_out_as_it_went_in(pair: Pair, boxes: int) -> None:
     tensors = [torch.full((4,), float(box)) for box in range(boxes)]
     batch = [
@@ -116,7 +142,6 @@ def test_a_tree_of_many_containers_comes_out_as_it_went_in(pair: Pair, boxes: in
     "values",
     [
         [],
-        [1],
         [2**63, -(2**63)],
         [2**64],
         [-(2**63) - 1, 0],
