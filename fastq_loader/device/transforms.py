@@ -5,7 +5,8 @@ Runs in the consumer, on whatever stream is current.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import copy
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -182,8 +183,14 @@ def _parts(batch: Any) -> dict[Any, Any] | None:
 
 def _like(batch: Any, parts: dict[Any, Any]) -> Any:
     """A container like `batch` with other parts."""
+    if type(batch) is dict:
+        return parts
+    if isinstance(batch, MutableMapping):
+        like = copy.copy(batch)  # with its default factory or attributes
+        like.update(parts)
+        return like
     if isinstance(batch, Mapping):
-        return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
+        return type(batch)(parts)  # type: ignore[call-arg]
     if hasattr(batch, "_fields"):
         return type(batch)(*parts.values())
     return type(batch)(parts.values())

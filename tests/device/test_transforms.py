@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +79,13 @@ def test_the_images_of_a_batch_are_found_and_the_rest_is_passed_on(kind: Any) ->
     assert second is mask
     assert (batch["x"] if isinstance(batch, dict) else batch[0]) is pixels
     assert pixels.dtype is torch.uint8  # the batch itself stays as it was
+
+
+def test_a_dict_keeps_its_default_factory_and_attributes() -> None:
+    pixels = images(2, 3, 4, 4)
+    result = normalize(MEAN, STD)(defaultdict(list, x=pixels))
+    assert (type(result), result.default_factory, result["x"].dtype) == (defaultdict, list, torch.float32)
+    assert normalize(MEAN, STD)(Keyed(x=pixels, tag="kept")).tag == "kept"
 
 
 def test_which_names_what_is_normalised() -> None:
