@@ -77,14 +77,9 @@ def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
-def tensors(shapes: st.SearchStrategy[Any]) -> st.SearchStrategy[torch.Tensor]:
-    return st.builds(
-        lambda shape, dtype, seed, layout: laid_out(random_tensor(tuple(shape), dtype, seed), layout),
-        shapes,
-        st.sampled_from(DTYPES),
-        st.integers(0, 1000),
-        st.sampled_from(list(LAYOUTS)),
-    )
+def tensors(shapes: Any) -> st.SearchStrategy[torch.Tensor]:
+    bits = st.builds(random_tensor, shapes.map(tuple), st.sampled_from(DTYPES), st.integers(0, 1000))
+    return st.builds(laid_out, bits, st.sampled_from(list(LAYOUTS)))
 
 
 def random_array(shape: Any, dtype: Any, seed: int, layout: str) -> np.ndarray:
@@ -99,14 +94,9 @@ def random_array(shape: Any, dtype: Any, seed: int, layout: str) -> np.ndarray:
     return array
 
 
-def arrays(shapes: st.SearchStrategy[Any]) -> st.SearchStrategy[np.ndarray]:
-    return st.builds(
-        random_array,
-        shapes,
-        st.sampled_from(NUMPY_DTYPES),
-        st.integers(0, 1000),
-        st.sampled_from(("c", "fortran")),
-    )
+def arrays(shapes: Any) -> st.SearchStrategy[np.ndarray]:
+    layouts = st.sampled_from(("c", "fortran"))
+    return st.builds(random_array, shapes, st.sampled_from(NUMPY_DTYPES), st.integers(0, 1000), layouts)
 
 
 SMALL_SHAPES = st.lists(st.integers(0, 5), max_size=4)
@@ -115,51 +105,25 @@ FULL_SHAPES = st.lists(st.integers(1, 5), max_size=4)  # numpy has several strid
 LARGE_SHAPES = st.sampled_from(
     ((4096,), (16384,), (16385,), (65535,), (65536,), (3, 5461), (64, 64, 4), (2, 3, 40, 50), (8191, 2), (7,))
 )
+FIELD_NAMES = st.text(st.characters(), max_size=4)
 SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.complex_numbers(),
-    st.text(st.characters(), max_size=5),
+    *(st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(), FIELD_NAMES),
     st.binary(max_size=5),
     st.sampled_from((-0.0, 2**63, 2**64, -(2**63) - 1, float("nan"), Ellipsis, NotImplemented)),
 )
-OBJECTS = st.sampled_from(
-    (
-        np.float32(0.1),
-        np.int64(-1),
-        np.bool_(True),
-        np.str_("ä"),
-        np.datetime64("2001-02-03"),
-        Name("name"),
-        Count(3),
-        Colour.BLUE,
-        Level.LOW,
-        range(2, 9, 3),
-        slice(1, None),
-        frozenset({1, "a"}),
-        bytearray(b"abc"),
-        torch.float16,
-        torch.Size([2, 3]),
-        torch.device("cpu"),
-        int,
-        np.array([1, "a", None], dtype=object),
-    )
+OBJECTS: tuple[Any, ...] = (
+    *(np.float32(0.1), np.int64(-1), np.bool_(True), np.str_("ä"), np.datetime64("2001-02-03")),
+    *(Name("name"), Count(3), Colour.BLUE, Level.LOW, range(2, 9, 3), slice(1, None), frozenset({1, "a"})),
+    *(bytearray(b"abc"), torch.float16, torch.Size([2, 3]), torch.device("cpu"), int),
+    *(np.array([1, "a", None], dtype=object), np.array([{"a": 1}, None])),
+    *(np.ma.array([1, 2], mask=[True, False]), np.rec.array([(1, "a")], dtype=[("x", "i4"), ("y", "U1")])),
 )
-LEAVES = st.one_of(SCALARS, OBJECTS, tensors(SMALL_SHAPES), arrays(FULL_SHAPES))
-FIELD_NAMES = st.text(st.characters(), max_size=4)
+LEAVES = st.one_of(SCALARS, st.sampled_from(OBJECTS), tensors(SMALL_SHAPES), arrays(FULL_SHAPES))
 
 
 def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    keys = st.one_of(
-        FIELD_NAMES,
-        st.integers(),
-        st.booleans(),
-        st.none(),
-        st.floats(allow_nan=False),
-        st.tuples(FIELD_NAMES),
-    )
+    numbers = st.integers() | st.booleans() | st.floats(allow_nan=False)
+    keys = FIELD_NAMES | numbers | st.none() | st.tuples(FIELD_NAMES)
     lists = st.lists(inner, max_size=4)
     named = st.dictionaries(FIELD_NAMES, inner, max_size=4)
     return st.one_of(
@@ -186,6 +150,7 @@ BATCHES = st.recursive(LEAVES, containers, max_leaves=12)
 @settings(deadline=None, max_examples=250)
 @given(st.lists(BATCHES, min_size=1, max_size=3))
 @example([[], (), {}, ((),), [[[]]], {"": {}}])
+@example(list(OBJECTS))
 def test_a_batch_of_anything_comes_out_as_it_went_in(batches: list[Any]) -> None:
     with paired() as pair:
         for batch in batches:
@@ -249,31 +214,6 @@ def test_a_view_takes_its_own_bytes_along_and_not_its_storage(pair: Pair) -> Non
     assert len(handle.parcel) == ALIGNMENT + aligned(4 * 67) + ALIGNMENT
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.zeros((3, 4), order="F"),
-        np.array(1.5),
-        np.array(["a", "bcd"]),
-        np.array([b"a", b"bcd"]),
-        np.array(["2001-02-03", "NaT"], dtype="M8[D]"),
-        np.array([1, 2], dtype=[("a", "<i4"), ("b", "S2")]),
-        np.array([{"a": 1}, None], dtype=object),
-        np.arange(4, dtype=">i4"),
-        np.zeros((LARGE, 2), order="F"),
-        np.arange(LARGE * 4).astype("M8[s]"),
-        np.full(LARGE, "ä", dtype="U4"),
-        np.zeros(LARGE, dtype=[("a", "<i4"), ("b", "<f8")]),
-        np.float64(3),
-        np.ma.array([1, 2], mask=[True, False]),
-        np.rec.array([(1, "a")], dtype=[("x", "i4"), ("y", "U1")]),
-    ],
-    ids=lambda array: f"{type(array).__name__} {array.dtype} {array.shape}",
-)
-def test_numpy_arrays(pair: Pair, array: Any) -> None:
-    assert_same(array, pair.trip(array))
-
-
 def test_an_array_may_be_empty_and_comes_out_contiguous_as_pickle_has_it(pair: Pair) -> None:
     for dtype in ("f8", "U3", "M8[D]"):
         result = pair.trip([np.zeros((0, 3), dtype)])[0]
@@ -319,18 +259,6 @@ def test_small_leaves_travel_in_the_message_and_more_of_them_in_one_block(pair: 
     assert (none.parcel, none.segments) == (None, ())
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.lists(st.integers(0, SMALLEST - 1), max_size=12))
-def test_parcels_of_every_size(sizes: list[int]) -> None:
-    with paired() as pair:
-        batch = [torch.from_numpy(noise(size, size)) for size in sizes]
-        for extra in ((), (Opaque(1),)):
-            result = pair.trip([*batch, *extra])
-            assert all(map(torch.equal, batch, result))
-            assert all(leaf.data_ptr() % 8 == 0 for leaf in result[: len(batch)] if leaf.numel())
-        assert pair.idle()
-
-
 def test_pickled_bytes_never_travel_in_the_message(pair: Pair) -> None:
     secret = "d5c1f0d6-never-in-a-frame"
     for batch in (Opaque(secret), [Opaque(secret), torch.rand(3)], {secret[:3]: Record("x", [secret])}):
@@ -339,15 +267,6 @@ def test_pickled_bytes_never_travel_in_the_message(pair: Pair) -> None:
         assert secret.encode() not in pair.frames[-1]
         assert b"tests.support.datasets" not in pair.frames[-1]
         assert_same(batch, pair.deliver(pair.unpacker.learn(0, handle)))
-
-
-@pytest.mark.parametrize(("out_of_memory", "kind"), [(True, MemoryError), (False, RuntimeError)])
-def test_an_exception_that_no_block_holds_travels_as_text(
-    pair: Pair, out_of_memory: bool, kind: type[Exception]
-) -> None:
-    handle = pair.packer.pack_text("what happened", out_of_memory)
-    error = pair.unpacker.exception(pair.unpacker.learn(0, handle))
-    assert (type(error), str(error)) == (kind, "what happened")
 
 
 # ---- tensors that are no plain leaves ---------------------------------------------------------------
@@ -394,13 +313,6 @@ def test_special_tensors(pair: Pair, name: str) -> None:
     assert result.layout == tensor.layout
     del result
     assert pair.idle()
-
-
-def test_a_tensor_with_a_graph_raises_torchs_error(pair: Pair) -> None:
-    tensor = torch.rand(3, requires_grad=True) * 2
-    for batch in (tensor, [tensor], {"a": Opaque([tensor])}):
-        with pytest.raises(RuntimeError, match="Cowardly refusing to serialize non-leaf tensor"):
-            pair.pack(lambda batch=batch: batch)
 
 
 def test_what_cannot_be_pickled_is_named_and_the_next_batch_is_fine(pair: Pair) -> None:
@@ -471,25 +383,18 @@ VIEWS: dict[str, Callable[[torch.Tensor, int, int], torch.Tensor]] = {
 }
 
 
+CHOSEN = st.tuples(st.sampled_from(list(VIEWS)), st.floats(0, 0.9), st.floats(0, 0.6), st.booleans())
+
+
 @settings(deadline=None, max_examples=150)
-@given(
-    st.sampled_from((16, 2 * LARGE)),
-    st.lists(
-        st.tuples(st.sampled_from(list(VIEWS)), st.floats(0, 0.9), st.floats(0, 0.6), st.booleans()),
-        min_size=1,
-        max_size=5,
-    ),
-    st.integers(0, 3),
-)
+@given(st.sampled_from((16, 2 * LARGE)), st.lists(CHOSEN, min_size=1, max_size=5), st.integers(0, 3))
 def test_views_of_one_storage_alias_as_they_did(
     count: int, chosen: list[tuple[str, float, float, bool]], shift: int
 ) -> None:
     with paired() as pair:
         base = torch.arange(count + 4, dtype=torch.int32)[: count + shift % 2 * 2]
         if shift > 1:
-            made = empty(base.shape, base.dtype).copy_(base)
-            base = made
-            del made
+            base = empty(base.shape, base.dtype).copy_(base)
         batch = [
             VIEWS[name](base, int(start * count), max(int(part * count), 2))
             for name, start, part, _ in chosen
@@ -508,26 +413,6 @@ def test_views_of_one_storage_alias_as_they_did(
         del base, batch, wrapped, one, expected, result, other, actual
         pair.trip(None)  # the worker hears that nobody looks at what it made
         assert pair.idle()
-
-
-@pytest.mark.parametrize("count", [8, 4 * LARGE])
-def test_views_of_other_element_sizes_find_their_place(pair: Pair, count: int) -> None:
-    base = torch.arange(count, dtype=torch.int64)
-    for start in (1, 3, 5, 8, 13):
-        batch = [base.view(torch.uint8)[start:], base[2:], base.view(torch.int16)[5:], base[3:4]]
-        result = pair.trip(batch)
-        assert all(map(torch.equal, batch, result))
-        result[1][0] = -1
-        assert int(result[0][16 - start]) == 255
-        assert int(result[2][3]) == -1
-
-
-def test_neighbours_in_one_storage_do_not_hold_each_other(pair: Pair) -> None:
-    base = torch.arange(4.0 * LARGE)
-    left, right = pair.trip([base[: 2 * LARGE], base[2 * LARGE :]])
-    del left
-    assert sorted(pair.arena.released_blocks()) == [0]
-    assert right[0] == 2 * LARGE
 
 
 def test_small_leaves_do_not_hold_blocks(pair: Pair) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import pickle
@@ -71,49 +72,39 @@ def test_a_tensor_with_a_graph_raises_torchs_own_words() -> None:
         assert str(ours.value) == str(theirs.value)
 
 
-class Nested:
-    """Its unpickling puts another batch together, as one does that iterates another loader."""
+class Call:
+    """Pickles as a call."""
 
-    def __init__(self, data: bytes) -> None:
-        self.value = load(data, [torch.tensor(2)])
-        self.data = data
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
 
-    def __reduce__(self) -> tuple[type, tuple[bytes]]:
-        return Nested, (self.data,)
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def load_inside(data: bytes) -> Any:
+    return load(data, [torch.tensor(2)])
 
 
 meeting = threading.Barrier(2, timeout=10)
 
 
-class Meeting:
-    """Its unpickling waits until another thread is at the same point."""
-
-    def __reduce__(self) -> tuple[Callable[[], int], tuple[()]]:
-        return meeting_point, ()
-
-
-def meeting_point() -> int:
+def meet() -> int:
     return meeting.wait()
 
 
-class Broken:
-    """Pickles, and cannot be unpickled."""
-
-    def __reduce__(self) -> tuple[Callable[[int, int], Any], tuple[int, int]]:
-        return divmod, (1, 0)
-
-
 def test_loads_within_each_other_or_on_two_threads_have_their_own_leaves() -> None:
-    inner = dump(Opaque(torch.tensor(2)), lambda leaf: 0)
-    result = load(dump([Nested(inner), torch.tensor(1)], lambda leaf: 0), [torch.tensor(1)])
-    assert (result[0].value.value, result[1]) == (2, 1)
+    inner = dump(torch.tensor(2), lambda leaf: 0)
+    # As where unpickling iterates another loader.
+    outer = dump([Call(load_inside, inner), torch.tensor(1)], lambda leaf: 0)
+    assert load(outer, [torch.tensor(1)]) == [2, 1]
     # Two loaders, each iterated by a thread of its own: Python may switch between them at any call.
-    data = dump([Meeting(), torch.zeros(1), Meeting()], lambda leaf: 0)
+    data = dump([Call(meet), torch.zeros(1), Call(meet)], lambda leaf: 0)
     with ThreadPoolExecutor(2) as threads:
         loaded = list(threads.map(lambda number: load(data, [torch.tensor([number])])[1].item(), (1, 2)))
     assert loaded == [1, 2]
     with pytest.raises(ZeroDivisionError):
-        load(dump([torch.rand(1), Broken()], lambda leaf: 0), [torch.rand(1)])
+        load(dump([torch.rand(1), Call(divmod, 1, 0)], lambda leaf: 0), [torch.rand(1)])
     assert not getattr(pickling._building, "leaves", ()), "something of a failed load stayed"
 
 
@@ -186,52 +177,35 @@ def meta_samples(count: int) -> list[Any]:
     return [[sample(number), sample(number).t()] for number in range(count)]
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("workers", [0, 2])
-def test_h4_a_reducer_that_returns_a_storage_arrives(workers: int, registered: None) -> None:
-    torchs, ours = (
-        list(kind(meta_samples(5), 1, num_workers=workers, collate_fn=lambda batch: batch))
-        for kind in (torch.utils.data.DataLoader, DataLoader)
-    )
-    for (expected,), (actual,) in zip(torchs, ours, strict=True):
-        assert [type(part) for part in actual] == [Meta, Meta]
-        assert [part.affine for part in actual[:1]] == [part.affine for part in expected[:1]]
-        assert all(
-            torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(actual, expected, strict=True)
-        )
+def collate(batch: list[Any]) -> list[Any]:
+    return [*batch[0], torch.ones(4), torch.arange(6.0).untyped_storage()]
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("device", [None, "cuda"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_h4_with_a_device_storages_stay_on_the_host(
-    workers: int, registered: None, monkeypatch: pytest.MonkeyPatch
+def test_h4_a_reducer_that_returns_a_storage_arrives(
+    workers: int, device: str | None, registered: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def collate(batch: list[Any]) -> list[Any]:
-        return [*batch[0], torch.ones(4), torch.arange(6.0).untyped_storage()]
-
-    expected = [collate(batch) for batch in zip(meta_samples(5), strict=True)]
-    with late_device(monkeypatch):
-        loader = DataLoader(meta_samples(5), 1, num_workers=workers, collate_fn=collate, device="cuda")
-        with loader:
-            for batch, wanted in zip(loader, expected, strict=True):
-                assert [type(part) for part in batch] == [type(part) for part in wanted]
-                assert all(torch.equal(a, b) for a, b in zip(batch[:3], wanted[:3], strict=True))
-                assert bytes(batch[3]) == bytes(wanted[3])
-                del batch
+    torchs = torch.utils.data.DataLoader(meta_samples(5), 1, num_workers=workers, collate_fn=collate)
+    with late_device(monkeypatch) if device else contextlib.nullcontext():
+        ours = DataLoader(meta_samples(5), 1, num_workers=workers, collate_fn=collate, device=device)
+        with ours:
+            for expected, actual in zip(torchs, ours, strict=True):
+                assert [type(part) for part in actual] == [type(part) for part in expected]
+                assert actual[0].affine == expected[0].affine
+                assert all(torch.equal(a, b) for a, b in zip(actual[:3], expected[:3], strict=True))
+                assert [part.stride() for part in actual[:3]] == [part.stride() for part in expected[:3]]
+                assert bytes(actual[3]) == bytes(expected[3]), "a storage stays on the host"
+                del expected, actual
 
 
 # ---- naming what cannot be pickled ------------------------------------------------------------------
 
 
-class Attribute:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.fine = 1
-
-
 @dataclasses.dataclass
 class Sample:
-    fine: int
+    fine: Any
     transform: Any
 
 
@@ -246,20 +220,13 @@ def paths() -> dict[str, Any]:
         "batch[1]": [1, stuck()],
         "batch['a']": {"fine": 1, "a": stuck()},
         "batch[3][0]": {3: (stuck(),)},
-        "batch.transform": Sample(1, stuck()),
-        "batch.value": Attribute(stuck()),
-        "batch[0].value['x'].transform[2]": [Attribute({"x": Sample(1, [1, 2, stuck()])})],
-        "batch.y": Late(stuck()),
+        "batch.transform": Sample(torch.rand(2), stuck()),
+        "batch.value": Opaque(stuck()),
+        "batch[0].value['x'].transform[2]": [Opaque({"x": Sample(1, [1, 2, stuck()])})],
         "batch.func": functools.partial(stuck()),
         "batch.args[1]": functools.partial(print, 1, stuck()),
         "batch.keywords['file']": functools.partial(print, file=stuck()),
     }
-
-
-class Late:
-    def __init__(self, value: Any) -> None:
-        self.x = torch.rand(2)
-        self.y = value
 
 
 @pytest.mark.parametrize("path", list(paths()))
@@ -286,9 +253,9 @@ class Long:
 
 def test_what_has_no_parts_that_fail_is_named_as_a_whole() -> None:
     local: Any = type("Local", (), {"__qualname__": "local.<locals>.Local", "method": stuck})
-    mute, long = type("Local", (Mute,), {}), type("Local", (Long,), {})
+    unprintable = [type("Local", (kind,), {})() for kind in (Mute, Long)]
     generator = (number for number in range(3))
-    for value in (local, local(), threading.Lock(), generator, Slotted(stuck()), mute(), long()):
+    for value in (local, local(), threading.Lock(), generator, Slotted(stuck()), *unprintable):
         with pytest.raises(UnpicklableError, match=r"^batch\['mine'\] \(a ") as caught:
             through({"fine": 1, "mine": value})
         assert len(str(caught.value)) < 500
