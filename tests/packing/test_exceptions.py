@@ -40,9 +40,6 @@ class KeywordOnly(Exception):
         super().__init__()
         self.path = path
 
-    def __str__(self) -> str:
-        return f"no {self.path}"
-
 
 class ReduceFails(LookupError):
     def __reduce__(self) -> NoReturn:
@@ -108,22 +105,18 @@ def carried(error: BaseException) -> BaseException:
 
 
 SURVIVORS: dict[str, Callable[[], BaseException]] = {
-    "ValueError": lambda: ValueError("bad"),
     "no arguments": lambda: ValueError(),
     "several arguments": lambda: ValueError("bad", 3, None, [1, {"a": 2}]),
-    "KeyError": lambda: KeyError("key"),
     "StopIteration": lambda: StopIteration(3),
-    "OSError": lambda: OSError(2, "No such file", "/some/where"),
     "OSError with two names": lambda: OSError(18, "Cross-device", "/one", None, "/two"),
     "FileNotFoundError": lambda: FileNotFoundError(2, "No such file", "/some/where"),
     "UnicodeDecodeError": lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
     "ImportError": lambda: ImportError("no", name="module", path="/p"),
     "Exception": lambda: Exception("itself"),
-    "MemoryError": lambda: MemoryError("full"),
-    "a class of its own": lambda: Plain("mine"),
     "attributes": lambda: with_attributes(Plain("mine"), index=3, path="x", tensor=None),
     "two arguments": lambda: TwoArguments(404, "gone"),
     "keywords only": lambda: KeywordOnly(path="/p"),
+    "failing str": lambda: Mute("quiet"),
     "failing reduce": lambda: ReduceFails("kept"),
     "lying reduce": lambda: ReduceLies("kept"),
     "forgotten attribute": lambda: with_attributes(Forgetful("kept"), index=3),
@@ -144,7 +137,9 @@ def test_exceptions_keep_all_that_they_are_and_say_where_they_come_from(
     make: Callable[[], BaseException],
 ) -> None:
     error, expected = carried(make()), make()
-    assert (type(error), error.args, str(error)) == (type(expected), expected.args, str(expected))
+    assert (type(error), error.args) == (type(expected), expected.args)
+    if not isinstance(error, Mute):
+        assert str(error) == str(expected)
     assert attributes(error) == expected.__dict__
     for name in ("errno", "strerror", "filename", "filename2", "name", "path", "value", "start", "reason"):
         assert getattr(error, name, None) == getattr(expected, name, None)
@@ -198,12 +193,6 @@ def test_a_local_class_becomes_its_nearest_importable_base() -> None:
     assert "Local: what happened" in str(error)
 
 
-def test_an_exception_that_cannot_be_printed_is_carried_all_the_same() -> None:
-    error = carried(Mute("quiet"))
-    assert isinstance(error, Exception)
-    assert "Caught Mute" in str(error.__cause__)
-
-
 def test_a_chain_is_told_in_the_traceback() -> None:
     error = Plain("second")
     error.__cause__ = raised(KeyError("first"))
@@ -238,5 +227,3 @@ def test_dumping_leaves_the_exception_as_it_was() -> None:
     dump_exception(error, 0)
     assert (error.args, error.__dict__, error.__traceback__) == (("mine",), {"index": 1}, before)
     assert error.__cause__ is None
-    error = load_exception(dump_exception(Plain("never raised"), 5))
-    assert "worker process 5" in str(error.__cause__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,6 @@ from tests.support.datasets import Opaque, assert_same
 from tests.support.pair import LARGE, TOKEN, Pair, paired
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    with paired() as pair:
-        yield pair
 
 
 def put_together(unpacker: Unpacker, handle: Handle) -> Any:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.packing.spec import DEEPEST
 from fastq_loader.packing.walker import (
     BATCHES_UNWALKED,
@@ -20,15 +19,7 @@ from fastq_loader.packing.walker import (
     Walker,
 )
 from tests.support.datasets import Opaque, assert_same
-from tests.support.pair import LARGE, Pair, paired
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    if not AVAILABLE:
-        pytest.skip("this system has no memfd")
-    with paired() as pair:
-        yield pair
+from tests.support.pair import LARGE, Pair
 
 
 def test_a_batch_is_taken_apart_into_its_tree_leaves_values_and_objects() -> None:
