@@ -97,14 +97,13 @@ class Receiver:
                 raise ProtocolError(f"outcome {outcome} {'without' if handle is None else 'with'} a handle")
             return answer
         state = unseal(answer.state, self._group.token) if answer.state else b""
-        handle = self._unpacker.learn(worker, handle)
-        if not handle.segments:
-            return Answer(*answer[:-3], handle, (), state)
-        fresh = dict(answer.fresh)
-        for offset, size, _ in handle.segments:
-            if size != fresh.get(offset, self._scheduler.pool.size_of(offset)):
-                raise ProtocolError(f"a handle names a block of {size} bytes at {offset}, where none is")
-        return Answer(*answer[:-3], handle, self._unpacker.used(handle), state)
+        handle, used = self._unpacker.learn(worker, handle)
+        if used:
+            fresh = dict(answer.fresh)
+            for offset, size, _ in handle.segments:
+                if size != fresh.get(offset, self._scheduler.pool.size_of(offset)):
+                    raise ProtocolError(f"a handle names a block of {size} bytes at {offset}, where none is")
+        return Answer(*answer[:-3], handle, used, state)
 
 
 def _finished(event: Arrived) -> int:

@@ -43,8 +43,9 @@ class Unpacker:
         _, self._end = arena.mapping.region(workers - 1)  # tables lie behind it
         self._specs = [SpecCache() for _ in range(workers)]
 
-    def learn(self, worker: int, handle: Handle) -> Handle:
-        """The handle with its spec compiled, whether it brings the spec or only names it.
+    def learn(self, worker: int, handle: Handle) -> tuple[Handle, tuple[tuple[int, int], ...]]:
+        """The handle with its spec compiled, whether it brings the spec or only names it, and the blocks that
+        it needs: (offset, bytes from its start), in the order of its segments.
 
         Called for every handle in the order of arrival, also for those that will be dropped: the worker
         sends a spec once. From here on the handle stands for itself, however long it waits.
@@ -64,14 +65,14 @@ class Unpacker:
                 raise ProtocolError(f"worker {worker} has packed a batch for a device, and there is none")
             specs.remember(handle.spec_id, spec, handle.spec)
         learned = Handle(handle.spec_id, spec, handle.values, handle.parcel, handle.segments)
-        self._check(learned)
-        return learned
+        return learned, self._used(learned)
 
     def forget(self, worker: int) -> None:
         """Another process has this number from here on: it numbers its specs anew."""
         self._specs[worker] = SpecCache()
 
-    def _check(self, handle: Handle) -> None:
+    def _used(self, handle: Handle) -> tuple[tuple[int, int], ...]:
+        """The blocks that a handle needs, see `learn`."""
         spec, segments, parcel = handle.spec, handle.segments, handle.parcel
         boxed = bool(spec.objects or (parcel is None and spec.parcel_bytes))  # the parcel lies in a block
         expected = boxed + len(spec.tails), spec.values
@@ -81,22 +82,13 @@ class Unpacker:
         parcel_bytes = segments[0][2] if boxed else len(parcel or b"")
         if parcel_bytes < spec.parcel_bytes:
             raise ProtocolError(f"a parcel of {parcel_bytes} bytes for a spec of {spec.parcel_bytes}")
-        for (offset, size, into), (_, need) in zip(
-            segments, self.used(handle) if segments else (), strict=True
-        ):
+        used: list[tuple[int, int]] = []
+        for (offset, size, into), tail in zip(segments, [0] * boxed + spec.tails, strict=True):
+            need = max(into + tail, 1)
             if offset < 0 or into < 0 or need > size or offset + size > self._end:
                 raise ProtocolError(f"{need} bytes, from {into} on, in a block of {size} bytes at {offset}")
-
-    def used(self, handle: Handle) -> tuple[tuple[int, int], ...]:
-        """The blocks of a handle that was learnt: (offset, bytes needed), in the order of its segments."""
-        segments, tails = handle.segments, handle.spec.tails
-        parcel = [0] * (len(segments) - len(tails))
-        return tuple(
-            [
-                (offset, max(into + tail, 1))
-                for (offset, _, into), tail in zip(segments, parcel + tails, strict=True)
-            ]
-        )
+            used.append((offset, need))
+        return tuple(used)
 
     def part(self, handle: Handle) -> tuple[int, int, int, int] | None:
         """Where that part of a batch lies that goes to a device: offset and size of its block, bytes into

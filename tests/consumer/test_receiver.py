@@ -61,8 +61,7 @@ def receiver(
     plan: Any = SimpleNamespace(rules=SimpleNamespace(iterable=iterable), in_order=scheduler.in_order)
     # Handles are as they should be; only the ledger knows the blocks.
     unpacker: Any = SimpleNamespace(
-        learn=lambda worker, handle: handle,
-        used=lambda handle: tuple((offset, need) for offset, _, need in handle[4]),
+        learn=lambda worker, handle: (handle, tuple((offset, need) for offset, _, need in handle[4]))
     )
     return Receiver(plan, group, scheduler, unpacker, counters), group, counters  # type: ignore[arg-type]
 

@@ -28,7 +28,7 @@ def put_together(unpacker: Unpacker, handle: Handle) -> Any:
 
 
 def receive(pair: Pair, handle: Handle) -> Any:
-    return put_together(pair.unpacker, pair.unpacker.learn(0, handle))
+    return put_together(pair.unpacker, pair.unpacker.learn(0, handle)[0])
 
 
 # ---- specs ------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def receive(pair: Pair, handle: Handle) -> Any:
 
 def test_a_spec_is_remembered_until_the_batches_that_name_it_are_put_together(pair: Pair) -> None:
     def arrive(size: int) -> Handle:
-        return pair.unpacker.learn(0, pair.handle_of(torch.zeros(size, dtype=torch.uint8)))
+        return pair.unpacker.learn(0, pair.handle_of(torch.zeros(size, dtype=torch.uint8)))[0]
 
     first = arrive(0)
     assert pair.handle_of(torch.zeros(0, dtype=torch.uint8)).spec is None
@@ -56,7 +56,7 @@ def test_the_workers_specs_are_told_apart_and_end_with_the_worker() -> None:
             assert handle.spec_id == 0
             unpacker.learn(number, handle)
         for number, values in ((0, (5,)), (1, (5, 6))):
-            named = unpacker.learn(number, Handle(0, None, values, None, ()))
+            named, _ = unpacker.learn(number, Handle(0, None, values, None, ()))
             assert put_together(unpacker, named) == values
         unpacker.forget(0)
         with pytest.raises(ProtocolError, match="which it has not sent"):
@@ -182,7 +182,7 @@ def test_a_packed_exception_that_does_not_fit_is_refused(pair: Pair) -> None:
         spec_with(handle, ("l", ("O", "O"))),
     ):
         with pytest.raises(ProtocolError):
-            pair.unpacker.exception(pair.unpacker.learn(0, lie))
+            pair.unpacker.exception(pair.unpacker.learn(0, lie)[0])
 
 
 @pytest.mark.parametrize(("out_of_memory", "kind"), [(True, MemoryError), (False, RuntimeError)])
@@ -190,5 +190,5 @@ def test_an_exception_that_no_block_holds_travels_as_text(
     pair: Pair, out_of_memory: bool, kind: type[Exception]
 ) -> None:
     handle = pair.packer.pack_text("what happened", out_of_memory)
-    error = pair.unpacker.exception(pair.unpacker.learn(0, handle))
+    error = pair.unpacker.exception(pair.unpacker.learn(0, handle)[0])
     assert (type(error), str(error)) == (kind, "what happened")

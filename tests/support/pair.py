@@ -114,14 +114,14 @@ class Pair:
 
     def arrive(self, answer: Answer) -> Handle:
         """The consumer hears of a batch."""
-        handle = self.unpacker.learn(0, self.account(answer))
-        assert self.unpacker.used(handle) == answer.used
+        handle, used = self.unpacker.learn(0, self.account(answer))
+        assert used == answer.used
         return handle
 
     def deliver(self, handle: Handle) -> Any:
         if self.allocator.for_device:
             batch = put_on_device(self.unpacker, self.arena, handle)
-            for offset, _ in self.unpacker.used(handle):
+            for offset, _, _ in handle.segments:
                 self.ledger.drop(offset)
             self.ledger.check()
             return batch
