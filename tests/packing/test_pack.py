@@ -252,24 +252,28 @@ class Subclass(torch.Tensor):
     pass
 
 
+def parameter(count: int, **options: bool) -> torch.Tensor:
+    return torch.nn.Parameter(torch.rand(count), **options)
+
+
+ROWS = [torch.rand(2), torch.rand(3)]
+PER_CHANNEL = torch.tensor([0.1, 0.2]), torch.tensor([1, 2]), 0, torch.quint8
 SPECIAL: dict[str, Callable[[], torch.Tensor]] = {
-    "parameter": lambda: torch.nn.Parameter(torch.rand(3)),
-    "frozen parameter": lambda: torch.nn.Parameter(torch.rand(3), requires_grad=False),
-    "large parameter": lambda: torch.nn.Parameter(torch.rand(LARGE)),
+    "parameter": lambda: parameter(3),
+    "frozen parameter": lambda: parameter(3, requires_grad=False),
+    "large parameter": lambda: parameter(LARGE),
     "leaf that requires grad": lambda: torch.rand(3, requires_grad=True),
     "large leaf that requires grad": lambda: torch.rand(LARGE, requires_grad=True),
     "subclass": lambda: torch.rand(3).as_subclass(Subclass),
     "coo": lambda: torch.sparse_coo_tensor(torch.tensor([[2, 0, 2]]), torch.rand(3), (4,)),
-    "coalesced": lambda: torch.sparse_coo_tensor(torch.tensor([[2, 0]]), torch.rand(2), (4,)).coalesce(),
+    "coalesced": lambda: torch.eye(3).to_sparse().coalesce(),
     "csr": lambda: torch.eye(3).to_sparse_csr(),
     "csc": lambda: torch.eye(3).to_sparse_csc(),
     "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
-    "nested": lambda: torch.nested.nested_tensor([torch.rand(2), torch.rand(3)]),
-    "jagged": lambda: torch.nested.nested_tensor([torch.rand(2), torch.rand(3)], layout=torch.jagged),
+    "nested": lambda: torch.nested.nested_tensor(ROWS),
+    "jagged": lambda: torch.nested.nested_tensor(ROWS, layout=torch.jagged),
     "quantized": lambda: torch.quantize_per_tensor(torch.rand(4), 0.1, 3, torch.qint8),
-    "quantized channels": lambda: torch.quantize_per_channel(
-        torch.rand(2, 3), torch.tensor([0.1, 0.2]), torch.tensor([1, 2]), 0, torch.quint8
-    ),
+    "quantized channels": lambda: torch.quantize_per_channel(torch.rand(2, 3), *PER_CHANNEL),
     "conjugate": lambda: torch.rand(3, dtype=torch.complex64).conj(),
     "negative": lambda: torch._neg_view(torch.rand(3)),
     "meta": lambda: torch.empty(3, device="meta"),
@@ -366,12 +370,10 @@ def test_views_of_one_storage_alias_as_they_did(
         base = torch.arange(count + 4, dtype=torch.int32)[: count + shift % 2 * 2]
         if shift > 1:
             base = empty(base.shape, base.dtype).copy_(base)
-        batch = [
-            VIEWS[name](base, int(start * count), max(int(part * count), 2))
-            for name, start, part, _ in chosen
-        ]
+        spans = [(int(start * count), max(int(part * count), 2)) for _, start, part, _ in chosen]
+        batch = [VIEWS[name](base, *span) for (name, *_), span in zip(chosen, spans, strict=True)]
         wrapped = [Opaque(view) if boxed else view for view, (*_, boxed) in zip(batch, chosen, strict=True)]
-        result = [item.value if isinstance(item, Opaque) else item for item in pair.trip(wrapped)]
+        result = [getattr(item, "value", item) for item in pair.trip(wrapped)]
         for one, other in zip(batch, result, strict=True):
             assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
             assert torch.equal(one, other)

@@ -187,7 +187,7 @@ def collate(batch: list[Any]) -> list[Any]:
 def test_h4_a_reducer_that_returns_a_storage_arrives(
     workers: int, device: str | None, registered: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torchs = torch.utils.data.DataLoader(meta_samples(5), 1, num_workers=workers, collate_fn=collate)
+    torchs = list(torch.utils.data.DataLoader(meta_samples(5), 1, num_workers=workers, collate_fn=collate))
     with late_device(monkeypatch) if device else contextlib.nullcontext():
         ours = DataLoader(meta_samples(5), 1, num_workers=workers, collate_fn=collate, device=device)
         with ours:
