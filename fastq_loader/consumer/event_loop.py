@@ -113,7 +113,7 @@ class EventLoop:
         """
         # All that will be started, before any of it is: else workers and sockets take each other's threads.
         # Not under `ulimit -v`, where this process may lack room for so many stacks.
-        if calls.address_space_limit() is None:
+        if calls.limit_of("AS") is None:
             expect_threads(THREADS + _PER_WORKER * self.plan.workers + bool(self.plan.restarts))
         self._group.start(base_seed, shared_seed)
         if self._session is not None:  # after the workers, which must not inherit anything of the device

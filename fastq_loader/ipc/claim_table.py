@@ -19,7 +19,7 @@ import struct
 
 from fastq_loader.system.calls import UNLOCK as _UNLOCK
 from fastq_loader.system.calls import WRITE_LOCK as _WRITE
-from fastq_loader.system.calls import set_lock
+from fastq_loader.system.calls import open_anew, set_lock
 
 #: Who has a ticket, in the low bits of its word: 0 is unclaimed, then come the workers.
 _CONSUMER = 0xFFFF
@@ -49,11 +49,11 @@ class ClaimTable:
         words: the table, 64 bits each: the claims, and then a word for each worker.
 
     Raises:
-        OSError: descriptors are used up, or there is no /proc.
+        OSError: descriptors are used up.
     """
 
     def __init__(self, fd: int, words: memoryview) -> None:
-        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._fd, self._command = open_anew(fd)
         self._words = words
         self._size = slots(words)
 
@@ -83,7 +83,7 @@ class ClaimTable:
         if self._words[at] != word:
             return False
         try:
-            set_lock(self._fd, _FLOCK.pack(_WRITE, 0, ticket, 1, 0))
+            set_lock(self._fd, self._command, _FLOCK.pack(_WRITE, 0, ticket, 1, 0))
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 raise Busy from None
@@ -93,7 +93,7 @@ class ClaimTable:
             if free:
                 self._words[at] = word | who
         finally:
-            set_lock(self._fd, _FLOCK.pack(_UNLOCK, 0, ticket, 1, 0))
+            set_lock(self._fd, self._command, _FLOCK.pack(_UNLOCK, 0, ticket, 1, 0))
         return free
 
     def on_offer(self, ticket: int) -> bool:

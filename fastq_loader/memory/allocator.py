@@ -182,7 +182,7 @@ class Allocator:
         if offset is None:
             raise MemoryError(
                 f"{nbytes} bytes do not fit into what is left of this worker's part of the shared memory; "
-                "are thousands of batches kept alive?"
+                "are thousands of batches kept alive, or files limited (ulimit -f)?"
             )
         self._fresh.append((offset, size))
         return offset

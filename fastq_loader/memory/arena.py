@@ -16,9 +16,7 @@ call on addresses that nobody else can reach any more.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import mmap
+import errno
 import os
 from collections import deque
 from typing import Any
@@ -36,7 +34,7 @@ AVAILABLE = calls.AVAILABLE
 #: as one of its batches is kept, and x86-64 gives a process 128 TiB.
 _OVERCOMMIT = 4
 _LARGEST = 4 << 40
-_SMALLEST = 64 << 20
+_SMALLEST = 1 << 20  # has room for the tables
 #: It is mapped as a whole where that takes at most a quarter of RLIMIT_AS, which is not there for the arena
 #: alone. Else it is at most 16 times as long as the limit: its tables, which are mapped, take 1/512 of that.
 _SHARE, _BEYOND = 4, 16
@@ -46,9 +44,6 @@ _AT_ONCE = 1 << 30  # bytes of one read; Linux reads up to 2 GiB
 
 #: Words of the claim table, see `ipc.claim_table`.
 CLAIMS = 1 << 15
-
-# Not every Python knows the names of these; numbers from <asm-generic/mman-common.h>.
-_MADV_DONTDUMP, _MADV_REMOVE, _MADV_POPULATE_WRITE = 16, 9, 23
 
 
 class Mapping:
@@ -75,17 +70,15 @@ class Mapping:
         self._fd = fd
         # Parts (offset, bytes) that were used of late: mapping them anew costs a fault for each page.
         self._mapped: dict[tuple[int, int], calls.Piece] = {}
-        self._budget = 0 if whole else (calls.address_space_limit() or _LARGEST) // _KEPT_SHARE
+        self._budget = 0 if whole else (calls.limit_of("AS") or _LARGEST) // _KEPT_SHARE
         # At the end of the range: two words for every possible start of a block (see `is_released`), claims.
         table = length // PAGE * PAGE - CLAIMS * 8
         words = (table - length // SMALLEST * 8) // PAGE * PAGE
         self._region = words // regions // SMALLEST * SMALLEST
         first = 0 if whole else words  # the tables are always mapped
-        self._map = mmap.mmap(fd, length - first, offset=first)
-        self._map.madvise(_MADV_DONTDUMP)
-        self._anchor = ctypes.c_char.from_buffer(self._map)  # keeps the address valid
-        self.base = ctypes.addressof(self._anchor) if whole else 0
-        mapped = memoryview(self._map)
+        self._piece = calls.Piece(fd, first, length - first)
+        mapped = calls.view(self._piece.address, length - first)
+        self.base = self._piece.address if whole else 0
         self.memory = mapped if whole else memoryview(b"")
         self._words = mapped[words - first : table - first].cast("I")
         self.claims = mapped[table - first : table - first + CLAIMS * 8].cast("Q")
@@ -94,14 +87,14 @@ class Mapping:
         """Start and end, in bytes, of the part in which `worker` makes new blocks."""
         return worker * self._region, (worker + 1) * self._region
 
-    def reach(self, offset: int, nbytes: int) -> tuple[int, Any]:
+    def reach(self, offset: int, nbytes: int) -> tuple[int, calls.Piece]:
         """The address of some bytes in this process, and what keeps it valid.
 
         Raises:
             MemoryError: there is not enough address space.
         """
         if self.whole:
-            return self.base + offset, self
+            return self.base + offset, self._piece
         piece = self._mapped.pop((offset, nbytes), None) or self._map_piece(offset, nbytes)
         if nbytes <= self._budget:
             self._mapped[offset, nbytes] = piece  # the newest
@@ -118,12 +111,8 @@ class Mapping:
         except MemoryError:
             if not self._mapped:
                 raise
-            self.forget()
+            self._mapped.clear()
             return calls.Piece(self._fd, offset, nbytes)
-
-    def forget(self) -> None:
-        """Keep nothing mapped that is not in use."""
-        self._mapped.clear()
 
     def read(self, offset: int, nbytes: int) -> memoryview | bytes:
         """Some bytes, to be copied at once."""
@@ -152,7 +141,10 @@ class Mapping:
         self._words[offset // SMALLEST * 2] = number
 
     def mark_released(self, offset: int, number: int) -> None:
-        self._words[offset // SMALLEST * 2 + 1] = number
+        try:
+            self._words[offset // SMALLEST * 2 + 1] = number
+        except ValueError:  # the loader was closed meanwhile on another thread: nobody looks
+            return
 
     def is_released(self, offset: int) -> bool:
         """Whether the last lease on a block has died."""
@@ -161,15 +153,26 @@ class Mapping:
 
     def punch(self, offset: int, size: int) -> None:
         """Give pages back to the system; the range reads as zeros and can be written again."""
-        if size > 0 and self.whole:
-            self._map.madvise(_MADV_REMOVE, offset, size)
-        elif size > 0:
+        if size > 0:
             calls.punch_hole(self._fd, offset, size)
 
     def populate(self, offset: int, size: int) -> None:
         """Put the pages of a range into memory, and into this process's page table."""
-        with contextlib.suppress(OSError):  # Linux before 5.14: they come when they are touched
-            self._map.madvise(_MADV_POPULATE_WRITE, offset, size)
+        self._piece.populate(self.base + offset, size)
+
+    # The end. No view is used any more but by a finalizer that was held up, see `mark_released`.
+
+    def cut(self, held: list[tuple[int, int]]) -> None:
+        """Blocks (offset, size) from which on each goes by itself. Those that are mapped one by one do."""
+        self._piece.cut(held if self.whole else ())
+
+    def unmap_but(self, held: set[int]) -> None:
+        """Unmap all but the blocks at these offsets. May be called again."""
+        for view in (self.memory, self._words, self.claims):
+            view.release()
+        self._mapped.clear()
+        for offset in self._piece.parts() - held:
+            self._piece.unmap(offset, pages=False)
 
 
 class Arena:
@@ -206,24 +209,28 @@ class Arena:
 
     def _map_largest(self, regions: int, whole: bool) -> Mapping:
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        limit = calls.address_space_limit()
-        length = min(machine * _OVERCOMMIT, _LARGEST)
+        limit = calls.limit_of("AS")
+        length = min(machine * _OVERCOMMIT, _LARGEST, calls.limit_of("FSIZE") or _LARGEST)
         if limit is not None and whole:
             length = min(length, limit // _SHARE)
         elif limit is not None and length > limit // _SHARE:
             length = min(length, limit * _BEYOND)
         else:
             whole = True
-        length = max(length, _SMALLEST) // PAGE * PAGE
+        length = max(length, _SMALLEST)
         while True:
+            length = length // PAGE * PAGE
             try:
                 os.ftruncate(self.fd, length)
                 return Mapping(self.fd, length, regions, whole)
-            except (OSError, OverflowError, ValueError):
-                # RLIMIT_FSIZE, or the address space is full: take what there is.
-                length = length // 2 // PAGE * PAGE
+            except (OSError, MemoryError) as error:
+                length //= 2  # the address space is full: take what there is
                 if length < _SMALLEST:
-                    raise
+                    text = f"workers need at least {_SMALLEST:,} bytes of shared memory: {error}; raise the"
+                    advice = (
+                        "limit of files (ulimit -f) or of address space (ulimit -v), or use num_workers=0"
+                    )
+                    raise OSError(errno.ENOMEM, f"{text} {advice}") from error
 
     def lease(self, block: tuple[int, int], into: int, nbytes: int) -> np.ndarray[Any, Any]:
         """A writable array of bytes in a block (offset, size), from `into` bytes into it.
@@ -234,12 +241,12 @@ class Arena:
             MemoryError: there is not enough address space; the block is to be abandoned.
         """
         mapping = self.mapping
-        address, memory = mapping.reach(block[0] + into, nbytes)
+        address, memory = mapping.reach(block[0], into + nbytes)
         self.children.owned += 1
         self._number = self._number % 0xFFFFFFFF + 1  # 32 bits; 0 is what new memory reads
         mapping.mark_leased(block[0], self._number)
-        interface = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
-        return np.asarray(Lease(self, self._number, block, memory, interface))
+        interface = {"version": 3, "data": (address + into, False), "shape": (nbytes,), "typestr": "|u1"}
+        return np.asarray(Lease(self, self._number, block[0], memory, interface))
 
     def abandon(self, offset: int) -> None:
         """A block that should be leased is not: it counts as released."""
@@ -267,17 +274,22 @@ class Arena:
         return free
 
     def retire(self, held: list[tuple[int, int]]) -> None:
-        """The loader closes: all pages go back to the system but those of the blocks (offset, size) at
-        `held`, whose leases will do it themselves when they die. May be called again when an interrupt cut it
-        short."""
-        self.retired = True
+        """The loader closes: all memory and all addresses go back to the system, but those of the blocks
+        (offset, size) at `held`, whose leases will do it themselves when they die. May be called again when
+        an interrupt cut it short."""
+        mapping = self.mapping
+        if not self.retired:
+            mapping.cut(held)
+            self.retired = True
+        # The user's threads go on meanwhile: what they dropped has no lease any more.
+        dropped = {offset: bool(died) for offset, _, died in [*self.released, *self._quarantine]}
         if self.fd >= 0:
             start = 0
-            for offset, size in sorted(held):
-                self.mapping.punch(start, offset - start)
-                start = offset + size
-            self.mapping.punch(start, self.mapping.length - start)
-            self.mapping.forget()
+            for offset, size in [*sorted(held), (mapping.length, 0)]:
+                if dropped.get(offset, True):  # else no child sees it
+                    mapping.punch(start, offset - start)
+                    start = offset + size
+            mapping.unmap_but({offset for offset, _ in held} - dropped.keys())
             fd, self.fd = self.fd, -1
             os.close(fd)
         self.children.close()
@@ -294,15 +306,15 @@ class Lease:
     numpy's array interface makes this object the base of the array; `torch.from_numpy` keeps the array.
     """
 
-    __slots__ = ("__array_interface__", "_arena", "_block", "_born", "_memory", "_number")
+    __slots__ = ("__array_interface__", "_arena", "_born", "_memory", "_number", "_offset")
 
     def __init__(
-        self, arena: Arena, number: int, block: tuple[int, int], memory: Any, interface: dict[str, Any]
+        self, arena: Arena, number: int, offset: int, memory: calls.Piece, interface: dict[str, Any]
     ) -> None:
         self.__array_interface__ = interface
         self._arena = arena
         self._number = number
-        self._block = block
+        self._offset = offset
         self._memory = memory  # keeps the address valid
         self._born = moment()
 
@@ -310,14 +322,11 @@ class Lease:
         arena = self._arena
         if arena.pid != getpid():
             return  # the parent's block: a forked child has nothing to give back
-        offset, size = self._block
         died = moment()
         seen = arena.children.may_see(self._born, died)
         if not arena.retired:
-            arena.released.append((offset, self._born, died) if seen else (offset, 0, 0))
+            arena.released.append((self._offset, self._born, died) if seen else (self._offset, 0, 0))
             if not seen:
-                arena.mapping.mark_released(offset, self._number)
-        elif not seen and arena.mapping.whole:
-            arena.mapping.punch(offset, size)
-        elif not seen:
-            self._memory.punch()
+                arena.mapping.mark_released(self._offset, self._number)
+        if arena.retired:  # or was, on another thread, and nobody has read the queue
+            self._memory.unmap(self._offset, pages=not seen)

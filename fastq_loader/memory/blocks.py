@@ -64,7 +64,7 @@ class Block:
     Attributes:
         offset, size: in bytes.
         state: by the table above.
-        writer: who holds the grant, or None.
+        writer: who holds the grant, or held the last one.
         home: the worker that made it.
         kept: its writer has answered and neither used nor returned it: user code in the worker references it.
         last_task: how many tasks there had been when it was last written to or held.
@@ -76,7 +76,7 @@ class Block:
         self.offset = offset
         self.size = size
         self.state = GRANTED
-        self.writer: Holder | None = Holder(home)
+        self.writer = Holder(home)
         self.home = home
         self.kept = False
         self.last_task = 0

@@ -110,7 +110,6 @@ class BlockLedger:
             self._kept_bytes -= block.size
         block.state = state
         if state == FREE:
-            block.writer = None
             self._free[block.size].append(offset)
             self._free_blocks += 1
             self.free_bytes += block.size
@@ -371,9 +370,6 @@ class BlockLedger:
         assert all(b.state == GRANTED for b in blocks if b.kept), "a worker keeps what is not its own"
         assert self.nbytes == sum(b.size for b in blocks)
         assert self.free_bytes == sum(b.size for b in blocks if b.state == FREE)
-        assert all(b.writer is not None for b in blocks if b.state in (GRANTED, PROMISED)), (
-            "a grant without a writer"
-        )
         assert self._offsets == sorted(self._blocks), "a block is not found by its address"
         spans = sorted([(b.offset, b.size) for b in blocks] + list(chain(*self._space.values())))
         for (left, size), (right, _) in pairwise(spans):

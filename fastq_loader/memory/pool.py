@@ -114,17 +114,8 @@ class BlockPool:
     def close(self) -> None:
         """All workers have ended: give the memory back, but for the blocks that users reference. May be
         called again when an interrupt cut it short."""
-        arena = self.arena
-        if arena.retired:
-            return
-        self.collect()
-        for worker in range(self._workers):
-            self._ledger.writer_dead(worker)
-        held = self._ledger.held()
-        arena.retire(held)
-        # The user's threads go on meanwhile, and may have dropped some of these.
-        sizes = dict(held)
-        while arena.released and arena.mapping.whole:  # else pages go with the memfd
-            offset, _, died = arena.released.popleft()
-            if not died:  # else a forked child may reference it
-                arena.mapping.punch(offset, sizes[offset])
+        if not self.arena.retired:
+            self.collect()
+            for worker in range(self._workers):
+                self._ledger.writer_dead(worker)
+        self.arena.retire(self._ledger.held())

@@ -7,6 +7,7 @@ another system this module is imported, and nothing in it but `AVAILABLE` is use
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -17,7 +18,7 @@ import platform
 import select
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 try:
@@ -34,8 +35,10 @@ _F_OFD_SETLK = 37
 _EFD_CLOEXEC, _EFD_NONBLOCK = 0o2000000, 0o4000
 
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
-_MADV_REMOVE = 9
+# Not every Python knows these; numbers from <asm-generic/mman-common.h>.
+_MADV_REMOVE, _MADV_DONTDUMP, _MADV_POPULATE_WRITE = 9, 16, 23
 _FAILED = ctypes.c_void_p(-1).value
+_PYBUF_WRITE = 0x200
 
 #: Types of a lock in a `struct flock`.
 WRITE_LOCK, UNLOCK = 1, 2
@@ -68,6 +71,18 @@ def _call(name: str, *arguments: int | bytes | None) -> int:
     return result
 
 
+@contextlib.contextmanager
+def _needed(name: str) -> Iterator[None]:
+    """A call that there is no way around."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+            raise
+        advice = "workers need this call: allow it in this sandbox, or use num_workers=0"
+        raise OSError(error.errno, f"{name}: {error.strerror}; {advice}") from error
+
+
 def _has_memfd() -> bool:
     if sys.platform != "linux":  # others that have it lack what else workers need: holes, /proc
         return False
@@ -90,9 +105,10 @@ def memfd_create(name: str) -> int:
         OSError: there is none in this kernel or sandbox, or descriptors are used up.
     """
     flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, flags)
-    return _call("memfd_create", name.encode(), flags)
+    with _needed("memfd_create"):
+        if hasattr(os, "memfd_create"):
+            return os.memfd_create(name, flags)
+        return _call("memfd_create", name.encode(), flags)
 
 
 class Piece:
@@ -110,26 +126,60 @@ class Piece:
         MemoryError: there is not enough address space.
     """
 
-    __slots__ = ("_length", "_start", "address")
+    __slots__ = ("_library", "_parts", "address")
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
-        first = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        self._length = max(offset + nbytes - first, 1)
+        self._library = _memory()
+        self._parts: dict[int, tuple[int, int]] = {}  # offset → (address, bytes) of what is mapped
+        before = offset % mmap.PAGESIZE
+        length = -(-(before + max(nbytes, 1)) // mmap.PAGESIZE) * mmap.PAGESIZE
         access, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
-        start = _memory().mmap(None, self._length, access, shared, fd, first)
-        self._start: int | None = None if start == _FAILED else start
-        if self._start is None:
+        start = self._library.mmap(None, length, access, shared, fd, offset - before)
+        if start == _FAILED:
             reason = os.strerror(ctypes.get_errno())
             raise MemoryError(f"{nbytes} bytes of a batch find no address space in this process: {reason}")
-        self.address = self._start + offset - first
+        self._parts[offset] = start, length
+        self.address = start + before
+        self._library.madvise(start, length, _MADV_DONTDUMP)  # a sandbox may refuse it: core dumps are larger
 
-    def punch(self) -> None:
-        """Give its pages back to the system."""
-        _memory().madvise(self._start, self._length, _MADV_REMOVE)
+    def populate(self, address: int, nbytes: int) -> None:
+        """Put pages into memory, and into this process's page table. Before Linux 5.14 they come when they
+        are touched."""
+        self._library.madvise(address, nbytes, _MADV_POPULATE_WRITE)
 
-    def __del__(self, library: Callable[[], Any] | None = None) -> None:
-        if getattr(self, "_start", None) is not None:
-            (library or _memory)().munmap(self._start, self._length)
+    def cut(self, parts: Iterable[tuple[int, int]]) -> None:
+        """From here on `unmap` takes these parts (offset, nbytes), and what lies between them, one by one."""
+        first, (address, _) = min(self._parts.items())
+        end = first + sum(length for _, length in self._parts.values())
+        offset, cut = first, {}
+        for start, nbytes in [*sorted(parts), (end, 0)]:
+            for at, until in ((offset, start), (start, start + nbytes)):
+                if at < until:
+                    cut[at] = address + at - first, until - at
+            offset = start + nbytes
+        self._parts = cut
+
+    def parts(self) -> set[int]:
+        """Offsets of the parts that are mapped."""
+        return set(self._parts)
+
+    def unmap(self, offset: int, pages: bool = True) -> None:
+        """Give the addresses of a part back, and its pages. May be called on any thread, and again."""
+        address, length = self._parts.pop(offset, (0, 0))
+        start, end = _whole_pages(address, length)
+        if pages and end > start:  # a sandbox may refuse it: pages go with the last part that is mapped
+            self._library.madvise(start, end - start, _MADV_REMOVE)
+        if end > start and self._library.munmap(start, end - start):
+            self._parts[offset] = address, length  # there may be no more mappings; this would make one two
+
+    def __del__(self) -> None:
+        for start, end in [_whole_pages(*part) for part in self._parts.values()]:
+            self._library.munmap(start, end - start)
+
+
+def _whole_pages(address: int, length: int, page: int = mmap.PAGESIZE) -> tuple[int, int]:
+    """Start and end of the pages that nothing else lies in: some systems have larger pages than blocks."""
+    return -(-address // page) * page, (address + length) // page * page
 
 
 @functools.cache
@@ -144,19 +194,30 @@ def _memory() -> Any:
     return library
 
 
+def view(address: int, nbytes: int) -> memoryview:
+    """Bytes at an address, writable; nothing keeps the address valid."""
+    make = ctypes.pythonapi.PyMemoryView_FromMemory
+    make.argtypes, make.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object
+    made: memoryview = make(address, nbytes, _PYBUF_WRITE)
+    return made
+
+
 def punch_hole(fd: int, offset: int, nbytes: int) -> None:
-    """Give pages of a memfd back to the system; they read as zeros, and can be written again."""
-    _call("fallocate", fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, nbytes)
+    """Give pages of a memfd back to the system; they read as zeros, and can be written again. In a sandbox
+    that refuses it, they go with the memfd."""
+    with contextlib.suppress(OSError):
+        _call("fallocate", fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, nbytes)
 
 
 def seal_length(fd: int) -> None:
-    """No process can cut a memfd short, or make it longer, from here on."""
-    fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    """No process can cut a memfd short, or make it longer, from here on; unless a sandbox refuses that."""
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
 
 
-def address_space_limit() -> int | None:
-    """Bytes of address space that a process may have; None is any number."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+def limit_of(name: str) -> int | None:
+    """What this process may have of a resource, such as "AS" (bytes of address space); None is any number."""
+    limit, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
     return None if limit == resource.RLIM_INFINITY else limit
 
 
@@ -188,26 +249,43 @@ def wake_up() -> int:
     Raises:
         OSError: descriptors are used up.
     """
-    if hasattr(os, "eventfd"):
-        return os.eventfd(0, _EFD_CLOEXEC | _EFD_NONBLOCK)
-    return _call("eventfd", 0, _EFD_CLOEXEC | _EFD_NONBLOCK)
+    with _needed("eventfd"):
+        if hasattr(os, "eventfd"):
+            return os.eventfd(0, _EFD_CLOEXEC | _EFD_NONBLOCK)
+        return _call("eventfd", 0, _EFD_CLOEXEC | _EFD_NONBLOCK)
 
 
 def wake(descriptor: int) -> None:
     os.write(descriptor, (1).to_bytes(8, sys.byteorder))
 
 
-def set_lock(fd: int, flock: bytes) -> None:
-    """Set or lift a lock that belongs to the open file, and goes with it, without waiting.
+def open_anew(fd: int) -> tuple[int, int]:
+    """Open a file anew, because a lock belongs to an open file, which processes may share. Without /proc it
+    is a duplicate, and locks belong to the process.
+
+    Returns:
+        The descriptor, and the command of `set_lock`.
+
+    Raises:
+        OSError: descriptors are used up.
+    """
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), _F_OFD_SETLK
+    except FileNotFoundError:
+        return os.dup(fd), fcntl.F_SETLK
+
+
+def set_lock(fd: int, command: int, flock: bytes) -> None:
+    """Set or lift a lock, without waiting. It goes with whom it belongs to, see `open_anew`.
 
     Args:
-        fd: of the file.
+        fd, command: of `open_anew`.
         flock: a `struct flock`.
 
     Raises:
         OSError: EAGAIN or EACCES: somebody else has one there.
     """
-    fcntl.fcntl(fd, _F_OFD_SETLK, flock)
+    fcntl.fcntl(fd, command, flock)
 
 
 # ---- processes --------------------------------------------------------------------------------------

@@ -49,8 +49,15 @@ class Surroundings:
         return {**self._preparation, "name": name}
 
     def preparation_in_folder(self, name: str) -> dict[str, Any]:
-        """The same for a process that is in the right folder already."""
-        return {key: value for key, value in self.preparation(name).items() if key != "dir"}
+        """The same for a process that is in the right folder already, if there is a /proc."""
+        known = "dir" if self._cwd else None
+        return {key: value for key, value in self.preparation(name).items() if key != known}
+
+    @property
+    def _cwd(self) -> str | None:
+        """The folder as the child finds it, which still has the descriptor."""
+        path = f"/proc/self/fd/{self._folder}"
+        return path if os.path.isdir(path) else None
 
     def run(self, _: Any, command: list[Any], descriptors: list[int]) -> int:
         """Start a program with these descriptors, and all else as it was then; its process id. Takes the
@@ -58,7 +65,7 @@ class Surroundings:
         process = subprocess.Popen(
             [self._executable, *command[1:]],
             env=self._environment,
-            cwd=f"/proc/self/fd/{self._folder}",  # looked up in the child, which still has it
+            cwd=self._cwd,
             umask=self._umask,
             pass_fds=descriptors,
             restore_signals=False,

@@ -34,12 +34,6 @@ def test_a_task_gets_enough_for_any_recent_kind_of_batch(kinds: list[list[int]])
         assert all(fits(kind, demand.wanted) for kind in kinds)
 
 
-def test_one_kind_wants_its_own_blocks_and_no_others() -> None:
-    demand = Demand()
-    demand.learn([10, 300, 20])
-    assert demand.wanted == (300, 20, 10)
-
-
 def test_a_kind_that_has_not_come_for_long_is_forgotten() -> None:
     demand = Demand()
     demand.learn([100])
@@ -60,8 +54,9 @@ def test_a_kind_that_has_not_come_for_long_is_forgotten() -> None:
 def test_the_oldest_of_many_kinds_gives_way() -> None:
     demand = Demand()
     for kind in range(KINDS + 1):
-        demand.learn([10**kind])
-    assert demand.wanted == tuple(10**kind for kind in reversed(range(1, KINDS + 1)))
+        demand.learn([10**kind, 3 * 10**kind])
+    wanted = [size * 10**kind for kind in range(1, KINDS + 1) for size in (1, 3)]
+    assert demand.wanted == tuple(reversed(wanted))
 
 
 def test_the_bytes_of_a_batch_fade_slowly_from_their_maximum() -> None:

@@ -61,56 +61,48 @@ def test_a_thing_may_be_seen_by_the_children_whose_forks_it_met(steps: list[tupl
                 fork.die()
 
 
+def descriptors() -> list[str]:
+    return os.listdir("/proc/self/fd")
+
+
 def test_children_that_are_gone_are_forgotten_at_the_next_fork() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(descriptors())
     with watching() as watched:
         watched.owned = 1
         for _ in range(20):
             Fork(watched).die()
-        assert len(os.listdir("/proc/self/fd")) <= before + 1
-    assert len(os.listdir("/proc/self/fd")) == before
+        assert len(descriptors()) <= before + 1
+    assert len(descriptors()) == before
 
 
 def test_a_fork_while_nothing_is_there_leaves_nothing() -> None:
-    before = os.listdir("/proc/self/fd")
+    before = descriptors()
     with watching() as watched:
-        fork = Fork(watched)
-        fork.finish()
-        fork.die()
-        assert os.listdir("/proc/self/fd") == before
+        Fork(watched).die()
+        assert descriptors() == before
         assert not watched.may_see(0, moment())
 
 
-def test_without_descriptors_a_child_counts_as_alive_until_the_owner_closes() -> None:
+@pytest.mark.parametrize("closed", [False, True])
+def test_without_descriptors_every_child_counts(closed: bool) -> None:
+    """None is left, or the owner has given its own back."""
     with watching() as watched:
         watched.owned = 1
-        born = moment()
-        limit = resource.RLIMIT_NOFILE
-        soft, hard = resource.getrlimit(limit)
-        resource.setrlimit(limit, (3, hard))
+        born, before = moment(), descriptors()
+        if closed:
+            watched.close()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft if closed else 3, hard))
         try:
-            fork = Fork(watched)
-            fork.finish()
+            for _ in range(10):
+                Fork(watched).die()
         finally:
-            resource.setrlimit(limit, (soft, hard))
-        fork.die()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert descriptors() == before
         watched.reap()
         assert watched.may_see(born, moment())
         assert not watched.may_see(moment(), moment())
-
-
-def test_once_closed_no_descriptor_is_opened_and_every_child_counts() -> None:
-    with watching() as watched:
-        watched.owned = 1
-        born = moment()
-        watched.close()
-        before = os.listdir("/proc/self/fd")
-        for _ in range(10):
-            Fork(watched).die()
-        assert os.listdir("/proc/self/fd") == before
-        watched.reap()
-        assert watched.may_see(born, moment())
-        assert len(watched._children) == 1
+        assert len(watched._children) == (1 if closed else 10)
 
 
 @pytest.mark.processes
@@ -119,20 +111,14 @@ def test_hooks_of_the_users_that_fork_too_and_children_that_fork_again() -> None
         """
         import concurrent.futures.thread  # a lock of its own is taken around a fork, and only once
         import os
-
         import torch
 
-        depth = 0
-
-        def fork_in_a_hook():
-            global depth
-            if not depth:
-                depth += 1
-                pid = os.fork()
-                if not pid:
-                    os._exit(0)
+        def fork_in_a_hook(nested=[]):
+            if not nested:
+                nested.append(1)
+                pid = os.fork() or os._exit(0)
                 os.waitpid(pid, 0)
-                depth -= 1
+                nested.clear()
 
         os.register_at_fork(before=fork_in_a_hook)  # before ours is: it runs after it
         from fastq_loader.memory.forked_children import ForkedChildren, moment

@@ -103,16 +103,6 @@ def test_every_event_in_every_state_is_as_the_table_says(state: str, event: str)
     ledger.check()
 
 
-@pytest.mark.parametrize("state", BLOCK_TRANSITIONS)
-def test_only_a_grant_dies_with_its_writer(state: str) -> None:
-    ledger = block_in(state)
-    ledger.writer_dead(1)
-    assert ledger.states() == {0: state}
-    ledger.writer_dead(0)
-    assert ledger.states() == {0: BLOCK_TRANSITIONS[state].get("writer_dead", state)}
-    ledger.check()
-
-
 # ---- what a worker says -----------------------------------------------------------------------------
 
 #: Answers of worker 0, which has a grant of B bytes at B: used, fresh, returned.
@@ -160,21 +150,23 @@ def test_an_answer_that_does_not_fit_changes_nothing(
     ledger.accept(0, (), ((4 * B, B),), (), ())  # it was told of the space
 
 
-@pytest.mark.parametrize("promised", [False, True])
-def test_a_promise_may_be_declined_and_is_written_to_only_after_the_release(promised: bool) -> None:
+def test_a_worker_may_decline_a_promise_and_writes_to_the_block_only_when_it_is_released() -> None:
     ledger = block_in(PROMISED)
-    if not promised:
-        ledger.release(0)
-        assert ledger.held() == []
-        assert ledger.states() == {0: GRANTED}
-        ledger.accept(0, ((0, 1),), (), (), ((0, B),))
-        return
-    with pytest.raises(ProtocolError, match="worker 0 names the block at 0, which is promised"):
-        ledger.accept(0, ((0, 1),), (), (), ((0, B),))
     ledger.accept(0, (), (), (0,), ((0, B),))
     assert ledger.states() == {0: HELD}
-    assert ledger.held() == [(0, B)]
     assert ledger.grant(Holder(1)) == ((), ((0, B),)), "it can be promised again"
+    with pytest.raises(ProtocolError, match="worker 1 names the block at 0, which is promised"):
+        ledger.accept(1, ((0, 1),), (), (), ((0, B),))
+    ledger.release(0)
+    ledger.accept(1, ((0, 1),), (), (), ((0, B),))
+
+
+@pytest.mark.parametrize("state", BLOCK_TRANSITIONS)
+def test_only_a_grant_dies_with_its_writer(state: str) -> None:
+    for worker, expected in ((1, state), (0, BLOCK_TRANSITIONS[state].get("writer_dead", state))):
+        ledger = block_in(state)
+        ledger.writer_dead(worker)
+        assert ledger.states() == {0: expected}
 
 
 # ---- grants -----------------------------------------------------------------------------------------
@@ -187,16 +179,6 @@ def test_only_large_blocks_are_promised(nbytes: int, monkeypatch: pytest.MonkeyP
     ledger.deliver(write(ledger, 0, size_class(nbytes)))
     promised = ((0, size_class(nbytes)),) if nbytes >= WORTH_A_PROMISE else ()
     assert ledger.grant(Holder(1)) == ((), promised)
-
-
-@pytest.mark.parametrize("state", BLOCK_TRANSITIONS)
-def test_free_blocks_are_granted_and_held_ones_promised(state: str) -> None:
-    ledger = block_in(state)
-    if state in (FREE, GRANTED):
-        write(ledger, 1, B)  # so that a batch's needs are known
-    granted, promised = ledger.grant(Holder(0))
-    assert granted == (((0, B),) if state == FREE else ())
-    assert promised == (((0, B),) if state == HELD else ())
 
 
 def test_only_blocks_of_the_newest_batch_are_promised_and_each_once() -> None:
@@ -228,26 +210,18 @@ def test_a_block_twice_as_large_will_do_and_a_larger_one_will_not(size: int, fit
     assert ledger.grant(Holder(1))[0] == (((B, size),) if fits else ())
 
 
-@pytest.mark.parametrize("state", [GRANTED, PROMISED])
-def test_blocks_of_a_shared_task_are_handed_over_to_the_worker_that_claims_it(state: str) -> None:
-    ledger = block_in(FREE if state == GRANTED else HELD)
-    write(ledger, 0, B, at=B)  # so that a batch's needs are known
-    if state == PROMISED:
-        ledger.deliver([])
-        ledger._recent = [0]
+def test_blocks_of_a_shared_task_are_handed_over_to_the_worker_that_claims_it() -> None:
+    ledger = block_in(HELD)
     blocks = sum(ledger.grant(Holder(None, 7)), ())
-    assert blocks == ((0, B),)
     for worker in (0, 1):
         with pytest.raises(ProtocolError, match=f"worker {worker} has no grant"):
             ledger.accept(worker, (), (), (0,), blocks)
-    with pytest.raises(InvalidTransition, match=f"block 0 is {state}, and not .*ticket=8"):
+    with pytest.raises(InvalidTransition, match=r"block 0 is promised, and not .*ticket=8"):
         ledger.hand_over(Holder(None, 8), 1, blocks)
     ledger.hand_over(Holder(None, 7), 1, blocks)
-    with pytest.raises(InvalidTransition, match=r"not .*ticket=7"):
-        ledger.hand_over(Holder(None, 7), 1, blocks)
-    ledger.writer_dead(1)
-    assert ledger.states()[0] == BLOCK_TRANSITIONS[state]["writer_dead"]
-    ledger.check()
+    ledger.give_back([0])
+    with pytest.raises(InvalidTransition, match="block 0 is held, and not"):
+        ledger.hand_over(Holder(1), 0, blocks)
 
 
 # ---- trimming ---------------------------------------------------------------------------------------
@@ -272,38 +246,24 @@ def test_trimming_keeps_what_some_batches_need_beside_those_that_users_hold() ->
     ledger.check()
 
 
-def test_a_trimmed_block_is_a_range_for_the_worker_that_made_it() -> None:
+def test_trimming_keeps_what_every_recent_kind_of_batch_needs() -> None:
     ledger = BlockLedger()
-    for worker in (0, 1):
-        (offset,) = write(ledger, worker, B)
+    blocks = write(ledger, 0, 4 * B) + write(ledger, 0, B, at=4 * B)
+    for offset in blocks:
         ledger.drop(offset)
-    grants = [ledger.grant(Holder(worker))[0] for worker in (0, 1)]
-    assert grants == [((REGION, B),), ((0, B),)], "each writes to the other's"
-    for worker, grant in enumerate(grants):
-        ledger.accept(worker, grant, (), (), grant)
-        ledger.drop(grant[0][0])
-    assert len(ledger.trim(0)) == 2
-    assert len(ledger) == 0
-    for worker in (0, 1):
-        assert ledger.space(worker) == ((worker * REGION, B),)
-        assert ledger.space(worker) == ()
+    assert ledger.trim(1) == []
 
 
-def test_a_new_worker_makes_blocks_where_none_of_the_dead_one_lie() -> None:
-    ledger, end = BlockLedger(), 2 * REGION
-    write(ledger, 1, B, 2 * B, at=3 * B)
-    write(ledger, 0, B)
-    first, last = REGION + 3 * B, REGION + 6 * B
-    assert ledger.forget_space(1, REGION, end) == ((REGION, 3 * B), (last, end - last))
-    assert ledger.forget_space(1, first, last) == (), "it is full of blocks"
-    assert ledger.forget_space(0, 0, REGION) == ((B, REGION - B),)
-    ledger.drop(0)
-    assert ledger.trim(0) == [(0, B)]
-    assert ledger.forget_space(0, 0, REGION) == ((0, REGION),)
-    assert ledger.space(0) == ()
+def test_trimming_keeps_the_largest_batch_of_late_and_begins_with_the_largest_blocks() -> None:
+    ledger, end = BlockLedger(), 0
+    for size in (16 * B, *(factor * B for factor in range(1, KINDS + 1))):
+        (offset,) = write(ledger, 0, size, at=end)
+        ledger.drop(offset)
+        end += size
+    assert [size // B for _, size in ledger.trim(1)] == [4, 3, 2, 1]
 
 
-def test_what_a_worker_keeps_is_not_spare_and_leaves_the_others_where_they_are() -> None:
+def test_what_a_worker_keeps_is_not_spare() -> None:
     ledger = BlockLedger()
     blocks = tuple((at * B, B) for at in range(3))
     ledger.accept(0, (), blocks, (), ())
@@ -311,20 +271,22 @@ def test_what_a_worker_keeps_is_not_spare_and_leaves_the_others_where_they_are()
     ledger.drop(0)
     assert ledger.trim(1) == []
     ledger.give_back([B])  # user code has dropped it
-    ledger.check()
     assert ledger.trim(1) == [(0, B)]
-    ledger.writer_dead(0)
-    ledger.check()
-    assert ledger.trim(1) == [(B, B)]
 
 
-def test_the_bytes_of_a_batch_fade_slowly_from_their_maximum() -> None:
+def test_a_block_is_of_use_until_it_is_released_or_since_it_was_made() -> None:
     ledger = BlockLedger()
-    assert ledger.batch_bytes == 0
-    write(ledger, 0, 4 * B)
-    assert ledger.batch_bytes == 4 * B
-    write(ledger, 0, B, at=4 * B)
-    assert ledger.batch_bytes == pytest.approx(0.99 * 4 * B)
+    ledger.deliver(write(ledger, 0, B))
+    ledger._demand.tasks += 3 * PATIENT
+    write(ledger, 0, B, at=B)  # so that there are needs
+    ledger.release(0)
+    ledger.accept(0, (), ((2 * B, B),), (2 * B,), ())
+    assert ledger.trim(9) == []
+    ledger._demand.tasks += PATIENT
+    write(ledger, 0, B, at=3 * B)
+    assert ledger.trim(9) == []
+    ledger._demand.tasks += 1
+    assert ledger.trim(9) == [(0, B), (2 * B, B)]
 
 
 # ---- what is not used any more ----------------------------------------------------------------------
@@ -492,13 +454,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self.kinds.pop(kind, None)
         self.kinds[kind] = self.tasks
 
-    @precondition(lambda self: self.some(GRANTED, PROMISED))
-    @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
-        offset = self.pick(data, GRANTED, PROMISED)
-        self.ledger.give_back([offset])
-        self.move(offset, FREE if self.model[offset].state == GRANTED else HELD)
-
     @precondition(lambda self: self.some(FILLED))
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
@@ -508,20 +463,19 @@ class LedgerMachine(RuleBasedStateMachine):
         for offset in self.newest:
             self.move(offset, HELD)
 
-    @precondition(lambda self: self.some(FILLED))
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        offset = self.pick(data, FILLED)
-        self.ledger.drop(offset)
-        self.move(offset, FREE)
-
-    @precondition(lambda self: self.some(HELD, PROMISED))
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        known = self.model[offset := self.pick(data, HELD, PROMISED)]
-        self.ledger.release(offset)
-        self.move(offset, FREE if known.state == HELD else GRANTED)
-        known.used = self.tasks
+    @precondition(lambda self: bool(self.model))
+    @rule(data=st.data(), event=st.sampled_from(["give back", "drop", "release"]))
+    def one_block(self, data: st.DataObject, event: str) -> None:
+        offset = self.pick(data, *BLOCK_TRANSITIONS)
+        known = self.model[offset]
+        target = after(known.state, event)
+        if target is None:
+            with pytest.raises(InvalidTransition):
+                EVENTS[event](self.ledger, offset)
+            return
+        EVENTS[event](self.ledger, offset)
+        self.move(offset, target)
+        known.used = self.tasks if event == "release" else known.used
 
     @rule(worker=st.integers(0, WORKERS - 1))
     def writer_dead(self, worker: int) -> None:
@@ -582,14 +536,6 @@ class LedgerMachine(RuleBasedStateMachine):
         assert sorted(space) == sorted(self.space[worker])
         self.space[worker] = []
         self.make(worker, space)  # the same blocks again
-
-    @precondition(lambda self: bool(self.model))
-    @rule(data=st.data(), event=st.sampled_from(list(EVENTS)))
-    def what_the_table_lacks(self, data: st.DataObject, event: str) -> None:
-        offset = data.draw(st.sampled_from(list(self.model)))
-        if after(self.model[offset].state, event) is None:
-            with pytest.raises((InvalidTransition, ProtocolError)):
-                EVENTS[event](self.ledger, offset)
 
     @invariant()
     def agrees_with_the_model(self) -> None:

@@ -10,10 +10,14 @@ import signal
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 
 from fastq_loader.system import calls
+from tests.support import sandbox
 from tests.support.forking import end_of, fork
 
 pytestmark = pytest.mark.skipif(not calls.AVAILABLE, reason="this system has no memfd")
@@ -50,34 +54,100 @@ def test_a_memfd_is_sealed_and_gives_pages_back(memfd: int) -> None:
             os.ftruncate(memfd, length)
 
 
+def mapped(address: int) -> bool:
+    with open("/proc/self/maps") as maps:
+        spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+    return any(start <= address < end for start, end in spans)
+
+
 def test_a_piece_is_mapped_as_long_as_it_lives(memfd: int) -> None:
     piece = calls.Piece(memfd, mmap.PAGESIZE + 8, 100)
     os.pwrite(memfd, b"seen", mmap.PAGESIZE + 8)
-    assert calls.ctypes.string_at(piece.address, 4) == b"seen"
-    piece.punch()
-    assert calls.ctypes.string_at(piece.address, 4) == bytes(4)
-    with open("/proc/self/maps") as maps:
-        assert f"{piece.address - 8:x}-" in maps.read()
+    view = calls.view(piece.address, 5)
+    assert bytes(view) == b"seen\0"
+    view[4] = 33
+    assert os.pread(memfd, 5, mmap.PAGESIZE + 8) == b"seen!"
     address = piece.address
+    assert mapped(address)
     del piece
-    with open("/proc/self/maps") as maps:
-        assert f"{address - 8:x}-" not in maps.read()
+    assert not mapped(address)
     with pytest.raises(MemoryError, match="find no address space"):
         calls.Piece(memfd, 0, 1 << 60)
 
 
-def test_a_lock_belongs_to_an_open_file(memfd: int) -> None:
-    other = os.open(f"/proc/self/fd/{memfd}", os.O_RDWR)
-    lock, unlock = (
-        struct.pack("hhqqi4x", kind, os.SEEK_SET, 7, 1, 0) for kind in (calls.WRITE_LOCK, calls.UNLOCK)
-    )
+def test_parts_of_a_piece_are_unmapped_with_or_without_their_pages(memfd: int) -> None:
+    page = mmap.PAGESIZE
+    os.pwrite(memfd, b"x" * 4 * page, 0)
+    piece = calls.Piece(memfd, 0, 4 * page)
+    for _ in range(2):
+        piece.cut([(2 * page, page), (page, page)])
+        assert piece.parts() == {0, page, 2 * page, 3 * page}
+    for _ in range(2):
+        piece.unmap(page)
+        piece.unmap(2 * page, pages=False)
+    assert [mapped(piece.address + at * page) for at in range(4)] == [True, False, False, True]
+    assert [os.pread(memfd, 1, at * page) for at in range(4)] == [b"x", b"\0", b"x", b"x"]
+    last, address = mmap.mmap(-1, page), piece.address  # may lie where a part did
+    del piece
+    assert not mapped(address)
+    last[0] = 1
+
+
+def test_a_part_that_cannot_be_unmapped_yet_stays_until_the_piece_goes(memfd: int) -> None:
+    piece = calls.Piece(memfd, 0, mmap.PAGESIZE)
+    library, piece._library = piece._library, Mock()  # whose munmap does not return 0
+    piece.unmap(0)
+    assert piece.parts() == {0}
+    piece._library = library
+
+
+def test_on_larger_pages_no_neighbour_is_unmapped() -> None:
+    assert calls._whole_pages(8, 16, page=8) == (8, 24)
+    assert calls._whole_pages(9, 22, page=8) == (16, 24)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("proc", [True, False])
+def test_a_lock_keeps_other_processes_out(memfd: int, proc: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not proc:
+        monkeypatch.setattr(os, "open", Mock(side_effect=FileNotFoundError))
     assert (calls.WRITE_LOCK, calls.UNLOCK) == (fcntl.F_WRLCK, fcntl.F_UNLCK)
-    calls.set_lock(memfd, lock)
-    with pytest.raises((BlockingIOError, PermissionError)):  # EAGAIN, EACCES
-        calls.set_lock(other, lock)
-    calls.set_lock(memfd, unlock)
-    calls.set_lock(other, lock)
-    os.close(other)
+
+    def set_lock(kind: int) -> None:
+        calls.set_lock(fd, command, struct.pack("hhqqi4x", kind, os.SEEK_SET, 7, 1, 0))
+
+    def other(free: bool) -> None:
+        nonlocal fd, command
+        fd, command = calls.open_anew(memfd)
+        with nullcontext() if free else pytest.raises((BlockingIOError, PermissionError)):
+            set_lock(calls.WRITE_LOCK)
+
+    fd, command = calls.open_anew(memfd)
+    for kind in (calls.WRITE_LOCK, calls.UNLOCK):
+        set_lock(kind)
+        assert end_of(fork(partial(other, kind == calls.UNLOCK))) == 0
+    os.close(fd)
+
+
+@pytest.mark.processes
+@sandbox.NEEDED
+def test_a_call_that_a_sandbox_refuses_is_named_or_done_without(memfd: int) -> None:
+    def confined() -> None:
+        piece = calls.Piece(memfd, 0, mmap.PAGESIZE)
+        sandbox.refuse(*sandbox.CALLS)
+        with pytest.raises(PermissionError, match=r"memfd_create: .* sandbox, or use num_workers=0"):
+            calls.memfd_create("refused")
+        with pytest.raises(PermissionError, match=r"eventfd: .* sandbox, or use num_workers=0"):
+            calls.wake_up()
+        assert not calls.has_pidfd()
+        calls.seal_length(memfd)
+        calls.punch_hole(memfd, 0, mmap.PAGESIZE)
+        piece.populate(piece.address, mmap.PAGESIZE)
+        piece.unmap(0)
+        assert piece.parts() == set()
+        calls.Piece(memfd, 0, mmap.PAGESIZE)
+
+    assert end_of(fork(confined)) == 0
 
 
 def test_a_wait_is_over_in_time_or_when_something_is_readable() -> None:
@@ -105,14 +175,6 @@ def test_a_process_is_watched_and_signalled_by_its_descriptor() -> None:
     with pytest.raises(ProcessLookupError):
         calls.pidfd_open(pid)
     os.close(descriptor)
-
-
-def test_where_there_is_no_pidfd_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(pid: int) -> int:
-        raise OSError(errno.ENOSYS, "not in this sandbox")
-
-    monkeypatch.setattr(calls, "pidfd_open", refuse)
-    assert not calls.has_pidfd()
 
 
 def test_what_the_c_library_lacks_is_an_error() -> None:
