@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from hypothesis import given, settings
@@ -25,40 +25,34 @@ def watching() -> Iterator[ForkedChildren]:
         watched.close()
 
 
-STEPS = st.lists(
-    st.tuples(st.sampled_from(("birth", "death", "fork", "finish", "child dies")), st.integers(0, 5)),
-    max_size=30,
-)
+EVENTS = st.sampled_from(("birth", "death", "fork", "finish", "child dies"))
 
 
 @settings(deadline=None, max_examples=200)
-@given(STEPS)
+@given(st.lists(st.tuples(EVENTS, st.integers(0, 5)), max_size=30))
 def test_a_thing_may_be_seen_by_the_children_whose_forks_it_met(steps: list[tuple[str, int]]) -> None:
-    with watching() as watched:
+    with watching() as watched, ExitStack() as stack:
         forks: list[Fork] = []
         living: list[tuple[int, list[Fork]]] = []  # (moment of birth, forks that met it)
         dead: list[tuple[int, int, list[Fork]]] = []
-        try:
-            for step, which in steps:
-                if step == "birth":
-                    watched.owned += 1
-                    living.append((moment(), [fork for fork in forks if fork.under_way]))
-                elif step == "death" and living:
-                    born, met = living.pop(which % len(living))
-                    dead.append((born, moment(), met))
-                elif step == "fork":
-                    forks.append(Fork(watched))
-                    for _, met in living:
-                        met.append(forks[-1])
-                elif step in ("finish", "child dies") and forks:
-                    fork = forks[which % len(forks)]
-                    fork.finish() if step == "finish" else fork.die()
-                watched.reap()
-                for born, died, met in dead:
-                    assert watched.may_see(born, died) == any(fork.alive for fork in met)
-        finally:
-            for fork in forks:
-                fork.die()
+        for step, which in steps:
+            if step == "birth":
+                watched.owned += 1
+                living.append((moment(), [fork for fork in forks if fork.under_way]))
+            elif step == "death" and living:
+                born, met = living.pop(which % len(living))
+                dead.append((born, moment(), met))
+            elif step == "fork":
+                forks.append(Fork(watched))
+                stack.callback(forks[-1].die)
+                for _, met in living:
+                    met.append(forks[-1])
+            elif step in ("finish", "child dies") and forks:
+                fork = forks[which % len(forks)]
+                fork.finish() if step == "finish" else fork.die()
+            watched.reap()
+            for born, died, met in dead:
+                assert watched.may_see(born, died) == any(fork.alive for fork in met)
 
 
 def descriptors() -> list[str]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from random import Random
+from itertools import accumulate
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -159,6 +158,7 @@ def test_a_worker_may_decline_a_promise_and_writes_to_the_block_only_when_it_is_
         ledger.accept(1, ((0, 1),), (), (), ((0, B),))
     ledger.release(0)
     ledger.accept(1, ((0, 1),), (), (), ((0, B),))
+    assert ledger.wanted == (B,)
 
 
 @pytest.mark.parametrize("state", BLOCK_TRANSITIONS)
@@ -274,44 +274,24 @@ def test_what_a_worker_keeps_is_not_spare() -> None:
     assert ledger.trim(1) == [(0, B)]
 
 
-def test_a_block_is_of_use_until_it_is_released_or_since_it_was_made() -> None:
+def test_a_block_is_cold_if_it_was_neither_made_nor_filled_nor_released_of_late() -> None:
     ledger = BlockLedger()
     ledger.deliver(write(ledger, 0, B))
+    ledger.accept(0, (), ((4 * B, B),), (), ())
     ledger._demand.tasks += 3 * PATIENT
     write(ledger, 0, B, at=B)  # so that there are needs
     ledger.release(0)
-    ledger.accept(0, (), ((2 * B, B),), (2 * B,), ())
+    ledger.accept(0, ((4 * B, 1),), ((2 * B, B),), (2 * B,), ())
+    ledger.drop(4 * B)
     assert ledger.trim(9) == []
     ledger._demand.tasks += PATIENT
     write(ledger, 0, B, at=3 * B)
     assert ledger.trim(9) == []
     ledger._demand.tasks += 1
-    assert ledger.trim(9) == [(0, B), (2 * B, B)]
+    assert ledger.trim(9) == [(0, B), (2 * B, B), (4 * B, B)]
 
 
-# ---- what is not used any more ----------------------------------------------------------------------
-
-
-def batch(ledger: BlockLedger, *needs: int) -> None:
-    """A task comes and goes, and uses what it was granted as far as it fits; new blocks else."""
-    given = tuple(chain(*ledger.grant(Holder(0))))
-    granted = dict(given)
-    end = max([offset + known.size for offset, known in ledger._blocks.items()], default=0)
-    used, fresh = [], []
-    for need in needs:
-        fitting = [(size, o) for o, size in granted.items() if need <= size <= 2 * size_class(need)]
-        if fitting:
-            _, offset = min(fitting)  # as a worker does
-            del granted[offset]
-        else:
-            fresh.append((offset := end, size_class(need)))
-            end += size_class(need)
-        used.append((offset, need))
-    ledger.space(0)
-    ledger.accept(0, tuple(used), tuple(fresh), tuple(granted), given)
-    for offset, _ in used:
-        ledger.drop(offset)
-    ledger.check()
+# ---- everything at once -----------------------------------------------------------------------------
 
 
 def serves(sizes: tuple[int, ...], kind: tuple[int, ...]) -> bool:
@@ -323,42 +303,6 @@ def serves(sizes: tuple[int, ...], kind: tuple[int, ...]) -> bool:
             return False
         left.remove(fitting[0])
     return True
-
-
-SIZES_OF_BATCHES = st.lists(st.sampled_from((70_000, 100_000, 1 << 20, 10 << 20)), max_size=3)
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.lists(SIZES_OF_BATCHES, min_size=1, max_size=6), SIZES_OF_BATCHES)
-def test_blocks_go_back_when_no_batch_uses_them_any_more(before: list[list[int]], after: list[int]) -> None:
-    ledger = BlockLedger()
-    for needs in before * 3:
-        batch(ledger, *needs)
-    for _ in range(2 * PATIENT + PATIENT // 8 + 2):
-        batch(ledger, *after)
-        ledger.trim(3)
-    assert ledger.nbytes <= 2 * sum(map(size_class, after))
-    assert serves(ledger.wanted, tuple(map(size_class, after)))
-    if not after:
-        assert ledger.batch_bytes == 0
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.lists(SIZES_OF_BATCHES, min_size=1, max_size=KINDS, unique_by=tuple), st.randoms())
-def test_batches_of_a_few_kinds_in_any_order_keep_their_blocks(kinds: list[list[int]], rng: Random) -> None:
-    ledger = BlockLedger()
-    for needs in kinds * 2:
-        batch(ledger, *needs)
-        ledger.trim(3)
-    grown = ledger.grown
-    for _ in range(10):
-        for needs in rng.sample(kinds, len(kinds)):
-            batch(ledger, *needs)
-            ledger.trim(3)
-    assert ledger.grown == grown
-
-
-# ---- everything at once -----------------------------------------------------------------------------
 
 
 @dataclass
