@@ -190,22 +190,23 @@ def test_a_retired_arena_is_the_blocks_that_are_held(kept: set[int], order: list
         os.close(fd)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_lease_that_dies_on_another_thread_while_the_loader_closes_leaves_nothing(late: bool) -> None:
+@pytest.mark.parametrize("closing", ["before its entry", "after its entry", "at last"])
+def test_a_lease_that_dies_on_another_thread_while_the_loader_closes_leaves_nothing(closing: str) -> None:
     arena = Arena(1)
     fd = os.dup(arena.fd)
 
     class Queue(deque[Any]):
         def append(self, entry: Any) -> None:
-            if not late:
-                super().append(entry)
-            arena.retire([BLOCK, (SMALLEST, SMALLEST)])
-            if late:
-                super().append(entry)
+            for step in ("before its entry", "after its entry"):
+                if step == "after its entry":
+                    super().append(entry)
+                if step == closing:
+                    arena.retire(blocks(2))
 
-    tensor, other = floats(arena).fill_(1), floats(arena, (SMALLEST, SMALLEST)).fill_(2)
+    tensor, other = floats(arena).fill_(1), floats(arena, blocks(2)[1]).fill_(2)
     arena.released = Queue()
     del tensor
+    arena.retire(blocks(2))
     assert (mapped(fd), pages(fd)) == (SMALLEST, PAGES)
     assert (other == 2).all()
     os.close(fd)

@@ -35,6 +35,8 @@ def test_a_size_class_fits_and_wastes_little(smaller: int, larger: int) -> None:
     assert size % PAGE == 0
     assert size_class(size) == size
     assert 4 * size <= 5 * max(larger, SMALLEST)
+    assert device_aligned(larger) % DEVICE_ALIGNMENT == 0
+    assert 0 <= device_aligned(larger) - larger < DEVICE_ALIGNMENT
 
 
 def test_there_are_four_size_classes_between_powers_of_two() -> None:
@@ -44,18 +46,6 @@ def test_there_are_four_size_classes_between_powers_of_two() -> None:
         assert sizes == {(1 << power) * quarters // 4 for quarters in (5, 6, 7, 8)}
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.integers(0, 1 << 40))
-def test_fields_for_a_device_are_aligned_and_waste_less_than_the_alignment(nbytes: int) -> None:
-    assert device_aligned(nbytes) % DEVICE_ALIGNMENT == 0
-    assert 0 <= device_aligned(nbytes) - nbytes < DEVICE_ALIGNMENT
-
-
 def test_only_these_events_free_a_block() -> None:
     freeing = {(s, e) for s, events in BLOCK_TRANSITIONS.items() for e, to in events.items() if to == FREE}
-    assert freeing == {
-        (GRANTED, "return"),
-        (GRANTED, "writer_dead"),
-        (FILLED, "drop"),
-        (HELD, "release"),
-    }
+    assert freeing == {(GRANTED, "return"), (GRANTED, "writer_dead"), (FILLED, "drop"), (HELD, "release")}

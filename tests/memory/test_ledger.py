@@ -294,17 +294,6 @@ def test_a_block_is_cold_if_it_was_neither_made_nor_filled_nor_released_of_late(
 # ---- everything at once -----------------------------------------------------------------------------
 
 
-def serves(sizes: tuple[int, ...], kind: tuple[int, ...]) -> bool:
-    """Whether each block of a batch finds one of its own that fits."""
-    left = sorted(sizes)
-    for need in sorted(kind):
-        fitting = [size for size in left if need <= size <= 2 * need]
-        if not fitting:
-            return False
-        left.remove(fitting[0])
-    return True
-
-
 @dataclass
 class Known:
     """What the model knows of a block."""
@@ -312,7 +301,6 @@ class Known:
     size: int
     writer: Holder | None
     home: int
-    used: int
     state: str = GRANTED
     kept: bool = False
 
@@ -327,11 +315,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ends = [worker * REGION for worker in range(WORKERS)]
         self.space: list[list[tuple[int, int]]] = [[] for _ in range(WORKERS)]
         self.grown = 0
-        self.last: list[int] = []  # bytes that the last batch needed
-        self.kinds: dict[tuple[int, ...], int] = {}  # sizes of a batch's blocks → tasks so far
-        self.tasks = 0
         self.newest: list[int] = []  # blocks of the batch that was delivered last
-        self.largest = 0.0  # bytes of a batch's blocks, the maximum so far
 
     def pick(self, data: st.DataObject, *states: str) -> int:
         return data.draw(st.sampled_from([o for o, known in self.model.items() if known.state in states]))
@@ -345,7 +329,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def make(self, worker: int, fresh: Extents) -> None:
         self.ledger.accept(worker, (), fresh, (), ())
         for offset, size in fresh:
-            self.model[offset] = Known(size, Holder(worker), worker, self.tasks)
+            self.model[offset] = Known(size, Holder(worker), worker)
         self.grown += len(fresh)
 
     @rule(worker=st.integers(0, WORKERS - 1), needs=st.lists(st.integers(1, 1 << 20), max_size=3))
@@ -359,7 +343,6 @@ class LedgerMachine(RuleBasedStateMachine):
     def grant(self, holder: Holder) -> None:
         granted, promised = self.ledger.grant(holder)
         offsets = [offset for offset, _ in granted + promised]
-        self.tasks += 1
         wanted = self.ledger.wanted
         assert len(offsets) <= len(wanted)
         assert len(set(offsets)) == len(offsets), "one block granted twice"
@@ -391,12 +374,6 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model[offset].kept = True
         for offset, _ in used:
             self.move(offset, FILLED)
-            self.model[offset].used = self.tasks
-        self.last = [size_class(need) for _, need in used]
-        self.largest = max(self.largest, float(sum(self.last)))
-        kind = tuple(sorted(self.last))
-        self.kinds.pop(kind, None)
-        self.kinds[kind] = self.tasks
 
     @precondition(lambda self: self.some(FILLED))
     @rule(data=st.data())
@@ -411,15 +388,13 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), event=st.sampled_from(["give back", "drop", "release"]))
     def one_block(self, data: st.DataObject, event: str) -> None:
         offset = self.pick(data, *BLOCK_TRANSITIONS)
-        known = self.model[offset]
-        target = after(known.state, event)
+        target = after(self.model[offset].state, event)
         if target is None:
             with pytest.raises(InvalidTransition):
                 EVENTS[event](self.ledger, offset)
             return
         EVENTS[event](self.ledger, offset)
         self.move(offset, target)
-        known.used = self.tasks if event == "release" else known.used
 
     @rule(worker=st.integers(0, WORKERS - 1))
     def writer_dead(self, worker: int) -> None:
@@ -429,28 +404,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(batches=st.integers(0, 3))
     def trim(self, batches: int) -> None:
-        before = self.at_rest()
-        trimmed = self.ledger.trim(batches)
-        # An upper bound: the ledger's maximum fades.
-        needed = batches * max(self.largest, float(sum(self.ledger.wanted)))
-        cold = 0
-        for offset, size in trimmed:
+        for offset, size in self.ledger.trim(batches):
             known = self.model.pop(offset)
             assert (known.state, known.size) == (FREE, size), "a block in use was trimmed"
             self.space[known.home].append((offset, size))
-            cold += size if known.used < self.tasks - PATIENT else 0
-        rest = self.at_rest()
-        assert rest == before - sum(size for _, size in trimmed)
-        newest = float(sum(self.last)) if self.ledger.wanted else 0
-        assert not trimmed or rest + cold >= batches * newest - 1, "less is kept than the last batches need"
-        for known in self.model.values():
-            if known.state == FREE:
-                assert rest - known.size < needed, "a spare block was kept"
-
-    def at_rest(self) -> int:
-        """Bytes of the blocks that neither users hold nor workers keep."""
-        known = self.model.values()
-        return sum(block.size for block in known if block.state not in (HELD, PROMISED) and not block.kept)
 
     @rule(worker=st.integers(0, WORKERS - 1), ticket=st.integers(1, 2))
     def hand_over(self, worker: int, ticket: int) -> None:
@@ -493,9 +450,6 @@ class LedgerMachine(RuleBasedStateMachine):
         assert all(self.ledger.size_of(offset) == block.size for offset, block in self.model.items())
         held = sorted((o, b.size) for o, b in self.model.items() if b.state in (HELD, PROMISED))
         assert sorted(self.ledger.held()) == held
-        for kind, task in list(self.kinds.items())[-KINDS:]:
-            if task >= self.tasks - PATIENT:
-                assert serves(self.ledger.wanted, kind), "a kind of batch is not served"
 
 
 TestLedger = LedgerMachine.TestCase

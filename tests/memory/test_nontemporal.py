@@ -209,12 +209,11 @@ def test_a_batch_is_written_so_if_the_one_before_was_large(copies: Copies) -> No
             assert len(copies) == nontemporally
 
 
-def test_small_pieces_are_written_as_ever(copies: Copies) -> None:
+@pytest.mark.parametrize(("nbytes", "expected"), [(PIECE - 1, []), (PIECE, [(9, PIECE)])])
+def test_small_pieces_are_written_as_ever(nbytes: int, expected: Copies, copies: Copies) -> None:
     with paired(nontemporal_from=0):
-        collate.stack_tensors([torch.zeros(PIECE - 1, dtype=torch.uint8)] * 9)
-        assert copies == []
-        collate.stack_tensors([torch.zeros(PIECE, dtype=torch.uint8)] * 9)
-        assert copies == [(9, PIECE)]
+        collate.stack_tensors([torch.zeros(nbytes, dtype=torch.uint8)] * 9)
+    assert copies == expected
 
 
 class Images(Dataset[Any]):

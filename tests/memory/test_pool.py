@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -13,39 +14,17 @@ from fastq_loader.memory.pool import BlockPool
 REGION = 1 << 40
 
 
-class RecordingArena:
-    """An arena without memory, that notes what is given back."""
-
-    def __init__(self) -> None:
-        self.mapping = self
-        self.retired = False
-        self.released: list[int] = []
-        self.punched: list[tuple[int, int]] = []
-        self.kept: list[list[tuple[int, int]]] = []
-
-    def region(self, worker: int) -> tuple[int, int]:
-        return worker * REGION, (worker + 1) * REGION
-
-    def released_blocks(self) -> list[int]:
-        released, self.released = self.released, []
-        return released
-
-    def punch(self, offset: int, size: int) -> None:
-        self.punched.append((offset, size))
-
-    def retire(self, held: list[tuple[int, int]]) -> None:
-        self.retired = True
-        self.kept.append(held)
+@pytest.fixture
+def arena() -> Any:
+    arena = Mock(retired=False)
+    arena.mapping.region = lambda worker: (worker * REGION, (worker + 1) * REGION)
+    arena.released_blocks.return_value = []
+    return arena
 
 
 @pytest.fixture
-def pool() -> BlockPool:
-    arena: Any = RecordingArena()
+def pool(arena: Any) -> BlockPool:
     return BlockPool(arena, 2)
-
-
-def arena(pool: BlockPool) -> Any:
-    return pool.arena
 
 
 def write(pool: BlockPool, worker: int, count: int) -> list[int]:
@@ -55,14 +34,13 @@ def write(pool: BlockPool, worker: int, count: int) -> list[int]:
     return [offset for offset, _ in blocks]
 
 
-def test_blocks_come_back_from_users_workers_and_dropped_batches(pool: BlockPool) -> None:
+def test_blocks_come_back_from_users_workers_and_dropped_batches(pool: BlockPool, arena: Any) -> None:
     first, second, third = write(pool, 0, 3)
     assert pool.usage() == (3, 0, 3 * B)
     assert pool.filled() == [first, second, third]
     pool.drop([third])
     pool.deliver([first, second])
-    arena(pool).released.append(first)
-    pool.collect()
+    arena.released_blocks.return_value = [first]
     pool.collect()
     assert pool.usage() == (1, 2, 3 * B)
     assert len(pool.grant(Holder(1))[0]) == 2
@@ -73,38 +51,30 @@ def test_blocks_come_back_from_users_workers_and_dropped_batches(pool: BlockPool
     pool.check()
 
 
-def test_pages_go_back_after_the_device_has_forgotten_them(pool: BlockPool) -> None:
+def test_pages_go_back_after_the_device_has_forgotten_them(pool: BlockPool, arena: Any) -> None:
     pool.drop(write(pool, 0, 2))
-    forgotten: list[int] = []
-
-    def forget(offset: int) -> None:
-        assert (offset, B) not in arena(pool).punched
-        forgotten.append(offset)
-
-    assert not pool.trim(1, forget)
-    assert pool.trim(0, forget)
-    assert forgotten == [0, B]
-    assert arena(pool).punched == [(0, B), (B, B)]
-    assert pool.space(0) == ((0, B), (B, B))
-    assert pool.space(0) == pool.space(1) == ()
+    assert not pool.trim(1, arena.forget)
+    assert pool.trim(0, arena.forget)
+    forget, punch = call.forget, call.mapping.punch
+    assert arena.mock_calls == [forget(0), punch(0, B), forget(B), punch(B, B)]
+    assert (pool.space(0), pool.space(0), pool.space(1)) == (((0, B), (B, B)), (), ())
     pool.drop(write(pool, 1, 1))
     assert pool.trim(0)
     assert pool.usage() == (0, 0, 0)
 
 
-def test_what_a_dead_worker_wrote_in_no_block_goes_back(pool: BlockPool) -> None:
+def test_what_a_dead_worker_wrote_in_no_block_goes_back(pool: BlockPool, arena: Any) -> None:
     pool.deliver(write(pool, 1, 1))
     free = (REGION + B, REGION - B)
     assert pool.clear_space(1) == (free,)
-    assert arena(pool).punched == [free]
+    assert arena.mapping.punch.call_args_list == [call(*free)]
 
 
-def test_closing_keeps_only_what_users_hold_and_may_be_called_again(pool: BlockPool) -> None:
+def test_closing_keeps_only_what_users_hold_and_may_be_called_again(pool: BlockPool, arena: Any) -> None:
     first, second, third, _ = write(pool, 0, 4)
     pool.deliver([first, second, third])
-    arena(pool).released.append(first)
+    arena.released_blocks.return_value = [first]
     pool.close()
-    arena(pool).released.append(second)  # this is for the arena: it was interrupted perhaps
+    arena.retired, arena.released_blocks.return_value = True, [second]  # this is for the arena, see there
     pool.close()
-    assert arena(pool).kept == [[(second, B), (third, B)]] * 2
-    assert arena(pool).released == [second]
+    assert arena.retire.call_args_list == [call([(second, B), (third, B)])] * 2
