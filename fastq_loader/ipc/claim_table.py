@@ -6,9 +6,9 @@ the GIL. So no worker idles while there is an unclaimed task.
 
 A word of the table stands for one ticket (an attempt at a batch). It holds the ticket's number and who has
 it. A claim is made under a lock on one byte of the arena's memfd, the ticket's. It is an
-open-file-description lock, which the kernel releases when its holder dies: a worker that is killed in the
-middle of a claim either has left its name or has claimed nothing. The consumer reads from the table what a
-dead worker had claimed, and takes tasks back by claiming them itself.
+open-file-description lock (without /proc, one of the process), which the kernel releases when its holder
+dies: a worker that is killed in the middle of a claim either has left its name or has claimed nothing. The
+consumer reads from the table what a dead worker had claimed, and takes tasks back by claiming them itself.
 """
 
 from __future__ import annotations

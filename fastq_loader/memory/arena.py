@@ -10,8 +10,9 @@ or writes, one by one, for as long as it does. Each worker makes new blocks in a
 own. The memory of a memfd is not bound by the size of /dev/shm, has no name, and goes with its last holder.
 
 A finalizer may run on any thread, at any moment. So that of a lease only appends to a queue. Once the loader
-is closed nobody reads that queue, and the dying lease gives its pages back to the system itself: one system
-call on addresses that nobody else can reach any more.
+is closed nobody reads that queue. What is left of the arena then is the blocks that users hold: no
+descriptor, and no other addresses. The dying lease gives back the pages and the addresses of its own block,
+which nobody else can reach any more.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from fastq_loader.system import calls, process_id
 AVAILABLE = calls.AVAILABLE
 
 #: Length of an arena: four times the machine's memory. So all of the memory can be in batches that a user
-#: keeps, also where some workers make more of them than others. At most 4 TiB: an arena stays mapped as long
-#: as one of its batches is kept, and x86-64 gives a process 128 TiB.
+#: keeps, also where some workers make more of them than others. At most 4 TiB: x86-64 gives a process 128 TiB
+#: for all the loaders that are open at a time.
 _OVERCOMMIT = 4
 _LARGEST = 4 << 40
 _SMALLEST = 1 << 20  # has room for the tables
