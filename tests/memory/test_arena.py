@@ -366,18 +366,20 @@ def test_what_is_kept_mapped_gives_way_to_what_is_needed(pieces: Arena) -> None:
     assert address_space() == before
 
 
-def test_a_piece_that_dies_after_the_end_gives_back_its_own_pages_only(pieces: Arena) -> None:
+def test_a_piece_that_dies_after_the_end_gives_back_what_is_its_own(pieces: Arena) -> None:
     fd = os.dup(pieces.fd)
-    tensors = [floats(pieces, block).fill_(block[0] + 1) for block in blocks(4)]
+    tensors = [floats(pieces, block).fill_(block[0] + 1) for block in blocks(2)]
     inner = pieces.lease((4 * SMALLEST, SMALLEST), 100, 300)
     inner[:] = 7
-    pieces.retire(blocks(5))
-    before = pages(fd)
-    del tensors[1]
-    assert pages(fd) == before - PAGES
-    assert float(tensors[0][0]) == 1
-    assert float(tensors[1][-1]) == 2 * SMALLEST + 1
+    pieces.mapping.reach(9 * SMALLEST, SMALLEST)
+    pieces.retire([*blocks(2), (4 * SMALLEST, SMALLEST)])
+    assert (mapped(fd), pages(fd)) == (2 * SMALLEST + PAGE, 2 * PAGES + 1)
+    del tensors[0]
+    assert (mapped(fd), pages(fd)) == (SMALLEST + PAGE, PAGES + 1)
+    assert float(tensors[0][-1]) == SMALLEST + 1
     assert (inner == 7).all()
+    del tensors, inner
+    assert (mapped(fd), pages(fd)) == (0, 0)
     os.close(fd)
 
 
