@@ -71,7 +71,7 @@ class Mapping:
         self._fd = fd
         # Parts (offset, bytes) that were used of late: mapping them anew costs a fault for each page.
         self._mapped: dict[tuple[int, int], calls.Piece] = {}
-        self._budget = 0 if whole else (calls.limit_of("AS") or _LARGEST) // _KEPT_SHARE
+        self._budget = (calls.limit_of("AS") or _LARGEST) // _KEPT_SHARE
         # At the end of the range: two words for every possible start of a block (see `is_released`), claims.
         table = length // PAGE * PAGE - CLAIMS * 8
         words = (table - length // SMALLEST * 8) // PAGE * PAGE
