@@ -246,6 +246,20 @@ def test_trimming_keeps_what_some_batches_need_beside_those_that_users_hold() ->
     ledger.check()
 
 
+def test_a_trimmed_block_is_a_range_for_the_worker_that_made_it_or_for_its_successor() -> None:
+    ledger = BlockLedger()
+    for worker in (0, 1):
+        ledger.drop(write(ledger, worker, B)[0])
+    ((one,), _), ((other,), _) = ledger.grant(Holder(0)), ledger.grant(Holder(1))
+    assert (one, other) == ((REGION, B), (0, B)), "each writes to the other's"
+    ledger.give_back([0, REGION])
+    assert len(ledger.trim(0)) == 2
+    assert (ledger.space(1), ledger.space(1)) == (((REGION, B),), ())
+    write(ledger, 0, B, at=3 * B)
+    assert ledger.forget_space(0, 0, REGION) == ((0, 3 * B), (4 * B, REGION - 4 * B))
+    assert ledger.space(0) == ()
+
+
 def test_trimming_keeps_what_every_recent_kind_of_batch_needs() -> None:
     ledger = BlockLedger()
     blocks = write(ledger, 0, 4 * B) + write(ledger, 0, B, at=4 * B)
@@ -269,26 +283,30 @@ def test_what_a_worker_keeps_is_not_spare() -> None:
     ledger.accept(0, (), blocks, (), ())
     ledger.accept(0, blocks[:1], (), (), blocks)
     ledger.drop(0)
+    ledger.accept(0, (), (), (), blocks[1:])
+    ledger.check()
     assert ledger.trim(1) == []
     ledger.give_back([B])  # user code has dropped it
     assert ledger.trim(1) == [(0, B)]
 
 
 def test_a_block_is_cold_if_it_was_neither_made_nor_filled_nor_released_of_late() -> None:
-    ledger = BlockLedger()
+    ledger, released, filled, made = BlockLedger(), (0, B), (10 * B, 2 * B), (20 * B, 3 * B)
+    ledger.grant(Holder(0))
+    assert ledger._demand.tasks == 1
     ledger.deliver(write(ledger, 0, B))
-    ledger.accept(0, (), ((4 * B, B),), (), ())
+    ledger.accept(0, (), (filled,), (), ())
     ledger._demand.tasks += 3 * PATIENT
-    write(ledger, 0, B, at=B)  # so that there are needs
+    write(ledger, 0, 5 * B, at=30 * B)  # so that there are needs
     ledger.release(0)
-    ledger.accept(0, ((4 * B, 1),), ((2 * B, B),), (2 * B,), ())
-    ledger.drop(4 * B)
+    ledger.accept(0, ((filled[0], B + 1),), (made,), (made[0],), ())
+    ledger.drop(filled[0])
     assert ledger.trim(9) == []
     ledger._demand.tasks += PATIENT
-    write(ledger, 0, B, at=3 * B)
+    write(ledger, 0, 5 * B, at=40 * B)
     assert ledger.trim(9) == []
     ledger._demand.tasks += 1
-    assert ledger.trim(9) == [(0, B), (2 * B, B), (4 * B, B)]
+    assert ledger.trim(9) == [released, filled, made]
 
 
 # ---- everything at once -----------------------------------------------------------------------------
