@@ -1,8 +1,8 @@
 """A child process: how it is started, when it has ended, how it died, and what is left of it then.
 
-Runs in the consumer. Where SIGCHLD is ignored, as daemons have it, the system reaps children by itself, and
-multiprocessing takes a child whose exit code it cannot get for one that still runs. Only a descriptor says
-when it has ended.
+Runs in the consumer. Where SIGCHLD is ignored, as daemons have it, the system reaps children by itself, or
+somebody else does; multiprocessing takes a child whose exit code it cannot get for one that still runs. Only
+a descriptor says when it has ended.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing.process
 import os
 import signal
+import threading
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -29,7 +30,7 @@ class Child:
 
     def __init__(self, process: BaseProcess) -> None:
         self.process = process
-        self._pidfd = -1
+        self._descriptor = -1
 
     def start(self) -> None:
         """
@@ -39,7 +40,7 @@ class Child:
         """
         self.process.start()
         with contextlib.suppress(OSError):  # no pidfd in this kernel or sandbox
-            self._pidfd = calls.pidfd_open(self.pid)
+            self._descriptor = calls.pidfd_open(self.pid)
 
     @property
     def pid(self) -> int:
@@ -48,9 +49,13 @@ class Child:
 
     @property
     def descriptor(self) -> int:
-        """A pidfd. Else it is the pipe that multiprocessing keeps: there is no pidfd, or an interrupt came
-        before it was noted."""
-        return self.process.sentinel if self._pidfd < 0 else self._pidfd
+        """A pidfd. Else there is none, or an interrupt came before it was noted, and a thread waits for the
+        child; it starts at the first use, when workers that are forked together have been. A child of a fork
+        server is not ours to wait for: it has a pipe of multiprocessing's, and nobody else holds that."""
+        if self._descriptor < 0:
+            with contextlib.suppress(OSError, RuntimeError):  # descriptors or threads are used up
+                self._descriptor = _end_of(self.pid)
+        return self.process.sentinel if self._descriptor < 0 else self._descriptor
 
     def kill(self) -> None:
         """End it; returns when it has ended."""
@@ -78,7 +83,7 @@ class Child:
         return f"was killed by {name}{guess}", f"{worker} is killed by signal: {signal.strsignal(-code)}. "
 
     def _exit_code(self) -> int | None:
-        self.process.join(timeout=1)  # its end of a pipe is closed a moment before
+        self.process.join()  # with a timeout, multiprocessing waits for all who hold the child's pipe
         return self.process.exitcode
 
     def release(self) -> None:
@@ -87,9 +92,9 @@ class Child:
         popen: Any = self.process._popen  # type: ignore[attr-defined]
         if popen is not None:
             self.process.join()
-            pidfd, self._pidfd = self._pidfd, -1
-            if pidfd >= 0:
-                os.close(pidfd)
+            descriptor, self._descriptor = self._descriptor, -1
+            if descriptor >= 0:
+                os.close(descriptor)
             if popen.returncode is None:  # somebody else reaped it: SIGCHLD is ignored
                 popen.returncode = UNKNOWN_EXIT
             popen.close()
@@ -98,3 +103,31 @@ class Child:
     def forget(self) -> None:
         """It is not multiprocessing's to end and to join when this process exits."""
         multiprocessing.process._children.discard(self.process)  # type: ignore[attr-defined]
+
+
+def _end_of(pid: int) -> int:
+    """A descriptor that becomes readable when a child of this process has ended. Not a pipe that the child
+    holds: its own children would hold it too.
+
+    Raises:
+        OSError: descriptors are used up, or the child is somebody else's.
+        RuntimeError: threads are used up.
+    """
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    ended, tell = os.pipe()
+    try:
+        threading.Thread(target=_wait_for, args=(pid, tell), daemon=True).start()
+    except BaseException:
+        os.close(ended)
+        os.close(tell)
+        raise
+    return ended
+
+
+def _wait_for(pid: int, tell: int) -> None:
+    """In a thread: write to a pipe when a child has ended; its exit code stays there to be asked for."""
+    with contextlib.suppress(ChildProcessError):  # somebody else reaped it
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with contextlib.suppress(BrokenPipeError):  # nobody wants to know any more
+        os.write(tell, b"!")
+    os.close(tell)

@@ -197,6 +197,7 @@ def test_i8_a_batch_that_cannot_be_pickled_raises_at_once_and_names_the_reason(
     ("crime", "torchs_text", "how"),
     [
         (crimes.kill_itself, r"is killed by signal: Killed\. ", "SIGKILL"),
+        (crimes.die_beside_a_child, r"is killed by signal: Killed\. ", "SIGKILL"),
         (crimes.segfault, r"is killed by signal: Segmentation fault\. ", "SIGSEGV"),
         (
             crimes.exit_with_7,

@@ -44,6 +44,14 @@ def kill_itself(_: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_beside_a_child(_: int) -> None:
+    """The child lives on for a while, with all that it has inherited."""
+    if not os.fork():
+        time.sleep(3)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def exit_with_7(_: int) -> None:
     os._exit(7)
 

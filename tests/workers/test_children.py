@@ -6,17 +6,33 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from fastq_loader.system import calls
+from fastq_loader.workers import children
 from fastq_loader.workers.children import UNKNOWN_EXIT, Child
-from tests.conftest import wait_until
+from tests.support.forking import fork
 
 FORK = multiprocessing.get_context("fork")
 
 pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(params=["pidfd", "thread", "pipe"])
+def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the end of a child is noticed: the last two are for a kernel or sandbox that lacks the others."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError("not in this sandbox")
+
+    if request.param != "pidfd":
+        monkeypatch.setattr(calls, "pidfd_open", refuse)
+    if request.param == "pipe":
+        monkeypatch.setattr(children, "_end_of", refuse)
+    return str(request.param)
 
 
 def started(target: Any = time.sleep, *arguments: Any) -> Child:
@@ -25,15 +41,16 @@ def started(target: Any = time.sleep, *arguments: Any) -> Child:
     return child
 
 
-@pytest.mark.parametrize("pidfd", [True, False])
-def test_its_descriptor_says_when_it_has_ended(pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not pidfd:
-        monkeypatch.setattr(calls, "pidfd_open", no_pidfd)
+def ended(child: Child) -> bool:
+    return calls.readable([child.descriptor], 5) == [child.descriptor]
+
+
+def test_its_descriptor_says_when_it_has_ended(means: str) -> None:
     child = started()
-    assert (child.descriptor == child.process.sentinel) is not pidfd
+    assert (child.descriptor == child.process.sentinel) is (means == "pipe")
     assert calls.readable([child.descriptor], 0) == []
     child.kill()
-    assert calls.readable([child.descriptor], 0) == [child.descriptor]
+    assert ended(child)
     assert child.killed
     child.release()
     assert child.process.exitcode == -signal.SIGKILL, "code outside may still ask"
@@ -41,8 +58,35 @@ def test_its_descriptor_says_when_it_has_ended(pidfd: bool, monkeypatch: pytest.
     child.release()
 
 
-def no_pidfd(pid: int) -> int:
-    raise OSError("not in this sandbox")
+@pytest.mark.parametrize("means", ["pidfd", "thread"], indirect=True)
+def test_a_child_of_its_own_that_lives_does_not_hide_its_end(means: str) -> None:
+    said, say = os.pipe()
+
+    def leave_a_child(say: int) -> None:
+        os.write(say, str(fork(lambda: time.sleep(60))).encode())
+        os._exit(7)
+
+    child = started(leave_a_child, say)
+    grandchild = int(os.read(said, 20))
+    try:
+        assert ended(child)
+        assert child.death()[0] == "exited with code 7"
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+        child.release()
+        os.close(said)
+        os.close(say)
+
+
+def test_where_threads_are_used_up_nothing_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(calls, "pidfd_open", lambda pid: -1)
+    monkeypatch.setattr(children.threading.Thread, "start", refuse)
+    child = started(os._exit, 3)
+    assert child.descriptor == child.process.sentinel
+    child.release()
 
 
 def test_one_that_was_never_started_holds_nothing() -> None:
@@ -51,45 +95,48 @@ def test_one_that_was_never_started_holds_nothing() -> None:
     child.release()
 
 
+def kill_itself(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
 @pytest.mark.parametrize(
-    ("end", "killed", "ours", "torchs"),
+    ("end", "number", "ours", "torchs"),
     [
-        (lambda: os._exit(7), False, "exited with code 7", "exited unexpectedly with exit code 7. Details"),
+        (os._exit, 7, "exited with code 7", "exited unexpectedly with exit code 7. Details"),
         (
-            lambda: os.kill(os.getpid(), signal.SIGKILL),
-            True,
+            kill_itself,
+            signal.SIGKILL,
             "was killed by SIGKILL (by the kernel's out-of-memory killer?)",
             "is killed by signal: Killed. ",
         ),
-        (
-            lambda: os.kill(os.getpid(), signal.SIGTERM),
-            True,
-            "was killed by SIGTERM",
-            "is killed by signal: Terminated. ",
-        ),
-        (lambda: os.kill(os.getpid(), 40), True, "was killed by signal 40", "is killed by signal: "),
+        (kill_itself, signal.SIGTERM, "was killed by SIGTERM", "is killed by signal: Terminated. "),
+        (kill_itself, 40, "was killed by signal 40", "is killed by signal: "),  # it has no name
     ],
-    ids=["exit", "SIGKILL", "SIGTERM", "a signal without a name"],
 )
-def test_its_death_is_told(end: Any, killed: bool, ours: str, torchs: str) -> None:
-    child = Child(FORK.Process(target=end, daemon=True))
-    child.start()
-    assert wait_until(lambda: bool(calls.readable([child.descriptor], 0)), 5)
+def test_its_death_is_told(end: Any, number: int, ours: str, torchs: str) -> None:
+    child = started(end, number)
+    assert ended(child)
     text, cause = child.death()
-    assert (text, child.killed) == (ours, killed)
+    assert (text, child.killed) == (ours, end is kill_itself)
     assert cause.startswith(f"DataLoader worker (pid {child.pid}) {torchs}")
     child.release()
 
 
-def test_where_sigchld_is_ignored_nobody_knows_how_it_ended() -> None:
-    previous = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        child = started(os._exit, 3)
-        calls.readable([child.descriptor], None)
-        text, cause = child.death()
-        assert text == "ended, its exit code is unknown"
-        assert cause == f"DataLoader worker (pid {child.pid}) exited unexpectedly"
-        child.release()
-        assert child.process.exitcode == UNKNOWN_EXIT
-    finally:
-        signal.signal(signal.SIGCHLD, previous)
+@pytest.fixture(params=["ignored", "reaped"])
+def _taken(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Exit codes go to nobody, or to a handler of the user's."""
+    handler = signal.SIG_IGN if request.param == "ignored" else lambda *_: os.waitpid(-1, 0)
+    previous = signal.signal(signal.SIGCHLD, handler)
+    yield
+    signal.signal(signal.SIGCHLD, previous)
+
+
+@pytest.mark.usefixtures("_taken")
+def test_where_somebody_else_reaps_it_nobody_knows_how_it_ended(means: str) -> None:
+    child = started(os._exit, 3)
+    assert ended(child)
+    text, cause = child.death()
+    assert text == "ended, its exit code is unknown"
+    assert cause == f"DataLoader worker (pid {child.pid}) exited unexpectedly"
+    child.release()
+    assert child.process.exitcode == UNKNOWN_EXIT
