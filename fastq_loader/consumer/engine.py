@@ -8,6 +8,7 @@ middle of a call, from the garbage collector, from forked children and at the ex
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -42,7 +43,8 @@ class Engine:
 
     Attributes:
         closed: why, once it is.
-        failed: a worker's failure closed it, and its iterator is exhausted.
+        failed: a worker's failure closed it, and its iterator is exhausted, as torch's is. Where workers are
+            replaced, which torch's are not, the iterator says at every call that it cannot go on.
 
     Raises:
         TypeError, AttributeError, PicklingError: the start method pickles, and something cannot be.
@@ -149,7 +151,7 @@ class Engine:
                 if loop.fatal is not None:
                     if self.closed == _EXITING:
                         raise self._ended()
-                    self.failed, self.closed = True, loop.fatal
+                    self.failed, self.closed = not loop.plan.restarts, loop.fatal
                 if result is not False:  # else the loop was woken, because the engine is closing
                     return result
             except Exception as error:
@@ -234,8 +236,8 @@ class Engine:
 
     def _patience(self) -> float:
         """Seconds that workers have to finish what they do. None where an interrupt may have left half a
-        message in their sockets."""
-        if self._cut_short:
+        message in their sockets, or where Python has run its exit handlers: zmq cannot be used any more."""
+        if self._cut_short or sys.is_finalizing():
             return 0
         in_vain = self._loop is not None and self._loop.timed_out
         return stopping.BRIEF if self._hurried or in_vain else stopping.ORDERLY

@@ -19,7 +19,8 @@ class Processes:
         max_restarts: workers that may die in an iteration and be replaced, with a `WorkerReplaced` warning;
             the batches that the dead worker had not answered are loaded again. 0 raises, as torch does. With
             a `timeout`, a worker that has not answered within it is ended and replaced, and the warning shows
-            its stacks. A batch at which three workers died raises at its place. With a `RoundRobin` schedule
+            its stacks. A batch at which three workers died raises at its place. When no more workers can be
+            replaced, every further `next()` raises: the epoch is not over. With a `RoundRobin` schedule
             order and exactly-once hold, but a new worker's random numbers start anew; an iterable dataset is
             refused, because a new worker would read it from its beginning. Without workers it has no effect.
 

@@ -234,6 +234,26 @@ def test_8_ctrl_c_ends_the_wait_at_the_exit() -> None:
     assert result.left == ()
 
 
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_8_an_exit_handler_may_begin_when_the_loaders_own_has_run(restarts: int, tmp_path: Path) -> None:
+    """It was registered before, and keeps what it began."""
+    result = run_script(
+        f"""
+        import atexit
+        atexit.register(lambda: print(next(begin()).tolist()))
+        from fastq_loader import DataLoader, Processes
+
+        def begin():
+            global batches
+            batches = iter(DataLoader(range(8), num_workers=2, workers=Processes({restarts})))
+            return batches
+        """,
+        env={"TMPDIR": str(tmp_path)},
+    )
+    assert (result.stdout, result.stderr, result.returncode, result.left) == ("[0]\n", "", 0, ())
+    assert contents(tmp_path) == []
+
+
 # ---- workers that start late --------------------------------------------------------------------------
 
 
@@ -426,7 +446,7 @@ def test_7_a_child_that_comes_back_from_user_code_is_gone(
 # ---- SIGCHLD that is ignored --------------------------------------------------------------------------
 
 DAEMON = """
-    import multiprocessing, pathlib, signal, tempfile, warnings
+    import multiprocessing, os, pathlib, signal, tempfile, warnings
     from fastq_loader import DataLoader, Processes, WorkerReplaced
     from tests.end_to_end.test_restarts import Doomed, die, leave
 
@@ -463,11 +483,12 @@ def test_9_sigchld_may_be_ignored(method: str, crimes: str, restarts: int, tmp_p
     assert (result.stderr, result.returncode, result.left) == ("", 0, ())
 
 
-def test_9_a_handler_of_the_users_runs_in_no_helper(tmp_path: Path) -> None:
-    """One that reaps whatever has ended would take the exit codes of the workers."""
-    handler = "lambda *_: print(multiprocessing.current_process().name, flush=True)"
+def test_9_a_handler_of_the_users_may_reap_workers_and_runs_in_no_helper(tmp_path: Path) -> None:
+    handler = (
+        "lambda *_: (print(multiprocessing.current_process().name, flush=True), os.waitpid(-1, os.WNOHANG))"
+    )
     source = DAEMON.format(
-        handler=handler, method="fork", crimes="(leave,)", restarts=3, folder=str(tmp_path)
+        handler=handler, method="fork", crimes="(None, die, leave)", restarts=3, folder=str(tmp_path)
     )
     result = run_script(source)
     assert (result.stderr, result.returncode, result.left) == ("", 0, ())
