@@ -314,15 +314,16 @@ class EventLoop:
         """The timeout is over: replace the worker that hangs, or say which one it is."""
         self._timeout.forget()
         self.timed_out = True
-        worker, timeout = wait.worker, self.plan.timeout
+        worker = late = wait.worker
+        timeout = self.plan.timeout
         if worker is None:
-            task = self.scheduler.pending_tasks[self.scheduler.epoch, wait.seq]
-            worker = self._group.claims.holder(task.ticket)
-        if worker is not None and self.scheduler.can_replace and self._group.is_ready(worker):
-            stacks = self._group.stacks(worker)
-            self._group.kill(worker)
+            ticket = self.scheduler.pending_tasks[self.scheduler.epoch, wait.seq].ticket
+            worker, late = self._group.claims.holder(ticket), self._group.late_for(ticket)
+        if late is not None and self.scheduler.can_replace:
+            stacks = self._group.stacks(late)
+            self._group.kill(late)
             cause = f"was ended, because it did not answer within {timeout:g} seconds,"
-            self._handle_death(worker, cause, stacks)
+            self._handle_death(late, cause, stacks)
             return
         text = self._group.report_late(worker, wait.seq, self.scheduler.index_of(wait.seq))
         self._outcome = Raised(LoaderTimeout(f"DataLoader timed out after {timeout:g} seconds: {text}"))

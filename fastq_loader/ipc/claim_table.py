@@ -5,10 +5,11 @@ claims it first. The worker need not ask the consumer, which may be in the middl
 the GIL. So no worker idles while there is an unclaimed task.
 
 A word of the table stands for one ticket (an attempt at a batch). It holds the ticket's number and who has
-it. A claim is made under a lock on one byte of the arena's memfd, the ticket's. It is an
-open-file-description lock (without /proc, one of the process), which the kernel releases when its holder
-dies: a worker that is killed in the middle of a claim either has left its name or has claimed nothing. The
-consumer reads from the table what a dead worker had claimed, and takes tasks back by claiming them itself.
+it. A claim is made under a lock on bytes of the arena's memfd, the slot's. It is an open-file-description
+lock (without /proc, one of the process), which the kernel releases when its holder dies: a worker that is
+killed in the middle of a claim either has left its name or has claimed nothing. The length of the lock says
+whose it is, so a worker that was stopped there can be found. The consumer reads from the table what a dead
+worker had claimed, and takes tasks back by claiming them itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import struct
 
 from fastq_loader.system.calls import UNLOCK as _UNLOCK
 from fastq_loader.system.calls import WRITE_LOCK as _WRITE
-from fastq_loader.system.calls import open_anew, set_lock
+from fastq_loader.system.calls import conflicting_lock, open_anew, set_lock
 
 #: Who has a ticket, in the low bits of its word: 0 is unclaimed, then come the workers.
 _CONSUMER = 0xFFFF
@@ -83,7 +84,7 @@ class ClaimTable:
         if self._words[at] != word:
             return False
         try:
-            set_lock(self._fd, self._command, _FLOCK.pack(_WRITE, 0, ticket, 1, 0))
+            set_lock(self._fd, self._command, _FLOCK.pack(_WRITE, 0, at << _WHO, who, 0))
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 raise Busy from None
@@ -93,8 +94,14 @@ class ClaimTable:
             if free:
                 self._words[at] = word | who
         finally:
-            set_lock(self._fd, self._command, _FLOCK.pack(_UNLOCK, 0, ticket, 1, 0))
+            set_lock(self._fd, self._command, _FLOCK.pack(_UNLOCK, 0, at << _WHO, who, 0))
         return free
+
+    def claiming(self, ticket: int) -> int | None:
+        """The worker that is in the middle of claiming a ticket; None if none is."""
+        mine = _FLOCK.pack(_WRITE, 0, ticket % self._size << _WHO, 1, 0)
+        kind, _, _, who, _ = _FLOCK.unpack(conflicting_lock(self._fd, self._command, mine))
+        return None if kind == _UNLOCK else who - 1
 
     def on_offer(self, ticket: int) -> bool:
         """Whether a ticket was offered and is unclaimed."""

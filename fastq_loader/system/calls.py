@@ -31,7 +31,7 @@ except ImportError:  # another system's
 # names for them.
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 0x1, 0x2
 _F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
-_F_OFD_SETLK = 37
+_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _EFD_CLOEXEC, _EFD_NONBLOCK = 0o2000000, 0o4000
 
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
@@ -286,6 +286,12 @@ def set_lock(fd: int, command: int, flock: bytes) -> None:
         OSError: EAGAIN or EACCES: somebody else has one there.
     """
     fcntl.fcntl(fd, command, flock)
+
+
+def conflicting_lock(fd: int, command: int, flock: bytes) -> bytes:
+    """The lock of somebody else for which `set_lock` would fail, as a `struct flock`. Its type is UNLOCK if
+    there is none."""
+    return fcntl.fcntl(fd, _F_OFD_GETLK if command == _F_OFD_SETLK else fcntl.F_GETLK, flock)
 
 
 # ---- processes --------------------------------------------------------------------------------------

@@ -155,10 +155,9 @@ class WorkerGroup:
     def _mark_ready(self, worker: int) -> None:
         self._is_up.add(worker)
         self._connected(worker)
-        descriptor = self._processes.start_next()
-        if descriptor is not None:
+        if self._processes.start_next():
             started = len(self._processes.descriptors) - 1
-            self.socket.watch(descriptor)
+            self.socket.watch(self._processes.descriptors[started])
             self._counters.workers[started].pid = self._processes.pid(started)
 
     def is_ready(self, worker: int) -> bool:
@@ -178,6 +177,15 @@ class WorkerGroup:
 
     # ---- deaths -------------------------------------------------------------------------------
 
+    def late_for(self, ticket: int) -> int | None:
+        """The worker to end because a ticket was not answered in time: who has claimed it, or is in the
+        middle of that, or else has nothing to do; None if all are dead. While a ticket is unclaimed, no
+        worker has come to an end with anything."""
+        claims = self.claims
+        late = {claims.holder(ticket), claims.claiming(ticket)}
+        alive = [worker for worker in range(len(self.processes())) if not self.is_dead(worker)]
+        return min(alive, key=lambda w: (w not in late, claims.begun(w) is not None), default=None)
+
     def ended(self, ready: Sequence[object]) -> list[int]:
         """The workers that have ended, by what `socket.wait` found readable, and are not marked dead yet. One
         whose connection has broken is ended, unless it is about to end by itself."""
@@ -192,7 +200,9 @@ class WorkerGroup:
         ]
 
     def kill(self, worker: int) -> None:
-        """End a worker that does not answer."""
+        """End a worker that does not answer, or does not get up."""
+        if not self.is_ready(worker):
+            self._start_failed(worker)
         self._processes.kill(worker)
 
     def evict(self, worker: int, why: str = "it sent what is no answer to any of its tasks") -> None:
@@ -213,7 +223,7 @@ class WorkerGroup:
 
     def report(self, worker: int, cause: str, seq: int | None, index: Any) -> str:
         """The text for an ended worker: how it died (`cause`), and at which batch, if at any."""
-        doing = "between batches"
+        doing = "between batches" if self.is_ready(worker) else "before it was up"
         if seq is not None:
             doing = f"before it answered batch {seq} (indices {describe_index(decode_index(index))})"
         pid = self.pid(worker)
@@ -235,11 +245,14 @@ class WorkerGroup:
         if worker in self._is_up:
             self._failed_starts[worker] = 0
         elif not self._processes.killed(worker):
-            self._failed_starts[worker] = self._failed_starts.get(worker, 0) + 1
+            self._start_failed(worker)
         self.socket.unwatch(self._processes.descriptors[worker])
         self.socket.disconnect(worker)
         self._backlog.end(worker)
         self._connected(worker)
+
+    def _start_failed(self, worker: int) -> None:
+        self._failed_starts[worker] = self._failed_starts.get(worker, 0) + 1
 
     def is_dead(self, worker: int) -> bool:
         """Whether a worker is dead and was not replaced."""

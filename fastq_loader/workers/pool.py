@@ -130,21 +130,21 @@ class WorkerPool:
     def _left(self) -> bool:
         return self._setup is not None and len(self._children) < self._plan.workers
 
-    def start_next(self) -> int | None:
-        """Start one more worker; its descriptor, or None if all were started.
+    def start_next(self) -> bool:
+        """Start one more worker; False: all were started.
 
         Raises:
             what `start` raises.
         """
         if not self._left():
-            return None
+            return False
         assert self._setup is not None
         with _uninterrupted():
             child = Child(self._process(len(self._children), 0, self._setup.folder, None))
             self._children.append(child)
             self._generations.append(0)
             self._start(child)
-        return child.descriptor
+        return True
 
     def replace(self, worker: int, folder: str, space: Extents) -> int:
         """Start a new process in the place of one that has ended; its generation.

@@ -19,9 +19,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from fastq_loader import DataLoader, Dynamic, Processes
+from fastq_loader import DataLoader, Dynamic, IteratorInvalid, Processes
 from fastq_loader.errors import LoaderTimeout, PoisonousBatch, WorkerDied, WorkerReplaced
-from fastq_loader.workers import main
+from fastq_loader.ipc import claim_table
+from fastq_loader.workers import main, stack_dumps
 from tests.conftest import descendants, of_kind, wait_until
 
 SIZE = 24
@@ -243,6 +244,41 @@ def test_a_worker_that_hangs_is_replaced_and_its_stack_shown(
     assert shown in str(said.message)
 
 
+class StopsOnce:
+    """Stops the first other process that comes to it."""
+
+    def __init__(self, folder: Path, then: Callable[..., Any]) -> None:
+        self.mark = folder / "stopped"
+        self.then = then
+        self.consumer = os.getpid()
+
+    def __call__(self, *args: Any) -> Any:
+        result = self.then(*args)
+        if os.getpid() != self.consumer and not self.mark.exists():
+            self.mark.touch()
+            stop()
+        return result
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "schedule", "doing"),
+    [
+        (stack_dumps, "write_on_demand", "round_robin", "before it was up"),
+        (stack_dumps, "write_on_demand", "dynamic", "before it was up"),
+        (claim_table, "set_lock", "dynamic", "between batches"),
+        (main, "Worker", "dynamic", "between batches"),
+    ],
+    ids=["starting, its batch", "starting, anybody's batch", "claiming", "idle"],
+)
+def test_a_worker_that_is_stopped_with_no_batch_in_hand_is_replaced(
+    module: Any, name: str, schedule: str, doing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, name, StopsOnce(tmp_path, getattr(module, name)))
+    loader = replacing(range(8), num_workers=1, schedule=schedule, timeout=1)
+    with pytest.warns(WorkerReplaced, match=f"did not answer within 1 seconds, {doing}"):
+        assert [batch.tolist() for batch in loader] == PAIRS[:4]
+
+
 class Busy(Doomed):
     def __len__(self) -> int:
         return 80
@@ -347,6 +383,9 @@ def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(tmp_p
             list(iterator)
         del caught
         assert loop() is None, "the error keeps the loop by the frames that it came through"
+        for _ in range(2):
+            with pytest.raises(IteratorInvalid, match=r"cannot go on: .*no other one could"):
+                next(iterator)
     finally:
         gc.enable()
 

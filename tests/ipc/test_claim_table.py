@@ -11,15 +11,18 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastq_loader.ipc import claim_table
 from fastq_loader.ipc.claim_table import WORKERS, Busy, ClaimTable, slots
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.scheduling.pending_tasks import PendingTasks
 from fastq_loader.scheduling.states import Batch
+from fastq_loader.system.calls import set_lock
 from tests.support.forking import end_of, fork
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
@@ -45,9 +48,10 @@ class SharedTable:
 
     @contextmanager
     def locked(self, ticket: int) -> Iterator[None]:
-        """Another process is in the middle of a claim."""
+        """Worker 5 is in the middle of a claim, in another process."""
+        start = (ticket % SLOTS) << 16
         with open(f"/proc/self/fd/{self.fd}", "r+b") as file:
-            fcntl.fcntl(file, _LOCK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, ticket, 1, 0))
+            fcntl.fcntl(file, _LOCK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, start, 5 + 1, 0))
             yield
 
     def close(self) -> None:
@@ -117,8 +121,29 @@ def test_a_ticket_that_another_process_is_claiming_is_busy(shared: SharedTable) 
         with pytest.raises(Busy):
             shared.claims.take_back(7)
         assert shared.claims.holder(7) is None
+        assert shared.claims.claiming(7) == shared.claims.claiming(7 + SLOTS) == 5
+        assert shared.claims.claiming(8) is None
         assert shared.claims.claim(8, 3)
+    assert shared.claims.claiming(7) is None
     assert shared.claims.claim(7, 3)
+
+
+@pytest.mark.parametrize("worker", [0, WORKERS - 1])
+def test_a_claim_locks_its_own_slot_under_its_own_name(
+    shared: SharedTable, worker: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = shared.other()
+    seen: list[int | None] = []
+
+    def look(*lock: Any) -> None:
+        set_lock(*lock)
+        seen.extend(map(other.claiming, (6, 7, 8)))
+
+    monkeypatch.setattr(claim_table, "set_lock", look)
+    shared.claims.offer(7)
+    assert shared.claims.claim(7, worker)
+    assert seen == [None, worker, None] + 3 * [None]
+    other.close()
 
 
 def test_a_claim_leaves_no_lock_behind(shared: SharedTable) -> None:

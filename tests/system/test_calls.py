@@ -113,12 +113,18 @@ def test_a_lock_keeps_other_processes_out(memfd: int, proc: bool, monkeypatch: p
         monkeypatch.setattr(os, "open", Mock(side_effect=FileNotFoundError))
     assert (calls.WRITE_LOCK, calls.UNLOCK) == (fcntl.F_WRLCK, fcntl.F_UNLCK)
 
+    def lock(kind: int, length: int) -> bytes:
+        return struct.pack("hhqqi4x", kind, os.SEEK_SET, 7, length, 0)
+
     def set_lock(kind: int) -> None:
-        calls.set_lock(fd, command, struct.pack("hhqqi4x", kind, os.SEEK_SET, 7, 1, 0))
+        calls.set_lock(fd, command, lock(kind, 3))
 
     def other(free: bool) -> None:
         nonlocal fd, command
         fd, command = calls.open_anew(memfd)
+        found = calls.conflicting_lock(fd, command, lock(calls.WRITE_LOCK, 1))
+        expected = lock(calls.UNLOCK, 1) if free else lock(calls.WRITE_LOCK, 3)
+        assert found[:24] == expected[:24]  # all but whose it is
         with nullcontext() if free else pytest.raises((BlockingIOError, PermissionError)):
             set_lock(calls.WRITE_LOCK)
 

@@ -21,9 +21,14 @@ ANSWER = Answer(1, 0, 0, 3, 0, 0, (), (), None)
 
 
 class Claims(Table):
-    """Tickets in `busy` are being claimed by a worker that is stopped."""
+    """Tickets in `busy` are being claimed by a worker that is stopped: ticket → worker."""
 
-    busy: frozenset[int] = frozenset()
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self.busy: dict[int, int] = {}
+
+    def claiming(self, ticket: int) -> int | None:
+        return self.busy.get(ticket)
 
     def take_back(self, ticket: int) -> bool:
         if ticket in self.busy:
@@ -55,27 +60,50 @@ class Socket:
     def send_all(self, *frames: bytes, but: Any = ()) -> None:
         self.sent.extend((worker, [*frames]) for worker in range(2) if worker not in but)
 
+    def unwatch(self, descriptor: int) -> None: ...
 
-def group(shared_tasks: bool = True, widest: int = 1, unread: int = 1) -> tuple[WorkerGroup, Any, list[int]]:
+    disconnect = unwatch
+
+
+class Pool:
+    """Two processes, and the workers that were killed."""
+
+    descriptors = processes = (10, 11)
+
+    def __init__(self, plan: Any) -> None:
+        self.killed_workers: list[int] = []
+        self.kill = self.killed_workers.append
+
+    def start_next(self) -> bool:
+        return False
+
+    def killed(self, worker: int) -> bool:
+        return worker in self.killed_workers
+
+    def death(self, worker: int) -> tuple[str, str]:
+        return "was killed", "torch's text"
+
+    def pid(self, worker: int) -> int:
+        return 700 + worker
+
+    def stacks(self, worker: int) -> str:
+        return f"  stacks of {worker}"
+
+
+def group(shared_tasks: bool = True) -> tuple[WorkerGroup, Any, list[int]]:
     """Two workers, their socket, and those that were killed."""
-    plan: Any = SimpleNamespace(
-        workers=2, shared_tasks=shared_tasks, window=SimpleNamespace(widest=widest), context=None, restarts=0
-    )
-    killed: list[int] = []
-    made: Any = WorkerGroup.__new__(WorkerGroup)
+    window = SimpleNamespace(widest=1)
+    plan: Any = SimpleNamespace(workers=2, shared_tasks=shared_tasks, window=window)
+    memory: Any = SimpleNamespace(clear_space=lambda worker: ())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "WorkerPool", lambda plan: SimpleNamespace(start_next=lambda: None))
-        patch.setattr(module, "_UNREAD", unread)
-        made.__init__(plan, None, Counters())
-    made._processes.kill = killed.append
-    made._processes.death = lambda worker: ("was killed", "torch's text")
-    made._processes.pid = lambda worker: 700 + worker
-    made._processes.stacks = lambda worker: f"  stacks of {worker}"
+        patch.setattr(module, "WorkerPool", Pool)
+        patch.setattr(module, "_UNREAD", 1)
+        made: Any = WorkerGroup(plan, memory, Counters())
     made._socket = Socket()
     made._claims = Claims(100)
     for worker in range(2):
         made._backlog.begin(worker)
-    return made, made._socket, killed
+    return made, made._socket, made._processes.killed_workers
 
 
 def test_answers_are_handed_on_and_a_worker_that_sends_garbage_is_ended() -> None:
@@ -175,7 +203,7 @@ def test_tasks_are_taken_back_as_far_as_they_are_unclaimed(monkeypatch: pytest.M
     for ticket in (1, 2, 3):
         claims.offer(ticket)
     claims.claim(2, 1)
-    claims.busy = frozenset([3])
+    claims.busy = {3: 1}
     assert workers.take_back([1, 2, 3]) == ({1}, {2: 1})
     assert not claims.claim(1, 0)
 
@@ -186,10 +214,48 @@ def test_the_texts_name_the_worker_its_batch_and_its_stacks() -> None:
         "DataLoader worker (pid(s) 701) exited unexpectedly: "
         "worker 1 was killed before it answered batch 7 (indices [4, 5])"
     )
-    assert workers.report(1, "was killed", None, None).endswith("worker 1 was killed between batches")
+    assert workers.report(0, "was killed", None, None).endswith("worker 0 was killed before it was up")
     assert workers.report_late(None, 7, 3) == "no worker has come to batch 7 (indices 3) yet"
     late = "worker 0 (pid 700) has not answered batch 7 (indices 3). Its Python stacks:\n"
     assert workers.report_late(0, 7, 3) == late + "  (it is still starting)"
     socket.received = [(0, Hello(5))]
     workers.receive()
     assert workers.report_late(0, 7, 3) == late + "  stacks of 0"
+    assert workers.report(0, "was killed", None, None).endswith("worker 0 was killed between batches")
+
+
+def test_the_worker_to_end_has_the_ticket_or_claims_it_or_has_nothing_to_do() -> None:
+    workers, _, _ = group()
+    claims: Any = workers.claims
+    claims.offer(7)
+    assert workers.late_for(7) == 0
+    claims.begin(0, 3)
+    assert workers.late_for(7) == 1, "it has nothing to do"
+    claims.begin(1, 4)
+    assert workers.late_for(7) == 0
+    claims.busy = {7: 1}
+    assert workers.late_for(7) == 1
+    claims.busy = {}
+    claims.claim(7, 1)
+    assert workers.late_for(7) == 1
+    workers.mark_dead(1)
+    assert workers.late_for(7) == 0
+    workers.mark_dead(0)
+    assert workers.late_for(7) is None
+
+
+def test_a_worker_that_is_ended_three_times_before_it_is_up_is_given_up() -> None:
+    workers, socket, killed = group()
+    for _ in range(2):
+        workers.kill(1)
+    socket.received = [(1, Hello(5))]
+    workers.receive()
+    workers.kill(1)
+    workers.mark_dead(1)
+    workers._is_up.clear()
+    for _ in range(3):
+        workers.kill(1)
+        workers.mark_dead(1)
+    assert killed == [1] * 6
+    with pytest.raises(OSError, match="3 processes in a row ended before they were up"):
+        workers.replace(1, Epoch(1, None))

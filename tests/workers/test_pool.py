@@ -45,7 +45,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPool]:
 
 def test_all_forked_workers_are_started_at_once_and_watched(pool: WorkerPool) -> None:
     assert pool.forks
-    assert pool.start_next() is None
+    assert not pool.start_next()
     assert [pool.pid(worker) for worker in range(3)] == [process.pid for process in pool.processes]
     assert pool.pid(3) == 0
     assert readable(pool.descriptors, 5) == [pool.descriptors[1]]
@@ -89,7 +89,7 @@ def test_in_a_forked_copy_the_workers_are_nobodys_children(pool: WorkerPool) -> 
 def test_one_that_was_never_started_can_be_stopped() -> None:
     pool = WorkerPool(make_plan(range(3)))
     assert (pool.processes, pool.descriptors, pool.pid(0)) == ([], [], 0)
-    assert pool.start_next() is None
+    assert not pool.start_next()
     pool.stop(lambda worker: 0, pool)
     assert pool.ended
 
