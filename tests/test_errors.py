@@ -94,7 +94,7 @@ def test_what_is_shown_of_a_value_is_short(value: Any, text: str) -> None:
     [
         ([0, 1, 2, 3], "[0, 1, 2, 3]"),
         ([8, 9, 10, 11, 12], "8..12"),
-        ([9, 1, 2, 3, 4], "9, 1, … 4, 5 in all"),
+        ([9, 1, 2, 3, 1 << 60], "9, 1, … 1152921504606846976, 5 in all"),
         (["a"] * 3, "['a', 'a', 'a']"),
         (Unprintable(), "<repr failed: RuntimeError>"),
     ],
