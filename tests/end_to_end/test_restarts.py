@@ -6,7 +6,6 @@ import faulthandler
 import gc
 import os
 import random
-import re
 import signal
 import time
 import warnings
@@ -21,10 +20,10 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from fastq_loader import DataLoader, Dynamic, IteratorInvalid, Processes
-from fastq_loader.errors import LoaderTimeout, PoisonousBatch, WorkerDied, WorkerReplaced
+from fastq_loader.errors import PoisonousBatch, WorkerDied, WorkerReplaced
 from fastq_loader.ipc import claim_table
 from fastq_loader.workers import main, stack_dumps
-from tests.conftest import descendants, of_kind, wait_until
+from tests.conftest import descendants, of_kind
 
 SIZE = 24
 PAIRS = [[at, at + 1] for at in range(0, SIZE, 2)]
@@ -106,9 +105,6 @@ def indices_of(loader: Any, found: list[Any]) -> list[Any]:
     return found
 
 
-# ---- one death ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("method", "what"),
     [("fork", die), ("fork", crash), ("fork", leave), ("spawn", die), ("forkserver", leave)],
@@ -122,17 +118,14 @@ def test_the_batches_of_a_dead_worker_come_with_the_same_bits(
 
 
 def test_a_warning_and_the_statistics_say_who_was_replaced(tmp_path: Path) -> None:
+    died = r"worker \d was killed by SIGKILL .* before it answered batch 3 \(indices \[6, 7\]\)"
     with replacing(Doomed(tmp_path, 7), persistent_workers=True) as loader:
-        with pytest.warns(WorkerReplaced) as caught:
+        with pytest.warns(WorkerReplaced, match=died) as caught:
             kept = [(index.tolist(), drawn, drawn.sum().item()) for index, drawn, _ in loader]
-        said = of_kind(caught, WorkerReplaced)[0]
-        died = r"worker \d was killed by SIGKILL .* before it answered batch 3 \(indices \[6, 7\]\)"
-        assert re.search(died, str(said.message))
-        assert said.filename == __file__, "the warning points at the user's loop"
+        assert of_kind(caught, WorkerReplaced)[0].filename == __file__, "it points at the user's loop"
         statistics = loader.statistics()
         assert statistics.worker_restarts == 1
-        (replaced,) = [worker for worker in statistics.workers if worker.restarts]
-        assert replaced.pid in descendants()
+        assert [worker.pid in descendants() for worker in statistics.workers if worker.restarts] == [True]
     assert [index for index, _, _ in kept] == PAIRS
     assert all(drawn.sum().item() == total for _, drawn, total in kept), "batches outlive who wrote them"
 
@@ -156,20 +149,6 @@ def test_a_warning_that_is_an_error_does_not_cost_a_batch(tmp_path: Path) -> Non
         assert indices_of(iterator, found) == PAIRS
 
 
-def test_a_worker_that_dies_with_nothing_to_do_is_replaced(tmp_path: Path) -> None:
-    with replacing(Doomed(tmp_path, -1), 2, persistent_workers=True) as loader:
-        assert indices_of(loader, []) == PAIRS
-        victim = loader.statistics().workers[0].pid
-        os.kill(victim, signal.SIGKILL)
-        assert wait_until(lambda: victim not in descendants() or descendants()[victim].zombie, 5)
-        with pytest.warns(WorkerReplaced, match="between batches"):
-            assert [indices_of(loader, []) for _ in range(2)] == [PAIRS] * 2
-        assert loader.statistics().worker_restarts == 1
-
-
-# ---- how often ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("restarts", "workers"), [(1, 2), (0, 3)])
 def test_a_death_too_many_is_torchs_error_at_its_place(restarts: int, workers: int, tmp_path: Path) -> None:
     loader = replacing(Doomed(tmp_path, 7, times=restarts + 1), restarts, num_workers=workers)
@@ -181,47 +160,20 @@ def test_a_death_too_many_is_torchs_error_at_its_place(restarts: int, workers: i
     assert found == PAIRS[:3]
 
 
-def test_the_count_begins_anew_with_every_epoch(tmp_path: Path) -> None:
-    with replacing(Doomed(tmp_path, 7, times=2), 2, persistent_workers=True) as loader:
-        for _ in range(2):
-            with pytest.warns(WorkerReplaced) as caught:
-                assert indices_of(loader, []) == PAIRS
-            assert len(of_kind(caught, WorkerReplaced)) == 2
-            for file in tmp_path.iterdir():
-                file.unlink()
-
-
 @pytest.mark.parametrize(
-    ("schedule", "what", "options"),
-    [("dynamic", die, {}), ("round_robin", die, {}), ("dynamic", hang, {"timeout": 0.2})],
+    ("what", "options"), [(die, {"schedule": "round_robin"}), (hang, {"timeout": 0.2})], ids=["dies", "hangs"]
 )
 def test_a_batch_that_ends_three_workers_is_given_up_at_its_place(
-    schedule: str, what: Callable[[], None], options: dict[str, Any], tmp_path: Path
+    what: Callable[[], None], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    iterator = iter(replacing(Doomed(tmp_path, 7, what, times=9), 9, schedule=schedule, **options))
+    iterator = iter(replacing(Doomed(tmp_path, 7, what, times=9), 9, **options))
     before: list[Any] = []
-    with pytest.warns(WorkerReplaced) as caught, pytest.raises(PoisonousBatch) as poison:
+    match = r"batch 3 \(indices \[6, 7\]\) .*3 workers died"
+    with pytest.warns(WorkerReplaced) as caught, pytest.raises(PoisonousBatch, match=match):
         indices_of(iterator, before)
-    assert re.search(r"batch 3 \(indices \[6, 7\]\) .*3 workers died", str(poison.value))
     assert before == PAIRS[:3]
     assert indices_of(iterator, []) == PAIRS[4:]
     assert len(of_kind(caught, WorkerReplaced)) == 3
-
-
-def test_a_worker_that_never_gets_up_is_not_replaced_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing:
-        def __init__(self, *args: Any) -> None:
-            os._exit(5)
-
-    monkeypatch.setattr(main, "WorkerSocket", Refusing)
-    loader = replacing(range(8), 1000, num_workers=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", WorkerReplaced)
-        with pytest.raises(WorkerDied, match=r"code 5.*3 processes in a row ended before they were up"):
-            next(iter(loader))
-
-
-# ---- workers that hang --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -232,12 +184,10 @@ def test_a_worker_that_hangs_is_replaced_and_its_stack_shown(
     schedule: str, what: Callable[[], None], shown: str, tmp_path: Path
 ) -> None:
     loader = replacing(Doomed(tmp_path, 7, what), 2, schedule=schedule, timeout=0.5)
-    with pytest.warns(WorkerReplaced) as caught:
-        assert indices_of(loader, []) == PAIRS
-    (said,) = of_kind(caught, WorkerReplaced)
     hung = r"did not answer within 0.5 seconds, before it answered batch 3 \(indices \[6, 7\]\)"
-    assert re.search(hung, str(said.message))
-    assert shown in str(said.message)
+    with pytest.warns(WorkerReplaced, match=rf"(?s){hung}.*{shown}") as caught:
+        assert indices_of(loader, []) == PAIRS
+    assert len(of_kind(caught, WorkerReplaced)) == 1
 
 
 def stopping_once(call: Callable[..., Any], mark: Path) -> Callable[..., Any]:
@@ -260,7 +210,7 @@ def stopping_once(call: Callable[..., Any], mark: Path) -> Callable[..., Any]:
         (stack_dumps, "write_on_demand", "round_robin", "before it was up"),
         (stack_dumps, "write_on_demand", "dynamic", "before it was up"),
         (claim_table, "set_lock", "dynamic", "between batches"),
-        (main, "Worker", "dynamic", "between batches"),
+        (main, "Worker", "dynamic", ""),  # its word that it is up may not have left
     ],
     ids=["starting, its batch", "starting, anybody's batch", "claiming", "idle"],
 )
@@ -295,15 +245,6 @@ def test_a_worker_that_hangs_does_not_hide_behind_the_answers_of_others(tmp_path
     assert list(iterator) == list(range(2, 80))
 
 
-def test_without_restarts_a_hang_is_a_timeout_with_stack_and_indices(tmp_path: Path) -> None:
-    loader = replacing(Doomed(tmp_path, 1, hang), 0, timeout=0.4)
-    with pytest.raises(LoaderTimeout, match=r"(?s)timed out after 0.4 seconds.*batch 0 .*0, 1.*in hang"):
-        next(iter(loader))
-
-
-# ---- what the new worker is -----------------------------------------------------------------------------
-
-
 class Who(Doomed):
     def __getitem__(self, index: int) -> Any:
         self.perhaps_die(index)
@@ -332,37 +273,6 @@ def test_a_new_worker_has_the_number_the_init_function_and_the_dataset_of_the_ol
     assert rows <= {(0, 0, 2, 100), (0, 1, 2, 101)}
 
 
-class Large(Doomed):
-    """Every second batch of large leaves kills its worker in the middle, once."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index % 8 == 3 and not (self.folder / str(index)).exists():
-            (self.folder / str(index)).touch()
-            self.what()
-        return torch.full((100_000,), float(index))
-
-    def __len__(self) -> int:
-        return 80
-
-
-def test_memory_of_dead_workers_is_used_again(tmp_path: Path) -> None:
-    dataset = Large(tmp_path, -1)
-    schedule = Dynamic(window=4)
-    with replacing(dataset, 100, batch_size=4, schedule=schedule, persistent_workers=True) as loader:
-        with pytest.warns(WorkerReplaced) as caught:
-            firsts = [batch[:, 0].tolist() for batch in loader]
-        assert firsts == [[4 * at, 4 * at + 1, 4 * at + 2, 4 * at + 3] for at in range(20)]
-        assert len(of_kind(caught, WorkerReplaced)) == 10
-        assert sum(1 for _ in loader) == 20  # keeps none
-        gc.collect()
-        statistics = loader.statistics()
-        assert statistics.arena_bytes <= 10 * 4 * 400_000 * 1.25
-        assert statistics.blocks_in_use == 0
-
-
-# ---- when it cannot be done -----------------------------------------------------------------------------
-
-
 def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(tmp_path: Path) -> None:
     loader = replacing(Doomed(tmp_path, 15), 5)
     iterator = iter(loader)
@@ -382,14 +292,3 @@ def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(tmp_p
                 next(iterator)
     finally:
         gc.enable()
-
-
-def test_deaths_while_the_loader_is_closed_leave_nothing(tmp_path: Path) -> None:
-    for delay in (0.0, 0.002, 0.01):
-        loader = replacing(Doomed(tmp_path, -1), 9, num_workers=3)
-        iterator = iter(loader)
-        next(iterator)
-        for worker in loader.statistics().workers[:2]:
-            os.kill(worker.pid, signal.SIGKILL)
-        time.sleep(delay)
-        loader.close()

@@ -244,18 +244,18 @@ def test_the_worker_to_end_has_the_ticket_or_claims_it_or_has_nothing_to_do() ->
     assert workers.late_for(7) is None
 
 
-def test_a_worker_that_is_ended_three_times_before_it_is_up_is_given_up() -> None:
-    workers, socket, killed = group()
-    for _ in range(2):
-        workers.kill(1)
-    socket.received = [(1, Hello(5))]
-    workers.receive()
-    workers.kill(1)
-    workers.mark_dead(1)
-    workers._is_up.clear()
-    for _ in range(3):
-        workers.kill(1)
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_worker_that_does_not_get_up_three_times_in_a_row_is_given_up(hangs: bool) -> None:
+    workers, _, _ = group()
+
+    def end(is_up: bool) -> None:
+        workers._is_up = {1} if is_up else set()
+        if hangs:
+            workers.kill(1)
         workers.mark_dead(1)
-    assert killed == [1] * 6
+
+    for is_up in (False, False, True, False, False, False):
+        assert workers._failed_starts.get(1, 0) < 3
+        end(is_up)
     with pytest.raises(OSError, match="3 processes in a row ended before they were up"):
         workers.replace(1, Epoch(1, None))
