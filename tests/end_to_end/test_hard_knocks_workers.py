@@ -6,10 +6,9 @@ import atexit
 import multiprocessing.context
 import os
 import resource
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
@@ -24,6 +23,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from fastq_loader import DataLoader, Processes, WorkerReplaced
 from fastq_loader.workers import pool
 from tests.conftest import process_table, run_script, wait_until
+from tests.end_to_end.test_restarts import Doomed
 
 pytestmark = [
     pytest.mark.processes,
@@ -38,9 +38,6 @@ LARGE = 100_000  # float32: a block of its own
 DYNAMIC = {"schedule": "dynamic", "workers": Processes(max_restarts=2)}
 
 
-# ---- workers get to finish ----------------------------------------------------------------------------
-
-
 def write_slowly(path: Path) -> None:
     with path.open("w") as file:
         file.write("begun")
@@ -49,29 +46,24 @@ def write_slowly(path: Path) -> None:
         file.write(", done")
 
 
-def at_finalize(folder: Path) -> None:
-    Finalize(None, write_slowly, (folder / str(os.getpid()),), exitpriority=1)
-
-
-def at_exit(folder: Path) -> None:
-    atexit.register(write_slowly, folder / str(os.getpid()))
-
-
 @dataclass(eq=False)
 class Cleans(IterableDataset):
-    """A stream whose workers have something to write at the end: what was prepared, or a finally block."""
+    """A stream whose workers have something to write at the end, by some `means`."""
 
     folder: Path
-    prepare: Callable[[Path], None] | None
+    means: str
 
     def __iter__(self) -> Iterator[int]:
-        if self.prepare is not None:
-            self.prepare(self.folder)
+        path = self.folder / str(os.getpid())
+        if self.means == "finalizer":
+            Finalize(None, write_slowly, (path,), exitpriority=1)
+        if self.means == "exit handler":
+            atexit.register(write_slowly, path)
         try:
             yield from range(50)
         finally:
-            if self.prepare is None:
-                write_slowly(self.folder / str(os.getpid()))
+            if self.means == "finally":
+                write_slowly(path)
 
 
 def contents(folder: Path) -> list[str]:
@@ -79,18 +71,18 @@ def contents(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("loader_class", "method", "prepare"),
+    ("loader_class", "method", "means"),
     [
-        (TorchDataLoader, "fork", at_finalize),
-        (DataLoader, "fork", at_finalize),
-        (DataLoader, "fork", None),
-        (DataLoader, "spawn", at_exit),  # a process that multiprocessing forked has no exit handlers
+        (TorchDataLoader, "fork", "finalizer"),
+        (DataLoader, "fork", "finalizer"),
+        (DataLoader, "fork", "finally"),
+        (DataLoader, "spawn", "exit handler"),  # a process that multiprocessing forked has none
     ],
 )
 def test_8_what_workers_do_at_their_exit_is_done(
-    loader_class: Any, method: str, prepare: Any, tmp_path: Path
+    loader_class: Any, method: str, means: str, tmp_path: Path
 ) -> None:
-    loader = loader_class(Cleans(tmp_path, prepare), num_workers=2, multiprocessing_context=method)
+    loader = loader_class(Cleans(tmp_path, means), num_workers=2, multiprocessing_context=method)
     batches = iter(loader)
     for _ in range(4):
         next(batches)
@@ -182,9 +174,6 @@ def test_8_an_exit_handler_may_begin_when_the_loaders_own_has_run(restarts: int,
     assert contents(tmp_path) == []
 
 
-# ---- workers that start late --------------------------------------------------------------------------
-
-
 def surroundings() -> dict[str, Any]:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
@@ -203,17 +192,11 @@ def surroundings() -> dict[str, Any]:
 OF_THE_SERVER = ("variable", "umask", "cpus", "priority", "files")
 
 
-class Surrounded(Dataset):
-    """What the worker sees, and what a file says whose path is relative. Sample 5 kills one worker."""
+class Surrounded(Doomed):
+    """What the worker sees, and what a file says whose path is relative."""
 
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if index == 5 and not os.path.exists("died"):
-            Path("died").touch()
-            time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGKILL)
+    def __getitem__(self, index: int) -> Any:
+        self.perhaps_die(index)
         return {"worker": get_worker_info().id, "text": Path("data").read_text(), **surroundings()}  # type: ignore[union-attr]
 
 
@@ -221,8 +204,8 @@ class Surrounded(Dataset):
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
     """Where the script begins, which is this process's folder, and where it goes on."""
     before, after = tmp_path / "before", tmp_path / "after"
-    before.mkdir()
-    after.mkdir()
+    for folder in (before, after, tmp_path / "deaths"):
+        folder.mkdir()
     (before / "data").write_text("the right one")
     monkeypatch.chdir(before)
     umask, cpus, limit = os.umask(0o022), os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -259,12 +242,12 @@ OWN = OwnContext()
 
 @pytest.mark.parametrize("context", ["fork", OWN, "forkserver"], ids=["fork", "spawn", "forkserver"])
 def test_4_late_workers_and_successors_of_dead_ones_start_as_at_iter(
-    context: Any, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    context: Any, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "cores", lambda: 1)  # one worker starts at a time
     expected = surroundings()
     options: dict[str, Any] = {"multiprocessing_context": context, "workers": Processes(max_restarts=1)}
-    batches = iter(DataLoader(Surrounded(), None, num_workers=2, **options))
+    batches = iter(DataLoader(Surrounded(tmp_path / "deaths", 5), None, num_workers=2, **options))
     found = [next(batches)]  # the first worker is up
     go_on(folders[1], monkeypatch)
     mine = surroundings()
@@ -274,7 +257,7 @@ def test_4_late_workers_and_successors_of_dead_ones_start_as_at_iter(
     with pytest.warns(WorkerReplaced):
         found += batches
     assert surroundings() == mine, "the consumer is as it was"
-    assert [sample.pop("worker") for sample in found] == [0, 1] * 8
+    assert [sample.pop("worker") for sample in found] == [0, 1] * 12
     assert {sample.pop("text") for sample in found} == {"the right one"}
     if context is OWN:
         assert all(isinstance(process, OwnProcess) for process in batches._workers)
@@ -283,9 +266,6 @@ def test_4_late_workers_and_successors_of_dead_ones_start_as_at_iter(
         for what in OF_THE_SERVER if context == "forkserver" else ():
             del sample[what]
         assert sample == {what: expected[what] for what in sample}
-
-
-# ---- forks in a worker --------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -367,8 +347,6 @@ def test_7_a_child_that_comes_back_from_user_code_is_gone(
     assert capfd.readouterr().err == ""
 
 
-# ---- SIGCHLD that is ignored --------------------------------------------------------------------------
-
 DAEMON = """
     import multiprocessing, os, pathlib, signal, tempfile, warnings
     from fastq_loader import DataLoader, Processes, WorkerReplaced
@@ -414,8 +392,6 @@ def test_9_somebody_else_may_take_exit_codes_and_a_handler_runs_in_no_helper(
     assert set(result.stdout.split()) == ({"MainProcess"} if handler == REAPS else set())
 
 
-# ---- standard streams that are missing ----------------------------------------------------------------
-
 SILENT = """
     import pathlib, sys, traceback, warnings
     from fastq_loader import DataLoader, Processes
@@ -425,10 +401,13 @@ SILENT = """
     out = pathlib.Path({out!r})
     try:
         warnings.simplefilter("ignore", DeprecationWarning)
-        loader = DataLoader(Noisy({mark!r}), None, num_workers=2, {options})
+        dataset = Noisy(pathlib.Path({folder!r}), 7 if {restarts} else -1)
+        loader = DataLoader(
+            dataset, None, num_workers=2, multiprocessing_context={method!r}, workers=Processes({restarts})
+        )
         for _ in range(2):
             found = [(batch.min().item(), batch.max().item()) for batch in loader]
-            assert found == [(number, number) for number in range(12)], found
+            assert found == [(number, number) for number in range(24)], found
         loader.close()
         out.write_text("good")
     except BaseException:
@@ -436,25 +415,16 @@ SILENT = """
 """
 
 
-@dataclass(eq=False)
-class Noisy(Dataset):
-    """Prints, as far as there is anything to print to, and so does some C library. One worker dies."""
+class Noisy(Doomed):
+    """Prints, as far as there is anything to print to, and so does some C library."""
 
-    mark: str
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Any:
         if sys.stdout is not None and not sys.stdout.closed:
             print("sample", index)
         for descriptor in (1, 2):
             with suppress(OSError):
                 os.write(descriptor, b"noise" * 20_000)
-        if index == 7 and self.mark and not os.path.exists(self.mark):
-            Path(self.mark).touch()
-            time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.perhaps_die(index)
         return torch.full((LARGE,), float(index))
 
 
@@ -477,10 +447,11 @@ CHANGES = {
     ],
 )
 def test_10_streams_may_be_missing(change: str, method: str, restarts: int, tmp_path: Path) -> None:
-    out, errors = tmp_path / "out", tmp_path / "errors"
-    options = f"multiprocessing_context={method!r}, workers=Processes({restarts})"
-    mark = str(tmp_path / "died") if restarts else ""
-    source = SILENT.format(change=CHANGES[change], mark=mark, options=options, out=str(out))
+    out, errors, folder = tmp_path / "out", tmp_path / "errors", tmp_path / "deaths"
+    folder.mkdir()
+    source = SILENT.format(
+        change=CHANGES[change], folder=str(folder), method=method, restarts=restarts, out=str(out)
+    )
     streams = "<&- >&- 2>&-" if change == "free descriptors" else f"2> {errors}"
     result = run_script(source, timeout=60, prefix=["sh", "-c", f'exec "$@" {streams}', "sh"])
     assert out.read_text() == "good"

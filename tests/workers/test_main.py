@@ -27,7 +27,6 @@ from fastq_loader.memory.allocator import Allocator, FreeRanges, empty, install
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.workers.main import Worker
-from tests.support.pair import paired
 from tests.support.worker_setup import STREAM, make_setup
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
@@ -76,6 +75,9 @@ def task(seq: int, number: int = 1) -> Task:
     return Task(number, seq, 0, seq, ())
 
 
+SHARED = [task(0)._replace(ticket=1), task(1)._replace(ticket=2)]
+
+
 def answers_to(
     arena: Arena, dataset: Any, *messages: Message, refuse: int = 0, **fields: Any
 ) -> list[Answer]:
@@ -95,18 +97,13 @@ def outcomes(answers: list[Answer]) -> list[tuple[int, int]]:
     return [(answer.seq, answer.outcome) for answer in answers]
 
 
-def test_every_task_is_answered_once_in_order_and_an_error_is_one_batchs(arena: Arena) -> None:
+def test_every_task_of_an_epoch_is_answered_once_in_order_and_a_ping_comes_back(arena: Arena) -> None:
     dataset = Asked(raises=1, numel=SMALLEST)
-    answers = answers_to(arena, dataset, epoch(), *map(task, range(3)))
-    assert outcomes(answers) == [(0, BATCH), (1, ERROR), (2, BATCH)]
-    assert [answer.handle is not None for answer in answers] == [True] * 3
-    assert answers[0].started <= answers[0].finished <= answers[1].started
-
-
-def test_a_task_before_any_epoch_is_dropped_and_a_ping_comes_back(arena: Arena) -> None:
-    ping, answer = answers_to(arena, Asked(), task(0), Ping(), epoch(), task(1))
+    ping, *answers = answers_to(arena, dataset, task(7), Ping(), epoch(), *map(task, range(3)))
     assert ping == Ping()
-    assert (answer.seq, answer.outcome) == (1, BATCH)
+    assert outcomes(answers) == [(0, BATCH), (1, ERROR), (2, BATCH)]
+    assert None not in [answer.handle for answer in answers]
+    assert answers[0].started <= answers[0].finished <= answers[1].started
 
 
 def test_a_stream_ends_once_and_what_comes_after_is_skipped(arena: Arena) -> None:
@@ -123,15 +120,22 @@ def test_a_worker_that_could_not_start_says_so_in_every_epoch_once(arena: Arena)
     assert outcomes(broken) == [(0, SKIPPED), (0, BROKEN), (1, SKIPPED)]
 
 
-def test_a_worker_that_could_not_start_leaves_shared_tasks_to_others(arena: Arena) -> None:
+@pytest.fixture
+def claims(arena: Arena) -> Iterator[ClaimTable]:
+    """The consumer's, with two tickets on offer: those of `SHARED`."""
     claims = ClaimTable(arena.fd, arena.mapping.claims)
-    for ticket in (1, 2):
-        claims.offer(ticket)
-    tasks = [task(0)._replace(ticket=1), task(1)._replace(ticket=2)]
-    found = answers_to(arena, Broken(), epoch(1, 7), *tasks, dynamic=True, init_fn=Broken.start)
+    for shared in SHARED:
+        claims.offer(shared.ticket)
+    yield claims
+    claims.close()
+
+
+def test_a_worker_that_could_not_start_leaves_shared_tasks_to_others(
+    arena: Arena, claims: ClaimTable
+) -> None:
+    found = answers_to(arena, Broken(), epoch(1, 7), *SHARED, dynamic=True, init_fn=Broken.start)
     assert outcomes(found) == [(0, BROKEN)]
     assert claims.on_offer(2)
-    claims.close()
 
 
 class Broken:
@@ -171,16 +175,11 @@ def test_what_does_not_fit_into_a_message_is_an_error_and_gives_its_blocks_back(
     assert set(found[0].returned) == {offset for offset, _ in found[0].fresh}
 
 
-def test_shared_tasks_are_loaded_by_who_claims_them(arena: Arena) -> None:
-    claims = ClaimTable(arena.fd, arena.mapping.claims)
-    for ticket in (1, 2):
-        claims.offer(ticket)
+def test_shared_tasks_are_loaded_by_who_claims_them(arena: Arena, claims: ClaimTable) -> None:
     assert claims.claim(1, 8)
-    tasks = [task(0)._replace(ticket=1), task(1)._replace(ticket=2)]
-    assert outcomes(answers_to(arena, Asked(), epoch(), *tasks, dynamic=True)) == [(1, BATCH)]
+    assert outcomes(answers_to(arena, Asked(), epoch(), *SHARED, dynamic=True)) == [(1, BATCH)]
     assert claims.holder(2) == 0
     assert claims.begun(0) is None
-    claims.close()
 
 
 class Full(Asked):
@@ -219,16 +218,3 @@ def test_an_error_finds_its_way_where_no_room_is_left(
     first, failed = answers_to(arena, Full(fail), epoch(), task(0), task(1))
     assert (first.outcome, failed.outcome) == (BATCH, ERROR)
     assert failed.handle is not None
-
-
-def test_a_batch_that_failed_leaves_its_blocks_for_the_error() -> None:
-    with paired() as pair:
-        blocks, start = pair.allocator, pair.arena.mapping.region(0)[0]
-        blocks._space = FreeRanges(((start, 4 * SMALLEST),))
-        block = blocks.take(4 * SMALLEST)
-        used = [(block.offset, block.size)]
-        blocks.ship(used)
-        with pytest.raises(MemoryError):
-            blocks.take(100)
-        assert blocks.take(100, failed=True).offset == block.offset
-        assert blocks.finish(used) == (used, [])

@@ -47,11 +47,8 @@ def send(thing: Any) -> Any:
 
 def test_inherited_objects_are_the_users_own() -> None:
     dataset = CountsPickling()
-    assert Payload(dataset, max, None).open() == {
-        "dataset": dataset,
-        "collate_fn": max,
-        "worker_init_fn": None,
-    }
+    parts = {"dataset": dataset, "collate_fn": max, "worker_init_fn": None}
+    assert Payload(*parts.values()).open() == parts
     assert dataset.pickled == 0
 
 
@@ -114,8 +111,7 @@ def test_what_cannot_be_pickled_leaves_nothing_open() -> None:
 
 
 def test_what_fails_to_unpickle_fails_when_it_is_opened() -> None:
-    sent = Payload(FailsToUnpickle(), None, None)
-    arrived = send(sent)
+    arrived = send(Payload(FailsToUnpickle(), None, None))
     with pytest.raises(ValueError, match="does not survive the journey"):
         arrived.open()
 

@@ -15,6 +15,7 @@ from fastq_loader.memory.arena import Arena
 from fastq_loader.system.calls import readable
 from fastq_loader.workers import pool as pools
 from fastq_loader.workers import stopping
+from fastq_loader.workers.children import Child
 from fastq_loader.workers.pool import WorkerPool
 from tests.support.forking import end_of, fork
 from tests.support.worker_setup import make_plan
@@ -87,6 +88,9 @@ def test_in_a_forked_copy_the_workers_are_nobodys_children(pool: WorkerPool) -> 
 
 
 def test_one_that_was_never_started_can_be_stopped() -> None:
+    child = Child(multiprocessing.Process())
+    assert child.pid == 0
+    child.release()
     pool = WorkerPool(make_plan(range(3)))
     assert (pool.processes, pool.descriptors, pool.pid(0)) == ([], [], 0)
     assert not pool.start_next()

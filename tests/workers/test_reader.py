@@ -15,9 +15,10 @@ from fastq_loader.ipc.messages import Epoch
 from fastq_loader.memory.arena import Arena
 from fastq_loader.reading import seeding
 from fastq_loader.reading.fetch import EndOfStream
+from fastq_loader.workers.config import Rules
 from fastq_loader.workers.payload import Payload
 from fastq_loader.workers.reader import Reader
-from tests.support.worker_setup import STREAM, as_it_is, make_setup
+from tests.support.worker_setup import MAP_STYLE, STREAM, as_it_is, make_setup
 
 
 def draws() -> tuple[Any, ...]:
@@ -83,15 +84,15 @@ def test_a_failure_is_kept_until_somebody_asks(arena: Arena, at: str) -> None:
     assert not loading.is_missed()
 
 
-def test_a_stream_that_ended_is_not_missed(arena: Arena) -> None:
-    class Drawing:
-        def __iter__(self) -> Any:
-            yield draws()
+class DrawsOnce:
+    def __iter__(self) -> Any:
+        yield draws()
 
-    loading = reader(arena, Drawing(), rules=STREAM)
+
+def test_a_stream_that_ended_is_not_missed(arena: Arena) -> None:
+    loading = reader(arena, DrawsOnce(), rules=STREAM)
     loading.begin_epoch(Epoch(1, None))
     loading.load(0, None)
-    assert loading.is_missed()
     with pytest.raises(EndOfStream):
         loading.load(1, None)
     assert loading.ended
@@ -100,21 +101,21 @@ def test_a_stream_that_ended_is_not_missed(arena: Arena) -> None:
     assert not loading.ended
 
 
-def test_a_batch_is_missed_as_soon_as_anything_was_drawn(arena: Arena) -> None:
-    dataset = Draws()
-    loading = reader(arena, dataset)
+@pytest.mark.parametrize(
+    ("dataset", "rules", "missed"),
+    [
+        (Draws(), MAP_STYLE, True),
+        (range(3), MAP_STYLE, False),
+        (DrawsOnce(), STREAM, True),
+        (iter(range(3)), STREAM, True),  # its own iterator, which goes on where it stopped
+    ],
+    ids=["draws", "draws nothing", "a stream that draws", "an iterator"],
+)
+def test_a_batch_is_missed_if_anything_was_drawn_and_the_first_of_all_has_to_show_it(
+    arena: Arena, dataset: Any, rules: Rules, missed: bool
+) -> None:
+    loading = reader(arena, dataset, rules=rules)
     loading.begin_epoch(Epoch(1, None))
-    assert loading.is_missed(), "the first batch of all has to show it"
+    assert loading.is_missed()
     loading.load(0, 0)
-    assert loading.is_missed()
-    quiet = reader(arena, range(3))
-    quiet.begin_epoch(Epoch(1, None))
-    quiet.load(0, 0)
-    assert not quiet.is_missed()
-
-
-def test_a_dataset_that_is_its_own_iterator_goes_on_where_it_stopped(arena: Arena) -> None:
-    loading = reader(arena, iter(range(3)), rules=STREAM)
-    loading.begin_epoch(Epoch(1, None))
-    loading.load(0, None)
-    assert loading.is_missed()
+    assert loading.is_missed() is missed

@@ -57,24 +57,14 @@ def test_shared_tasks_are_taken_from_the_lowest_and_assigned_ones_as_they_came(o
     assert claims.holder(102) == 0
 
 
-def test_what_others_have_is_passed_over_and_forgotten() -> None:
+def test_what_others_have_is_passed_over_and_forgotten_until_it_is_sent_again() -> None:
     claims = Claims()
     one, other = (queue(claims, 0, 1, 2, worker=worker) for worker in (0, 1))
-    assert [tasks.take().seq for tasks in (one, other)] == [0, 1]  # type: ignore[union-attr]
-    assert (taken(one), taken(other)) == ([2], [])
+    assert [tasks.take() for tasks in (one, other)] == [task(0), task(1)]
+    claims.offer(150)  # the first worker dies
+    other.add(task(0, attempt=1))
+    assert (other.take(), taken(other), taken(one)) == (task(0, attempt=1), [2], [])
     assert len(one) == len(other) == 0
-
-
-def test_of_two_attempts_only_the_one_on_offer_is_taken() -> None:
-    claims = Claims()
-    tasks = queue(claims, 0, 1)
-    assert claims.claim(100, 9)  # that worker dies
-    claims.offer(150)
-    tasks.add(task(0, attempt=1))
-    again = tasks.take()
-    assert again is not None
-    assert (again.seq, again.attempt) == (0, 1)
-    assert taken(tasks) == [1]
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -109,30 +99,17 @@ def test_assigned_tasks_of_an_old_epoch_wait_for_an_answer_and_shared_ones_do_no
     assert taken(shared) == []
 
 
-def test_the_same_number_in_another_epoch_is_another_ticket() -> None:
-    claims = Claims()
-    tasks = queue(claims, 0)
-    assert taken(tasks) == [0]
-    tasks.drop()
-    tasks.begin_epoch()
-    tasks.add(task(0, epoch=2))
-    assert tasks.take() is None, "nobody has offered it"
-    claims.offer(200)
-    tasks.add(task(0, epoch=2))
-    assert taken(tasks) == [0]
-
-
 def test_who_cannot_work_leaves_shared_tasks_to_the_others_until_the_next_epoch() -> None:
-    """Its word may have been for an epoch that was broken off, and nobody heard it."""
     claims = Claims()
     tasks = queue(claims, 0)
     tasks.retire()
-    claims.offer(102)
     tasks.add(task(2))
     assert taken(tasks) == []
     assert claims.holder(100) is None
     tasks.drop()
     tasks.begin_epoch()
+    tasks.add(task(0, epoch=2))
+    assert tasks.take() is None, "another epoch, another ticket"
     claims.offer(200)
     tasks.add(task(0, epoch=2))
     assert taken(tasks) == [0]
