@@ -8,10 +8,12 @@ a descriptor says when it has ended.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.connection
 import multiprocessing.process
 import os
 import signal
 import threading
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -114,20 +116,14 @@ def _end_of(pid: int) -> int:
         RuntimeError: threads are used up.
     """
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    ended, tell = os.pipe()
-    try:
-        threading.Thread(target=_wait_for, args=(pid, tell), daemon=True).start()
-    except BaseException:
-        os.close(ended)
-        os.close(tell)
-        raise
-    return ended
+    ended, tell = multiprocessing.connection.Pipe(duplex=False)  # closed when they are dropped
+    threading.Thread(target=_wait_for, args=(pid, tell), daemon=True).start()
+    return os.dup(ended.fileno())
 
 
-def _wait_for(pid: int, tell: int) -> None:
+def _wait_for(pid: int, tell: Connection) -> None:
     """In a thread: write to a pipe when a child has ended; its exit code stays there to be asked for."""
     with contextlib.suppress(ChildProcessError):  # somebody else reaped it
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     with contextlib.suppress(BrokenPipeError):  # nobody wants to know any more
-        os.write(tell, b"!")
-    os.close(tell)
+        tell.send_bytes(b"!")

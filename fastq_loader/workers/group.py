@@ -11,6 +11,7 @@ import os
 import pickle
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -83,7 +84,7 @@ class WorkerGroup:
         self._is_up: set[int] = set()
         self._dead: set[int] = set()
         self._evicted: dict[int, str] = {}  # workers that were ended here → why
-        self._failed_starts: dict[int, int] = {}  # worker → processes that ended before they were up
+        self._failed_starts: Counter[int] = Counter()  # worker → processes that ended before they were up
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:
         """Start the workers. Whatever happens in here, `stop` takes it back.
@@ -202,7 +203,7 @@ class WorkerGroup:
     def kill(self, worker: int) -> None:
         """End a worker that does not answer, or does not get up."""
         if not self.is_ready(worker):
-            self._start_failed(worker)
+            self._failed_starts[worker] += 1
         self._processes.kill(worker)
 
     def evict(self, worker: int, why: str = "it sent what is no answer to any of its tasks") -> None:
@@ -245,14 +246,11 @@ class WorkerGroup:
         if worker in self._is_up:
             self._failed_starts[worker] = 0
         elif not self._processes.killed(worker):
-            self._start_failed(worker)
+            self._failed_starts[worker] += 1
         self.socket.unwatch(self._processes.descriptors[worker])
         self.socket.disconnect(worker)
         self._backlog.end(worker)
         self._connected(worker)
-
-    def _start_failed(self, worker: int) -> None:
-        self._failed_starts[worker] = self._failed_starts.get(worker, 0) + 1
 
     def is_dead(self, worker: int) -> bool:
         """Whether a worker is dead and was not replaced."""
@@ -264,7 +262,7 @@ class WorkerGroup:
         Raises:
             OSError: it could not be started, or one after the other ends before it is up.
         """
-        if self._failed_starts.get(worker, 0) >= _FAILED_STARTS:
+        if self._failed_starts[worker] >= _FAILED_STARTS:
             raise OSError(f"{_FAILED_STARTS} processes in a row ended before they were up")
         folder = self._new_folder({worker})
         generation = self._processes.replace(worker, folder, self._pool.clear_space(worker))

@@ -276,16 +276,7 @@ class Worker:
         finished = time.monotonic_ns()
         self._quick = finished - started < _QUICK
         answer = Answer(
-            task.epoch,
-            task.seq,
-            task.attempt,
-            outcome,
-            started,
-            finished,
-            tuple(fresh),
-            tuple(returned),
-            handle,
-            state=state,
+            *task[:3], outcome, started, finished, tuple(fresh), tuple(returned), handle, state=state
         )
         try:
             self._socket.send(answer)

@@ -248,15 +248,11 @@ class WorkerPool:
 
     def _give_back(self) -> None:
         """All have ended."""
-        zygote, self._zygote = self._zygote, None
-        if zygote is not None:
-            zygote.close()
-        late, self._late = self._late, None
-        if late is not None:
-            late.close()
-        stacks, self._stacks = self._stacks, None
-        if stacks is not None:
-            stacks.close()
+        held = self._zygote, self._late, self._stacks
+        self._zygote = self._late = self._stacks = None
+        for one in held:
+            if one is not None:
+                one.close()
 
     @property
     def stopped(self) -> bool:

@@ -142,8 +142,5 @@ def _way(popen: Any, surroundings: Surroundings) -> type[popen_fork.Popen]:
         "util": SimpleNamespace(**{**vars(util), "spawnv_passfds": surroundings.run}),
     }
     launch = popen._launch
-    return type(popen.__name__, (popen,), {"_launch": _with_names(launch, names)})
-
-
-def _with_names(function: FunctionType, names: dict[str, Any]) -> FunctionType:
-    return FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)
+    named = FunctionType(launch.__code__, {**launch.__globals__, **names}, launch.__name__)
+    return type(popen.__name__, (popen,), {"_launch": named})

@@ -255,7 +255,7 @@ def test_a_worker_that_does_not_get_up_three_times_in_a_row_is_given_up(hangs: b
         workers.mark_dead(1)
 
     for is_up in (False, False, True, False, False, False):
-        assert workers._failed_starts.get(1, 0) < 3
+        assert workers._failed_starts[1] < 3
         end(is_up)
     with pytest.raises(OSError, match="3 processes in a row ended before they were up"):
         workers.replace(1, Epoch(1, None))
