@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import deque
+from operator import attrgetter
 
 from fastq_loader.ipc.claim_table import Busy, ClaimTable
 from fastq_loader.ipc.messages import Task
@@ -42,7 +43,7 @@ class TaskQueue:
         if self._retired:
             return
         if self._tasks and task.seq < self._tasks[-1].seq and self._shared:
-            insort(self._tasks, task, key=_seq)
+            insort(self._tasks, task, key=attrgetter("seq"))
         else:
             self._tasks.append(task)
 
@@ -90,7 +91,3 @@ class TaskQueue:
         if self._tasks:
             time.sleep(_GLANCE)
         return None
-
-
-def _seq(task: Task) -> int:
-    return task.seq
