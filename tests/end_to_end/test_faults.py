@@ -107,46 +107,24 @@ def test_i7_errors_in_a_stream_are_torchs(at: int) -> None:
     assert ours == theirs
 
 
-def traits(error: BaseException) -> dict[str, Any]:
-    """What a handler may look at: type, arguments, attributes, text."""
-    system = {name: getattr(error, name, None) for name in ("errno", "strerror", "filename")}
-    text = "" if isinstance(error, crimes.Unprintable) else str(error)
-    return {"type": type(error), "args": error.args, "text": text, **system, **vars(error)}
-
-
-@pytest.mark.parametrize("kind", ["os_error", "two_arguments", "unprintable", "from_another"])
-def test_i7_an_error_is_the_one_that_no_workers_would_give(kind: str) -> None:
+@pytest.mark.parametrize("crime", [crimes.raise_two_arguments, crimes.raise_os_error])
+def test_i7_an_error_is_the_one_that_no_workers_would_give(crime: Crime) -> None:
     """And the worker's traceback is its cause."""
-    crime = getattr(crimes, f"raise_{kind}")
-    here, there = (committing(crime, workers=workers) for workers in (0, 2))
-    assert kinds(there) == kinds(here)
-    expected, error = traits(here[2]), traits(there[2])
-    assert {name: error.get(name) for name in expected} == expected
-    cause = str(there[2].__cause__)
-    for text in ("Original Traceback", "DataLoader worker process 0", crime.__name__):
-        assert text in cause
-    if kind == "from_another":
-        assert "KeyError: ('missing', 5)" in cause
-        assert "direct cause" in cause
+    (expected, error) = (committing(crime, workers=workers)[2] for workers in (0, 2))
+    assert "worker process 0" in vars(error).pop("__notes__")[0]
+    for trait in (type, str, vars, lambda one: one.args, lambda one: getattr(one, "filename", None)):
+        assert trait(error) == trait(expected)
+    cause = str(error.__cause__)
+    assert re.search(rf"(?s)DataLoader worker process 0.*Original Traceback.*{crime.__name__}", cause)
 
 
 # I8: batches that cannot be pickled
 
 
-@pytest.mark.parametrize(
-    ("crime", "named"),
-    [
-        (crimes.return_lambda, "lambda"),
-        (crimes.return_lock, "lock"),
-        (crimes.return_non_leaf, "non-leaf|requires_grad|requires grad"),
-    ],
-)
-def test_i8_a_batch_that_cannot_be_pickled_raises_at_once_and_names_the_reason(
-    crime: Crime, named: str
-) -> None:
-    found = committing(crime, collate_fn=list, timeout=10)
+def test_i8_a_batch_that_cannot_be_pickled_raises_at_once_and_names_the_reason() -> None:
+    found = committing(crimes.return_lambda, collate_fn=list, timeout=10)
     assert [found[:2], found[3:]] == [PAIRS[:2], PAIRS[3:]]
-    assert re.search(named, text_of(found[2]))
+    assert "lambda" in text_of(found[2])
 
 
 # P2: workers that die

@@ -88,19 +88,6 @@ class TwoArguments(Exception):
         self.code, self.detail = code, detail
 
 
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("this exception has no text")
-
-
-class HoldsLock(Exception):
-    """Cannot be pickled as a whole: it carries a lock."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.lock = threading.Lock()
-
-
 def raise_value_error(index: int) -> None:
     raise ValueError(f"sample {index} is broken")
 
@@ -113,21 +100,6 @@ def raise_two_arguments(index: int) -> None:
     raise TwoArguments(404, f"sample {index}")
 
 
-def raise_unprintable(_: int) -> None:
-    raise Unprintable
-
-
-def raise_from_another(index: int) -> None:
-    try:
-        raise KeyError(("missing", index))
-    except KeyError as error:
-        raise ValueError(f"sample {index} has no label") from error
-
-
-def raise_holding_a_lock(index: int) -> None:
-    raise HoldsLock(f"sample {index} is locked")
-
-
 def raise_stop_iteration(_: int) -> None:
     raise StopIteration("from inside a sample")
 
@@ -137,14 +109,6 @@ def raise_stop_iteration(_: int) -> None:
 
 def return_lambda(_: int) -> Any:
     return {"label": 1, "transform": lambda x: x}
-
-
-def return_lock(_: int) -> Any:
-    return {"label": 1, "guard": threading.Lock()}
-
-
-def return_non_leaf(_: int) -> Any:
-    return torch.ones(3, requires_grad=True) * 2
 
 
 # Datasets
