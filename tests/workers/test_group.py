@@ -65,45 +65,31 @@ class Socket:
     disconnect = unwatch
 
 
-class Pool:
-    """Two processes, and the workers that were killed."""
-
-    descriptors = processes = (10, 11)
-
-    def __init__(self, plan: Any) -> None:
-        self.killed_workers: list[int] = []
-        self.kill = self.killed_workers.append
-
-    def start_next(self) -> bool:
-        return False
-
-    def killed(self, worker: int) -> bool:
-        return worker in self.killed_workers
-
-    def death(self, worker: int) -> tuple[str, str]:
-        return "was killed", "torch's text"
-
-    def pid(self, worker: int) -> int:
-        return 700 + worker
-
-    def stacks(self, worker: int) -> str:
-        return f"  stacks of {worker}"
-
-
 def group(shared_tasks: bool = True) -> tuple[WorkerGroup, Any, list[int]]:
     """Two workers, their socket, and those that were killed."""
     window = SimpleNamespace(widest=1)
     plan: Any = SimpleNamespace(workers=2, shared_tasks=shared_tasks, window=window)
-    memory: Any = SimpleNamespace(clear_space=lambda worker: ())
+    killed: list[int] = []
+    pool = SimpleNamespace(
+        descriptors=(10, 11),
+        processes=(10, 11),
+        start_next=lambda: False,
+        kill=killed.append,
+        killed=killed.__contains__,
+        death=lambda worker: ("was killed", "torch's text"),
+        pid=lambda worker: 700 + worker,
+        stacks=lambda worker: f"  stacks of {worker}",
+    )
+    memory: Any = None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "WorkerPool", Pool)
+        patch.setattr(module, "WorkerPool", lambda plan: pool)
         patch.setattr(module, "_UNREAD", 1)
         made: Any = WorkerGroup(plan, memory, Counters())
     made._socket = Socket()
     made._claims = Claims(100)
     for worker in range(2):
         made._backlog.begin(worker)
-    return made, made._socket, made._processes.killed_workers
+    return made, made._socket, killed
 
 
 def test_answers_are_handed_on_and_a_worker_that_sends_garbage_is_ended() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -183,38 +183,28 @@ def test_shared_tasks_are_loaded_by_who_claims_them(arena: Arena, claims: ClaimT
 
 
 class Full(Asked):
-    """At sample 1 nothing more can be made in the worker's part of the arena, and then it may `fail`."""
+    """At sample 1 nothing more can be made in the worker's part of the arena."""
 
-    def __init__(self, fail: Callable[[Allocator], None]) -> None:
+    def __init__(self, fails: bool, any_blocks: bool) -> None:
         super().__init__()
-        self.fail = fail
-        self.kept: list[torch.Tensor] = []
+        self.fails, self.any_blocks = fails, any_blocks
 
     def __getitem__(self, index: int) -> torch.Tensor:
         sample = empty((SMALLEST,), torch.uint8).fill_(index)
         if index == 1:
             blocks = allocator._current
             assert blocks is not None
-            space, blocks._space = blocks._space, FreeRanges(())
-            self.fail(blocks)
-            self.kept += [sample, space]  # what is shipped has to be a copy
+            blocks._space = FreeRanges(())
+            if not self.any_blocks:  # as if this were the worker's first batch
+                blocks._idle, blocks._promised = [], []
+            if self.fails:
+                raise ValueError("a bad sample")
+            self.kept = sample  # what is shipped has to be a copy
         return sample
 
 
-def complain(blocks: Allocator) -> None:
-    raise ValueError("a bad sample")
-
-
-def lose_all_blocks(blocks: Allocator) -> None:
-    """As if this were the worker's first batch."""
-    blocks._idle, blocks._promised = [], []
-    complain(blocks)
-
-
-@pytest.mark.parametrize("fail", [lambda blocks: None, complain, lose_all_blocks])
-def test_an_error_finds_its_way_where_no_room_is_left(
-    arena: Arena, fail: Callable[[Allocator], None]
-) -> None:
-    first, failed = answers_to(arena, Full(fail), epoch(), task(0), task(1))
+@pytest.mark.parametrize(("fails", "any_blocks"), [(False, True), (True, True), (True, False)])
+def test_an_error_finds_its_way_where_no_room_is_left(arena: Arena, fails: bool, any_blocks: bool) -> None:
+    first, failed = answers_to(arena, Full(fails, any_blocks), epoch(), task(0), task(1))
     assert (first.outcome, failed.outcome) == (BATCH, ERROR)
     assert failed.handle is not None
