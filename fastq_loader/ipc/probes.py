@@ -6,6 +6,7 @@ descriptors or threads for it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -52,7 +53,7 @@ def expect_threads(count: int) -> None:
     finally:
         over.set()
         for thread in threads:
-            if thread.ident is not None:
+            with contextlib.suppress(RuntimeError):  # it was not started, or a signal came before it said so
                 thread.join()
         # A thread that was joined counts until the kernel has taken it down.
         while any(os.path.exists(f"/proc/self/task/{thread.native_id}") for thread in threads):
