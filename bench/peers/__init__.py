@@ -103,3 +103,8 @@ def peer_class(name: str) -> type[Peer]:
     entry = PEERS[name]
     peer: type[Peer] = getattr(importlib.import_module(f"bench.peers.{entry.module}"), entry.class_name)
     return peer
+
+
+def make_peer(name: str, load: Load, settings: LoaderSettings) -> Peer:
+    """A new one of that name."""
+    return peer_class(name)(load, settings)

@@ -18,7 +18,7 @@ class FastqLoader(TorchLoader):
     loader_class = DataLoader
 
     def close(self) -> None:
-        self._loader.close()
+        self.loader.close()
 
 
 class FastqInline(TorchInline, FastqLoader):

@@ -29,20 +29,22 @@ def loader_arguments(load: Load, settings: LoaderSettings) -> dict[str, Any]:
 
 
 class TorchLoader(Peer):
+    """`loader`: what is measured, until it is closed."""
+
     distributions: ClassVar[tuple[str, ...]] = ("torch", "numpy")
     loader_class: ClassVar[Any] = DataLoader
 
     def __init__(self, load: Load, settings: LoaderSettings) -> None:
         self.prefetched = settings.num_workers * settings.prefetch_factor
         self.shards = settings.num_workers
-        self._loader: Any = self.loader_class(**loader_arguments(load, settings))
+        self.loader: Any = self.loader_class(**loader_arguments(load, settings))
 
     def epoch(self) -> Iterator[Any]:
-        return iter(self._loader)
+        return iter(self.loader)
 
     def close(self) -> None:
         # torch has no public call for this: persistent workers stop when the last reference is gone.
-        self._loader = None
+        self.loader = None
 
 
 class TorchInline(TorchLoader):

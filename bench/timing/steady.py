@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from bench.peers import PEERS, ByHand, LoaderSettings, Peer, peer_class
+from bench.peers import PEERS, ByHand, LoaderSettings, Peer, make_peer
 from bench.timing.batches import compare, nbytes
 from bench.timing.ceiling import CEILING, WARM_UP, CeilingLane, first_batch
 from bench.timing.processes import USAGE, Owners, named, usage
@@ -159,7 +159,7 @@ def case(axis: str, name: str, workers: int, options: Namespace, folder: Path) -
         if left := [PEERS[peer].label for peer in peers[fitting:]]:
             facts["notes"] = [f"not measured, for want of memory for all at once: {'; '.join(left)}"]
         makers: dict[str, Callable[[], Peer]]
-        makers = {peer: partial(_make, peer, load, settings) for peer in peers[:fitting]}
+        makers = {peer: partial(make_peer, peer, load, settings) for peer in peers[:fitting]}
         makers |= {loop: partial(ByHand, make) for loop, make in workload.loops(load).items()}
         common: dict[str, Any] = {"load": load, "owners": Owners(), "seconds": options.seconds}
         lanes = [
@@ -177,10 +177,6 @@ def case(axis: str, name: str, workers: int, options: Namespace, folder: Path) -
         return Plan(facts, [CeilingLane(CEILING, "the ceiling", workers=workers, **common), *lanes])
 
     return Case(axis, name, workers, options.start_method, options.blocks, plan)
-
-
-def _make(name: str, load: Load, settings: LoaderSettings) -> Peer:
-    return peer_class(name)(load, settings)
 
 
 def _listed(texts: list[str]) -> str:

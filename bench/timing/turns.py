@@ -12,7 +12,7 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from bench.peers import PEERS, LoaderSettings, Peer, Unsupported, peer_class
+from bench.peers import PEERS, LoaderSettings, Peer, Unsupported, make_peer, peer_class
 from bench.timing.rounds import Case, Lane, Plan, Row
 from bench.workloads import Load, find_workload
 
@@ -81,7 +81,7 @@ class TurnsLane(Lane):
 
     @contextmanager
     def _loader(self, **settings: Any) -> Iterator[Peer]:
-        peer = peer_class(self.peer)(self.load, self.settings._replace(**settings))
+        peer = make_peer(self.peer, self.load, self.settings._replace(**settings))
         try:
             yield peer
         finally:
