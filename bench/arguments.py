@@ -26,6 +26,7 @@ AXES = {
     "turns": "first batch, cold first epoch, epoch turns, break and restart, torch against fastq_loader",
     "schedule": "order without the stall: slow samples, a slow consumer; 2 and 4 workers",
     "kills": "what the death of a worker costs; 1 and 4 workers",
+    "resume": "state_dict(), a loop that calls it, first batch after a resume, torchdata beside it",
 }
 # One of each kind, for a run of a few minutes; --full takes all.
 SHORT = ("jpeg", "csv", "large_u8", "rows", "tokens")

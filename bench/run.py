@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.peers import LoaderSettings
 from bench.peers.device import START_METHOD
-from bench.timing import alone, device, kills, schedule, steady, turns
+from bench.timing import alone, device, kills, resume, schedule, steady, turns
 from bench.timing.device_clock import CudaDevice
 from bench.timing.rounds import Case
 from bench.timing.schedule_cases import CONTENDERS, schedule_cases
@@ -29,6 +29,9 @@ def cases(options: Namespace, folder: Path) -> Iterator[Case]:
         elif axis == "kills":
             for workers in kills.KILLS if "fastq_loader" in options.peers else ():
                 yield kills.case(workers, options.start_method, options.blocks)
+        elif axis == resume.AXIS:
+            for workers in filter(None, options.workers[axis] if "fastq_loader" in options.peers else ()):
+                yield from resume.cases(options, workers, folder)
         else:
             for name in options.workloads[axis]:
                 for workers in options.workers[axis]:

@@ -33,11 +33,12 @@ MEASURES: dict[str, Callable[[pd.DataFrame], Series]] = {
     "worker_cpu": lambda blocks: blocks["worker_cpu"] / blocks["batches"],
     "switches": lambda blocks: blocks["switches"] / blocks["batches"],
     "copy_rate": lambda blocks: blocks["bytes"] / blocks["seconds"],
+    "call": lambda blocks: blocks["seconds"] / blocks["calls"],
     "stall": lambda blocks: 100 * blocks["gaps"] / (blocks["steps"] + blocks["gaps"]),
     "descriptors": lambda blocks: blocks["consumer_descriptors"] + blocks["worker_descriptors"],
 }
-"""What blocks come to: batches per second, bytes per second, seconds and switches for a batch, the
-percentage of a device's time between two steps. Any other measure is a column."""
+"""What blocks come to: batches per second, bytes per second, seconds and switches for a batch, seconds
+of a call, the percentage of a device's time between two steps. Any other measure is a column."""
 
 
 class Spread(NamedTuple):
@@ -88,6 +89,11 @@ def ratio(values: Series | None, base: Series | None) -> Spread | None:
 def compared(case: CaseRows, peer: str, base: str, measure: str = "rate", part: str = "") -> Spread | None:
     """How many times another peer's."""
     return ratio(series(case, peer, measure, part), series(case, base, measure, part))
+
+
+def between_parts(case: CaseRows, peer: str, measure: str, part: str, base: str) -> Spread | None:
+    """How many times what it is in another part of the same rounds."""
+    return ratio(series(case, peer, measure, part), series(case, peer, measure, base))
 
 
 def best_other(case: CaseRows) -> str | None:

@@ -1,16 +1,29 @@
-"""What was wanted, and whether it came about: of the schedule, of killed workers and of a device."""
+"""What was wanted, and whether it came about: of the schedule, killed workers, a resume and a device."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from bench.output import figures
-from bench.output.figures import BASELINE, Spread, compared, figure, ratio, series, share_of_peak, spread
+from bench.output.figures import (
+    BASELINE,
+    Spread,
+    between_parts,
+    compared,
+    figure,
+    ratio,
+    series,
+    share_of_peak,
+    spread,
+)
 from bench.output.rows import CaseRows, Results
 from bench.output.words import worker_count
 from bench.peers.device import OURS, REGISTER, TORCH
 from bench.timing.device import AXIS, COPY, DRAIN, EPOCHS, READY
 from bench.timing.kills import KILLED, START, UNDISTURBED
+from bench.timing.resume import AXIS as RESUME
+from bench.timing.resume import FRESH, PERMUTED, RESUMED, SHUFFLE, STATE, STEPS, WITH, WITHOUT
 from bench.timing.schedule_cases import BOUND
 from bench.workloads.ready_made import LARGE
 
@@ -38,6 +51,7 @@ class Goal(NamedTuple):
 def goals(results: Results) -> list[Goal]:
     found = [_schedule(case) for case in results.cases("schedule")]
     found += [_kill(case) for case in results.cases("kills")]
+    found += [goal for case in results.cases(RESUME) for goal in _resume(case)]
     return found + [goal for shape in results.cases(AXIS) for goal in _device(shape)]
 
 
@@ -80,6 +94,30 @@ def _kill(case: CaseRows) -> Goal:
     cost, workers = seconds_per_kill(case), worker_count(case.facts["workers"])
     measure = f"kills, {workers}: a killed worker costs an epoch its start and one batch"
     return Goal(measure, 1e3 * kill_limit(case), cost and cost.scaled(1e3), unit=" ms")
+
+
+def seconds_beyond_fresh(case: CaseRows, peer: str) -> Spread | None:
+    """How much longer the first batch takes after a resume than in a fresh loader of the same round."""
+    resumed, fresh = (series(case, peer, "seconds", part) for part in (RESUMED, FRESH))
+    return None if resumed is None or fresh is None else spread(resumed - fresh)
+
+
+def _resume(case: CaseRows) -> Iterator[Goal]:
+    """Those of our loaders; the torchdata ones are in the table of the case."""
+    if case.name == STEPS:
+        slower = between_parts(case, figures.OURS, "rate", WITH, WITHOUT)
+        yield Goal("batches per second with state_dict() after each / without", 0.98, slower, at_most=False)
+    for name in case.peers:
+        label = case.peers[name].label
+        if case.name == STATE and name.startswith(figures.OURS):
+            call, held = (figure(case, name, each, STATE) for each in ("call", "bytes"))
+            yield Goal(f"state_dict(): {label}", 50, call and call.scaled(1e6), unit=" µs")
+            yield Goal(f"state: {label}", 10, held and held.scaled(1e-3), unit=" kB")
+        elif name == PERMUTED:
+            yield Goal(f"resume, beyond a fresh start: {label}", 1, seconds_beyond_fresh(case, name), " s")
+        elif case.name != STEPS and name == figures.OURS:
+            times = between_parts(case, name, "seconds", RESUMED, SHUFFLE)
+            yield Goal(f"resume / torch.randperm: {label}", 2, times)
 
 
 def _device(shape: CaseRows) -> list[Goal]:

@@ -27,6 +27,7 @@ HEADINGS = {
     "bytes": "Every loader, by the bytes of a batch",
     "workers": "Every loader, by the number of workers",
     "schedule": "Order without the stall",
+    "resume": "Exact resume",
     "device": "Onto a device",
 }
 

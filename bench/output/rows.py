@@ -15,7 +15,8 @@ blocks. In the steady state percentiles of `next()` in seconds (`p50` ...).
 several, `batches`, `seconds` of wall clock. `consumer_cpu` and `worker_cpu` are seconds of CPU, user and
 system, of all threads; `switches` are context switches of both. In the schedule `waited` are seconds within
 `next()`, `worked` those that workers spent on samples, `head_of_line` those in which later batches were
-ready, `window` the batches that could be under way at the end. `timing.device_clock` says what blocks on a
+ready, `window` the batches that could be under way at the end. States have `calls` of
+`state_dict()` and the `bytes` of the last one. `timing.device_clock` says what blocks on a
 device have.
 """
 

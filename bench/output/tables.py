@@ -12,8 +12,18 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from bench.output import figures
-from bench.output.figures import BASELINE, CEILING, INLINE, OURS, compared, figure, median, share_of_peak
-from bench.output.goals import goals, kill_limit, name_of, seconds_per_kill, times_of
+from bench.output.figures import (
+    BASELINE,
+    CEILING,
+    INLINE,
+    OURS,
+    between_parts,
+    compared,
+    figure,
+    median,
+    share_of_peak,
+)
+from bench.output.goals import goals, kill_limit, name_of, seconds_beyond_fresh, seconds_per_kill, times_of
 from bench.output.rows import CaseRows, PeerRows, Results
 from bench.output.words import NONE, number, percent, ranged, ratio, size, times, worker_count
 from bench.peers import PEERS
@@ -21,6 +31,8 @@ from bench.peers.device import MEANINGS, RESIDENT
 from bench.timing.device import AXIS as DEVICE
 from bench.timing.device import COPY, DRAIN, EPOCHS, LINK, READY, SUPPLY
 from bench.timing.kills import KILLED, START, UNDISTURBED
+from bench.timing.resume import AXIS as RESUME
+from bench.timing.resume import FRESH, RESUMED, SHUFFLE, STATE, STEPS, WITH, WITHOUT
 from bench.timing.schedule_cases import BOUND
 
 STEADY = ("steady", "bytes", "workers")
@@ -35,6 +47,10 @@ ABOUT_SCHEDULE = """Seconds of an epoch whose workers were up. bound: what no or
 without. list schedule: whoever is free takes the next batch, and nothing else takes time. next(): seconds
 of it within next(). busy: share of all workers' time that went into samples. late head: seconds of waiting
 while later batches were ready. window: batches that could be under way at the end."""
+ABOUT_RESUME = """µs: of state_dict(), called after each batch; bytes: of the state as JSON, or pickled where
+that fails. with, without: batches/s with such calls and without; StatefulDataLoader notes its state in every
+step of either. fresh: seconds from the loader's constructor to its first batch; resumed: the same with
+load_state_dict(). shuffle: seconds of torch.randperm alone. Ratios and differences are of the same round."""
 ABOUT_GOALS = "A goal is met or missed 'within noise' when the rounds disagree."
 ABOUT_SPEED = f"""{MEANINGS} eta: bytes per second as a share of the peak of a 256 MiB copy from pinned
 memory; copies: the arm's kind of copy alone; drain: the whole loader. stall: share of the device's time
@@ -89,7 +105,7 @@ def in_markdown(table: Table, heading: str = "") -> str:
 def case_tables(case: CaseRows) -> list[Table]:
     """What is shown of a case as soon as it is measured; nothing where it is a row of a summary."""
     makers: dict[str, tuple[Callable[[CaseRows], Table], ...]]
-    makers = {"schedule": (_schedule,), DEVICE: (_speed_onto_device, _cost_onto_device)}
+    makers = {"schedule": (_schedule,), RESUME: (_resume,), DEVICE: (_speed_onto_device, _cost_onto_device)}
     makers |= dict.fromkeys(STEADY, (_peers,))
     return [make(case) for make in makers.get(case.key[0], ())]
 
@@ -255,6 +271,32 @@ def _schedule(case: CaseRows) -> Table:
         row["window"] = ranged(window) if window else ""
         rows.append(row)
     return Table(_title(case), rows, about=ABOUT_SCHEDULE, notes=_remarks(case))
+
+
+def _resume(case: CaseRows) -> Table:
+    """A row for every contender, with the columns of the case."""
+    columns = {STATE: _state, STEPS: _steps}.get(case.name, _first_batches)
+    rows = [{"loader": peer.label} | columns(case, name) for name, peer in _measured(case).items()]
+    return Table(_title(case), rows, about=ABOUT_RESUME, notes=_remarks(case))
+
+
+def _state(case: CaseRows, peer: str) -> dict[str, str]:
+    held = figure(case, peer, "bytes", STATE)
+    call = figure(case, peer, "call", STATE, 1e6)
+    return {"µs": ranged(call), "bytes": size(held.median) if held else NONE}
+
+
+def _steps(case: CaseRows, peer: str) -> dict[str, str]:
+    rates = {part: ranged(figure(case, peer, "rate", part)) for part in (WITHOUT, WITH)}
+    return rates | {"with ÷ without": times(between_parts(case, peer, "rate", WITH, WITHOUT))}
+
+
+def _first_batches(case: CaseRows, peer: str) -> dict[str, str]:
+    return {
+        **{f"{part}, s": times(figure(case, peer, "seconds", part)) for part in (FRESH, RESUMED, SHUFFLE)},
+        "resumed - fresh, s": times(seconds_beyond_fresh(case, peer)),
+        "resumed ÷ shuffle": times(between_parts(case, peer, "seconds", RESUMED, SHUFFLE)),
+    }
 
 
 def _kills(case: CaseRows) -> dict[str, str]:

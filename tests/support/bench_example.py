@@ -7,6 +7,7 @@ from typing import Any
 from bench.output.rows import Results, run_row
 from bench.peers.device import ARMS, OURS, REGISTER, RESIDENT, TORCH
 from bench.timing.device import COPY, DRAIN, LENGTHS, LINK, PEAK_BYTES, READY, step_unit
+from bench.timing.resume import FRESH, PERMUTED, RESUMED, SHUFFLE, STATE, STEPS, WITH, WITHOUT
 from bench.workloads.ready_made import SHAPES
 
 Row = dict[str, Any]
@@ -95,6 +96,28 @@ def kills() -> list[Row]:
     return case("kills", "kills", facts, {"fastq_loader": {}}, {"fastq_loader": rows})
 
 
+def resume() -> list[Row]:
+    """Our `state_dict()`, steps, and first batches, in three rounds."""
+    states = [_row(STATE, n, calls=1000, seconds=0.02 * each, bytes=4000) for n, each in enumerate(ROUNDS)]
+    steps = [
+        _row(part, n, batches=1000, seconds=seconds * each)
+        for part, seconds in ((WITHOUT, 1.0), (WITH, 1.25))
+        for n, each in enumerate(ROUNDS)
+    ]
+    firsts = [
+        _row(part, n, seconds=seconds * each)
+        for part, seconds in ((FRESH, 0.5), (RESUMED, 1.0), (SHUFFLE, 0.8))
+        for n, each in enumerate(ROUNDS)
+    ]
+    cases = {STATE: ("fastq_loader", states), STEPS: ("fastq_loader", steps)}
+    cases |= {"resume_8": ("fastq_loader", firsts), "resume_9": (PERMUTED, firsts[:6])}
+    return [
+        row
+        for name, (peer, found) in cases.items()
+        for row in case("resume", name, {}, {peer: {}}, {peer: found})
+    ]
+
+
 def shape(name: str, **more: Row) -> list[Row]:
     """Three rounds on a link of 50 GB/s; eta, seconds of `next()`, CPU and the share of gaps for each arm."""
     of = SHAPES[name]
@@ -134,7 +157,7 @@ def everything() -> Results:
     sizes = [row for n in (1 << 10, 1 << 20) for row in steady(f"bytes_{n}", "bytes", size=n)]
     several = [row for workers in (1, 4) for row in steady(axis="workers", workers=workers)]
     rows = [run(), *steady(), *steady("tokens"), *sizes, *several, *memory(), *turns(), *schedule(), *kills()]
-    return Results(rows)
+    return Results([*rows, *resume()])
 
 
 def device_run(**more: Row) -> Results:
