@@ -209,8 +209,9 @@ def stopping_once(call: Callable[..., Any], mark: Path) -> Callable[..., Any]:
     [
         (stack_dumps, "write_on_demand", "round_robin", "before it was up"),
         (stack_dumps, "write_on_demand", "dynamic", "before it was up"),
-        (claim_table, "set_lock", "dynamic", "between batches"),
-        (main, "Worker", "dynamic", ""),  # its word that it is up may not have left
+        # On a busy machine their word that they are up has not been read yet.
+        (claim_table, "set_lock", "dynamic", ""),
+        (main, "Worker", "dynamic", ""),
     ],
     ids=["starting, its batch", "starting, anybody's batch", "claiming", "idle"],
 )
