@@ -30,8 +30,9 @@ Make = Callable[..., BaseProcess]
 
 _FORK, _REAP, _QUIT = "fork", "reap", "quit"
 
-#: Seconds that the zygote has to end in.
-_PATIENCE = 1.0
+#: Seconds that the zygote has to end in; half of those that it has to answer in. The first half is over at
+#: once where both processes were stopped meanwhile.
+_PATIENCE, _ANSWER = 1.0, 5.0
 
 
 class Zygote:
@@ -63,11 +64,16 @@ class Zygote:
         """The zygote's answer to a request.
 
         Raises:
-            OSError: it is gone, or could not fork.
+            OSError: it is gone, does not answer, or could not fork.
         """
         try:
             with self._lock:
                 self._connection.send(request)
+                sources = self._connection.fileno(), self._child.descriptor  # its children hold its end too
+                ready = readable(sources, _ANSWER) or readable(sources, _ANSWER)
+                if self._connection.fileno() not in ready:
+                    self._child.kill()  # it may be stopped
+                    raise EOFError
                 answer = self._connection.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             raise OSError("the process that starts new workers has ended") from error

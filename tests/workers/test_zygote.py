@@ -108,3 +108,18 @@ def test_it_leaves_with_the_consumer() -> None:
         os.write(let_go, b"!")
     for end in (pids, say, hold, let_go):
         os.close(end)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_that_was_stopped_or_killed_holds_nobody_up(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a child of it, which holds its end of the connection, goes on."""
+    monkeypatch.setattr("fastq_loader.workers.zygote._ANSWER", 0.1 if number == signal.SIGSTOP else 60)
+    with zygote() as one:
+        held = started(one, 0, 60)
+        os.kill(one._child.pid, number)
+        with pytest.raises(OSError, match="the process that starts new workers has ended"):
+            started(one, 7)
+        held.kill()
+        held.release()
