@@ -201,6 +201,7 @@ def dump(
     Raises:
         SharedContainer: `value` refers to one of `outside`.
         UnpicklableError: something cannot be pickled; the text says where it lies.
+        MemoryError: there is no room for the pickle.
         RuntimeError: a non-leaf tensor that requires grad.
     """
     file = io.BytesIO()
@@ -208,7 +209,7 @@ def dump(
         arguments = (file, leaf_number, for_device)
         pickler = _WatchfulPickler(outside, *arguments) if outside else _Pickler(*arguments)
         pickler.dump(value)
-    except SharedContainer:
+    except (SharedContainer, MemoryError):
         raise
     except Exception as error:
         if error.args == (_COWARDLY,):

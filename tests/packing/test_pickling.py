@@ -284,3 +284,13 @@ class OnlyOnce:
 def test_what_pickles_the_second_time_raises_its_own_error() -> None:
     with pytest.raises(ConnectionError, match="not now"):
         through([OnlyOnce()])
+
+
+class Large:
+    def __reduce__(self) -> Any:
+        raise MemoryError("no room")
+
+
+def test_a_batch_that_finds_no_room_is_not_said_to_be_unpicklable() -> None:
+    with pytest.raises(MemoryError, match="no room"):
+        dump([Large()], lambda leaf: 0)
