@@ -103,8 +103,8 @@ class Prefetcher:
     def next(self) -> Any:
         """The next batch; at the end of the epoch, and from then on, None.
 
-        Where batches are tuples or lists, it is a tuple of as many None. How many is known from the batches
-        that came before, so that a loader without any ends with a single None.
+        Where batches are tuples or lists, it is a tuple of as many None; a named one where they are. How many
+        is known from the batches that came before, so that a loader without any ends with a single None.
         """
         if self._epoch is None:
             iter(self)
@@ -113,7 +113,9 @@ class Prefetcher:
             batch = next(self._epoch)
         except StopIteration:
             return self._end
-        self._end = (None,) * len(batch) if isinstance(batch, (tuple, list)) else None
+        self._end = None
+        if isinstance(batch, (tuple, list)):
+            self._end = getattr(batch, "_make", tuple)((None,) * len(batch))
         return batch
 
     def statistics(self) -> StagingStatistics | None:
@@ -161,7 +163,7 @@ class _Epoch(Iterator[Any]):
     def __next__(self) -> Any:
         if self._invalid:
             raise IteratorInvalid(f"this iteration cannot go on: {self._invalid}; iter() begins another one")
-        self._invalid = "an interrupt cut a call of next() short"
+        self._invalid = "an interrupt cut a call of next() short, or another thread is in one"
         try:
             batch = self._advance()
         except Exception as error:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, ToDevice
 from fastq_loader.device import prefetcher, session, staging
-from tests.support.datasets import Made, assert_same
+from tests.support.datasets import Made, Point, assert_same
 from tests.support.defects import defects
 from tests.support.late_device import Late, image_and_label
 from tests.support.simulated_device import HOME, OTHER, SIDE, Batch, Breach, Host, Memory, SimulatedDevice
@@ -284,6 +284,7 @@ def test_a_copy_is_under_way_when_a_batch_is_handed_out_and_statistics_say_so(la
     ("batch", "end"),
     [
         ([torch.ones(2), torch.ones(2), "x"], (None, None, None)),
+        (Point(torch.ones(2), "x"), Point(None, None)),
         ({"x": torch.ones(2)}, None),
         (torch.ones(2), None),
         (None, None),  # an empty loader
@@ -294,7 +295,7 @@ def test_the_end_has_as_many_parts_as_a_batch(batch: Any, end: Any, late: Late) 
     batches = Prefetcher([batch] if batch is not None else [], "cuda")
     for _ in range(len(batches)):
         assert_same(batch, batches.next())
-    assert [batches.next(), batches.next()] == [end, end]
+    assert_same([batches.next(), batches.next()], [end, end])
 
 
 def test_a_loader_may_write_to_a_batch_again(late: Late) -> None:
