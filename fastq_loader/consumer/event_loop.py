@@ -112,8 +112,8 @@ class EventLoop:
             RuntimeError: the device cannot be initialised.
         """
         # All that will be started, before any of it is: else workers and sockets take each other's threads.
-        # Not under `ulimit -v`, where this process may lack room for so many stacks.
-        if calls.limit_of("AS") is None:
+        # Not under `ulimit -v` or `-d`, where this process may lack room for so many stacks.
+        if calls.limit_of("AS") is None and calls.limit_of("DATA") is None:
             expect_threads(THREADS + _PER_WORKER * self.plan.workers + bool(self.plan.restarts))
         self._group.start(base_seed, shared_seed)
         if self._session is not None:  # after the workers, which must not inherit anything of the device

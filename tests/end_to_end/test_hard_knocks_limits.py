@@ -81,6 +81,18 @@ def test_where_files_are_limited_small_batches_come_as_ever_and_large_ones_say_w
     )
 
 
+def test_little_memory_for_data_need_not_hold_the_stacks_of_all_workers() -> None:
+    run(
+        """
+        used = int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) << 10
+        resource.setrlimit(resource.RLIMIT_DATA, (used + (80 << 20), resource.RLIM_INFINITY))
+        for loader in BOTH:
+            loading = loader(Numbered(8, 10_000), batch_size=None, num_workers=4)
+            assert all(is_number(batch, number) for number, batch in enumerate(loading))
+        """
+    )
+
+
 @NEEDED
 def test_calls_that_a_sandbox_may_refuse_are_done_without() -> None:
     run(f"refuse(*{optional()!r})\nMETHOD = 'fork'\n{ALL_KINDS}")
