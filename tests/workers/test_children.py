@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from fastq_loader.system import calls
 from fastq_loader.workers import children
 from fastq_loader.workers.children import UNKNOWN_EXIT, Child
+from tests.conftest import wait_until
 from tests.support.forking import fork
 
 FORK = multiprocessing.get_context("fork")
@@ -105,19 +106,23 @@ def test_its_death_is_told(end: Any, number: int, ours: str, torchs: str) -> Non
     child.release()
 
 
-@pytest.fixture(params=["ignored", "reaped"])
-def _taken(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.mark.parametrize("reaps", [False, True], ids=["ignored", "reaped"])
+def test_where_somebody_else_reaps_it_nobody_knows_how_it_ended(
+    reaps: bool, means: str, request: pytest.FixtureRequest
+) -> None:
     """Exit codes go to nobody, or to a handler of the user's."""
-    handler = signal.SIG_IGN if request.param == "ignored" else lambda *_: os.waitpid(-1, 0)
-    previous = signal.signal(signal.SIGCHLD, handler)
-    yield
-    signal.signal(signal.SIGCHLD, previous)
+    taken: list[int] = []
 
+    def reap(*_: object) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while pid := os.waitpid(-1, os.WNOHANG)[0]:
+                taken.append(pid)
 
-@pytest.mark.usefixtures("_taken")
-def test_where_somebody_else_reaps_it_nobody_knows_how_it_ended(means: str) -> None:
+    previous = signal.signal(signal.SIGCHLD, reap if reaps else signal.SIG_IGN)
+    request.addfinalizer(lambda: signal.signal(signal.SIGCHLD, previous))
     child = started(os._exit, 3)
     assert ended(child)
+    assert not reaps or wait_until(lambda: child.pid in taken, 10)
     text, cause = child.death()
     assert text == "ended, its exit code is unknown"
     assert cause == f"DataLoader worker (pid {child.pid}) exited unexpectedly"
