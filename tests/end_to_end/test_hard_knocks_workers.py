@@ -370,9 +370,10 @@ DAEMON = """
 
 IGNORES = "signal.SIG_IGN"
 # Not by print(): a handler may run in the middle of another one.
-REAPS = """lambda *_: (
-    os.write(1, multiprocessing.current_process().name.encode() + b" "), os.waitpid(-1, os.WNOHANG)
-)"""
+REAPS = (
+    "lambda *_: (os.write(1, multiprocessing.current_process().name.encode() + b' '), "
+    "os.waitpid(-1, os.WNOHANG))"
+)
 
 
 @pytest.mark.parametrize(
