@@ -278,7 +278,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 not iterated.
             ignore: names of fields that may differ from this loader's, where you know that the order is the
                 same all the same: "dataset_kind", "dataset_length", "batch_size", "sampler", "seed",
-                "initial_seed", "num_replicas", "replacement", "schedule", "num_workers".
+                "initial_seed", "num_replicas", "replacement", "generator", "schedule", "num_workers".
 
         Raises:
             ValueError: the state is damaged, foreign or of a later version, or the loader iterates something

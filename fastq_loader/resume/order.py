@@ -2,8 +2,8 @@
 
 Runs in the consumer, on the thread that calls `next()`. A sampler with a `state_dict` is asked after every
 index, because indices are drawn before their batches are handed out. Any other is started again from the
-states that its generators had when the epoch began, and advanced: no sample is loaded for that. What it draws
-on the way is put back, because it was drawn before the epoch was stopped.
+states that its generators had when the epoch began, and advanced: no sample is loaded for that. What either
+draws on the way is put back, because it was drawn before the epoch was stopped.
 """
 
 from __future__ import annotations
@@ -15,74 +15,20 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
-from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from fastq_loader.reading import generators, sampling
-from fastq_loader.reading.permutation import PermutationSampler
-from fastq_loader.reading.position import Stateful, is_stateful
+from fastq_loader.reading.position import is_stateful
 from fastq_loader.reading.seeding import draw_base_seed
+from fastq_loader.resume import samplers
 from fastq_loader.scheduling.progress import START, Progress
 
 T = TypeVar("T")
-
-#: Samplers whose order does not depend on any of the generators that a process shares.
-_DEAF = (SequentialSampler, DistributedSampler, PermutationSampler, BatchSampler, _InfiniteConstantSampler)
-#: And those that draw from torch's, if they have none of their own.
-_TORCHS_OWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-#: Samplers around samplers that are looked into.
-_DEEPEST = 8
+Snapshot = tuple[Any, Any]
 
 
-def chain(index_sampler: Any) -> list[Any]:
-    """A sampler and those that it draws from: a batch sampler's `sampler`, a wrapper's `batch_sampler`."""
-    found: list[Any] = []
-    part = index_sampler
-    while part is not None and len(found) < _DEEPEST and not any(part is other for other in found):
-        found.append(part)
-        part = getattr(part, "batch_sampler", None) or getattr(part, "sampler", None)
-    return found
-
-
-def stateful_sampler(index_sampler: Any) -> Stateful | None:
-    """The outermost of its samplers that can say where it stands."""
-    return next(filter(is_stateful, chain(index_sampler)), None)
-
-
-def said(part: Any) -> Any:
-    """What it says of where it stands, for keeps; None: nothing."""
-    return copy.deepcopy(part.state_dict()) if is_stateful(part) else None
-
-
-def own_generators(index_sampler: Any, generator: torch.Generator | None, dataset: Any) -> dict[str, Any]:
-    """The generators that belong to a loader: its own, and its samplers'."""
-    if isinstance(index_sampler, _InfiniteConstantSampler):
-        return generators.find({"generator": generator})
-    roots = {"generator": generator, "sampler": index_sampler}
-    return generators.find(roots, but=[dataset, getattr(index_sampler, "data_source", dataset)])
-
-
-def epochs(index_sampler: Any) -> dict[str, int]:
-    """What `set_epoch` told the samplers: how deep → the epoch."""
-    return {str(depth): part.epoch for depth, part in enumerate(chain(index_sampler)) if _has_epoch(part)}
-
-
-def set_epochs(index_sampler: Any, told: dict[str, int]) -> None:
-    """Tell the samplers the same again."""
-    for depth, part in enumerate(chain(index_sampler)):
-        if str(depth) in told and _has_epoch(part) and part.epoch != told[str(depth)]:
-            part.set_epoch(told[str(depth)])
-
-
-def _has_epoch(part: Any) -> bool:
-    return callable(getattr(part, "set_epoch", None)) and type(getattr(part, "epoch", None)) is int
+def _set_shared(states: dict[str, Any]) -> None:
+    for name in states.keys() & generators.GLOBAL.keys():
+        generators.set_state(generators.GLOBAL[name], states[name])
 
 
 @dataclass
@@ -94,9 +40,11 @@ class Beginning:
         seeded: whether a base seed was drawn after the first time.
         states: of the generators that it may have drawn from, when the epoch began.
         first: of those that it has drawn its first index from, right before.
-        epochs: see `epochs`.
+        epochs: see `samplers.epochs`.
         drawn: positions that were drawn, also of batches that were not handed out.
+        short: whether the last batch was not full, so that the sampler that is asked has come to its end.
         exhausted: whether the sampler had nothing more after them; it may have drawn random numbers then.
+        inner: what a sampler said then that others read ahead of; None: there is none.
         snapshots: for a sampler that can say where it stands: positions drawn → what it said then, and what
             its iterator said.
     """
@@ -107,8 +55,10 @@ class Beginning:
     first: dict[str, Any] = field(default_factory=dict)
     epochs: dict[str, int] = field(default_factory=dict)
     drawn: int = 0
+    short: bool = False
     exhausted: bool = False
-    snapshots: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    inner: Any = None
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
 
 
 class Order:
@@ -127,7 +77,8 @@ class Order:
         progress: to be set with each batch that is handed out.
         own: the generators that belong to the loader, by name.
         beginning: what is noted.
-        batch_size: of a batch that is full; 0: unknown.
+        compared: see `samplers.compared`; before the epoch, in which samplers may count.
+        batch_size: of a batch that is full, where torch's own batches are around a sampler that is asked.
     """
 
     def __init__(
@@ -143,22 +94,19 @@ class Order:
         self._generator = generator
         self._resumed = resumed
         self._source: IndexSource | None = None  # of a resumed epoch
-        self.own = own_generators(index_sampler, generator, dataset)
-        self._asked = stateful_sampler(index_sampler)
-        self.batch_size: int = getattr(index_sampler, "batch_size", None) or 0
-        self._watched = self._shared_generators()
+        self.own = samplers.own_generators(index_sampler, generator, dataset)
+        self._asked = samplers.asked_sampler(index_sampler)
+        self._inner = None if self._asked is not None else samplers.stateful_sampler(index_sampler)
+        self.batch_size = 0 if self._asked in (None, index_sampler) else index_sampler.batch_size
+        self._watched = samplers.shared_generators(index_sampler)
+        self.compared = samplers.compared(index_sampler)
         if resumed is None:
-            own = {name: generators.state_of(generator) for name, generator in self.own.items()}
-            self.beginning = Beginning(states=own, epochs=epochs(index_sampler))
+            self.beginning = Beginning(states=self._own_states(), epochs=samplers.epochs(index_sampler))
+            if self._inner is not None:
+                self.beginning.inner = samplers.said(self._inner)
         else:
             self.beginning = resumed
-            set_epochs(index_sampler, resumed.epochs)
-
-    def _shared_generators(self) -> tuple[str, ...]:
-        kinds = {type(part) for part in chain(self._sampler)}
-        if self._asked is not None or kinds.issubset(_DEAF):
-            return ()
-        return ("torch",) if kinds.issubset(_DEAF + _TORCHS_OWN) else tuple(generators.GLOBAL)
+            samplers.set_epochs(index_sampler, resumed.epochs)
 
     def begin(self, packed: bool = False) -> IndexSource:
         """The indices. A new epoch with workers begins twice, as in torch; a resumed one goes on once.
@@ -175,7 +123,7 @@ class Order:
             self._source = goes_on(self._resumed, packed)
         return self._source
 
-    def _source_of(self, drawn: Iterator[Any], snapshot: tuple[Any, Any] | None = None) -> IndexSource:
+    def _source_of(self, drawn: Iterator[Any], snapshot: Snapshot | None = None) -> IndexSource:
         source = IndexSource(drawn, self, self.progress)
         if self._asked is not None or is_stateful(drawn):
             source.snapshots = self.beginning.snapshots = {source.position: snapshot or self.ask(drawn)}
@@ -185,6 +133,8 @@ class Order:
         """Start the sampler as it was started, and draw what was drawn."""
         head = self.progress.head
         with self.as_at_start():
+            if self._inner is not None and resumed.inner is not None:
+                self._inner.load_state_dict(copy.deepcopy(resumed.inner))
             for start in range(resumed.starts):
                 last = start == resumed.starts - 1
                 # One that was skipped is drawn below: a shuffle does not draw before it is asked.
@@ -192,8 +142,7 @@ class Order:
                 drawn, skip = sampling.iterate_from(self._sampler, skip, packed=packed)
                 if start == 0 and resumed.seeded:
                     draw_base_seed(self._generator)
-            for name in resumed.first.keys() & generators.GLOBAL.keys():
-                generators.set_state(generators.GLOBAL[name], resumed.first[name])
+            _set_shared(resumed.first)
             source = self._source_of(drawn)
             source.draw_ahead(skip + min(head, 1), max(0, resumed.drawn - head) + resumed.exhausted)
         return source
@@ -212,16 +161,44 @@ class Order:
             self.beginning.states.update(shared)
 
     def _ask_to_go_on(self, resumed: Beginning, packed: bool) -> IndexSource:
-        """Let the sampler go on from what it said."""
-        snapshot = state, iterator_state = resumed.snapshots.get(self.progress.head, (None, None))
-        if state is not None and self._asked is not None:
-            self._asked.load_state_dict(copy.deepcopy(state))
-        if resumed.exhausted and resumed.drawn == self.progress.head:  # the state is of what comes after it
+        """Let the sampler go on from what it said. What it draws when it begins is drawn as it was; one that
+        sets a generator by itself is believed."""
+        head = self.progress.head
+        snapshot = state, iterator_state = resumed.snapshots[head]
+        if resumed.short and resumed.drawn == head:  # the state is of what comes after it
+            with self.as_at_start():
+                self._load(self._asked, state)
+                samplers.let_end(self._asked, state)
             return self._source_of(iter(()), snapshot)
-        drawn = iter(self._sampler)
-        if iterator_state is not None and is_stateful(drawn):
-            drawn.load_state_dict(copy.deepcopy(iterator_state))
-        return self._source_of(drawn, snapshot)
+        with self.as_at_start():
+            has_set, has_drawn = False, bool(resumed.states or resumed.first)
+            for start in range(resumed.starts if has_drawn else 1):
+                has_set |= self._load(self._asked, state)  # what it says may hold for one iteration
+                drawn = iter(self._sampler)
+                if start == 0 and resumed.seeded:
+                    draw_base_seed(self._generator)
+            if drawn is not self._asked:
+                has_set |= self._load(drawn, iterator_state)
+            source = self._source_of(drawn, snapshot)
+            if has_drawn and not has_set:
+                _set_shared(resumed.first)
+                source.draw_ahead(0, max(resumed.drawn - head, min(head, 1)) + resumed.exhausted)
+            left = self._own_states()
+        if has_set:
+            for name, of_own in left.items():
+                generators.set_state(self.own[name], of_own)
+        return source
+
+    def _load(self, part: Any, state: Any) -> bool:
+        """Put a sampler, or its iterator, where it stood. Whether that has set a generator."""
+        if state is None or not is_stateful(part):
+            return False
+        before = self._own_states()
+        part.load_state_dict(copy.deepcopy(state))
+        return not generators.same(before, self._own_states())
+
+    def _own_states(self) -> dict[str, Any]:
+        return {name: generators.state_of(generator) for name, generator in self.own.items()}
 
     def watch(self, draw: Callable[[], T], states: dict[str, Any]) -> T:
         """Call something of the sampler's, and note in `states` what shared generators it draws from were."""
@@ -236,9 +213,10 @@ class Order:
                 if not generators.same(state, generators.state_of(shared[name]))
             )
 
-    def ask(self, drawn: Iterator[Any]) -> tuple[Any, Any]:
-        """What a sampler says of where it stands, and its iterator; None: nothing."""
-        return said(self._asked), said(drawn)
+    def ask(self, drawn: Iterator[Any]) -> Snapshot:
+        """What a sampler says of where it stands, and its iterator; see `samplers.said`."""
+        asked: Any = self._asked
+        return samplers.said(asked), None if drawn is asked else samplers.said(drawn)
 
 
 class IndexSource(Iterator[Any]):
@@ -258,21 +236,19 @@ class IndexSource(Iterator[Any]):
     def __init__(self, drawn: Iterator[Any], order: Order, progress: Progress) -> None:
         self.drawn = drawn
         self.position = progress.head
-        self.snapshots: dict[int, tuple[Any, Any]] | None = None
+        self.snapshots: dict[int, Snapshot] | None = None
         self._order = order
         self._beyond = progress.beyond
-        self._ahead: deque[tuple[Any, Exception | None]] = deque()
+        self._ahead: deque[tuple[Any, Exception | None, Snapshot | None]] = deque()
         self._fresh = order.beginning.drawn == 0  # its first index is drawn from the shared generators
 
     def draw_ahead(self, dropped: int, kept: int) -> None:
         """Draw indices now: some to be dropped, and some to be given out later."""
         for number in range(dropped + kept):
             try:
-                drawn: tuple[Any, Exception | None] = next(self.drawn), None
+                drawn = self._draw()
             except StopIteration:
                 return
-            except Exception as error:  # it has its position
-                drawn = None, error
             if number >= dropped:
                 self._ahead.append(drawn)
 
@@ -280,37 +256,43 @@ class IndexSource(Iterator[Any]):
         while True:
             passed_over = self.position in self._beyond
             try:
-                index = self._draw()
+                index, error, snapshot = self._ahead.popleft() if self._ahead else self._watched()
             except StopIteration:
                 self._order.beginning.exhausted = True
                 raise
-            except Exception:  # it has its position
-                self._drew()
-                if not passed_over:
-                    raise
-            else:
-                self._drew(index)
-                if not passed_over:
-                    return index
-
-    def _draw(self) -> Any:
-        if self._ahead:
-            index, error = self._ahead.popleft()
-            if error is not None:
+            self._drew(index, snapshot)
+            if passed_over:
+                continue
+            if error is None:
+                return index
+            try:
                 raise error
-            return index
-        if self._fresh:
-            self._fresh = False
-            return self._order.watch(lambda: next(self.drawn), self._order.beginning.first)
-        return next(self.drawn)
+            finally:
+                del error  # it holds this frame by its traceback
 
-    def _drew(self, index: Any = None) -> None:
+    def _watched(self) -> tuple[Any, Exception | None, Snapshot | None]:
+        if not self._fresh:
+            return self._draw()
+        self._fresh = False
+        return self._order.watch(self._draw, self._order.beginning.first)
+
+    def _draw(self) -> tuple[Any, Exception | None, Snapshot | None]:
+        """An index, or the error in its place; and what the sampler says then."""
+        index, error = None, None
+        try:
+            index = next(self.drawn)
+        except StopIteration:
+            raise
+        except Exception as raised:  # it has its position
+            error = raised
+        return index, error, None if self.snapshots is None else self._order.ask(self.drawn)
+
+    def _drew(self, index: Any, snapshot: Snapshot | None) -> None:
         order = self._order
         self.position += 1
         order.beginning.drawn = max(order.beginning.drawn, self.position)
-        if self.snapshots is not None:
-            # A batch that is not full has come to the end of the sampler.
-            order.beginning.exhausted = isinstance(index, list) and len(index) < order.batch_size
-            self.snapshots[self.position] = order.ask(self.drawn)
+        if self.snapshots is not None and snapshot is not None:
+            order.beginning.short = isinstance(index, list) and len(index) < order.batch_size
+            self.snapshots[self.position] = snapshot
             for old in [position for position in self.snapshots if position < order.progress.head]:
                 del self.snapshots[old]

@@ -14,8 +14,18 @@ from typing import TYPE_CHECKING, Any
 from fastq_loader import arguments
 from fastq_loader.errors import is_int
 from fastq_loader.reading import generators
-from fastq_loader.resume.order import Beginning, epochs, own_generators, set_epochs, stateful_sampler
+from fastq_loader.reading.position import is_stateful
+from fastq_loader.resume.order import Beginning, Snapshot
 from fastq_loader.resume.record import Position
+from fastq_loader.resume.samplers import (
+    asked_sampler,
+    epochs,
+    let_end,
+    own_generators,
+    said,
+    set_epochs,
+    stateful_sampler,
+)
 from fastq_loader.resume.state import COMPARED, LIBRARY, VERSION, describe
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
 
@@ -66,27 +76,29 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
     fields = _Fields(_ours(state))
     _compare(fields, describe(loader), ignored)
     own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
+    torchs = own.keys() & str(fields.present("generator")).split("/")
+    for name in ("num_workers", "_num_yielded"):
+        fields.number(name)
     noted = _Fields(fields.mapping("order"), "order.")
     told = {depth: noted.whole(f"epochs.{depth}", epoch) for depth, epoch in noted.mapping("epochs").items()}
     between = Saved(
         state=state,
         position=Position(fields.number("epoch"), 0, fields.number("batches")),
         base_seed=fields.number("base_seed"),
-        generators=fields.states("generators", own),
+        generators=fields.states("generators", own, torchs),
         lives_on=fields.flag("lives_on"),
         beginning=Beginning(epochs=told),
     )
     delivered, over = fields.number("_sampler_iter_yielded"), fields.flag("_iterator_finished")
     if not fields.flag("resumes"):
+        fields.present("_index_sampler_state")
         return between
     epoch, _, batches = between.position
     if over:  # Accelerate says it when the last batch was handed out
         return replace(between, position=Position(epoch + 1, 0, batches + delivered))
-    beginning = _beginning(noted, told, own)
-    progress = _progress(fields, loader, ignored)
-    if "_index_sampler_state" in state:
-        snapshot = state["_index_sampler_state"], state.get("_sampler_iter_state")
-        beginning.snapshots[progress.head] = copy.deepcopy(snapshot)
+    beginning = _beginning(noted, told, own, torchs)
+    progress = _progress(fields, beginning.drawn, loader, ignored)
+    beginning.snapshots.update(_snapshots(fields, loader, progress.head))
     return replace(
         between,
         position=Position(epoch, delivered, batches + delivered),
@@ -94,27 +106,43 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
         iterable=arguments.is_iterable(loader),
         progress=progress,
         beginning=beginning,
-        shared_seed=None if state.get("shared_seed") is None else fields.number("shared_seed"),
+        shared_seed=None if fields.present("shared_seed") is None else fields.number("shared_seed"),
     )
 
 
-def _beginning(noted: _Fields, told: dict[str, int], own: dict[str, Any]) -> Beginning:
+def _beginning(noted: _Fields, told: dict[str, int], own: dict[str, Any], torchs: Iterable[str]) -> Beginning:
     return Beginning(
-        starts=noted.number("starts"),
+        starts=noted.number("starts", 1, 2),
         seeded=noted.flag("seeded"),
         drawn=noted.number("drawn"),
+        short=noted.flag("short"),
         exhausted=noted.flag("exhausted"),
         epochs=told,
-        states=noted.states("states", {**generators.GLOBAL, **own}),
+        states=noted.states("states", {**generators.GLOBAL, **own}, torchs),
         first=noted.states("first", generators.GLOBAL),
+        inner=copy.deepcopy(noted.values.get("inner")),
     )
 
 
-def _progress(fields: _Fields, loader: DataLoader[Any], ignored: frozenset[str]) -> Progress:
+def _snapshots(fields: _Fields, loader: DataLoader[Any], head: int) -> dict[int, Snapshot]:
+    if asked_sampler(loader._index_sampler) is None and "_index_sampler_state" not in fields.values:
+        return {}
+    names = "_index_sampler_state", "_sampler_iter_state"
+    return {head: copy.deepcopy((fields.present(names[0]), fields.present(names[1])))}
+
+
+def _progress(fields: _Fields, drawn: int, loader: DataLoader[Any], ignored: frozenset[str]) -> Progress:
     beyond = frozenset(fields.whole("beyond", at) for at in fields.sequence("beyond"))
-    workers = tuple(_read_worker(fields, number) for number in range(len(fields.sequence("workers"))))
+    workers = tuple(
+        _read_worker(fields, number, loader.dataset) for number in range(len(fields.sequence("workers")))
+    )
     workers = _dealt(fields, workers, loader, ignored)
-    return Progress(fields.number("_sampler_iter_yielded"), beyond, workers)
+    progress = Progress(fields.number("_sampler_iter_yielded", 0, len(beyond) + drawn), beyond, workers)
+    if not all(progress.head < position < drawn for position in beyond):
+        raise ValueError(
+            f"field 'beyond' is {sorted(beyond)!r:.60}, not batches from {progress.head + 1} to {drawn - 1}"
+        )
+    return progress
 
 
 def _names(ignore: Any) -> frozenset[str]:
@@ -136,7 +164,7 @@ def _ours(state: Any) -> dict[str, Any]:
         )
     if state.get("library") != LIBRARY:
         raise ValueError(f"field 'library' is {state.get('library')!r}, not {LIBRARY!r}: not a state of ours")
-    if state.get("version") != VERSION:
+    if state.get("version") != VERSION or not is_int(state["version"]):
         raise ValueError(
             f"field 'version' is {state.get('version')!r}, and this release reads {VERSION}: use the release "
             "of fastq_loader that saved it, or a later one"
@@ -144,19 +172,27 @@ def _ours(state: Any) -> dict[str, Any]:
     return dict(state)
 
 
+#: Seeds and positions are int64 elsewhere.
+_MOST = 2**63 - 1
+
+
 class _Fields:
     """The values of a dict, of the types that they must have."""
 
     def __init__(self, values: dict[str, Any], where: str = "") -> None:
-        self._values = values
+        self.values = values
         self._where = where
 
+    def present(self, name: str) -> Any:
+        if name not in self.values:
+            raise ValueError(f"field {self._where + name!r} is missing: the state was cut short")
+        return self.values[name]
+
     def get(self, name: str, *types: type) -> Any:
-        value = self._values.get(name, self)
-        if value is self or type(value) not in types:
-            what = "is missing" if value is self else f"is {value!r:.60}"
+        value = self.present(name)
+        if type(value) not in types:
             wanted = " or ".join(kind.__name__ for kind in types)
-            raise ValueError(f"field {self._where + name!r} {what}; it should be of type {wanted}")
+            raise ValueError(f"field {self._where + name!r} is {value!r:.60}; it should be of type {wanted}")
         return value
 
     def flag(self, name: str) -> bool:
@@ -168,17 +204,20 @@ class _Fields:
     def sequence(self, name: str) -> list[Any]:
         return list(self.get(name, list))
 
-    def number(self, name: str) -> int:
-        return self.whole(name, self.get(name, int))
+    def number(self, name: str, least: int = 0, most: int = _MOST) -> int:
+        return self.whole(name, self.get(name, int), least, most)
 
-    def whole(self, name: str, value: Any) -> int:
-        if not is_int(value) or value < 0:
-            raise ValueError(f"field {self._where + name!r} is {value!r:.60}, and not a number of at least 0")
+    def whole(self, name: str, value: Any, least: int = 0, most: int = _MOST) -> int:
+        if not is_int(value) or not least <= value <= most:
+            raise ValueError(
+                f"field {self._where + name!r} is {value!r:.60}, and not a number from {least} to {most}"
+            )
         return int(value)
 
-    def states(self, name: str, known: dict[str, Any]) -> dict[str, Any]:
-        """Generators by name → their states, of those that are known."""
-        read = {}
+    def states(self, name: str, known: dict[str, Any], needed: Iterable[str] = ()) -> dict[str, Any]:
+        """Generators by name → their states. Those that are known are checked, and those needed are there."""
+        told = _Fields(self.mapping(name), f"{self._where}{name}.")
+        read = {key: told.present(key) for key in needed}
         for key, text in self.mapping(name).items():
             try:
                 read[key] = generators.load(text)
@@ -204,18 +243,23 @@ def _compare(fields: _Fields, now: dict[str, Any], ignored: frozenset[str]) -> N
             )
 
 
-def _read_worker(fields: _Fields, number: int) -> WorkerProgress:
+def _read_worker(fields: _Fields, number: int, dataset: Any) -> WorkerProgress:
     where = f"workers.{number}."
     worker = fields.sequence("workers")[number]
     if not isinstance(worker, dict):
         raise ValueError(f"field 'workers.{number}' is {worker!r:.60}; it should be of type dict")
     told = _Fields(worker, where)
     state: dict[str, Any] = {}
-    if "position" in worker:
+    delivered = told.number("delivered")
+    if "position" in worker or (delivered and is_stateful(dataset)):
         state["position"] = told.mapping("position")
+        place = _Fields(state["position"], f"{where}position.")
+        place.flag("ended")
+        if "iterator" not in place.values and is_stateful(dataset):
+            place.present("dataset")
     if "generators" in worker:
         state["generators"] = told.states("generators", generators.GLOBAL)
-    return WorkerProgress(told.number("delivered"), pickle.dumps(state) if state else b"")
+    return WorkerProgress(delivered, pickle.dumps(state) if state else b"")
 
 
 def _dealt(
@@ -253,8 +297,14 @@ def _resharded(
 
 
 def take(loaded: Saved, loader: DataLoader[Any]) -> None:
-    """Put a loader's own generators, and its samplers' epochs, where they stood."""
+    """Put a loader's own generators, and its samplers, where they stood.
+
+    Raises:
+        ValueError: a sampler does not take what it said; nothing has changed.
+    """
     own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
+    if not loaded.resumes:
+        _take_sampler(loaded, loader._index_sampler, own)
     for name, state in loaded.generators.items():
         if name in own:
             generators.set_state(own[name], state)
@@ -264,6 +314,24 @@ def take(loaded: Saved, loader: DataLoader[Any]) -> None:
     else:  # the next one begins, of which the user may have told them already
         told = {depth: max(epoch, told.get(depth, 0)) for depth, epoch in loaded.beginning.epochs.items()}
     set_epochs(loader._index_sampler, told)
-    sampler, state = stateful_sampler(loader._index_sampler), loaded.state.get("_index_sampler_state")
-    if sampler is not None and state is not None and not loaded.resumes:
-        sampler.load_state_dict(copy.deepcopy(state))
+
+
+def _take_sampler(loaded: Saved, index_sampler: Any, own: dict[str, Any]) -> None:
+    sampler, state = stateful_sampler(index_sampler), loaded.state.get("_index_sampler_state")
+    if sampler is None or state is None:
+        return
+    before = said(sampler)
+    drawn = {name: each for name, each in own.items() if name in loaded.generators}
+    states = [(each, loaded.generators[name]) for name, each in drawn.items()]
+    with generators.restored([*generators.GLOBAL.values(), *drawn.values()], states):
+        try:
+            sampler.load_state_dict(copy.deepcopy(state))
+            if loaded.state["_iterator_finished"]:
+                let_end(sampler, state)
+        except Exception as error:
+            if not isinstance(before, Exception):
+                sampler.load_state_dict(before)
+            raise ValueError(
+                f"field '_index_sampler_state' is {state!r:.60}, which {type(sampler).__name__} refuses: "
+                f"{type(error).__name__}: {error}"
+            ) from error

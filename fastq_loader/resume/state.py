@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 from fastq_loader import arguments
 from fastq_loader.reading import generators
-from fastq_loader.resume.order import chain, epochs, own_generators, said, stateful_sampler
+from fastq_loader.resume import samplers
 from fastq_loader.resume.record import EpochRecord
+from fastq_loader.resume.samplers import epochs, own_generators, said, stateful_sampler
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
 
 VERSION = 1
 LIBRARY = "fastq_loader"
-#: What samplers are compared by, where they have it.
-_SAMPLER_FIELDS = ("seed", "initial_seed", "num_replicas", "replacement")
 #: What was iterated, and must be the same when a state is loaded; `num_workers` only where it matters.
 COMPARED = (
     "dataset_kind",
     "dataset_length",
     "batch_size",
     "sampler",
-    *_SAMPLER_FIELDS,
+    *samplers.COMPARED,
+    "generator",
     "schedule",
     "num_workers",
 )
@@ -39,19 +39,16 @@ COMPARED = (
 def describe(loader: DataLoader[Any]) -> dict[str, Any]:
     """What a loader iterates: the fields that are compared."""
     iterable = arguments.is_iterable(loader)
-    parts = chain(loader._index_sampler)
-    described: dict[str, Any] = {
+    parts = loader._index_sampler, loader.generator, loader.dataset
+    return {
         "dataset_kind": "iterable" if iterable else "map",
         "dataset_length": None if iterable else _length(loader.dataset),
         "batch_size": loader.batch_size,
-        "sampler": "/".join(type(part).__qualname__ for part in parts),
+        **samplers.compared(loader._index_sampler),
+        "generator": "/".join(samplers.torchs_generators(*parts)),
         "schedule": "dynamic" if arguments.is_dynamic(loader) else "round_robin",
         "num_workers": loader.num_workers,
     }
-    for name in _SAMPLER_FIELDS:
-        values = (getattr(part, name, None) for part in parts)
-        described[name] = next((value for value in values if isinstance(value, (bool, int))), None)
-    return described
 
 
 def _length(dataset: Any) -> int | None:
@@ -73,7 +70,7 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
         state = _state(describe(loader), {name: _text(generator) for name, generator in own.items()})
         return {**state, **_between_epochs(loader)}
     if record.described is None:
-        record.described = describe(loader)
+        record.described = {**describe(loader), **record.order.compared}
     position, progress, beginning = record.position, record.progress, record.order.beginning
     state = _state(
         record.described,
@@ -85,7 +82,7 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
     )
     state["lives_on"], state["base_seed"] = record.lives_on, record.base_seed
     if record.over:
-        return {**state, **_between_epochs(loader)}
+        return {**state, **samplers.compared(loader._index_sampler), **_between_epochs(loader)}
     state["resumes"] = True
     state["shared_seed"] = record.shared_seed
     state["beyond"] = sorted(progress.beyond)
@@ -93,21 +90,33 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
         "starts": beginning.starts,
         "seeded": beginning.seeded,
         "drawn": max(beginning.drawn, progress.head),
+        "short": beginning.short,
         "exhausted": beginning.exhausted,
         "epochs": dict(beginning.epochs),
         "states": record.texts(0, beginning.states),
         "first": record.texts(1, beginning.first),
     }
+    if beginning.inner is not None:
+        state["order"]["inner"] = _for_user(beginning.inner)
     if beginning.snapshots:
-        snapshot = copy.deepcopy(beginning.snapshots.get(progress.head, (None, None)))
+        snapshot = map(_for_user, beginning.snapshots[progress.head])
         state["_index_sampler_state"], state["_sampler_iter_state"] = snapshot
     state["workers"] = [_worker(*worker) for worker in progress.workers]
     return state
 
 
+def _for_user(said: Any) -> Any:
+    if isinstance(said, Exception):
+        raise said
+    return copy.deepcopy(said)
+
+
 def _between_epochs(loader: DataLoader[Any]) -> dict[str, Any]:
     sampler = loader._index_sampler
-    return {"order": {"epochs": epochs(sampler)}, "_index_sampler_state": said(stateful_sampler(sampler))}
+    return {
+        "order": {"epochs": epochs(sampler)},
+        "_index_sampler_state": _for_user(said(stateful_sampler(sampler))),
+    }
 
 
 def _state(

@@ -25,7 +25,8 @@ from torch.utils.data import (
 from fastq_loader import PermutationSampler
 from fastq_loader.ipc.messages import decode_index
 from fastq_loader.reading import generators
-from fastq_loader.resume.order import Order, chain, epochs, own_generators, set_epochs
+from fastq_loader.resume.order import Order
+from fastq_loader.resume.samplers import own_generators
 from fastq_loader.scheduling.progress import Progress
 
 N = 11
@@ -212,30 +213,3 @@ def test_an_error_of_the_sampler_keeps_its_position(head: int, wanted: list[Any]
         except StopIteration:
             break
     assert seen == wanted
-
-
-def test_samplers_in_samplers_and_their_epochs() -> None:
-    inner = DistributedSampler(range(4), 2, 0)  # type: ignore[arg-type]
-    outer = BatchSampler(inner, 2, False)
-    assert chain(outer) == [outer, inner]
-    inner.set_epoch(3)
-    assert epochs(outer) == {"1": 3}
-    set_epochs(outer, {"0": 9, "1": 5, "7": 1})
-    assert inner.epoch == 5
-
-
-def test_the_datasets_generators_are_the_users() -> None:
-    generator = torch.Generator()
-
-    class Holds:
-        rng = None
-
-        def __init__(self) -> None:
-            self.rng = random.Random(1)
-
-        def __len__(self) -> int:
-            return 3
-
-    dataset = Holds()
-    sampler = BatchSampler(RandomSampler(dataset, generator=generator), 2, False)
-    assert own_generators(sampler, generator, dataset) == {"generator": generator}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
 from fastq_loader import DataLoader, PermutationSampler
 from fastq_loader.reading import generators
@@ -51,6 +51,18 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "without a part": (changed("order", drop=True), "field 'order' is missing"),
     "a part of another type": (changed("order", "starts", to="two"), "field 'order.starts' is 'two'"),
     "a negative position": (changed("_sampler_iter_yielded", to=-1), "field '_sampler_iter_yielded' is -1"),
+    "not from zero": (changed("version", to=True), "field 'version' is True"),
+    "without a number that only others read": (changed("_num_yielded", drop=True), "field '_num_yielded'"),
+    "begun too often": (changed("order", "starts", to=3), "field 'order.starts' is 3, .* from 1 to 2"),
+    "begun never": (changed("order", "starts", to=0), "field 'order.starts' is 0, .* from 1 to 2"),
+    "a seed that is too large": (changed("base_seed", to=2**63), "field 'base_seed' is 9223372036854775808"),
+    "more than was drawn": (changed("_sampler_iter_yielded", to=9), "field '_sampler_iter_yielded' is 9"),
+    "positions that were not drawn": (changed("beyond", to=[7]), "field 'beyond' is .7."),
+    "without a generator": (
+        changed("generators", "generator", drop=True),
+        "'generators.generator' is missing",
+    ),
+    "without its start": (changed("order", "states", to={}), "'order.states.generator' is missing"),
     "a flag that is none": (changed("resumes", to=1), "field 'resumes' is 1"),
     "positions that are none": (changed("beyond", to=[2.5]), "field 'beyond' is 2.5"),
     "a worker that is none": (changed("workers", to=[3]), "field 'workers.0' is 3"),
@@ -88,6 +100,7 @@ OTHERS: dict[str, tuple[DataLoader[Any], Any, Any]] = {
     "batch_size": (loader(batch_size=5), 4, 5),
     "sampler": (loader(shuffle=False), "BatchSampler/RandomSampler", "BatchSampler/SequentialSampler"),
     "schedule": (loader(schedule="dynamic"), "round_robin", "dynamic"),
+    "generator": (loader(generator=None), "generator", ""),
     "replacement": (
         loader(shuffle=None, sampler=RandomSampler(range(20), replacement=True)),  # type: ignore[arg-type]
         False,
@@ -163,6 +176,49 @@ def test_an_iterable_dataset_goes_on_with_as_many_workers_or_says_how_with_other
     assert len(list(resharded)) == 3
     assert dataset.loaded == {"at": 3}
     assert resharded.position == (1, 0, 4)
+
+
+@pytest.mark.parametrize("name", ["position", "ended", "dataset"])
+def test_a_stream_that_says_where_it_stands_is_not_begun_anew(name: str) -> None:
+    told = state(DataLoader(Says("tensors", (5,)), 2))
+    worker = told["workers"][0]
+    del (worker if name == "position" else worker["position"])[name]
+    with pytest.raises(
+        ValueError, match=rf"field 'workers\.0\.position.*{name}' is missing|0.position' is missing"
+    ):
+        DataLoader(Says("tensors", (5,)), 2).load_state_dict(told)
+
+
+class Counts(Sampler[int]):
+    """Says what it was told."""
+
+    told: Any = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"told": self.told}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.told = state["told"]
+        self.told += 0
+
+
+@pytest.mark.parametrize("sampler_state", [None, {}, {"told": "x"}])
+def test_what_a_sampler_refuses_is_named_and_nothing_is_taken(sampler_state: Any) -> None:
+    sampler = Counts()
+    one = loader(shuffle=None, sampler=sampler)
+    before = generators.state_of(one.generator)
+    told = loader(shuffle=None, sampler=Counts(), seed=4).state_dict()
+    if sampler_state is None:
+        del told["_index_sampler_state"]
+    else:
+        told["_index_sampler_state"] = sampler_state
+    with pytest.raises(ValueError, match="field '_index_sampler_state'"):
+        one.load_state_dict(told)
+    assert generators.same(before, generators.state_of(one.generator))
+    assert sampler.told == 0
 
 
 def test_an_empty_state_is_a_loader_that_was_not_iterated() -> None:

@@ -83,6 +83,7 @@ def test_what_is_compared_is_said_in_plain_values() -> None:
         "initial_seed": None,
         "num_replicas": 2,
         "replacement": None,
+        "generator": "",
         "schedule": "dynamic",
         "num_workers": 0,
     }

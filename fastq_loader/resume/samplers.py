@@ -1,0 +1,126 @@
+"""A loader's samplers: which there are, what they draw from, and what can be asked of them.
+
+Runs in the consumer, on the thread that calls `iter()`, `next()` and `state_dict()`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.dataloader import _InfiniteConstantSampler
+
+from fastq_loader.reading import generators
+from fastq_loader.reading.permutation import PermutationSampler
+from fastq_loader.reading.position import Stateful, is_stateful
+
+#: Samplers whose order does not depend on any of the generators that a process shares.
+_DEAF = (SequentialSampler, DistributedSampler, PermutationSampler, BatchSampler, _InfiniteConstantSampler)
+#: And those that draw from torch's, if they have none of their own.
+_TORCHS_OWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+#: What samplers are compared by, where they have it.
+COMPARED = ("seed", "initial_seed", "num_replicas", "replacement")
+#: Samplers around samplers that are looked into.
+_DEEPEST = 8
+
+
+def chain(index_sampler: Any) -> list[Any]:
+    """A sampler and those that it draws from: a batch sampler's `sampler`, a wrapper's `batch_sampler`."""
+    found: list[Any] = []
+    part = index_sampler
+    while part is not None and len(found) < _DEEPEST and not any(part is other for other in found):
+        found.append(part)
+        inner = getattr(part, "batch_sampler", None)  # its truth is its length, which it may not have
+        part = getattr(part, "sampler", None) if inner is None else inner
+    return found
+
+
+def stateful_sampler(index_sampler: Any) -> Stateful | None:
+    """The outermost of its samplers that can say where it stands."""
+    return next(filter(is_stateful, chain(index_sampler)), None)
+
+
+def asked_sampler(index_sampler: Any) -> Stateful | None:
+    """The same, if where it stands says where the loader does: only torch's own batches lie around it, which
+    take no index before they need it."""
+    for part in chain(index_sampler):
+        if is_stateful(part):
+            return part
+        if not isinstance(part, BatchSampler) or type(part).__iter__ is not BatchSampler.__iter__:
+            return None
+    return None
+
+
+def said(part: Any) -> Any:
+    """What it says of where it stands, for keeps; None: nothing. Or what it raised: whoever only iterates a
+    loader need not hear of that."""
+    try:
+        return copy.deepcopy(part.state_dict()) if is_stateful(part) else None
+    except Exception as error:
+        return error.with_traceback(None)
+
+
+def let_end(sampler: Any, state: Any) -> None:
+    """Bring a sampler that was put to its end to the end of an iteration, or its state would hold for the
+    next one. If it has begun anew at its end, put it there again."""
+    for _ in sampler:
+        sampler.load_state_dict(copy.deepcopy(state))
+        return
+
+
+def own_generators(index_sampler: Any, generator: torch.Generator | None, dataset: Any) -> dict[str, Any]:
+    """The generators that belong to a loader: its own, and its samplers'."""
+    if isinstance(index_sampler, _InfiniteConstantSampler):
+        return generators.find({"generator": generator})
+    roots = {"generator": generator, "sampler": index_sampler}
+    return generators.find(roots, but=[dataset, getattr(index_sampler, "data_source", dataset)])
+
+
+def epochs(index_sampler: Any) -> dict[str, int]:
+    """What `set_epoch` told the samplers: how deep → the epoch."""
+    return {str(depth): part.epoch for depth, part in enumerate(chain(index_sampler)) if _has_epoch(part)}
+
+
+def set_epochs(index_sampler: Any, told: dict[str, int]) -> None:
+    """Tell the samplers the same again."""
+    for depth, part in enumerate(chain(index_sampler)):
+        if str(depth) in told and _has_epoch(part) and part.epoch != told[str(depth)]:
+            part.set_epoch(told[str(depth)])
+
+
+def compared(index_sampler: Any) -> dict[str, Any]:
+    """The fields of samplers that two loaders are compared by."""
+    parts = chain(index_sampler)
+    fields: dict[str, Any] = {"sampler": "/".join(type(part).__qualname__ for part in parts)}
+    for name in COMPARED:
+        values = (getattr(part, name, None) for part in parts)
+        fields[name] = next((value for value in values if isinstance(value, (bool, int))), None)
+    return fields
+
+
+def torchs_generators(index_sampler: Any, generator: torch.Generator | None, dataset: Any) -> list[str]:
+    """Those of `own_generators` that the loader and torch's samplers were given."""
+    given = [generator, *(part.generator for part in chain(index_sampler) if type(part) in _TORCHS_OWN)]
+    own = own_generators(index_sampler, generator, dataset)
+    return [name for name, each in own.items() if any(each is one for one in given)]
+
+
+def shared_generators(index_sampler: Any) -> tuple[str, ...]:
+    """The names of the generators of the process that the order may be drawn from."""
+    kinds = {type(part) for part in chain(index_sampler)}
+    if kinds.issubset(_DEAF):
+        return ()
+    return ("torch",) if kinds.issubset(_DEAF + _TORCHS_OWN) else tuple(generators.GLOBAL)
+
+
+def _has_epoch(part: Any) -> bool:
+    return callable(getattr(part, "set_epoch", None)) and type(getattr(part, "epoch", None)) is int
