@@ -205,7 +205,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         calls the constructor, and what was copied with another loader's attributes is that loader's."""
         resources: Resources | None = vars(self).get("_resources")
         if resources is None or resources.owner() is not self:
-            resources = vars(self)["_resources"] = Resources(self)
+            saved = None if resources is None else resources.saved
+            resources = vars(self)["_resources"] = Resources(self, saved)
         return resources
 
     @property
@@ -258,6 +259,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         Raises:
             Exception: whatever `state_dict` of a sampler raises.
+            RuntimeError: that of the dataset, or of its iterator, raised; or it cannot be pickled.
         """
         resources = self._resources
         if resources.saved is not None:
@@ -336,5 +338,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     # ---- copies -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """The arguments; workers and counters stay behind, so a copy starts idle."""
-        return {**vars(self), "_iterator": None}  # the resources copy nothing of themselves
+        """The arguments, and what was loaded for the next epoch; workers and counters stay behind, so a copy
+        starts idle."""
+        return {**vars(self), "_iterator": None}

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 class Resources:
-    """What is alive of one loader; none of it is copied or pickled with the arguments.
+    """What is alive of one loader; of it only `saved` is copied or pickled with the arguments.
 
     Args:
-        owner: the loader.
+        owner: the loader; None until it asks for them.
+        saved: see below.
 
     Attributes:
         counters: of everything that it did.
@@ -37,17 +38,17 @@ class Resources:
         saved: what the next epoch goes on from, or None.
     """
 
-    def __init__(self, owner: DataLoader[Any] | None = None) -> None:
+    def __init__(self, owner: DataLoader[Any] | None = None, saved: Saved | None = None) -> None:
         self.owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
         self.counters = Counters()
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self.session: DeviceSession | None = None
         self.idle: list[SerialStaging] = []
         self.record: EpochRecord | None = None
-        self.saved: Saved | None = None
+        self.saved = saved
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Resources, ()  # no loader's: a subclass copied all attributes
+        return Resources, (None, self.saved)  # no loader's: a subclass copied all attributes
 
     def close_engines(self, reason: str) -> None:
         """End all workers of the loader; wait for those that are in the middle of a sample."""

@@ -158,6 +158,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             self._shared_seed = self._record.shared_seed
         else:
             self._shared_seed = datapipes.draw_shared_seed(self._dataset, loader.generator)
+            self._record.shared_seed = self._shared_seed
         self._dataset = datapipes.apply_seed(self._dataset, self._shared_seed)
 
     @abstractmethod

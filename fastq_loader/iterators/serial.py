@@ -7,7 +7,6 @@ follow the same rules as with workers.
 from __future__ import annotations
 
 import contextlib
-import pickle
 import threading
 import time
 from contextlib import nullcontext
@@ -158,9 +157,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         progress, fetcher = self._order.progress, self._dataset_fetcher
         if not progress.workers:
             return progress.after(number)
-        state = {"position": position.of(fetcher)} if position.is_known(fetcher) else {}
         iterable = self._dataset_kind == _DatasetKind.Iterable
-        return progress.after_worker(0, pickle.dumps(state) if state else b"", None if iterable else number)
+        return progress.after_worker(0, position.packed(fetcher), None if iterable else number)
 
     def _load(self, number: int, index: Any) -> Any:
         began = time.monotonic_ns()

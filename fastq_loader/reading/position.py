@@ -6,9 +6,11 @@ with indices only the dataset. (torchdata/stateful_dataloader/worker.py: `_make_
 
 from __future__ import annotations
 
+import pickle
 from typing import Any, Protocol, TypeGuard
 
 from fastq_loader.reading.fetch import Fetcher
+from fastq_loader.system.interrupts import refuse_interrupt
 
 
 class Stateful(Protocol):
@@ -38,6 +40,17 @@ def of(fetcher: Fetcher) -> dict[str, Any]:
     if iterator is not fetcher.dataset and is_stateful(fetcher.dataset):
         place["dataset"] = fetcher.dataset.state_dict()
     return place
+
+
+def packed(fetcher: Fetcher, **more: Any) -> bytes:
+    """The same as a pickle, with what else a reader says; b"": nothing. What user code raises stands in the
+    place of its position: whoever only iterates a loader need not hear of it."""
+    try:
+        state = {"position": of(fetcher), **more} if is_known(fetcher) else more
+        return pickle.dumps(state) if state else b""
+    except Exception as error:
+        refuse_interrupt(error)
+        return pickle.dumps({"position": {"error": f"{type(error).__name__}: {error}"}, **more})
 
 
 def set_dataset(dataset: Any, place: dict[str, Any]) -> None:

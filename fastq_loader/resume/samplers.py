@@ -22,6 +22,7 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 from fastq_loader.reading import generators
 from fastq_loader.reading.permutation import PermutationSampler
 from fastq_loader.reading.position import Stateful, is_stateful
+from fastq_loader.system.interrupts import refuse_interrupt
 
 #: Samplers whose order does not depend on any of the generators that a process shares.
 _DEAF = (SequentialSampler, DistributedSampler, PermutationSampler, BatchSampler, _InfiniteConstantSampler)
@@ -66,6 +67,7 @@ def said(part: Any) -> Any:
     try:
         return copy.deepcopy(part.state_dict()) if is_stateful(part) else None
     except Exception as error:
+        refuse_interrupt(error)
         return error.with_traceback(None)
 
 

@@ -151,6 +151,8 @@ def _worker(delivered: int, state: bytes) -> dict[str, Any]:
     worker: dict[str, Any] = {"delivered": delivered}
     if state:
         worker.update(pickle.loads(state))
+    if error := worker.get("position", {}).get("error"):
+        raise RuntimeError(f"the dataset's state_dict(), or its iterator's, cannot be used: {error}")
     if "generators" in worker:
         worker["generators"] = {name: generators.dump(raw) for name, raw in worker["generators"].items()}
     return worker

@@ -165,12 +165,11 @@ class Reader:
     def _say_state(self) -> bytes:
         """What the worker goes on from if this was the last batch."""
         assert self._fetcher is not None, "a batch was loaded"
-        state: dict[str, Any] = {}
-        if position.is_known(self._fetcher):
-            state["position"] = position.of(self._fetcher)
+        states: dict[str, Any] = {}
         if self._setup.plan.save_generators:
-            state["generators"] = {name: generators.state_of(own) for name, own in self._generators().items()}
-        return seal(pickle.dumps(state), self._setup.token) if state else b""
+            states = {name: generators.state_of(own) for name, own in self._generators().items()}
+        state = position.packed(self._fetcher, **({"generators": states} if states else {}))
+        return seal(state, self._setup.token) if state else b""
 
     def is_missed(self) -> bool:
         """Whether a batch that nobody will get has to be loaded all the same. torch's workers load whatever

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,3 +91,19 @@ def test_a_dataset_goes_on_where_it_stood_and_its_next_epoch_is_whole(make: Any,
 def test_what_says_nothing_is_not_asked() -> None:
     assert not position.is_known(fetcher(range(3)))
     assert position.of(fetcher(range(3))) == {"ended": False}
+
+
+def test_what_is_said_is_packed_with_more_or_with_the_error_in_its_place() -> None:
+    class CannotSay(Counts):
+        def state_dict(self) -> dict[str, Any]:
+            raise KeyError("at")
+
+    def unpacked(dataset: Any, **more: Any) -> Any:
+        packed = position.packed(fetcher(dataset), **more)
+        return pickle.loads(packed) if packed else None
+
+    place = {"ended": False, "dataset": {"at": 0}}
+    assert unpacked(Counts(3), more=1) == {"position": place, "more": 1}
+    assert unpacked(CannotSay(3), more=1) == {"position": {"error": "KeyError: 'at'"}, "more": 1}
+    assert unpacked([1], more=1) == {"more": 1}
+    assert unpacked([1]) is None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from fastq_loader import DataLoader, PermutationSampler
 from fastq_loader.reading import generators
@@ -219,6 +221,35 @@ def test_what_a_sampler_refuses_is_named_and_nothing_is_taken(sampler_state: Any
         one.load_state_dict(told)
     assert generators.same(before, generators.state_of(one.generator))
     assert sampler.told == 0
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_goes_on_from_what_was_loaded_too(copied: Callable[[Any], Any]) -> None:
+    one = loader()
+    told = state(one)
+    one.load_state_dict(told)
+    twin = copied(one)
+    assert twin.position == (0, 1, 1)
+    rest = [batch[0].tolist() for batch in one]
+    assert copied(one).position == (0, 0, 0)
+    one.load_state_dict(told)
+    again = copied(one)
+    assert [batch[0].tolist() for batch in again] == rest
+    assert one.position == (0, 1, 1)
+
+
+def test_a_shuffling_pipe_goes_on_in_its_order() -> None:
+    def pipe() -> DataLoader[Any]:
+        return DataLoader(IterableWrapper(range(20)).shuffle(), 4, shuffle=True)  # type: ignore[no-untyped-call]
+
+    first = pipe()
+    iterator = iter(first)
+    next(iterator)
+    second = pipe()
+    second.load_state_dict(first.state_dict())
+    with pytest.warns(UserWarning, match="1 batches that were handed out before are read again"):
+        rest = [batch.tolist() for batch in second]
+    assert rest == [batch.tolist() for batch in iterator]
 
 
 def test_an_empty_state_is_a_loader_that_was_not_iterated() -> None:

@@ -98,3 +98,21 @@ def test_a_dataset_without_a_length_is_not_asked_for_it() -> None:
             return iter(range(3))
 
     assert describe(DataLoader(Unsized()))["dataset_length"] is None
+
+
+@pytest.mark.parametrize("said", [lambda: 1 / 0, lambda: {"at": lambda: 0}], ids=["raises", "no pickle"])
+@pytest.mark.parametrize("kind", [MapDataset, Stream])
+def test_a_dataset_that_cannot_say_where_it_stands_is_read_all_the_same(kind: Any, said: Any) -> None:
+    class CannotSay(kind):  # type: ignore[misc]
+        def state_dict(self) -> Any:
+            return said()
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError("nothing was saved")
+
+    loader = DataLoader(CannotSay("tensors", 4 if kind is MapDataset else (4,)), 2)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(RuntimeError, match=r"the dataset.s state_dict.* cannot be used: .*(zero|pickle)"):
+        loader.state_dict()
+    assert len(list(iterator)) == 1
