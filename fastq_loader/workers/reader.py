@@ -53,6 +53,7 @@ class Reader:
         self._collate_fn: Any = None
         self._fetcher: Fetcher | None = None
         self._fetched = False  # anything since the worker was started
+        self._asked = 0  # for a batch, in this epoch
         self._to_pass = 0  # batches of this epoch that were handed out before it was resumed
         self._replays = False  # and have to be read again
         self._resumed: dict[str, Any] = {}  # the state to go on from
@@ -82,6 +83,7 @@ class Reader:
         self.ended = False
         self.state = b""
         self.epochs += 1
+        self._asked = 0
         self._base_seed = epoch.base_seed
         if epoch.base_seed is not None:
             seeding.seed_worker(epoch.base_seed, self._setup.worker)  # for what iter(dataset) draws
@@ -133,16 +135,23 @@ class Reader:
         """
         assert self._fetcher is not None, "an epoch comes before its tasks"
         if self._base_seed is not None:
-            seed = seeding.seed_batch(self._base_seed, seq)
+            seed = seeding.seed_batch(self._base_seed, self._number(seq))
             # torch's class lets nobody set its attributes; who asked for it before sees the new seed too.
             object.__setattr__(torch_worker._worker_info, "seed", seed)
         self._fetched = True
+        self._asked += 1
         if self._to_pass:
             self._pass_over(index)
         try:
             return self._fetch(index)
         finally:
             self.state = self._say_state()
+
+    def _number(self, seq: int) -> int:
+        """What a batch is seeded by: its number. Of an iterable dataset it is the number that it has if no worker
+        ends before: how many tasks the others were still given depends on when they ended."""
+        setup = self._setup
+        return self._asked * setup.plan.workers + setup.worker if setup.plan.rules.iterable else seq
 
     def _fetch(self, index: Any) -> Any:
         assert self._fetcher is not None, "an epoch comes before its tasks"

@@ -69,6 +69,21 @@ def test_with_a_seed_for_each_batch_it_does_not_matter_what_was_loaded_before(ar
     assert info.seed == seeding.seed_batch(7, 0)
 
 
+def test_the_seeds_of_a_stream_do_not_depend_on_when_others_ended(arena: Arena) -> None:
+    class DrawsOnAndOn:
+        def __iter__(self) -> Any:
+            return iter(draws, None)
+
+    loading = reader(arena, DrawsOnAndOn(), workers=3, worker=1, rules=Rules(True, False, False))
+    found = []
+    for seqs in ((1, 4, 6, 8), (1, 4, 7, 10)):
+        loading.begin_epoch(Epoch(1, None, 7))
+        found.append([loading.load(seq, None) for seq in seqs])
+    assert found[0] == found[1]
+    seeding.seed_batch(7, 10)
+    assert found[0][-1] == draws()
+
+
 @pytest.mark.parametrize("at", ["init", "iter"])
 def test_a_failure_is_kept_until_somebody_asks(arena: Arena, at: str) -> None:
     class Fails:
