@@ -148,8 +148,8 @@ class Reader:
             self.state = self._say_state()
 
     def _number(self, seq: int) -> int:
-        """What a batch is seeded by: its number. Of an iterable dataset it is the number that it has if no worker
-        ends before: how many tasks the others were still given depends on when they ended."""
+        """What a batch is seeded by: its number. Of an iterable dataset it is the number that it has if no
+        worker ends before: how many tasks the others still get depends on when they end."""
         setup = self._setup
         return self._asked * setup.plan.workers + setup.worker if setup.plan.rules.iterable else seq
 

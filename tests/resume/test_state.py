@@ -113,8 +113,6 @@ def test_a_dataset_that_cannot_say_where_it_stands_is_read_all_the_same(kind: An
     loader = DataLoader(CannotSay("tensors", 4 if kind is MapDataset else (4,)), 2)
     iterator = iter(loader)
     next(iterator)
-    with pytest.raises(
-        RuntimeError, match=r"the dataset.s state_dict.* cannot be used: .*(zero|local)"
-    ):
+    with pytest.raises(RuntimeError, match=r"the dataset.s state_dict.* cannot be used: .*(zero|local)"):
         loader.state_dict()
     assert len(list(iterator)) == 1
