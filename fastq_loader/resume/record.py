@@ -62,7 +62,7 @@ class EpochRecord:
         over: it was exhausted.
         continues_workers: it is the next epoch of workers that would have lived on.
         lives_on: its workers go on with the next epoch, for which torch then draws no base seed.
-        described: see `saved.describe`; None until somebody asks.
+        constant: the part of its `state_dict` that stays the same; None until somebody asks.
     """
 
     def __init__(self, order: Order, position: Position, saved: Saved | None, readers: int) -> None:
@@ -72,9 +72,8 @@ class EpochRecord:
         self.shared_seed: int | None = None
         self.over = False
         self.continues_workers = self.lives_on = False
-        self.described: dict[str, Any] | None = None
-        self._texts: dict[tuple[int, str], str] = {}  # of states that do not change any more
-        self._now: dict[str, tuple[Any, str]] = {}  # and when they were asked for last
+        self.constant: dict[str, Any] | None = None
+        self._now: dict[str, tuple[Any, str]] = {}  # the generators' states, as they were asked for last
         self._began = position
         progress = order.progress
         if saved is not None:
@@ -147,14 +146,6 @@ class EpochRecord:
         ]
 
     # ---- for state_dict() ---------------------------------------------------------------------
-
-    def texts(self, number: int, states: dict[str, Any]) -> dict[str, str]:
-        """States as text, of which each is only made once: those of the epoch's beginning (0), and those of
-        its first index (1)."""
-        for name in states:
-            if (number, name) not in self._texts:
-                self._texts[number, name] = generators.dump(states[name])
-        return {name: self._texts[number, name] for name in states}
 
     def texts_now(self) -> dict[str, str]:
         """The states of the loader's own generators, as text."""

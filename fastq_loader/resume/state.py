@@ -69,35 +69,24 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
         own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
         state = _state(describe(loader), {name: _text(generator) for name, generator in own.items()})
         return {**state, **_between_epochs(loader)}
-    if record.described is None:
-        record.described = {**describe(loader), **record.order.compared}
-    position, progress, beginning = record.position, record.progress, record.order.beginning
-    state = _state(
-        record.described,
-        record.texts_now(),
-        epoch=position.epoch,
-        batches=position.batches - position.batch,
-        yielded=progress.delivered,
-        over=record.over,
-    )
-    state["lives_on"], state["base_seed"] = record.lives_on, record.base_seed
     if record.over:
+        state = {**_of_epoch(loader, record), "_iterator_finished": True}
         return {**state, **samplers.compared(loader._index_sampler), **_between_epochs(loader)}
-    state["resumes"] = True
-    state["shared_seed"] = record.shared_seed
+    progress, beginning = record.order.progress, record.order.beginning
+    if record.constant is None or len(record.constant["order"]["first"]) != len(beginning.first):
+        record.constant = {**_of_epoch(loader, record), "resumes": True, "order": _order(record)}
+    # Called after every step, this must cost next to nothing: what stays is copied, what moves is set.
+    state = record.constant.copy()
+    state["_num_yielded"] = state["_sampler_iter_yielded"] = progress.delivered
     state["beyond"] = sorted(progress.beyond)
-    state["order"] = {
-        "starts": beginning.starts,
-        "seeded": beginning.seeded,
-        "drawn": max(beginning.drawn, progress.head),
-        "short": beginning.short,
-        "exhausted": beginning.exhausted,
-        "epochs": dict(beginning.epochs),
-        "states": record.texts(0, beginning.states),
-        "first": record.texts(1, beginning.first),
-    }
+    state["generators"] = record.texts_now()
+    state["order"] = order = state["order"].copy()
+    order["drawn"] = max(beginning.drawn, progress.head)
+    order["short"], order["exhausted"] = beginning.short, beginning.exhausted
+    for name in ("epochs", "states", "first"):
+        order[name] = order[name].copy()
     if beginning.inner is not None:
-        state["order"]["inner"] = _for_user(beginning.inner)
+        order["inner"] = _for_user(beginning.inner)
     if beginning.snapshots:
         snapshot = map(_for_user, beginning.snapshots[progress.head])
         state["_index_sampler_state"], state["_sampler_iter_state"] = snapshot
@@ -105,10 +94,26 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
     return state
 
 
-def _for_user(said: Any) -> Any:
-    if isinstance(said, Exception):
-        raise said
-    return copy.deepcopy(said)
+def _of_epoch(loader: DataLoader[Any], record: EpochRecord) -> dict[str, Any]:
+    """What stays the same from batch to batch."""
+    position = record.position
+    state = _state({**describe(loader), **record.order.compared}, record.texts_now())
+    state["epoch"], state["batches"] = position.epoch, position.batches - position.batch
+    state["_num_yielded"] = state["_sampler_iter_yielded"] = record.progress.delivered
+    state["lives_on"], state["base_seed"] = record.lives_on, record.base_seed
+    state["shared_seed"] = record.shared_seed
+    return state
+
+
+def _order(record: EpochRecord) -> dict[str, Any]:
+    beginning = record.order.beginning
+    return {
+        "starts": beginning.starts,
+        "seeded": beginning.seeded,
+        "epochs": beginning.epochs,
+        "states": {name: generators.dump(state) for name, state in beginning.states.items()},
+        "first": {name: generators.dump(state) for name, state in beginning.first.items()},
+    }
 
 
 def _between_epochs(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -119,23 +124,22 @@ def _between_epochs(loader: DataLoader[Any]) -> dict[str, Any]:
     }
 
 
-def _state(
-    described: dict[str, Any],
-    texts: dict[str, str],
-    epoch: int = 0,
-    batches: int = 0,
-    yielded: int = 0,
-    over: bool = False,
-) -> dict[str, Any]:
+def _for_user(said: Any) -> Any:
+    if isinstance(said, Exception):
+        raise said
+    return copy.deepcopy(said)
+
+
+def _state(described: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
     return {
         "library": LIBRARY,
         "version": VERSION,
         **described,
-        "epoch": epoch,
-        "batches": batches,
-        "_num_yielded": yielded,
-        "_sampler_iter_yielded": yielded,
-        "_iterator_finished": over,
+        "epoch": 0,
+        "batches": 0,
+        "_num_yielded": 0,
+        "_sampler_iter_yielded": 0,
+        "_iterator_finished": False,
         "generators": texts,
         "lives_on": False,
         "base_seed": 0,
