@@ -240,7 +240,9 @@ class IndexSource(Iterator[Any]):
         self._order = order
         self._beyond = progress.beyond
         self._ahead: deque[tuple[Any, Exception | None, Snapshot | None]] = deque()
+        self._beginning = order.beginning
         self._fresh = order.beginning.drawn == 0  # its first index is drawn from the shared generators
+        self._plain = False  # from here on there is nothing to note but the position
 
     def draw_ahead(self, dropped: int, kept: int) -> None:
         """Draw indices now: some to be dropped, and some to be given out later."""
@@ -253,6 +255,20 @@ class IndexSource(Iterator[Any]):
                 self._ahead.append(drawn)
 
     def __next__(self) -> Any:
+        if not self._plain:
+            return self._next_noted()
+        try:
+            index = next(self.drawn)
+        except StopIteration:
+            self._beginning.exhausted = True
+            raise
+        except Exception:  # it has its position
+            self._beginning.drawn = self.position = self.position + 1
+            raise
+        self._beginning.drawn = self.position = self.position + 1
+        return index
+
+    def _next_noted(self) -> Any:
         while True:
             passed_over = self.position in self._beyond
             try:
@@ -291,6 +307,9 @@ class IndexSource(Iterator[Any]):
         order = self._order
         self.position += 1
         order.beginning.drawn = max(order.beginning.drawn, self.position)
+        self._plain = (
+            self.snapshots is None and not self._ahead and self.position > max(self._beyond, default=-1)
+        )
         if self.snapshots is not None and snapshot is not None:
             order.beginning.short = isinstance(index, list) and len(index) < order.batch_size
             self.snapshots[self.position] = snapshot
