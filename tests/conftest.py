@@ -315,7 +315,7 @@ class Script:
             raise AssertionError(text) from None
         finished = time.monotonic()
         wait_until(lambda: not self.processes(), 1)
-        if all(map(_is_helper, self.processes())):  # Python's own takes a second for its end, with torch in it
+        if all(map(_is_helper, self.processes())):  # Python's own take a second to end, with torch in them
             wait_until(lambda: not self.processes(), 5)
         left = tuple(map(str, self.processes()))
         _kill(entry.pid for entry in self.processes())
