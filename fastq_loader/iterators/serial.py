@@ -19,7 +19,7 @@ from fastq_loader.device.staging import SerialStaging
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.iterators.base import LoaderIterator
 from fastq_loader.reading import datapipes, position, seeding
-from fastq_loader.reading.fetch import EndOfStream, Fetcher, make_fetcher
+from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.scheduling.progress import Progress
 from fastq_loader.system.interrupts import refuse_interrupt
 
@@ -50,30 +50,27 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         with seeding.put_back() if self._dynamic else nullcontext():
             if self._dynamic:
                 seeding.seed_worker(self._base_seed, 0)  # for what iter(dataset) draws
-            self._dataset_fetcher = self._make_fetcher()
+            self._begin_reading()
         self._epoch_has_begun(loader)
 
-    def _make_fetcher(self) -> Fetcher:
+    def _begin_reading(self) -> None:
+        """Make the fetcher, and come to where the epoch goes on."""
         record = self._record
         delivered, state = record.resume[0] if record.resume else (0, None)
         place = (state or {}).get("position")
-        if place is not None:
-            position.set_dataset(self._dataset, place)
         iterable = self._dataset_kind == _DatasetKind.Iterable
         if iterable and not self._dynamic:  # what it draws is the user's, and drawn again if it is read again
             self._order.note_shared()
-        fetcher = self._dataset_fetcher = make_fetcher(
+        self._dataset_fetcher = position.fetcher_at(
+            place,
             self._dataset,
             iterable=iterable,
             auto_collation=self._auto_collation,
             collate=self._collate_fn,
             drop_last=self._drop_last,
         )
-        if place is not None:
-            position.set_iterator(fetcher, place)
-        elif iterable:
+        if place is None and iterable:
             self._read_again(delivered)
-        return fetcher
 
     def _read_again(self, count: int) -> None:
         """Come to where an iterable dataset goes on that cannot say it."""

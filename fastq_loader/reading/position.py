@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from typing import Any, Protocol, TypeGuard
 
-from fastq_loader.reading.fetch import Fetcher
+from fastq_loader.reading.fetch import Fetcher, make_fetcher
 from fastq_loader.system.interrupts import refuse_interrupt
 
 
@@ -53,21 +53,29 @@ def packed(fetcher: Fetcher, **more: Any) -> bytes:
         return pickle.dumps({"position": {"error": f"{type(error).__name__}: {error}"}, **more})
 
 
-def set_dataset(dataset: Any, place: dict[str, Any]) -> None:
-    """Put a dataset where it stood; before `iter(dataset)`."""
+def fetcher_at(place: dict[str, Any] | None, dataset: Any, **rules: Any) -> Fetcher:
+    """`make_fetcher(dataset, **rules)`, of a dataset that is put where it stood; None: nobody knows where."""
+    if place is None:
+        return make_fetcher(dataset, **rules)
+    _set_dataset(dataset, place)  # before `iter(dataset)`
+    fetcher = make_fetcher(dataset, **rules)
+    _set_iterator(fetcher, place)
+    return fetcher
+
+
+def _set_dataset(dataset: Any, place: dict[str, Any]) -> None:
     if "dataset" in place:
         dataset.load_state_dict(place["dataset"])
 
 
-def set_iterator(fetcher: Fetcher, place: dict[str, Any]) -> None:
-    """Put the iterator of a dataset where it stood."""
+def _set_iterator(fetcher: Fetcher, place: dict[str, Any]) -> None:
     if "iterator" in place:
         _iterator(fetcher).load_state_dict(place["iterator"])
     if place.get("ended"):
         fetcher.ended = True  # type: ignore[attr-defined]
         # It is asked once more: datasets note in their iterator that they were put somewhere.
         if next(_iterator(fetcher), fetcher) is not fetcher:  # one that begins anew at its end
-            set_dataset(fetcher.dataset, place)
+            _set_dataset(fetcher.dataset, place)
             if "iterator" in place:
                 _iterator(fetcher).load_state_dict(place["iterator"])
 

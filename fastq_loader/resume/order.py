@@ -274,7 +274,7 @@ class IndexSource(Iterator[Any]):
             try:
                 index, error, snapshot = self._ahead.popleft() if self._ahead else self._watched()
             except StopIteration:
-                self._order.beginning.exhausted = True
+                self._beginning.exhausted = True
                 raise
             self._drew(index, snapshot)
             if passed_over:
@@ -290,7 +290,7 @@ class IndexSource(Iterator[Any]):
         if not self._fresh:
             return self._draw()
         self._fresh = False
-        return self._order.watch(self._draw, self._order.beginning.first)
+        return self._order.watch(self._draw, self._beginning.first)
 
     def _draw(self) -> tuple[Any, Exception | None, Snapshot | None]:
         """An index, or the error in its place; and what the sampler says then."""
@@ -304,14 +304,14 @@ class IndexSource(Iterator[Any]):
         return index, error, None if self.snapshots is None else self._order.ask(self.drawn)
 
     def _drew(self, index: Any, snapshot: Snapshot | None) -> None:
-        order = self._order
+        order, beginning = self._order, self._beginning
         self.position += 1
-        order.beginning.drawn = max(order.beginning.drawn, self.position)
+        beginning.drawn = max(beginning.drawn, self.position)
         self._plain = (
             self.snapshots is None and not self._ahead and self.position > max(self._beyond, default=-1)
         )
         if self.snapshots is not None and snapshot is not None:
-            order.beginning.short = isinstance(index, list) and len(index) < order.batch_size
+            beginning.short = isinstance(index, list) and len(index) < order.batch_size
             self.snapshots[self.position] = snapshot
             for old in [position for position in self.snapshots if position < order.progress.head]:
                 del self.snapshots[old]

@@ -134,7 +134,8 @@ def _snapshots(fields: _Fields, loader: DataLoader[Any], head: int) -> dict[int,
 def _progress(fields: _Fields, drawn: int, loader: DataLoader[Any], ignored: frozenset[str]) -> Progress:
     beyond = frozenset(fields.whole("beyond", at) for at in fields.sequence("beyond"))
     workers = tuple(
-        _read_worker(fields, number, loader.dataset) for number in range(len(fields.sequence("workers")))
+        _read_worker(number, worker, loader.dataset)
+        for number, worker in enumerate(fields.sequence("workers"))
     )
     workers = _dealt(fields, workers, loader, ignored)
     progress = Progress(fields.number("_sampler_iter_yielded", 0, len(beyond) + drawn), beyond, workers)
@@ -243,9 +244,8 @@ def _compare(fields: _Fields, now: dict[str, Any], ignored: frozenset[str]) -> N
             )
 
 
-def _read_worker(fields: _Fields, number: int, dataset: Any) -> WorkerProgress:
+def _read_worker(number: int, worker: Any, dataset: Any) -> WorkerProgress:
     where = f"workers.{number}."
-    worker = fields.sequence("workers")[number]
     if not isinstance(worker, dict):
         raise ValueError(f"field 'workers.{number}' is {worker!r:.60}; it should be of type dict")
     told = _Fields(worker, where)

@@ -21,7 +21,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from fastq_loader.ipc.messages import Epoch, seal, unseal
 from fastq_loader.reading import datapipes, generators, position, seeding
-from fastq_loader.reading.fetch import EndOfStream, Fetcher, make_fetcher
+from fastq_loader.reading.fetch import EndOfStream, Fetcher
 from fastq_loader.workers.config import Setup
 
 
@@ -95,11 +95,7 @@ class Reader:
             self._resume(epoch.resume)
             rules = vars(self._setup.plan.rules)
             place = self._resumed.get("position")
-            if place is not None:
-                position.set_dataset(self._dataset, place)
-            self._fetcher = make_fetcher(self._dataset, collate=self._collate_fn, **rules)
-            if place is not None:
-                position.set_iterator(self._fetcher, place)
+            self._fetcher = position.fetcher_at(place, self._dataset, collate=self._collate_fn, **rules)
             self._set_generators()
         except Exception as error:
             self.failure = error

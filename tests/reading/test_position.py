@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from fastq_loader.reading import position
-from fastq_loader.reading.fetch import EndOfStream, Fetcher, make_fetcher
+from fastq_loader.reading.fetch import EndOfStream, Fetcher
 
 
 class Counts(IterableDataset):  # type: ignore[type-arg]
@@ -58,12 +58,8 @@ class Counting(Counts):
 
 
 def fetcher(dataset: Any, place: dict[str, Any] | None = None) -> Fetcher:
-    if place is not None:
-        position.set_dataset(dataset, place)
-    made = make_fetcher(dataset, iterable=True, auto_collation=True, collate=list, drop_last=False)
-    if place is not None:
-        position.set_iterator(made, place)
-    return made
+    rules = {"iterable": True, "auto_collation": True, "collate": list, "drop_last": False}
+    return position.fetcher_at(place, dataset, **rules)
 
 
 def rest(made: Fetcher) -> list[Any]:
