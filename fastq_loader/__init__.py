@@ -27,12 +27,19 @@ from fastq_loader.memory.allocator import empty
 from fastq_loader.reading.permutation import PermutationSampler
 from fastq_loader.resume.record import Position
 from fastq_loader.scheduling.options import Dynamic, RoundRobin
-from fastq_loader.statistics import LateBatch, LoaderStatistics, StagingStatistics, WorkerStatistics
+from fastq_loader.statistics.snapshots import (
+    EpochStatistics,
+    LateBatch,
+    LoaderStatistics,
+    StagingStatistics,
+    WorkerStatistics,
+)
 from fastq_loader.workers.options import Processes
 
 __all__ = [
     "DataLoader",
     "Dynamic",
+    "EpochStatistics",
     "InvalidTransition",
     "IteratorInvalid",
     "LateBatch",

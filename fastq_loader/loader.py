@@ -8,6 +8,7 @@ what its pool of workers is to do. What the arguments come to is in `arguments`,
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from fastq_loader.resume import saved
 from fastq_loader.resume.record import Position
 from fastq_loader.resume.state import state_of
 from fastq_loader.scheduling.options import Schedule
-from fastq_loader.statistics import LoaderStatistics
+from fastq_loader.statistics.snapshots import LoaderStatistics
 from fastq_loader.workers.config import Plan, Rules
 from fastq_loader.workers.options import Processes
 from fastq_loader.workers.payload import Payload
@@ -307,6 +308,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def statistics(self) -> LoaderStatistics:
         """What this loader did so far, as an immutable snapshot."""
         resources = self._resources
+        if resources.counters.history:
+            resources.counters.history[-1].used_cpu(time.process_time_ns())
         blocks = [(0, 0, 0), *(engine.blocks() for engine in list(resources.engines))]
         in_use, free, nbytes = map(sum, zip(*blocks, strict=True))
         return resources.counters.snapshot(

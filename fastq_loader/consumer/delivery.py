@@ -16,7 +16,7 @@ from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.events import Deliver
 from fastq_loader.scheduling.progress import START, Progress
-from fastq_loader.statistics import Counters
+from fastq_loader.statistics.counters import Counters
 from fastq_loader.system.interrupts import refuse_interrupt
 
 

@@ -20,7 +20,8 @@ from fastq_loader.consumer.outcomes import OutcomeSlot
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.scheduling.progress import START, Progress
-from fastq_loader.statistics import Counters
+from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.system import process_id
 from fastq_loader.workers import stopping
 from fastq_loader.workers.config import Plan
@@ -82,7 +83,8 @@ class Engine:
         self,
         sampler: Iterator[Any],
         shared_seed: int | None,
-        base_seed: int | None = None,
+        base_seed: int | None,
+        spent: EpochCounters,
         done: Progress = START,
         resume: Resume = (),
     ) -> int:
@@ -91,6 +93,7 @@ class Engine:
         Args:
             sampler: yields indices, those in `done` not again.
             shared_seed, base_seed: see `messages.Epoch`.
+            spent: where the time of the epoch goes.
             done: what was handed out of the epoch before it was resumed.
             resume: what each worker is told of that: how many batches were its own, and its state.
 
@@ -100,7 +103,8 @@ class Engine:
         Raises:
             IteratorInvalid: the engine is closed.
         """
-        return self._enter(lambda loop: loop.begin_epoch(sampler, shared_seed, base_seed, done, resume))
+        epoch = sampler, shared_seed, base_seed, spent, done, resume
+        return self._enter(lambda loop: loop.begin_epoch(*epoch))
 
     def advance(self, epoch: int, into: OutcomeSlot, finish: Callable[[Any], Any]) -> None:
         """Put the next outcome of an epoch down in `into`: a batch, after `finish`; or what to raise:

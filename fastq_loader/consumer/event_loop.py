@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from fastq_loader.consumer.accounting import Accounting
+from fastq_loader.consumer.deaths import Deaths, death
 from fastq_loader.consumer.delivery import Delivery, finished
-from fastq_loader.consumer.outcomes import CLOSED, ENDED, Closed, Delivered, Outcome, OutcomeSlot, Raised
+from fastq_loader.consumer.outcomes import CLOSED, ENDED, Closed, Delivered, Outcome, OutcomeSlot
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.device.staging import Staging
-from fastq_loader.errors import LoaderTimeout, WorkerDied, WorkerReplaced, warn_user
 from fastq_loader.ipc.claim_table import slots
 from fastq_loader.ipc.messages import Epoch, Space, encode
 from fastq_loader.ipc.probes import expect_threads
@@ -34,7 +35,8 @@ from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.timeout import Timeout
 from fastq_loader.scheduling.window import Window
-from fastq_loader.statistics import Counters
+from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.system import calls, standard_streams
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.workers.config import Plan
@@ -97,7 +99,10 @@ class EventLoop:
         self._unpacker = Unpacker(arena, plan.workers, self._group.token, plan.for_device)
         self._delivery = Delivery(self._unpacker, self.pool, counters, plan.rules.iterable)
         self._receiver = Receiver(plan, self._group, self.scheduler, self._unpacker, counters)
+        self._deaths = Deaths(plan, self._group, self.scheduler)
         self._epoch: Epoch | None = None
+        self._accounting = Accounting(counters, self.scheduler)
+        self._spent = self._accounting.spent
         self._unsent: dict[int, bytes] = {}  # shared tasks by their tickets, encoded
         self._timeout = Timeout(plan.timeout, of_head=plan.dynamic and plan.in_order)
         # Of the call under way. Not passed from frame to frame: an error holds those by its traceback.
@@ -124,12 +129,14 @@ class EventLoop:
         sampler: Iterator[Any],
         shared_seed: int | None,
         base_seed: int | None,
+        spent: EpochCounters,
         done: Progress = START,
         resume: Resume = (),
     ) -> int:
         """Begin an epoch, whose number is returned; whatever is left of the one before is dropped. See
         `Engine.start_epoch`."""
         scheduler = self.scheduler
+        self._spent = self._accounting.spent = self._receiver.spent = spent
         if self._delivery.staging is not None:  # before the blocks of what is dropped go to others
             self.pool.drop(self._delivery.staging.drain())
         taken, claimed = self._group.take_back(scheduler.pending_tasks.tickets())
@@ -139,7 +146,6 @@ class EventLoop:
         drawn = START if self.plan.rules.iterable else done
         started = events.EpochStarted(self._epoch.epoch, frozenset(taken), claimed, drawn)
         instructions = scheduler.handle(started)
-        self._counters.epochs += 1
         self._sampler = sampler
         self._group.begin_epoch(self._epoch)
         self._carry_out(instructions)
@@ -160,6 +166,7 @@ class EventLoop:
         if into.outcome is not None:  # of another thread, which has not taken it yet
             self.phase = IDLE
             return True
+        self._spent.entered(time.monotonic_ns())
         self._begin_call()
         while self._outcome is None:
             self._carry_out(self.scheduler.handle(_WANTED))
@@ -168,6 +175,7 @@ class EventLoop:
             outcome = finished(outcome, finish)
         if outcome is CLOSED:
             return False
+        self._accounting.left(outcome is ENDED)
         # One moment: there is no call in here, and only a call can be cut short.
         into.outcome = outcome  # type: ignore[assignment]
         self.fatal = self.fatal or outcome.fatal
@@ -182,7 +190,9 @@ class EventLoop:
             continue
         spare, staging = _SPARE_BATCHES, self._delivery.staging
         if staging is not None:
+            began = time.monotonic_ns()
             self.pool.drop(staging.turn())
+            self._accounting.used_device(began)
             spare += 2 * staging.ahead
         self._counters.window = self.scheduler.window.size
         if self.pool.trim(self.scheduler.window.size + spare, None if staging is None else staging.forget):
@@ -199,6 +209,7 @@ class EventLoop:
 
     def _draw(self, draw: events.Draw) -> None:
         for _ in range(draw.times):
+            began = time.monotonic_ns()
             try:
                 event: events.Event = events.Drawn(next(self._sampler))
             except StopIteration:
@@ -206,10 +217,12 @@ class EventLoop:
             except Exception as error:
                 refuse_interrupt(error)
                 event = events.DrawFailed(error)
+            self._spent.drew(began, time.monotonic_ns())
             self._carry_out(self.scheduler.handle(event))
 
     def _send(self, send: events.Send) -> None:
         worker, task = send
+        self._spent.sent(task.seq, time.monotonic_ns())
         try:
             if worker is None:
                 self._unsent[task.ticket] = encode(task, self._group.token)
@@ -232,29 +245,30 @@ class EventLoop:
         self._flush()
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
             self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
+        staging, began = self._delivery.staging, time.monotonic_ns()
         self._outcome = self._delivery.hand_out(deliver)
-        if self._delivery.staging is not None:
-            self._stage_ahead(self._delivery.staging)
+        self._accounting.handed_out(deliver.answer)
+        if staging is not None:
+            self._stage_ahead(staging)
+            self._accounting.used_device(began)
 
     def _finish(self, finish: events.Finish) -> None:
         self._outcome = ENDED
 
     def _break(self, lost: events.Break) -> None:
-        cause, torch_text = self._group.death(lost.worker)
-        report = self._group.report(lost.worker, cause, lost.seq, lost.index)
-        self._outcome = _death(report, RuntimeError(torch_text))
+        self._outcome = self._deaths.of(lost)
 
     def _replace(self, replace: events.Replace) -> None:
         assert self._epoch is not None, "batches are loaded in epochs"
         worker, seq, cause = replace
-        report = self._report(worker, cause, seq)
+        report = self._deaths.report(worker, cause, seq)
         self._unpacker.forget(worker)
         try:
             self._group.replace(worker, self._epoch)
         except OSError as error:
             refuse_interrupt(error)
             report = f"{report}; no other one could be started in its place: {error}"
-            self._outcome = _death(report, error)
+            self._outcome = death(report, error)
 
     # ---- on to the device ---------------------------------------------------------------------
 
@@ -284,7 +298,7 @@ class EventLoop:
         self.phase = WAITING
         ready = self._group.socket.wait(seconds)
         self.phase = BUSY  # a handler of a signal may have called meanwhile
-        self._counters.waited(time.monotonic_ns() - began, self.scheduler.epoch, wait.seq, wait.behind)
+        self._accounting.waited(wait, began)
         if self._group.socket.woken:
             self._outcome = CLOSED
             return
@@ -314,19 +328,14 @@ class EventLoop:
         """The timeout is over: replace the worker that hangs, or say which one it is."""
         self._timeout.forget()
         self.timed_out = True
-        worker = late = wait.worker
-        timeout = self.plan.timeout
-        if worker is None:
-            ticket = self.scheduler.pending_tasks[self.scheduler.epoch, wait.seq].ticket
-            worker, late = self._group.claims.holder(ticket), self._group.late_for(ticket)
-        if late is not None and self.scheduler.can_replace:
-            stacks = self._group.stacks(late)
-            self._group.kill(late)
-            cause = f"was ended, because it did not answer within {timeout:g} seconds,"
-            self._handle_death(late, cause, stacks)
+        worker, late = self._deaths.who_is_late(wait)
+        if late is None or not self.scheduler.can_replace:
+            self._outcome = self._deaths.timed_out(worker, wait.seq)
             return
-        text = self._group.report_late(worker, wait.seq, self.scheduler.index_of(wait.seq))
-        self._outcome = Raised(LoaderTimeout(f"DataLoader timed out after {timeout:g} seconds: {text}"))
+        stacks = self._group.stacks(late)
+        self._group.kill(late)
+        cause = f"was ended, because it did not answer within {self.plan.timeout:g} seconds,"
+        self._handle_death(late, cause, stacks)
 
     def _handle_death(self, worker: int, cause: str, stacks: str = "") -> None:
         """A worker has ended. What it answered before counts; the rest is lost, or loaded by another."""
@@ -335,20 +344,12 @@ class EventLoop:
             self._receive()
         pending = self.scheduler.pending_tasks
         seq, claimed = self._group.claimed_by(worker, pending, self.scheduler.epoch)
-        report = self._report(worker, cause, seq)
+        report = self._deaths.report(worker, cause, seq)
         self._group.mark_dead(worker)
         self._carry_out(self.scheduler.handle(events.Died(worker, seq, cause, claimed)))
         self._flush()
         if self._outcome is None and not self._group.is_dead(worker):
-            after = f". Its Python stacks:\n{stacks}" if stacks else ""
-            try:
-                warn_user(f"{report}; another one was started in its place{after}", WorkerReplaced)
-            except WorkerReplaced as warning:  # it was made an error, and the loop can go on after it
-                self._outcome = Raised(warning)
-
-    def _report(self, worker: int, cause: str, seq: int | None) -> str:
-        index = None if seq is None else self.scheduler.index_of(seq)
-        return self._group.report(worker, cause, seq, index)
+            self._outcome = self._deaths.warn_of_replacement(report, stacks)
 
     # ---- the end ------------------------------------------------------------------------------
 
@@ -378,12 +379,6 @@ class EventLoop:
     def processes(self) -> list[BaseProcess]:
         """The workers, so far as they were started."""
         return self._group.processes()
-
-
-def _death(report: str, cause: Exception) -> Raised:
-    died = WorkerDied(report)
-    died.__cause__ = cause
-    return Raised(died, report)
 
 
 _WANTED, _IDLE = events.Wanted(), events.Idle()

@@ -13,7 +13,8 @@ from fastq_loader.ipc.messages import ENDED, PASSED, SKIPPED, Answer, unseal
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.events import Arrived
 from fastq_loader.scheduling.scheduler import Scheduler
-from fastq_loader.statistics import Counters
+from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
 
@@ -29,6 +30,9 @@ class Receiver:
         scheduler: knows which answers are due.
         unpacker: knows the specs that the workers have sent.
         counters: the loader's.
+
+    Attributes:
+        spent: where the time of the epoch goes; None before the first.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class Receiver:
         self._scheduler = scheduler
         self._unpacker = unpacker
         self._counters = counters
+        self.spent: EpochCounters | None = None
         self._iterable = plan.rules.iterable
         # Where only the sampler decides on the order, a second read of the socket is saved.
         self._one_by_one = plan.in_order and not plan.rules.iterable
@@ -51,7 +56,7 @@ class Receiver:
                 self._counters.rejected_frames += 1
                 self._group.evict(worker)
                 continue
-            self._counters.workers[worker].answered(answer.started, answer.finished)
+            self._count(worker, answer)
             try:
                 arrived.append(Arrived(worker, self._learn(worker, answer)))
             except ProtocolError as fault:
@@ -61,6 +66,12 @@ class Receiver:
         if len(arrived) > 1:
             arrived.sort(key=_finished)
         return arrived
+
+    def _count(self, worker: int, answer: Answer) -> None:
+        sent = previous = 0
+        if answer.epoch == self._scheduler.epoch and self.spent is not None:
+            sent, previous = self.spent.answered(worker, answer, answer.outcome not in _EMPTY)
+        self._counters.workers[worker].answered(answer, sent if previous else 0)
 
     def hand_on(self, arrived: list[Arrived]) -> None:
         """Give the scheduler what `take` has found."""
@@ -103,7 +114,7 @@ class Receiver:
             for offset, size, _ in handle.segments:
                 if size != fresh.get(offset, self._scheduler.pool.size_of(offset)):
                     raise ProtocolError(f"a handle names a block of {size} bytes at {offset}, where none is")
-        return Answer(*answer[:-3], handle, used, state)
+        return Answer(*answer[:8], handle, used, state, *answer[11:])
 
 
 def _finished(event: Arrived) -> int:

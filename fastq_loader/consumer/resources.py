@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.device.staging import SerialStaging
-from fastq_loader.statistics import Counters
+from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers import stopping
 
 if TYPE_CHECKING:

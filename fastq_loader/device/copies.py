@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from fastq_loader.device.options import ToDevice
-    from fastq_loader.statistics import StagingCounters
+    from fastq_loader.statistics.counters import StagingCounters
 
 Stream = Hashable
 Event = Any

@@ -22,7 +22,7 @@ from fastq_loader.errors import PinFailed, PinFallback, warn_user
 if TYPE_CHECKING:
     from fastq_loader.device.options import ToDevice
     from fastq_loader.memory.arena import Mapping
-    from fastq_loader.statistics import StagingCounters
+    from fastq_loader.statistics.counters import StagingCounters
 
 AUTO, REGISTER, BOUNCE, PAGEABLE = "auto", "register", "bounce", "pageable"
 #: What `pin` may be; "auto" takes the first of the others that works.

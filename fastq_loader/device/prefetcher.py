@@ -20,7 +20,7 @@ from fastq_loader.device.options import ToDevice, read_device
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.device.staging import SerialStaging
 from fastq_loader.errors import IteratorInvalid
-from fastq_loader.statistics import StagingStatistics
+from fastq_loader.statistics.snapshots import StagingStatistics
 from fastq_loader.system.interrupts import raised_by_handler
 
 

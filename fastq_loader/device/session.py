@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from fastq_loader.device.backend import TorchStager
 from fastq_loader.device.copies import Copies
 from fastq_loader.device.pinning import Pinner, PinPolicy
-from fastq_loader.statistics import StagingCounters, StagingStatistics
+from fastq_loader.statistics.counters import StagingCounters
+from fastq_loader.statistics.snapshots import StagingStatistics
 
 if TYPE_CHECKING:
     from fastq_loader.device.options import ToDevice

@@ -1,6 +1,6 @@
 """The wire protocol: a closed set of immutable messages, each one msgpack array in one frame.
 
-Pure: this module turns messages into bytes and back, and knows no socket. Every frame begins with the version
+Pure: this module turns messages into bytes, and knows no socket. Every frame begins with the version
 and the kind. The consumer sends `Task`, `Epoch`, `Space`, `Stop`, and some of these in a `Bundle`; a worker
 sends `Hello` and `Answer`; a `Ping` goes there and back. A worker gives exactly one `Answer` to every `Task`
 that is its own, also to those that it skips. A shared task is the worker's that claims it.
@@ -10,9 +10,7 @@ index travels as one opaque pickled value, so that `dataset[i]` receives exactly
 (msgpack has no np.int64 and no slice, and turns tuples into lists).
 
 Nothing that comes out of a frame or out of shared memory is unpickled unless the pool's token stands before
-it: random bytes that the workers were started with. The structure of every frame is checked here: the number
-of fields, and that each number is a number, not below 0 and of at most 63 bits. What the fields say is
-checked by those who use them.
+it: random bytes that the workers were started with. `decoding` turns frames back and checks them.
 """
 
 from __future__ import annotations
@@ -20,16 +18,16 @@ from __future__ import annotations
 import hmac
 import pickle
 from array import array
-from itertools import chain
 from typing import Any, NamedTuple
 
 import msgpack
 
 from fastq_loader.errors import ProtocolError
 
-VERSION = 5
+VERSION = 6
 
-_TASK, _EPOCH, _SPACE, _BUNDLE, _STOP, _HELLO, _ANSWER, _PING = range(8)
+# Kinds of messages.
+TASK, EPOCH, SPACE, BUNDLE, STOP, HELLO, ANSWER, PING = range(8)
 
 # Outcomes of a task.
 BATCH = 0  # the handle is a batch
@@ -44,8 +42,8 @@ OUTCOMES = (BATCH, ERROR, ENDED, SKIPPED, BROKEN, PASSED)
 #: Bytes of a pool's token.
 TOKEN_BYTES = 16
 
-_PICKLED_INDEX, _INTEGERS = 1, 2
-_LARGEST = (1 << 63) - 1
+# Kinds of indices.
+PICKLED_INDEX, INTEGERS = 1, 2
 _PLAIN = frozenset((int, str, bytes, bool, float, type(None)))
 
 
@@ -151,6 +149,12 @@ class Answer(NamedTuple):
         handle: None for ENDED, SKIPPED and PASSED.
         used: the blocks of the handle, as (offset, bytes needed). Not sent: the consumer finds it there.
         state: of the worker after this batch, as a sealed pickle (see `workers.reader`), or b"".
+        fetched, collated: when the samples were there, and when they were a batch, as `started`; 0 where
+            nothing was loaded.
+        new_memory: nanoseconds of it in which new pages were mapped.
+        cpu: nanoseconds of CPU time that the worker's process has used; 0: it was not asked for.
+        slowest, slowest_at: nanoseconds of the sample that took longest, and its place in the batch; 0, 0
+            where samples were not timed.
     """
 
     epoch: int
@@ -164,6 +168,12 @@ class Answer(NamedTuple):
     handle: Handle | None
     used: tuple[tuple[int, int], ...] = ()
     state: bytes = b""
+    fetched: int = 0
+    collated: int = 0
+    new_memory: int = 0
+    cpu: int = 0
+    slowest: int = 0
+    slowest_at: int = 0
 
 
 Message = Task | Epoch | Space | Bundle | Stop | Hello | Answer | Ping
@@ -219,33 +229,33 @@ def encode(message: Message, token: bytes = b"") -> bytes:
     if type(message) is Task:
         return _encode_task(message, token)
     if type(message) is Answer:
-        return _packb((VERSION, _ANSWER, *message[:-2], message.state))
+        return _packb((VERSION, ANSWER, *message[:9], *message[10:]))
     return _packb((VERSION, _KINDS[type(message)], *message))
 
 
 _KINDS: dict[type, int] = {
-    Epoch: _EPOCH,
-    Space: _SPACE,
-    Bundle: _BUNDLE,
-    Stop: _STOP,
-    Hello: _HELLO,
-    Ping: _PING,
+    Epoch: EPOCH,
+    Space: SPACE,
+    Bundle: BUNDLE,
+    Stop: STOP,
+    Hello: HELLO,
+    Ping: PING,
 }
 
 
 def _encode_task(task: Task, token: bytes) -> bytes:
     epoch, seq, attempt, index, *others = task
     if type(index) is Indices:
-        opaque = msgpack.ExtType(_INTEGERS, index.data)
-        return _packb((VERSION, _TASK, epoch, seq, attempt, opaque, *others))
+        opaque = msgpack.ExtType(INTEGERS, index.data)
+        return _packb((VERSION, TASK, epoch, seq, attempt, opaque, *others))
     if plain_index(index):
         try:
-            return _packb((VERSION, _TASK, epoch, seq, attempt, index, *others))
+            return _packb((VERSION, TASK, epoch, seq, attempt, index, *others))
         except OverflowError:  # an int of more than 64 bits
             pass
     assert len(token) == TOKEN_BYTES, "a pickle travels behind the pool's token"
-    opaque = msgpack.ExtType(_PICKLED_INDEX, seal(pickle.dumps(index, pickle.HIGHEST_PROTOCOL), token))
-    return _packb((VERSION, _TASK, epoch, seq, attempt, opaque, *others))
+    opaque = msgpack.ExtType(PICKLED_INDEX, seal(pickle.dumps(index, pickle.HIGHEST_PROTOCOL), token))
+    return _packb((VERSION, TASK, epoch, seq, attempt, opaque, *others))
 
 
 def decode_index(index: Any) -> Any:
@@ -265,136 +275,3 @@ def load_index(index: Any, token: bytes) -> Any:
         Exception: whatever unpickling raises.
     """
     return pickle.loads(unseal(index.data, token)) if type(index) is Pickled else decode_index(index)
-
-
-# ---- what comes in ----------------------------------------------------------------------------------
-
-
-def _ext_hook(code: int, data: bytes) -> Any:
-    if code == _PICKLED_INDEX:
-        return Pickled(data)
-    if code == _INTEGERS and len(data) % 8 == 0:
-        return Indices(data)
-    raise ProtocolError(f"unknown extension type {code} of {len(data)} bytes")
-
-
-def _check_counts(numbers: Any) -> None:
-    for number in numbers:
-        if type(number) is not int or not 0 <= number <= _LARGEST:
-            raise ProtocolError(f"{number!r:.40} where a number should be")
-
-
-def _blocks(blocks: Any, width: int = 2) -> tuple[Any, ...]:
-    """Blocks, each of `width` numbers."""
-    _check_type(blocks, list, tuple)
-    for block in blocks:
-        _check_type(block, list, tuple)
-        if len(block) != width:
-            raise ProtocolError(f"{block!r:.40} where a block should be")
-    _check_counts(chain.from_iterable(blocks))
-    return tuple(map(tuple, blocks))
-
-
-def _check_type(value: Any, *types: type) -> None:
-    if type(value) not in types:
-        raise ProtocolError(f"a {type(value).__name__} where a {types[0].__name__} should be")
-
-
-def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop | Ping:
-    """The message in a frame that the consumer sent.
-
-    Raises:
-        ProtocolError: the frame is not such a message.
-    """
-    kind, *fields = _unpack(frame, use_list=True)
-    try:
-        if kind == _TASK:
-            epoch, seq, attempt, index, grants, promises, ticket = fields
-            _check_counts((epoch, seq, attempt, ticket))
-            return Task(epoch, seq, attempt, index, _blocks(grants), _blocks(promises), ticket)
-        if kind == _EPOCH:
-            return _epoch(*fields)
-        if kind == _SPACE:
-            (ranges,) = fields
-            return Space(_blocks(ranges))
-        if kind == _BUNDLE:
-            (frames,) = fields
-            if type(frames) is not list or any(type(part) is not bytes for part in frames):
-                raise ProtocolError("a bundle with a part that is not a frame")
-            return Bundle(tuple(frames))
-        if kind == _STOP:
-            return Stop(*fields)
-        if kind == _PING:
-            return Ping(*fields)
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"malformed frame: {error}") from error
-    raise ProtocolError(f"unknown message kind {kind!r:.40}")
-
-
-def _epoch(epoch: Any, shared_seed: Any, base_seed: Any, resume: Any) -> Epoch:
-    _check_counts((epoch, *(seed for seed in (shared_seed, base_seed) if seed is not None)))
-    _check_type(resume, bytes)
-    return Epoch(epoch, shared_seed, base_seed, resume)
-
-
-def decode_for_consumer(frame: bytes) -> Hello | Answer | Ping:
-    """The message in a frame that a worker sent.
-
-    Raises:
-        ProtocolError: the frame is not such a message.
-    """
-    kind, *fields = _unpack(frame, use_list=False)
-    try:
-        if kind == _ANSWER:
-            return _answer(fields)
-        if kind == _HELLO:
-            (pid,) = fields
-            _check_counts((pid,))
-            return Hello(pid)
-        if kind == _PING:
-            return Ping(*fields)
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"malformed frame: {error}") from error
-    raise ProtocolError(f"unknown message kind {kind!r:.40}")
-
-
-def _answer(fields: list[Any]) -> Answer:
-    epoch, seq, attempt, outcome, started, finished, fresh, returned, handle, state = fields
-    _check_counts((epoch, seq, attempt, outcome, started, finished))
-    if outcome not in OUTCOMES:
-        raise ProtocolError(f"unknown outcome {outcome}")
-    if not fresh == returned == ():
-        _blocks(fresh)
-        _check_type(returned, tuple)
-        _check_counts(returned)
-    if handle is not None:
-        handle = _handle(*handle)
-    _check_type(state, bytes)
-    return Answer(epoch, seq, attempt, outcome, started, finished, fresh, returned, handle, state=state)
-
-
-def _handle(spec_id: Any, spec: Any, values: Any, parcel: Any, segments: Any) -> Handle:
-    if type(values) is not tuple or not (parcel is None or type(parcel) is bytes):
-        raise ProtocolError("a handle with malformed values or a malformed parcel")
-    _check_counts((spec_id,))
-    if segments != ():
-        _blocks(segments, 3)
-    return Handle(spec_id, spec, values, parcel, segments)
-
-
-def _unpack(frame: bytes, *, use_list: bool) -> Any:
-    """The fields of a frame from the kind on."""
-    try:
-        # Lengths that a frame declares are bounded by its own.
-        fields = msgpack.unpackb(
-            frame,
-            use_list=use_list,
-            ext_hook=_ext_hook,
-            unicode_errors="surrogatepass",
-            strict_map_key=False,
-        )  # TypeError: a list as a map's key. RecursionError: its hash.
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"not a msgpack frame: {error}") from error
-    if not isinstance(fields, (list, tuple)) or len(fields) < 2 or fields[0] != VERSION:
-        raise ProtocolError(f"not a frame of protocol version {VERSION}")
-    return fields[1:]

@@ -27,6 +27,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from fastq_loader.errors import ProtocolError
+from fastq_loader.ipc.decoding import decode_for_consumer, decode_for_worker
 from fastq_loader.ipc.messages import (
     Answer,
     Bundle,
@@ -37,8 +38,6 @@ from fastq_loader.ipc.messages import (
     Space,
     Stop,
     Task,
-    decode_for_consumer,
-    decode_for_worker,
     encode,
 )
 from fastq_loader.ipc.probes import expect_descriptors, expect_threads

@@ -10,6 +10,7 @@ meaning (torch/utils/data/dataloader.py).
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,6 +29,7 @@ from fastq_loader.device.transforms import copy_into
 from fastq_loader.errors import warn_user
 from fastq_loader.reading import datapipes
 from fastq_loader.resume.record import begin
+from fastq_loader.statistics.epoch import EpochCounters
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
@@ -47,6 +49,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     _base_seed: int
 
     def __init__(self, loader: DataLoader[Any]) -> None:
+        self._spent = self._begin_counting(loader)
         self._dataset = loader.dataset
         self._pg = None
         self._index_sampler = loader._index_sampler
@@ -126,11 +129,15 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         forward it."""
         self.outcome = None
         if not first_iter:
+            self._spent = self._begin_counting(loader)
             self._begin_record(loader)
         self._restart_sampler()
         self._num_yielded = self._record.progress.delivered
         self._IterableDataset_len_called = loader._IterableDataset_len_called
         self._share_seed(loader)
+
+    def _begin_counting(self, loader: DataLoader[Any]) -> EpochCounters:
+        return loader._resources.counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
 
     def _begin_record(self, loader: DataLoader[Any]) -> None:
         """Of the epoch that begins or goes on; it counts when the epoch has begun."""
@@ -179,9 +186,15 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     def _finished(self, batch: Any) -> Any:
         """A batch that stays on the host, transformed and pinned."""
+        if self._on_host is None and not self._pin_memory:
+            return batch
+        began = time.monotonic_ns()
         if self._on_host is not None:
             batch = self._on_host.apply_transform(batch)
-        return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch  # type: ignore[no-untyped-call]
+        if self._pin_memory:
+            batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
+        self._spent.used_device(began, time.monotonic_ns())
+        return batch
 
     def _warn_about_length(self, length: int, outcome: Outcome) -> None:
         text = (

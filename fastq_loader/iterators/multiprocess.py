@@ -5,6 +5,7 @@ Runs in the consumer, on the thread that calls `next()`. Everything about worker
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -76,8 +77,11 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         record.lives_on = self._persistent_workers and not self._dynamic
         base_seed = record.base_seed if self._dynamic else None
         resume = record.resume
-        self._epoch = self.engine.start_epoch(self._source, shared_seed, base_seed, record.progress, resume)
+        self._epoch = self.engine.start_epoch(
+            self._source, shared_seed, base_seed, self._spent, record.progress, resume
+        )
         self._epoch_has_begun(loader)
+        self._spent.started(time.monotonic_ns())
 
     def successor(self) -> MultiprocessIterator:
         """The iterator of the next epoch, to be reset. Its own object, so that `next()` on this one can say

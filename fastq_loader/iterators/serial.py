@@ -34,7 +34,6 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._counters = loader._resources.counters
-        self._counters.epochs += 1
         super().__init__(loader)
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
@@ -52,6 +51,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
                 seeding.seed_worker(self._base_seed, 0)  # for what iter(dataset) draws
             self._begin_reading()
         self._epoch_has_begun(loader)
+        self._spent.started(time.monotonic_ns())
 
     def _begin_reading(self) -> None:
         """Make the fetcher, and come to where the epoch goes on."""
@@ -109,11 +109,19 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
         if self.outcome is not None:  # of another thread, which has not taken it yet
             return
+        self._spent.entered(time.monotonic_ns())
         if self._due is None:
             self._draw()
         drawn, self._due = self._due, None
-        if drawn is None:  # the sampler has ended, or failed
-            return
+        if drawn is not None:  # else the sampler has ended, or failed
+            self._load_drawn(drawn)
+        if self._record.over:
+            self._spent.ended(time.monotonic_ns(), time.process_time_ns())
+        else:
+            self._spent.left(time.monotonic_ns())
+
+    def _load_drawn(self, drawn: tuple[int, Any]) -> None:
+        """Store the batch, or what loading it raised, in `outcome`."""
         outcome: Outcome
         try:
             outcome = Delivered(self._load(*drawn), self._progress_after(drawn[0]))
@@ -134,7 +142,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         """Store the number of the next batch and its index in `_due`, or what the sampler raised in
         `outcome`."""
         self._busy = True
-        number = self._drawn
+        number, began = self._drawn, time.monotonic_ns()
         while number in self._record.beyond:
             number += 1
         try:
@@ -148,6 +156,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         else:
             self._due = (number, index)
         self._drawn, self._busy = number + 1, False  # also when the sampler fails: its error has a place
+        self._spent.drew(began, time.monotonic_ns())
 
     def _progress_after(self, number: int) -> Progress:
         """How far the epoch has come with a batch, or with the error in its place."""
@@ -164,8 +173,12 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         try:
             batch = self._fetch(number, index)
         finally:
-            self._counters.waited(time.monotonic_ns() - began)
+            ended = time.monotonic_ns()
+            self._counters.wait_seconds += (ended - began) / 1e9
+            self._spent.loaded(number, began, self._dataset_fetcher.fetched, ended)
         if self._staging is None:
             return self._finished(batch)
         self._busy = True  # a copy to the device is under way
-        return self._staging.stage(batch)
+        batch = self._staging.stage(batch)
+        self._spent.used_device(ended, time.monotonic_ns())
+        return batch

@@ -97,6 +97,7 @@ class Allocator:
 
     Attributes:
         expected: bytes of a batch for a device, as far as the one before can tell.
+        new_memory: nanoseconds that it took to map the pages of new blocks so far.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Allocator:
     ) -> None:
         self.mapping = mapping
         self.for_device = for_device
-        self.expected = 0
+        self.expected = self.new_memory = 0
         self._nontemporal_from = nontemporal_from
         self._large = nontemporal_from <= 0  # the last batch had as many bytes as that
         start, end = mapping.region(worker)
@@ -163,6 +164,8 @@ class Allocator:
         try:
             reached = size if self.for_device or self.mapping.whole else nbytes
             address, memory = self.mapping.reach(offset, reached)
+            if found is None and self.mapping.whole:
+                self._populate(offset, nbytes)
         except MemoryError:
             self._idle.append((size, offset))
             raise
@@ -170,6 +173,12 @@ class Allocator:
         block = self._open[offset] = OpenBlock(offset, size, address, reached, memory)
         insort(self._by_address, block, key=_address)
         return block
+
+    def _populate(self, offset: int, nbytes: int) -> None:
+        """Map the pages of a new block in one call: faster than by one fault each, and it can be measured."""
+        began = time.monotonic_ns()
+        self.mapping.populate(offset, nbytes)
+        self.new_memory += time.monotonic_ns() - began
 
     def _close(self, block: OpenBlock) -> None:
         """The block is not this task's, nor user code's, any more."""

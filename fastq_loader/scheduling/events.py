@@ -52,12 +52,14 @@ class Wait(NamedTuple):
         worker: has its task; None: whichever claimed it.
         behind: batches that are ready and wait for this one.
         attempt: how often its task was sent again.
+        blocked: some worker has nothing to do, although there is more to load: the window is full.
     """
 
     worker: int | None
     seq: int
     behind: int
     attempt: int = 0
+    blocked: bool = False
 
 
 class Break(NamedTuple):

@@ -68,6 +68,7 @@ class Window:
 
     Attributes:
         size: in batches, now.
+        closed: the sampler has nothing more.
     """
 
     def __init__(self, least: int, widest: int | None = None, budget: int = 0, group: int = 1) -> None:
@@ -76,15 +77,15 @@ class Window:
         self.widest = least if widest is None else max(widest, least)
         self.budget = budget
         self._calm = 0  # batches delivered since it last changed
-        self._closed = False
+        self.closed = False
 
     def begin_epoch(self) -> None:
-        self._closed = False
+        self.closed = False
 
     def close(self) -> None:
         """The sampler has nothing more, and is not asked again in this epoch: to ask for every free place at
         every batch would be 100 million calls while a window of 14,335 batches empties."""
-        self._closed = True
+        self.closed = True
 
     @property
     def widens(self) -> bool:
@@ -99,7 +100,7 @@ class Window:
             unanswered: tasks that the workers have still to answer.
             batch_bytes: what a batch takes of the shared memory.
         """
-        if self._closed:
+        if self.closed:
             return 0
         now = max(self.size, under_way)
         wider = min(now + self.least - unanswered, self.widest)
@@ -117,7 +118,7 @@ class Window:
         """How many batches to ask for now that one was handed out; 0 until it is a group, and when
         the sampler has nothing more."""
         room = self.size - under_way
-        return room if room >= self.group and not self._closed else 0
+        return room if room >= self.group and not self.closed else 0
 
     def delivered(self) -> None:
         """A batch was handed out."""

@@ -33,7 +33,7 @@ from fastq_loader.ipc.sockets import ConsumerSocket, endpoint_folder, remove_fol
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.backlog import Backlog
 from fastq_loader.scheduling.pending_tasks import PendingTasks
-from fastq_loader.statistics import Counters, WorkerCounters
+from fastq_loader.statistics.counters import Counters, WorkerCounters
 from fastq_loader.system import calls
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.pool import WorkerPool

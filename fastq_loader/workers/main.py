@@ -53,6 +53,8 @@ from fastq_loader.workers.task_queue import TaskQueue
 
 #: Nanoseconds of a task below which the worker does not look for a new epoch before the next one.
 _QUICK = 500_000
+#: Nanoseconds between two answers that say how much CPU time was used.
+_CPU_EVERY = 5_000_000
 
 
 def main(setup: Setup) -> None:
@@ -127,6 +129,8 @@ class Worker:
         self._socket = socket
         self._packer = Packer(blocks, setup.token)
         self._quick = False  # the last task took no time worth mentioning
+        self._mapped = 0  # what the allocator had spent on new memory before this task
+        self._asked_for_cpu = 0
         self._reader = Reader(setup)
 
     def run(self) -> None:
@@ -201,6 +205,15 @@ class Worker:
 
     # ---- one task -----------------------------------------------------------------------------
 
+    def _costs(self) -> tuple[int, ...]:
+        """What loading the last batch cost, as the fields of an answer from `fetched` on."""
+        fetched, collated, *slowest = self._reader.timing
+        new_memory, self._mapped = self._allocator.new_memory - self._mapped, self._allocator.new_memory
+        cpu = 0
+        if collated - self._asked_for_cpu > _CPU_EVERY:  # it is a system call
+            self._asked_for_cpu, cpu = collated, time.process_time_ns()
+        return fetched, collated, new_memory, cpu, *slowest
+
     def _skip(self, task: Task, load: bool = False) -> None:
         started = self._begin(task)
         if load:
@@ -219,7 +232,7 @@ class Worker:
             self._answer(task, BROKEN, started, *self._pack_exception(self._reader.failure))
         else:
             outcome, handle, used = self._load(task)
-            self._answer(task, outcome, started, handle, used, self._reader.state)
+            self._answer(task, outcome, started, handle, used, loaded=True)
 
     def _begin(self, task: Task) -> int:
         """The task's blocks can be written to from here on; the time."""
@@ -267,17 +280,18 @@ class Worker:
         started: int,
         handle: Handle | None = None,
         used: Used = (),
-        state: bytes = b"",
+        loaded: bool = False,
     ) -> None:
         fresh: list[tuple[int, int]] = []
         returned: list[int] = []
         if not self._allocator.untouched:
             fresh, returned = self._allocator.finish(used)
+        state = self._reader.state if loaded else b""
+        costs = self._costs() if loaded else ()
         finished = time.monotonic_ns()
         self._quick = finished - started < _QUICK
-        answer = Answer(
-            *task[:3], outcome, started, finished, tuple(fresh), tuple(returned), handle, state=state
-        )
+        head = *task[:3], outcome, started, finished, tuple(fresh), tuple(returned), handle
+        answer = Answer(*head, (), state, *costs)
         try:
             self._socket.send(answer)
         except Exception as error:  # what does not fit into a message

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import time
 from typing import Any, NoReturn
 
 import torch
@@ -40,6 +41,7 @@ class Reader:
         failure: what user code raised when it was to start or to begin an epoch: there is nothing to load.
         ended: nothing more is to be loaded in this epoch.
         state: of the worker after the batch that was loaded last, as a sealed pickle; b"" if nobody wants it.
+        timing: of that batch, as `Answer` has it: fetched, collated, slowest, slowest_at.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -47,6 +49,7 @@ class Reader:
         self.failure: Exception | None = None
         self.ended = False
         self.state = b""
+        self.timing = (0, 0, 0, 0)
         self._setup = setup
         self._base_seed: int | None = None  # every batch is seeded from it; None: once for each worker
         self._dataset: Any = None
@@ -141,6 +144,8 @@ class Reader:
         try:
             return self._fetch(index)
         finally:
+            fetcher = self._fetcher
+            self.timing = fetcher.fetched, time.monotonic_ns(), fetcher.slowest, fetcher.slowest_at
             self.state = self._say_state()
 
     def _number(self, seq: int) -> int:

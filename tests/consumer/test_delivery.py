@@ -12,7 +12,7 @@ from fastq_loader.consumer.outcomes import Delivered, Raised
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import BATCH, BROKEN, ERROR, Answer, Handle
 from fastq_loader.scheduling.events import Deliver
-from fastq_loader.statistics import Counters
+from fastq_loader.statistics.counters import Counters
 
 
 class Pool:

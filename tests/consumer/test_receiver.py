@@ -17,6 +17,7 @@ from fastq_loader import DataLoader, Processes
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.errors import PoisonousBatch, ProtocolError, WorkerDied, WorkerReplaced
 from fastq_loader.ipc import sockets
+from fastq_loader.ipc.decoding import decode_for_consumer
 from fastq_loader.ipc.messages import (
     BATCH,
     ENDED,
@@ -25,12 +26,11 @@ from fastq_loader.ipc.messages import (
     Answer,
     Handle,
     Hello,
-    decode_for_consumer,
 )
 from fastq_loader.memory.blocks import GRANTED, SMALLEST
 from fastq_loader.scheduling.events import Arrived, Deliver, Send, Wanted
 from fastq_loader.scheduling.scheduler import Scheduler
-from fastq_loader.statistics import Counters, WorkerCounters
+from fastq_loader.statistics.counters import Counters, WorkerCounters
 from tests.scheduling.test_scheduler import begin, started, states
 from tests.support.simulation import REGION
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.device.copies import Copies
-from fastq_loader.statistics import StagingCounters
+from fastq_loader.statistics.counters import StagingCounters
 from tests.support.simulated_device import OTHER, Host, SimulatedDevice
 from tests.support.staging_runs import options_for
 

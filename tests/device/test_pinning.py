@@ -11,7 +11,7 @@ import pytest
 from fastq_loader import DataLoader, PinFailed, PinFallback, ToDevice
 from fastq_loader.device.copies import Copies
 from fastq_loader.device.pinning import BOUNCE, PAGEABLE, REGISTER, Pinner, PinPolicy, Source
-from fastq_loader.statistics import StagingCounters
+from fastq_loader.statistics.counters import StagingCounters
 from tests.conftest import of_kind
 from tests.support.datasets import Made
 from tests.support.late_device import Late, image_and_label

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc import messages
+from fastq_loader.ipc.decoding import decode_for_consumer, decode_for_worker
 from fastq_loader.ipc.messages import (
     OUTCOMES,
     TOKEN_BYTES,
@@ -31,8 +32,6 @@ from fastq_loader.ipc.messages import (
     Space,
     Stop,
     Task,
-    decode_for_consumer,
-    decode_for_worker,
     decode_index,
     encode,
     load_index,

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.ipc.messages import BATCH, TOKEN_BYTES, Answer, Handle, decode_for_consumer, encode
+from fastq_loader.ipc.decoding import decode_for_consumer
+from fastq_loader.ipc.messages import BATCH, TOKEN_BYTES, Answer, Handle, encode
 from fastq_loader.memory.allocator import Allocator, install
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import FREE, SMALLEST, Extents, Holder, device_aligned

@@ -1,0 +1,67 @@
+"""The time of one pool's calls: what the event loop tells the counters of the epoch.
+
+Runs in the consumer, on the thread that calls `next()`. Reads the clock; what the times come to is found in
+`statistics.epoch`.
+"""
+
+from __future__ import annotations
+
+from time import monotonic_ns, process_time_ns
+from typing import Any
+
+from fastq_loader.ipc.messages import Answer, decode_index
+from fastq_loader.scheduling.events import Wait
+from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.epoch import EpochCounters
+
+
+class Accounting:
+    """Where the time of one pool of workers goes.
+
+    Args:
+        counters: the loader's.
+        scheduler: knows the batches.
+
+    Attributes:
+        spent: the counters of the epoch.
+    """
+
+    def __init__(self, counters: Counters, scheduler: Scheduler) -> None:
+        self.spent = EpochCounters(0, 0)
+        self._counters = counters
+        self._scheduler = scheduler
+        self._answer: Answer | None = None  # that the call under way hands out
+        self._late: Any = None  # the index of the batch that is late
+
+    def waited(self, wait: Wait, began: int) -> None:
+        """`next()` has waited, since `began`."""
+        ended = monotonic_ns()
+        self._counters.wait_seconds += (ended - began) / 1e9
+        cause = "workers"
+        if wait.behind and (wait.blocked or wait.behind >= self._scheduler.window.least):
+            cause = "head_of_line"
+            self._counters.held_up(self.spent.epoch, wait.seq, ended - began)
+            self._late = self._scheduler.index_of(wait.seq)
+        elif wait.blocked:
+            cause = "memory"
+        self.spent.waited(cause, began, ended)
+
+    def handed_out(self, answer: Answer | None) -> None:
+        """The call gives the batch of this answer, or an error without one."""
+        self._answer = answer
+        if answer is not None and self._late is not None:
+            late, self._late = decode_index(self._late), None
+            self._counters.came_late(self.spent.epoch, answer, late)
+
+    def used_device(self, began: int) -> None:
+        """Something was done for the way to the device, since `began`."""
+        self.spent.used_device(began, monotonic_ns())
+
+    def left(self, ended: bool) -> None:
+        """The call has an outcome: the epoch has ended, or something else."""
+        answer, self._answer = self._answer, None
+        if ended:
+            self.spent.ended(monotonic_ns(), process_time_ns())
+        else:
+            self.spent.left(monotonic_ns(), answer)

@@ -1,0 +1,67 @@
+"""Workers that die or hang, in words: which it was, at which batch, and what the user is told.
+
+Runs in the consumer, on the thread that calls `next()`.
+"""
+
+from __future__ import annotations
+
+from fastq_loader.consumer.outcomes import Raised
+from fastq_loader.errors import LoaderTimeout, WorkerDied, WorkerReplaced, warn_user
+from fastq_loader.scheduling.events import Break, Wait
+from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.workers.config import Plan
+from fastq_loader.workers.group import WorkerGroup
+
+
+class Deaths:
+    """The deaths in one pool of workers.
+
+    Args:
+        plan: what the workers do.
+        group: the workers.
+        scheduler: knows their batches.
+    """
+
+    def __init__(self, plan: Plan, group: WorkerGroup, scheduler: Scheduler) -> None:
+        self._plan = plan
+        self._group = group
+        self._scheduler = scheduler
+
+    def of(self, lost: Break) -> Raised:
+        """The error for a worker that died, with torch's own text as its cause."""
+        cause, torch_text = self._group.death(lost.worker)
+        report = self._group.report(lost.worker, cause, lost.seq, lost.index)
+        return death(report, RuntimeError(torch_text))
+
+    def report(self, worker: int, cause: str, seq: int | None) -> str:
+        """Which worker died how, and at which batch."""
+        index = None if seq is None else self._scheduler.index_of(seq)
+        return self._group.report(worker, cause, seq, index)
+
+    def who_is_late(self, wait: Wait) -> tuple[int | None, int | None]:
+        """The worker that has the batch that is waited for, if that is known, and the one that hangs."""
+        if wait.worker is not None:
+            return wait.worker, wait.worker
+        ticket = self._scheduler.pending_tasks[self._scheduler.epoch, wait.seq].ticket
+        return self._group.claims.holder(ticket), self._group.late_for(ticket)
+
+    def timed_out(self, worker: int | None, seq: int) -> Raised:
+        """The error for a batch that has not come within the timeout."""
+        text = self._group.report_late(worker, seq, self._scheduler.index_of(seq))
+        return Raised(LoaderTimeout(f"DataLoader timed out after {self._plan.timeout:g} seconds: {text}"))
+
+    def warn_of_replacement(self, report: str, stacks: str) -> Raised | None:
+        """Say that a worker was replaced; what is to be raised if warnings are errors."""
+        after = f". Its Python stacks:\n{stacks}" if stacks else ""
+        try:
+            warn_user(f"{report}; another one was started in its place{after}", WorkerReplaced)
+        except WorkerReplaced as warning:  # the loop can go on after it
+            return Raised(warning)
+        return None
+
+
+def death(report: str, cause: Exception) -> Raised:
+    """The error that ends an iteration."""
+    died = WorkerDied(report)
+    died.__cause__ = cause
+    return Raised(died, report)

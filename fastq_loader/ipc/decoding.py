@@ -1,0 +1,174 @@
+"""A frame becomes a message again, and is checked on the way.
+
+Pure; for both ends. The structure of every frame is checked here: the number of fields, and that each number
+is a number, not below 0 and of at most 63 bits. What the fields say is checked by those who use them.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import msgpack
+
+from fastq_loader.errors import ProtocolError
+from fastq_loader.ipc.messages import (
+    ANSWER,
+    BUNDLE,
+    EPOCH,
+    HELLO,
+    INTEGERS,
+    OUTCOMES,
+    PICKLED_INDEX,
+    PING,
+    SPACE,
+    STOP,
+    TASK,
+    VERSION,
+    Answer,
+    Bundle,
+    Epoch,
+    Handle,
+    Hello,
+    Indices,
+    Pickled,
+    Ping,
+    Space,
+    Stop,
+    Task,
+)
+
+_LARGEST = (1 << 63) - 1
+
+
+def _ext_hook(code: int, data: bytes) -> Any:
+    if code == PICKLED_INDEX:
+        return Pickled(data)
+    if code == INTEGERS and len(data) % 8 == 0:
+        return Indices(data)
+    raise ProtocolError(f"unknown extension type {code} of {len(data)} bytes")
+
+
+def _check_counts(numbers: Any) -> None:
+    for number in numbers:
+        if type(number) is not int or not 0 <= number <= _LARGEST:
+            raise ProtocolError(f"{number!r:.40} where a number should be")
+
+
+def _blocks(blocks: Any, width: int = 2) -> tuple[Any, ...]:
+    """Blocks, each of `width` numbers."""
+    _check_type(blocks, list, tuple)
+    for block in blocks:
+        _check_type(block, list, tuple)
+        if len(block) != width:
+            raise ProtocolError(f"{block!r:.40} where a block should be")
+    _check_counts(chain.from_iterable(blocks))
+    return tuple(map(tuple, blocks))
+
+
+def _check_type(value: Any, *types: type) -> None:
+    if type(value) not in types:
+        raise ProtocolError(f"a {type(value).__name__} where a {types[0].__name__} should be")
+
+
+def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop | Ping:
+    """The message in a frame that the consumer sent.
+
+    Raises:
+        ProtocolError: the frame is not such a message.
+    """
+    kind, *fields = _unpack(frame, use_list=True)
+    try:
+        if kind == TASK:
+            epoch, seq, attempt, index, grants, promises, ticket = fields
+            _check_counts((epoch, seq, attempt, ticket))
+            return Task(epoch, seq, attempt, index, _blocks(grants), _blocks(promises), ticket)
+        if kind == EPOCH:
+            return _epoch(*fields)
+        if kind == SPACE:
+            (ranges,) = fields
+            return Space(_blocks(ranges))
+        if kind == BUNDLE:
+            (frames,) = fields
+            if type(frames) is not list or any(type(part) is not bytes for part in frames):
+                raise ProtocolError("a bundle with a part that is not a frame")
+            return Bundle(tuple(frames))
+        if kind == STOP:
+            return Stop(*fields)
+        if kind == PING:
+            return Ping(*fields)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"malformed frame: {error}") from error
+    raise ProtocolError(f"unknown message kind {kind!r:.40}")
+
+
+def _epoch(epoch: Any, shared_seed: Any, base_seed: Any, resume: Any) -> Epoch:
+    _check_counts((epoch, *(seed for seed in (shared_seed, base_seed) if seed is not None)))
+    _check_type(resume, bytes)
+    return Epoch(epoch, shared_seed, base_seed, resume)
+
+
+def decode_for_consumer(frame: bytes) -> Hello | Answer | Ping:
+    """The message in a frame that a worker sent.
+
+    Raises:
+        ProtocolError: the frame is not such a message.
+    """
+    kind, *fields = _unpack(frame, use_list=False)
+    try:
+        if kind == ANSWER:
+            return _answer(fields)
+        if kind == HELLO:
+            (pid,) = fields
+            _check_counts((pid,))
+            return Hello(pid)
+        if kind == PING:
+            return Ping(*fields)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"malformed frame: {error}") from error
+    raise ProtocolError(f"unknown message kind {kind!r:.40}")
+
+
+def _answer(fields: list[Any]) -> Answer:
+    epoch, seq, attempt, outcome, started, finished, fresh, returned, handle, state, *costs = fields
+    _check_counts((epoch, seq, attempt, outcome, started, finished, *costs))
+    if outcome not in OUTCOMES:
+        raise ProtocolError(f"unknown outcome {outcome}")
+    if not fresh == returned == ():
+        _blocks(fresh)
+        _check_type(returned, tuple)
+        _check_counts(returned)
+    if handle is not None:
+        handle = _handle(*handle)
+    _check_type(state, bytes)
+    if len(costs) != 6:
+        raise ProtocolError(f"an answer with {len(costs)} costs")
+    head = epoch, seq, attempt, outcome, started, finished, fresh, returned, handle
+    return Answer(*head, (), state, *costs)
+
+
+def _handle(spec_id: Any, spec: Any, values: Any, parcel: Any, segments: Any) -> Handle:
+    if type(values) is not tuple or not (parcel is None or type(parcel) is bytes):
+        raise ProtocolError("a handle with malformed values or a malformed parcel")
+    _check_counts((spec_id,))
+    if segments != ():
+        _blocks(segments, 3)
+    return Handle(spec_id, spec, values, parcel, segments)
+
+
+def _unpack(frame: bytes, *, use_list: bool) -> Any:
+    """The fields of a frame from the kind on."""
+    try:
+        # Lengths that a frame declares are bounded by its own.
+        fields = msgpack.unpackb(
+            frame,
+            use_list=use_list,
+            ext_hook=_ext_hook,
+            unicode_errors="surrogatepass",
+            strict_map_key=False,
+        )  # TypeError: a list as a map's key. RecursionError: its hash.
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"not a msgpack frame: {error}") from error
+    if not isinstance(fields, (list, tuple)) or len(fields) < 2 or fields[0] != VERSION:
+        raise ProtocolError(f"not a frame of protocol version {VERSION}")
+    return fields[1:]

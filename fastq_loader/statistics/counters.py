@@ -1,0 +1,147 @@
+"""The counters of a loader.
+
+Pure. Written on the consumer's thread only. `Counters` belongs to the loader and outlives the pools of
+workers that come and go under it. It counts in the fields of the snapshots, which are frozen.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from fastq_loader.statistics.epoch import EpochCounters, Observer, summed
+from fastq_loader.statistics.snapshots import (
+    LateBatch,
+    LoaderStatistics,
+    StagingStatistics,
+    WorkerStatistics,
+    values_of,
+)
+
+if TYPE_CHECKING:
+    from fastq_loader.ipc.messages import Answer
+
+#: Batches that `statistics()` names as late.
+_LATE = 10
+#: Epochs that are kept one by one; their sums go on in what is kept of the older ones.
+_EPOCHS = 100
+
+
+class _Counting:
+    """Lets a class count in the fields of a frozen one."""
+
+    __setattr__, __delattr__ = object.__setattr__, object.__delattr__
+
+
+class WorkerCounters(_Counting, WorkerStatistics):
+    """Counts for one worker."""
+
+    _finished_ns = 0  # when it gave its last answer, on the monotonic clock; 0: it has given none
+
+    def answered(self, answer: Answer, sent: int = 0) -> None:
+        """It answered a task.
+
+        Args:
+            answer: its times, on the monotonic clock.
+            sent: when the task was sent, if it has answered another one in this epoch before; else 0.
+        """
+        started, finished = answer.started, answer.finished
+        self.batches += 1
+        self.work_seconds += (finished - started) / 1e9
+        if answer.collated:  # else nothing was loaded
+            self.fetch_seconds += (answer.fetched - started) / 1e9
+            self.collate_seconds += (answer.collated - answer.fetched) / 1e9
+            self.packing_seconds += (finished - answer.collated) / 1e9
+            self.new_memory_seconds += answer.new_memory / 1e9
+        if answer.cpu:
+            self.cpu_seconds = answer.cpu / 1e9
+        if self._finished_ns:
+            blocked = max(0, min(sent, started) - self._finished_ns)
+            self.blocked_seconds += blocked / 1e9
+            self.idle_seconds += (started - self._finished_ns - blocked) / 1e9
+        self._finished_ns = finished
+
+    def replaced(self, pid: int) -> None:
+        """Another process has its number from here on."""
+        self.pid = pid
+        self.restarts += 1
+        self._finished_ns = 0
+
+
+class StagingCounters(_Counting, StagingStatistics):
+    """Counts for the way to a device."""
+
+    def snapshot(self) -> StagingStatistics:
+        """What was counted so far."""
+        return StagingStatistics(**values_of(self))
+
+
+class Counters(_Counting, LoaderStatistics):
+    """Counts for a loader. What is said of epochs, late batches, restarts and blocks is found when a snapshot
+    is taken.
+
+    Attributes:
+        history: the counters of the last hundred epochs, the newest last.
+        observer: is told of everything that happens in epochs that begin from now on, or None.
+    """
+
+    workers: tuple[WorkerCounters, ...]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: deque[EpochCounters] = deque()
+        self.observer: Observer | None = None
+        self._older = EpochCounters(0, 0)  # the sum of those before
+        self._late: dict[tuple[int, int], LateBatch] = {}
+
+    def begin_epoch(self, now: int, cpu: int) -> EpochCounters:
+        """`iter()` was called: the counters of a new epoch. See there for `now` and `cpu`."""
+        self.epochs += 1
+        epoch = EpochCounters(self.epochs, now, cpu)
+        epoch.observer = self.observer
+        self.history.append(epoch)
+        if len(self.history) > _EPOCHS:
+            self._older.include(self.history.popleft())
+        return epoch
+
+    def observe(self, observer: Observer | None) -> None:
+        """Tell an observer of everything, from now on; None ends that."""
+        self.observer = observer
+        for epoch in self.history:
+            epoch.observer = observer
+
+    def held_up(self, epoch: int, batch: int, nanoseconds: int) -> None:
+        """A batch held up others, which were ready, for so long."""
+        late = self._late.get((epoch, batch), LateBatch(epoch, batch, 0.0))
+        values = values_of(late) | {"seconds": late.seconds + nanoseconds / 1e9}
+        self._late[epoch, batch] = LateBatch(**values)
+        if len(self._late) > 2 * _LATE:
+            self._late = {(late.epoch, late.batch): late for late in self._worst()}
+
+    def came_late(self, epoch: int, answer: Answer, index: Any) -> None:
+        """The answer for a batch that held up others, and the index of the batch."""
+        late = self._late.get((epoch, answer.seq))
+        if late is None:
+            return
+        sample = None
+        if answer.slowest and isinstance(index, list) and answer.slowest_at < len(index):
+            sample = index[answer.slowest_at]
+        load = (answer.finished - answer.started) / 1e9
+        self._late[epoch, answer.seq] = LateBatch(
+            epoch, answer.seq, late.seconds, load, sample, answer.slowest / 1e9
+        )
+
+    def _worst(self) -> list[LateBatch]:
+        return sorted(self._late.values(), key=lambda late: -late.seconds)[:_LATE]
+
+    def snapshot(self, **now: Any) -> LoaderStatistics:
+        """What was counted so far, and `now`: fields that others know."""
+        history = list(self.history)
+        found = {
+            "total": summed([self._older, *history]),
+            "per_epoch": tuple(epoch.snapshot() for epoch in history),
+            "late_batches": tuple(self._worst()),
+            "worker_restarts": sum(worker.restarts for worker in self.workers),
+            "workers": tuple(WorkerStatistics(**values_of(worker)) for worker in self.workers),
+        }
+        return LoaderStatistics(**values_of(self) | now | found)

@@ -1,0 +1,285 @@
+"""Where the wall time of one epoch goes.
+
+Pure: every method is told the time, in nanoseconds of the monotonic clock, which is the same for all
+processes of a machine. Written on the consumer's thread only. The consumer is either outside of the loader
+(its training step) or inside a call of `iter()` or `next()`. Of a call it is known when it began and ended,
+and what of it was spent on waiting, on the sampler and on the device; the rest is the loader's own work.
+
+What a wait was lost to is known when the batch that ends it is there, because its answer says when its worker
+began, had the samples, had the batch and had packed it:
+
+    wait           ├───────────────────────────────────────────────────────────────┤
+    worker   busy with others ─┤ idle ├─ fetch ─┬─ collate ─┬─ pack ─┤
+    lost to     workers         transport     workers         transport   transport
+
+A wait counts as the head of the line's while later batches are ready and some worker has nothing to do, or
+more batches are ready than the window is wide before it widens: then more workers would not help. It counts
+as memory's while none is ready and some worker has nothing to do: the window is full. Memory's are new pages,
+too, which a worker maps before it writes to them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from fastq_loader.statistics.histogram import Histogram
+from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics
+
+if TYPE_CHECKING:
+    from fastq_loader.ipc.messages import Answer
+
+#: Parts of an epoch for which it is known how many batches were ready, and the width that they begin with.
+_PARTS, _WIDTH = 64, 1 << 24
+#: Batches whose costs are kept for the model.
+_KEPT = 1024
+
+
+class Cost(NamedTuple):
+    """What one batch cost its worker, in nanoseconds.
+
+    Attributes:
+        seq: its number.
+        load: reading samples and making a batch of them.
+        pack: writing it to shared memory.
+    """
+
+    seq: int
+    load: int
+    pack: int
+
+
+class Observer(Protocol):
+    """Is told of what happens in an epoch as it happens; see `tracing`."""
+
+    def entered(self, epoch: int, now: int) -> None: ...
+    def drew(self, epoch: int, began: int, ended: int) -> None: ...
+    def sent(self, epoch: int, seq: int, now: int) -> None: ...
+    def waited(self, epoch: int, cause: str, began: int, ended: int) -> None: ...
+    def used_device(self, epoch: int, began: int, ended: int) -> None: ...
+    def answered(self, epoch: int, worker: int, answer: Answer, previous: int) -> None: ...
+    def loaded(self, epoch: int, seq: int, began: int, fetched: int, ended: int) -> None: ...
+    def left(self, epoch: int, seq: int | None, now: int) -> None: ...
+
+
+class EpochCounters:
+    """Counts for one epoch.
+
+    Args:
+        epoch: its number.
+        now: when `iter()` was called.
+        cpu: CPU time that this process had used then, with all its threads, in nanoseconds.
+
+    Attributes:
+        batches: handed out.
+        costs: of the last thousand batches, in the order of their answers.
+        over: there is no further batch.
+        cpu: CPU time that this process used in the epoch, in nanoseconds, when it was asked for last.
+        observer: is told of everything, too; None: nobody is.
+    """
+
+    def __init__(self, epoch: int, now: int, cpu: int = 0) -> None:
+        self.epoch = epoch
+        self._cpu_before = cpu
+        self.cpu = 0
+        self.over = False
+        self.batches = 0
+        self.costs: deque[Cost] = deque(maxlen=_KEPT)
+        self.observer: Observer | None = None
+        self.spent = dict.fromkeys(CAUSES, 0)
+        self.waits = Histogram()
+        self._began = self._left = self._entered = now
+        self._inside = True
+        self._counted = 0  # of the call under way
+        self._waits: list[tuple[int, int]] = []  # in this call, whose cause the answer will tell
+        self._sent: dict[int, int] = {}  # batch → when its task was given out
+        self._previous: dict[int, int] = {}  # batch → when its worker had finished the one before, or 0
+        self._finished: dict[int, int] = {}  # worker → when it had finished its last one
+        self._ready = [0]  # batches times nanoseconds in each part
+        self._width = _WIDTH
+
+    def used_cpu(self, cpu: int) -> None:
+        """The CPU time that this process has used by now; does not count once the epoch is over."""
+        if not self.over:
+            self.cpu = cpu - self._cpu_before
+
+    # ---- calls --------------------------------------------------------------------------------
+
+    def entered(self, now: int) -> None:
+        """`next()` was called."""
+        if self._inside:  # an interrupt cut the call before short
+            self._end_call(now, "transport")
+        self.spent["consumer"] += now - self._left
+        self._entered, self._inside = now, True
+        if self.observer is not None:
+            self.observer.entered(self.epoch, now)
+
+    def left(self, now: int, answer: Answer | None = None) -> None:
+        """`next()` is about to return a batch, or what is raised in its place, with or without an answer."""
+        seq = None
+        if answer is not None:
+            seq = answer.seq
+            self._count_waits(answer, self._previous.pop(seq, 0))
+            self._note_ready(answer.finished, now)
+        self.batches += 1
+        self.waits.add(now - self._entered)
+        self._end_call(now, "transport", seq)
+
+    def started(self, now: int) -> None:
+        """`iter()` is about to return."""
+        self._end_call(now, "start_up")
+
+    def ended(self, now: int, cpu: int) -> None:
+        """A call found that there is no further batch. `cpu`: as for `used_cpu`."""
+        self.used_cpu(cpu)
+        self._end_call(now, "start_up")
+        self.over = True
+
+    def _end_call(self, now: int, rest: str, seq: int | None = None) -> None:
+        for began, ended in self._waits:  # nothing has come
+            self._count("workers", ended - began)
+        self._waits.clear()
+        self.spent[rest] += now - self._entered - self._counted
+        self._counted = 0
+        self._left, self._inside = now, False
+        if self.observer is not None:
+            self.observer.left(self.epoch, seq, now)
+
+    def _count(self, cause: str, nanoseconds: int) -> None:
+        self.spent[cause] += nanoseconds
+        self._counted += nanoseconds
+
+    # ---- what happens in a call ---------------------------------------------------------------
+
+    def drew(self, began: int, ended: int) -> None:
+        """The sampler was asked for an index."""
+        self._count("sampler", ended - began)
+        if self.observer is not None:
+            self.observer.drew(self.epoch, began, ended)
+
+    def sent(self, seq: int, now: int) -> None:
+        """The task of a batch was given out, for the first time or again."""
+        self._sent[seq] = now
+        if self.observer is not None:
+            self.observer.sent(self.epoch, seq, now)
+
+    def used_device(self, began: int, ended: int) -> None:
+        """Something was done for the way to the device."""
+        self._count("device_copy", ended - began)
+        if self.observer is not None:
+            self.observer.used_device(self.epoch, began, ended)
+
+    def waited(self, cause: str, began: int, ended: int) -> None:
+        """`next()` waited for workers. `cause`: head_of_line, memory, or workers: then the answer decides."""
+        if cause == "workers":
+            self._waits.append((began, ended))
+        else:
+            self._count(cause, ended - began)
+        if self.observer is not None:
+            self.observer.waited(self.epoch, cause, began, ended)
+
+    def loaded(self, seq: int, began: int, fetched: int, ended: int) -> None:
+        """A batch was loaded on this thread."""
+        self._count("workers", ended - began)
+        self.costs.append(Cost(seq, ended - began, 0))
+        if self.observer is not None:
+            self.observer.loaded(self.epoch, seq, began, fetched, ended)
+
+    def answered(self, worker: int, answer: Answer, delivers: bool) -> tuple[int, int]:
+        """An answer has come.
+
+        Args:
+            worker: whose.
+            answer: it, of this epoch.
+            delivers: it will be handed out.
+
+        Returns:
+            When its task was sent, and when the worker had finished the task before; 0 where it had none.
+        """
+        previous = self._finished.get(worker, 0)
+        self._finished[worker] = answer.finished
+        sent = self._sent.pop(answer.seq, answer.started)
+        if delivers:
+            self._previous[answer.seq] = previous
+            started, collated, finished = answer.started, answer.collated, answer.finished
+            self.costs.append(Cost(answer.seq, collated - started, finished - collated))
+        if self.observer is not None:
+            self.observer.answered(self.epoch, worker, answer, previous)
+        return sent, previous
+
+    # ---- what waits are lost to ---------------------------------------------------------------
+
+    def _count_waits(self, answer: Answer, previous: int) -> None:
+        """Count what the waits of this call were lost to; what is not counted here goes to the transport."""
+        started, collated, finished = answer.started, answer.collated, answer.finished
+        total = max(1, finished - started)
+        new_memory = min(1.0, answer.new_memory / total)
+        for began, ended in self._waits:
+            busy = 0  # with the batch before, which is as like this one as can be known
+            if previous:
+                busy = _overlap(began, ended, began, min(previous, started))
+            else:
+                self._count("start_up", _overlap(began, ended, began, started))
+            loading = _overlap(began, ended, started, collated) + busy * (collated - started) // total
+            packing = _overlap(began, ended, collated, finished) + busy * (finished - collated) // total
+            self._count("memory", round((loading + packing) * new_memory))
+            self._count("workers", loading - round(loading * new_memory))
+        self._waits.clear()
+
+    # ---- how far the workers are ahead --------------------------------------------------------
+
+    def _note_ready(self, since: int, now: int) -> None:
+        """A batch was ready from `since` on."""
+        begin, end = max(0, since - self._began), now - self._began
+        while end >= _PARTS * self._width:
+            pairs = [self._ready[at : at + 2] for at in range(0, len(self._ready), 2)]
+            self._ready = [sum(pair) for pair in pairs]
+            self._width *= 2
+        self._ready += [0] * (end // self._width + 1 - len(self._ready))
+        for part in range(begin // self._width, end // self._width + 1):
+            self._ready[part] += max(0, min(end, (part + 1) * self._width) - max(begin, part * self._width))
+
+    # ---- reading ------------------------------------------------------------------------------
+
+    def include(self, other: EpochCounters) -> None:
+        """Count what was counted in another epoch, too."""
+        self.batches += other.batches
+        self.waits.include(other.waits)
+        self._left += other.nanoseconds
+        self.cpu += other.cpu
+        for cause, nanoseconds in other.spent.items():
+            self.spent[cause] += nanoseconds
+
+    @property
+    def nanoseconds(self) -> int:
+        """From the call of `iter()` to the end of the last call."""
+        return self._left - self._began
+
+    def snapshot(self) -> EpochStatistics:
+        """What was counted so far."""
+        widths = [self._width] * (len(self._ready) - 1)
+        widths.append(max(1, self.nanoseconds - sum(widths)))
+        parts = zip(self._ready, widths, strict=True)
+        seconds = {f"{cause}_seconds": self.spent[cause] / 1e9 for cause in CAUSES}
+        waits = {f"wait_p{percent}": self.waits.percentile(percent) for percent in (50, 95, 99)}
+        return EpochStatistics(
+            epoch=self.epoch,
+            batches=self.batches,
+            seconds=self.nanoseconds / 1e9,
+            cpu_seconds=self.cpu / 1e9,
+            ready=tuple(round(batches / width, 2) for batches, width in parts) if self.epoch else (),
+            **seconds,
+            **waits,
+        )
+
+
+def _overlap(began: int, ended: int, since: int, until: int) -> int:
+    return max(0, min(ended, until) - max(began, since))
+
+
+def summed(epochs: list[EpochCounters]) -> EpochStatistics:
+    """What was counted in several epochs, as one."""
+    total = EpochCounters(0, 0)
+    for epoch in epochs:
+        total.include(epoch)
+    return total.snapshot()
