@@ -164,8 +164,10 @@ class Allocator:
         try:
             reached = size if self.for_device or self.mapping.whole else nbytes
             address, memory = self.mapping.reach(offset, reached)
-            if found is None and self.mapping.whole:
-                self._populate(offset, nbytes)
+            if found is None:
+                began = time.monotonic_ns()
+                self.mapping.populate(offset, nbytes)  # faster than a fault for each page, and measured
+                self.new_memory += time.monotonic_ns() - began
         except MemoryError:
             self._idle.append((size, offset))
             raise
@@ -173,12 +175,6 @@ class Allocator:
         block = self._open[offset] = OpenBlock(offset, size, address, reached, memory)
         insort(self._by_address, block, key=_address)
         return block
-
-    def _populate(self, offset: int, nbytes: int) -> None:
-        """Map the pages of a new block in one call: faster than by one fault each, and it can be measured."""
-        began = time.monotonic_ns()
-        self.mapping.populate(offset, nbytes)
-        self.new_memory += time.monotonic_ns() - began
 
     def _close(self, block: OpenBlock) -> None:
         """The block is not this task's, nor user code's, any more."""
@@ -402,8 +398,3 @@ def use_nontemporal(nbytes: int) -> bool:
     """Whether pieces of `nbytes` are better written with non-temporal stores to what the functions above
     gave out."""
     return _current is not None and _current.is_nontemporal(nbytes)
-
-
-def address_of(array: np.ndarray[Any, Any]) -> int:
-    """Where an array's first element lies."""
-    return int(array.__array_interface__["data"][0])

@@ -158,8 +158,9 @@ class Mapping:
             calls.punch_hole(self._fd, offset, size)
 
     def populate(self, offset: int, size: int) -> None:
-        """Put the pages of a range into memory, and into this process's page table."""
-        self._piece.populate(self.base + offset, size)
+        """Put the pages of a range into memory, and into this process's page table, if it is mapped whole."""
+        if self.whole:
+            self._piece.populate(self.base + offset, size)
 
     # The end. No view is used any more but by a finalizer that was held up, see `mark_released`.
 

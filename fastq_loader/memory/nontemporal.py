@@ -17,6 +17,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+from typing import Any
+
+import numpy as np
 
 try:
     from fastq_loader.memory._nontemporal import copy as copy
@@ -36,3 +39,8 @@ else:
 CACHED = 32 << 20 if AVAILABLE else math.inf
 #: Pieces below this many bytes are written as ever: checking a sample takes as long as copying 8 KiB.
 SMALLEST_PIECE = 32 << 10
+
+
+def address_of(array: np.ndarray[Any, Any]) -> int:
+    """Where an array's first element lies."""
+    return int(array.__array_interface__["data"][0])

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.memory.allocator import address_of
 from fastq_loader.memory.blocks import device_aligned
+from fastq_loader.memory.nontemporal import address_of
 
 _TENSOR = torch.Tensor
 #: Bytes of the largest element. A segment of several leaves starts at a multiple of it from the start of the

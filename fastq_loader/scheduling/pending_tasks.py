@@ -85,6 +85,19 @@ class PendingTasks(dict[tuple[int, int], Batch]):
         """The tickets of the shared tasks of which it is not known who has claimed them."""
         return [batch.ticket for batch in self.values() if batch.worker is None]
 
+    def leave_idle(self, workers: int) -> bool:
+        """Whether some of so many workers have nothing to do. A task that is to be claimed occupies one."""
+        busy: set[int] = set()
+        claimable = 0
+        for batch in self.values():
+            if batch.worker is None:
+                claimable += 1
+            else:
+                busy.add(batch.worker)
+            if len(busy) + claimable >= workers:
+                return False
+        return True
+
     def check(self) -> None:
         """Raise AssertionError unless exactly the tasks that can be claimed have a slot."""
         tickets = self.tickets()

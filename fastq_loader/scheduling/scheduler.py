@@ -320,25 +320,12 @@ class Scheduler:
             if not self._arrivals:
                 if self._idle_deaths:
                     return [Break(self._idle_deaths.pop(), None, None)]
-                waiting = self._in_flight.waiting
-                return [Wait(head.worker, head.seq, waiting, head.attempt, self._some_worker_is_blocked())]
+                active = self._worker_table.active()
+                blocked = not self.window.closed and self.pending_tasks.leave_idle(active)
+                return [Wait(head.worker, head.seq, self._in_flight.waiting, head.attempt, blocked)]
             instructions = self._process(self._arrivals.popleft())
             if instructions:
                 return instructions
-
-    def _some_worker_is_blocked(self) -> bool:
-        """Whether a worker has nothing to do although the sampler has more."""
-        if self.window.closed:
-            return False
-        active = self.workers - sum(map(self._worker_table.exhausted, range(self.workers)))
-        if self.shared_tasks:
-            return len(self.pending_tasks) < active
-        busy: set[int | None] = set()
-        for batch in self.pending_tasks.values():
-            busy.add(batch.worker)
-            if len(busy) == active:
-                return False
-        return True
 
     def _idle(self, event: Idle) -> list[Instruction]:
         unanswered = sum(epoch == self.epoch for epoch, _ in self.pending_tasks)

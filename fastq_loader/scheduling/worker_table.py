@@ -40,6 +40,10 @@ class WorkerTable:
         """Whether the worker's part of an iterable dataset has ended."""
         return self._states[worker] in EXHAUSTED
 
+    def active(self) -> int:
+        """Workers that can be given tasks."""
+        return sum(state not in EXHAUSTED for state in self._states)
+
     def is_dead(self, worker: int | None) -> bool:
         """Whether `worker`, or all of them (None), is dead: a task for it would never be answered."""
         states = self._states if worker is None else (self._states[worker],)
@@ -63,7 +67,7 @@ class WorkerTable:
         return None
 
     def _has_room(self, worker: int, window: int) -> bool:
-        going = sum(state not in EXHAUSTED for state in self._states)
+        going = self.active()
         # torch's window is a multiple of the workers. The part of any other is rounded up: an index that no
         # worker takes would be lost.
         share = -(-window // going) if window % len(self) else window // going

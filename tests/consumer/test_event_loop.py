@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fastq_loader import DataLoader
-from fastq_loader.consumer.event_loop import BUSY, IDLE, EventLoop, _death
+from fastq_loader.consumer.event_loop import BUSY, IDLE, EventLoop
 from fastq_loader.consumer.outcomes import ENDED, Delivered, Raised
-from fastq_loader.errors import WorkerDied
+from fastq_loader.statistics.epoch import EpochCounters
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def started() -> Iterator[EventLoop]:
 
 def outcomes(loop: EventLoop, sampler: Iterator[Any], finish: Any = lambda batch: batch) -> Iterator[Any]:
     """What the calls of an epoch put down."""
-    loop.begin_epoch(sampler, None, None)
+    loop.begin_epoch(sampler, None, None, EpochCounters(1, 0))
     slot: Any = SimpleNamespace(outcome=None)
     while True:
         loop.phase = BUSY  # as the engine does
@@ -80,21 +80,14 @@ def test_an_error_of_the_sampler_has_its_position() -> None:
 @pytest.mark.processes
 def test_a_call_that_is_woken_puts_nothing_down() -> None:
     with started() as loop:
-        loop.begin_epoch(iter(()), None, None)
+        loop.begin_epoch(iter(()), None, None, EpochCounters(1, 0))
         slot: Any = SimpleNamespace(outcome=None)
         assert loop.next(slot, lambda batch: batch)
         assert slot.outcome is ENDED
-        loop.begin_epoch(iter([0]), None, None)
+        loop.begin_epoch(iter([0]), None, None, EpochCounters(1, 0))
         loop.wake()
         slot.outcome, loop.phase = None, BUSY
         while loop.next(slot, lambda batch: batch):  # an answer that was here first still counts
             slot.outcome = None
-            loop.begin_epoch(iter([0]), None, None)
+            loop.begin_epoch(iter([0]), None, None, EpochCounters(1, 0))
         assert slot.outcome is None
-
-
-def test_a_death_ends_the_iteration_and_says_why() -> None:
-    raised = _death("worker 3 was killed", cause := RuntimeError("torch's text"))
-    assert isinstance(raised.error, WorkerDied)
-    assert raised.error.__cause__ is cause
-    assert raised.fatal == str(raised.error) == "worker 3 was killed"

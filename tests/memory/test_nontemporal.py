@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, default_collate
 from fastq_loader import DataLoader
 from fastq_loader.memory import allocator, nontemporal
 from fastq_loader.memory import arena as arenas
-from fastq_loader.memory.allocator import address_of
 from fastq_loader.memory.blocks import size_class
+from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.reading import collate
 from tests.conftest import run_script
 from tests.support.datasets import assert_same

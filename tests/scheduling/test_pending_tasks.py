@@ -33,6 +33,25 @@ def test_an_answer_is_due_from_one_worker_and_for_this_attempt(worker: int | Non
     assert tasks.due(0, answer) is None, "it was answered"
 
 
+@pytest.mark.parametrize(
+    ("tasks", "workers", "idle"),
+    [
+        ((), 0, False),
+        ((), 1, True),
+        ((0, 0, 0), 2, True),
+        ((0, 1, 0), 2, False),
+        ((None, None), 3, True),
+        ((None, None), 2, False),
+        ((None, 1), 2, False),  # one is known to be claimed
+        ((1, 1, None), 3, True),
+    ],
+)
+def test_a_worker_is_idle_when_there_are_fewer_tasks_than_workers(
+    tasks: tuple[int | None, ...], workers: int, idle: bool
+) -> None:
+    assert outstanding(*tasks)[0].leave_idle(workers) is idle
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 6), st.lists(st.integers(0, 5), max_size=40))
 def test_no_two_shared_tasks_have_a_slot_in_common(slots: int, steps: list[int]) -> None:

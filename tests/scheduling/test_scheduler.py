@@ -185,7 +185,7 @@ def test_a_window_grows_while_the_next_batch_is_late_and_shrinks_when_none_is_an
     while done < len(sends):
         scheduler.handle(answer(sends[done], worker=1))
         done += 1
-        assert scheduler.handle(Wanted()) == [Wait(None, 0, done - 1)]
+        assert scheduler.handle(Wanted()) == [Wait(None, 0, done - 1, blocked=True)]
         sends += draw(scheduler, scheduler.handle(Idle()), range(len(sends), 100))
     assert done == scheduler.window.size == 8
     scheduler.handle(answer(sends[0], worker=0))
@@ -197,6 +197,25 @@ def test_a_window_grows_while_the_next_batch_is_late_and_shrinks_when_none_is_an
     assert under_way[0] == 8
     assert under_way[-1] == scheduler.window.size == 2
     assert under_way == sorted(under_way, reverse=True)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_wait_says_whether_a_worker_has_nothing_to_do_because_the_window_is_full(shared: bool) -> None:
+    scheduler, sends = started(shared_tasks=shared)  # two workers, four batches
+    (wait,) = scheduler.handle(Wanted())
+    assert isinstance(wait, Wait)
+    assert not wait.blocked
+    for send in sends[1::2]:
+        scheduler.handle(answer(send, worker=1))
+    if shared:
+        scheduler.handle(answer(sends[2], worker=1))
+    (wait,) = scheduler.handle(Wanted())
+    assert isinstance(wait, Wait)
+    assert wait.blocked
+    scheduler.handle(Exhausted())
+    (wait,) = scheduler.handle(Wanted())
+    assert isinstance(wait, Wait)
+    assert not wait.blocked, "there is nothing more to do"
 
 
 def test_a_shared_task_is_sent_to_all_and_answered_by_one() -> None:

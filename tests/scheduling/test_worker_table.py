@@ -18,6 +18,7 @@ def test_turns_go_round_the_workers_that_have_something_left_to_read() -> None:
     table = WorkerTable(3)
     assert turns(table, 4) == [0, 1, 2, 0]
     table.move(2, "end")
+    assert table.active() == 2
     assert turns(table, 3) == [1, 0, 1]
     table.begin_epoch()
     assert turns(table, 3) == [0, 1, 2]

@@ -1,0 +1,116 @@
+"""The counters of a loader, and the snapshots that are taken of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastq_loader.ipc.messages import BATCH, Answer
+from fastq_loader.statistics.counters import Counters, WorkerCounters
+from fastq_loader.statistics.snapshots import LateBatch
+
+SECOND = 1_000_000_000
+
+
+def answer(started: float, finished: float, **fields: Any) -> Answer:
+    """The answer for a batch that was loaded between two seconds."""
+    times = round(started * SECOND), round(finished * SECOND)
+    return Answer(1, fields.pop("seq", 0), 0, BATCH, *times, (), (), None, **fields)
+
+
+def counted() -> Counters:
+    counters = Counters()
+    counters.batches += 3
+    counters.workers = (WorkerCounters(0, 70), WorkerCounters(1, 71))
+    return counters
+
+
+def test_a_snapshot_is_not_changed_by_later_counting() -> None:
+    counters = counted()
+    epoch = counters.begin_epoch(0, 0)
+    before = counters.snapshot(blocks_free=4)
+    as_it_was = asdict(before)
+    counters.batches += 1
+    counters.held_up(1, 1, 5)
+    counters.workers[0].answered(answer(1, 2))
+    epoch.started(7)
+    assert asdict(before) == as_it_was
+    assert (before.batches, before.blocks_free, counters.snapshot().batches) == (3, 4, 4)
+
+
+def test_a_workers_time_is_split() -> None:
+    worker = WorkerCounters(0, 70)
+    worker.answered(answer(1, 1.5))
+    assert (worker.batches, worker.work_seconds, worker.idle_seconds) == (1, 0.5, 0.0)
+    assert worker.fetch_seconds == worker.collate_seconds == worker.packing_seconds == 0, "nothing was loaded"
+    times = {"fetched": round(3.625 * SECOND), "collated": round(3.75 * SECOND), "cpu": SECOND // 4}
+    worker.answered(answer(3.5, 4, new_memory=SECOND // 8, **times), sent=2 * SECOND)
+    assert (worker.batches, worker.work_seconds) == (2, 1.0)
+    assert (worker.fetch_seconds, worker.collate_seconds, worker.packing_seconds) == (0.125, 0.125, 0.25)
+    assert (worker.new_memory_seconds, worker.cpu_seconds) == (0.125, 0.25)
+    assert (worker.blocked_seconds, worker.idle_seconds) == (0.5, 1.5), "its task came after 0.5 s"
+    worker.answered(answer(5, 6), sent=3 * SECOND)
+    assert (worker.blocked_seconds, worker.idle_seconds) == (0.5, 2.5), "the task was there before"
+    assert worker.cpu_seconds == 0.25, "it was not asked for"
+    worker.replaced(99)
+    worker.answered(answer(9, 9))  # the new process was not idle before its first task
+    assert (worker.pid, worker.restarts, worker.idle_seconds) == (99, 1, 2.5)
+
+
+def test_restarts_are_those_of_all_workers() -> None:
+    counters = counted()
+    for pid, worker in enumerate((*counters.workers, counters.workers[0])):
+        worker.replaced(pid)
+    assert counters.snapshot().worker_restarts == 3
+
+
+def test_the_ten_latest_batches_are_named_the_worst_first() -> None:
+    counters = Counters()
+    for batch in range(100):
+        counters.held_up(2, batch, batch * 37 % 100 * SECOND)
+    found = counters.snapshot().late_batches
+    assert [late.seconds for late in found] == list(range(99, 89, -1))
+    assert all(late.batch * 37 % 100 == late.seconds and late.epoch == 2 for late in found)
+
+
+def test_a_late_batch_is_told_with_its_slowest_sample() -> None:
+    counters = Counters()
+    counters.held_up(1, 7, SECOND)
+    counters.held_up(1, 7, SECOND // 2)
+    assert counters.snapshot().late_batches == (LateBatch(1, 7, 1.5),)
+    slow = answer(1, 3.5, seq=7, slowest=2 * SECOND, slowest_at=1)
+    counters.came_late(1, slow, [40, 41])
+    assert counters.snapshot().late_batches == (LateBatch(1, 7, 1.5, 2.5, 41, 2.0),)
+    for unknown in (40, None, [40]):  # no batch of indices, or one that the place does not fit
+        counters.came_late(1, slow, unknown)
+        assert counters.snapshot().late_batches == (LateBatch(1, 7, 1.5, 2.5, None, 2.0),)
+    counters.came_late(2, slow, [40, 41])
+    assert len(counters.snapshot().late_batches) == 1, "one that held up nothing is not named"
+
+
+def test_epochs_are_kept_one_by_one_and_in_sum() -> None:
+    counters = Counters()
+    for number in range(250):
+        epoch = counters.begin_epoch(number * SECOND, 5)
+        epoch.started(number * SECOND + SECOND // 2)
+        epoch.entered(number * SECOND + SECOND // 2)
+        epoch.ended(number * SECOND + SECOND // 2, 8)
+    found = counters.snapshot()
+    assert found.epochs == 250
+    assert [epoch.epoch for epoch in found.per_epoch] == list(range(151, 251))
+    assert (found.total.seconds, found.total.start_up_seconds) == (125, 125)
+    assert round(found.total.cpu_seconds * 1e9) == 750
+
+
+class Nobody:
+    """Stands for an observer."""
+
+
+def test_an_observer_is_told_of_epochs_that_are_under_way_and_of_later_ones() -> None:
+    counters, observer = Counters(), Nobody()
+    first = counters.begin_epoch(0, 0)
+    counters.observe(observer)  # type: ignore[arg-type]
+    second = counters.begin_epoch(1, 0)
+    assert first.observer is second.observer is observer
+    counters.observe(None)
+    assert first.observer is second.observer is counters.begin_epoch(2, 0).observer is None

@@ -1,0 +1,277 @@
+"""Where the time of an epoch goes: all of it is counted once, and on what it was spent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastq_loader.ipc.messages import BATCH, Answer
+from fastq_loader.statistics.epoch import EpochCounters, summed
+from fastq_loader.statistics.snapshots import CAUSES
+
+TIMES = st.integers(0, 10**10)
+
+
+def answer(
+    seq: int = 0, started: int = 0, collated: int = 0, finished: int = 0, new_memory: int = 0
+) -> Answer:
+    return Answer(1, seq, 0, BATCH, started, finished, (), (), None, collated=collated, new_memory=new_memory)
+
+
+def spent(epoch: EpochCounters) -> dict[str, int]:
+    return {cause: nanoseconds for cause, nanoseconds in epoch.spent.items() if nanoseconds}
+
+
+# ---- one call -----------------------------------------------------------------------------------------
+
+
+def waiting(previous: int, *waits: tuple[int, int], **times: int) -> dict[str, int]:
+    """What a call from 100 to 1000 is spent on, in which these waits end with an answer of these times."""
+    epoch = EpochCounters(1, 100)
+    epoch.started(100)
+    if previous:
+        epoch.answered(0, answer(8, previous - 10, previous, previous), True)
+    epoch.entered(100)
+    for wait in waits:
+        epoch.waited("workers", *wait)
+    came = answer(9, **times)
+    epoch.answered(0, came, True)
+    epoch.left(1000, came)
+    return spent(epoch)
+
+
+CALLS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "the worker was loading": (
+        waiting(50, (100, 900), started=50, collated=900, finished=900),
+        {"workers": 800, "transport": 100},
+    ),
+    "it was loading, and packed": (
+        waiting(50, (100, 900), started=50, collated=700, finished=850),
+        {"workers": 600, "transport": 300},
+    ),
+    "it was busy with the batch before, as long as with this one": (
+        waiting(500, (100, 900), started=500, collated=900, finished=900),
+        {"workers": 800, "transport": 100},
+    ),
+    "the batch before is like this one, half of which is packing": (
+        waiting(300, (100, 500), started=300, collated=400, finished=500),
+        {"workers": 200, "transport": 700},
+    ),
+    "it had nothing to do, and its task was on the way": (
+        waiting(100, (100, 900), started=600, collated=900, finished=900),
+        {"workers": 300, "transport": 600},
+    ),
+    "it was its first batch: it was not up before": (
+        waiting(0, (100, 900), started=600, collated=900, finished=900),
+        {"start_up": 500, "workers": 300, "transport": 100},
+    ),
+    "a quarter of the batch's time went for new pages": (
+        waiting(50, (100, 900), started=100, collated=900, finished=900, new_memory=200),
+        {"workers": 600, "memory": 200, "transport": 100},
+    ),
+    "two waits": (
+        waiting(50, (100, 400), (500, 900), started=50, collated=900, finished=900),
+        {"workers": 700, "transport": 200},
+    ),
+    "nothing was waited for": (
+        waiting(50, started=50, collated=90, finished=90),
+        {"transport": 900},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_wait_is_lost_to_what_the_worker_did(case: str) -> None:
+    found, expected = CALLS[case]
+    assert found == expected
+
+
+def test_what_a_call_did_itself_is_counted_as_it_is_told() -> None:
+    epoch = EpochCounters(1, 0)
+    epoch.drew(10, 30)
+    epoch.started(100)
+    epoch.entered(150)
+    epoch.waited("head_of_line", 150, 250)
+    epoch.waited("memory", 250, 270)
+    epoch.used_device(270, 300)
+    epoch.left(310)
+    assert spent(epoch) == {
+        "sampler": 20,
+        "start_up": 80,
+        "consumer": 50,
+        "head_of_line": 100,
+        "memory": 20,
+        "device_copy": 30,
+        "transport": 10,
+    }
+    epoch.entered(400)
+    epoch.waited("workers", 400, 450)  # for a batch that was an error without an answer
+    epoch.left(460)
+    assert spent(epoch)["workers"] == 50
+    epoch.entered(500)
+    epoch.ended(520, 0)
+    assert (spent(epoch)["start_up"], epoch.over, epoch.batches, epoch.nanoseconds) == (100, True, 2, 520)
+
+
+def test_a_batch_that_is_loaded_by_the_call_is_the_workers_time() -> None:
+    epoch = EpochCounters(1, 0)
+    epoch.started(0)
+    epoch.entered(0)
+    epoch.drew(0, 5)
+    epoch.loaded(0, 5, 60, 85)
+    epoch.left(90)
+    assert spent(epoch) == {"sampler": 5, "workers": 80, "transport": 5}
+    assert [tuple(cost) for cost in epoch.costs] == [(0, 80, 0)]
+
+
+# ---- any calls ----------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_the_causes_add_up_to_the_time_whatever_happens(data: Any) -> None:
+    epoch = EpochCounters(1, began := data.draw(TIMES))
+    now, answers = began, 0
+
+    def later() -> int:
+        nonlocal now
+        now += data.draw(st.integers(0, 10**9))
+        return now
+
+    epoch.started(later())
+    for seq in range(data.draw(st.integers(0, 6))):
+        epoch.entered(later())
+        if data.draw(st.booleans()):
+            epoch.sent(seq, later())
+        for _ in range(data.draw(st.integers(0, 3))):
+            what = data.draw(st.sampled_from(["workers", "head_of_line", "memory", "draw", "device"]))
+            since, until = later(), later()
+            if what == "draw":
+                epoch.drew(since, until)
+            elif what == "device":
+                epoch.used_device(since, until)
+            else:
+                epoch.waited(what, since, until)
+        times = sorted(data.draw(st.lists(st.integers(0, now), min_size=3, max_size=3)))
+        new_memory = data.draw(st.integers(0, times[2] - times[0]))
+        came = answer(seq, *times, new_memory=new_memory)
+        ending = data.draw(st.sampled_from(["answer", "error", "interrupt"]))
+        if ending == "answer":
+            answers += 1
+            epoch.answered(data.draw(st.integers(0, 1)), came, True)
+            epoch.left(later(), came)
+        elif ending == "error":
+            epoch.left(later())
+    epoch.entered(later())
+    epoch.ended(later(), 0)
+    assert epoch.nanoseconds == now - began == sum(epoch.spent.values())
+    assert all(nanoseconds >= 0 for nanoseconds in epoch.spent.values())
+    found = epoch.snapshot()
+    assert abs(sum(map(found.spent_on, CAUSES)) - found.seconds) < 1e-6
+    assert len(epoch.costs) == answers
+
+
+# ---- how far ahead ------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=30))
+def test_the_batches_that_were_ready_are_averaged_over_parts_of_the_epoch(
+    batches: list[tuple[int, int]],
+) -> None:
+    epoch = EpochCounters(1, 0)
+    epoch.started(0)
+    now = ready = 0
+    for seq, (finished, pause) in enumerate(batches):
+        now += pause
+        epoch.entered(now)
+        came = answer(seq, finished=min(finished, now))
+        epoch.left(now, came)
+        ready += now - came.finished
+    found = epoch.snapshot()
+    assert 1 <= len(found.ready) <= 64
+    parts = len(found.ready)
+    width = 1 << 24
+    while now >= 64 * width:
+        width *= 2
+    widths = [width] * (parts - 1) + [max(1, now - width * (parts - 1))]
+    total = sum(each * size for each, size in zip(found.ready, widths, strict=True))
+    assert abs(total - ready) <= 0.006 * sum(widths) + 1
+
+
+def test_two_batches_that_wait_all_the_time_are_two() -> None:
+    epoch = EpochCounters(1, 0)
+    epoch.started(0)
+    epoch.left(1 << 30, answer(0))
+    epoch.left(1 << 30, answer(1))
+    assert set(epoch.snapshot().ready) == {2.0, 0.0} or set(epoch.snapshot().ready) == {2.0}
+
+
+# ---- several epochs, and who is told --------------------------------------------------------------------
+
+
+def test_what_was_counted_in_several_epochs_is_one_sum() -> None:
+    epochs = []
+    for number in (1, 2):
+        epoch = EpochCounters(number, 0, cpu=10)
+        epoch.started(100)
+        epoch.entered(150)
+        epoch.left(170)
+        epoch.used_cpu(30)
+        epoch.entered(180)
+        epoch.ended(200, 40)
+        epoch.used_cpu(70)  # after its end
+        epochs.append(epoch)
+    total = summed(epochs)
+    assert (total.epoch, total.batches, total.ready) == (0, 2, ())
+    assert round(total.seconds * 1e9) == 400
+    assert round(total.consumer_seconds * 1e9) == 120
+    assert round(total.cpu_seconds * 1e9) == 60
+    assert abs(total.wait_p50 / 20e-9 - 1) < 0.03
+
+
+def test_a_task_that_was_sent_again_counts_from_then_on() -> None:
+    epoch = EpochCounters(1, 0)
+    epoch.sent(0, 10)
+    epoch.sent(0, 20)
+    assert epoch.answered(1, answer(0, 30, 40, 40), True) == (20, 0)
+    epoch.sent(1, 50)
+    assert epoch.answered(1, answer(1, 60, 70, 70), True) == (50, 40)
+    assert epoch.answered(1, answer(2, 90, 95, 95), False) == (90, 70), "one that nobody knows to be sent"
+
+
+class Told:
+    """An observer that keeps what it was told of."""
+
+    def __init__(self) -> None:
+        self.of: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *values: self.of.append((name, *values))
+
+
+def test_an_observer_is_told_of_everything() -> None:
+    epoch, told = EpochCounters(3, 0), Told()
+    epoch.observer = told
+    epoch.drew(1, 2)
+    epoch.sent(0, 2)
+    epoch.started(3)
+    epoch.entered(4)
+    epoch.waited("memory", 4, 5)
+    came = answer(0, 1, 2, 3)
+    epoch.answered(7, came, True)
+    epoch.used_device(5, 6)
+    epoch.left(6, came)
+    epoch.loaded(1, 7, 8, 9)
+    assert told.of == [
+        ("drew", 3, 1, 2),
+        ("sent", 3, 0, 2),
+        ("left", 3, None, 3),
+        ("entered", 3, 4),
+        ("waited", 3, "memory", 4, 5),
+        ("answered", 3, 7, came, 0),
+        ("used_device", 3, 5, 6),
+        ("left", 3, 0, 6),
+        ("loaded", 3, 1, 7, 8, 9),
+    ]
