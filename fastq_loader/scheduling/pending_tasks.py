@@ -96,7 +96,7 @@ class PendingTasks(dict[tuple[int, int], Batch]):
                 busy.add(batch.worker)
             if len(busy) + claimable >= workers:
                 return False
-        return True
+        return workers > 0
 
     def check(self) -> None:
         """Raise AssertionError unless exactly the tasks that can be claimed have a slot."""

@@ -21,6 +21,7 @@ from fastq_loader.scheduling.events import (
     Draw,
     Drawn,
     EpochStarted,
+    Exhausted,
     Finish,
     Idle,
     Instruction,
