@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from fastq_loader.reading import generators, sampling
+from fastq_loader.reading.first_indices import FirstIndices
 from fastq_loader.reading.position import is_stateful
 from fastq_loader.reading.seeding import draw_base_seed
 from fastq_loader.resume import samplers
@@ -79,6 +80,7 @@ class Order:
         beginning: what is noted.
         compared: see `samplers.compared`; before the epoch, in which samplers may count.
         batch_size: of a batch that is full, where torch's own batches are around a sampler that is asked.
+        first: what is drawn first in a new epoch, if a sampler has to be told the epoch; else None.
     """
 
     def __init__(
@@ -100,6 +102,8 @@ class Order:
         self.batch_size = 0 if self._asked in (None, index_sampler) else index_sampler.batch_size
         self._watched = samplers.shared_generators(index_sampler)
         self.compared = samplers.compared(index_sampler)
+        told = None if resumed else samplers.told_epochs(index_sampler)
+        self.first = None if told is None else FirstIndices(told)
         if resumed is None:
             self.beginning = Beginning(states=self._own_states(), epochs=samplers.epochs(index_sampler))
             if self._inner is not None:
@@ -241,6 +245,7 @@ class IndexSource(Iterator[Any]):
         self._beyond = progress.beyond
         self._ahead: deque[tuple[Any, Exception | None, Snapshot | None]] = deque()
         self._beginning = order.beginning
+        self._first = order.first  # None from the moment on in which there are enough
         self._fresh = order.beginning.drawn == 0  # its first index is drawn from the shared generators
         self._plain = False  # from here on there is nothing to note but the position
 
@@ -307,8 +312,15 @@ class IndexSource(Iterator[Any]):
         order, beginning = self._order, self._beginning
         self.position += 1
         beginning.drawn = max(beginning.drawn, self.position)
+        if self._first is not None:
+            self._first.add(index)
+            if self._first.complete:
+                self._first = None
         self._plain = (
-            self.snapshots is None and not self._ahead and self.position > max(self._beyond, default=-1)
+            self.snapshots is None
+            and self._first is None
+            and not self._ahead
+            and self.position > max(self._beyond, default=-1)
         )
         if self.snapshots is not None and snapshot is not None:
             beginning.short = isinstance(index, list) and len(index) < order.batch_size

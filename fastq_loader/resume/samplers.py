@@ -99,6 +99,14 @@ def set_epochs(index_sampler: Any, told: dict[str, int]) -> None:
             part.set_epoch(told[str(depth)])
 
 
+def told_epochs(index_sampler: Any) -> str | None:
+    """What the sampler is called that has to be told each epoch, or it gives the same shuffle again; None:
+    there is none."""
+    told = [part for part in chain(index_sampler) if callable(getattr(part, "set_epoch", None))]
+    shuffles = told and all(getattr(part, "shuffle", True) is not False for part in told)
+    return type(told[0]).__name__ if shuffles else None
+
+
 def compared(index_sampler: Any) -> dict[str, Any]:
     """The fields of samplers that two loaders are compared by."""
     parts = chain(index_sampler)

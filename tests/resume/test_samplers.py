@@ -21,6 +21,7 @@ from fastq_loader.resume.samplers import (
     own_generators,
     set_epochs,
     stateful_sampler,
+    told_epochs,
     torchs_generators,
 )
 
@@ -264,6 +265,13 @@ def test_samplers_in_samplers_and_their_epochs() -> None:
     assert epochs(outer) == {"1": 3}
     set_epochs(outer, {"0": 9, "1": 5, "7": 1})
     assert inner.epoch == 5
+
+
+def test_a_sampler_that_shuffles_and_has_to_be_told_the_epoch_is_found() -> None:
+    plain, shuffled = (DistributedSampler(range(9), 2, 0, shuffle=shuffle) for shuffle in (False, True))
+    assert told_epochs(BatchSampler(shuffled, 2, False)) == told_epochs(shuffled) == "DistributedSampler"
+    for other in (plain, BatchSampler(plain, 2, False), RandomSampler(range(9)), range(9), None):
+        assert told_epochs(other) is None
 
 
 def test_the_datasets_generators_are_the_users() -> None:

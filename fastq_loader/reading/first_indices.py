@@ -1,0 +1,69 @@
+"""The beginning of an epoch's order, to be compared with that of another epoch.
+
+Pure. Kept only for samplers that want to be told the epoch. What is kept is a digest: batches of thousands of
+indices would take megabytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+from fastq_loader.ipc.messages import decode_index
+
+#: Batches that are looked at.
+KEPT = 32
+
+
+class _Mark(NamedTuple):
+    """What is known after some batches: a digest of all their indices, how many samples these are, and how
+    often an index was less than the one before it."""
+
+    digest: bytes = b""
+    samples: int = 0
+    descents: int = 0
+
+
+class FirstIndices:
+    """The indices of the first batches of one epoch.
+
+    Args:
+        sampler: what the sampler is called that wants to be told the epoch.
+
+    Attributes:
+        complete: there is no use in adding more.
+    """
+
+    def __init__(self, sampler: str) -> None:
+        self.sampler = sampler
+        self.complete = False
+        self._marks = [_Mark()]
+        self._last: list[Any] = []  # the last index, once there is one
+
+    def add(self, index: Any) -> None:
+        """A batch was drawn. One whose indices cannot be compared makes the whole of no use."""
+        digest, samples, descents = self._marks[-1]
+        try:
+            index = decode_index(index)
+            if hasattr(index, "tolist"):  # an array or a tensor
+                index = index.tolist()
+            indices = index if type(index) is list else [index]
+            # Version 2 writes the same bytes for the same values; later ones say where an object comes again.
+            digest = hashlib.blake2b(digest + marshal.dumps(indices, 2), digest_size=16).digest()
+            descents += sum(bool(after < before) for before, after in pairwise(chain(self._last, indices)))
+        except (TypeError, ValueError):
+            self._marks, self.complete = [_Mark()], True
+            return
+        self._last = indices[-1:]
+        self._marks.append(_Mark(digest, samples + len(indices), descents))
+        self.complete = len(self._marks) > KEPT
+
+    def repeats(self, other: FirstIndices) -> int:
+        """How many samples the shorter of the two has, if the other has begun with the same ones in the same
+        order; else 0. Also 0 where there are not two batches, and where the order is no shuffle: it ascends,
+        and may begin anew once, as the part of a rank does that is filled up from the beginning."""
+        batches = min(len(self._marks), len(other._marks)) - 1
+        mark = self._marks[batches]
+        return mark.samples if batches > 1 and mark == other._marks[batches] and mark.descents > 1 else 0
