@@ -9,12 +9,12 @@ and whose handle or blocks do not fit goes on with its fault: its batch fails at
 from __future__ import annotations
 
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import ENDED, PASSED, SKIPPED, Answer, unseal
+from fastq_loader.ipc.messages import BATCH, ENDED, PASSED, SKIPPED, Answer, unseal
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.events import Arrived
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.epoch import FIRST_BATCHES, EpochCounters
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
 
@@ -58,7 +58,10 @@ class Receiver:
                 continue
             self._count(worker, answer)
             try:
-                arrived.append(Arrived(worker, self._learn(worker, answer)))
+                learned = self._learn(worker, answer)
+                if self._iterable:
+                    self._keep_first(worker, learned)
+                arrived.append(Arrived(worker, learned))
             except ProtocolError as fault:
                 arrived.append(Arrived(worker, answer, fault))
             if self._one_by_one:
@@ -72,6 +75,16 @@ class Receiver:
         if answer.epoch == self._scheduler.epoch and self.spent is not None:
             sent, previous = self.spent.answered(worker, answer, answer.outcome not in _EMPTY)
         self._counters.workers[worker].answered(answer, sent if previous else 0)
+
+    def _keep_first(self, worker: int, answer: Answer) -> None:
+        """Keep a digest of each worker's first batches: do all read the same data? An error is like nothing
+        else."""
+        if answer.handle is None or answer.epoch != self._scheduler.epoch or self.spent is None:
+            return
+        kept = self.spent.first_batches.setdefault(worker, [])
+        if len(kept) < FIRST_BATCHES:
+            of_error = b"error %d" % answer.seq, 0
+            kept.append(self._unpacker.digest(answer.handle) if answer.outcome == BATCH else of_error)
 
     def hand_on(self, arrived: list[Arrived]) -> None:
         """Give the scheduler what `take` has found."""

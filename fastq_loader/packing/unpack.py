@@ -11,6 +11,7 @@ view outlives the blocks, which are free again as soon as the copy to the device
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from fastq_loader.packing import exceptions, pickling
 from fastq_loader.packing.spec import Spec, SpecCache
 from fastq_loader.packing.tensors import moved
 
+#: Bytes of a segment that a digest reads.
+_DIGESTED = 1 << 16
 _from_numpy, _ndarray = torch.from_numpy, np.ndarray
 
 
@@ -97,6 +100,25 @@ class Unpacker:
         if not spec.on_device:
             return None
         return (*handle.segments[-len(spec.tails)], spec.device_bytes)
+
+    def digest(self, handle: Handle) -> tuple[bytes, int]:
+        """Of what a batch holds, the first 64 KiB of each segment: the same for the same batches of two
+        workers. And how many bytes these are. The handle was learnt, and its blocks were not handed out."""
+        spec: Spec = handle.spec
+        pieces: list[Any] = [repr(handle.values).encode(), handle.parcel or b""]
+        ranges = []
+        if len(handle.segments) > len(spec.tails):
+            ranges.append((handle.segments[0][0], handle.segments[0][2]))
+        if (part := self.part(handle)) is not None:  # between its leaves lies what was there before
+            begin = part[0] + part[2]
+            for number, dtype, _, _, at in spec.on_device:
+                ranges.append((begin + at * dtype.itemsize, spec.leaves[number].reach))
+        large = handle.segments[len(handle.segments) - len(spec.large) :]
+        for segment, (offset, _, into) in zip(spec.large, large, strict=True):
+            ranges.append((offset + into, spec.sizes[segment]))
+        pieces += [self._arena.mapping.read(at, min(nbytes, _DIGESTED)) for at, nbytes in ranges]
+        found = hashlib.blake2b(b"".join(pieces), digest_size=16).digest()
+        return found, sum(map(len, pieces))
 
     def open(self, handle: Handle) -> tuple[list[int], list[int], bytes]:
         """What has to be known before a batch is put together. The handle was learnt.

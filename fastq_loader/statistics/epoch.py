@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Parts of an epoch for which it is known how many batches were ready, and the width that they begin with.
 _PARTS, _WIDTH = 64, 1 << 24
+#: Batches of each worker that are compared with other workers'.
+FIRST_BATCHES = 8
 #: Batches whose costs are kept for the model.
 _KEPT = 1024
 
@@ -73,6 +75,8 @@ class EpochCounters:
     Attributes:
         batches: handed out.
         costs: of the last thousand batches, in the order of their answers.
+        first_batches: worker → of its first 8 batches, a digest and the bytes that it was made of; only of an
+            iterable dataset.
         over: there is no further batch.
         cpu: CPU time that this process used in the epoch, in nanoseconds, when it was asked for last.
         observer: is told of everything, too; None: nobody is.
@@ -85,6 +89,7 @@ class EpochCounters:
         self.over = False
         self.batches = 0
         self.costs: deque[Cost] = deque(maxlen=_KEPT)
+        self.first_batches: dict[int, list[tuple[bytes, int]]] = {}
         self.observer: Observer | None = None
         self.spent = dict.fromkeys(CAUSES, 0)
         self.waits = Histogram()

@@ -31,6 +31,7 @@ from fastq_loader.memory.blocks import GRANTED, SMALLEST
 from fastq_loader.scheduling.events import Arrived, Deliver, Send, Wanted
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.statistics.counters import Counters, WorkerCounters
+from fastq_loader.statistics.epoch import EpochCounters
 from tests.scheduling.test_scheduler import begin, started, states
 from tests.support.simulation import REGION
 
@@ -110,6 +111,29 @@ def test_answers_are_taken_in_the_order_in_which_the_workers_finished_or_one_by_
             [[Arrived(*late)], [Arrived(*early)]] if in_order else [[Arrived(*early), Arrived(*late)], []]
         )
         assert [inbox.take(), inbox.take(), inbox.take()] == [*expected, []]
+
+
+def test_the_first_batches_of_each_worker_of_an_iterable_dataset_are_kept() -> None:
+    for iterable in (False, True):
+        scheduler, sends = started(prefetch=12)
+        answers = [(send.worker, answer(send)) for send in sends]
+        answers[0] = (0, answers[0][1]._replace(outcome=ERROR))
+        inbox, *_ = receiver(scheduler, *answers, iterable=iterable)
+        inbox._unpacker.digest = lambda handle: (b"same", 1)
+        inbox.spent = EpochCounters(1, 0)
+        while inbox.take():
+            continue
+        same, error = (b"same", 1), (b"error 0", 0)
+        assert inbox.spent.first_batches == ({0: [error, *[same] * 7], 1: [same] * 8} if iterable else {})
+
+
+def test_what_comes_of_an_older_epoch_is_no_first_batch() -> None:
+    scheduler, sends = started()
+    begin(scheduler)
+    inbox, *_ = receiver(scheduler, (0, answer(sends[0])), iterable=True)
+    inbox.spent = EpochCounters(1, 0)
+    assert inbox.take()
+    assert inbox.spent.first_batches == {}
 
 
 MISFITS: list[Any] = [

@@ -11,7 +11,7 @@ import torch
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import TOKEN_BYTES, Handle
-from fastq_loader.memory.allocator import Allocator
+from fastq_loader.memory.allocator import Allocator, empty
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST, size_class
 from fastq_loader.packing.pack import Packer
@@ -192,3 +192,59 @@ def test_an_exception_that_no_block_holds_travels_as_text(
     handle = pair.packer.pack_text("what happened", out_of_memory)
     error = pair.unpacker.exception(pair.unpacker.learn(0, handle)[0])
     assert (type(error), str(error)) == (kind, "what happened")
+
+
+# ---- digests ----------------------------------------------------------------------------------------
+
+#: Batches of one tree: plain values, leaves in a parcel, pickled objects, and blocks of their own.
+KINDS: dict[str, Callable[[int], Any]] = {
+    "values": lambda value: (value, "text", [value, 0.5]),
+    "parcel": lambda value: {"a": torch.full((3,), value), "b": np.array([value])},
+    "parcel in a block": lambda value: [torch.full((5, number), value) for number in range(1, 200)],
+    "object": lambda value: Opaque((value, "x" * 1000)),
+    "large": lambda value: (torch.full((LARGE,), value), 1),
+}
+
+
+@pytest.mark.parametrize("for_device", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_digest_is_the_same_for_the_same_data_wherever_it_lies(kind: str, for_device: bool) -> None:
+    make = KINDS[kind]
+    with paired(for_device=for_device) as pair:
+
+        def digest(value: int) -> tuple[bytes, int]:
+            handle = pair.arrive(pair.pack(lambda: make(value)))
+            found = pair.unpacker.digest(handle)
+            pair.deliver(handle)
+            return found
+
+        first, other, again = digest(1), digest(2), digest(1)
+        pair.handle_of((torch.ones(LARGE), 0))  # what comes next lies in other blocks
+        assert first == again == digest(1)
+        assert first[0] != other[0]
+        assert first[1] >= 8
+
+
+def test_a_digest_reads_the_first_64_kib_of_a_segment(pair: Pair) -> None:
+    def digest(at: int) -> tuple[bytes, int]:
+        large = torch.zeros(3 * SMALLEST, dtype=torch.uint8)
+        large[at] = 1
+        return pair.unpacker.digest(pair.arrive(pair.pack(lambda: large)))
+
+    assert digest(SMALLEST)[0] == digest(2 * SMALLEST)[0] != digest(SMALLEST - 1)[0]
+    assert digest(0)[1] == SMALLEST + len("()")
+
+
+@pytest.mark.parametrize("for_device", [False, True])
+def test_a_digest_does_not_read_what_lies_around_the_leaves(for_device: bool) -> None:
+    def make(left_behind: int) -> Any:
+        whole = empty((3 * SMALLEST,), torch.uint8).fill_(left_behind)
+        first, second = whole[256 : SMALLEST // 2], whole[SMALLEST : 2 * SMALLEST]
+        first.fill_(7)
+        second.fill_(9)
+        return (first, second) if for_device else second
+
+    with paired(for_device=for_device) as pair:
+        handles = [pair.arrive(pair.pack(lambda of=of: make(of))) for of in (1, 2)]
+        assert all(handle.segments[0][2] for handle in handles), "they lie where they were made"
+        assert len({pair.unpacker.digest(handle) for handle in handles}) == 1
