@@ -50,6 +50,54 @@ class PinFallback(RuntimeWarning):
     """`pin="auto"` goes on with a slower way of copying to the device; `statistics()` says which and why."""
 
 
+class LoaderHint(UserWarning):
+    """A loader saw something that costs its user samples, time or memory, and that can be changed.
+
+    Each kind comes at most once for each loader, at the line that calls `next()`; what was seen and what to
+    change stands in its text. `warnings.simplefilter("ignore", fastq_loader.LoaderHint)` silences all, and a
+    filter for one of the classes below one of them. As an error it costs no batch: the next call goes on.
+    """
+
+
+class SameOrder(LoaderHint):
+    """A sampler with `set_epoch` gave the same shuffle in two epochs: nobody told it the epoch.
+
+    The first 32 batches are compared. Not given for an order that ascends, with `shuffle=False`, for fewer
+    than 2 batches or 20 samples, where the sampler was told another epoch, or where the first of the two was
+    broken off before that.
+    """
+
+
+class DuplicateData(LoaderHint):
+    """Two workers of an iterable dataset yield the same batches: its `__iter__` does not take a part for each
+    worker.
+
+    The first 8 batches of each worker are compared, at the end of an epoch or after 1,000 batches of it. Not
+    given where these batches are alike among themselves, or hold less than 24 bytes.
+    """
+
+
+class IdleWorker(LoaderHint):
+    """Some workers of an iterable dataset yielded nothing in a whole epoch, while each of the others gave 8
+    batches or more: it has fewer parts than there are workers."""
+
+
+class TinyBatches(LoaderHint):
+    """Batches are so small that their way from the workers takes longer than to load them: with
+    `num_workers=0` the epoch would have taken half the time or less.
+
+    Said at the end of an epoch of at least 500 batches, if it took at least a second longer than it had to.
+    The start of the workers does not count.
+    """
+
+
+class MemoryPressure(LoaderHint):
+    """The batches that may be loaded ahead take more than half of the memory that this process can have.
+
+    Looked at once, when 4 batches have shown how large they are; less than 64 MiB are no pressure.
+    """
+
+
 class UnpicklableError(pickle.PicklingError):
     """Something that has to travel to or from a worker cannot be pickled; the text names where it lies."""
 

@@ -32,16 +32,18 @@ class Room(NamedTuple):
 #: Top down: a room stands above everything that it imports.
 ROOMS = {
     "loader": Room("iterators resume arguments consumer workers device scheduling reading statistics"),
-    "iterators": Room("resume arguments consumer device scheduling reading statistics ipc system errors"),
+    "iterators": Room(
+        "resume arguments insight consumer device scheduling reading statistics ipc system errors"
+    ),
     "resume": Room("arguments scheduling reading system errors"),
     "arguments": Room("workers device scheduling memory ipc errors"),
-    "insight": Room("", pure="model"),
+    "insight": Room("statistics", pure="model hints"),
     "consumer": Room("workers device scheduling packing memory ipc system errors statistics"),
     "workers": Room("scheduling packing reading memory ipc system errors statistics"),
     "device": Room("packing memory ipc system errors statistics", pure="copies pinning"),
     "scheduling": Room("memory ipc errors", pure="*"),
     "packing": Room("memory ipc system errors"),
-    "reading": Room("memory ipc system errors"),
+    "reading": Room("memory ipc system errors", pure="first_indices"),
     "memory": Room("system errors", pure="pool ledger blocks demand free_ranges"),
     "ipc": Room("system errors", pure="messages decoding"),
     "system": Room(""),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.device.staging import SerialStaging
+from fastq_loader.errors import LoaderHint
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers import stopping
 
@@ -36,6 +37,7 @@ class Resources:
         idle: the staging of iterations without workers that are over, to be used again.
         record: of the newest epoch, or None.
         saved: what the next epoch goes on from, or None.
+        hinted: what the user was told of, and is not told again.
     """
 
     def __init__(self, owner: DataLoader[Any] | None = None, saved: Saved | None = None) -> None:
@@ -46,6 +48,7 @@ class Resources:
         self.idle: list[SerialStaging] = []
         self.record: EpochRecord | None = None
         self.saved = saved
+        self.hinted: set[type[LoaderHint]] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Resources, (None, self.saved)  # no loader's: a subclass copied all attributes

@@ -27,6 +27,7 @@ from fastq_loader.consumer.outcomes import Outcome
 from fastq_loader.device.options import ToDevice, read_device
 from fastq_loader.device.transforms import copy_into
 from fastq_loader.errors import warn_user
+from fastq_loader.iterators.hints import Hints
 from fastq_loader.reading import datapipes
 from fastq_loader.resume.record import begin
 from fastq_loader.statistics.epoch import EpochCounters
@@ -87,6 +88,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         raise NotImplementedError("{} cannot be pickled", type(self).__name__)
 
     def __next__(self) -> Any:
+        if self._num_yielded >= self._hints.due:
+            self._hints.look()
         # A handler of a signal may raise wherever there is a call. So whoever makes an outcome stores it, and
         # there is no call from where it is taken here to the end: what was made is never lost.
         outcome, self.outcome = self.outcome, None
@@ -100,6 +103,10 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         if outcome.progress is not None:
             self._order.progress = outcome.progress
         if outcome.error is not None:
+            if self._record.over:
+                self.outcome = outcome  # what follows is a call, which an interrupt or a hint may end
+                self._hints.look_back()
+                self.outcome = None
             try:
                 raise outcome.error
             finally:
@@ -148,6 +155,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def _epoch_has_begun(self, loader: DataLoader[Any]) -> None:
         """What was loaded is used up, unless the epoch could not be begun."""
         resources = loader._resources
+        self._hints = Hints(loader, resources.record, self._record, self._spent)
         resources.record, resources.saved = self._record, None
         if self._record.replayed:
             warn_user(

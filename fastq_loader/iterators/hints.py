@@ -1,0 +1,111 @@
+"""When a user is told what `insight.hints` finds, and that it comes once.
+
+Runs in the consumer, on the thread that calls `next()`. A filter of the user's may make an error of a hint.
+So iterators call in here where they hold nothing that could be lost: before they ask for the next batch, and
+with the end of the epoch put down for the call after this one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fastq_loader.errors import (
+    DuplicateData,
+    IdleWorker,
+    LoaderHint,
+    MemoryPressure,
+    SameOrder,
+    TinyBatches,
+    warn_user,
+)
+from fastq_loader.insight import hints
+from fastq_loader.insight.machine import memory_bytes
+from fastq_loader.reading.first_indices import KEPT
+
+if TYPE_CHECKING:
+    from fastq_loader.loader import DataLoader
+    from fastq_loader.resume.record import EpochRecord
+    from fastq_loader.statistics.epoch import EpochCounters
+
+_NEVER = sys.maxsize
+#: Batches of an epoch after which each kind is looked for, in this order, besides the end of the epoch. An
+#: endless stream has no end; in torch's own tests workers repeat each other, and no `next()` may say so.
+_MOMENTS = {MemoryPressure: 4, SameOrder: KEPT, DuplicateData: 1000}
+
+
+class Hints:
+    """What is found in one epoch.
+
+    Args:
+        loader: whose.
+        previous: the record of the epoch before, or None.
+        record, spent: of the epoch.
+
+    Attributes:
+        due: after so many batches `look` is to be called.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], previous: EpochRecord | None, record: EpochRecord, spent: EpochCounters
+    ) -> None:
+        self._resources = loader._resources
+        self._dataset, self._workers = type(loader.dataset).__name__, loader.num_workers
+        self._spent = spent
+        self._order = record.order
+        self._previous = previous
+        kinds: set[type[LoaderHint]] = set()
+        # Whoever looks at some batches before the first epoch has forgotten nothing.
+        enough = previous is not None and (previous.over or previous.progress.delivered >= KEPT)
+        if enough and record.order.first is not None:
+            kinds.add(SameOrder)
+        if loader.num_workers and record.saved is None:  # else much of the epoch went by before
+            kinds |= {MemoryPressure, TinyBatches, DuplicateData, IdleWorker}
+        self._kinds = kinds - self._resources.hinted
+        self._moments = [(at, kind) for kind, at in _MOMENTS.items() if kind in self._kinds]
+        self.due = self._moments[0][0] if self._moments else _NEVER
+
+    def look(self) -> None:
+        """So many batches were handed out as `due` says."""
+        kind = self._moments.pop(0)[1]
+        self.due = self._moments[0][0] if self._moments else _NEVER
+        self._judge(kind)
+
+    def look_back(self) -> None:
+        """The epoch is over. May be called again, and then does nothing."""
+        kinds, self._kinds, self.due = self._kinds - {MemoryPressure}, set(), _NEVER
+        for kind in sorted(kinds, key=lambda kind: kind.__name__):
+            self._judge(kind)
+        self._previous = None
+
+    def _judge(self, kind: type[LoaderHint]) -> None:
+        text = None if kind in self._resources.hinted else _JUDGES[kind](self)  # another iterator may have
+        if text is not None:
+            self._resources.hinted.add(kind)
+            warn_user(text, kind)
+
+    def _same_order(self) -> str | None:
+        order, previous = self._order, self._previous
+        if order.first is None or previous is None or previous.order.first is None:
+            return None
+        if previous.order.beginning.epochs != order.beginning.epochs:
+            return None
+        samples = order.first.repeats(previous.order.first)
+        return hints.same_order(order.first.sampler, self._spent.epoch, samples)
+
+    def _memory_pressure(self) -> str | None:
+        self._resources.hinted.add(MemoryPressure)  # looked at once, because it reads files
+        counters = self._resources.counters
+        held = sum(engine.blocks()[2] for engine in list(self._resources.engines))
+        batch_bytes = counters.bytes / max(1, counters.batches)
+        return hints.memory_pressure(counters.window, batch_bytes, memory_bytes() + held)
+
+
+_JUDGES: dict[type[LoaderHint], Callable[[Hints], str | None]] = {
+    SameOrder: Hints._same_order,
+    MemoryPressure: Hints._memory_pressure,
+    DuplicateData: lambda of: hints.duplicate_data(of._dataset, of._spent.first_batches),
+    IdleWorker: lambda of: hints.idle_workers(of._dataset, of._spent.first_batches, of._workers),
+    TinyBatches: lambda of: hints.tiny_batches(of._spent, of._workers),
+}
