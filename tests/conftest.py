@@ -28,6 +28,8 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
+from tests.support.script_server import SERVER, WarmProcess
+
 # A commit is judged by the same examples every time. New ones are looked for on purpose, as long as one
 # likes: pytest --hypothesis-profile=search --hypothesis-seed=N.
 settings.register_profile("repeatable", derandomize=True)
@@ -83,7 +85,10 @@ def process_table() -> list[ProcessEntry]:
 
 
 def _is_helper(entry: ProcessEntry) -> bool:
-    """Whether this is multiprocessing's resource tracker or fork server: they live as long as the program."""
+    """Whether this lives as long as the program: multiprocessing's resource tracker and fork server, and the
+    server of scripts."""
+    if entry.pid == SERVER.pid:
+        return True
     own, parents = (_read(f"/proc/{pid}/cmdline") for pid in (entry.pid, entry.parent))
     # A worker forked by the fork server has the fork server's command line, and the fork server for a parent.
     server = "multiprocessing.forkserver import"
@@ -104,8 +109,9 @@ def descendants(root: int | None = None) -> dict[int, ProcessEntry]:
 
 
 def open_descriptors() -> dict[int, str]:
-    """Descriptor → what it points at, without those that lead to multiprocessing's helpers."""
+    """Descriptor → what it points at, without those that lead to helpers (see above)."""
     helpers = {
+        SERVER.descriptor,
         getattr(resource_tracker._resource_tracker, "_fd", None),
         getattr(forkserver._forkserver, "_forkserver_alive_fd", None),
     }
@@ -243,6 +249,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.filterwarnings(text))
 
 
+def pytest_collection_finish() -> None:
+    """What was imported until here is not garbage: a collection in a test need not look through it."""
+    gc.collect()
+    gc.freeze()
+
+
 class ScriptResult(NamedTuple):
     """How and when a script ended; `finished` is a reading of `time.monotonic()`, in seconds."""
 
@@ -264,10 +276,17 @@ class Script:
             not forked see nothing that the script defines.
         env: is added to the environment.
         prefix: a command that runs another one (`unshare -m`).
+        warm: fork a process that has imported torch (tests.support.script_server), which is much quicker. Not
+            for what depends on the state of a new interpreter: imports, exit handlers, memory.
     """
 
     def __init__(
-        self, source: str, *, env: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
+        self,
+        source: str,
+        *,
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        warm: bool = False,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="script-")
         script, self._stdout, self._stderr = (
@@ -277,15 +296,21 @@ class Script:
         body = textwrap.indent(textwrap.dedent(source).strip(), "    ")
         script.write_text(f'if __name__ == "__main__":\n{body}\n')
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path, **(env or {})}
+        self._process: subprocess.Popen[bytes] | WarmProcess
         with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
-            self._process = subprocess.Popen(
-                [*prefix, sys.executable, str(script)],
-                env={**os.environ, "PYTHONPATH": path, **(env or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,
-            )
+            if warm:
+                assert not prefix, "a command needs an interpreter of its own: not with warm=True"
+                self._process = SERVER.start(str(script), environment, stdout.name, stderr.name)
+            else:
+                self._process = subprocess.Popen(
+                    [*prefix, sys.executable, str(script)],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    start_new_session=True,
+                )
         self.pid = self._process.pid
 
     def __enter__(self) -> Script:

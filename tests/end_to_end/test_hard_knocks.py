@@ -48,7 +48,7 @@ def test_an_alarm_while_next_waits_loses_nothing(kind: type[BaseException], pers
 def test_alarms_at_random_moments_lose_nothing_in_silence(seed: int, tmp_path: Path) -> None:
     """In a process of its own: Python only reports what is raised inside of finalizers."""
     script = f"from tests.support.alarms import main\nmain(epochs=15, seed={seed})"
-    result = run_script(script, env={"TMPDIR": str(tmp_path)}, timeout=100)
+    result = run_script(script, env={"TMPDIR": str(tmp_path)}, timeout=100, warm=True)
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout)
     assert seen.get("whole", 0) + seen.get("refused", 0) == 15

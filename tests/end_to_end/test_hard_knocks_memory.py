@@ -24,7 +24,7 @@ def run(source: str, *, path: Path | None = None, timeout: float = 60) -> None:
     """Run a script that must end well, and say nothing on the way; `path` comes first on its own."""
     env = {} if path is None else {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
     script = f"from tests.support.tight import *\n{textwrap.dedent(source)}"
-    result = run_script(script, timeout=timeout, env=env)
+    result = run_script(script, timeout=timeout, env=env, warm=path is None)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     assert result.stderr == ""
     assert result.left == ()

@@ -148,7 +148,8 @@ def test_8_the_exit_of_the_process_waits_for_them(persistent: bool, end: str, tm
         next(batches), next(batches)
         dataset.wait_for(2)
         {end}
-        """
+        """,
+        warm=True,
     )
     assert (result.stderr, result.returncode, result.left) == ("", 0, ())
     assert contents(tmp_path) == DONE
@@ -391,7 +392,7 @@ def test_9_somebody_else_may_take_exit_codes_and_a_handler_runs_in_no_helper(
 ) -> None:
     folder = str(tmp_path)
     source = DAEMON.format(handler=handler, method=method, crimes=crimes, restarts=restarts, folder=folder)
-    result = run_script(source, timeout=40)
+    result = run_script(source, timeout=40, warm=True)
     assert (result.stderr, result.returncode, result.left) == ("", 0, ())
     assert set(result.stdout.split()) == ({"MainProcess"} if handler == REAPS else set())
 

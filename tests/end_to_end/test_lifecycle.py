@@ -135,7 +135,7 @@ def test_p3_a_killed_parent_leaves_nothing_after_a_second(method: str, options: 
         return {name for name in os.listdir(tmp_path) if not name.startswith("pymp-")}
 
     source = KILLED_PARENT.format(method=method, options=options)
-    with running_script(source, env={"TMPDIR": str(tmp_path)}) as script:
+    with running_script(source, env={"TMPDIR": str(tmp_path)}, warm=True) as script:
         script.wait_for("ready")
         assert len(script.processes()) >= 3
         os.kill(script.pid, signal.SIGKILL)
@@ -157,7 +157,7 @@ STOPPED_PARENT = f"""
 
 @pytest.mark.parametrize("options", ["", RESTARTS], ids=["as torch", "with restarts"])
 def test_p3_a_parent_that_is_stopped_for_longer_than_its_timeout_goes_on(options: str) -> None:
-    with running_script(STOPPED_PARENT.format(options=options)) as script:
+    with running_script(STOPPED_PARENT.format(options=options), warm=True) as script:
         script.wait_for("ready")
         os.kill(script.pid, signal.SIGSTOP)
         time.sleep(1.2)
@@ -186,7 +186,8 @@ INTERRUPTED = f"""
     ],
 )
 def test_p4_ctrl_c_shows_one_traceback(sample: float, step: float, options: str) -> None:
-    with running_script(INTERRUPTED.format(sample=sample, step=step, options=options)) as script:
+    source = INTERRUPTED.format(sample=sample, step=step, options=options)
+    with running_script(source, warm=True) as script:
         script.wait_for("ready")
         time.sleep(0.2)
         os.killpg(script.pid, signal.SIGINT)
@@ -229,7 +230,7 @@ CHECKPOINT = f"""
 
 def test_p4_the_users_sigterm_handler_runs_in_no_worker() -> None:
     """A handler that saves a checkpoint must not do so in a worker that is stopped in a long sample."""
-    assert stdout_of(run_script(CHECKPOINT)) == "checkpoint saved\n", "once, in the parent"
+    assert stdout_of(run_script(CHECKPOINT, warm=True)) == "checkpoint saved\n", "once, in the parent"
 
 
 # P5: exits
@@ -339,7 +340,7 @@ FORKED = f"""
 @PERSISTENT
 def test_p6_a_fork_of_the_users_harms_neither_side(persistent: bool) -> None:
     """Whatever the child does with its copy; it cannot advance its parent's iterator."""
-    assert stdout_of(run_script(FORKED.format(persistent=persistent), timeout=40)) == "whole\n"
+    assert stdout_of(run_script(FORKED.format(persistent=persistent), timeout=40, warm=True)) == "whole\n"
 
 
 # P6c: what persistent workers cost, and what dropping them gives back
@@ -472,7 +473,9 @@ def test_p8_kept_batches_need_few_descriptors_and_no_dev_shm(length: int, fields
     if prefix:
         check = 'assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 8 << 20'
     source = KEEP.format(check=check, length=length, fields=fields, width=width)
-    assert stdout_of(run_script(source, timeout=60, prefix=prefix)) == f"kept {length // 4}\n"
+    assert (
+        stdout_of(run_script(source, timeout=60, prefix=prefix, warm=not prefix)) == f"kept {length // 4}\n"
+    )
 
 
 def test_p9_a_long_temp_folder_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

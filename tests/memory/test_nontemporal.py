@@ -265,6 +265,7 @@ def test_an_installation_without_the_c_does_without_it() -> None:
         for number, (image, nontemporally) in enumerate(DataLoader(data, None, num_workers=1)):
             assert torch.equal(image, data[number][0]) and not nontemporally
         print("as ever")
-        """
+        """,
+        warm=True,
     )
     assert (result.stdout, result.stderr, result.left) == ("as ever\n", "", ())

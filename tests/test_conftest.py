@@ -1,0 +1,106 @@
+"""The harness itself: a script that is forked finds what it would find in a new interpreter, and ends so."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import process_table, run_script, running_script, wait_until
+
+pytestmark = pytest.mark.processes
+
+STATE = """
+    import json, multiprocessing, os, pickle, random, resource, signal, sys, tempfile, threading, warnings
+    from multiprocessing import process, resource_tracker
+    import numpy, torch, torch.utils.data
+
+    def of_main():
+        pass
+
+    assert pickle.loads(pickle.dumps(of_main)) is of_main
+    assert sys.argv == [__file__] and sys.path[0] == os.path.dirname(__file__) and __name__ == "__main__"
+    assert os.getpid() == os.getsid(0) == os.getpgrp()
+    links = [f"/proc/self/fd/{fd}" for fd in sorted(os.listdir("/proc/self/fd"))]
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    streams = (sys.stdin, sys.stdout, sys.stderr)
+    seeds = [random.random(), numpy.random.rand(), torch.initial_seed()]
+    print(json.dumps([seeds, {
+        "spec": sys.modules["__main__"].__spec__,
+        "path": sys.path[1:],
+        "flags": [*sys.flags, *sys.warnoptions],
+        "warnings": list(map(str, warnings.filters)),
+        "hook": sys.excepthook is sys.__excepthook__,
+        "folders": [os.getcwd(), process.ORIGINAL_DIR, tempfile.gettempdir()],
+        "environment": dict(os.environ),
+        "signals": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+        "masks": [status[name] for name in ("SigBlk", "SigIgn", "SigCgt", "Umask")],
+        "limits": [resource.getrlimit(what) for what in range(16)],
+        "threads": [thread.name for thread in threading.enumerate()],
+        "torch's": [torch.get_num_threads(), str(torch.get_default_dtype()), torch.cuda.is_initialized()],
+        "method": multiprocessing.get_start_method(allow_none=True),
+        "process": multiprocessing.current_process().name,
+        "tracker": resource_tracker._resource_tracker._pid,
+        "descriptors": [(fd, os.path.basename(os.readlink(fd))) for fd in links if os.path.exists(fd)],
+        "streams": [(each.encoding, each.errors, each.line_buffering, each.mode) for each in streams],
+        "ours": [name for name in sys.modules if name.startswith("fastq_loader")],
+    }]))
+"""
+
+
+def state(**options: Any) -> tuple[list[float], dict[str, Any]]:
+    """What is drawn, and what there is, in a script."""
+    result = run_script(STATE, **options)
+    assert result.stderr == ""
+    seeds, found = json.loads(result.stdout)
+    return seeds, found
+
+
+def test_a_warm_script_finds_what_a_fresh_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_script("print()", warm=True)  # what follows is new to the server
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    seeds, fresh = state(env={"GIVEN": "one"})
+    warm = [state(env={"GIVEN": "one"}, warm=True) for _ in range(2)]
+    assert [found for _, found in warm] == [fresh, fresh]
+    assert all(len(set(drawn)) == 3 for drawn in zip(seeds, *(each for each, _ in warm), strict=True))
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize(
+    ("end", "code", "stdout", "stderr"),
+    [
+        ("", 0, "handled", ""),
+        ("sys.exit(3)", 3, "handled", ""),
+        ("os._exit(4)", 4, "", ""),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, "", ""),
+        ("signal.raise_signal(signal.SIGINT)", -signal.SIGINT, "handled", "KeyboardInterrupt"),
+        ("1 / 0", 1, "handled", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_script_ends_as_it_says(end: str, code: int, stdout: str, stderr: str, warm: bool) -> None:
+    result = run_script(
+        f"import atexit, os, signal, sys\natexit.register(print, 'handled')\n{end}", warm=warm
+    )
+    assert (result.returncode, result.stdout.strip(), result.left) == (code, stdout, ())
+    assert result.stderr.strip().endswith(stderr)
+    assert bool(result.stderr) == bool(stderr)
+
+
+def test_what_a_warm_script_leaves_is_named_and_killed() -> None:
+    source = "import os, signal\nprint(os.fork() or signal.pause(), flush=True)\nos._exit(0)"
+    result = run_script(source, warm=True)
+    child = int(result.stdout)
+    assert [name.split()[0] for name in result.left] == [str(child)]
+    assert wait_until(lambda: child not in {entry.pid for entry in process_table() if not entry.zombie}, 5)
+
+
+def test_a_script_that_hangs_is_a_failure_and_the_next_one_runs() -> None:
+    with pytest.raises(AssertionError, match=r"still ran after 0\.2 s"):
+        run_script("import signal\nsignal.pause()", timeout=0.2, warm=True)
+    with running_script("print('ready', flush=True)", warm=True) as script:
+        script.wait_for("ready")
+        assert script.finish().returncode == 0
