@@ -229,7 +229,7 @@ loader = DataLoader(MapDataset("large", 30), 2, num_workers=2, device="cuda")
 iterator = iter(loader)
 print(next(iterator)[1].tolist())
 """
-    result = run_script(script)
+    result = run_script(script, warm=True)
     assert (result.returncode, result.stdout.strip(), result.stderr) == (0, "[0, 1]", "")
 
 

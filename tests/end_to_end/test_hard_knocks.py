@@ -166,7 +166,7 @@ def test_threads_that_share_an_iterator_see_every_batch_and_the_end(workers: int
 
 def test_forks_of_the_users_leave_nothing_behind() -> None:
     script = "from tests.support.forking import main\nmain(epochs=40)"
-    result = run_script(script, timeout=100)
+    result = run_script(script, timeout=100, warm=True)
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout)
     room = {"descriptors": 0, "threads": 0, "children": 0, "resident": 64 << 20}

@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastq_loader import DataLoader
+from fastq_loader.workers import stopping
 from tests.conftest import descendants, held_memory, open_descriptors, wait_until
 from tests.support.crimes import CrimeAt, Rows, Slow, dawdle, ignore_sigterm_and_hang
 from tests.support.loaders import EIGHT, PERSISTENT, WORKERS, numbers
@@ -121,14 +123,22 @@ def test_i3_late_answers_of_an_abandoned_epoch_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("crime", [dawdle, ignore_sigterm_and_hang])
-def test_i3_close_ends_workers_that_hang(crime: Callable[[int], None]) -> None:
-    loader = DataLoader(CrimeAt(crime, at=1), num_workers=2)
+def test_i3_close_ends_workers_that_hang(
+    crime: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = tmp_path / "begun"
+
+    def commit(index: int) -> None:
+        begun.touch()
+        crime(index)
+
+    monkeypatch.setattr(stopping, "ORDERLY", 0.5)
+    loader = DataLoader(CrimeAt(commit, at=1), num_workers=2)
     iterator = iter(loader)
     assert next(iterator).tolist() == [0]
-    start = time.monotonic()
+    assert wait_until(begun.exists, 5)
     loader.close()
-    assert wait_until(lambda: not descendants(), 8)
-    assert time.monotonic() - start < 8
+    assert wait_until(lambda: not descendants(), 3)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

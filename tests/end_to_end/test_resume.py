@@ -7,12 +7,11 @@ More than the default seeds:
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -35,6 +34,7 @@ from torch.utils.data import (
 
 from fastq_loader import DataLoader, PermutationSampler, Processes, RoundRobin, ToDevice
 from fastq_loader.reading import generators
+from tests.conftest import run_script
 
 pytestmark = pytest.mark.processes
 
@@ -361,13 +361,13 @@ def test_what_came_out_of_order_does_not_come_again_with_order() -> None:
 
 
 SCRIPT = """
-import json, os, random, sys
+import json, os, random
 import numpy as np, torch
 from fastq_loader import DataLoader
 from tests.end_to_end.test_resume import Augmented, plain, seeded
 
-stop, workers = map(int, sys.argv[1:3])
-if len(sys.argv) == 3:
+stop, workers, state = {stop}, {workers}, {state!r}
+if state is None:
     seeded(5)
     generator = torch.Generator().manual_seed(1)
 else:
@@ -375,8 +375,8 @@ else:
 loader = DataLoader(
     Augmented(70), 4, shuffle=True, num_workers=workers, schedule="dynamic", generator=generator
 )
-if len(sys.argv) > 3:
-    loader.load_state_dict(json.loads(sys.argv[3]))
+if state is not None:
+    loader.load_state_dict(state)
 for epoch in range(loader.position.epoch, 2):
     for batch in loader:
         print(json.dumps([plain(batch), loader.state_dict()]), flush=True)
@@ -385,21 +385,23 @@ for epoch in range(loader.position.epoch, 2):
 """
 
 
-def run(*arguments: Any) -> list[Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+def run(stop: int, workers: int, state: Any = None) -> list[Any]:
+    done = run_script(SCRIPT.format(stop=stop, workers=workers, state=state), timeout=100, warm=True)
+    assert done.returncode == (-signal.SIGKILL if stop >= 0 else 0), done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@functools.cache
+def never_stopped() -> list[Any]:
+    return [batch for batch, _ in run(-1, 0)]
 
 
 @pytest.mark.parametrize(("stop", "workers"), [(1, (2, 3)), (17, (0, 2)), (18, (3, 1)), (19, (1, 0))])
 def test_a_killed_process_goes_on_in_another_with_other_workers(stop: int, workers: tuple[int, int]) -> None:
-    whole = [batch for batch, _ in run(-1, 0)]
     first = run(stop, workers[0])
     assert len(first) == stop
-    second = run(-1, workers[1], json.dumps(first[-1][1]))
-    assert [batch for batch, _ in first + second] == whole
+    second = run(-1, workers[1], first[-1][1])
+    assert [batch for batch, _ in first + second] == never_stopped()
 
 
 @pytest.mark.parametrize("persistent", [False, True])

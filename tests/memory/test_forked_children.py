@@ -143,7 +143,8 @@ def test_hooks_of_the_users_that_fork_too_and_children_that_fork_again() -> None
         assert not watched.may_see(born, died)
         assert descriptors() == before
         print("alone", seen)
-        """
+        """,
+        warm=True,
     )
     assert result.stderr == ""
     assert result.stdout.startswith("alone")

@@ -1,10 +1,10 @@
 """A process that has imported torch and becomes a script by a fork: a fifth of the time of a new interpreter.
 
 The server runs no thread of its own and computes nothing. (numpy starts threads when it is imported; they end
-at a fork, and come back where they are needed.) A fork gets a session, an environment, a folder and streams of
-its own, and ends as every interpreter ends. It differs from a new interpreter in three points: what is imported
-below is there, so its exit handlers were registered first; a traceback begins with the line that runs the
-script; and the memory of what was imported is shared.
+at a fork, and come back where they are needed.) A fork gets its own session, environment, folder and streams,
+and ends as every interpreter ends. It differs from a new interpreter in three points: what is imported below
+is there, so its exit handlers were registered first; a traceback begins with the line that runs the script;
+and the memory of what was imported is shared, and not looked through at the end.
 """
 
 from __future__ import annotations
