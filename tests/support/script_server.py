@@ -75,6 +75,7 @@ def _become(request: Request) -> CodeType:
     sys.path[0] = os.path.dirname(request.script)
     numpy.random.seed()  # as in a new interpreter; `random` does so itself
     torch.default_generator.seed()
+    sys.excepthook = sys.__excepthook__  # with Python 3.10, pytest brings one of its own
     sys.modules["__main__"].__file__ = request.script
     with open(request.script) as file:
         return compile(file.read(), request.script, "exec", dont_inherit=True)
