@@ -18,10 +18,10 @@ STATE = """
     from multiprocessing import process, resource_tracker
     import numpy, torch, torch.utils.data
 
-    def of_main():
+    def of_main(number: int):
         pass
 
-    assert pickle.loads(pickle.dumps(of_main)) is of_main
+    assert pickle.loads(pickle.dumps(of_main)) is of_main and of_main.__annotations__ == {"number": int}
     assert sys.argv == [__file__] and sys.path[0] == os.path.dirname(__file__) and __name__ == "__main__"
     assert os.getpid() == os.getsid(0) == os.getpgrp()
     links = [f"/proc/self/fd/{fd}" for fd in sorted(os.listdir("/proc/self/fd"))]
@@ -63,6 +63,7 @@ def test_a_warm_script_finds_what_a_fresh_one_finds(tmp_path: Path, monkeypatch:
     run_script("print()", warm=True)  # what follows is new to the server
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv("HOME", raising=False)
     seeds, fresh = state(env={"GIVEN": "one"})
     warm = [state(env={"GIVEN": "one"}, warm=True) for _ in range(2)]
     assert [found for _, found in warm] == [fresh, fresh]

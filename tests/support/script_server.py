@@ -73,7 +73,7 @@ def _become(request: Request) -> CodeType:
     process.ORIGINAL_DIR = request.folder
     sys.argv = [request.script]
     sys.path[0] = os.path.dirname(request.script)
-    numpy.random.seed()  # as in a new interpreter; `random` does so itself
+    numpy.random.seed()  # drawn when it is imported, as torch's; `random` sees to itself
     torch.default_generator.seed()
     sys.excepthook = sys.__excepthook__  # with Python 3.10, pytest brings one of its own
     sys.modules["__main__"].__file__ = request.script
