@@ -66,7 +66,10 @@ def epochs(
     [
         *((workers, {"prefetch_factor": 1 + workers % 4}) for workers in (1, 2, 3, 5, 8)),
         *((workers, {"persistent_workers": True}) for workers in (1, 3, 8)),
-        *((2, {"multiprocessing_context": method}) for method in ("spawn", "forkserver")),
+        *(
+            (2, {"multiprocessing_context": method, "persistent_workers": True})  # they start slowly
+            for method in ("spawn", "forkserver")
+        ),
         *((3, {"schedule": Dynamic(window=window)}) for window in (1, 2, 5, 64)),
         *((2, {"stop": 2, "persistent_workers": stay}) for stay in (False, True)),
         *((2, {"sampler": kind(SIZE), "persistent_workers": True}) for kind in (Backwards, Drawing)),
