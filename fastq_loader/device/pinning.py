@@ -202,6 +202,7 @@ class Pinner:
     def buffer(self, nbytes: int) -> Buffer | None:
         """A buffer of at least `nbytes` that no copy reads from; None: page-locked ones cannot be had, and
         batches lie in blocks, which are as good as other pageable memory."""
+        nbytes = max(nbytes, 1)  # a batch of empty tensors has a buffer, too
         buffer = self._buffers[0]
         if buffer.copy is not None and not buffer.copy.over:
             began = self._stager.clock()

@@ -133,6 +133,13 @@ def test_waiting_for_a_buffer_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not pool.pinner.busy
 
 
+@pytest.mark.parametrize("pin", [BOUNCE, PAGEABLE])
+def test_a_batch_of_no_bytes_has_a_buffer(pin: str) -> None:
+    buffer = Pool(in_blocks=False, pin=pin).pinner.buffer(0)
+    assert buffer is not None
+    assert buffer.memory is not None
+
+
 def test_buffers_grow_and_are_locked_in_powers_of_two() -> None:
     pool = Pool(in_blocks=False, prefetch=1)
     sizes = []
