@@ -32,8 +32,8 @@ class Costs:
     Attributes:
         loads: reading samples and making a batch of them, for each batch in the order of batches.
         pack: writing a batch to shared memory.
-        overhead: of the consumer for each batch that comes from a worker: messages, unpacking, the way to
-            the device.
+        overhead: of the consumer for each batch that comes from a worker: messages and unpacking.
+        device: of the consumer for each batch on its way to the device, with workers and without.
         draw: of the sampler for each batch.
         step: of the consumer outside of the loader for each batch.
         load_cpu: the part of `loads` and `pack` in which a CPU was used, from 0 to 1.
@@ -43,6 +43,7 @@ class Costs:
     loads: tuple[float, ...]
     pack: float = 0.0
     overhead: float = 0.0
+    device: float = 0.0
     draw: float = 0.0
     step: float = 0.0
     load_cpu: float = 1.0
@@ -52,6 +53,20 @@ class Costs:
     def load(self) -> float:
         """The mean of `loads`."""
         return sum(self.loads) / len(self.loads)
+
+    @property
+    def cpu(self) -> float:
+        """The CPU time of all processes for a batch from a worker."""
+        return (self.load + self.pack) * self.load_cpu + self.overhead + self.draw + self.step_cpu
+
+    def times(self, factor: float) -> Costs:
+        """All of it multiplied, but for `load_cpu`, which is a part."""
+        loads = tuple(load * factor for load in self.loads)
+        others = {
+            name: getattr(self, name) * factor
+            for name in ("pack", "overhead", "device", "draw", "step", "step_cpu")
+        }
+        return replace(self, loads=loads, **others)
 
     def with_step(self, seconds: float) -> Costs:
         """The same with another step, which uses no CPU."""
@@ -66,15 +81,19 @@ class Setting:
         num_workers: 0 loads on the consumer's thread.
         prefetch_factor: batches that each worker works ahead.
         dynamic: whichever worker is free takes the next batch; else they take turns.
+        fixed_window: batches that may be under way, where that was said; None: as the others come to.
     """
 
     num_workers: int
     prefetch_factor: int = 2
     dynamic: bool = False
+    fixed_window: int | None = None
 
     @property
     def window(self) -> int:
         """Batches that may be under way."""
+        if self.fixed_window is not None:
+            return self.fixed_window
         return self.num_workers * self.prefetch_factor * (_WIDENS if self.dynamic else 1)
 
 
@@ -87,20 +106,20 @@ def seconds_per_batch(costs: Costs, setting: Setting, cpus: float) -> float:
         cpus: how many CPUs all processes may use together.
     """
     if setting.num_workers == 0:
-        return costs.draw + costs.load + costs.step
-    cpu = (costs.load + costs.pack) * costs.load_cpu + costs.overhead + costs.draw + costs.step_cpu
-    return max(_played(costs, setting), cpu / cpus)
+        return costs.draw + costs.load + costs.device + costs.step
+    return max(_played(costs, setting), costs.cpu / cpus)
 
 
 def _played(costs: Costs, setting: Setting) -> float:
     free = [0.0] * setting.num_workers
     handed_out: list[float] = []
+    between = costs.overhead + costs.draw + costs.device
     now = 0.0  # when the consumer asks for the next batch
     for number, load in enumerate(islice(cycle(costs.loads), max(_BATCHES, len(costs.loads)))):
         allowed = handed_out[number - setting.window] if number >= setting.window else 0.0
         worker = free.index(min(free)) if setting.dynamic else number % setting.num_workers
         free[worker] = max(free[worker], allowed) + load + costs.pack
-        handed_out.append(max(now, free[worker]) + costs.overhead + costs.draw)
+        handed_out.append(max(now, free[worker]) + between)
         now = handed_out[-1] + costs.step
     # The first batches find an empty window, and a pause at the start is no part of the rate.
     skipped = min(setting.window, len(handed_out) // 2)

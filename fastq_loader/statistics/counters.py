@@ -34,8 +34,14 @@ class _Counting:
 
 
 class WorkerCounters(_Counting, WorkerStatistics):
-    """Counts for one worker."""
+    """Counts for one worker.
 
+    Attributes:
+        cpu_marks: its CPU seconds and its work seconds when they were known first, and last. What it used to
+            start lies before the first.
+    """
+
+    cpu_marks: tuple[tuple[float, float], ...] = ()
     _finished_ns = 0  # when it gave its last answer, on the monotonic clock; 0: it has given none
 
     def answered(self, answer: Answer, sent: int = 0) -> None:
@@ -55,6 +61,7 @@ class WorkerCounters(_Counting, WorkerStatistics):
             self.new_memory_seconds += answer.new_memory / 1e9
         if answer.cpu:
             self.cpu_seconds = answer.cpu / 1e9
+            self.cpu_marks = (*self.cpu_marks[:1], (self.cpu_seconds, self.work_seconds))
         if self._finished_ns:
             blocked = max(0, min(sent, started) - self._finished_ns)
             self.blocked_seconds += blocked / 1e9
@@ -65,6 +72,7 @@ class WorkerCounters(_Counting, WorkerStatistics):
         """Another process has its number from here on."""
         self.pid = pid
         self.restarts += 1
+        self.cpu_marks = ()
         self._finished_ns = 0
 
 

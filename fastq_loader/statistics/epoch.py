@@ -78,6 +78,7 @@ class EpochCounters:
         first_batches: worker → of its first 8 batches, a digest and the bytes that it was made of; only of an
             iterable dataset.
         over: there is no further batch.
+        in_transit: nanoseconds of the transport's that were waits; the others are work of `next()`.
         cpu: CPU time that this process used in the epoch, in nanoseconds, when it was asked for last.
         observer: is told of everything, too; None: nobody is.
     """
@@ -87,7 +88,7 @@ class EpochCounters:
         self._cpu_before = cpu
         self.cpu = 0
         self.over = False
-        self.batches = 0
+        self.batches = self.in_transit = 0
         self.costs: deque[Cost] = deque(maxlen=_KEPT)
         self.first_batches: dict[int, list[tuple[bytes, int]]] = {}
         self.observer: Observer | None = None
@@ -220,6 +221,7 @@ class EpochCounters:
         total = max(1, finished - started)
         new_memory = min(1.0, answer.new_memory / total)
         for began, ended in self._waits:
+            counted = self._counted
             busy = 0  # with the batch before, which is as like this one as can be known
             if previous:
                 busy = _overlap(began, ended, began, min(previous, started))
@@ -229,6 +231,7 @@ class EpochCounters:
             packing = _overlap(began, ended, collated, finished) + busy * (finished - collated) // total
             self._count("memory", round((loading + packing) * new_memory))
             self._count("workers", loading - round(loading * new_memory))
+            self.in_transit += ended - began - (self._counted - counted)
         self._waits.clear()
 
     # ---- how far the workers are ahead --------------------------------------------------------
