@@ -28,6 +28,7 @@ from fastq_loader.errors import (
     WorkerReplaced,
     WorkerTraceback,
 )
+from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory.allocator import empty
 from fastq_loader.reading.permutation import PermutationSampler
@@ -44,6 +45,7 @@ from fastq_loader.workers.options import Processes
 
 __all__ = [
     "DataLoader",
+    "Diagnosis",
     "DuplicateData",
     "Dynamic",
     "EpochStatistics",

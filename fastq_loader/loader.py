@@ -21,6 +21,8 @@ from fastq_loader.consumer.engine import Engine
 from fastq_loader.consumer.resources import Resources
 from fastq_loader.device.options import ToDevice, read_device
 from fastq_loader.device.session import DeviceSession
+from fastq_loader.insight import diagnosing
+from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.iterators.multiprocess import MultiprocessIterator
 from fastq_loader.iterators.serial import SerialIterator
 from fastq_loader.reading import datapipes
@@ -318,6 +320,23 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             arena_bytes=nbytes,
             staging=None if resources.session is None else resources.session.snapshot(),
         )
+
+    def diagnose(self, epoch: int | None = None) -> Diagnosis:
+        """What limits this loader, and what would help: `print(loader.diagnose())` is a page.
+
+        May be called at any time, also in the middle of an epoch; an epoch should have some ten batches, or
+        the start of the workers is most of it. The advice comes with gains that a model expects, which plays
+        the costs of the batches through the rules of the schedule, and knows nothing of the limits of a disk,
+        a network or caches.
+
+        Args:
+            epoch: the number of an epoch, from 1 on, of the last hundred; 0: all together; None: the newest
+                one that is long enough to say something.
+
+        Raises:
+            ValueError: there is no such epoch.
+        """
+        return diagnosing.diagnose(self, epoch)
 
     def __repr__(self) -> str:
         name = f"{type(self).__module__}.{type(self).__qualname__}"

@@ -31,13 +31,17 @@ class Room(NamedTuple):
 
 #: Top down: a room stands above everything that it imports.
 ROOMS = {
-    "loader": Room("iterators resume arguments consumer workers device scheduling reading statistics"),
+    "loader": Room(
+        "insight iterators resume arguments consumer workers device scheduling reading statistics"
+    ),
     "iterators": Room(
         "resume arguments insight consumer device scheduling reading statistics ipc system errors"
     ),
+    "insight": Room(
+        "arguments device scheduling statistics", pure="model hints costs evidence advice verdict report"
+    ),
     "resume": Room("arguments scheduling reading system errors"),
     "arguments": Room("workers device scheduling memory ipc errors"),
-    "insight": Room("statistics", pure="model hints"),
     "consumer": Room("workers device scheduling packing memory ipc system errors statistics"),
     "workers": Room("scheduling packing reading memory ipc system errors statistics"),
     "device": Room("packing memory ipc system errors statistics", pure="copies pinning"),

@@ -1,0 +1,74 @@
+"""The verdict about whole runs, each limited by one known cause, beside a stopwatch in the training loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastq_loader import DataLoader, empty
+from tests.support.limited_runs import CASES, Naps, play
+
+RUNS = [
+    *((name, workers, "fork") for workers in (2, 4) for name in CASES),
+    *((name, 2, "spawn") for name in ("workers", "start_up")),
+]
+
+
+#: A machine that is busy with other things disturbs a run. A mistake disturbs every one.
+TRIES = 3
+
+
+def check(name: str, workers: int, context: str | None) -> None:
+    case, pages = CASES[name], []
+    for _ in range(TRIES):
+        loader, watch = play(case, workers, context)
+        with loader:
+            found = loader.diagnose()
+        expected = case.lost(watch) / watch.total
+        if found.limit == case.limit and found.share == pytest.approx(expected, abs=0.05):
+            return
+        pages.append(f"{case.limit}: {expected:.0%} by the stopwatch\n{found}")
+    pytest.fail("\n\n".join(pages), pytrace=False)
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
+@pytest.mark.parametrize(("name", "workers", "context"), RUNS)
+def test_the_limit_and_its_share_are_those_of_the_stopwatch(name: str, workers: int, context: str) -> None:
+    check(name, workers, context)
+
+
+@pytest.mark.parametrize("name", ["workers", "consumer", "sampler", "device_copy"])
+def test_the_same_without_workers(name: str) -> None:
+    check(name, 0, None)
+
+
+@pytest.mark.processes
+def test_new_memory_for_batches_that_are_kept_is_told_from_loading() -> None:
+    with DataLoader(range(24), 1, num_workers=2, collate_fn=big_and_untouched) as loader:
+        kept = list(loader)
+        found = loader.diagnose()
+    assert len(kept) == 24
+    assert found.epoch.memory_seconds > found.epoch.workers_seconds, str(found)
+    assert any("batches are kept" in line for line in found.advice)
+
+
+def big_and_untouched(_: list[int]) -> torch.Tensor:
+    """16 MiB that nobody writes to, so that making its pages is the work."""
+    return empty((1 << 22,), torch.float32)
+
+
+@pytest.mark.processes
+def test_the_slow_sample_is_named() -> None:
+    loader, _ = play(CASES["head_of_line"], 2, "fork")
+    with loader:
+        found = loader.diagnose()
+        assert found.culprit is not None
+        assert found.culprit.split(":")[0] in {f"batch {at}, sample {at}" for at in (5, 15, 25)}
+
+
+@pytest.mark.processes
+def test_it_may_be_asked_in_the_middle_of_an_epoch_and_changes_nothing() -> None:
+    with DataLoader(Naps(0.002), 1, sampler=range(40), num_workers=2) as loader:
+        batches = [(int(batch), loader.diagnose().epoch.batches) for batch in loader]
+        assert batches == [(number, number + 1) for number in range(40)]

@@ -1,0 +1,231 @@
+"""What is advised, and what is not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastq_loader.insight.advice import advice, duration
+from fastq_loader.insight.evidence import Evidence
+from fastq_loader.insight.model import Costs, Setting
+from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, StagingStatistics, WorkerStatistics
+
+EPOCH = EpochStatistics(1, 100, 10.0, workers_seconds=7.7, head_of_line_seconds=2.3)
+UNEVEN = Costs((0.01,) * 9 + (0.3,))
+
+
+TWO = Setting(2)
+
+
+def lines(limit: str, costs: Costs, setting: Setting = TWO, cpus: float = 4.0, **fields: Any) -> str:
+    evidence = Evidence(**{"epoch": EPOCH, "costs": costs, "setting": setting, "cpus": cpus, **fields})
+    return "\n".join(advice(evidence, [limit]))
+
+
+# ---- workers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("costs", "workers", "cpus", "line"),
+    [
+        (Costs((0.1,)), 2, 4, "2 → 4: about 2 ×, until the CPUs limit; 2 cores are free"),
+        (Costs((0.1,), step=0.028), 2, 8, "2 → 4: about 1.8 ×, until the consumer limits; 6 cores are free"),
+        (Costs((0.1,), step=0.0245), 2, 8, "2 → 4: about 2 ×, until the consumer limits; 6 cores are free"),
+        (Costs((0.1,)), 1, 2, "1 → 2: about 2 ×, until the CPUs limit; 1 core is free"),
+        (Costs((0.1,), load_cpu=0.01), 2, 2, "2 → 8: about 4 ×; 2 cores are free"),
+        (Costs((0.1,), step=0.1), 0, 2, "0 → 1: about 2 ×, until the consumer limits; 1 core is free"),
+    ],
+)
+def test_more_workers_as_far_as_they_help(costs: Costs, workers: int, cpus: float, line: str) -> None:
+    assert lines("workers", costs, Setting(workers), cpus) == f"num_workers {line}"
+
+
+def test_an_iterable_dataset_must_be_split_among_its_first_workers() -> None:
+    first = lines("workers", Costs((0.1,)), Setting(0), iterable=True)
+    assert first.startswith("num_workers 0 → 4, if the dataset is split among workers: about 4 ×")
+    assert "split" not in lines("workers", Costs((0.1,)), Setting(2), iterable=True)
+
+
+def test_where_the_cpus_are_used_up_only_cheaper_samples_help() -> None:
+    assert lines("workers", Costs((0.1,)), Setting(2), 2) == (
+        "a batch takes 100 ms to load: in half of that, about 2 ×"
+    )
+
+
+def test_what_takes_microseconds_needs_no_workers() -> None:
+    costs = Costs((40e-6,), pack=20e-6, overhead=200e-6)
+    measured = EpochStatistics(1, 1000, 0.3, start_up_seconds=0.08)
+    for limit in ("workers", "transport", "balanced"):
+        assert "a batch takes 40 µs to load: num_workers=0 is about 5.5 × as fast" in lines(
+            limit, costs, epoch=measured
+        )
+    assert "num_workers=0" not in lines("transport", costs, Setting(0), epoch=measured)
+
+
+# ---- head of the line ---------------------------------------------------------------------------------
+
+
+def test_dynamic_removes_what_slow_batches_cost() -> None:
+    found = lines("head_of_line", UNEVEN)
+    assert found.startswith("schedule='dynamic' removes the 23% lost at the head of the line: about ")
+
+
+@pytest.mark.parametrize(
+    ("setting", "fields", "not_advised"),
+    [
+        (Setting(2, dynamic=True), {}, ["dynamic", "prefetch"]),
+        (Setting(2), {"iterable": True}, ["dynamic"]),
+        (Setting(2, fixed_window=4), {}, ["prefetch"]),
+        (Setting(0), {}, ["dynamic", "prefetch", "in_order"]),
+    ],
+)
+def test_what_has_no_effect_is_not_advised(
+    setting: Setting, fields: dict[str, Any], not_advised: list[str]
+) -> None:
+    for limit in ("head_of_line", "workers", "memory"):
+        found = lines(limit, UNEVEN, setting, **fields)
+        assert not any(word in found for word in not_advised)
+
+
+def test_an_iterable_dataset_may_give_up_the_order() -> None:
+    assert "in_order=False" in lines("head_of_line", UNEVEN, iterable=True)
+
+
+def test_where_dynamic_waits_already_the_slow_batches_are_named() -> None:
+    slowest = Costs((0.01,) * 99 + (9.0,))
+    assert "no batch that takes longer than 20 ms to load" in lines(
+        "head_of_line", slowest, Setting(4, dynamic=True), 64
+    )
+
+
+# ---- others -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("costs", "workers", "line"),
+    [
+        (Costs((0.012,), step=0.031), 4, "a batch 12 ms: one worker would do"),
+        (Costs((0.060,), step=0.031), 4, "a batch 60 ms: 2 workers would do"),
+        (Costs((1e-5,), step=0.031), 4, "a batch 10 µs: num_workers=0 would do"),
+    ],
+)
+def test_fewer_workers_where_the_step_limits(costs: Costs, workers: int, line: str) -> None:
+    expected = f"a step takes 31 ms, {line}, at the same speed"
+    assert lines("consumer", costs, Setting(workers)) == expected
+
+
+def test_no_fewer_workers_where_all_are_needed() -> None:
+    assert lines("consumer", Costs((0.012,), step=0.031), Setting(1)) == ""
+
+
+def test_workers_that_stay_are_advised_where_they_do_not() -> None:
+    slow = EpochStatistics(1, 10, 1.0, start_up_seconds=0.6, workers_seconds=0.4)
+    line = "persistent_workers=True: about 2.5 × from the second epoch on"
+    assert line in lines("start_up", Costs((0.04,)), epoch=slow)
+    assert "num_workers=0 is about 2.5 × as fast" in lines("start_up", Costs((0.04,)), epoch=slow)
+    assert "persistent" not in lines("start_up", Costs((0.04,)), epoch=slow, persistent=True)
+
+
+def test_a_window_that_is_too_narrow_is_widened() -> None:
+    costs = Costs((0.1,), load_cpu=0.0)
+    wider = lines("memory", costs, Setting(4, fixed_window=1))
+    assert wider == "schedule=RoundRobin() without window=1: about 4 ×"
+    wider = lines("memory", costs, Setting(4, dynamic=True, fixed_window=1))
+    assert wider == "schedule=Dynamic() without window=1: about 4 ×"
+    assert lines("memory", costs, Setting(4, fixed_window=64)) == ""
+
+
+def test_new_memory_is_for_batches_that_are_kept() -> None:
+    worker = WorkerStatistics(0, 70, work_seconds=1.0, new_memory_seconds=0.5)
+    found = lines("memory", Costs((0.1,), pack=0.02), workers=(worker,))
+    assert found.startswith("new memory takes 50% of the workers' time, because batches are kept or grow")
+    assert found.endswith("about 2 ×")
+
+
+def test_a_collate_of_the_users_may_write_to_shared_memory() -> None:
+    costs = Costs((0.01,), pack=0.03)
+    assert "pad makes tensors in memory of fastq_loader.empty(" in lines("transport", costs, collate="pad")
+    assert "empty" not in lines("transport", costs)
+    assert "empty" not in lines("transport", Costs((1e-5,), pack=9e-5), collate="pad"), "it is quick"
+
+
+def test_what_takes_long_to_put_together_is_made_simpler_and_what_does_not_is_made_larger() -> None:
+    slow, quick = Costs((1e-5,), overhead=0.01), Costs((1e-5,), overhead=3e-4, step=5e-5)
+    assert "pickled" in lines("transport", slow)
+    assert "as many samples" not in lines("transport", slow)
+    assert "batches twice as large: up to about 1.7 × as many samples a second" in lines("transport", quick)
+    assert "pickled" not in lines("transport", quick)
+
+
+def test_another_sampler_is_named() -> None:
+    costs = Costs((0.001,), draw=0.02, step=0.01)
+    assert lines("sampler", costs, sampler="Mine") == (
+        "Mine takes 20 ms a batch; shuffle=True, or fastq_loader.PermutationSampler, in its place: "
+        "up to about 3 ×"
+    )
+    assert "shuffle=True" not in lines("sampler", costs, sampler="RandomSampler", shuffles=True)
+    assert lines("sampler", costs, sampler="Mine", iterable=True) == ""
+
+
+def test_the_way_to_the_device() -> None:
+    costs = Costs((0.001,), device=0.02, step=0.01)
+    pageable = StagingStatistics("cuda", "pageable", "no room")
+    assert "(no room)" in lines("device_copy", costs, staging=pageable)
+    assert lines("device_copy", costs, staging=replace(pageable, pin="register")) == ""
+    in_workers = lines("device_copy", costs, transform="crop")
+    assert in_workers == "crop in the workers, as part of collate_fn: about 2.9 ×"
+    assert lines("device_copy", costs, Setting(0), transform="crop") == ""
+    assert "pin_memory=True" in lines("device_copy", costs, pins=True)
+
+
+# ---- always -------------------------------------------------------------------------------------------
+
+
+def test_without_costs_there_is_no_advice() -> None:
+    assert advice(Evidence(EPOCH), ["workers"]) == ()
+
+
+SECONDS = st.floats(1e-6, 1.0)
+
+
+@given(
+    st.lists(st.sampled_from([*CAUSES, "balanced", "unknown"]), max_size=9),
+    st.lists(SECONDS, min_size=1, max_size=9),
+    st.lists(SECONDS, min_size=4, max_size=4),
+    st.integers(0, 4),
+    st.booleans(),
+    st.floats(0.5, 8.0),
+)
+def test_little_gains_are_not_mentioned_and_the_best_comes_first(
+    limits: list[str], loads: list[float], others: list[float], workers: int, dynamic: bool, cpus: float
+) -> None:
+    pack, overhead, draw, step = others
+    costs = Costs(tuple(loads), pack=pack, overhead=overhead, draw=draw, step=step)
+    evidence = Evidence(EPOCH, costs, Setting(workers, 2, dynamic), cpus, collate="pad")
+    found = advice(evidence, limits)
+    gains = [float(match.group(1)) for line in found if (match := re.search(r"about ([\d.e+]+) ×", line))]
+    assert len(found) <= 4
+    assert all(gain > 1 for gain in gains)
+    assert gains == sorted(gains, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 µs"),
+        (4.2e-5, "42 µs"),
+        (0.000_99, "990 µs"),
+        (0.031, "31 ms"),
+        (0.00234, "2.34 ms"),
+        (0.9999, "1 s"),
+        (7.4, "7.4 s"),
+        (123.4, "123 s"),
+    ],
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

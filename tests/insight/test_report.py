@@ -1,0 +1,160 @@
+"""A diagnosis as a page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastq_loader.insight import report
+from fastq_loader.insight.verdict import Diagnosis
+from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, WorkerStatistics
+
+EPOCH = EpochStatistics(
+    epoch=3,
+    batches=1563,
+    seconds=12.4,
+    consumer_seconds=4.96,
+    workers_seconds=7.378,
+    transport_seconds=0.062,
+    wait_p50=0.00008,
+    wait_p95=0.031,
+    wait_p99=0.09,
+    ready=(0.0, 1.0, 4.0, 8.0),
+)
+WORKER = WorkerStatistics(
+    *(0, 70, 0, 100, 9.0),
+    fetch_seconds=8.0,
+    collate_seconds=0.5,
+    packing_seconds=0.5,
+    idle_seconds=1.0,
+)
+PAGE = Diagnosis(
+    "workers",
+    0.595,
+    "pad: 4 s of 7.4 s",
+    ("num_workers 2 → 4: about 1.8 ×, until the consumer limits; 2 cores are free",),
+    EPOCH,
+    (WORKER,),
+    "num_workers=1, prefetch_factor=2, round_robin",
+)
+
+
+def test_a_page_as_it_is_printed() -> None:
+    assert report.text(PAGE).splitlines() == [
+        "Loading limits: 60% of the time was spent waiting for it.",
+        "  pad: 4 s of 7.4 s",
+        "",
+        "Epoch 3: 1,563 batches in 12.4 s, 126 a second; num_workers=1,",
+        "prefetch_factor=2, round_robin",
+        "",
+        "  training step      4.96 s  40%  ████████████████",
+        "  loading            7.38 s  60%  ███████████████████████▊",
+        "  transport           62 ms   0%  ▎",
+        "",
+        "  next() took  p50 80 µs   p95 31 ms   p99 90 ms",
+        "  ready ahead  ▁▂▅█  up to 8 batches",
+        "",
+        "  worker     busy  blocked     idle    fetch  collate     pack",
+        "  0           90%       0%      10%    80 ms     5 ms     5 ms",
+        "",
+        "What would help:",
+        "  - num_workers 2 → 4: about 1.8 ×, until the consumer limits; 2 cores are free",
+    ]
+
+
+SECONDS = st.floats(0, 1e5)
+NAMES = st.text(max_size=300)
+
+
+@given(
+    st.sampled_from([*CAUSES, "balanced", "unknown"]),
+    st.lists(SECONDS, min_size=8, max_size=8),
+    st.lists(SECONDS, max_size=64),
+    st.integers(0, 40),
+    NAMES,
+    st.lists(NAMES, max_size=4),
+)
+def test_any_page_has_80_columns_and_fits_a_screen(
+    limit: str, spent: list[float], ready: list[float], workers: int, culprit: str, advice: list[str]
+) -> None:
+    epoch = EpochStatistics(
+        0,
+        10**6,
+        sum(spent),
+        **{f"{cause}_seconds": seconds for cause, seconds in zip(CAUSES, spent, strict=True)},
+        ready=tuple(ready),
+    )
+    found = Diagnosis(limit, 0.5, culprit, tuple(advice), epoch, (WORKER,) * workers, "num_workers=40")
+    for page in (report.text(found), report.text(found, report.ASCII)):
+        assert all(len(line) <= 80 for line in page.split("\n"))
+        assert page.count("\n") < 60
+    assert report.in_ascii(report.text(found, report.ASCII)).isascii()
+    report.html(found)
+
+
+def test_what_is_long_is_wrapped_and_what_is_much_is_averaged() -> None:
+    epoch = replace(EPOCH, ready=(3.0,) * 63)
+    page = report.text(replace(PAGE, culprit="slow " * 40, advice=("words " * 40,), epoch=epoch))
+    assert max(map(len, page.split("\n"))) <= 80
+    assert "  ready ahead  ████████████████████████████████  up to 3 batches" in page
+
+
+def test_without_anything_ready_there_is_no_line_for_it() -> None:
+    for ready in ((), (0.0, 0.0)):
+        assert "ready" not in report.text(replace(PAGE, epoch=replace(EPOCH, ready=ready)))
+
+
+def test_an_epoch_that_is_not_there_is_one_line() -> None:
+    assert report.text(Diagnosis("unknown", 0.0)) == "Nothing can be said yet: there is too little data."
+
+
+def test_all_epochs_together_have_no_number_and_workers_in_excess_no_line() -> None:
+    page = report.text(replace(PAGE, epoch=replace(EPOCH, epoch=0), workers=(WORKER,) * 10))
+    assert "All epochs: 1,563 batches" in page
+    assert page.count("90%") == 8
+    assert "and 2 more" in page
+
+
+@pytest.mark.parametrize(("share", "bar"), [(0.0, ""), (0.5, "####"), (1.0, "########"), (1.2, "########")])
+def test_a_bar_is_as_long_as_its_share(share: float, bar: str) -> None:
+    assert report._bar(share, report.ASCII) == 5 * bar
+
+
+def test_ascii_keeps_what_it_can() -> None:
+    assert report.in_ascii("2 → 4: 1.8 ×, 3 µs, Größe …") == "2 -> 4: 1.8 x, 3 us, Gr\\xf6\\xdfe ..."
+
+
+class Reader(HTMLParser):
+    """Checks that what is opened is closed, and keeps the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.add(tag)
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_what_is_the_users_is_escaped_in_html() -> None:
+    evil = "<script>alert('&')</script>"
+    found = replace(PAGE, culprit=evil, advice=(evil, evil), settings=evil)
+    reader = Reader()
+    reader.feed(report.html(found))
+    assert not reader.open
+    assert reader.tags == {"p", "b", "br", "table", "tr", "td", "div", "ul", "li"}
+    assert reader.text.count(evil) == 4
+    assert "60%" in reader.text
