@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from os import PathLike
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +33,7 @@ from fastq_loader.resume.record import Position
 from fastq_loader.resume.state import state_of
 from fastq_loader.scheduling.options import Schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
+from fastq_loader.tracing.trace import Trace
 from fastq_loader.workers.config import Plan, Rules
 from fastq_loader.workers.options import Processes
 from fastq_loader.workers.payload import Payload
@@ -176,6 +179,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             if self.persistent_workers:
                 resources.close_engines("its loader's device, or what goes with it, was changed")
             resources.session = None if options is None else DeviceSession(options)
+            resources.counters.stage(None if resources.session is None else resources.session.statistics)
         return resources.session
 
     def _plan(self) -> Plan:
@@ -318,7 +322,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             blocks_in_use=in_use,
             blocks_free=free,
             arena_bytes=nbytes,
-            staging=None if resources.session is None else resources.session.snapshot(),
         )
 
     def diagnose(self, epoch: int | None = None) -> Diagnosis:
@@ -337,6 +340,27 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             ValueError: there is no such epoch.
         """
         return diagnosing.diagnose(self, epoch)
+
+    def trace(self, path: str | PathLike[str]) -> AbstractContextManager[None]:
+        """Write what happens to a file, for as long as the context lasts:
+
+            with loader.trace("epoch.json"):
+                for batch in loader:
+                    ...
+
+        Open the file with https://ui.perfetto.dev or chrome://tracing: tracks for the consumer, for each
+        worker, for the batches that are under way and for copies to the device. It is written as it goes, so
+        what a crash leaves can be opened, too. A batch takes about 2 kB. See `fastq_loader/README.md`.
+
+        Args:
+            path: of the file, which is overwritten.
+
+        Raises, where the context begins or ends:
+            OSError: the file cannot be written.
+            ValueError: another trace, of any process, is writing to it.
+            RuntimeError: this loader is being traced.
+        """
+        return Trace(path, self._resources.counters)
 
     def __repr__(self) -> str:
         name = f"{type(self).__module__}.{type(self).__qualname__}"

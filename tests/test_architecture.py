@@ -32,7 +32,7 @@ class Room(NamedTuple):
 #: Top down: a room stands above everything that it imports.
 ROOMS = {
     "loader": Room(
-        "insight iterators resume arguments consumer workers device scheduling reading statistics"
+        "insight iterators resume arguments consumer workers device scheduling reading tracing statistics"
     ),
     "iterators": Room(
         "resume arguments insight consumer device scheduling reading statistics ipc system errors"
@@ -49,6 +49,7 @@ ROOMS = {
     "packing": Room("memory ipc system errors"),
     "reading": Room("memory ipc system errors", pure="first_indices"),
     "memory": Room("system errors", pure="pool ledger blocks demand free_ranges"),
+    "tracing": Room("ipc system statistics errors", pure="events"),
     "ipc": Room("system errors", pure="messages decoding"),
     "system": Room(""),
     "statistics": Room("", pure="*"),

@@ -6,6 +6,7 @@ Runs in the consumer, on the thread that calls `next()`. Reads the clock; what t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import monotonic_ns, process_time_ns
 from typing import Any
 
@@ -32,7 +33,18 @@ class Accounting:
         self._counters = counters
         self._scheduler = scheduler
         self._answer: Answer | None = None  # that the call under way hands out
+        self._seq: int | None = None  # of what it hands out
         self._late: Any = None  # the index of the batch that is late
+
+    def begin_epoch(self, spent: EpochCounters, pid_of: Callable[[int], int]) -> None:
+        """An epoch begins, and what is left of the one before is dropped.
+
+        Args:
+            spent: its counters.
+            pid_of: gives the process id of a worker.
+        """
+        self.drop()
+        self.spent, spent.pid_of = spent, pid_of
 
     def waited(self, wait: Wait, began: int) -> None:
         """`next()` has waited, since `began`."""
@@ -47,9 +59,9 @@ class Accounting:
             cause = "memory"
         self.spent.waited(cause, began, ended)
 
-    def handed_out(self, answer: Answer | None) -> None:
-        """The call gives the batch of this answer, or an error without one."""
-        self._answer = answer
+    def handed_out(self, answer: Answer | None, seq: int | None = None) -> None:
+        """The call gives the batch of this answer, or an error without one; `seq` is its number."""
+        self._answer, self._seq = answer, seq
         if answer is not None and self._late is not None:
             late, self._late = decode_index(self._late), None
             self._counters.came_late(self.spent.epoch, answer, late)
@@ -58,10 +70,18 @@ class Accounting:
         """Something was done for the way to the device, since `began`."""
         self.spent.used_device(began, monotonic_ns())
 
-    def left(self, ended: bool) -> None:
-        """The call has an outcome: the epoch has ended, or something else."""
-        answer, self._answer = self._answer, None
+    def replaced(self, worker: int, report: str) -> None:
+        """Another process does the work of a worker. `report`: how that one ended."""
+        self.spent.replaced(worker, report, monotonic_ns())
+
+    def left(self, ended: bool, error: BaseException | None = None) -> None:
+        """The call has an outcome: the epoch has ended, an error, or a batch."""
+        (answer, self._answer), (seq, self._seq) = (self._answer, None), (self._seq, None)
         if ended:
             self.spent.ended(monotonic_ns(), process_time_ns())
         else:
-            self.spent.left(monotonic_ns(), answer)
+            self.spent.left(monotonic_ns(), answer, seq, error)
+
+    def drop(self) -> None:
+        """What was not handed out in the epoch never will be."""
+        self.spent.dropped(monotonic_ns())

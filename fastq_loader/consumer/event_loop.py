@@ -19,7 +19,7 @@ from typing import Any
 from fastq_loader.consumer.accounting import Accounting
 from fastq_loader.consumer.deaths import Deaths, death
 from fastq_loader.consumer.delivery import Delivery, finished
-from fastq_loader.consumer.outcomes import CLOSED, ENDED, Closed, Delivered, Outcome, OutcomeSlot
+from fastq_loader.consumer.outcomes import CLOSED, ENDED, Closed, Delivered, Outcome, OutcomeSlot, Raised
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.device.staging import Staging
@@ -136,7 +136,8 @@ class EventLoop:
         """Begin an epoch, whose number is returned; whatever is left of the one before is dropped. See
         `Engine.start_epoch`."""
         scheduler = self.scheduler
-        self._spent = self._accounting.spent = self._receiver.spent = spent
+        self._accounting.begin_epoch(spent, self._group.pid)
+        self._spent = self._receiver.spent = spent
         if self._delivery.staging is not None:  # before the blocks of what is dropped go to others
             self.pool.drop(self._delivery.staging.drain())
         taken, claimed = self._group.take_back(scheduler.pending_tasks.tickets())
@@ -175,7 +176,7 @@ class EventLoop:
             outcome = finished(outcome, finish)
         if outcome is CLOSED:
             return False
-        self._accounting.left(outcome is ENDED)
+        self._accounting.left(outcome is ENDED, outcome.error if isinstance(outcome, Raised) else None)
         # One moment: there is no call in here, and only a call can be cut short.
         into.outcome = outcome  # type: ignore[assignment]
         self.fatal = self.fatal or outcome.fatal
@@ -247,7 +248,7 @@ class EventLoop:
             self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
         staging, began = self._delivery.staging, time.monotonic_ns()
         self._outcome = self._delivery.hand_out(deliver)
-        self._accounting.handed_out(deliver.answer)
+        self._accounting.handed_out(deliver.answer, deliver.seq)
         if staging is not None:
             self._stage_ahead(staging)
             self._accounting.used_device(began)
@@ -269,6 +270,8 @@ class EventLoop:
             refuse_interrupt(error)
             report = f"{report}; no other one could be started in its place: {error}"
             self._outcome = death(report, error)
+        else:
+            self._accounting.replaced(worker, report)
 
     # ---- on to the device ---------------------------------------------------------------------
 
@@ -372,6 +375,7 @@ class EventLoop:
                 failure = error
             self._delivery.staging = None
         self.scheduler.abandon()
+        self._accounting.drop()
         self._group.stop(patience)
         if failure is not None:
             raise failure

@@ -134,6 +134,7 @@ class Copy:
         blocks: host memory that may be written again once the batch was handed out and has arrived.
         done: event: the bytes have arrived.
         result: what was made of it on the side stream, after the copy. `ready`: event: it is there.
+        began: seconds of the stager's clock.
         over: the bytes are known to have arrived.
     """
 
@@ -143,6 +144,7 @@ class Copy:
     done: Event
     ready: Event
     result: Any = None
+    began: float = 0.0
     over: bool = False
 
     @property
@@ -210,8 +212,9 @@ class Copies:
             self.wait_for(self._running[0])
             statistics.block_wait_seconds += stager.clock() - began
         slab = self._slab(nbytes)
+        started = stager.clock()
         done = self._queue(slab, source, nbytes)
-        copy = self._staged[key] = Copy(slab, nbytes, blocks, done, ready=done)
+        copy = self._staged[key] = Copy(slab, nbytes, blocks, done, ready=done, began=started)
         self._running.append(copy)
         statistics.copies += 1
         statistics.copied_bytes += nbytes
@@ -261,7 +264,7 @@ class Copies:
         """The blocks of batches that were handed out and have arrived since the last call."""
         running, query = self._running, self._stager.query
         while running and query(running[0].done):
-            running.popleft().over = True
+            self._arrived(self._running.popleft())
         return self._leave()
 
     def settle(self) -> None:
@@ -274,7 +277,12 @@ class Copies:
         if not copy.over:
             self._stager.synchronize(copy.done)
             while not copy.over:
-                self._running.popleft().over = True
+                self._arrived(self._running.popleft())
+
+    def _arrived(self, copy: Copy) -> None:
+        """A copy is known to be over."""
+        copy.over = True
+        self._statistics.copied(copy.nbytes, copy.began, self._stager.clock())
 
     def drain(self) -> list[int]:
         """Wait until everything that was begun has run, and forget what was not handed out.
@@ -285,7 +293,7 @@ class Copies:
         # Not the copies' own events: an interrupt may have come between a copy and its entry here.
         self._stager.synchronize(self._record(self._stager.side))
         for copy in self._running:
-            copy.over = True
+            self._arrived(copy)
         self._running.clear()
         if self._reuse:
             self._ring += [copy.slab for copy in self._staged.values()]

@@ -118,7 +118,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         if self._record.over:
             self._spent.ended(time.monotonic_ns(), time.process_time_ns())
         else:
-            self._spent.left(time.monotonic_ns())
+            seq = None if drawn is None else drawn[0]
+            self._spent.left(time.monotonic_ns(), seq=seq, error=getattr(self.outcome, "error", None))
 
     def _load_drawn(self, drawn: tuple[int, Any]) -> None:
         """Store the batch, or what loading it raised, in `outcome`."""

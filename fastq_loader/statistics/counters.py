@@ -77,7 +77,18 @@ class WorkerCounters(_Counting, WorkerStatistics):
 
 
 class StagingCounters(_Counting, StagingStatistics):
-    """Counts for the way to a device."""
+    """Counts for the way to a device.
+
+    Attributes:
+        observer: is told of every copy, too; None: nobody is.
+    """
+
+    observer: Observer | None = None
+
+    def copied(self, nbytes: int, began: float, ended: float) -> None:
+        """A copy is known to have run, from when to when, in seconds."""
+        if self.observer is not None:
+            self.observer.copied(nbytes, int(began * 1e9), int(ended * 1e9))
 
     def snapshot(self) -> StagingStatistics:
         """What was counted so far."""
@@ -94,6 +105,7 @@ class Counters(_Counting, LoaderStatistics):
     """
 
     workers: tuple[WorkerCounters, ...]
+    staging: StagingCounters | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,16 +119,27 @@ class Counters(_Counting, LoaderStatistics):
         self.epochs += 1
         epoch = EpochCounters(self.epochs, now, cpu)
         epoch.observer = self.observer
+        if self.observer is not None:
+            self.observer.began(self.epochs, now)
         self.history.append(epoch)
         if len(self.history) > _EPOCHS:
-            self._older.include(self.history.popleft())
+            older = self.history.popleft()
+            older.observer = None  # `observe` does not reach it any more
+            self._older.include(older)
         return epoch
+
+    def stage(self, staging: StagingCounters | None) -> None:
+        """Batches go to a device from now on, or not."""
+        self.staging = staging
+        self.observe(self.observer)
 
     def observe(self, observer: Observer | None) -> None:
         """Tell an observer of everything, from now on; None ends that."""
         self.observer = observer
         for epoch in self.history:
             epoch.observer = observer
+        if self.staging is not None:
+            self.staging.observer = observer
 
     def held_up(self, epoch: int, batch: int, nanoseconds: int) -> None:
         """A batch held up others, which were ready, for so long."""
@@ -151,5 +174,6 @@ class Counters(_Counting, LoaderStatistics):
             "late_batches": tuple(self._worst()),
             "worker_restarts": sum(worker.restarts for worker in self.workers),
             "workers": tuple(WorkerStatistics(**values_of(worker)) for worker in self.workers),
+            "staging": None if self.staging is None else self.staging.snapshot(),
         }
         return LoaderStatistics(**values_of(self) | now | found)

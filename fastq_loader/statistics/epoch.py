@@ -21,6 +21,7 @@ too, which a worker maps before it writes to them.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from fastq_loader.statistics.histogram import Histogram
@@ -52,16 +53,23 @@ class Cost(NamedTuple):
 
 
 class Observer(Protocol):
-    """Is told of what happens in an epoch as it happens; see `tracing`."""
+    """Is told of what happens in an epoch as it happens; see `tracing`. Every call comes on the thread on
+    which it happens, with times as `EpochCounters` has them; `dropped` may come on any thread."""
 
+    def began(self, epoch: int, now: int) -> None: ...
     def entered(self, epoch: int, now: int) -> None: ...
     def drew(self, epoch: int, began: int, ended: int) -> None: ...
     def sent(self, epoch: int, seq: int, now: int) -> None: ...
     def waited(self, epoch: int, cause: str, began: int, ended: int) -> None: ...
     def used_device(self, epoch: int, began: int, ended: int) -> None: ...
-    def answered(self, epoch: int, worker: int, answer: Answer, previous: int) -> None: ...
+    def answered(self, epoch: int, worker: int, pid: int, answer: Answer) -> None: ...
     def loaded(self, epoch: int, seq: int, began: int, fetched: int, ended: int) -> None: ...
+    def replaced(self, epoch: int, worker: int, pid: int, report: str, now: int) -> None: ...
+    def raised(self, epoch: int, seq: int | None, error: BaseException, now: int) -> None: ...
     def left(self, epoch: int, seq: int | None, now: int) -> None: ...
+    def ended(self, epoch: int, now: int) -> None: ...
+    def dropped(self, epoch: int, now: int) -> None: ...
+    def copied(self, nbytes: int, began: int, ended: int) -> None: ...
 
 
 class EpochCounters:
@@ -81,6 +89,7 @@ class EpochCounters:
         in_transit: nanoseconds of the transport's that were waits; the others are work of `next()`.
         cpu: CPU time that this process used in the epoch, in nanoseconds, when it was asked for last.
         observer: is told of everything, too; None: nobody is.
+        pid_of: gives the process id of a worker.
     """
 
     def __init__(self, epoch: int, now: int, cpu: int = 0) -> None:
@@ -92,6 +101,7 @@ class EpochCounters:
         self.costs: deque[Cost] = deque(maxlen=_KEPT)
         self.first_batches: dict[int, list[tuple[bytes, int]]] = {}
         self.observer: Observer | None = None
+        self.pid_of: Callable[[int], int] = int
         self.spent = dict.fromkeys(CAUSES, 0)
         self.waits = Histogram()
         self._began = self._left = self._entered = now
@@ -120,9 +130,23 @@ class EpochCounters:
         if self.observer is not None:
             self.observer.entered(self.epoch, now)
 
-    def left(self, now: int, answer: Answer | None = None) -> None:
-        """`next()` is about to return a batch, or what is raised in its place, with or without an answer."""
-        seq = None
+    def left(
+        self,
+        now: int,
+        answer: Answer | None = None,
+        seq: int | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """`next()` is about to return a batch, or to raise an error.
+
+        Args:
+            now: when.
+            answer: of the worker that loaded it, if there is one.
+            seq: the number of the batch, if the error has the place of one.
+            error: what is raised.
+        """
+        if error is not None and self.observer is not None:
+            self.observer.raised(self.epoch, seq, error, now)
         if answer is not None:
             seq = answer.seq
             self._count_waits(answer, self._previous.pop(seq, 0))
@@ -139,7 +163,20 @@ class EpochCounters:
         """A call found that there is no further batch. `cpu`: as for `used_cpu`."""
         self.used_cpu(cpu)
         self._end_call(now, "start_up")
+        if self.observer is not None and not self.over:
+            self.observer.ended(self.epoch, now)
         self.over = True
+
+    def dropped(self, now: int) -> None:
+        """What was not handed out never will be, and there are no workers any more."""
+        self.pid_of = int  # else it keeps the pool
+        if self.observer is not None:
+            self.observer.dropped(self.epoch, now)
+
+    def replaced(self, worker: int, report: str, now: int) -> None:
+        """Another process does the work of a worker. `report`: how that one ended."""
+        if self.observer is not None:
+            self.observer.replaced(self.epoch, worker, self.pid_of(worker), report, now)
 
     def _end_call(self, now: int, rest: str, seq: int | None = None) -> None:
         for began, ended in self._waits:  # nothing has come
@@ -210,7 +247,7 @@ class EpochCounters:
             started, collated, finished = answer.started, answer.collated, answer.finished
             self.costs.append(Cost(answer.seq, collated - started, finished - collated))
         if self.observer is not None:
-            self.observer.answered(self.epoch, worker, answer, previous)
+            self.observer.answered(self.epoch, worker, self.pid_of(worker), answer)
         return sent, previous
 
     # ---- what waits are lost to ---------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
@@ -39,6 +40,24 @@ def test_a_batch_that_is_taken_before_it_has_arrived_is_late(monkeypatch: pytest
     pool.copies.take(2)
     assert pool.statistics.late_copies == 1
     assert (pool.statistics.copies, pool.statistics.copied_bytes) == (4, 4 * 64)
+
+
+def test_an_observer_is_told_of_each_copy_from_its_begin_to_when_it_was_seen_to_be_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, told = Pool(monkeypatch), MagicMock()
+    pool.statistics.observer = told
+    for key, second in enumerate((3, 4, 5)):
+        pool.device.seconds = second
+        pool.begin(key)
+    pool.device.seconds = 7
+    pool.copies.reap()
+    assert not told.copied.called
+    pool.device.finish()
+    pool.copies.reap()
+    assert [call.args for call in told.copied.call_args_list] == [
+        (64, begun * 10**9, 7 * 10**9) for begun in (3, 4, 5)
+    ]
 
 
 def test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
+from unittest.mock import MagicMock
 
 from fastq_loader.ipc.messages import BATCH, Answer
-from fastq_loader.statistics.counters import Counters, WorkerCounters
+from fastq_loader.statistics.counters import Counters, StagingCounters, WorkerCounters
 from fastq_loader.statistics.snapshots import LateBatch
 
 SECOND = 1_000_000_000
@@ -104,6 +105,33 @@ def test_epochs_are_kept_one_by_one_and_in_sum() -> None:
 
 class Nobody:
     """Stands for an observer."""
+
+    def began(self, *_: int) -> None:
+        """An epoch."""
+
+
+def test_an_observer_is_told_of_copies_to_any_device() -> None:
+    counters, told, staging = Counters(), MagicMock(), StagingCounters("cuda")
+    staging.copied(8, 1.0, 2.0)
+    counters.observe(told)
+    counters.stage(staging)
+    staging.copied(8, 1.0, 2.0)
+    counters.observe(None)
+    staging.copied(8, 1.0, 2.0)
+    told.copied.assert_called_once_with(8, 10**9, 2 * 10**9)
+    assert counters.snapshot().staging == staging.snapshot()
+    counters.stage(None)
+    assert counters.snapshot().staging is None
+
+
+def test_an_epoch_that_is_not_kept_any_more_tells_nobody() -> None:
+    counters, told = Counters(), MagicMock()
+    counters.observe(told)
+    first = counters.begin_epoch(5, 0)
+    told.began.assert_called_once_with(1, 5)
+    for _ in range(100):
+        counters.begin_epoch(5, 0)
+    assert first.observer is None, "it would not hear of the end"
 
 
 def test_an_observer_is_told_of_epochs_that_are_under_way_and_of_later_ones() -> None:

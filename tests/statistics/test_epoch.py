@@ -253,7 +253,7 @@ class Told:
 
 def test_an_observer_is_told_of_everything() -> None:
     epoch, told = EpochCounters(3, 0), Told()
-    epoch.observer = told
+    epoch.observer, epoch.pid_of = told, {7: 4711}.__getitem__
     epoch.drew(1, 2)
     epoch.sent(0, 2)
     epoch.started(3)
@@ -264,14 +264,27 @@ def test_an_observer_is_told_of_everything() -> None:
     epoch.used_device(5, 6)
     epoch.left(6, came)
     epoch.loaded(1, 7, 8, 9)
+    epoch.replaced(7, "it died", 10)
+    error = KeyError()
+    epoch.left(11, None, 2, error)
+    epoch.dropped(12)
+    epoch.ended(13, 0)
+    epoch.ended(14, 0)
     assert told.of == [
         ("drew", 3, 1, 2),
         ("sent", 3, 0, 2),
         ("left", 3, None, 3),
         ("entered", 3, 4),
         ("waited", 3, "memory", 4, 5),
-        ("answered", 3, 7, came, 0),
+        ("answered", 3, 7, 4711, came),
         ("used_device", 3, 5, 6),
         ("left", 3, 0, 6),
         ("loaded", 3, 1, 7, 8, 9),
+        ("replaced", 3, 7, 4711, "it died", 10),
+        ("raised", 3, 2, error, 11),
+        ("left", 3, 2, 11),
+        ("dropped", 3, 12),
+        ("left", 3, None, 13),
+        ("ended", 3, 13),
+        ("left", 3, None, 14),
     ]

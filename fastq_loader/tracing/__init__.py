@@ -1,0 +1,5 @@
+"""Traces: what happens in a loader, as a file for Perfetto and chrome://tracing.
+
+Runs in the consumer. `trace` is what users get, `events` says what each occurrence becomes, `writer` owns the
+file.
+"""

@@ -1,0 +1,373 @@
+"""What each occurrence in a loader becomes in a trace.
+
+Pure: told the times, and who is who. The events are those of the Trace Event Format, JSON array format
+(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU), each one JSON object in a
+text. A time is written as nanoseconds with the exponent of a microsecond, "12345e-3", which costs a third of
+a decimal fraction.
+
+Spans of one track never overlap in part: viewers drop what does. So a span is written when it has ended. A
+thread's steps lie between its own calls of `next()`, whatever they were for. A batch has a row to itself for
+as long as it is under way, and the next batch takes the row over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+from fastq_loader.errors import shorten
+from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, PASSED, SKIPPED, Answer
+
+#: Rows that are no threads have numbers above those of all threads: Linux's PID_MAX_LIMIT.
+_ROWS = 1 << 22
+#: Nanoseconds of a call of `next()` from which on it is marked as a stall.
+_STALL = 1_000_000_000
+#: What an answer without a batch was.
+_OTHERS = {ENDED: "end of the stream", SKIPPED: "skip", PASSED: "pass over"}
+_WAITS = {
+    "workers": "wait for workers",
+    "head_of_line": "wait: head of the line",
+    "memory": "wait: the window is full",
+}
+
+
+class _Batch:
+    """A batch that is under way.
+
+    Attributes:
+        sent, again: when its task was given out, and when it was given out for the last time.
+        thread: that gave it out.
+        row: where its spans are drawn.
+        attempt: that was answered.
+        worker: the process that answered; 0: none has.
+        times: when that began, had the samples, had the batch and had packed it.
+    """
+
+    __slots__ = ("again", "attempt", "row", "sent", "thread", "times", "worker")
+
+    def __init__(self, now: int, thread: int, row: int) -> None:
+        self.sent = self.again = now
+        self.thread = thread
+        self.row = row
+        self.attempt = self.worker = 0
+        self.times = (0, 0, 0, 0)
+
+
+class _Epoch:
+    """An epoch that is under way.
+
+    Attributes:
+        thread: that called last.
+        entered: when it did; 0: no call is under way.
+        call: which one.
+        batches: that were given out and not handed out, the oldest first.
+        changes: of what is ready, as (time, +1 or -1); a heap.
+        ready: batches, up to the oldest of these changes.
+    """
+
+    __slots__ = ("batches", "call", "changes", "entered", "ready", "thread")
+
+    def __init__(self, thread: int, now: int, call: str) -> None:
+        self.thread = thread
+        self.entered = now
+        self.call = call
+        self.batches: dict[int, _Batch] = {}
+        self.changes: list[tuple[int, int]] = []
+        self.ready = 0
+
+
+class Events:
+    """An `Observer` (see `statistics.epoch`) that makes events of what it is told.
+
+    Args:
+        origin: where times count from, in nanoseconds of the monotonic clock.
+        pid: of the consumer.
+        thread: gives the id of the thread that calls.
+
+    Attributes:
+        lines: the events so far, each a JSON object; whoever writes them down takes them out.
+    """
+
+    def __init__(self, origin: int, pid: int, thread: Callable[[], int]) -> None:
+        self.lines: list[str] = []
+        self._origin = origin
+        self._pid = pid
+        self._thread = thread
+        self._epochs: dict[int, _Epoch] = {}
+        self._outside: dict[int, tuple[int, str]] = {}  # thread → when a call gave it a batch, and which one
+        self._names: set[int] = set()  # threads that have one
+        self._finished: dict[int, tuple[int, int]] = {}  # process → epoch and end of its last answer
+        self._free_rows: list[int] = []
+        self._row_ends: list[int] = []  # when what is drawn in a row has ended
+        self._flows = self._copies = 0
+        self._span = '{"ph":"X","pid":%d,"tid":%d,"name":"%s","ts":%de-3,"dur":%de-3%s}'
+        self._ready = f'{{"ph":"C","pid":{pid},"name":"ready","ts":%de-3,"args":{{"batches":%d}}}}'
+        self._loaded = ",\n".join(
+            f'{{"ph":"X","pid":{pid},"tid":%d,"name":"{name}","ts":%de-3,"dur":%de-3%s}}'
+            for name in ("fetch", "collate", "pack")
+        )
+        self._life = ",\n".join(
+            f'{{"ph":"X","pid":{_ROWS},"tid":%d,"name":"{name}","ts":%de-3,"dur":%de-3%s}}'
+            for name in ("queued", "fetch", "collate", "pack", "ready")
+        )
+        self._flow = ",\n".join(
+            f'{{"ph":"{end}","pid":{pid},"tid":%d,"name":"batch","cat":"batch","id":%d,"ts":%de-3{more}}}'
+            for end, more in (("s", ""), ("t", ',"bp":"e"'), ("f", ""))
+        )
+        self._name_process(pid, f"DataLoader (pid {pid})", 0, f',"origin_ns":{origin}')
+        self._name_process(_ROWS, "batches under way", 1)
+
+    # ---- names ----------------------------------------------------------------------------------
+
+    def _name_process(self, pid: int, name: str, order: int, more: str = "") -> None:
+        self.lines += (
+            f'{{"ph":"M","pid":{pid},"name":"process_name","args":{{"name":"{name}"{more}}}}}',
+            f'{{"ph":"M","pid":{pid},"name":"process_sort_index","args":{{"sort_index":{order}}}}}',
+        )
+
+    def _name_thread(self, pid: int, thread: int, name: str, order: int) -> None:
+        about = f'"pid":{pid},"tid":{thread}'
+        self._names.add(thread)
+        self.lines += (
+            f'{{"ph":"M",{about},"name":"thread_name","args":{{"name":"{name}"}}}}',
+            f'{{"ph":"M",{about},"name":"thread_sort_index","args":{{"sort_index":{order}}}}}',
+        )
+
+    def _consumer(self) -> int:
+        thread = self._thread()
+        if thread not in self._names:
+            other = "" if thread == self._pid else f" (thread {thread})"
+            self._name_thread(self._pid, thread, f"consumer{other}", 0)
+        return thread
+
+    def _name_worker(self, worker: int, pid: int) -> None:
+        if pid not in self._names:
+            self._name_thread(self._pid, pid, f"worker {worker} (pid {pid})", 1 + worker)
+
+    def _take_row(self, now: int) -> int:
+        if self._free_rows and self._row_ends[self._free_rows[-1]] <= now:
+            return self._free_rows.pop()
+        row = len(self._row_ends)
+        self._row_ends.append(0)
+        self._name_thread(_ROWS, _ROWS + 1 + row, f"row {row}", row)
+        return row
+
+    # ---- marks and spans ------------------------------------------------------------------------
+
+    def _add(self, thread: int, name: str, began: int, ended: int, more: str = "") -> None:
+        origin = self._origin
+        if origin <= began <= ended:  # else the trace began in the middle of it
+            self.lines.append(self._span % (self._pid, thread, name, began - origin, ended - began, more))
+
+    def _mark(self, thread: int, name: str, now: int, scope: str = "t", about: str = "") -> None:
+        text, what = json.dumps(name), json.dumps({"about": about} if about else {})
+        self.lines.append(
+            f'{{"ph":"i","pid":{self._pid},"tid":{thread},"name":{text},"s":"{scope}",'
+            f'"ts":{now - self._origin}e-3,"args":{what}}}'
+        )
+
+    # ---- calls ----------------------------------------------------------------------------------
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        """It may have begun before the trace did."""
+        found = self._epochs.get(epoch)
+        if found is None:
+            found = self._epochs[epoch] = _Epoch(self._consumer(), 0, "")
+        return found
+
+    def began(self, epoch: int, now: int) -> None:
+        """`iter()` was called."""
+        thread = self._consumer()
+        self._epochs[epoch] = _Epoch(thread, now, "iter")
+        self._outside.pop(thread, None)
+        self._mark(thread, f"epoch {epoch} begins", now, "p")
+
+    def entered(self, epoch: int, now: int) -> None:
+        """`next()` was called."""
+        at, thread = self._epoch(epoch), self._consumer()
+        at.thread, at.entered, at.call = thread, now, "next"
+        step = self._outside.pop(thread, None)
+        if step is not None:
+            self._add(thread, "step", step[0], now, step[1])
+
+    def left(self, epoch: int, seq: int | None, now: int) -> None:
+        """The call is about to give a batch, or to raise."""
+        at = self._epoch(epoch)
+        which = f',"args":{{"epoch":{epoch}}}'
+        if seq is not None:
+            which = f',"args":{{"epoch":{epoch},"batch":{seq}}}'
+            self._outside[at.thread] = now, which
+            if (batch := at.batches.pop(seq, None)) is not None:
+                self._draw_life(at, batch, now, which)
+            self._tell_ready(at, now)
+        if at.entered:
+            self._add(at.thread, at.call, at.entered, now, which)
+            if at.call == "next" and now - at.entered >= _STALL:
+                self._mark(at.thread, f"stall of {(now - at.entered) / 1e9:.1f} s", now - 1)
+        at.entered = 0
+
+    def raised(self, epoch: int, seq: int | None, error: BaseException, now: int) -> None:
+        """The call is about to raise."""
+        place = "" if seq is None else f" at batch {seq}"
+        at = self._epoch(epoch)
+        self._mark(at.thread, f"{type(error).__name__}{place}", now - 1, about=shorten(error, 400))
+
+    def ended(self, epoch: int, now: int) -> None:
+        """There is no further batch."""
+        self._close(epoch, now, "ends")
+
+    def dropped(self, epoch: int, now: int) -> None:
+        """What was not handed out never will be."""
+        self._close(epoch, now, "is broken off")
+
+    def _close(self, epoch: int, now: int, how: str) -> None:
+        at = self._epochs.pop(epoch, None)
+        if at is None:
+            return
+        self._mark(at.thread, f"epoch {epoch} {how}", now, "p")
+        for batch in at.batches.values():
+            self._free_rows.append(batch.row)
+        at.batches.clear()
+        self._tell_ready(at, now)
+        if at.ready:
+            self.lines.append(self._ready % (now - self._origin, 0))
+
+    def close(self, now: int) -> None:
+        """The trace ends."""
+        for at in self._epochs.values():
+            at.batches.clear()
+            self._tell_ready(at, now)
+
+    # ---- what happens in a call -------------------------------------------------------------------
+
+    def drew(self, epoch: int, began: int, ended: int) -> None:
+        """The sampler was asked for an index."""
+        self._add(self._epoch(epoch).thread, "sampler", began, ended)
+
+    def waited(self, epoch: int, cause: str, began: int, ended: int) -> None:
+        """`next()` waited for workers."""
+        self._add(self._epoch(epoch).thread, _WAITS[cause], began, ended)
+
+    def used_device(self, epoch: int, began: int, ended: int) -> None:
+        """Something was done for the way to the device."""
+        self._add(self._epoch(epoch).thread, "device", began, ended)
+
+    def loaded(self, epoch: int, seq: int, began: int, fetched: int, ended: int) -> None:
+        """A batch was loaded on the consumer's thread."""
+        thread, which = self._epoch(epoch).thread, f',"args":{{"epoch":{epoch},"batch":{seq}}}'
+        fetched = max(began, fetched)  # that of an earlier batch, if this one failed before
+        self._add(thread, "fetch", began, fetched, which)
+        self._add(thread, "collate", fetched, ended, which)
+
+    def copied(self, nbytes: int, began: int, ended: int) -> None:
+        """A copy to the device was seen to have run."""
+        if began < self._origin:
+            return
+        self._copies += 1
+        about = f'"pid":{self._pid},"cat":"copy","name":"copy to the device","id":{self._copies}'
+        self.lines += (
+            f'{{"ph":"b",{about},"ts":{began - self._origin}e-3,"args":{{"bytes":{nbytes}}}}}',
+            f'{{"ph":"e",{about},"ts":{ended - self._origin}e-3}}',
+        )
+
+    # ---- batches --------------------------------------------------------------------------------
+
+    def sent(self, epoch: int, seq: int, now: int) -> None:
+        """The task of a batch was given out, for the first time or again."""
+        at = self._epoch(epoch)
+        if seq in at.batches:
+            at.batches[seq].again = now
+        else:
+            at.batches[seq] = _Batch(now, at.thread, self._take_row(now))
+
+    def replaced(self, epoch: int, worker: int, pid: int, report: str, now: int) -> None:
+        """Another process does the work of a worker from now on."""
+        self._name_worker(worker, pid)
+        self._mark(pid, f"worker {worker} was replaced", now, "p", report)
+
+    def answered(self, epoch: int, worker: int, pid: int, answer: Answer) -> None:
+        """An answer of a worker's process has come."""
+        at, seq = self._epoch(epoch), answer.seq
+        self._name_worker(worker, pid)
+        before, end = self._finished.get(pid, (0, 0))
+        times = started, fetched, collated, finished = _times(answer)
+        if before == epoch:
+            self._add(pid, "wait", end, started)
+        self._finished[pid] = epoch, finished
+        if answer.outcome in _OTHERS:
+            self._add(pid, _OTHERS[answer.outcome], started, finished)
+            if (batch := at.batches.pop(seq, None)) is not None:
+                self._free_rows.append(batch.row)
+            return
+        origin, which = self._origin, f',"args":{{"epoch":{epoch},"batch":{seq}}}'
+        if started >= origin:
+            self.lines.append(
+                self._loaded
+                % (
+                    *(pid, started - origin, fetched - started, which),
+                    *(pid, fetched - origin, collated - fetched, which),
+                    *(pid, collated - origin, finished - collated, which),
+                )
+            )
+        if (batch := at.batches.get(seq)) is not None:
+            batch.worker, batch.attempt, batch.times = pid, answer.attempt, times
+            heappush(at.changes, (finished, 1))
+
+    def _draw_life(self, at: _Epoch, batch: _Batch, now: int, which: str) -> None:
+        """A batch was handed out: draw its row from its task to here, and its arrow."""
+        self._row_ends[batch.row] = now
+        self._free_rows.append(batch.row)
+        if not batch.worker:  # it is an error of this process
+            return
+        heappush(at.changes, (now, -1))
+        sent, origin, row = batch.sent, self._origin, _ROWS + 1 + batch.row
+        started, fetched, collated, finished = batch.times
+        if not sent <= started <= finished <= now:  # clocks of other processes are the same, but who knows
+            started, fetched, collated, finished = (min(max(at, sent), now) for at in batch.times)
+        if batch.attempt and sent < batch.again <= started:
+            about = _ROWS, row, "lost with a worker", sent - origin, batch.again - sent, which
+            self.lines.append(self._span % about)
+            sent = batch.again
+        self._flows += 1
+        flow = self._flows
+        self.lines += (
+            self._life
+            % (
+                *(row, sent - origin, started - sent, which),
+                *(row, started - origin, fetched - started, which),
+                *(row, fetched - origin, collated - fetched, which),
+                *(row, collated - origin, finished - collated, which),
+                *(row, finished - origin, now - finished, which),
+            ),
+            self._flow
+            % (
+                *(batch.thread, flow, sent - origin),
+                *(batch.worker, flow, started - origin),
+                *(at.thread, flow, now - 1 - origin),  # to the next span, which is the step
+            ),
+        )
+
+    def _tell_ready(self, at: _Epoch, now: int) -> None:
+        """Write down how many batches were ready, up to where it is known: a batch that was not handed out
+        may turn out to have been ready since some time after its task was given out."""
+        known = next(iter(at.batches.values())).sent if at.batches else now
+        while at.changes and at.changes[0][0] <= known:
+            time, change = heappop(at.changes)
+            at.ready += change
+            self.lines.append(self._ready % (time - self._origin, at.ready))
+
+
+def _times(answer: Answer) -> tuple[int, int, int, int]:
+    """When a task was begun, its samples were there, they were a batch, and it was packed. What is not known
+    counts as fetching; what is of an earlier batch, because this one failed before, takes no time."""
+    started, fetched, collated, finished = answer.started, answer.fetched, answer.collated, answer.finished
+    if not collated:
+        return started, finished, finished, finished
+    if not started <= fetched <= collated <= finished:
+        fetched = min(max(fetched, started), finished)
+        collated = min(max(collated, fetched), finished)
+    return started, fetched, collated, finished
+
+
+assert {BATCH, ERROR, BROKEN, *_OTHERS} == set(range(6)), "an outcome is missing here"

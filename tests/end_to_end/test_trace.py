@@ -1,0 +1,210 @@
+"""Traces of whole loaders: what each kind of epoch leaves in the file, and that it adds up."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastq_loader import DataLoader, Processes, ToDevice
+from fastq_loader.errors import WorkerReplaced
+from tests.conftest import running_script
+from tests.support.crimes import CrimeAt, Rows, raise_value_error
+from tests.support.datasets import Stream
+from tests.support.late_device import late_device
+from tests.support.traces import batches, check, of, opened, read, tracks
+
+pytestmark = pytest.mark.processes
+
+PHASES = ["queued", "fetch", "collate", "pack", "ready"]
+KINDS: dict[str, dict[str, Any]] = {
+    "map-style": {"dataset": Rows(24)},
+    "iterable": {"dataset": Stream("tensors", (13, 7))},
+    "dynamic": {"dataset": Rows(24), "schedule": "dynamic"},
+    "in the order of arrival": {"dataset": Rows(24), "in_order": False},
+    "persistent": {"dataset": Rows(24), "persistent_workers": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_batch_of_every_epoch_is_there_from_its_task_to_its_step(kind: str, tmp_path: Path) -> None:
+    path, given = tmp_path / "a.json", 0
+    loader: Any = DataLoader(batch_size=2, num_workers=2, **KINDS[kind])
+    with loader.trace(path):
+        for _ in range(2):
+            given += len(list(loader))
+    loader.close()
+    events = read(path)
+    check(events)
+    found = batches(events)
+    assert len(found) == given == len(of(events, "f"))
+    assert {tuple(span["name"] for span in spans) for spans in found.values()} == {tuple(PHASES)}
+    names = list(tracks(events))
+    pools = 1 if kind == "persistent" else 2
+    workers = sum(name.startswith("worker ") for name in names)
+    assert pools <= workers <= 2 * pools, "with `dynamic` one may be quicker than the other"
+    consumer = {span["name"] for span in tracks(events)["consumer"]}
+    assert {"iter", "next", "step", "sampler"} <= consumer
+    assert [mark["name"] for mark in of(events, "i")] == [
+        *("epoch 1 begins", "epoch 1 ends", "epoch 2 begins", "epoch 2 ends"),
+    ]
+    last = max(of(events, "C"), key=lambda event: event["ts"])
+    assert last["args"]["batches"] == 0
+
+
+def test_without_workers_the_consumer_loads(tmp_path: Path) -> None:
+    loader = DataLoader(Rows(6), 2)
+    with loader.trace(tmp_path / "a.json"):
+        list(loader)
+    events = read(tmp_path / "a.json")
+    check(events)
+    assert list(tracks(events)) == ["consumer"]
+    names = [span["name"] for span in tracks(events)["consumer"]]
+    one = ["next", "sampler", "fetch", "collate", "step"]
+    assert names == ["iter", *one * 3, "next", "sampler"]
+
+
+def test_an_epoch_that_is_broken_off_leaves_no_row_taken(tmp_path: Path) -> None:
+    loader = DataLoader(Rows(40), 2, num_workers=2)
+    with loader.trace(tmp_path / "a.json"):
+        for _ in range(3):
+            for seen, _ in enumerate(loader):
+                if seen == 3:
+                    break
+    loader.close()
+    events = read(tmp_path / "a.json")
+    check(events)
+    assert [mark["name"].partition(" is ")[2] for mark in of(events, "i")].count("broken off") == 3
+    rows = [event for event in of(events, "M", "thread_name") if event["args"]["name"].startswith("row ")]
+    assert len(rows) <= 6, "a window of four, and what is drawn before a batch is handed out"
+
+
+def test_two_iterators_at_once_have_their_own_workers(tmp_path: Path) -> None:
+    loader = DataLoader(Rows(20), 2, num_workers=1)
+    with loader.trace(tmp_path / "a.json"):
+        for _ in zip(loader, loader, strict=True):
+            pass
+    loader.close()
+    events = read(tmp_path / "a.json")
+    check(events)
+    assert [sum(span["name"] == "fetch" for span in spans) for spans in tracks(events).values()].count(10) > 1
+    assert sum(name.startswith("worker 0 (") for name in tracks(events)) == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_is_a_mark_at_its_batch(workers: int, tmp_path: Path) -> None:
+    loader = DataLoader(CrimeAt(raise_value_error, at=5), 2, num_workers=workers)
+    with loader.trace(tmp_path / "a.json"):
+        iterator = iter(loader)
+        for at in range(6):
+            if at == 2:
+                with pytest.raises(ValueError, match="sample 5"):
+                    next(iterator)
+            else:
+                next(iterator)
+    loader.close()
+    events = read(tmp_path / "a.json")
+    check(events)
+    (mark,) = (mark for mark in of(events, "i") if "epoch" not in mark["name"])
+    assert mark["name"] == "ValueError at batch 2"
+    assert "sample 5 is broken" in mark["args"]["about"]
+
+
+def test_a_worker_that_was_killed_and_replaced_is_a_mark_and_its_batch_shows_it(tmp_path: Path) -> None:
+    mark_file = tmp_path / "died"
+    loader = DataLoader(DiesOnce(24, 20, str(mark_file)), 2, num_workers=2, workers=Processes(max_restarts=2))
+    with loader.trace(tmp_path / "a.json"), pytest.warns(WorkerReplaced):
+        assert len(list(loader)) == 12
+    loader.close()
+    events = read(tmp_path / "a.json")
+    check(events)
+    (mark,) = (mark for mark in of(events, "i") if "epoch" not in mark["name"])
+    assert mark["name"].endswith("was replaced")
+    assert "SIGKILL" in mark["args"]["about"]
+    assert sum(name.startswith("worker ") for name in tracks(events)) == 3
+    lost = [spans for spans in batches(events).values() if spans[0]["name"] == "lost with a worker"]
+    assert lost
+    assert all([span["name"] for span in spans[1:]] == PHASES for spans in lost)
+
+
+class DiesOnce(Rows):
+    """Kills its worker at one index, once."""
+
+    def __init__(self, length: int, at: int, mark: str) -> None:
+        super().__init__(length)
+        self.at, self.mark = at, mark
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.at and not os.path.exists(self.mark):
+            Path(self.mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_copies_to_a_device_have_a_track(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with late_device(monkeypatch):
+        loader = DataLoader(Rows(16), 2, num_workers=workers, device=ToDevice("cuda", prefetch=2))
+        list(loader)
+        with loader.trace(tmp_path / "a.json"):
+            list(loader)
+            loader.close()
+        events = read(tmp_path / "a.json")
+        check(events)
+        begun = of(events, "b")
+        if workers:
+            assert len(begun) == len(of(events, "e")) == 8
+        assert begun
+        assert all(event["args"]["bytes"] > 0 for event in begun)
+        assert "device" in {span["name"] for span in tracks(events)["consumer"]}
+        list(loader)  # nobody is told
+        loader.close()
+
+
+@pytest.fixture(scope="module")
+def long_trace(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("trace") / "a.json"
+    loader = DataLoader(Rows(60), 2, num_workers=2)
+    with loader.trace(path):
+        list(loader)
+    loader.close()
+    return path.read_text()
+
+
+def test_a_trace_that_is_cut_off_anywhere_can_be_opened(long_trace: str) -> None:
+    whole, draw = opened(long_trace), random.Random(0)
+    for at in (0, 1, 2, 3, len(long_trace) - 1, *(draw.randrange(len(long_trace)) for _ in range(200))):
+        events = opened(long_trace[:at])
+        assert events == whole[: len(events)]
+        assert sum(len(str(event)) for event in whole[len(events) + 1 :]) <= 2 * (len(long_trace) - at)
+
+
+def test_a_consumer_that_is_killed_leaves_a_trace_that_can_be_opened(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    script = f"""
+        import time
+        from fastq_loader import DataLoader
+        from tests.support.crimes import Rows
+        loader = DataLoader(Rows(10_000), 2, num_workers=2)
+        with loader.trace({str(path)!r}):
+            for seen, _ in enumerate(loader):
+                time.sleep(0.002)
+                if seen == 100:
+                    print("a hundred", flush=True)
+    """
+    with running_script(script) as running:
+        running.wait_for("a hundred")
+        os.kill(running.pid, signal.SIGKILL)
+        assert running.finish().left == ()
+    events = opened(path.read_text())
+    check(events)
+    assert len(batches(events)) > 80
+    with DataLoader(Rows(4), 2).trace(path):  # the workers do not keep it locked
+        pass
