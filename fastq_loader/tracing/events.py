@@ -179,14 +179,17 @@ class Events:
     def began(self, epoch: int, now: int) -> None:
         """`iter()` was called."""
         thread = self._consumer()
+        self._end_step(thread, now)
         self._epochs[epoch] = _Epoch(thread, now, "iter")
-        self._outside.pop(thread, None)
         self._mark(thread, f"epoch {epoch} begins", now, "p")
 
     def entered(self, epoch: int, now: int) -> None:
         """`next()` was called."""
         at, thread = self._epoch(epoch), self._consumer()
         at.thread, at.entered, at.call = thread, now, "next"
+        self._end_step(thread, now)
+
+    def _end_step(self, thread: int, now: int) -> None:
         step = self._outside.pop(thread, None)
         if step is not None:
             self._add(thread, "step", step[0], now, step[1])
@@ -205,7 +208,6 @@ class Events:
             self._add(at.thread, at.call, at.entered, now, which)
             if at.call == "next" and now - at.entered >= _STALL:
                 self._mark(at.thread, f"stall of {(now - at.entered) / 1e9:.1f} s", now - 1)
-        at.entered = 0
 
     def raised(self, epoch: int, seq: int | None, error: BaseException, now: int) -> None:
         """The call is about to raise."""
@@ -320,7 +322,7 @@ class Events:
         self._free_rows.append(batch.row)
         if not batch.worker:  # it is an error of this process
             return
-        heappush(at.changes, (now, -1))
+        heappush(at.changes, (max(now, batch.times[3] + 1), -1))  # not before it was ready
         sent, origin, row = batch.sent, self._origin, _ROWS + 1 + batch.row
         started, fetched, collated, finished = batch.times
         if not sent <= started <= finished <= now:  # clocks of other processes are the same, but who knows

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -58,6 +59,26 @@ def test_the_sample_that_held_up_others_is_named(index: Any) -> None:
     account.handed_out(ANSWER)
     (late,) = counters.snapshot().late_batches
     assert late == LateBatch(1, 4, late.seconds, 40e-9, 8, 30e-9)
+
+
+def test_an_observer_is_told_of_what_the_workers_processes_do_and_of_errors_at_their_place() -> None:
+    account, counters = accounting()
+    told = MagicMock()
+    counters.observe(told)
+    first, second = account.spent, counters.begin_epoch(0, 0)
+    account.begin_epoch(second, {3: 4711}.__getitem__)
+    assert told.dropped.call_args.args[0] == first.epoch
+    account.replaced(3, "it died")
+    assert told.replaced.call_args.args[:4] == (second.epoch, 3, 4711, "it died")
+    error = KeyError()
+    account.handed_out(None, 8)
+    account.left(ended=False, error=error)
+    assert told.raised.call_args.args[:3] == (second.epoch, 8, error)
+    account.left(ended=False)
+    assert told.left.call_args.args[:2] == (second.epoch, None), "of the next call nothing is known"
+    assert told.raised.call_count == 1
+    account.drop()
+    assert told.dropped.call_args.args[0] == second.epoch
 
 
 def test_a_call_ends_with_what_it_gave_or_with_the_epoch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ import torch
 
 from fastq_loader import DataLoader, Processes, ToDevice
 from fastq_loader.errors import WorkerReplaced
+from fastq_loader.workers.group import WorkerGroup
 from tests.conftest import running_script
 from tests.support.crimes import CrimeAt, Rows, raise_value_error
 from tests.support.datasets import Stream
@@ -82,6 +84,14 @@ def test_an_epoch_that_is_broken_off_leaves_no_row_taken(tmp_path: Path) -> None
     assert [mark["name"].partition(" is ")[2] for mark in of(events, "i")].count("broken off") == 3
     rows = [event for event in of(events, "M", "thread_name") if event["args"]["name"].startswith("row ")]
     assert len(rows) <= 6, "a window of four, and what is drawn before a batch is handed out"
+
+
+def test_what_is_counted_keeps_no_pool_alive() -> None:
+    loader = DataLoader(Rows(8), 2, num_workers=2)
+    list(loader)
+    next(iter(loader))
+    gc.collect()
+    assert not [found for found in gc.get_objects() if type(found) is WorkerGroup]
 
 
 def test_two_iterators_at_once_have_their_own_workers(tmp_path: Path) -> None:

@@ -157,6 +157,77 @@ def test_stalls_and_errors_are_marks_in_the_call() -> None:
     assert marks[0]["args"]["about"] == "ValueError('a \"quoted\"\\n text')"
 
 
+def test_a_task_that_was_only_sent_again_was_not_lost() -> None:
+    trace = events()
+    for again, attempt in ((40, 0), (60, 1)):  # others died: all that is to be claimed is sent again
+        trace.sent(1, attempt, 10)
+        trace.sent(1, attempt, again)
+        trace.entered(1, 45)
+        trace.answered(1, attempt, 100 + attempt, answer(attempt, 50, 52, 54, 56, attempt=attempt))
+        trace.left(1, attempt, 70)
+    check(parsed(trace))
+    rows = batches(parsed(trace))
+    assert [next(span["name"] for span in spans) for spans in rows.values()] == ["queued"] * 2
+
+
+def test_a_task_that_could_not_be_sent_has_no_row_and_leaves_it() -> None:
+    trace = events()
+    trace.sent(1, 0, 10)
+    trace.entered(1, 20)
+    trace.raised(1, 0, TypeError("it cannot be pickled"), 30)
+    trace.left(1, 0, 30)
+    check(parsed(trace))
+    assert not batches(parsed(trace))
+    trace.sent(1, 1, 40)
+    assert len(of(parsed(trace), "M", "thread_name")) == 2
+
+
+def test_a_row_is_not_taken_over_before_what_is_in_it_has_ended() -> None:
+    trace = events()
+    trace.sent(1, 0, 10)
+    trace.entered(1, 15)
+    trace.answered(1, 0, 100, answer(0, 20, 22, 24, 30))
+    trace.left(1, 0, 40)
+    trace.sent(2, 0, 39)  # on another thread
+    rows = [name for name in of(parsed(trace), "M", "thread_name") if "row" in name["args"]["name"]]
+    assert len(rows) == 2
+
+
+def test_times_of_a_worker_that_do_not_fit_to_ours_leave_no_gap() -> None:
+    found = one_batch(events(), started=30, finished=220)
+    assert next(interval(span) for span in batches(found)[1, 0])[0] == 35
+
+
+def test_a_worker_does_not_wait_from_one_epoch_to_the_next() -> None:
+    trace = events()
+    for epoch in (1, 2):
+        for seq in range(2):
+            start = 100 * epoch + 10 * seq
+            trace.answered(epoch, 0, 100, answer(seq, start, start + 1, start + 2, start + 3))
+    waits = [span for span in spans(parsed(trace), "worker 0 (pid 100)") if span[0] == "wait"]
+    assert waits == [("wait", 103, 110), ("wait", 203, 210)]
+
+
+def test_the_step_of_the_last_batch_ends_with_the_next_epoch() -> None:
+    trace = events()
+    trace.entered(1, 10)
+    trace.left(1, 0, 20)
+    trace.began(2, 30)
+    trace.left(2, None, 40)
+    trace.entered(2, 50)
+    check(parsed(trace))
+    assert spans(parsed(trace), "consumer") == [("next", 10, 20), ("step", 20, 30), ("iter", 30, 40)]
+
+
+def test_nothing_is_ready_after_an_epoch_that_was_dropped() -> None:
+    trace = events()
+    trace.sent(1, 0, 10)
+    trace.answered(1, 0, 100, answer(0, 20, 22, 24, 30))
+    trace.dropped(1, 50)
+    ready = [(event["ts"], event["args"]["batches"]) for event in of(parsed(trace), "C")]
+    assert ready == [(0.030, 1), (0.050, 0)]
+
+
 def test_what_was_ready_is_told_when_it_is_known() -> None:
     trace = events()
     for seq in range(3):
@@ -184,9 +255,11 @@ def test_without_workers_the_consumer_loads() -> None:
     trace.loaded(1, 0, 13, 20, 25)
     trace.left(1, 0, 30)
     trace.entered(1, 40)
+    trace.loaded(1, 1, 41, 20, 42)  # it failed before it was fetched: 20 is of the batch before
     check(parsed(trace))
+    assert ("collate", 41, 42) in spans(parsed(trace), "consumer")
     names = [name for name, _, _ in spans(parsed(trace), "consumer")]
-    assert names == ["iter", "next", "sampler", "fetch", "collate", "step"]
+    assert names[:6] == ["iter", "next", "sampler", "fetch", "collate", "step"]
 
 
 def test_copies_lie_on_a_track_of_their_own() -> None:
@@ -310,4 +383,5 @@ def test_the_rows_of_batches_are_as_many_as_were_under_way_at_once() -> None:
     trace.sent(1, 100, 2000)
     trace.dropped(1, 2001)
     trace.sent(2, 0, 2002)
-    assert sum(name.startswith("row") for name in tracks(parsed(trace))) == 1
+    names = [event["args"]["name"] for event in of(parsed(trace), "M", "thread_name")]
+    assert sum(name.startswith("row") for name in names) == 1

@@ -163,6 +163,16 @@ def test_a_full_disk_ends_the_trace_and_is_said_at_its_end(
     assert full.writes == 4, "a third one, and one for the end of the array"
 
 
+def test_the_end_of_a_trace_leaves_a_later_one_alone(tmp_path: Path) -> None:
+    counters = Counters()
+    first, second = (Trace(tmp_path / name, counters) for name in "ab")
+    first.__enter__()
+    counters.observe(None)  # the disk was full
+    with second:
+        first.__exit__(None)
+        assert counters.observer is not None
+
+
 def test_it_is_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, path = loader(), tmp_path / "a.json"
     monkeypatch.setattr(trace, "_EVERY", 0)

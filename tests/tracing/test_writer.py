@@ -75,12 +75,15 @@ def test_a_forked_child_writes_nothing_and_does_not_keep_the_file_locked(tmp_pat
         file.close()
         os._exit(0)
     assert os.waitpid(first, 0) == (first, 0)
+    assert len(json.loads(path.read_text() + "]")) == 3
+    with pytest.raises(ValueError, match="another trace"):
+        TraceFile(str(path))
     if not (second := os.fork()):
         signal.pause()  # with the file open
     try:
         file.close()
-        TraceFile(str(tmp_path / "a.json")).close()
-        assert json.loads(path.read_text()) == []
+        assert len(json.loads(path.read_text())) == 3
+        TraceFile(str(path)).close()
     finally:
         os.kill(second, signal.SIGKILL)
         os.waitpid(second, 0)
