@@ -29,6 +29,7 @@ from fastq_loader.errors import (
     WorkerTraceback,
 )
 from fastq_loader.insight.verdict import Diagnosis
+from fastq_loader.insight.tuning import Tuning, TuningRow, tune
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory.allocator import empty
 from fastq_loader.reading.permutation import PermutationSampler
@@ -70,6 +71,8 @@ __all__ = [
     "StagingStatistics",
     "TinyBatches",
     "ToDevice",
+    "Tuning",
+    "TuningRow",
     "UnpicklableError",
     "WorkerDied",
     "WorkerReplaced",
@@ -78,4 +81,5 @@ __all__ = [
     "copy_into",
     "empty",
     "normalize",
+    "tune",
 ]

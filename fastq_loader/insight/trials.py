@@ -1,0 +1,300 @@
+"""One measurement of one setting, in a process of its own.
+
+`measure` runs in the consumer, `_run` and what follows it in the child. The child has a copy of everything: a
+loader like the user's with other settings, its dataset, sampler and generators. So the user's are as they
+were, also where the setting is to load without workers. The step is simulated by sleeping, as a step on an
+accelerator uses no CPU of this process. Batches stay on the host, and are not pinned: no context of an
+accelerator outlives a fork.
+
+The child starts as the loader's workers do: whoever chose "spawn" has a reason. It ends with all of its
+workers: in time by itself, on SIGTERM when the consumer asks for it, and when the consumer dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+
+from fastq_loader.insight.costs import costs_of
+from fastq_loader.insight.search import Candidate, Measured
+from fastq_loader.packing.exceptions import dump_exception, load_exception
+from fastq_loader.scheduling.options import Dynamic, read_schedule
+from fastq_loader.system import calls
+from fastq_loader.workers.children import Child
+
+if TYPE_CHECKING:
+    from fastq_loader.loader import DataLoader
+
+Loader = TypeVar("Loader", bound="DataLoader[Any]")
+
+#: Seconds that a child which was told to end has for it: workers have 5 to finish their sample.
+_PATIENCE = 8.0
+
+
+def like(loader: Loader, candidate: Candidate) -> Loader:
+    """A new loader with a candidate's setting, and everything else as it is.
+
+    Its attributes are such that the constructor would take them: without workers, none of what goes with them
+    is left.
+    """
+    setting = candidate.setting
+    new = copy.copy(loader)
+    changed: dict[str, Any] = {"num_workers": setting.num_workers}
+    if setting.dynamic != isinstance(read_schedule(loader.schedule), Dynamic):
+        changed["schedule"] = "dynamic" if setting.dynamic else "round_robin"
+    if setting.num_workers:
+        changed["prefetch_factor"] = setting.prefetch_factor
+        if candidate.start_method is not None:
+            changed["multiprocessing_context"] = candidate.start_method
+    else:
+        changed |= {"prefetch_factor": None, "persistent_workers": False, "timeout": 0}
+        changed["multiprocessing_context"] = None
+    for name, value in changed.items():
+        object.__setattr__(new, name, value)  # torch refuses to change some of them after the constructor
+    return new
+
+
+def start_method(loader: DataLoader[Any]) -> str:
+    """How the loader's workers start."""
+    context = loader.multiprocessing_context or multiprocessing
+    return str(context.get_start_method())
+
+
+def measure(
+    loader: DataLoader[Any], candidate: Candidate, step_seconds: float, seconds: float, patience: float
+) -> Measured:
+    """Iterate a loader like the user's for a time.
+
+    Args:
+        loader: the user's, which stays as it is.
+        candidate: what is measured.
+        step_seconds: between two batches.
+        seconds: to measure, from the first batch on.
+        patience: seconds after which it must be over.
+
+    Raises:
+        TimeoutError: no batch came in time.
+        RuntimeError: the child died.
+        Exception: what the loader, or the user's code in it, raised.
+    """
+    trial = like(loader, candidate)
+    vars(trial).pop("_resources", None)  # its epoch is a new one
+    object.__setattr__(trial, "device", None)
+    object.__setattr__(trial, "pin_memory", False)
+    context: Any = multiprocessing.get_context(candidate.start_method or start_method(loader))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(sender, trial, step_seconds, seconds, os.getpid()))
+    child = Child(process)
+    try:
+        # A Ctrl-C between the fork and the child's own handler would print a traceback there.
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            child.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        sender.close()
+        return _received(child, receiver, patience)
+    finally:
+        sender.close()
+        receiver.close()
+        _end(child)
+
+
+def _received(child: Child, receiver: Connection, patience: float) -> Measured:
+    sources = receiver.fileno(), child.descriptor
+    in_time = calls.readable(sources, patience)
+    if not in_time:
+        child.process.terminate()  # it says what it has so far
+        calls.readable(sources, _PATIENCE)
+    if not receiver.poll():
+        if in_time:
+            raise RuntimeError(f"the process of a trial {child.death()[0]} before it said anything")
+        raise _too_slow(patience)
+    try:
+        answer = receiver.recv()
+    except EOFError:
+        raise RuntimeError(f"the process of a trial {child.death()[0]} before it said anything") from None
+    if isinstance(answer, bytes):
+        raise load_exception(answer)
+    if answer is None:
+        raise _too_slow(patience)
+    measured: Measured = answer
+    return measured
+
+
+def _too_slow(patience: float) -> TimeoutError:
+    return TimeoutError(f"too few batches in {patience:.0f} s to tell: give it more seconds")
+
+
+def _end(child: Child) -> None:
+    """End a child, with its workers. Another interrupt ends it at once; the workers see that."""
+    if not child.pid:
+        child.forget()
+        return
+    try:
+        child.process.terminate()
+        calls.readable([child.descriptor], _PATIENCE)
+    finally:
+        child.kill()
+        child.release()
+
+
+# ---- in the child --------------------------------------------------------------------------------
+
+
+class _TimeIsOver(BaseException):
+    """The consumer wants the child to end."""
+
+
+def _run(
+    answers: Connection, loader: DataLoader[Any], step_seconds: float, seconds: float, consumer: int
+) -> None:
+    torch.set_num_threads(1)  # a pool of threads that was forked has no threads, and is waited for
+    warnings.simplefilter("ignore")  # they come again in the user's own epochs
+    trial = _Trial(loader, step_seconds)
+    answer: Any = None
+    with contextlib.suppress(_TimeIsOver):
+        _prepare_signals()
+        threading.Thread(target=_leave_with, args=(consumer,), daemon=True).start()
+        try:
+            with contextlib.suppress(_TimeIsOver):
+                trial.run(seconds)
+            answer = trial.measured()
+            loader.close()
+        except Exception as error:
+            answer = dump_exception(error, 0)
+            loader.close()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is left takes no time
+        answers.send(answer)
+
+
+def _prepare_signals() -> None:
+    # Ctrl-C reaches the whole group: the consumer decides what it means. A handler rather than SIG_IGN, which
+    # programs started by user code would inherit.
+    signal.signal(signal.SIGINT, lambda signum, frame: None)
+    signal.signal(signal.SIGTERM, _leave)
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
+def _leave(signum: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what follows is the way out
+    raise _TimeIsOver
+
+
+def _leave_with(consumer: int) -> None:
+    """Wait for the consumer's death. The workers see this process end, and follow."""
+    try:
+        descriptor = calls.pidfd_open(consumer)
+    except ProcessLookupError:
+        os._exit(1)
+    except OSError:  # no pidfd in this kernel or sandbox
+        parent = multiprocessing.parent_process()
+        if parent is None:
+            return
+        descriptor = parent.sentinel
+    calls.readable([descriptor], None)
+    os._exit(1)
+
+
+class _Epoch(NamedTuple):
+    """When an epoch began, when each of its batches came, and, if it is over, when it ended; in seconds."""
+
+    began: float
+    came: list[float]
+    ended: list[float]
+
+
+class _Trial:
+    """The iteration of a loader, for a time.
+
+    Args:
+        loader: whose.
+        step_seconds: between two batches.
+    """
+
+    def __init__(self, loader: DataLoader[Any], step_seconds: float) -> None:
+        self._loader = loader
+        self._step_seconds = step_seconds
+        self._epochs: list[_Epoch] = []
+        self._worker_bytes = 0
+
+    def run(self, seconds: float) -> None:
+        """Note when batches come, from the first one on."""
+        until = 0.0
+        while not self._epochs or self._epochs[-1].came:  # an epoch without batches has no end
+            epoch = _Epoch(time.monotonic(), [], [])
+            self._epochs.append(epoch)
+            for _ in self._loader:
+                now = time.monotonic()
+                epoch.came.append(now)
+                until = until or now + seconds
+                if len(epoch.came) == 2 and not self._worker_bytes:
+                    self._weigh()
+                if now >= until and len(epoch.came) > 1:
+                    return
+                if self._step_seconds:
+                    time.sleep(self._step_seconds)
+            epoch.ended.append(time.monotonic())
+            if until and epoch.ended[0] >= until:
+                return
+
+    def _weigh(self) -> None:
+        """Note what a worker has of memory that it shares with nobody."""
+        for worker in self._loader._resources.counters.workers:
+            with contextlib.suppress(OSError):  # it has ended, or is not ours to look into
+                text = Path(f"/proc/{worker.pid}/smaps_rollup").read_text()
+                own = sum(map(int, re.findall(r"^Private_\w+: +(\d+)", text, re.MULTILINE)))
+                self._worker_bytes = max(self._worker_bytes, own * 1024)
+
+    def measured(self) -> Measured | None:
+        """What the times come to; None: there are too few."""
+        found = _rate(self._loader, self._epochs)
+        if found is None:
+            return None
+        statistics, counters = self._loader.statistics(), self._loader._resources.counters
+        filled = [epoch for epoch in counters.history if epoch.batches]
+        costs = costs_of(filled[-1], counters.workers) if filled else None
+        return Measured(
+            *found,
+            costs=costs and costs.with_step(self._step_seconds),
+            batch_bytes=statistics.bytes / max(1, statistics.batches),
+            worker_bytes=self._worker_bytes,
+        )
+
+
+def _rate(loader: DataLoader[Any], epochs: list[_Epoch]) -> tuple[float, float] | None:
+    """Batches, and the seconds that they took.
+
+    Whole epochs count with the start and the end of their workers, as in a training; but for the first one of
+    workers that stay. If there is none, the rate is that of batches after the workers' first ones, for which
+    they had more time, and the start is one of `len(loader)` batches.
+    """
+    persistent = loader.persistent_workers and loader.num_workers > 0
+    whole = [epoch for epoch in epochs if epoch.ended and epoch.came][1 if persistent else 0 :]
+    if whole:
+        return float(sum(len(each.came) for each in whole)), sum(each.ended[0] - each.began for each in whole)
+    epoch = max(epochs, key=lambda each: len(each.came), default=_Epoch(0.0, [], []))
+    came = epoch.came
+    if len(came) < 2:
+        return None
+    ahead = loader.num_workers * ((loader.prefetch_factor or 0) + 1)
+    skipped = min(ahead, (len(came) - 1) // 2)
+    count, seconds = len(came) - 1 - skipped, came[-1] - came[skipped]
+    if not persistent:
+        with contextlib.suppress(Exception):  # it has no length, or its dataset's raises
+            start = (came[0] - epoch.began - seconds / count) / len(loader)
+            seconds += max(0.0, start) * count
+    return float(count), seconds
