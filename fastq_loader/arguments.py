@@ -18,9 +18,9 @@ from fastq_loader.device.options import read_device
 from fastq_loader.errors import warn_user
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
-from fastq_loader.scheduling.options import Dynamic, RoundRobin, read_schedule
+from fastq_loader.scheduling.options import Dynamic, RoundRobin, Schedule, read_schedule
 from fastq_loader.scheduling.window import WindowLimits
-from fastq_loader.workers.options import Processes, read_workers
+from fastq_loader.workers.options import Auto, Processes, read_workers
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
@@ -61,6 +61,7 @@ def check_workers(loader: DataLoader[Any], processes: Processes) -> None:
         TypeError: the context's workers would be no processes.
         ValueError: there are too many, or the dataset cannot be given to a new worker.
     """
+    check_auto(loader, read_schedule(loader.schedule))
     number = getattr(loader, "num_workers", 0)
     if not number:
         return
@@ -86,12 +87,39 @@ def check_workers(loader: DataLoader[Any], processes: Processes) -> None:
         )
 
 
+def check_auto(loader: DataLoader[Any], schedule: Schedule) -> None:
+    """Raise if the number of workers is to be chosen, and batches would depend on it.
+
+    Raises:
+        ValueError: they would.
+    """
+    if not isinstance(getattr(loader, "num_workers", 0), Auto):
+        return
+    if not isinstance(schedule, Dynamic):
+        raise ValueError(
+            f"num_workers='auto' cannot go with schedule={schedule}: the random numbers of its batches "
+            "depend on how many workers there are. Use schedule='dynamic', where they do not, or a number; "
+            "tune() finds one"
+        )
+    if is_iterable(loader):
+        raise ValueError(
+            "num_workers='auto' cannot go with an IterableDataset: each worker reads a part of it, so that "
+            "the batches depend on how many there are. Use a number; tune() finds one"
+        )
+
+
 #: What is checked when an argument is set.
 CHECKS: dict[str, Callable[[DataLoader[Any], Any], object]] = {
-    "schedule": lambda loader, value: read_schedule(value),
+    "num_workers": lambda loader, value: _check_number(value),
+    "schedule": lambda loader, value: check_auto(loader, read_schedule(value)),
     "workers": lambda loader, value: check_workers(loader, read_workers(value)),
     "device": lambda loader, value: read_device(value),
 }
+
+
+def _check_number(value: Any) -> None:
+    if isinstance(value, str):
+        raise ValueError(f"num_workers={value!r} can be said to the constructor; set a number here")
 
 
 def window(loader: DataLoader[Any]) -> WindowLimits:

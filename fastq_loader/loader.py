@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.utils.data
@@ -23,7 +23,7 @@ from fastq_loader.consumer.engine import Engine
 from fastq_loader.consumer.resources import Resources
 from fastq_loader.device.options import ToDevice, read_device
 from fastq_loader.device.session import DeviceSession
-from fastq_loader.insight import diagnosing
+from fastq_loader.insight import auto, diagnosing
 from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.iterators.multiprocess import MultiprocessIterator
 from fastq_loader.iterators.serial import SerialIterator
@@ -35,7 +35,7 @@ from fastq_loader.scheduling.options import Schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
 from fastq_loader.tracing.trace import Trace
 from fastq_loader.workers.config import Plan, Rules
-from fastq_loader.workers.options import Processes
+from fastq_loader.workers.options import Auto, Processes
 from fastq_loader.workers.payload import Payload
 
 T_co = TypeVar("T_co", covariant=True)
@@ -59,7 +59,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         batch_size: samples in a batch; None turns batching off.
         shuffle: draw indices at random, anew in every epoch.
         sampler, batch_sampler: where indices, or lists of them, come from.
-        num_workers: worker processes; 0 loads on the calling thread.
+        num_workers: worker processes; 0 loads on the calling thread; "auto", with `schedule="dynamic"`, is
+            chosen when an epoch begins, by what those before it cost.
         collate_fn: makes a batch of a list of samples.
         pin_memory: copy batches into page-locked memory if there is an accelerator.
         drop_last: leave out the last batch if it is not full.
@@ -90,7 +91,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -107,15 +108,20 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         workers: str | Processes = "processes",
         device: str | int | torch.device | ToDevice | None = None,
     ) -> None:
+        number = auto.given(num_workers)
+        # torch allows what goes with workers where there are some, and auto may come to none.
+        some = max(1, number) if isinstance(number, Auto) else number
         super().__init__(
-            *(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory),
+            *(dataset, batch_size, shuffle, sampler, batch_sampler, some, collate_fn, pin_memory),
             *(drop_last, timeout, worker_init_fn, multiprocessing_context, generator),
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        if num_workers > 0 and prefetch_factor == 0:
+        if isinstance(number, Auto):
+            self.num_workers = number
+        if some > 0 and prefetch_factor == 0:
             raise ValueError(
                 "prefetch_factor=0 with num_workers > 0 would never load a batch: use 1 or more, or None, "
                 "which is 2"
@@ -142,6 +148,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         With `persistent_workers` that is called once, and every further epoch begins by a `_reset` of what it
         returned. An older iterator of ours ends then.
         """
+        if isinstance(self.num_workers, Auto):
+            self._choose_number()
         if not self.persistent_workers or self.num_workers == 0:
             return self._get_iterator()
         iterator = self._iterator
@@ -154,12 +162,22 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         object.__setattr__(self, "_iterator", iterator)
         return iterator
 
+    def _choose_number(self) -> None:
+        """How many workers the epoch that begins has. Those of another number end."""
+        number = auto.next_number(self)
+        if number != self.num_workers and self.persistent_workers:
+            self._resources.close_engines(
+                f"there are {number:d} workers from now on, as num_workers='auto' has it"
+            )
+        self.num_workers = number
+
     def _get_iterator(self) -> Any:
         """The only maker of iterators; subclasses wrap what it returns (torch_geometric, litdata)."""
         arguments.workers(self)
         if self.num_workers == 0:
             return SerialIterator(self)
-        self.check_worker_number_rationality()
+        if not isinstance(self.num_workers, Auto):  # torch's warning is about what a user chose
+            self.check_worker_number_rationality()
         return MultiprocessIterator(self)
 
     def _start_engine(self, base_seed: int, shared_seed: int | None) -> Engine:
@@ -191,7 +209,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 datapipes.sharding_init_fn(self.dataset, self.worker_init_fn),
             ),
             rules=Rules(arguments.is_iterable(self), self._auto_collation, self.drop_last),
-            workers=self.num_workers,
+            workers=int(self.num_workers),
             prefetch=self.prefetch_factor,
             in_order=self.in_order,
             dynamic=arguments.is_dynamic(self),

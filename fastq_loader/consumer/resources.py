@@ -18,6 +18,7 @@ from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers import stopping
 
 if TYPE_CHECKING:
+    from fastq_loader.insight.auto import Seen
     from fastq_loader.loader import DataLoader
     from fastq_loader.resume.record import EpochRecord
     from fastq_loader.resume.saved import Saved
@@ -38,6 +39,7 @@ class Resources:
         record: of the newest epoch, or None.
         saved: what the next epoch goes on from, or None.
         hinted: what the user was told of, and is not told again.
+        seen: epochs whose number of workers was chosen.
     """
 
     def __init__(self, owner: DataLoader[Any] | None = None, saved: Saved | None = None) -> None:
@@ -49,6 +51,7 @@ class Resources:
         self.record: EpochRecord | None = None
         self.saved = saved
         self.hinted: set[type[LoaderHint]] = set()
+        self.seen: list[Seen] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Resources, (None, self.saved)  # no loader's: a subclass copied all attributes

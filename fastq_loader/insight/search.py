@@ -118,10 +118,11 @@ def most_workers(costs: Costs, cpus: float) -> int:
     return max(1, min(waiting, max(_MOST_WAITING, math.ceil(cpus))))
 
 
-def numbers(most: int) -> list[int]:
-    """Numbers of workers to try: from 8 on, each is a third or a half more than the one before."""
-    steps = sorted({*range(5), *(base << shift for base in (2, 3) for shift in range(1, 12)), most})
-    return [number for number in steps if number <= most]
+def numbers(most: float, cpus: float) -> list[int]:
+    """Numbers of workers to try: from 4 on each is a third or a half more than the one before. As many as there
+    are CPUs is one of them."""
+    steps = {*range(1, 5), *(base << shift for base in (2, 3) for shift in range(1, 12)), math.ceil(cpus)}
+    return sorted(number for number in steps if number <= most)
 
 
 class Search:
@@ -219,7 +220,7 @@ class Search:
         own = self._own.setting.prefetch_factor
         settings = {
             Setting(number, prefetch, dynamic)
-            for number in {*numbers(most), self._own.setting.num_workers}
+            for number in {*numbers(most, limits.cpus), self._own.setting.num_workers}
             for prefetch in {*_PREFETCH, own}
             for dynamic in limits.schedules
             if number and _bytes(number, prefetch, measured) <= limits.memory_bytes

@@ -18,6 +18,7 @@ from fastq_loader.errors import IteratorInvalid
 from fastq_loader.ipc.messages import decode_index
 from fastq_loader.iterators.base import LoaderIterator
 from fastq_loader.reading import datapipes
+from fastq_loader.workers.options import Auto
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
@@ -55,7 +56,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         loader._device_session()  # which ends the workers if another device was asked for
         if not self.engine.usable:
             self.engine.close("a new iteration began")
-            loader.check_worker_number_rationality()
+            if not isinstance(loader.num_workers, Auto):
+                loader.check_worker_number_rationality()
             MultiprocessIterator.__init__(self, loader)
             return
         super()._reset(loader, first_iter)

@@ -22,6 +22,7 @@ from fastq_loader.reading import datapipes, position, seeding
 from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.scheduling.progress import Progress
 from fastq_loader.system.interrupts import refuse_interrupt
+from fastq_loader.workers.options import Auto
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
@@ -35,7 +36,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._counters = loader._resources.counters
         super().__init__(loader)
-        if self._timeout != 0:
+        if self._timeout != 0 and not isinstance(loader.num_workers, Auto):
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         if self._num_workers != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires num_workers == 0")

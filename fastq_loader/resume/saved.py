@@ -28,6 +28,7 @@ from fastq_loader.resume.samplers import (
 )
 from fastq_loader.resume.state import COMPARED, LIBRARY, VERSION, describe
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
+from fastq_loader.workers.options import Auto
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
@@ -266,6 +267,8 @@ def _dealt(
     fields: _Fields, workers: tuple[WorkerProgress, ...], loader: DataLoader[Any], ignored: frozenset[str]
 ) -> tuple[WorkerProgress, ...]:
     """The progress of the workers that there will be."""
+    if isinstance(loader.num_workers, Auto) and any(worker.state for worker in workers):
+        return workers  # the epoch goes on with as many
     wanted = max(1, loader.num_workers)
     if len(workers) == wanted and fields.number("num_workers") == loader.num_workers:
         return workers

@@ -47,7 +47,7 @@ def describe(loader: DataLoader[Any]) -> dict[str, Any]:
         **samplers.compared(loader._index_sampler),
         "generator": "/".join(samplers.torchs_generators(*parts)),
         "schedule": "dynamic" if arguments.is_dynamic(loader) else "round_robin",
-        "num_workers": loader.num_workers,
+        "num_workers": int(loader.num_workers),
     }
 
 

@@ -1,4 +1,4 @@
-"""What a user says about the kind of workers: `workers=`.
+"""What a user says about workers: `workers=` is their kind, `num_workers="auto"` their number.
 
 Runs in the consumer.
 """
@@ -35,6 +35,16 @@ class Processes:
             raise TypeError(f"{self}: max_restarts must be a number of workers")
         if self.max_restarts < 0:
             raise ValueError(f"{self}: max_restarts must not be negative: use 0 for none")
+
+
+class Auto(int):
+    """The number of workers that `num_workers="auto"` has come to. Like any other number to those who compare
+    it; the loader chooses another one when an epoch begins. A loader that is made with it goes on from it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"auto ({int(self)})"
 
 
 def read_workers(workers: Any) -> Processes:

@@ -1,0 +1,150 @@
+"""`num_workers="auto"`: how many workers the next epoch gets.
+
+`decide` is pure; the rest runs in the consumer, when an epoch begins. The first epoch gets as many workers as
+there are CPUs. What it cost tells the model what every other number is worth. The model knows neither the
+caches nor what a start of workers costs. So a number that was seen is worth what was measured, and what the
+model says of another one is corrected by how wrong it is for the nearest.
+
+Fewer workers win among equals, and more must promise a gain that is larger than the noise: two equal numbers
+do not take turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from fastq_loader.insight import machine
+from fastq_loader.insight.costs import costs_of
+from fastq_loader.insight.model import Costs, Setting, seconds_per_batch
+from fastq_loader.insight.search import NOISE, most_workers, numbers
+from fastq_loader.memory import arena
+from fastq_loader.workers.options import Auto
+
+if TYPE_CHECKING:
+    from fastq_loader.loader import DataLoader
+
+#: The gain that more workers must promise.
+_GAIN = 0.05
+#: Workers of the first epoch, at most: it has to show what a batch costs, and memory may be short.
+_MOST_AT_FIRST = 8
+#: Batches of an epoch that was broken off, from which it counts.
+_ENOUGH = 16
+#: Epochs that are remembered.
+_REMEMBERED = 8
+#: Memory that a worker is taken to need besides its batches (of the 250 MB of a spawned one half are shared),
+#: and the part of what is left that all may take.
+_WORKER_BYTES, _MEMORY_SHARE = 128 << 20, 0.8
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An epoch that was seen.
+
+    Attributes:
+        epoch: its number.
+        workers: how many it had.
+        seconds: wall time of a batch, with the step.
+        costs: of its batches.
+    """
+
+    epoch: int
+    workers: int
+    seconds: float
+    costs: Costs
+
+
+def decide(seen: Sequence[Seen], cpus: float, most: float, prefetch: int) -> int:
+    """How many workers the next epoch gets.
+
+    Args:
+        seen: epochs, the newest last; at least one.
+        cpus: how many CPUs all processes may use together.
+        most: the workers that memory allows.
+        prefetch: batches that each works ahead.
+    """
+    now = seen[-1].workers
+    costs = _with_transport(seen)
+    bound = int(min(most, most_workers(costs, cpus)))
+    candidates = {0, *numbers(bound, cpus), *([now] if now <= most else [])}
+
+    def expected(workers: int, costs: Costs) -> float:
+        return seconds_per_batch(costs, Setting(workers, prefetch, dynamic=True), cpus)
+
+    measured: dict[int, list[float]] = {}
+    for epoch in seen:  # with the step as it is now
+        then = replace(epoch.costs, step=costs.step, step_cpu=costs.step_cpu)
+        change = expected(epoch.workers, then) / expected(epoch.workers, epoch.costs)
+        measured.setdefault(epoch.workers, []).append(epoch.seconds * change)
+    known = {workers: fmean(each) for workers, each in measured.items()}
+    wrong = {workers: each / expected(workers, costs) for workers, each in known.items() if workers}
+    seconds = {
+        workers: known.get(workers) or expected(workers, costs) * _nearest(workers, wrong)
+        for workers in candidates
+    }
+    least = min(seconds.values())
+    fewest = min(workers for workers in candidates if seconds[workers] <= least * (1 + NOISE))
+    if fewest > now and seconds.get(now, math.inf) <= least * (1 + _GAIN):
+        return now
+    return fewest
+
+
+def _with_transport(seen: Sequence[Seen]) -> Costs:
+    """The newest costs. An epoch without workers does not tell what they add, so an older one does."""
+    newest = seen[-1]
+    for epoch in reversed(seen):
+        if epoch.workers:
+            of = epoch.costs
+            if epoch is newest:
+                break
+            return replace(newest.costs, pack=of.pack, overhead=of.overhead, load_cpu=of.load_cpu)
+    return newest.costs
+
+
+def _nearest(workers: int, wrong: dict[int, float]) -> float:
+    """By how much the model is wrong for the number that is most like this one. No worker at all is like
+    none."""
+    if not workers or not wrong:
+        return 1.0
+    return wrong[min(wrong, key=lambda each: abs(math.log(each / workers)))]
+
+
+# ---- what a loader asks --------------------------------------------------------------------------
+
+
+def given(num_workers: Any) -> Any:
+    """What the argument `num_workers` means: for "auto", the workers of the first epoch.
+
+    Raises:
+        ValueError: it is another string.
+    """
+    if not isinstance(num_workers, str):
+        return num_workers
+    if num_workers != "auto":
+        raise ValueError(f"num_workers={num_workers!r} is unknown: use a number of workers, or 'auto'")
+    return Auto(min(math.ceil(machine.cpus()), _MOST_AT_FIRST) if arena.AVAILABLE else 0)
+
+
+def next_number(loader: DataLoader[Any]) -> Auto:
+    """How many workers the epoch that begins now gets."""
+    resources, number = loader._resources, int(loader.num_workers)
+    if resources.saved is not None:  # the rest of an epoch whose workers may have said where they stand
+        return Auto(len(resources.saved.progress.workers) or number)
+    counters = resources.counters
+    epoch = counters.history[-1] if counters.history else None
+    if epoch is None or not (epoch.over or epoch.batches >= _ENOUGH) or not arena.AVAILABLE:
+        return Auto(number)
+    costs = costs_of(epoch, counters.workers if number else ())
+    if costs is None:
+        return Auto(number)
+    spent = epoch.nanoseconds - (epoch.spent["start_up"] if loader.persistent_workers else 0)
+    resources.seen.append(Seen(epoch.epoch, number, spent / 1e9 / epoch.batches, costs))
+    del resources.seen[:-_REMEMBERED]
+    prefetch = loader.prefetch_factor or 2
+    each = _WORKER_BYTES + (prefetch + 1) * counters.bytes / max(1, counters.batches)
+    held = number if loader.persistent_workers else 0  # their memory is used already
+    most = held + machine.memory_bytes() * _MEMORY_SHARE / machine.ranks() // each
+    return Auto(decide(resources.seen, machine.cpus(), most, prefetch))
