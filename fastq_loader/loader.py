@@ -109,8 +109,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         device: str | int | torch.device | ToDevice | None = None,
     ) -> None:
         number = auto.given(num_workers)
-        # torch allows what goes with workers where there are some, and auto may come to none.
-        some = max(1, number) if isinstance(number, Auto) else number
+        # torch allows what goes with workers where there is one, and auto may come to none.
+        some = 1 if isinstance(number, Auto) else number
         super().__init__(
             *(dataset, batch_size, shuffle, sampler, batch_sampler, some, collate_fn, pin_memory),
             *(drop_last, timeout, worker_init_fn, multiprocessing_context, generator),

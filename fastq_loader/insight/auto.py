@@ -33,8 +33,8 @@ _GAIN = 0.05
 _MOST_AT_FIRST = 8
 #: Batches of an epoch that was broken off, from which it counts.
 _ENOUGH = 16
-#: Epochs that are remembered.
-_REMEMBERED = 8
+#: Epochs that are remembered of each number of workers.
+_REMEMBERED = 3
 #: Memory that a worker is taken to need besides its batches (of the 250 MB of a spawned one half are shared),
 #: and the part of what is left that all may take.
 _WORKER_BYTES, _MEMORY_SHARE = 128 << 20, 0.8
@@ -45,16 +45,22 @@ class Seen:
     """An epoch that was seen.
 
     Attributes:
-        epoch: its number.
         workers: how many it had.
         seconds: wall time of a batch, with the step.
         costs: of its batches.
     """
 
-    epoch: int
     workers: int
     seconds: float
     costs: Costs
+
+
+def remember(seen: list[Seen], epoch: Seen) -> None:
+    """Add an epoch, and forget old ones. Not all of a number: it would be tried again and again."""
+    alike = [each for each in seen if each.workers == epoch.workers]
+    if len(alike) == _REMEMBERED:
+        seen.remove(alike[0])
+    seen.append(epoch)
 
 
 def decide(seen: Sequence[Seen], cpus: float, most: float, prefetch: int) -> int:
@@ -69,15 +75,17 @@ def decide(seen: Sequence[Seen], cpus: float, most: float, prefetch: int) -> int
     now = seen[-1].workers
     costs = _with_transport(seen)
     bound = int(min(most, most_workers(costs, cpus)))
-    candidates = {0, *numbers(bound, cpus), *([now] if now <= most else [])}
+    candidates = {0, *numbers(bound, cpus), *(epoch.workers for epoch in seen if epoch.workers <= most)}
 
     def expected(workers: int, costs: Costs) -> float:
         return seconds_per_batch(costs, Setting(workers, prefetch, dynamic=True), cpus)
 
     measured: dict[int, list[float]] = {}
     for epoch in seen:  # with the step as it is now
-        then = replace(epoch.costs, step=costs.step, step_cpu=costs.step_cpu)
-        change = expected(epoch.workers, then) / expected(epoch.workers, epoch.costs)
+        change = 1.0
+        if abs(epoch.costs.step - costs.step) > epoch.seconds * NOISE:
+            then = replace(epoch.costs, step=costs.step, step_cpu=costs.step_cpu)
+            change = expected(epoch.workers, then) / expected(epoch.workers, epoch.costs)
         measured.setdefault(epoch.workers, []).append(epoch.seconds * change)
     known = {workers: fmean(each) for workers, each in measured.items()}
     wrong = {workers: each / expected(workers, costs) for workers, each in known.items() if workers}
@@ -141,8 +149,7 @@ def next_number(loader: DataLoader[Any]) -> Auto:
     if costs is None:
         return Auto(number)
     spent = epoch.nanoseconds - (epoch.spent["start_up"] if loader.persistent_workers else 0)
-    resources.seen.append(Seen(epoch.epoch, number, spent / 1e9 / epoch.batches, costs))
-    del resources.seen[:-_REMEMBERED]
+    remember(resources.seen, Seen(number, spent / 1e9 / epoch.batches, costs))
     prefetch = loader.prefetch_factor or 2
     each = _WORKER_BYTES + (prefetch + 1) * counters.bytes / max(1, counters.batches)
     held = number if loader.persistent_workers else 0  # their memory is used already

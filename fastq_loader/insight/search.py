@@ -29,7 +29,7 @@ _PROBES = 0.25
 #: with memory and a window of its own.
 _IDLE_SHARE, _MOST_WAITING = 1 / 16, 64
 #: Batches that each worker may work ahead.
-_PREFETCH = (1, 2, 4, 8, 16)
+_PREFETCH = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def most_workers(costs: Costs, cpus: float) -> int:
 
 
 def numbers(most: float, cpus: float) -> list[int]:
-    """Numbers of workers to try: from 4 on each is a third or a half more than the one before. As many as there
-    are CPUs is one of them."""
+    """Numbers of workers to try: from 4 on each is a third or a half more than the one before. As many as
+    there are CPUs is one of them."""
     steps = {*range(1, 5), *(base << shift for base in (2, 3) for shift in range(1, 12)), math.ceil(cpus)}
     return sorted(number for number in steps if number <= most)
 
@@ -182,7 +182,7 @@ class Search:
     def best(self) -> Row | None:
         """The recommended row; None: nothing was measured."""
         measured = [row for row in self.rows.values() if row.rate]
-        return min(measured, key=self._rank(measured), default=None)
+        return min(measured, key=self._rank(measured)) if measured else None
 
     def ranked(self) -> list[Row]:
         """All rows: the recommended one, then from the fastest to the slowest, then those that failed."""

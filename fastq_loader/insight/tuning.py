@@ -102,7 +102,7 @@ def _cells(row: TuningRow, recommended: bool) -> tuple[str, ...]:
         mark,
         str(settings["num_workers"]),
         *how,
-        _number(row.batches_per_second) if row.batches_per_second else "failed",
+        _number(row.batches_per_second) if row.batches_per_second else "failed" if row.error else "-",
         f"± {row.spread:.0%}" if row.spread is not None else "",
         "" if row.expected is None else _number(row.expected),
     )
