@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from fastq_loader.insight.tuning import tune
+from fastq_loader.insight.tuning import checked, tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,18 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         loader = find(options.loader)
-    except (ImportError, AttributeError, ValueError) as error:
+        arguments = loader, options.step_seconds, options.seconds
+        names = {"start_methods": options.start_methods, "schedules": options.schedules}
+        checked(*arguments, **names, max_workers=options.max_workers)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         command.error(str(error))
     try:
-        found = tune(
-            loader,
-            options.step_seconds,
-            options.seconds,
-            start_methods=options.start_methods,
-            schedules=options.schedules,
-            max_workers=options.max_workers,
-            progress=not options.quiet,
-        )
+        found = tune(*arguments, **names, max_workers=options.max_workers, progress=not options.quiet)
     except KeyboardInterrupt:
         return 130
     print(found)

@@ -31,16 +31,18 @@ class Room(NamedTuple):
 
 #: Top down: a room stands above everything that it imports.
 ROOMS = {
+    "__main__": Room("insight"),
     "loader": Room(
         "insight iterators resume arguments consumer workers device scheduling reading tracing statistics"
     ),
     "iterators": Room(
-        "resume arguments insight consumer device scheduling reading statistics ipc system errors"
+        "insight resume arguments consumer workers device scheduling reading statistics ipc system errors"
     ),
     "insight": Room(
-        "arguments device scheduling statistics", pure="model hints costs evidence advice verdict report"
+        "arguments workers device scheduling packing memory system errors statistics",
+        pure="model hints costs evidence advice verdict report search",
     ),
-    "resume": Room("arguments scheduling reading system errors"),
+    "resume": Room("arguments workers scheduling reading system errors"),
     "arguments": Room("workers device scheduling memory ipc errors"),
     "consumer": Room("workers device scheduling packing memory ipc system errors statistics"),
     "workers": Room("scheduling packing reading memory ipc system errors statistics"),

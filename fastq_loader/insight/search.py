@@ -289,10 +289,11 @@ def promising(expected: Mapping[Candidate, float], own: Candidate, limit: int) -
     leaders = {_cheapest(rates, own): max(rates.values()) for rates in numbers.values()}
     best = _cheapest(leaders, own)
     ranked = sorted(leaders, key=lambda each: (each != best, -leaders[each], price(each, own)))
+    some = next((each for each in ranked if each.setting.num_workers), best)
     variants = [
         each
-        for each in numbers[best.setting.num_workers]
-        if each != best and _differences(each, best) == 1 and each.setting.prefetch_factor >= _ahead(best)
+        for each in numbers[some.setting.num_workers]
+        if _differences(each, some) == 1 and each.setting.prefetch_factor >= some.setting.prefetch_factor
     ]
     variants.sort(key=lambda each: price(each, own))
     zero = [each for each in expected if each.setting.num_workers == 0]
@@ -309,7 +310,3 @@ def _cheapest(rates: Mapping[Candidate, float], own: Candidate) -> Candidate:
 def _differences(one: Candidate, other: Candidate) -> int:
     pairs = zip(price(one, other), price(other, other), strict=True)
     return sum(mine != its for mine, its in pairs)
-
-
-def _ahead(candidate: Candidate) -> int:
-    return candidate.setting.prefetch_factor

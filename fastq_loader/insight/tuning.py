@@ -146,27 +146,32 @@ def tune(
         Exception: what the loader raised with its own setting, if no setting gave a batch.
         KeyboardInterrupt: nothing was measured before it.
     """
-    own, limits = _checked(loader, step_seconds, seconds, start_methods, schedules, max_workers)
+    own, limits = checked(loader, step_seconds, seconds, start_methods, schedules, max_workers)
     step = _own_step(loader) if step_seconds is None else float(step_seconds)
-    with _Progress(progress, seconds) as told:
+    with _Progress(progress, seconds, time.monotonic) as told:
 
         def measure(candidate: Candidate, duration: float, patience: float) -> Measured:
             told.trying(candidate)
             return trials.measure(loader, candidate, step, duration, patience)
 
         search = Search(own, limits, measure, time.monotonic, seconds)
-        complete = False
-        try:
-            search.run()
-            complete = True
-        except KeyboardInterrupt:
-            if search.best is None:
-                raise
-    return _result(loader, search.ranked(), own, step, complete)
+        interrupted = not _runs(search)
+    return _result(loader, search.ranked(), own, step, interrupted)
+
+
+def _runs(search: Search) -> bool:
+    """Run it; whether it came to its end."""
+    try:
+        search.run()
+    except KeyboardInterrupt:
+        if search.best is None:
+            raise
+        return False
+    return True
 
 
 def _result(
-    loader: DataLoader[Any], ranked: list[Row], own: Candidate, step: float, complete: bool
+    loader: DataLoader[Any], ranked: list[Row], own: Candidate, step: float, interrupted: bool
 ) -> Tuning:
     rows = tuple(
         TuningRow(
@@ -178,7 +183,7 @@ def _result(
     notes = [f"num_workers={row.settings['num_workers']} failed: {row.error!r:.200}" for row in failed]
     if any(row.candidate.setting.dynamic != own.setting.dynamic for row in ranked):
         notes.append(_OTHER_RANDOM_NUMBERS)
-    if not complete:
+    if interrupted:
         notes.append("It was interrupted: this is what was measured so far.")
     return Tuning(rows[0].settings, rows, step, tuple(notes), trials.like(loader, ranked[0].candidate))
 
@@ -206,7 +211,7 @@ def _own_step(loader: DataLoader[Any]) -> float:
 # ---- what may be tried ---------------------------------------------------------------------------
 
 
-def _checked(
+def checked(
     loader: Any,
     step_seconds: Any,
     seconds: Any,
@@ -214,7 +219,7 @@ def _checked(
     schedules: Sequence[str] | None,
     max_workers: Any,
 ) -> tuple[Candidate, Limits]:
-    """The loader's own setting, and what may be tried."""
+    """The loader's own setting, and what may be tried; for arguments and errors see `tune`."""
     if not hasattr(type(loader), "_resources"):
         kind = f"{type(loader).__module__}.{type(loader).__qualname__}"
         raise TypeError(
@@ -267,9 +272,10 @@ class _Progress:
     Args:
         wanted: whether it tells anything.
         seconds: of the whole.
+        clock: the time, in seconds.
     """
 
-    def __init__(self, wanted: bool, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, wanted: bool, seconds: float, clock: Callable[[], float]) -> None:
         self._stream = sys.stderr if wanted else None
         self._seconds = seconds
         self._clock = clock

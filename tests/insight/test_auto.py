@@ -200,7 +200,7 @@ def test_another_schedule_is_an_error_that_says_why(schedule: Any) -> None:
 
 def test_an_iterable_dataset_is_an_error_that_says_why() -> None:
     with pytest.raises(ValueError, match="cannot go with an IterableDataset: each worker reads a part of it"):
-        DataLoader(Stream("tensor", [8]), num_workers="auto", schedule="dynamic")
+        DataLoader(Stream("tensors", [8]), num_workers="auto", schedule="dynamic")
 
 
 def test_the_word_is_for_the_constructor() -> None:

@@ -1,0 +1,164 @@
+"""`num_workers="auto"`: the number changes between epochs, and nothing else does."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from fastq_loader import DataLoader
+from fastq_loader.insight import auto
+from fastq_loader.workers.options import Auto
+from tests.support.loaders import PERSISTENT, Wrapped, seed_all
+
+pytestmark = pytest.mark.processes
+
+
+class Drawn(Dataset[Any]):
+    """Samples of an index and random numbers of all three generators; may say where it stands."""
+
+    def __init__(self, length: int = 40) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(2), random.random(), np.random.rand()
+
+
+class Stateful(Drawn):
+    """Counts the samples that it gave."""
+
+    given = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.given += 1
+        return super().__getitem__(index)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+def loader_of(num_workers: Any = "auto", dataset: Any = None, **arguments: Any) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    dataset = Drawn() if dataset is None else dataset
+    return DataLoader(
+        *(dataset, 4, True), num_workers=num_workers, schedule="dynamic", generator=generator, **arguments
+    )
+
+
+def contents(batches: Any) -> list[Any]:
+    return [[part.tolist() for part in batch] for batch in batches]
+
+
+@pytest.fixture
+def decisions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What is decided from the second epoch on."""
+    numbers = [0, 3, 1]
+    monkeypatch.setattr(auto, "decide", lambda *_: numbers.pop(0))
+    return numbers
+
+
+@PERSISTENT
+def test_the_batches_are_those_of_any_fixed_number(decisions: list[int], persistent: bool) -> None:
+    seed_all(1)
+    with loader_of(persistent_workers=persistent, prefetch_factor=3, timeout=60) as loader:
+        numbers: list[Any] = []
+        epochs = []
+        for _ in range(4):
+            epochs.append(contents(loader))
+            numbers.append(loader.num_workers)
+    after = torch.rand(1)
+    assert numbers[1:] == [0, 3, 1]
+    assert {type(number) for number in numbers} == {Auto}
+    for fixed in (0, 2):
+        seed_all(1)
+        with loader_of(fixed, persistent_workers=persistent and fixed > 0) as other:
+            assert [contents(other) for _ in range(4)] == epochs
+        assert torch.rand(1) == after
+
+
+def test_another_number_ends_the_workers_that_stayed(decisions: list[int]) -> None:
+    decisions[:] = [2, 3, 3, 0, 2]
+    pids: list[set[int]] = []
+    with loader_of(persistent_workers=True, multiprocessing_context="fork") as loader:
+        loader.num_workers = Auto(2)
+        for _ in range(4):
+            list(loader)
+            pids.append({worker.pid for worker in loader.statistics().workers})
+        assert pids[0] == pids[1]
+        assert pids[2] == pids[3]
+        assert not pids[1] & pids[2]
+        assert [len(each) for each in pids] == [2, 2, 3, 3]
+        assert len(list(loader)) == 10
+        assert loader.num_workers == 0
+        list(loader)
+        assert loader.num_workers == 2
+
+
+def test_an_iterator_that_was_left_says_that_its_workers_have_ended(decisions: list[int]) -> None:
+    decisions[:] = [1]
+    with loader_of(dataset=Drawn(400), persistent_workers=True) as loader:
+        loader.num_workers = Auto(2)
+        first = iter(loader)
+        for _ in range(20):
+            next(first)
+        assert len(list(loader)) == 100
+        assert loader.num_workers == 1
+        with pytest.raises(RuntimeError, match="cannot go on"):
+            list(first)
+
+
+def test_a_subclass_that_wraps_its_iterator_is_reset_with_another_number(decisions: list[int]) -> None:
+    class Wrapping(DataLoader[Any]):
+        def _get_iterator(self) -> Iterator[Any]:
+            return Wrapped(super()._get_iterator(), lambda batch: batch[0].tolist())
+
+    decisions[:] = [3, 0, 2]
+    with Wrapping(Drawn(), 4, num_workers="auto", schedule="dynamic", persistent_workers=True) as loader:
+        for _ in range(4):
+            assert list(itertools.chain(*loader)) == list(range(40))
+
+
+def test_the_real_decision_is_made_from_what_was_counted() -> None:
+    with loader_of(dataset=Drawn(200)) as loader:
+        list(loader)
+        assert not loader._resources.seen, "there was nothing to decide from"
+        for _ in range(3):
+            list(loader)
+        seen = loader._resources.seen
+        assert len(seen) == 3
+        assert all(epoch.seconds > 0 and epoch.costs.load > 0 for epoch in seen)
+        next(iter(loader))
+        assert len(seen) == 4
+        iter(loader)
+        assert len(seen) == 4, "one batch is too little to tell"
+
+
+@pytest.mark.parametrize("dataset", [Drawn, Stateful])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (3, 0), (0, 2)])
+def test_an_epoch_goes_on_with_whatever_number(dataset: Any, before: int, after: int) -> None:
+    with loader_of(2, dataset()) as fixed:
+        whole = contents(fixed)
+        second = contents(fixed)
+    with loader_of(dataset=dataset()) as loader:
+        loader.num_workers = Auto(before)
+        batches = iter(loader)
+        head = contents([next(batches) for _ in range(4)])
+        state = loader.state_dict()
+    assert type(state["num_workers"]) is int
+    with loader_of(dataset=dataset()) as other:
+        other.num_workers = Auto(after)
+        other.load_state_dict(state)
+        assert head + contents(other) == whole
+        assert contents(other) == second

@@ -1,0 +1,103 @@
+"""`tune` on whole loaders, and on the shell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from fastq_loader import DataLoader, tune
+from tests.conftest import run_script, running_script, wait_until
+from tests.support.datasets import Made, Stream
+
+pytestmark = pytest.mark.processes
+
+
+class Waiting(Dataset[Any]):
+    """Waits for its samples, as for a disk."""
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.002)
+        return torch.rand(3) + index
+
+
+def make_loader() -> DataLoader[Any]:
+    return DataLoader(Waiting(), 4, shuffle=True, num_workers=1)
+
+
+def contents(loader: DataLoader[Any], count: int) -> list[Any]:
+    return [batch.tolist() for batch, _ in zip(loader, range(count), strict=False)]
+
+
+def test_it_finds_more_workers_for_a_dataset_that_waits() -> None:
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(Waiting(), 4, shuffle=True, num_workers=1, generator=generator)
+    before = generator.get_state(), torch.get_rng_state()
+    found = tune(loader, seconds=4, schedules=["round_robin"], max_workers=4, progress=False)
+    assert all(map(torch.equal, before, (generator.get_state(), torch.get_rng_state())))
+    assert found.settings["num_workers"] > 1, str(found)
+    assert loader.statistics().epochs == 0
+    assert loader.num_workers == 1
+    found.loader.num_workers = 1
+    torch.manual_seed(7)
+    theirs = contents(found.loader, 5)
+    generator.set_state(before[0])
+    torch.manual_seed(7)
+    assert contents(loader, 5) == theirs
+
+
+def test_an_iterable_dataset_is_tuned_too() -> None:
+    found = tune(DataLoader(Stream("tensors", [4] * 8), 2), seconds=2, max_workers=2, progress=False)
+    assert {row.settings.get("schedule", "round_robin") for row in found.rows} == {"round_robin"}
+    assert found.rows[0].batches_per_second > 0
+
+
+def test_start_methods_are_compared_if_that_is_asked_for() -> None:
+    loader: DataLoader[Any] = DataLoader(Made(float, 1000), 4, num_workers=1)
+    methods = ["fork", "forkserver"]
+    found = tune(loader, seconds=6, start_methods=methods, max_workers=1, progress=False)
+    tried = {row.settings.get("multiprocessing_context") for row in found.rows}
+    assert tried == {None, *methods}
+
+
+def test_ctrl_c_prints_what_was_measured_and_leaves_nothing() -> None:
+    with running_script(
+        """
+        from fastq_loader import tune
+        from tests.conftest import acquired, belongings
+        from tests.end_to_end.test_tune import make_loader
+        before = belongings()
+        found = tune(make_loader(), seconds=20)
+        print(found.notes[-1], found.rows[0].batches_per_second > 0, acquired(before))
+        """
+    ) as script:
+        # When something is told for the second time, something was measured.
+        assert wait_until(lambda: script._stderr.read_text().count("\n") >= 2, 40)
+        os.killpg(script.pid, signal.SIGINT)
+        result = script.finish()
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "It was interrupted: this is what was measured so far. True {}\n"
+    assert "Traceback" not in result.stderr
+    assert not result.left
+
+
+def test_the_shell_prints_a_table(tmp_path: Path) -> None:
+    script = """
+        import subprocess, sys
+        line = "-m fastq_loader tune my_data:make_loader --seconds 2 --max-workers 1 --quiet"
+        sys.exit(subprocess.run([sys.executable, *line.split()], cwd="FOLDER").returncode)
+    """
+    (tmp_path / "my_data.py").write_text("from tests.end_to_end.test_tune import make_loader\n")
+    result = run_script(script.replace("FOLDER", str(tmp_path)), timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert result.stdout.startswith("Recommended: num_workers=")

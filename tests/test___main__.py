@@ -1,0 +1,117 @@
+"""The command line: what it is given, and what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastq_loader import DataLoader
+from fastq_loader import __main__ as command
+from fastq_loader.__main__ import find, main
+from tests.support.datasets import Made
+
+LOADER = object()
+
+
+def make_loader() -> Any:
+    return LOADER
+
+
+class Loaders:
+    made = staticmethod(make_loader)
+
+
+@pytest.mark.parametrize("name", ["make_loader", "LOADER", "Loaders.made"])
+def test_a_name_is_a_loader_or_makes_one(name: str) -> None:
+    assert find(f"{__name__}:{name}") is LOADER
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("my_training", "'my_training' must be MODULE:NAME, as in my_training.data:make_loader"),
+        (":loader", "must be MODULE:NAME"),
+        ("tests:", "must be MODULE:NAME"),
+        ("no_such_module:loader", "module 'no_such_module' of 'no_such_module:loader' was not found"),
+        ("tests.no_such_module:loader", "module 'tests.no_such_module' of .* was not found"),
+        (f"{__name__}:nothing", f"module '{__name__}' has no 'nothing'"),
+        (f"{__name__}:Loaders.nothing", "has no 'Loaders.nothing'"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_an_error_that_says_it(
+    name: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((ValueError, ImportError, AttributeError), match=text):
+        find(name)
+    with pytest.raises(SystemExit, match="2"):
+        main(["tune", name])
+    assert name.partition(":")[0] in capsys.readouterr().err
+
+
+def test_a_module_that_imports_what_is_not_there_says_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(tmp_path, "module_with_a_mistake.py").write_text("import no_such_module\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'no_such_module'$"):
+        find("module_with_a_mistake:loader")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    calls: list[Any] = []
+
+    def tune(*arguments: Any, **options: Any) -> str:
+        calls.append((*arguments, options))
+        return "a table"
+
+    monkeypatch.setattr(command, "tune", tune)
+    monkeypatch.setattr(command, "checked", lambda *_, **__: None)
+    return calls
+
+
+def test_options_are_handed_on(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"{__name__}:make_loader"
+    assert main(["tune", name]) == 0
+    nothing = {"start_methods": None, "schedules": None, "max_workers": None, "progress": True}
+    assert calls.pop() == (LOADER, 0.0, 30, nothing)
+    line = "--seconds 5 --step-seconds 0.2 --start-methods fork spawn --schedules dynamic --max-workers 3"
+    assert main(["tune", name, *line.split(), "--quiet"]) == 0
+    options = {
+        "start_methods": ["fork", "spawn"],
+        "schedules": ["dynamic"],
+        "max_workers": 3,
+        "progress": False,
+    }
+    assert calls.pop() == (LOADER, 0.2, 5.0, options)
+    assert capsys.readouterr().out == "a table\na table\n"
+
+
+def test_bad_options_are_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, text in (
+        ([f"{__name__}:LOADER"], "tune needs a fastq_loader.DataLoader"),
+        ([f"{__name__}:made_of_eight", "--seconds", "-1"], "seconds=-1.0 must be 1 seconds or more"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["tune", *arguments])
+        assert text in capsys.readouterr().err
+
+
+def made_of_eight() -> Any:
+    return DataLoader(Made(float, 8))
+
+
+def test_an_interrupt_has_the_shells_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "tune", interrupted)
+    assert main(["tune", f"{__name__}:made_of_eight"]) == 130
+
+
+def test_without_a_command_it_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "tune" in capsys.readouterr().err
