@@ -21,7 +21,7 @@ from fastq_loader.insight.model import Costs, Setting, seconds_per_batch
 NOISE = 0.03
 #: Settings that are measured after the first two, at most: three rounds bring eight down to one.
 _MOST = 8
-#: The least seconds, and the least batches, of one measurement.
+#: The least seconds of one measurement, and the least batches of each worker.
 _LEAST_SECONDS, _LEAST_BATCHES = 0.25, 6
 #: The share of the time that the first two measurements may take together.
 _PROBES = 0.25
@@ -154,6 +154,7 @@ class Search:
         self._seconds = seconds
         self._until = clock() + seconds
         self._overhead = 0.0  # seconds that a measurement takes besides
+        self._least = _LEAST_SECONDS  # of one measurement
         self.rows: dict[Candidate, Row] = {}
 
     def run(self) -> None:
@@ -165,7 +166,7 @@ class Search:
         expected = self._expected(self._probe())
         for row in self.rows.values():
             row.expected = expected.get(row.candidate)
-        chosen = promising(expected, self._own, self._affordable(expected))
+        chosen = promising(expected, self._own, self._affordable())
         survivors = [self.rows.setdefault(each, Row(each, expected[each])) for each in chosen]
         rounds = max(1, math.ceil(math.log2(max(2, len(survivors)))))
         while survivors and self._left > 0:
@@ -214,7 +215,10 @@ class Search:
         """Batches per second of every candidate, by the model."""
         limits, measured = self._limits, probe.slices[-1]
         assert measured.costs is not None, "it was chosen for that"
-        most = most_workers(measured.costs, limits.cpus)
+        costs = measured.costs
+        wanted = _LEAST_BATCHES * max(costs.load + costs.pack, costs.step)
+        self._least = max(_LEAST_SECONDS, min(wanted, self._left / 8))
+        most = most_workers(costs, limits.cpus)
         if limits.most_workers is not None:
             most = min(most, limits.most_workers)
         own = self._own.setting.prefetch_factor
@@ -226,7 +230,7 @@ class Search:
             if number and _bytes(number, prefetch, measured) <= limits.memory_bytes
         }
         zero = Setting(0, 2, self._own.setting.dynamic)
-        rates = {each: 1 / seconds_per_batch(measured.costs, each, limits.cpus) for each in {*settings, zero}}
+        rates = {each: 1 / seconds_per_batch(costs, each, limits.cpus) for each in {*settings, zero}}
         methods = limits.start_methods
         return {
             Candidate(setting, method if setting.num_workers else self._own.start_method): rate
@@ -234,17 +238,16 @@ class Search:
             for method in methods
         }
 
-    def _affordable(self, expected: Mapping[Candidate, float]) -> int:
+    def _affordable(self) -> int:
         """How many settings can be measured in half of the time that is left."""
-        least = max(_LEAST_SECONDS, _LEAST_BATCHES / max(expected.values()))
-        return max(2, min(_MOST, int(self._left / 2 / (least + self._overhead))))
+        return max(2, min(_MOST, int(self._left / 2 / (self._least + self._overhead))))
 
     def _round(self, survivors: list[Row], seconds: float) -> None:
         """Measure each of them, there and back, so that the average time of all is the same."""
         slices = [*survivors, *survivors[::-1]]
         each = seconds / len(slices) - self._overhead
-        if each < _LEAST_SECONDS:
-            slices, each = survivors, max(_LEAST_SECONDS, seconds / len(survivors) - self._overhead)
+        if each < self._least:
+            slices, each = survivors, max(self._least, seconds / len(survivors) - self._overhead)
         for row in slices:
             if self._left <= 0:
                 return
@@ -297,7 +300,7 @@ def promising(expected: Mapping[Candidate, float], own: Candidate, limit: int) -
     ]
     variants.sort(key=lambda each: price(each, own))
     zero = [each for each in expected if each.setting.num_workers == 0]
-    first = [own] * (own in expected) + ranked[:2] + zero
+    first = ranked[:1] + [own] * (own in expected) + ranked[1:2] + zero
     later = [each for pair in zip(ranked[2:], variants, strict=False) for each in pair]
     return list(dict.fromkeys([*first, *later, *variants, *ranked]))[:limit]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import multiprocessing
 import os
 import re
@@ -184,12 +185,16 @@ def _prepare_signals() -> None:
     # Ctrl-C reaches the whole group: the consumer decides what it means. A handler rather than SIG_IGN, which
     # programs started by user code would inherit.
     signal.signal(signal.SIGINT, lambda signum, frame: None)
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, functools.partial(_leave, os.getpid()))
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
-def _leave(signum: int, frame: object) -> None:
+def _leave(child: int, signum: int, frame: object) -> None:
+    if os.getpid() != child:  # a worker that was forked, and has no handlers of its own yet
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what follows is the way out
     raise _TimeIsOver
 
@@ -292,7 +297,10 @@ def _rate(loader: DataLoader[Any], epochs: list[_Epoch]) -> tuple[float, float] 
         return None
     ahead = loader.num_workers * ((loader.prefetch_factor or 0) + 1)
     skipped = min(ahead, (len(came) - 1) // 2)
-    count, seconds = len(came) - 1 - skipped, came[-1] - came[skipped]
+    count = len(came) - 1 - skipped
+    # Workers that started together finish together: between two batches of the same one lie all the others.
+    count -= count % loader.num_workers if count > loader.num_workers > 0 else 0
+    seconds = came[skipped + count] - came[skipped]
     if not persistent:
         with contextlib.suppress(Exception):  # it has no length, or its dataset's raises
             start = (came[0] - epoch.began - seconds / count) / len(loader)

@@ -23,6 +23,7 @@ from fastq_loader.errors import (
 from fastq_loader.insight import hints
 from fastq_loader.insight.machine import memory_bytes
 from fastq_loader.reading.first_indices import KEPT
+from fastq_loader.workers.options import Auto
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
@@ -62,6 +63,8 @@ class Hints:
             kinds.add(SameOrder)
         if loader.num_workers and record.saved is None:  # else much of the epoch went by before
             kinds |= {MemoryPressure, TinyBatches, DuplicateData, IdleWorker}
+        if isinstance(loader.num_workers, Auto):  # it finds that out by itself
+            kinds.discard(TinyBatches)
         self._kinds = kinds - self._resources.hinted
         self._moments = [(at, kind) for kind, at in _MOMENTS.items() if kind in self._kinds]
         self.due = self._moments[0][0] if self._moments else _NEVER

@@ -289,3 +289,32 @@ def test_the_consumers_death_ends_it_with_its_workers() -> None:
         assert wait_until(lambda: len(script.processes()) == 4, 30)
         os.kill(script.pid, signal.SIGKILL)
         assert not script.finish().left
+
+
+@pytest.mark.processes
+def test_a_worker_that_is_ended_before_it_is_up_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    pid = os.fork()
+    if pid == 0:  # as a worker that the child of a trial forks
+        trials._leave(os.getppid(), signal.SIGTERM, None)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+
+
+def test_a_rate_is_taken_between_two_batches_of_the_same_worker() -> None:
+    loader: DataLoader[Any] = DataLoader(Made(float, 8), num_workers=2, persistent_workers=True)
+    came = [number // 2 * 1.0 for number in range(14)]  # two at a time, each second
+    for length in range(9, 14):
+        batches, seconds = trials._rate(loader, [trials._Epoch(0.0, came[:length], [])]) or (0.0, 1.0)
+        assert batches / seconds == 2.0
+
+
+def test_the_start_of_workers_that_do_not_stay_is_part_of_an_epoch() -> None:
+    loader: DataLoader[Any] = DataLoader(Made(float, 10))
+    came = [5.0 + number for number in range(6)]
+    batches, seconds = trials._rate(loader, [trials._Epoch(0.0, came, [])]) or (0.0, 1.0)
+    assert seconds / batches == pytest.approx((5 + 9) / 10)
+    whole = [trials._Epoch(0.0, [1.0, 2.0], [3.0]), trials._Epoch(3.0, [5.0, 6.0], [7.0])]
+    assert trials._rate(loader, [*whole, trials._Epoch(7.0, came, [])]) == (4.0, 7.0)
+    stays: DataLoader[Any] = DataLoader(Made(float, 10), num_workers=1, persistent_workers=True)
+    assert trials._rate(stays, whole) == (2.0, 4.0)
+    assert trials._rate(loader, [trials._Epoch(0.0, [1.0], [])]) is None
