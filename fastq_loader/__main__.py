@@ -29,11 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--quiet", action="store_true", help="show no progress")
     options = parser.parse_args(argv)
     try:
-        loader = find(options.loader)
-        arguments = loader, options.step_seconds, options.seconds
-        names = {"start_methods": options.start_methods, "schedules": options.schedules}
+        named = find(options.loader)
+    except NotFound as error:
+        command.error(str(error))
+    loader = named() if callable(named) else named
+    arguments = loader, options.step_seconds, options.seconds
+    names = {"start_methods": options.start_methods, "schedules": options.schedules}
+    try:
         checked(*arguments, **names, max_workers=options.max_workers)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         command.error(str(error))
     try:
         found = tune(*arguments, **names, max_workers=options.max_workers, progress=not options.quiet)
@@ -43,28 +47,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+class NotFound(Exception):
+    """A name leads nowhere."""
+
+
 def find(name: str) -> Any:
-    """The loader that `module:name` means; what it names is called if it can be.
+    """What `module:name` means.
 
     Raises:
-        ValueError: it is no such name.
-        ImportError, AttributeError: there is no such module, or no such thing in it.
-        Exception: what the module, or the function, raised.
+        NotFound: it is no such name; or there is no such module, or no such thing in it.
+        Exception: what the module raised.
     """
     module, _, path = name.partition(":")
     if not module or not path:
-        raise ValueError(f"{name!r} must be MODULE:NAME, as in my_training.data:make_loader")
+        raise NotFound(f"{name!r} must be MODULE:NAME, as in my_training.data:make_loader")
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and imports what is not
-        raise ImportError(f"module {module!r} of {name!r} was not found: {error}") from error
+        raise NotFound(f"module {module!r} of {name!r} was not found: {error}") from error
     for part in path.split("."):
         if not hasattr(found, part):
-            raise AttributeError(f"module {module!r} has no {path!r}")
+            raise NotFound(f"module {module!r} has no {path!r}")
         found = getattr(found, part)
-    return found() if callable(found) else found
+    return found
 
 
 if __name__ == "__main__":

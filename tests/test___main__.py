@@ -9,7 +9,7 @@ import pytest
 
 from fastq_loader import DataLoader
 from fastq_loader import __main__ as command
-from fastq_loader.__main__ import find, main
+from fastq_loader.__main__ import NotFound, find, main
 from tests.support.datasets import Made
 
 LOADER = object()
@@ -23,9 +23,11 @@ class Loaders:
     made = staticmethod(make_loader)
 
 
-@pytest.mark.parametrize("name", ["make_loader", "LOADER", "Loaders.made"])
-def test_a_name_is_a_loader_or_makes_one(name: str) -> None:
-    assert find(f"{__name__}:{name}") is LOADER
+@pytest.mark.parametrize(
+    ("name", "found"), [("make_loader", make_loader), ("LOADER", LOADER), ("Loaders.made", make_loader)]
+)
+def test_a_name_leads_to_a_loader_or_to_what_makes_one(name: str, found: Any) -> None:
+    assert find(f"{__name__}:{name}") is found
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_a_name_is_a_loader_or_makes_one(name: str) -> None:
 def test_a_name_that_leads_nowhere_is_an_error_that_says_it(
     name: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises((ValueError, ImportError, AttributeError), match=text):
+    with pytest.raises(NotFound, match=text):
         find(name)
     with pytest.raises(SystemExit, match="2"):
         main(["tune", name])
@@ -86,7 +88,18 @@ def test_options_are_handed_on(calls: list[Any], capsys: pytest.CaptureFixture[s
         "progress": False,
     }
     assert calls.pop() == (LOADER, 0.2, 5.0, options)
-    assert capsys.readouterr().out == "a table\na table\n"
+    assert main(["tune", f"{__name__}:LOADER", "--quiet"]) == 0
+    assert calls.pop()[0] is LOADER
+    assert capsys.readouterr().out == "a table\n" * 3
+
+
+def broken() -> Any:
+    raise TypeError("of the user's")
+
+
+def test_an_error_of_the_users_function_keeps_its_traceback() -> None:
+    with pytest.raises(TypeError, match="of the user's"):
+        main(["tune", f"{__name__}:broken"])
 
 
 def test_bad_options_are_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,10 @@ from fastq_loader.insight.model import Costs, Setting, seconds_per_batch
 NOISE = 0.03
 #: Settings that are measured after the first two, at most: three rounds bring eight down to one.
 _MOST = 8
-#: The least seconds of one measurement, and the least batches of each worker.
-_LEAST_SECONDS, _LEAST_BATCHES = 0.25, 6
+#: The least seconds of one measurement, and the least batches of each worker; or late ones, if there are some.
+_LEAST_SECONDS, _LEAST_BATCHES, _LEAST_LATE = 0.25, 6, 3
+#: Seconds that a measurement may take longer than it should, for a start and an end of its workers.
+_SLACK = 2.0
 #: The share of the time that the first two measurements may take together.
 _PROBES = 0.25
 #: A load that hardly uses a CPU may have 16 workers for each, but not more than 64: every worker is a process
@@ -216,7 +218,9 @@ class Search:
         limits, measured = self._limits, probe.slices[-1]
         assert measured.costs is not None, "it was chosen for that"
         costs = measured.costs
-        wanted = _LEAST_BATCHES * max(costs.load + costs.pack, costs.step)
+        wanted = max(
+            _LEAST_BATCHES * max(costs.load + costs.pack, costs.step), _LEAST_LATE * max(costs.loads)
+        )
         self._least = max(_LEAST_SECONDS, min(wanted, self._left / 8))
         most = most_workers(costs, limits.cpus)
         if limits.most_workers is not None:
@@ -256,7 +260,8 @@ class Search:
 
     def _try(self, row: Row, seconds: float) -> None:
         try:
-            row.slices.append(self._measure(row.candidate, seconds, max(seconds, self._left)))
+            patience = max(seconds + 2 * self._overhead + _SLACK, self._left)
+            row.slices.append(self._measure(row.candidate, seconds, patience))
         except Exception as error:
             row.error = error
 

@@ -7,14 +7,13 @@ accelerator uses no CPU of this process. Batches stay on the host, and are not p
 accelerator outlives a fork.
 
 The child starts as the loader's workers do: whoever chose "spawn" has a reason. It ends with all of its
-workers: in time by itself, on SIGTERM when the consumer asks for it, and when the consumer dies.
+workers: in time by itself, on SIGINT when the consumer or Ctrl-C asks for it, and when the consumer dies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import multiprocessing
 import os
 import re
@@ -100,7 +99,7 @@ def measure(
     child = Child(process)
     try:
         # A Ctrl-C between the fork and the child's own handler would print a traceback there.
-        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             child.start()
         finally:
@@ -117,7 +116,7 @@ def _received(child: Child, receiver: Connection, patience: float) -> Measured:
     sources = receiver.fileno(), child.descriptor
     in_time = calls.readable(sources, patience)
     if not in_time:
-        child.process.terminate()  # it says what it has so far
+        _interrupt(child)  # it says what it has so far
         calls.readable(sources, _PATIENCE)
     if not receiver.poll():
         if in_time:
@@ -139,13 +138,19 @@ def _too_slow(patience: float) -> TimeoutError:
     return TimeoutError(f"too few batches in {patience:.0f} s to tell: give it more seconds")
 
 
+def _interrupt(child: Child) -> None:
+    """Tell a child to end. By SIGINT, which the loader knows to keep out of where an exception is lost."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child.pid, signal.SIGINT)
+
+
 def _end(child: Child) -> None:
     """End a child, with its workers. Another interrupt ends it at once; the workers see that."""
     if not child.pid:
         child.forget()
         return
     try:
-        child.process.terminate()
+        _interrupt(child)
         calls.readable([child.descriptor], _PATIENCE)
     finally:
         child.kill()
@@ -172,30 +177,27 @@ def _run(
         try:
             with contextlib.suppress(_TimeIsOver):
                 trial.run(seconds)
+            _let_finish()  # what is left takes workers 5 s at most
             answer = trial.measured()
-            loader.close()
         except Exception as error:
             answer = dump_exception(error, 0)
-            loader.close()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is left takes no time
+        loader.close()
         answers.send(answer)
 
 
 def _prepare_signals() -> None:
-    # Ctrl-C reaches the whole group: the consumer decides what it means. A handler rather than SIG_IGN, which
-    # programs started by user code would inherit.
-    signal.signal(signal.SIGINT, lambda signum, frame: None)
-    signal.signal(signal.SIGTERM, functools.partial(_leave, os.getpid()))
+    signal.signal(signal.SIGINT, _leave)
     signal.set_wakeup_fd(-1)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _leave(child: int, signum: int, frame: object) -> None:
-    if os.getpid() != child:  # a worker that was forked, and has no handlers of its own yet
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what follows is the way out
+def _let_finish() -> None:
+    # A handler rather than SIG_IGN, which programs started by user code would inherit.
+    signal.signal(signal.SIGINT, lambda signum, frame: None)
+
+
+def _leave(signum: int, frame: object) -> None:
+    _let_finish()  # once is enough: what follows is the way out
     raise _TimeIsOver
 
 
@@ -233,6 +235,7 @@ class _Trial:
     def __init__(self, loader: DataLoader[Any], step_seconds: float) -> None:
         self._loader = loader
         self._step_seconds = step_seconds
+        self._batches: Any = None
         self._epochs: list[_Epoch] = []
         self._worker_bytes = 0
 
@@ -242,7 +245,8 @@ class _Trial:
         while not self._epochs or self._epochs[-1].came:  # an epoch without batches has no end
             epoch = _Epoch(time.monotonic(), [], [])
             self._epochs.append(epoch)
-            for _ in self._loader:
+            self._batches = iter(self._loader)  # kept, so that nothing ends before `run` has
+            for _ in self._batches:
                 now = time.monotonic()
                 epoch.came.append(now)
                 until = until or now + seconds
@@ -266,10 +270,12 @@ class _Trial:
 
     def measured(self) -> Measured | None:
         """What the times come to; None: there are too few."""
-        found = _rate(self._loader, self._epochs)
+        statistics, counters = self._loader.statistics(), self._loader._resources.counters
+        begun = [cost.load + cost.pack for epoch in counters.history for cost in epoch.costs if not cost.seq]
+        first = begun[-1] / 1e9 if begun else 0.0
+        found = _rate(self._loader, self._epochs, first)
         if found is None:
             return None
-        statistics, counters = self._loader.statistics(), self._loader._resources.counters
         filled = [epoch for epoch in counters.history if epoch.batches]
         costs = costs_of(filled[-1], counters.workers) if filled else None
         return Measured(
@@ -280,12 +286,18 @@ class _Trial:
         )
 
 
-def _rate(loader: DataLoader[Any], epochs: list[_Epoch]) -> tuple[float, float] | None:
+def _rate(loader: DataLoader[Any], epochs: list[_Epoch], first: float = 0.0) -> tuple[float, float] | None:
     """Batches, and the seconds that they took.
 
     Whole epochs count with the start and the end of their workers, as in a training; but for the first one of
     workers that stay. If there is none, the rate is that of batches after the workers' first ones, for which
-    they had more time, and the start is one of `len(loader)` batches.
+    they had more time, and the start is one of `len(loader)` batches. It is no more than all batches in the
+    time since they were begun: those behind a late one come all at once.
+
+    Args:
+        loader: the trial's.
+        epochs: in the order of time; the last one may not be over.
+        first: seconds that the first batch took its worker.
     """
     persistent = loader.persistent_workers and loader.num_workers > 0
     whole = [epoch for epoch in epochs if epoch.ended and epoch.came][1 if persistent else 0 :]
@@ -301,6 +313,7 @@ def _rate(loader: DataLoader[Any], epochs: list[_Epoch]) -> tuple[float, float] 
     # Workers that started together finish together: between two batches of the same one lie all the others.
     count -= count % loader.num_workers if count > loader.num_workers > 0 else 0
     seconds = came[skipped + count] - came[skipped]
+    seconds = max(seconds, (came[-1] - came[0] + first) * count / len(came))
     if not persistent:
         with contextlib.suppress(Exception):  # it has no length, or its dataset's raises
             start = (came[0] - epoch.began - seconds / count) / len(loader)

@@ -291,15 +291,6 @@ def test_the_consumers_death_ends_it_with_its_workers() -> None:
         assert not script.finish().left
 
 
-@pytest.mark.processes
-def test_a_worker_that_is_ended_before_it_is_up_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    pid = os.fork()
-    if pid == 0:  # as a worker that the child of a trial forks
-        trials._leave(os.getppid(), signal.SIGTERM, None)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
-
-
 def test_a_rate_is_taken_between_two_batches_of_the_same_worker() -> None:
     loader: DataLoader[Any] = DataLoader(Made(float, 8), num_workers=2, persistent_workers=True)
     came = [number // 2 * 1.0 for number in range(14)]  # two at a time, each second
@@ -318,3 +309,10 @@ def test_the_start_of_workers_that_do_not_stay_is_part_of_an_epoch() -> None:
     stays: DataLoader[Any] = DataLoader(Made(float, 10), num_workers=1, persistent_workers=True)
     assert trials._rate(stays, whole) == (2.0, 4.0)
     assert trials._rate(loader, [trials._Epoch(0.0, [1.0], [])]) is None
+
+
+def test_batches_that_come_at_once_behind_a_late_one_are_no_rate() -> None:
+    loader: DataLoader[Any] = DataLoader(Made(float, 8), num_workers=2, persistent_workers=True)
+    came = [0.0, *[9.0 + number / 100 for number in range(9)]]
+    batches, seconds = trials._rate(loader, [trials._Epoch(0.0, came, [])], 1.0) or (0.0, 1.0)
+    assert seconds / batches == pytest.approx(1.008)
