@@ -21,7 +21,7 @@ from fastq_loader.insight.model import Costs, Setting, seconds_per_batch
 NOISE = 0.03
 #: Settings that are measured after the first two, at most: three rounds bring eight down to one.
 _MOST = 8
-#: The least seconds of one measurement, and the least batches of each worker; or late ones, if there are some.
+#: The least seconds of one measurement, and the least batches of each worker, or late ones if there are some.
 _LEAST_SECONDS, _LEAST_BATCHES, _LEAST_LATE = 0.25, 6, 3
 #: Seconds that a measurement may take longer than it should, for a start and an end of its workers.
 _SLACK = 2.0
