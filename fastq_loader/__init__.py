@@ -28,8 +28,8 @@ from fastq_loader.errors import (
     WorkerReplaced,
     WorkerTraceback,
 )
-from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.insight.tuning import Tuning, TuningRow, tune
+from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory.allocator import empty
 from fastq_loader.reading.permutation import PermutationSampler
