@@ -73,20 +73,24 @@ class Row:
     Attributes:
         candidate: it.
         expected: batches per second, by the model; None: it was not asked.
-        slices: what was measured, in the order of time.
+        probe: what was measured before the rounds. It counts as long as nothing else does: the machine may
+            have been less busy then.
+        slices: what was measured in the rounds, in the order of time.
         error: what was raised instead.
     """
 
     candidate: Candidate
     expected: float | None = None
+    probe: Measured | None = None
     slices: list[Measured] = field(default_factory=list)
     error: Exception | None = None
 
     @property
     def rate(self) -> float:
         """Batches per second, measured; 0.0: nothing was."""
-        seconds = sum(each.seconds for each in self.slices)
-        return sum(each.batches for each in self.slices) / seconds if seconds else 0.0
+        counted = self.slices or ([] if self.probe is None else [self.probe])
+        seconds = sum(each.seconds for each in counted)
+        return sum(each.batches for each in counted) / seconds if seconds else 0.0
 
     @property
     def spread(self) -> float | None:
@@ -158,6 +162,7 @@ class Search:
         self._overhead = 0.0  # seconds that a measurement takes besides
         self._least = _LEAST_SECONDS  # of one measurement
         self.rows: dict[Candidate, Row] = {}
+        self._survivors: list[Row] = []
 
     def run(self) -> None:
         """Measure until one setting is left, or the time is over.
@@ -169,22 +174,22 @@ class Search:
         for row in self.rows.values():
             row.expected = expected.get(row.candidate)
         chosen = promising(expected, self._own, self._affordable())
-        survivors = [self.rows.setdefault(each, Row(each, expected[each])) for each in chosen]
-        rounds = max(1, math.ceil(math.log2(max(2, len(survivors)))))
-        while survivors and self._left > 0:
-            self._round(survivors, self._left / rounds)
-            rounds = max(1, rounds - 1)
-            if len(survivors) == 1:
-                return
-            ranked = sorted((row for row in survivors if row.error is None), key=self._rank(survivors))
-            survivors = ranked[: -(-len(survivors) // 2)]
-            if len(survivors) == 1:
-                return
+        probed = [each for each in self.rows if each in expected]
+        for each in dict.fromkeys([*chosen[:1], *probed, *chosen[1:]][:_MOST]):
+            self._survivors.append(self.rows.setdefault(each, Row(each, expected[each])))
+        rounds = math.ceil(math.log2(max(2, len(self._survivors))))
+        while len(self._survivors) > 1 and self._left > 0:
+            self._round(self._survivors, self._left / max(1, rounds))
+            rounds -= 1
+            ranked = [row for row in self._survivors if row.error is None]
+            self._survivors = sorted(ranked, key=self._rank(ranked))[: -(-len(self._survivors) // 2)]
 
     @property
     def best(self) -> Row | None:
         """The recommended row; None: nothing was measured."""
-        measured = [row for row in self.rows.values() if row.rate]
+        measured = [row for row in self._survivors if row.rate] or [
+            row for row in self.rows.values() if row.rate
+        ]
         return min(measured, key=self._rank(measured)) if measured else None
 
     def ranked(self) -> list[Row]:
@@ -198,24 +203,24 @@ class Search:
     def _left(self) -> float:
         return self._until - self._clock()
 
-    def _probe(self) -> Row:
-        """Measure the loader's own setting, and one worker; the row that tells what a batch costs."""
+    def _probe(self) -> Measured:
+        """Measure the loader's own setting, and one worker; the one that tells what a batch costs."""
         one = Candidate(Setting(1, 2, self._own.setting.dynamic), self._own.start_method)
         probes = [self._own, one] if self._limits.most_workers != 0 else [self._own]
         for candidate in dict.fromkeys(probes):
             row = self.rows.setdefault(candidate, Row(candidate))
             began = self._clock()
-            self._try(row, self._seconds * _PROBES / 2)
-            if row.slices:
+            row.probe = self._try(row, self._seconds * _PROBES / 2)
+            if row.probe is not None:
                 self._overhead = max(0.0, self._clock() - began - self._seconds * _PROBES / 2)
-        known = [row for row in self.rows.values() if row.slices and row.slices[-1].costs is not None]
+        known = [row.probe for row in self.rows.values() if row.probe is not None and row.probe.costs]
         if not known:
             raise next(row.error for row in self.rows.values() if row.error is not None)
         return known[-1]
 
-    def _expected(self, probe: Row) -> dict[Candidate, float]:
+    def _expected(self, measured: Measured) -> dict[Candidate, float]:
         """Batches per second of every candidate, by the model."""
-        limits, measured = self._limits, probe.slices[-1]
+        limits = self._limits
         assert measured.costs is not None, "it was chosen for that"
         costs = measured.costs
         wanted = max(
@@ -255,19 +260,21 @@ class Search:
         for row in slices:
             if self._left <= 0:
                 return
-            if row.error is None:
-                self._try(row, each)
+            measured = self._try(row, each) if row.error is None else None
+            if measured is not None:
+                row.slices.append(measured)
 
-    def _try(self, row: Row, seconds: float) -> None:
+    def _try(self, row: Row, seconds: float) -> Measured | None:
         try:
             patience = max(seconds + 2 * self._overhead + _SLACK, self._left)
-            row.slices.append(self._measure(row.candidate, seconds, patience))
+            return self._measure(row.candidate, seconds, patience)
         except Exception as error:
             row.error = error
+            return None
 
     def _rank(self, rows: Iterable[Row]) -> Callable[[Row], tuple[object, ...]]:
         """Sorts by speed, and those within the noise of the best by what they take."""
-        enough = max(row.rate for row in rows) * (1 - NOISE)
+        enough = max((row.rate for row in rows), default=0.0) * (1 - NOISE)
         return lambda row: (row.rate < enough, *((-row.rate,) if row.rate < enough else self._price(row)))
 
     def _price(self, row: Row) -> tuple[object, ...]:

@@ -201,6 +201,21 @@ def test_no_measurement_may_take_longer_than_the_time_that_is_left() -> None:
         assert seconds + 2 <= patience <= max(20 - 0.1 * before, seconds + 2.3)
 
 
+def test_a_quiet_moment_before_the_rounds_makes_no_winner() -> None:
+    machine = Machine(decoding())
+    search = machine.search()
+    measure = machine.measure
+
+    def drifting(candidate: Candidate, seconds: float, patience: float) -> Measured:
+        found = measure(candidate, seconds, patience)
+        return found if len(machine.calls) > 2 else replace(found, batches=found.batches * 100)
+
+    search._measure = drifting
+    search.run()
+    assert search.best is not None
+    assert search.best.candidate.setting.num_workers == 8
+
+
 # ---- limits ----------------------------------------------------------------------------------------
 
 
@@ -287,7 +302,7 @@ def test_an_interrupt_leaves_what_was_measured() -> None:
     with pytest.raises(KeyboardInterrupt):
         search.run()
     assert search.best is not None
-    assert sum(len(row.slices) for row in search.rows.values()) == 3
+    assert sum(len(row.slices) + (row.probe is not None) for row in search.rows.values()) == 3
 
 
 # ---- rows and the first choice ---------------------------------------------------------------------
@@ -299,6 +314,7 @@ def test_a_rows_rate_is_that_of_all_its_time() -> None:
     row.slices = [Measured(10, 1.0)]
     assert (row.rate, row.spread) == (10.0, None)
     row.slices.append(Measured(90, 3.0))
+    row.probe = Measured(1000, 1.0)
     assert row.rate == 25.0
     assert row.spread == 0.4
 
