@@ -149,7 +149,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         returned. An older iterator of ours ends then.
         """
         if isinstance(self.num_workers, Auto):
-            self._choose_number()
+            auto.choose(self)
         if not self.persistent_workers or self.num_workers == 0:
             return self._get_iterator()
         iterator = self._iterator
@@ -161,15 +161,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             iterator._reset(self)
         object.__setattr__(self, "_iterator", iterator)
         return iterator
-
-    def _choose_number(self) -> None:
-        """How many workers the epoch that begins has. Those of another number end."""
-        number = auto.next_number(self)
-        if number != self.num_workers and self.persistent_workers:
-            self._resources.close_engines(
-                f"there are {number:d} workers from now on, as num_workers='auto' has it"
-            )
-        self.num_workers = number
 
     def _get_iterator(self) -> Any:
         """The only maker of iterators; subclasses wrap what it returns (torch_geometric, litdata)."""

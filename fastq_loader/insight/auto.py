@@ -136,6 +136,14 @@ def given(num_workers: Any) -> Any:
     return Auto(min(math.ceil(machine.cpus()), _MOST_AT_FIRST) if arena.AVAILABLE else 0)
 
 
+def choose(loader: DataLoader[Any]) -> None:
+    """Give a loader as many workers as the epoch that begins now is to have. Those of another number end."""
+    number = next_number(loader)
+    if number != loader.num_workers and loader.persistent_workers:
+        loader._resources.close_engines(f"num_workers='auto' has come to {number:d}")
+    loader.num_workers = number
+
+
 def next_number(loader: DataLoader[Any]) -> Auto:
     """How many workers the epoch that begins now gets."""
     resources, number = loader._resources, int(loader.num_workers)
