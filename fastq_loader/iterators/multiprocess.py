@@ -99,6 +99,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
     def _advance(self) -> None:
         if self._session is not None:
             self._session.refuse_capture()
+        running = self.engine.closed is None
         if not (self._exhausted or self.engine.failed):
             try:
                 self.engine.advance(self._epoch, self, self._finished)
@@ -112,6 +113,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             self._record.over = not self.engine.failed
             if not self._persistent_workers:
                 self.engine.close("it was exhausted")
+        if running and self.engine.closed is not None:
+            self._spent.closed(time.monotonic_ns())
 
     def poll(self) -> None:
         if self._session is not None and not self._exhausted:

@@ -68,6 +68,7 @@ class Observer(Protocol):
     def raised(self, epoch: int, seq: int | None, error: BaseException, now: int) -> None: ...
     def left(self, epoch: int, seq: int | None, now: int) -> None: ...
     def ended(self, epoch: int, now: int) -> None: ...
+    def closed(self, began: int, now: int) -> None: ...
     def dropped(self, epoch: int, now: int) -> None: ...
     def copied(self, nbytes: int, began: int, ended: int) -> None: ...
 
@@ -83,6 +84,7 @@ class EpochCounters:
     Attributes:
         batches: handed out.
         costs: of the last thousand batches, in the order of their answers.
+        forgotten: how many came before those, and nanoseconds that these took to load.
         first_batches: worker → of its first 8 batches, a digest and the bytes that it was made of; only of an
             iterable dataset.
         over: there is no further batch.
@@ -98,7 +100,8 @@ class EpochCounters:
         self.cpu = 0
         self.over = False
         self.batches = self.in_transit = 0
-        self.costs: deque[Cost] = deque(maxlen=_KEPT)
+        self.costs: deque[Cost] = deque()
+        self.forgotten = (0, 0)
         self.first_batches: dict[int, list[tuple[bytes, int]]] = {}
         self.observer: Observer | None = None
         self.pid_of: Callable[[int], int] = int
@@ -167,6 +170,13 @@ class EpochCounters:
             self.observer.ended(self.epoch, now)
         self.over = True
 
+    def closed(self, now: int) -> None:
+        """The call that found the end of the epoch, or the death of a worker, has ended the workers, too."""
+        began, self._left = self._left, now
+        self.spent["start_up"] += now - began
+        if self.observer is not None:
+            self.observer.closed(began, now)
+
     def dropped(self, now: int) -> None:
         """What was not handed out never will be, and there are no workers any more."""
         self.pid_of = int  # else it keeps the pool
@@ -224,7 +234,7 @@ class EpochCounters:
     def loaded(self, seq: int, began: int, fetched: int, ended: int) -> None:
         """A batch was loaded on this thread."""
         self._count("workers", ended - began)
-        self.costs.append(Cost(seq, ended - began, 0))
+        self._keep(Cost(seq, ended - began, 0))
         if self.observer is not None:
             self.observer.loaded(self.epoch, seq, began, fetched, ended)
 
@@ -245,10 +255,16 @@ class EpochCounters:
         if delivers:
             self._previous[answer.seq] = previous
             started, collated, finished = answer.started, answer.collated, answer.finished
-            self.costs.append(Cost(answer.seq, collated - started, finished - collated))
+            self._keep(Cost(answer.seq, collated - started, finished - collated))
         if self.observer is not None:
             self.observer.answered(self.epoch, worker, self.pid_of(worker), answer)
         return sent, previous
+
+    def _keep(self, cost: Cost) -> None:
+        self.costs.append(cost)
+        if len(self.costs) > _KEPT:
+            count, nanoseconds = self.forgotten
+            self.forgotten = count + 1, nanoseconds + self.costs.popleft().load
 
     # ---- what waits are lost to ---------------------------------------------------------------
 
@@ -294,6 +310,13 @@ class EpochCounters:
         self.cpu += other.cpu
         for cause, nanoseconds in other.spent.items():
             self.spent[cause] += nanoseconds
+
+    @property
+    def load(self) -> float:
+        """Nanoseconds that a batch took to load, on average of all; needs one. The last thousand alone may
+        be unlike those before: data are cached, or begin with something slow."""
+        count, nanoseconds = self.forgotten
+        return (nanoseconds + sum(cost.load for cost in list(self.costs))) / (count + len(self.costs))
 
     @property
     def nanoseconds(self) -> int:

@@ -219,6 +219,10 @@ class Events:
         """There is no further batch."""
         self._close(epoch, now, "ends")
 
+    def closed(self, began: int, now: int) -> None:
+        """The workers were ended."""
+        self._add(self._consumer(), "end of the workers", began, now)
+
     def dropped(self, epoch: int, now: int) -> None:
         """What was not handed out never will be."""
         self._close(epoch, now, "is broken off")

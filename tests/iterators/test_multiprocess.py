@@ -9,7 +9,10 @@ import pytest
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from fastq_loader import DataLoader
+from fastq_loader.errors import WorkerDied
+from fastq_loader.statistics.epoch import EpochCounters
 from tests.conftest import descendants, wait_until
+from tests.support.crimes import CrimeAt, exit_with_7
 
 pytestmark = pytest.mark.processes
 
@@ -31,6 +34,22 @@ def test_a_pool_ends_with_the_last_iterator_that_refers_to_it() -> None:
     assert len(descendants()) == 1
     del iterator
     assert wait_until(lambda: not descendants(), 3)
+
+
+def test_the_call_that_ends_the_workers_counts_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[int] = []
+    monkeypatch.setattr(EpochCounters, "closed", lambda *_: running.append(len(descendants())))
+    iterator = iter(DataLoader(range(4), 2, num_workers=1))
+    assert len(numbers(iterator)) == 2
+    assert running == [0]
+    assert next(iterator, None) is None
+    assert running == [0], "what comes after the epoch is no part of it"
+    with pytest.raises(WorkerDied):
+        list(DataLoader(CrimeAt(exit_with_7, 2), 2, num_workers=1))
+    assert running == [0, 0]
+    with persistent() as loader:
+        list(loader)
+    assert running == [0, 0], "these workers stay"
 
 
 def test_a_pool_that_has_ended_is_replaced_in_the_next_epoch() -> None:

@@ -166,11 +166,32 @@ def test_the_causes_add_up_to_the_time_whatever_happens(data: Any) -> None:
             epoch.left(later())
     epoch.entered(later())
     epoch.ended(later(), 0)
+    if data.draw(st.booleans()):
+        epoch.closed(later())
     assert epoch.nanoseconds == now - began == sum(epoch.spent.values())
     assert all(nanoseconds >= 0 for nanoseconds in epoch.spent.values())
     found = epoch.snapshot()
     assert abs(sum(map(found.spent_on, CAUSES)) - found.seconds) < 1e-6
     assert len(epoch.costs) == answers
+
+
+def test_what_ending_the_workers_takes_is_their_start_and_end() -> None:
+    epoch = EpochCounters(1, 0)
+    epoch.started(10)
+    epoch.entered(20)
+    epoch.ended(25, 0)
+    epoch.closed(95)
+    assert spent(epoch) == {"consumer": 10, "start_up": 10 + 5 + 70}
+    assert epoch.nanoseconds == 95
+
+
+def test_what_a_batch_took_to_load_is_known_of_all_though_the_last_thousand_are_kept() -> None:
+    epoch = EpochCounters(1, 0)
+    for seq in range(2048):
+        epoch.loaded(seq, 0, 0, 3 if seq < 1024 else 1)
+    assert len(epoch.costs) == 1024
+    assert {cost.load for cost in epoch.costs} == {1}
+    assert epoch.load == 2
 
 
 # ---- how far ahead ------------------------------------------------------------------------------------
@@ -270,6 +291,7 @@ def test_an_observer_is_told_of_everything() -> None:
     epoch.dropped(12)
     epoch.ended(13, 0)
     epoch.ended(14, 0)
+    epoch.closed(15)
     assert told.of == [
         ("drew", 3, 1, 2),
         ("sent", 3, 0, 2),
@@ -287,4 +309,5 @@ def test_an_observer_is_told_of_everything() -> None:
         ("left", 3, None, 13),
         ("ended", 3, 13),
         ("left", 3, None, 14),
+        ("closed", 14, 15),
     ]

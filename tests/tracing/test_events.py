@@ -52,6 +52,7 @@ def one_batch(trace: Events, **others: Any) -> list[Event]:
     trace.entered(1, 300)
     trace.left(1, None, 310)
     trace.ended(1, 310)
+    trace.closed(310, 350)
     found = parsed(trace)
     check(found)
     return found
@@ -67,6 +68,7 @@ def test_each_track_shows_its_part_of_a_batch() -> None:
         ("device", 192, 195),
         ("step", 200, 300),
         ("next", 300, 310),
+        ("end of the workers", 310, 350),
     ]
     loading = [("fetch", 70, 110), ("collate", 110, 150), ("pack", 150, 180)]
     assert spans(found, "worker 1 (pid 101)") == loading
