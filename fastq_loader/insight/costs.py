@@ -31,7 +31,9 @@ def costs_of(
     if not epoch.costs or not epoch.batches:
         return None
     ordered = sorted(epoch.costs)
-    loads = tuple(cost.load / 1e9 for cost in ordered)
+    mean = sum(cost.load for cost in ordered) / len(ordered)
+    scale = epoch.load / mean if epoch.forgotten[0] and mean else 1.0  # what is kept stands for all
+    loads = tuple(cost.load / 1e9 * scale for cost in ordered)
     seconds = {cause: nanoseconds / 1e9 / epoch.batches for cause, nanoseconds in epoch.spent.items()}
     cpu = epoch.cpu / 1e9 / epoch.batches
     if workers:

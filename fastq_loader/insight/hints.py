@@ -78,7 +78,7 @@ def tiny_batches(epoch: EpochCounters, workers: int) -> str | None:
         return None
     seconds = {cause: nanoseconds / 1e9 / batches for cause, nanoseconds in epoch.spent.items()}
     costs = Costs(
-        tuple(cost.load / 1e9 for cost in epoch.costs),
+        (epoch.load / 1e9,),
         draw=seconds["sampler"],
         step=seconds["consumer"] + seconds["device_copy"],
     )
@@ -86,10 +86,11 @@ def tiny_batches(epoch: EpochCounters, workers: int) -> str | None:
     took = epoch.nanoseconds / 1e9 / batches - seconds["start_up"]
     if took < _LEAST_GAIN * alone or (took - alone) * batches < _LEAST_SECONDS:
         return None
+    of = f"{workers} worker{'s' * (workers > 1)}"
     return (
-        f"A batch takes {costs.load * 1e6:.0f} µs to load, and {took * 1e6:.0f} µs with its way from "
-        f"{workers} workers and the step: with num_workers=0 this epoch of {batches} batches would have "
-        f"taken about {alone * batches:.1f} s in place of {took * batches:.1f} s. Use that, or larger batches"
+        f"A batch takes {costs.load * 1e6:.0f} µs to load, and {took * 1e6:.0f} µs with its way from {of} "
+        f"and the step: with num_workers=0 this epoch of {batches} batches would have taken about "
+        f"{alone * batches:.1f} s in place of {took * batches:.1f} s. Use that, or larger batches"
     )
 
 

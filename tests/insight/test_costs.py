@@ -46,6 +46,15 @@ def test_of_workers_everything_is_measured() -> None:
     assert found.step_cpu == pytest.approx(0.010 - 0.004), "of 10 ms without what the loader did"
 
 
+def test_batches_whose_costs_are_not_kept_count_in_the_mean() -> None:
+    epoch = epoch_of_two_batches()
+    epoch.forgotten = 2, 30 * MS
+    found = costs_of(epoch, (WorkerCounters(0, 70), WorkerCounters(1, 71)))
+    assert found is not None
+    assert found.load == pytest.approx(0.009)
+    assert found.loads[0] == pytest.approx(2 * found.loads[1]), "they differ as those do that are kept"
+
+
 def test_a_wait_is_no_overhead_though_it_counts_as_transport() -> None:
     epoch = EpochCounters(1, 0)
     epoch.started(0)

@@ -142,6 +142,13 @@ def test_where_it_does_not_matter_nothing_is_said(counters: EpochCounters, told:
     assert (hints.tiny_batches(counters, 2) is not None) == told
 
 
+def test_what_came_before_the_batches_whose_costs_are_kept_counts_too() -> None:
+    counters = epoch(20_000, load=20, way=180)
+    assert "from 1 worker and the step" in str(hints.tiny_batches(counters, 1))
+    counters.forgotten = 20_000 - 1024, 3 * 10**9  # one sample of three seconds among them
+    assert hints.tiny_batches(counters, 2) is None
+
+
 def test_an_epoch_of_which_no_costs_are_known_says_nothing() -> None:
     counters = epoch(20_000, load=20, way=180)
     counters.costs.clear()
