@@ -132,7 +132,11 @@ def _no_workers(case: _Case) -> Iterator[_Advised]:
 
 
 def _no_start(case: _Case) -> Iterator[_Advised]:
+    """Not where a later epoch starts none, nor where `iter(dataset)` may be what takes the time: without
+    workers that would be called, too."""
     epoch = case.evidence.epoch
+    if case.evidence.persistent or case.evidence.iterable:
+        return
     gain = epoch.seconds / (max(1, epoch.batches) * case.setting_seconds(0))
     if case.setting.num_workers:
         yield _Advised(gain, f"epochs as short as this: num_workers=0 is {_times(gain)} as fast")
@@ -142,7 +146,10 @@ def _workers_stay(case: _Case) -> Iterator[_Advised]:
     evidence = case.evidence
     gain = evidence.epoch.seconds / max(evidence.epoch.seconds - evidence.epoch.start_up_seconds, 1e-9)
     if evidence.setting.num_workers and not evidence.persistent:
-        yield _Advised(gain, f"persistent_workers=True: {_times(gain)} from the second epoch on")
+        times = f"{_times(gain)} from the second epoch on"
+        if evidence.iterable:
+            times = f"up to {times}, as far as it is not iter(dataset) that takes the time"
+        yield _Advised(gain, f"persistent_workers=True: {times}")
 
 
 def _fewer_workers(case: _Case) -> Iterator[_Advised]:

@@ -32,6 +32,8 @@ def diagnose(loader: DataLoader[Any], epoch: int | None) -> Diagnosis:
     statistics = loader.statistics()
     counters = loader._resources.counters
     asked = _asked(statistics, epoch)
+    if not statistics.epochs:  # and a subclass may have no attributes yet
+        return Diagnosis("unknown", 0.0)
     history = {counted.epoch: counted for counted in list(counters.history)}
     loaded = history.get(asked.epoch or _newest(statistics).epoch, EpochCounters(0, 0))
     # Without workers nothing is packed. The loader may have had some in another epoch.

@@ -24,11 +24,11 @@ _HEADLINES = {
     "workers": "Loading limits: {share} of the time was spent waiting for it.",
     "head_of_line": "Single slow batches limit: {share} of the time was lost to them.",
     "consumer": "The training step limits: it ran {share} of the time. The data comes in time.",
-    "transport": "The way of the batches limits: {share} of the time was lost to it.",
+    "transport": "Handing batches over limits: {share} of the time was lost to it.",
     "memory": "Memory for batches limits: {share} of the time was lost to it.",
     "sampler": "The sampler limits: {share} of the time was lost to it.",
     "device_copy": "The way to the device limits: {share} of the time was lost to it.",
-    "start_up": "The start of the workers limits: {share} of the time was lost to it.",
+    "start_up": "Starting and ending {what} limits: {share} of the time was lost to it.",
     "balanced": "Balanced: workers and training step are both busy; {share} of the time was lost.",
     "unknown": "Nothing can be said yet: there is too little data.",
 }
@@ -40,7 +40,7 @@ _LABELS = {
     "memory": "memory",
     "sampler": "sampler",
     "device_copy": "to the device",
-    "start_up": "start of workers",
+    "start_up": "start and end",
 }
 
 
@@ -89,7 +89,9 @@ def text(diagnosis: Diagnosis, marks: Marks = UNICODE) -> str:
 
 def headline(diagnosis: Diagnosis) -> str:
     """The verdict as a sentence."""
-    return _HEADLINES[diagnosis.limit].format(share=f"{diagnosis.share:.0%}")
+    return _HEADLINES[diagnosis.limit].format(
+        share=f"{diagnosis.share:.0%}", what="the workers" if diagnosis.workers else "an epoch"
+    )
 
 
 def html(diagnosis: Diagnosis) -> str:

@@ -128,7 +128,15 @@ def test_workers_that_stay_are_advised_where_they_do_not() -> None:
     line = "persistent_workers=True: about 2.5 × from the second epoch on"
     assert line in lines("start_up", Costs((0.04,)), epoch=slow)
     assert "num_workers=0 is about 2.5 × as fast" in lines("start_up", Costs((0.04,)), epoch=slow)
-    assert "persistent" not in lines("start_up", Costs((0.04,)), epoch=slow, persistent=True)
+    assert lines("start_up", Costs((0.04,)), epoch=slow, persistent=True) == "", "they start once"
+
+
+def test_what_an_iterable_dataset_takes_to_begin_is_not_taken_for_its_workers() -> None:
+    slow = EpochStatistics(1, 10, 1.0, start_up_seconds=0.6, workers_seconds=0.4)
+    assert lines("start_up", Costs((0.04,)), epoch=slow, iterable=True) == (
+        "persistent_workers=True: up to about 2.5 × from the second epoch on, as far as it is not "
+        "iter(dataset) that takes the time"
+    )
 
 
 def test_a_window_that_is_too_narrow_is_widened() -> None:

@@ -122,7 +122,11 @@ def test_the_kernel_says_how_much_processes_wait_for_cpus(
 
 
 def test_before_the_first_epoch_nothing_is_known() -> None:
-    assert DataLoader(range(3)).diagnose() == fastq_loader.Diagnosis("unknown", 0.0, settings="num_workers=0")
+    assert DataLoader(range(3)).diagnose() == fastq_loader.Diagnosis("unknown", 0.0)
+
+
+def test_a_loader_whose_constructor_never_ran_says_nothing() -> None:
+    assert DataLoader.__new__(DataLoader).diagnose().limit == "unknown"
 
 
 def test_the_newest_epoch_that_was_long_enough_is_taken_unless_another_is_asked_for(evidence: Any) -> None:

@@ -158,3 +158,14 @@ def test_what_is_the_users_is_escaped_in_html() -> None:
     assert reader.tags == {"p", "b", "br", "table", "tr", "td", "div", "ul", "li"}
     assert reader.text.count(evil) == 4
     assert "60%" in reader.text
+
+
+def test_what_starts_is_named() -> None:
+    without = Diagnosis("start_up", 0.5)
+    assert report.headline(without) == (
+        "Starting and ending an epoch limits: 50% of the time was lost to it."
+    )
+    workers = (WorkerStatistics(0, 1),)
+    assert report.headline(replace(without, workers=workers)) == (
+        "Starting and ending the workers limits: 50% of the time was lost to it."
+    )
