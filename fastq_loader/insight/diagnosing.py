@@ -22,6 +22,7 @@ from fastq_loader.insight.verdict import diagnose as verdict
 from fastq_loader.scheduling.options import read_schedule
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.snapshots import EpochStatistics, LoaderStatistics
+from fastq_loader.system import calls
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
@@ -46,7 +47,8 @@ def diagnose(loader: DataLoader[Any], epoch: int | None) -> Diagnosis:
     return verdict(
         Evidence(
             asked,
-            costs_of(loaded, workers, contention()),
+            # Of workers the kernel says it thread by thread, where it does.
+            costs_of(loaded, workers, 0.0 if workers and calls.waited_for_cpu() else contention()),
             Setting(
                 len(workers),
                 loader.prefetch_factor or 2,

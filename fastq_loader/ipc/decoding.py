@@ -141,7 +141,7 @@ def _answer(fields: list[Any]) -> Answer:
     if handle is not None:
         handle = _handle(*handle)
     _check_type(state, bytes)
-    if len(costs) != 6:
+    if len(costs) != 7:
         raise ProtocolError(f"an answer with {len(costs)} costs")
     head = epoch, seq, attempt, outcome, started, finished, fresh, returned, handle
     return Answer(*head, (), state, *costs)

@@ -155,6 +155,7 @@ class Answer(NamedTuple):
         cpu: nanoseconds of CPU time that the worker's process has used; 0: it was not asked for.
         slowest, slowest_at: nanoseconds of the sample that took longest, and its place in the batch; 0, 0
             where samples were not timed.
+        cpu_wait: nanoseconds in which the worker could have run and had no CPU, so far; as `cpu`.
     """
 
     epoch: int
@@ -174,6 +175,7 @@ class Answer(NamedTuple):
     cpu: int = 0
     slowest: int = 0
     slowest_at: int = 0
+    cpu_wait: int = 0
 
 
 Message = Task | Epoch | Space | Bundle | Stop | Hello | Answer | Ping

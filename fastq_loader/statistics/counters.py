@@ -37,8 +37,8 @@ class WorkerCounters(_Counting, WorkerStatistics):
     """Counts for one worker.
 
     Attributes:
-        cpu_marks: its CPU seconds and its work seconds when they were known first, and last. What it used to
-            start lies before the first.
+        cpu_marks: its CPU seconds, with those in which it waited for a CPU, and its work seconds when they
+            were known first, and last. What it used to start lies before the first.
     """
 
     cpu_marks: tuple[tuple[float, float], ...] = ()
@@ -61,7 +61,8 @@ class WorkerCounters(_Counting, WorkerStatistics):
             self.new_memory_seconds += answer.new_memory / 1e9
         if answer.cpu:
             self.cpu_seconds = answer.cpu / 1e9
-            self.cpu_marks = (*self.cpu_marks[:1], (self.cpu_seconds, self.work_seconds))
+            wanted = self.cpu_seconds + answer.cpu_wait / 1e9
+            self.cpu_marks = (*self.cpu_marks[:1], (wanted, self.work_seconds))
         if self._finished_ns:
             blocked = max(0, min(sent, started) - self._finished_ns)
             self.blocked_seconds += blocked / 1e9

@@ -297,6 +297,15 @@ def conflicting_lock(fd: int, command: int, flock: bytes) -> bytes:
 # ---- processes --------------------------------------------------------------------------------------
 
 
+def waited_for_cpu(file: str = "/proc/thread-self/schedstat") -> int:
+    """Nanoseconds in which this thread could have run and had no CPU; 0 where no kernel says."""
+    try:
+        with open(file, "rb", buffering=0) as opened:
+            return int(opened.read(128).split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 def pidfd_open(pid: int) -> int:
     """A descriptor that becomes readable when a process has ended.
 

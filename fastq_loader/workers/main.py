@@ -209,10 +209,11 @@ class Worker:
         """What loading the last batch cost, as the fields of an answer from `fetched` on."""
         fetched, collated, *slowest = self._reader.timing
         new_memory, self._mapped = self._allocator.new_memory - self._mapped, self._allocator.new_memory
-        cpu = 0
-        if collated - self._asked_for_cpu > _CPU_EVERY:  # it is a system call
+        cpu = cpu_wait = 0
+        if collated - self._asked_for_cpu > _CPU_EVERY:  # these are system calls
             self._asked_for_cpu, cpu = collated, time.process_time_ns()
-        return fetched, collated, new_memory, cpu, *slowest
+            cpu_wait = calls.waited_for_cpu()
+        return fetched, collated, new_memory, cpu, *slowest, cpu_wait
 
     def _skip(self, task: Task, load: bool = False) -> None:
         started = self._begin(task)

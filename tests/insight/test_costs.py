@@ -96,6 +96,17 @@ def test_a_successor_begins_anew() -> None:
     assert worker.cpu_marks == ()
 
 
+def test_a_worker_that_waits_for_a_cpu_does_not_wait_for_a_disk() -> None:
+    worker = WorkerCounters(0, 70)
+    for seq, (cpu, cpu_wait) in enumerate([(100, 50), (103, 54)]):
+        came = answer(seq, 10 * seq, 10 * seq + 10, 10 * seq + 10, cpu)
+        worker.answered(came._replace(cpu_wait=cpu_wait * MS))
+    found = costs_of(epoch_of_two_batches(), (worker,))
+    assert found is not None
+    assert found.load_cpu == pytest.approx(0.7), "3 ms of 10 with a CPU, and 4 waiting for one"
+    assert worker.cpu_seconds == pytest.approx(0.103)
+
+
 def serial(cpu: int) -> EpochCounters:
     """Without workers: 4 ms of loading and 6 ms of a step."""
     epoch = EpochCounters(1, 0)

@@ -37,9 +37,9 @@ def task(*fields: Any) -> bytes:
     return packed(VERSION, messages.TASK, *fields)
 
 
-def answer(at: int | None = None, value: Any = None, *, fields: int = 16) -> bytes:
+def answer(at: int | None = None, value: Any = None, *, fields: int = 17) -> bytes:
     """The frame of an answer, with one field changed, or not all of them."""
-    values = [1, 2, 0, messages.SKIPPED, 5, 6, [], [], None, b"", 7, 8, 9, 10, 11, 12]
+    values = [1, 2, 0, messages.SKIPPED, 5, 6, [], [], None, b"", 7, 8, 9, 10, 11, 12, 13]
     if at is not None:
         values[at] = value
     return packed(VERSION, messages.ANSWER, *values[:fields])
@@ -74,7 +74,7 @@ MALFORMED = [
     *(packed(VERSION, messages.BUNDLE, *frames) for frames in ((), (5,), ([5],), (["a"],))),
     *(packed(VERSION, messages.STOP, 1), packed(VERSION, messages.PING, 1)),
     *(packed(VERSION, messages.HELLO), packed(VERSION, messages.HELLO, "1")),
-    *(answer(fields=fields) for fields in (8, 15, 10)),
+    *(answer(fields=fields) for fields in (8, 16, 10)),
     *(answer(10, -1), answer(15, None), answer(12, 0.5)),
     *(
         packed(VERSION, messages.ANSWER, 0, 0, 0, 2, 0, 0, [], [], None, [], *range(each))
@@ -92,7 +92,7 @@ MALFORMED = [
 
 def test_the_frames_that_the_malformed_ones_are_made_of_are_well_formed() -> None:
     assert decode_for_worker(task(1, 2, 3, 4, [[0, 8]], [], 0)) == Task(1, 2, 3, 4, ((0, 8),))
-    costs = 7, 8, 9, 10, 11, 12
+    costs = 7, 8, 9, 10, 11, 12, 13
     expected = Answer(1, 2, 0, messages.SKIPPED, 5, 6, (), (), None, (), b"", *costs)
     assert decode_for_consumer(answer()) == expected
     assert decode_for_consumer(answer(8, [1, None, [], None, []]))

@@ -68,7 +68,7 @@ FROM_WORKERS = st.one_of(
         st.none() | HANDLES,
         st.just(()),
         st.binary(max_size=8),
-        *[COUNTS] * 6,
+        *[COUNTS] * 7,
     ),
     st.builds(Hello, COUNTS),
     st.just(Ping()),

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -187,3 +188,12 @@ def test_what_the_c_library_lacks_is_an_error() -> None:
     with pytest.raises(OSError, match="no_such_call") as caught:
         calls._call("no_such_call", 1)
     assert caught.value.errno == errno.ENOSYS
+
+
+def test_a_thread_says_how_long_it_waited_for_a_cpu(tmp_path: Path) -> None:
+    file = tmp_path / "schedstat"
+    assert calls.waited_for_cpu(str(file)) == 0, "not every kernel has it"
+    file.write_text("260552102 72123 91\n")
+    assert calls.waited_for_cpu(str(file)) == 72123
+    file.write_text("off")
+    assert calls.waited_for_cpu(str(file)) == 0

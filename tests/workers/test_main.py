@@ -26,6 +26,7 @@ from fastq_loader.memory import allocator
 from fastq_loader.memory.allocator import Allocator, FreeRanges, empty, install
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
+from fastq_loader.system import calls
 from fastq_loader.workers.main import Worker
 from tests.support.worker_setup import STREAM, make_setup
 
@@ -128,6 +129,15 @@ def claims(arena: Arena) -> Iterator[ClaimTable]:
         claims.offer(shared.ticket)
     yield claims
     claims.close()
+
+
+def test_an_answer_says_now_and_then_how_long_the_worker_waited_for_a_cpu(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "waited_for_cpu", lambda: 77)
+    first, second = answers_to(arena, range(2), epoch(), task(0), task(1))
+    assert (first.cpu_wait, first.cpu > 0) == (77, True)
+    assert (second.cpu_wait > 0) == (second.cpu > 0), "they are asked for together"
 
 
 def test_a_worker_that_could_not_start_leaves_shared_tasks_to_others(
