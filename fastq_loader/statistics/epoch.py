@@ -306,7 +306,6 @@ class EpochCounters:
         """Count what was counted in another epoch, too."""
         self.batches += other.batches
         self.waits.include(other.waits)
-        self._left += other.nanoseconds
         self.cpu += other.cpu
         for cause, nanoseconds in other.spent.items():
             self.spent[cause] += nanoseconds
@@ -320,8 +319,9 @@ class EpochCounters:
 
     @property
     def nanoseconds(self) -> int:
-        """From the call of `iter()` to the end of the last call."""
-        return self._left - self._began
+        """From the call of `iter()` to the end of the last call, or as far as is known of one that an
+        interrupt cut short."""
+        return sum(self.spent.values())
 
     def snapshot(self) -> EpochStatistics:
         """What was counted so far."""

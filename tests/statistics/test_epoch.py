@@ -175,6 +175,17 @@ def test_the_causes_add_up_to_the_time_whatever_happens(data: Any) -> None:
     assert len(epoch.costs) == answers
 
 
+def test_a_call_that_was_cut_short_counts_as_far_as_it_is_known() -> None:
+    epoch = EpochCounters(1, 0)
+    epoch.started(10)
+    epoch.entered(20)
+    epoch.drew(20, 50)
+    found = epoch.snapshot()
+    assert sum(map(found.spent_on, CAUSES)) == pytest.approx(found.seconds) == pytest.approx(50e-9)
+    epoch.entered(70)
+    assert epoch.nanoseconds == 70
+
+
 def test_what_ending_the_workers_takes_is_their_start_and_end() -> None:
     epoch = EpochCounters(1, 0)
     epoch.started(10)
