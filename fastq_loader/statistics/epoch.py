@@ -324,10 +324,11 @@ class EpochCounters:
         return sum(self.spent.values())
 
     def snapshot(self) -> EpochStatistics:
-        """What was counted so far."""
-        widths = [self._width] * (len(self._ready) - 1)
+        """What was counted so far. May be called on any thread, so it looks once at what grows."""
+        ready = list(self._ready)
+        widths = [self._width] * (len(ready) - 1)
         widths.append(max(1, self.nanoseconds - sum(widths)))
-        parts = zip(self._ready, widths, strict=True)
+        parts = zip(ready, widths, strict=True)
         seconds = {f"{cause}_seconds": self.spent[cause] / 1e9 for cause in CAUSES}
         waits = {f"wait_p{percent}": self.waits.percentile(percent) for percent in (50, 95, 99)}
         return EpochStatistics(

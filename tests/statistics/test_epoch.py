@@ -186,6 +186,19 @@ def test_a_call_that_was_cut_short_counts_as_far_as_it_is_known() -> None:
     assert epoch.nanoseconds == 70
 
 
+def test_a_snapshot_may_be_taken_while_another_thread_counts() -> None:
+    class Counted(EpochCounters):
+        @property
+        def nanoseconds(self) -> int:  # asked for in the middle of a snapshot
+            self._note_ready(0, 10**9)
+            return super().nanoseconds
+
+    epoch = Counted(1, 0)
+    epoch._note_ready(0, 1)
+    assert len(epoch.snapshot().ready) == 1
+    assert len(epoch.snapshot().ready) == 60
+
+
 def test_what_ending_the_workers_takes_is_their_start_and_end() -> None:
     epoch = EpochCounters(1, 0)
     epoch.started(10)
