@@ -221,16 +221,15 @@ CASES = {
 def play(case: Case, workers: int, context: str | None) -> tuple[DataLoader[Any], Stopwatch]:
     """Run a case. The loader's newest epoch is the one that was measured."""
     watch = Stopwatch(workers=workers)
-    arguments = {"sampler": Range(0), "persistent_workers": case.warm and workers > 0} | case.arguments(
-        workers, watch
-    )
+    arguments: dict[str, Any] = {"sampler": Range(0), "persistent_workers": case.warm and workers > 0}
+    arguments |= case.arguments(workers, watch)
     loader: DataLoader[Any] = DataLoader(
         num_workers=workers, multiprocessing_context=context if workers else None, **arguments
     )
     if case.warm:
-        loader.sampler.length = 2 * workers
+        arguments["sampler"].length = 2 * workers
         for _ in loader:
             pass
-    loader.sampler.length = case.batches
+    arguments["sampler"].length = case.batches
     watch.run(loader, case.step)
     return loader, watch
