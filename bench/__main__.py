@@ -17,8 +17,9 @@ from rich.console import Console
 from bench import machine, run
 from bench.arguments import AXES, PIPED_WIDTH, parse
 from bench.output import rows
+from bench.output.layout import Table, on_console
 from bench.output.rows import Results
-from bench.output.tables import Table, case_tables, on_console, summary_tables
+from bench.output.tables import case_tables, summary_tables
 from bench.output.words import size
 from bench.peers import PEERS, peer_class
 from bench.peers.device import ARMS

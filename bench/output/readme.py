@@ -15,8 +15,9 @@ from bench.arguments import SHORT
 from bench.output import pictures, rows
 from bench.output.drawing import Picture
 from bench.output.figures import BASELINE, OURS
+from bench.output.layout import Table, in_markdown
 from bench.output.rows import Results
-from bench.output.tables import STEADY, Table, case_tables, in_markdown, short_table, summary_tables
+from bench.output.tables import STEADY, case_tables, short_table, summary_tables
 
 BEGIN = "<!-- bench:begin: written by `python -m bench --readme {source}` -->"
 END = "<!-- bench:end -->"

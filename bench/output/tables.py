@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
-
-import pandas as pd
-from rich import box
-from rich.console import Group
-from rich.table import Table as Grid
-from rich.text import Text
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from bench.output import figures
 from bench.output.figures import (
@@ -24,7 +18,8 @@ from bench.output.figures import (
     share_of_peak,
 )
 from bench.output.goals import goals, kill_limit, name_of, seconds_beyond_fresh, seconds_per_kill, times_of
-from bench.output.rows import CaseRows, PeerRows, Results
+from bench.output.layout import Table, measured, remarks, title_of
+from bench.output.rows import CaseRows, Results
 from bench.output.words import NONE, number, percent, ranged, ratio, size, times, worker_count
 from bench.peers import PEERS
 from bench.peers.device import MEANINGS, RESIDENT
@@ -63,45 +58,6 @@ included. populate, register: seconds until all pages were mapped and locked. re
 {EPOCHS[0]} and {EPOCHS[1]} epochs."""
 
 
-class Table(NamedTuple):
-    """A table under a title.
-
-    Attributes:
-        rows: the cells of each row by their column; a cell may be missing.
-        names: so many of the first columns hold names; the others hold figures, which stand to the right.
-        about: what the columns are. `notes`: what has to be known beside the figures.
-    """
-
-    title: str
-    rows: Sequence[dict[str, str]]
-    names: int = 1
-    about: str = ""
-    notes: Sequence[str] = ()
-
-    @property
-    def frame(self) -> pd.DataFrame:
-        return pd.DataFrame(self.rows).fillna("")
-
-
-def on_console(table: Table) -> Group:
-    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for place, name in enumerate(table.frame.columns):
-        grid.add_column(name, justify="left" if place < table.names else "right", no_wrap=place == 0)
-    for row in table.frame.itertuples(index=False):
-        grid.add_row(*row)
-    return Group(Text(table.title, style="bold"), grid, *map(Text, table.notes), Text())
-
-
-def in_markdown(table: Table, heading: str = "") -> str:
-    """Title, table and notes; `heading` goes before the title."""
-    frame = table.frame
-    rules = ["---"] * table.names + ["---:"] * (len(frame.columns) - table.names)
-    lines = [frame.columns, rules, *frame.itertuples(index=False)]
-    grid = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    title, notes = heading + table.title, "\n".join(f"- {note}" for note in table.notes)
-    return "\n\n".join(filter(None, (title, table.about, grid, notes)))
-
-
 def case_tables(case: CaseRows) -> list[Table]:
     """What is shown of a case as soon as it is measured; nothing where it is a row of a summary."""
     makers: dict[str, tuple[Callable[[CaseRows], Table], ...]]
@@ -125,28 +81,6 @@ def summary_tables(results: Results) -> list[Table]:
     return [table for table in found if table.rows]
 
 
-def _title(case: CaseRows) -> str:
-    facts = case.facts
-    bytes_of = f"; {size(facts['batch_bytes'])} a batch" if "batch_bytes" in facts else ""
-    run = f"{worker_count(facts['workers'])}, {facts['start_method']}"
-    return f"{case.name}: {facts['description']}{bytes_of}; {run}"
-
-
-def _remarks(case: CaseRows) -> list[str]:
-    """Who was not measured and why, and what has to be known of those who were."""
-    found = list(case.facts.get("notes", ()))
-    for peer in case.peers.values():
-        found += [f"{peer.label}: {note}" for note in peer.about["notes"]]
-        found += [f"{peer.label}: not measured: {peer.failure}"] if peer.failure else []
-    if left_out := case.facts.get("left_out"):
-        found.append(f"no time was left for {len(left_out)} blocks, the first of them {left_out[0]}")
-    return [" ".join(text.split()) for text in found]
-
-
-def _measured(case: CaseRows, *without: str) -> dict[str, PeerRows]:
-    return {name: peer for name, peer in case.peers.items() if not peer.failure and name not in without}
-
-
 def _goals(results: Results) -> Iterator[dict[str, str]]:
     for goal in goals(results):
         text = times if goal.wanted < 10 else ranged
@@ -164,7 +98,7 @@ def _goals(results: Results) -> Iterator[dict[str, str]]:
 
 def _peers(case: CaseRows) -> Table:
     rows = []
-    for name, peer in _measured(case).items():
+    for name, peer in measured(case).items():
         cpu = (median(case, name, each, 1e3) for each in ("consumer_cpu", "worker_cpu"))
         bytes_of = median(case, name, "rate", case.facts["batch_bytes"])
         waits = {each: peer.about.get(each) for each in ("p50", "p95", "p99")}
@@ -180,7 +114,7 @@ def _peers(case: CaseRows) -> Table:
                 "switches": number(median(case, name, "switches")),
             }
         )
-    return Table(_title(case), rows, about=ABOUT_PEERS, notes=_remarks(case))
+    return Table(title_of(case), rows, about=ABOUT_PEERS, notes=remarks(case))
 
 
 def _speed(case: CaseRows) -> dict[str, str]:
@@ -239,7 +173,7 @@ def _moments(results: Results) -> Iterator[dict[str, str]]:
     """A row for every moment, whose figures are times: shorter is better."""
     for case in results.cases("start", "turns"):
         run = {"workload": case.name, "workers": f"{case.facts['workers']}, {case.facts['start_method']}"}
-        for note in _remarks(case):
+        for note in remarks(case):
             yield {"moment": note} | run
         for part in dict.fromkeys(row["part"] for peer in case.peers.values() for row in peer.rows):
             seconds = {name: figure(case, name, "seconds", part) for name in case.peers}
@@ -258,7 +192,7 @@ def _schedule(case: CaseRows) -> Table:
         if seconds is not None
     ]
     titles = {base: f"÷ {name_of(case, base)}"} | {BOUND: "÷ bound"}
-    for name, peer in _measured(case).items():
+    for name, peer in measured(case).items():
         found = {each: times_of(case, name, each) for each in dict.fromkeys((BOUND, base)) if each != name}
         worked = figures.ratio(figures.series(case, name, "worked"), figures.series(case, name, "seconds"))
         late, window = (figure(case, name, each) for each in ("head_of_line", "window"))
@@ -270,14 +204,14 @@ def _schedule(case: CaseRows) -> Table:
         row["late head, s"] = f"{late.median:.2f}" if late else ""
         row["window"] = ranged(window) if window else ""
         rows.append(row)
-    return Table(_title(case), rows, about=ABOUT_SCHEDULE, notes=_remarks(case))
+    return Table(title_of(case), rows, about=ABOUT_SCHEDULE, notes=remarks(case))
 
 
 def _resume(case: CaseRows) -> Table:
     """A row for every contender, with the columns of the case."""
     columns = {STATE: _state, STEPS: _steps}.get(case.name, _first_batches)
-    rows = [{"loader": peer.label} | columns(case, name) for name, peer in _measured(case).items()]
-    return Table(_title(case), rows, about=ABOUT_RESUME, notes=_remarks(case))
+    rows = [{"loader": peer.label} | columns(case, name) for name, peer in measured(case).items()]
+    return Table(title_of(case), rows, about=ABOUT_RESUME, notes=remarks(case))
 
 
 def _state(case: CaseRows, peer: str) -> dict[str, str]:
@@ -302,7 +236,7 @@ def _first_batches(case: CaseRows, peer: str) -> dict[str, str]:
 def _kills(case: CaseRows) -> dict[str, str]:
     seconds = {part: figure(case, OURS, "seconds", part) for part in (UNDISTURBED, KILLED, START)}
     return {
-        "epoch": "; ".join([f"{case.facts['batches']} batches, {_title(case)}", *_remarks(case)]),
+        "epoch": "; ".join([f"{case.facts['batches']} batches, {title_of(case)}", *remarks(case)]),
         "undisturbed, s": times(seconds[UNDISTURBED]),
         "with kills, s": times(seconds[KILLED]),
         "kills": ranged(figure(case, OURS, "kills", KILLED)),
@@ -317,7 +251,7 @@ def _kills(case: CaseRows) -> dict[str, str]:
 
 def _speed_onto_device(shape: CaseRows) -> Table:
     rows, megabytes = [], shape.facts["batch_bytes"] / 1e6
-    for name, arm in _measured(shape, LINK).items():
+    for name, arm in measured(shape, LINK).items():
         row = {"arm": arm.label, "MB/s, drain": ranged(figure(shape, name, "rate", DRAIN, megabytes))}
         row |= {f"eta, {part}": times(share_of_peak(shape, name, part)) for part in (DRAIN, COPY)}
         for length in figures.lengths(shape):
@@ -325,13 +259,13 @@ def _speed_onto_device(shape: CaseRows) -> Table:
             beyond = figures.stall_points(shape, name, length)
             row[title] = ranged(figure(shape, name, "stall", length) if name == RESIDENT else beyond)
         rows.append(row)
-    return Table(_title(shape), rows, about=" ".join(ABOUT_SPEED.split()))
+    return Table(title_of(shape), rows, about=" ".join(ABOUT_SPEED.split()))
 
 
 def _cost_onto_device(shape: CaseRows) -> Table:
     facts, peak = shape.facts, figure(shape, LINK, "copy_rate", COPY, 1e-9)
     rows = []
-    for name, arm in _measured(shape, LINK, RESIDENT).items():
+    for name, arm in measured(shape, LINK, RESIDENT).items():
         row = {"arm": arm.label}
         for title, part in zip(("ready", "behind"), (READY, *figures.lengths(shape)[-1:]), strict=False):
             row |= {f"{title} {p}, µs": ranged(figure(shape, name, p, part, 1e6)) for p in ("p50", "p99")}
@@ -352,4 +286,4 @@ def _cost_onto_device(shape: CaseRows) -> Table:
         f"µs; workers supply a batch every {1e6 / facts['supply']:,.0f} µs; steps in units of "
         f"{1e6 * facts['unit']:,.0f} µs: {source}"
     )
-    return Table(f"{shape.name}: what it costs", rows, about=ABOUT_ARMS, notes=[note, *_remarks(shape)])
+    return Table(f"{shape.name}: what it costs", rows, about=ABOUT_ARMS, notes=[note, *remarks(shape)])

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.arguments import PIPED_WIDTH, checked, numbers
-from bench.output.tables import Table, in_markdown, on_console
+from bench.output.layout import Table, in_markdown, on_console
 from bench.output.words import worker_count
 from bench.programs import PROGRAMS, Program, data
 from bench.programs.limits import Limited

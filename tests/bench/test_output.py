@@ -17,8 +17,9 @@ from rich.console import Console
 from bench.__main__ import main, perform
 from bench.arguments import parse
 from bench.output import pictures, readme, rows, timeline
+from bench.output.layout import Table, in_markdown, on_console
 from bench.output.rows import Results
-from bench.output.tables import Table, case_tables, in_markdown, on_console, summary_tables
+from bench.output.tables import case_tables, summary_tables
 from bench.timing.rounds import Case, Lane, Plan
 from tests.support import bench_example as example
 
