@@ -27,6 +27,7 @@ AXES = {
     "schedule": "order without the stall: slow samples, a slow consumer; 2 and 4 workers",
     "kills": "what the death of a worker costs; 1 and 4 workers",
     "resume": "state_dict(), a loop that calls it, first batch after a resume, torchdata beside it",
+    "insight": "verdicts beside a stopwatch, tune() beside all settings, what counting and tracing cost",
 }
 # One of each kind, for a run of a few minutes; --full takes all.
 SHORT = ("jpeg", "csv", "large_u8", "rows", "tokens")
@@ -34,7 +35,7 @@ SHORT = ("jpeg", "csv", "large_u8", "rows", "tokens")
 FEW = ("rows", "large_u8", "jpeg")
 SIZES = tuple(f"bytes_{1 << power}" for power in range(10, 29, 3))  # 1 KiB to 256 MiB
 WORKLOADS = {"steady": SHORT, "memory": SHORT, "workers": FEW, "start": ("rows",), "turns": FEW}
-WORKERS = {"workers": (0, 1, 2, 4), "start": (2, 8), "device": ()}
+WORKERS = {"workers": (0, 1, 2, 4), "start": (2, 8), "insight": (2, 4), "device": ()}
 USUAL_WORKERS = (2,)
 SHORT_BLOCKS, SHORT_SECONDS = 5, 0.5
 FULL_BLOCKS, FULL_SECONDS = 7, 0.8

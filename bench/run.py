@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.peers import LoaderSettings
 from bench.peers.device import START_METHOD
-from bench.timing import alone, device, kills, resume, schedule, steady, turns
+from bench.timing import alone, device, insight, kills, resume, schedule, steady, turns
 from bench.timing.device_clock import CudaDevice
 from bench.timing.rounds import Case
 from bench.timing.schedule_cases import CONTENDERS, schedule_cases
@@ -32,6 +32,8 @@ def cases(options: Namespace, folder: Path) -> Iterator[Case]:
         elif axis == resume.AXIS:
             for workers in filter(None, options.workers[axis] if "fastq_loader" in options.peers else ()):
                 yield from resume.cases(options, workers, folder)
+        elif axis == insight.AXIS:
+            yield from insight.cases(options, folder) if "fastq_loader" in options.peers else ()
         else:
             for name in options.workloads[axis]:
                 for workers in options.workers[axis]:

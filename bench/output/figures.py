@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from bench.output.rows import CaseRows
@@ -35,10 +36,12 @@ MEASURES: dict[str, Callable[[pd.DataFrame], Series]] = {
     "copy_rate": lambda blocks: blocks["bytes"] / blocks["seconds"],
     "call": lambda blocks: blocks["seconds"] / blocks["calls"],
     "stall": lambda blocks: 100 * blocks["gaps"] / (blocks["steps"] + blocks["gaps"]),
+    "apart": lambda blocks: (blocks["share"] - blocks["expected"]).abs(),
     "descriptors": lambda blocks: blocks["consumer_descriptors"] + blocks["worker_descriptors"],
 }
 """What blocks come to: batches per second, bytes per second, seconds and switches for a batch, seconds
-of a call, the percentage of a device's time between two steps. Any other measure is a column."""
+of a call, the percentage of a device's time between two steps, points between two shares. Any
+other measure is a column."""
 
 
 class Spread(NamedTuple):
@@ -89,6 +92,17 @@ def ratio(values: Series | None, base: Series | None) -> Spread | None:
 def compared(case: CaseRows, peer: str, base: str, measure: str = "rate", part: str = "") -> Spread | None:
     """How many times another peer's."""
     return ratio(series(case, peer, measure, part), series(case, base, measure, part))
+
+
+def paired(case: CaseRows, peer: str, base: str, measure: str = "rate") -> Spread | None:
+    """How many times another peer's, of many rounds: the median of their ratios, and between which two of
+    them it lies with 95 % certainty. By order statistics, whatever the distribution."""
+    values, others = (series(case, name, measure) for name in (peer, base))
+    ratios = None if values is None or others is None else sorted((values / others).dropna())
+    if not ratios:
+        return None
+    beyond = max(0, int((len(ratios) - 1.96 * len(ratios) ** 0.5) / 2) - 1)
+    return Spread(float(np.median(ratios)), ratios[beyond], ratios[-1 - beyond])
 
 
 def between_parts(case: CaseRows, peer: str, measure: str, part: str, base: str) -> Spread | None:

@@ -1,9 +1,12 @@
-"""What was wanted, and whether it came about: of the schedule, killed workers, a resume and a device."""
+"""What was wanted, and whether it came about: of the schedule, killed workers, a resume, what
+the loader says of itself, and a device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
+
+import pandas as pd
 
 from bench.output import figures
 from bench.output.figures import (
@@ -12,6 +15,7 @@ from bench.output.figures import (
     between_parts,
     compared,
     figure,
+    paired,
     ratio,
     series,
     share_of_peak,
@@ -21,11 +25,17 @@ from bench.output.rows import CaseRows, Results
 from bench.output.words import worker_count
 from bench.peers.device import OURS, REGISTER, TORCH
 from bench.timing.device import AXIS, COPY, DRAIN, EPOCHS, READY
+from bench.timing.insight import AXIS as INSIGHT
+from bench.timing.insight import COST, TRACED, UNCOUNTED, VERDICTS
 from bench.timing.kills import KILLED, START, UNDISTURBED
 from bench.timing.resume import AXIS as RESUME
 from bench.timing.resume import FRESH, PERMUTED, RESUMED, SHUFFLE, STATE, STEPS, WITH, WITHOUT
 from bench.timing.schedule_cases import BOUND
+from bench.timing.tuning import AUTO, INLINE, TUNED
 from bench.workloads.ready_made import LARGE
+
+NOISE = 0.03
+"""Settings that differ by no more are as fast."""
 
 
 class Goal(NamedTuple):
@@ -52,6 +62,7 @@ def goals(results: Results) -> list[Goal]:
     found = [_schedule(case) for case in results.cases("schedule")]
     found += [_kill(case) for case in results.cases("kills")]
     found += [goal for case in results.cases(RESUME) for goal in _resume(case)]
+    found += [goal for case in results.cases(INSIGHT) for goal in _insight(case)]
     return found + [goal for shape in results.cases(AXIS) for goal in _device(shape)]
 
 
@@ -118,6 +129,55 @@ def _resume(case: CaseRows) -> Iterator[Goal]:
         elif case.name != STEPS and name == figures.OURS:
             times = between_parts(case, name, "seconds", RESUMED, SHUFFLE)
             yield Goal(f"resume / torch.randperm: {label}", 2, times)
+
+
+def best_of(case: CaseRows, having: str = "") -> str:
+    """The fastest of the settings that took turns with what was chosen; "" where there is none.
+
+    Args:
+        having: of those only with a "num_workers" above 0, or of those that are "fixed": that
+            `num_workers="auto"` could come to.
+    """
+    rates = {
+        name: rate.median
+        for name, peer in case.peers.items()
+        if "tried" in peer.about and (not having or peer.about[having])
+        if (rate := figure(case, name, "rate"))
+    }
+    return max(rates, key=lambda name: rates[name], default="")
+
+
+def _insight(case: CaseRows) -> Iterator[Goal]:
+    if case.name == VERDICTS:
+        run = f"verdicts, {worker_count(case.facts['workers'])}, {case.facts['start_method']}"
+        blocks = pd.DataFrame([row for peer in case.peers.values() for row in peer.rows])
+        right = None if blocks.empty else Spread(*[100 * float(blocks["right"].mean())] * 3)
+        yield Goal(f"{run}: the right limit", 100, right, unit=" %", at_most=False)
+        worst = None if blocks.empty else figures.MEASURES["apart"](blocks).groupby(blocks["block"]).max()
+        yield Goal(f"{run}: the share that is farthest from the stopwatch's", 5, spread(worst), " points")
+    elif case.name == COST:
+        for what, wanted, names in (
+            ("as it is / nothing counted", 0.99, (figures.OURS, UNCOUNTED)),
+            ("with trace() / as it is", 0.95, (TRACED, figures.OURS)),
+        ):
+            yield Goal(f"tokens: batches per second {what}", wanted, paired(case, *names), at_most=False)
+    else:
+        for name, wanted, what, base in (
+            (TUNED, 0.9, "what tune() chose / the best setting", best_of(case)),
+            (AUTO, 0.85, 'num_workers="auto" / the best number', best_of(case, "fixed")),
+        ):
+            measure = f"{case.name}: batches per second of {what}"
+            yield Goal(measure, wanted, compared(case, name, base), at_most=False)
+        yield from _no_workers(case)
+
+
+def _no_workers(case: CaseRows) -> Iterator[Goal]:
+    """`tune` is to choose no workers, unless workers win."""
+    won = compared(case, best_of(case, "num_workers"), INLINE)
+    chosen = case.peers[TUNED].about.get("num_workers") if TUNED in case.peers else None
+    if won is not None and won.median <= 1 + NOISE and chosen is not None:
+        measure = f"{case.name}: workers that tune() chose, where none are as fast"
+        yield Goal(measure, 0, Spread(*[float(chosen)] * 3), unit="")
 
 
 def _device(shape: CaseRows) -> list[Goal]:

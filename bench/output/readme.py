@@ -29,6 +29,7 @@ HEADINGS = {
     "workers": "Every loader, by the number of workers",
     "schedule": "Order without the stall",
     "resume": "Exact resume",
+    "insight": "What is slow, and what would help",
     "device": "Onto a device",
 }
 

@@ -44,13 +44,16 @@ def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
         ("torch", ["bytes"] * 7 + ["start"] * 6 + ["turns"] * 3 + ["schedule"] * 4),
         (
             "fastq_loader",
-            ["bytes"] * 7 + ["start"] * 6 + ["turns"] * 3 + ["schedule"] * 6 + ["kills"] * 2 + ["resume"] * 4,
+            [
+                *(["bytes"] * 7 + ["start"] * 6 + ["turns"] * 3 + ["schedule"] * 6 + ["kills"] * 2),
+                *(["resume"] * 4 + ["insight"] * 10),
+            ],
         ),
         ("grain", ["bytes"] * 7),
     ],
 )
 def test_only_peers_that_are_asked_for_contend(peers: str, axes: list[str], tmp_path: Path) -> None:
-    options = parse(["--axis", "bytes,start,turns,schedule,kills,resume", "--peers", peers])
+    options = parse(["--axis", "bytes,start,turns,schedule,kills,resume,insight", "--peers", peers])
     assert [case.axis for case in run.cases(options, tmp_path)] == axes
 
 

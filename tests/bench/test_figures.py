@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.output import figures
-from bench.output.figures import Spread, compared, figure, ratio, spread
+from bench.output.figures import Spread, compared, figure, paired, ratio, spread
 from bench.output.goals import Goal, goals, times_of
 from bench.output.rows import CaseRows, Results
 from bench.output.words import number, size
@@ -43,6 +44,27 @@ def test_a_ratio_is_of_medians_and_its_range_is_within_rounds() -> None:
     assert ratio(pd.Series([40], index=[1]), pd.Series([20], index=[0])) is None, "no round in common"
     assert ratio_text(Spread(1.2, 1.1, 1.4)) == "1.2 (1.1..1.4)"
     assert ratio_text(Spread(1.2, 0.9, 1.4)) == "1.2 (0.90..1.4), within noise"
+
+
+@given(st.lists(st.floats(0.5, 2), min_size=1, max_size=200))
+def test_the_median_of_many_ratios_lies_between_two_of_them(ratios: list[float]) -> None:
+    blocks = {"a": [{"batches": each, "seconds": 1.0} for each in ratios]}
+    blocks["b"] = [{"batches": 1.0, "seconds": 1.0} for _ in ratios]
+    case = case_of(example.case("insight", "cost", {}, {"a": {}, "b": {}}, blocks))
+    found = paired(case, "a", "b")
+    assert found is not None
+    assert found.median == pytest.approx(median(ratios))
+    assert min(ratios) <= found.low <= found.median <= found.high <= max(ratios)
+    outside = sum(each < found.low for each in ratios), sum(each > found.high for each in ratios)
+    assert max(outside) <= len(ratios) / 2 - 0.98 * len(ratios) ** 0.5 + 1
+    assert paired(case, "a", "nosuch") is None
+
+
+def test_sixty_rounds_are_cut_where_the_tables_say() -> None:
+    blocks = {"a": [{"batches": each, "seconds": 1.0} for each in range(1, 61)]}
+    blocks["b"] = [{"batches": 1.0, "seconds": 1.0} for _ in range(60)]
+    case = case_of(example.case("insight", "cost", {}, {"a": {}, "b": {}}, blocks))
+    assert paired(case, "a", "b") == Spread(30.5, 22, 39), "the 22nd of 60 and the 22nd from above"
 
 
 def test_costs_are_for_a_batch() -> None:
@@ -121,6 +143,35 @@ def test_figures_of_a_device() -> None:
 
 def verdicts(found: list[Goal]) -> dict[str, str]:
     return {goal.measure: goal.verdict for goal in found}
+
+
+def test_every_goal_of_what_the_loader_says_of_itself_is_there() -> None:
+    found = {goal.measure: goal for goal in goals(Results(example.insight()))}
+    assert [(goal.wanted, goal.verdict) for goal in found.values()] == [
+        (100, "met"),
+        (5, "met"),
+        (0.9, "met"),
+        (0.85, "missed"),
+        (0, "met"),
+        (0.99, "met"),
+        (0.95, "missed"),
+    ]
+    wrong = next(iter(goals(Results(example.insight(wrong="sampler")))))
+    assert wrong.verdict == "missed", "one wrong verdict is one too many"
+
+
+@pytest.mark.parametrize(("chosen", "said"), [(0, "met"), (2, "missed"), (None, "not there")])
+def test_no_workers_are_to_be_chosen_unless_workers_win(chosen: int | None, said: str) -> None:
+    rows = example.insight()
+    for row in rows:
+        if row["row"] == "peer" and row["peer"] == "tune":
+            row["num_workers"] = chosen
+    found = [goal.verdict for goal in goals(Results(rows)) if "where none are as fast" in goal.measure]
+    assert found == ([said] if chosen is not None else [])
+    for row in rows:
+        if row["row"] == "block" and row["peer"] == "0 workers":
+            row["batches"] *= 0.8
+    assert not [goal for goal in goals(Results(rows)) if "where none are as fast" in goal.measure]
 
 
 def test_every_goal_of_a_device_is_there() -> None:

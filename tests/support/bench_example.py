@@ -118,6 +118,27 @@ def resume() -> list[Row]:
     ]
 
 
+def insight(wrong: str = "workers") -> list[Row]:
+    """Verdicts, one of which is wrong in the last round; a search that `tune` won; what counting costs."""
+    right = {"seconds": 1.0, "limit": "workers", "right": True, "share": 90.0}
+    of_workers = [right | {"expected": 88.0 + n} for n in range(3)]
+    of_workers[2] |= {"limit": wrong, "right": wrong == "workers"}
+    of_sampler = [right | {"limit": "sampler", "expected": 87.0} for _ in range(3)]
+    verdicts = {"workers": of_workers, "sampler": of_sampler}
+    tried = {"num_workers": 2, "fixed": True, "tried": 80.0}
+    lanes: dict[str, Row] = {"tune": {"label": "tune: 0 workers", "num_workers": 0, "took": 20.0}}
+    lanes |= {"2 workers": tried, "4 workers": tried | {"fixed": False}}
+    lanes |= {"0 workers": tried | {"num_workers": 0}, "slow": tried, "auto": {"label": "auto: 2, 0 workers"}}
+    rates = {"tune": 100, "2 workers": 90, "4 workers": 95, "0 workers": 110, "auto": 88}
+    epochs = {name: blocks(rate) for name, rate in rates.items()}
+    cost = {"fastq_loader": blocks(1000), "uncounted": blocks(1010), "traced": blocks(900)}
+    return [
+        *case("insight", "verdicts", {}, {name: {"limit": name} for name in verdicts}, verdicts),
+        *case("insight", "tune_csv", {"tried": 4}, lanes, epochs),
+        *case("insight", "cost", {}, {name: {} for name in cost}, cost),
+    ]
+
+
 def shape(name: str, **more: Row) -> list[Row]:
     """Three rounds on a link of 50 GB/s; eta, seconds of `next()`, CPU and the share of gaps for each arm."""
     of = SHAPES[name]
@@ -157,7 +178,7 @@ def everything() -> Results:
     sizes = [row for n in (1 << 10, 1 << 20) for row in steady(f"bytes_{n}", "bytes", size=n)]
     several = [row for workers in (1, 4) for row in steady(axis="workers", workers=workers)]
     rows = [run(), *steady(), *steady("tokens"), *sizes, *several, *memory(), *turns(), *schedule(), *kills()]
-    return Results([*rows, *resume()])
+    return Results([*rows, *resume(), *insight()])
 
 
 def device_run(**more: Row) -> Results:
