@@ -203,7 +203,7 @@ CASES = {
     "start_up": Case(
         "start_up",
         12,
-        lambda watch: watch.started + sum(watch.waits[: watch.workers]),
+        lambda watch: watch.started + sum(watch.waits[: watch.workers]) + watch.waits[-1],  # and their end
         lambda *_: {"dataset": Naps(), "worker_init_fn": sleepy_start},
         0.02,
         warm=False,

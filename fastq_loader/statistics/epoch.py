@@ -12,7 +12,8 @@ began, had the samples, had the batch and had packed it:
     worker   busy with others ─┤ idle ├─ fetch ─┬─ collate ─┬─ pack ─┤
     lost to     workers         transport     workers         transport   transport
 
-A wait counts as the head of the line's while later batches are ready and some worker has nothing to do, or
+While a worker is not up yet, a wait for its first batch counts as start-up's, whatever the others do. Else a
+wait counts as the head of the line's while later batches are ready and some worker has nothing to do, or
 more batches are ready than the window is wide before it widens: then more workers would not help. It counts
 as memory's while none is ready and some worker has nothing to do: the window is full. Memory's are new pages,
 too, which a worker maps before it writes to them.
@@ -110,7 +111,7 @@ class EpochCounters:
         self._began = self._left = self._entered = now
         self._inside = True
         self._counted = 0  # of the call under way
-        self._waits: list[tuple[int, int]] = []  # in this call, whose cause the answer will tell
+        self._waits: list[tuple[str, int, int]] = []  # in this call, for the answer to tell their causes
         self._sent: dict[int, int] = {}  # batch → when its task was given out
         self._previous: dict[int, int] = {}  # batch → when its worker had finished the one before, or 0
         self._finished: dict[int, int] = {}  # worker → when it had finished its last one
@@ -189,8 +190,8 @@ class EpochCounters:
             self.observer.replaced(self.epoch, worker, self.pid_of(worker), report, now)
 
     def _end_call(self, now: int, rest: str, seq: int | None = None) -> None:
-        for began, ended in self._waits:  # nothing has come
-            self._count("workers", ended - began)
+        for cause, began, ended in self._waits:  # nothing has come
+            self._count(cause, ended - began)
         self._waits.clear()
         self.spent[rest] += now - self._entered - self._counted
         self._counted = 0
@@ -223,11 +224,9 @@ class EpochCounters:
             self.observer.used_device(self.epoch, began, ended)
 
     def waited(self, cause: str, began: int, ended: int) -> None:
-        """`next()` waited for workers. `cause`: head_of_line, memory, or workers: then the answer decides."""
-        if cause == "workers":
-            self._waits.append((began, ended))
-        else:
-            self._count(cause, ended - began)
+        """`next()` waited for workers. `cause`: head_of_line, memory or workers, as it seemed; what it was
+        lost to, the answer decides."""
+        self._waits.append((cause, began, ended))
         if self.observer is not None:
             self.observer.waited(self.epoch, cause, began, ended)
 
@@ -273,13 +272,16 @@ class EpochCounters:
         started, collated, finished = answer.started, answer.collated, answer.finished
         total = max(1, finished - started)
         new_memory = min(1.0, answer.new_memory / total)
-        for began, ended in self._waits:
+        for cause, began, ended in self._waits:
             counted = self._counted
             busy = 0  # with the batch before, which is as like this one as can be known
             if previous:
                 busy = _overlap(began, ended, began, min(previous, started))
             else:
                 self._count("start_up", _overlap(began, ended, began, started))
+            if cause != "workers":
+                self._count(cause, ended - began - (self._counted - counted))
+                continue
             loading = _overlap(began, ended, started, collated) + busy * (collated - started) // total
             packing = _overlap(began, ended, collated, finished) + busy * (finished - collated) // total
             self._count("memory", round((loading + packing) * new_memory))

@@ -28,7 +28,7 @@ def spent(epoch: EpochCounters) -> dict[str, int]:
 # ---- one call -----------------------------------------------------------------------------------------
 
 
-def waiting(previous: int, *waits: tuple[int, int], **times: int) -> dict[str, int]:
+def waiting(previous: int, *waits: tuple[int, int], cause: str = "workers", **times: int) -> dict[str, int]:
     """What a call from 100 to 1000 is spent on, in which these waits end with an answer of these times."""
     epoch = EpochCounters(1, 100)
     epoch.started(100)
@@ -36,7 +36,7 @@ def waiting(previous: int, *waits: tuple[int, int], **times: int) -> dict[str, i
         epoch.answered(0, answer(8, previous - 10, previous, previous), True)
     epoch.entered(100)
     for wait in waits:
-        epoch.waited("workers", *wait)
+        epoch.waited(cause, *wait)
     came = answer(9, **times)
     epoch.answered(0, came, True)
     epoch.left(1000, came)
@@ -67,6 +67,14 @@ CALLS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "it was its first batch: it was not up before": (
         waiting(0, (100, 900), started=600, collated=900, finished=900),
         {"start_up": 500, "workers": 300, "transport": 100},
+    ),
+    "others were quicker, but it was not up before": (
+        waiting(0, (100, 900), cause="head_of_line", started=600, collated=900, finished=900),
+        {"start_up": 500, "head_of_line": 300, "transport": 100},
+    ),
+    "others had nothing to do, and it was up": (
+        waiting(50, (100, 900), cause="memory", started=600, collated=900, finished=900),
+        {"memory": 800, "transport": 100},
     ),
     "a quarter of the batch's time went for new pages": (
         waiting(50, (100, 900), started=100, collated=900, finished=900, new_memory=200),
