@@ -28,11 +28,11 @@ def costs_of(
         contention: the part of the time in which processes of this machine waited for a CPU, from 0 to 1. As
             much of what loading did without a CPU is taken for that, and not for a disk or a network.
     """
-    if not epoch.costs or not epoch.batches:
-        return None
     ordered = sorted(epoch.costs)
+    if not ordered or not epoch.batches:
+        return None
     mean = sum(cost.load for cost in ordered) / len(ordered)
-    scale = epoch.load / mean if epoch.forgotten[0] and mean else 1.0  # what is kept stands for all
+    scale = epoch.load / mean if mean else 1.0  # what is kept stands for all
     loads = tuple(cost.load / 1e9 * scale for cost in ordered)
     seconds = {cause: nanoseconds / 1e9 / epoch.batches for cause, nanoseconds in epoch.spent.items()}
     cpu = epoch.cpu / 1e9 / epoch.batches

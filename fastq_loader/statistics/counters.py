@@ -33,16 +33,27 @@ class _Counting:
     __setattr__, __delattr__ = object.__setattr__, object.__delattr__
 
 
-class WorkerCounters(_Counting, WorkerStatistics):
-    """Counts for one worker.
+class WorkerCounters:
+    """Counts for one worker, in nanoseconds. See `WorkerStatistics`.
 
     Attributes:
-        cpu_marks: its CPU seconds, with those in which it waited for a CPU, and its work seconds when they
+        cpu_marks: nanoseconds of CPU time, with those in which it waited for a CPU, and of work, when they
             were known first, and last. What it used to start lies before the first.
     """
 
-    cpu_marks: tuple[tuple[float, float], ...] = ()
-    _finished_ns = 0  # when it gave its last answer, on the monotonic clock; 0: it has given none
+    __slots__ = (
+        *("_blocked", "_collate", "_cpu", "_fetch", "_finished", "_idle", "_new_memory", "_packing", "_work"),
+        *("batches", "cpu_marks", "id", "pid", "restarts"),
+    )
+
+    def __init__(self, id: int, pid: int) -> None:
+        self.id = id
+        self.pid = pid
+        self.restarts = self.batches = 0
+        self.cpu_marks: tuple[tuple[int, int], ...] = ()
+        self._finished = 0  # when it gave its last answer, on the monotonic clock; 0: it has given none
+        self._work = self._fetch = self._collate = self._packing = self._new_memory = 0
+        self._cpu = self._idle = self._blocked = 0
 
     def answered(self, answer: Answer, sent: int = 0) -> None:
         """It answered a task.
@@ -51,30 +62,48 @@ class WorkerCounters(_Counting, WorkerStatistics):
             answer: its times, on the monotonic clock.
             sent: when the task was sent, if it has answered another one in this epoch before; else 0.
         """
-        started, finished = answer.started, answer.finished
+        started, finished, fetched, collated = answer[4], answer[5], answer[11], answer[12]
         self.batches += 1
-        self.work_seconds += (finished - started) / 1e9
-        if answer.collated:  # else nothing was loaded
-            self.fetch_seconds += (answer.fetched - started) / 1e9
-            self.collate_seconds += (answer.collated - answer.fetched) / 1e9
-            self.packing_seconds += (finished - answer.collated) / 1e9
-            self.new_memory_seconds += answer.new_memory / 1e9
+        self._work += finished - started
+        if collated:  # else nothing was loaded
+            self._fetch += fetched - started
+            self._collate += collated - fetched
+            self._packing += finished - collated
+            self._new_memory += answer.new_memory
         if answer.cpu:
-            self.cpu_seconds = answer.cpu / 1e9
-            wanted = self.cpu_seconds + answer.cpu_wait / 1e9
-            self.cpu_marks = (*self.cpu_marks[:1], (wanted, self.work_seconds))
-        if self._finished_ns:
-            blocked = max(0, min(sent, started) - self._finished_ns)
-            self.blocked_seconds += blocked / 1e9
-            self.idle_seconds += (started - self._finished_ns - blocked) / 1e9
-        self._finished_ns = finished
+            self._cpu = answer.cpu
+            self.cpu_marks = (*self.cpu_marks[:1], (answer.cpu + answer.cpu_wait, self._work))
+        before, self._finished = self._finished, finished
+        if before:
+            self._idle += started - before
+            if sent > before:
+                blocked = (sent if sent < started else started) - before
+                self._blocked += blocked
+                self._idle -= blocked
 
     def replaced(self, pid: int) -> None:
         """Another process has its number from here on."""
         self.pid = pid
         self.restarts += 1
         self.cpu_marks = ()
-        self._finished_ns = 0
+        self._finished = 0
+
+    def snapshot(self) -> WorkerStatistics:
+        """What was counted so far."""
+        return WorkerStatistics(
+            id=self.id,
+            pid=self.pid,
+            restarts=self.restarts,
+            batches=self.batches,
+            work_seconds=self._work / 1e9,
+            fetch_seconds=self._fetch / 1e9,
+            collate_seconds=self._collate / 1e9,
+            packing_seconds=self._packing / 1e9,
+            new_memory_seconds=self._new_memory / 1e9,
+            cpu_seconds=self._cpu / 1e9,
+            idle_seconds=self._idle / 1e9,
+            blocked_seconds=self._blocked / 1e9,
+        )
 
 
 class StagingCounters(_Counting, StagingStatistics):
@@ -105,7 +134,7 @@ class Counters(_Counting, LoaderStatistics):
         observer: is told of everything that happens in epochs that begin from now on, or None.
     """
 
-    workers: tuple[WorkerCounters, ...]
+    workers: tuple[WorkerCounters, ...]  # type: ignore[assignment]  # of which a snapshot has snapshots
     staging: StagingCounters | None
 
     def __init__(self) -> None:
@@ -174,7 +203,7 @@ class Counters(_Counting, LoaderStatistics):
             "per_epoch": tuple(epoch.snapshot() for epoch in history),
             "late_batches": tuple(self._worst()),
             "worker_restarts": sum(worker.restarts for worker in self.workers),
-            "workers": tuple(WorkerStatistics(**values_of(worker)) for worker in self.workers),
+            "workers": tuple(worker.snapshot() for worker in self.workers),
             "staging": None if self.staging is None else self.staging.snapshot(),
         }
         return LoaderStatistics(**values_of(self) | now | found)

@@ -84,8 +84,6 @@ class EpochCounters:
 
     Attributes:
         batches: handed out.
-        costs: of the last thousand batches, in the order of their answers.
-        forgotten: how many came before those, and nanoseconds that these took to load.
         first_batches: worker → of its first 8 batches, a digest and the bytes that it was made of; only of an
             iterable dataset.
         over: there is no further batch.
@@ -101,8 +99,8 @@ class EpochCounters:
         self.cpu = 0
         self.over = False
         self.batches = self.in_transit = 0
-        self.costs: deque[Cost] = deque()
-        self.forgotten = (0, 0)
+        self._costs: deque[tuple[int, int, int]] = deque(maxlen=_KEPT)
+        self._loads = self._load = 0  # batches of which the costs are known, and nanoseconds that they took
         self.first_batches: dict[int, list[tuple[bytes, int]]] = {}
         self.observer: Observer | None = None
         self.pid_of: Callable[[int], int] = int
@@ -153,7 +151,9 @@ class EpochCounters:
             self.observer.raised(self.epoch, seq, error, now)
         if answer is not None:
             seq = answer.seq
-            self._count_waits(answer, self._previous.pop(seq, 0))
+            previous = self._previous.pop(seq, 0)
+            if self._waits:
+                self._count_waits(answer, previous)
             self._note_ready(answer.finished, now)
         self.batches += 1
         self.waits.add(now - self._entered)
@@ -233,7 +233,7 @@ class EpochCounters:
     def loaded(self, seq: int, began: int, fetched: int, ended: int) -> None:
         """A batch was loaded on this thread."""
         self._count("workers", ended - began)
-        self._keep(Cost(seq, ended - began, 0))
+        self._keep(seq, ended - began, 0)
         if self.observer is not None:
             self.observer.loaded(self.epoch, seq, began, fetched, ended)
 
@@ -254,16 +254,15 @@ class EpochCounters:
         if delivers:
             self._previous[answer.seq] = previous
             started, collated, finished = answer.started, answer.collated, answer.finished
-            self._keep(Cost(answer.seq, collated - started, finished - collated))
+            self._keep(answer.seq, collated - started, finished - collated)
         if self.observer is not None:
             self.observer.answered(self.epoch, worker, self.pid_of(worker), answer)
         return sent, previous
 
-    def _keep(self, cost: Cost) -> None:
-        self.costs.append(cost)
-        if len(self.costs) > _KEPT:
-            count, nanoseconds = self.forgotten
-            self.forgotten = count + 1, nanoseconds + self.costs.popleft().load
+    def _keep(self, seq: int, load: int, pack: int) -> None:
+        self._costs.append((seq, load, pack))
+        self._loads += 1
+        self._load += load
 
     # ---- what waits are lost to ---------------------------------------------------------------
 
@@ -294,6 +293,10 @@ class EpochCounters:
     def _note_ready(self, since: int, now: int) -> None:
         """A batch was ready from `since` on."""
         begin, end = max(0, since - self._began), now - self._began
+        part = end // self._width
+        if part < len(self._ready) and begin >= part * self._width:  # as for nearly every one
+            self._ready[part] += end - begin
+            return
         while end >= _PARTS * self._width:
             pairs = [self._ready[at : at + 2] for at in range(0, len(self._ready), 2)]
             self._ready = [sum(pair) for pair in pairs]
@@ -313,11 +316,15 @@ class EpochCounters:
             self.spent[cause] += nanoseconds
 
     @property
+    def costs(self) -> list[Cost]:
+        """Of the last thousand batches, in the order of their answers."""
+        return [Cost(*cost) for cost in list(self._costs)]
+
+    @property
     def load(self) -> float:
         """Nanoseconds that a batch took to load, on average of all; needs one. The last thousand alone may
         be unlike those before: data are cached, or begin with something slow."""
-        count, nanoseconds = self.forgotten
-        return (nanoseconds + sum(cost.load for cost in list(self.costs))) / (count + len(self.costs))
+        return self._load / self._loads
 
     @property
     def nanoseconds(self) -> int:

@@ -77,7 +77,7 @@ class EpochStatistics:
         return seconds
 
 
-@frozen
+@dataclass(frozen=True)
 class WorkerStatistics:
     """What one worker did since it started.
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.insight import hints
-from fastq_loader.statistics.epoch import Cost, EpochCounters
+from fastq_loader.ipc.messages import BATCH, Answer
+from fastq_loader.statistics.epoch import EpochCounters
 
 Batch = tuple[bytes, int]
 
@@ -97,13 +98,19 @@ def test_workers_that_give_nothing(given_by: list[int], idle: str | None) -> Non
 # ---- tiny batches -----------------------------------------------------------------------------------
 
 
+def was_loaded(counters: EpochCounters, seq: int, load: int) -> None:
+    took = load * 1000
+    counters.answered(0, Answer(1, seq, 0, BATCH, 0, took, (), (), None, collated=took), True)
+
+
 def epoch(
     batches: int, *, load: int, way: int, step: int = 0, start_up: int = 0, sampler: int = 0, copy: int = 0
 ) -> EpochCounters:
     """An epoch that is over; all times in microseconds for each batch."""
     counters = EpochCounters(1, 0)
     counters.batches = batches
-    counters.costs.extend(Cost(seq, load * 1000, 0) for seq in range(min(batches, 1024)))
+    for seq in range(batches):
+        was_loaded(counters, seq, load)
     counters.spent.update(
         transport=way * 1000 * batches,
         consumer=step * 1000 * batches,
@@ -145,13 +152,17 @@ def test_where_it_does_not_matter_nothing_is_said(counters: EpochCounters, told:
 def test_what_came_before_the_batches_whose_costs_are_kept_counts_too() -> None:
     counters = epoch(20_000, load=20, way=180)
     assert "from 1 worker and the step" in str(hints.tiny_batches(counters, 1))
-    counters.forgotten = 20_000 - 1024, 3 * 10**9  # one sample of three seconds among them
+    counters = epoch(0, load=0, way=0)
+    was_loaded(counters, 0, 3_000_000)  # and then as before
+    for seq in range(1, 20_000):
+        was_loaded(counters, seq, 20)
+    counters.batches, counters.spent["transport"] = 20_000, 180_000 * 20_000
     assert hints.tiny_batches(counters, 2) is None
 
 
 def test_an_epoch_of_which_no_costs_are_known_says_nothing() -> None:
     counters = epoch(20_000, load=20, way=180)
-    counters.costs.clear()
+    counters._costs.clear()
     assert hints.tiny_batches(counters, 2) is None
 
 

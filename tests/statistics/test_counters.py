@@ -42,20 +42,27 @@ def test_a_snapshot_is_not_changed_by_later_counting() -> None:
 def test_a_workers_time_is_split() -> None:
     worker = WorkerCounters(0, 70)
     worker.answered(answer(1, 1.5))
-    assert (worker.batches, worker.work_seconds, worker.idle_seconds) == (1, 0.5, 0.0)
-    assert worker.fetch_seconds == worker.collate_seconds == worker.packing_seconds == 0, "nothing was loaded"
+    found = worker.snapshot()
+    assert (found.batches, found.work_seconds, found.idle_seconds) == (1, 0.5, 0.0)
+    assert found.fetch_seconds == found.collate_seconds == found.packing_seconds == 0, "nothing was loaded"
     times = {"fetched": round(3.625 * SECOND), "collated": round(3.75 * SECOND), "cpu": SECOND // 4}
     worker.answered(answer(3.5, 4, new_memory=SECOND // 8, **times), sent=2 * SECOND)
-    assert (worker.batches, worker.work_seconds) == (2, 1.0)
-    assert (worker.fetch_seconds, worker.collate_seconds, worker.packing_seconds) == (0.125, 0.125, 0.25)
-    assert (worker.new_memory_seconds, worker.cpu_seconds) == (0.125, 0.25)
-    assert (worker.blocked_seconds, worker.idle_seconds) == (0.5, 1.5), "its task came after 0.5 s"
+    found = worker.snapshot()
+    assert (found.batches, found.work_seconds) == (2, 1.0)
+    assert (found.fetch_seconds, found.collate_seconds, found.packing_seconds) == (0.125, 0.125, 0.25)
+    assert (found.new_memory_seconds, found.cpu_seconds) == (0.125, 0.25)
+    assert (found.blocked_seconds, found.idle_seconds) == (0.5, 1.5), "its task came after 0.5 s"
     worker.answered(answer(5, 6), sent=3 * SECOND)
-    assert (worker.blocked_seconds, worker.idle_seconds) == (0.5, 2.5), "the task was there before"
-    assert worker.cpu_seconds == 0.25, "it was not asked for"
+    found = worker.snapshot()
+    assert (found.blocked_seconds, found.idle_seconds) == (0.5, 2.5), "the task was there before"
+    assert found.cpu_seconds == 0.25, "it was not asked for"
+    worker.answered(answer(8, 9), sent=10 * SECOND)
+    found = worker.snapshot()
+    assert (found.blocked_seconds, found.idle_seconds) == (2.5, 2.5), "no longer than it did nothing"
     worker.replaced(99)
-    worker.answered(answer(9, 9))  # the new process was not idle before its first task
-    assert (worker.pid, worker.restarts, worker.idle_seconds) == (99, 1, 2.5)
+    worker.answered(answer(19, 19))  # the new process was not idle before its first task
+    found = worker.snapshot()
+    assert (found.pid, found.restarts, found.idle_seconds) == (99, 1, 2.5)
 
 
 def test_restarts_are_those_of_all_workers() -> None:
