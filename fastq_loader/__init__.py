@@ -31,7 +31,7 @@ from fastq_loader.errors import (
 from fastq_loader.insight.tuning import Tuning, TuningRow, tune
 from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.loader import DataLoader
-from fastq_loader.memory.allocator import empty
+from fastq_loader.memory.results import empty
 from fastq_loader.reading.permutation import PermutationSampler
 from fastq_loader.resume.record import Position
 from fastq_loader.scheduling.options import Dynamic, RoundRobin

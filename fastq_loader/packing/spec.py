@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 from fastq_loader.errors import ProtocolError
-from fastq_loader.memory.allocator import TYPESTR
 from fastq_loader.memory.blocks import SMALLEST
+from fastq_loader.memory.results import TYPESTR
 from fastq_loader.packing.aliasing import contiguous_strides
 from fastq_loader.system.interrupts import refuse_interrupt
 

@@ -37,7 +37,7 @@ from fastq_loader.ipc.messages import (
     load_index,
 )
 from fastq_loader.ipc.sockets import WorkerSocket, remove_folder, socket_name
-from fastq_loader.memory import allocator, nontemporal
+from fastq_loader.memory import nontemporal, results
 from fastq_loader.memory.allocator import Allocator, Used
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import PAGE, Extents, size_class
@@ -73,7 +73,7 @@ def main(setup: Setup) -> None:
     # The batches of the window are in use, and the one that was handed out.
     nontemporal_from = nontemporal.CACHED / (plan.workers * plan.prefetch + 1)
     blocks = Allocator(mapping, setup.worker, setup.space, plan.for_device, nontemporal_from)
-    allocator.install(blocks)
+    results.install(blocks)
     collate.install()
     if not os.path.isdir(setup.folder):  # the loader was closed before this worker was up
         return

@@ -8,7 +8,7 @@ import torch
 from bench.peers import LoaderSettings, Unsupported
 from bench.peers.fastq import FastqCached, FastqLoader
 from bench.workloads import Load
-from fastq_loader.memory import allocator, nontemporal
+from fastq_loader.memory import nontemporal, results
 from tests.support.datasets import Made
 
 BUILT = pytest.mark.skipif(not nontemporal.AVAILABLE, reason="installed without a C compiler, or no x86-64")
@@ -16,7 +16,7 @@ BUILT = pytest.mark.skipif(not nontemporal.AVAILABLE, reason="installed without 
 
 def image(index: int) -> tuple[torch.Tensor, bool]:
     """And whether it is about to be written with non-temporal stores."""
-    return torch.zeros(100_000), allocator.use_nontemporal(nontemporal.SMALLEST_PIECE)
+    return torch.zeros(100_000), results.use_nontemporal(nontemporal.SMALLEST_PIECE)
 
 
 IMAGES = Load(Made(image, 24), batch_size=4)

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, default_collate
 
 from fastq_loader import DataLoader
-from fastq_loader.memory import allocator, nontemporal
 from fastq_loader.memory import arena as arenas
+from fastq_loader.memory import nontemporal, results
 from fastq_loader.memory.blocks import size_class
 from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.reading import collate
@@ -226,7 +226,7 @@ class Images(Dataset[Any]):
         return 12
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, bool]:
-        return torch.from_numpy(noise(self.nbytes, index)), allocator.use_nontemporal(PIECE)
+        return torch.from_numpy(noise(self.nbytes, index)), results.use_nontemporal(PIECE)
 
 
 @BUILT
@@ -254,7 +254,7 @@ def test_an_installation_without_the_c_does_without_it() -> None:
         sys.modules["fastq_loader.memory._nontemporal"] = None  # the import fails
         import torch
         from fastq_loader import DataLoader
-        from fastq_loader.memory import allocator, nontemporal
+        from fastq_loader.memory import nontemporal
         from tests.memory.test_nontemporal import Images
 
         assert not nontemporal.AVAILABLE

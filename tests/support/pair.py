@@ -16,10 +16,11 @@ import torch
 
 from fastq_loader.ipc.decoding import decode_for_consumer
 from fastq_loader.ipc.messages import BATCH, TOKEN_BYTES, Answer, Handle, encode
-from fastq_loader.memory.allocator import Allocator, install
+from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import FREE, SMALLEST, Extents, Holder, device_aligned
 from fastq_loader.memory.ledger import BlockLedger
+from fastq_loader.memory.results import install
 from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.unpack import Unpacker
 
@@ -162,6 +163,11 @@ def put_on_device(unpacker: Unpacker, arena: Arena, handle: Handle) -> Any:
         copied = bytearray(arena.mapping.memory[offset + into : offset + into + nbytes])
         memory[:nbytes] = torch.frombuffer(copied, dtype=torch.uint8) if copied else 0
     return unpacker.unpack(handle, pickled, memory)
+
+
+def offset_of(pair: Pair, tensor: torch.Tensor) -> int:
+    """Where a tensor lies in the arena."""
+    return tensor.data_ptr() - pair.arena.mapping.base
 
 
 @contextmanager

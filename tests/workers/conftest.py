@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from fastq_loader.memory.allocator import install
 from fastq_loader.memory.arena import Arena
+from fastq_loader.memory.results import install
 from fastq_loader.reading import seeding
 
 

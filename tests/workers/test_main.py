@@ -22,10 +22,11 @@ from fastq_loader.ipc.messages import (
     Stop,
     Task,
 )
-from fastq_loader.memory import allocator
-from fastq_loader.memory.allocator import Allocator, FreeRanges, empty, install
+from fastq_loader.memory import results
+from fastq_loader.memory.allocator import Allocator, FreeRanges
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
+from fastq_loader.memory.results import empty, install
 from fastq_loader.system import calls
 from fastq_loader.workers.main import Worker
 from tests.support.worker_setup import STREAM, make_setup
@@ -202,7 +203,7 @@ class Full(Asked):
     def __getitem__(self, index: int) -> torch.Tensor:
         sample = empty((SMALLEST,), torch.uint8).fill_(index)
         if index == 1:
-            blocks = allocator._current
+            blocks = results._current
             assert blocks is not None
             blocks._space = FreeRanges(())
             if not self.any_blocks:  # as if this were the worker's first batch
