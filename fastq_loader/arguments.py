@@ -20,7 +20,7 @@ from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
 from fastq_loader.scheduling.options import Dynamic, RoundRobin, Schedule, read_schedule
 from fastq_loader.scheduling.window import WindowLimits
-from fastq_loader.workers.options import Auto, Processes, read_workers
+from fastq_loader.workers.options import Auto, WorkerKind, read_workers
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
@@ -42,18 +42,18 @@ def saves_generators(loader: DataLoader[Any]) -> bool:
     return isinstance(schedule, RoundRobin) and schedule.save_generators
 
 
-def workers(loader: DataLoader[Any]) -> Processes:
+def workers(loader: DataLoader[Any]) -> WorkerKind:
     """Which kind of workers there are.
 
     Raises:
         TypeError, ValueError, RuntimeError: they cannot be started or kept; see `check_workers`.
     """
-    processes = read_workers(loader.workers)
-    check_workers(loader, processes)
-    return processes
+    kind = read_workers(loader.workers)
+    check_workers(loader, kind)
+    return kind
 
 
-def check_workers(loader: DataLoader[Any], processes: Processes) -> None:
+def check_workers(loader: DataLoader[Any], kind: WorkerKind) -> None:
     """Raise unless workers of this kind can be started here, and kept with the loader's dataset.
 
     Raises:
@@ -80,9 +80,9 @@ def check_workers(loader: DataLoader[Any], processes: Processes) -> None:
         )
     if number > WORKERS:
         raise ValueError(f"num_workers={number} is too many: use at most {WORKERS}")
-    if processes.max_restarts and is_iterable(loader):
+    if kind.max_restarts and is_iterable(loader):
         raise ValueError(
-            f"{processes} cannot be kept with an IterableDataset: a new worker would read its part from the "
+            f"{kind} cannot be kept with an IterableDataset: a new worker would read its part from the "
             "beginning. Use max_restarts=0, or a dataset with __getitem__"
         )
 

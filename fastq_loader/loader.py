@@ -35,7 +35,7 @@ from fastq_loader.scheduling.options import Schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
 from fastq_loader.tracing.trace import Trace
 from fastq_loader.workers.config import Plan, Rules
-from fastq_loader.workers.options import Auto, Processes
+from fastq_loader.workers.options import Auto, WorkerKind
 from fastq_loader.workers.payload import Payload
 
 T_co = TypeVar("T_co", covariant=True)
@@ -105,7 +105,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         pin_memory_device: str = "",
         in_order: bool = True,
         schedule: str | Schedule = "round_robin",
-        workers: str | Processes = "processes",
+        workers: str | WorkerKind = "processes",
         device: str | int | torch.device | ToDevice | None = None,
     ) -> None:
         number = auto.given(num_workers)
@@ -132,7 +132,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     # Of instances that this constructor did not make.
     schedule: str | Schedule = "round_robin"
-    workers: str | Processes = "processes"
+    workers: str | WorkerKind = "processes"
     device: str | int | torch.device | ToDevice | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -193,7 +193,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _plan(self) -> Plan:
         assert self.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
+        kind = arguments.workers(self)
         return Plan(
+            backend=kind.backend,
             payload=Payload(
                 self.dataset,
                 self.collate_fn,
@@ -205,7 +207,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             in_order=self.in_order,
             dynamic=arguments.is_dynamic(self),
             window=arguments.window(self),
-            restarts=arguments.workers(self).max_restarts,
+            restarts=kind.max_restarts,
             timeout=self.timeout,
             persistent=self.persistent_workers,
             context=self.multiprocessing_context,

@@ -5,13 +5,18 @@ Made in the consumer. A `Setup` is read in the worker, which inherits it or gets
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
+from typing import TYPE_CHECKING
 
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.scheduling.window import WindowLimits
 from fastq_loader.workers.payload import Descriptors, Payload, PickledPayload
+
+if TYPE_CHECKING:
+    from fastq_loader.workers.backend import WorkerBackend
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Plan:
         timeout: seconds to wait for a message; 0 waits for ever.
         persistent: whether the pool serves more than one epoch.
         context: multiprocessing's context; None is the default when the pool starts.
+        backend: makes the pool's processes.
         for_device: whether batches go on to a device, and are laid out for it.
         save_generators: whether workers send the states of their generators with each batch.
     """
@@ -54,6 +60,7 @@ class Plan:
     timeout: float
     persistent: bool
     context: BaseContext | None
+    backend: Callable[[Plan], WorkerBackend]
     for_device: bool = False
     save_generators: bool = False
 

@@ -36,7 +36,6 @@ from fastq_loader.scheduling.pending_tasks import PendingTasks
 from fastq_loader.statistics.counters import Counters, WorkerCounters
 from fastq_loader.system import calls
 from fastq_loader.workers.config import Plan
-from fastq_loader.workers.pool import WorkerPool
 from fastq_loader.workers.stopping import BRIEF
 
 #: Processes that may end before they are up, one after the other, until a worker is given up.
@@ -75,7 +74,7 @@ class WorkerGroup:
         self._shared_tasks = plan.shared_tasks
         self._pool = pool
         self._counters = counters
-        self._processes = WorkerPool(plan)
+        self._processes = plan.backend(plan)
         self._socket: ConsumerSocket | None = None
         self._claims: ClaimTable | None = None
         self._backlog: Backlog[bytes] = Backlog(max(plan.window.widest, _UNREAD))

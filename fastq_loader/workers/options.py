@@ -5,14 +5,32 @@ Runs in the consumer.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 from fastq_loader.errors import is_int
+from fastq_loader.workers.backend import WorkerBackend
+from fastq_loader.workers.config import Plan
+from fastq_loader.workers.pool import WorkerPool
+
+
+class WorkerKind(ABC):
+    """A kind of workers.
+
+    Attributes:
+        max_restarts: workers that may die in an iteration and be replaced.
+    """
+
+    max_restarts: int
+
+    @abstractmethod
+    def backend(self, plan: Plan) -> WorkerBackend:
+        """What starts the processes of a pool of this kind."""
 
 
 @dataclass(frozen=True)
-class Processes:
+class Processes(WorkerKind):
     """Worker processes on this machine.
 
     Args:
@@ -36,6 +54,8 @@ class Processes:
         if self.max_restarts < 0:
             raise ValueError(f"{self}: max_restarts must not be negative: use 0 for none")
 
+    def backend(self, plan: Plan) -> WorkerBackend:
+        return WorkerPool(plan)
 
 class Auto(int):
     """The number of workers that `num_workers="auto"` has come to. Like any other number to those who compare
@@ -47,14 +67,14 @@ class Auto(int):
         return f"auto ({int(self)})"
 
 
-def read_workers(workers: Any) -> Processes:
+def read_workers(workers: Any) -> WorkerKind:
     """What `workers=` means.
 
     Raises:
         ValueError: it is a string without a meaning.
         TypeError: it is no kind of workers.
     """
-    if isinstance(workers, Processes):
+    if isinstance(workers, WorkerKind):
         return workers
     if isinstance(workers, str) and workers == "processes":
         return Processes()

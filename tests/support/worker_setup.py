@@ -9,6 +9,7 @@ from fastq_loader.memory.arena import Arena
 from fastq_loader.scheduling.window import WindowLimits
 from fastq_loader.workers.config import Plan, Rules, Setup
 from fastq_loader.workers.payload import Descriptors, Payload
+from fastq_loader.workers.pool import WorkerPool
 from tests.support.pair import TOKEN
 
 MAP_STYLE = Rules(iterable=False, auto_collation=False, drop_last=False)
@@ -29,6 +30,7 @@ def make_plan(dataset: Any, collate_fn: Any = None, init_fn: Any = None, **field
         "timeout": 0,
         "persistent": True,
         "context": None,
+        "backend": WorkerPool,
         **fields,
     }
     return Plan(**given)

@@ -68,7 +68,6 @@ class Socket:
 def group(shared_tasks: bool = True) -> tuple[WorkerGroup, Any, list[int]]:
     """Two workers, their socket, and those that were killed."""
     window = SimpleNamespace(widest=1)
-    plan: Any = SimpleNamespace(workers=2, shared_tasks=shared_tasks, window=window)
     killed: list[int] = []
     pool = SimpleNamespace(
         descriptors=(10, 11),
@@ -81,8 +80,9 @@ def group(shared_tasks: bool = True) -> tuple[WorkerGroup, Any, list[int]]:
         stacks=lambda worker: f"  stacks of {worker}",
     )
     memory: Any = None
+    backend = {"backend": lambda plan: pool}
+    plan: Any = SimpleNamespace(workers=2, shared_tasks=shared_tasks, window=window, **backend)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "WorkerPool", lambda plan: pool)
         patch.setattr(module, "_UNREAD", 1)
         made: Any = WorkerGroup(plan, memory, Counters())
     made._socket = Socket()
