@@ -260,6 +260,14 @@ def _encode_task(task: Task, token: bytes) -> bytes:
     return _packb((VERSION, TASK, epoch, seq, attempt, opaque, *others))
 
 
+def pass_on(message: Task | Epoch) -> bytes:
+    """One frame for a message that came out of a frame: what is pickled in it stays closed."""
+    if type(message) is Task and type(message.index) is Pickled:
+        message = message._replace(index=msgpack.ExtType(PICKLED_INDEX, message.index.data))
+        return _packb((VERSION, TASK, *message))
+    return encode(message)
+
+
 def decode_index(index: Any) -> Any:
     """An index as the sampler yielded it, of one that was not in a frame."""
     if type(index) is Indices:

@@ -22,6 +22,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -369,6 +370,13 @@ class WorkerSocket:
             if not isinstance(message, Bundle):
                 return message
             self._frames.extendleft(reversed(message.frames))
+
+    def wait(self, descriptors: Sequence[int], block: bool) -> list[object]:
+        """Sleep until a message has come or a descriptor is readable, or only look without `block`; the
+        descriptors that are."""
+        sources: list[Any] = [(source, zmq.POLLIN) for source in (self._socket, *descriptors)]
+        ready = zmq.zmq_poll(sources, -1 if block and not self._frames else 0)
+        return [source for source, _ in ready if source is not self._socket]
 
     def told_to_stop(self) -> bool:
         """Whether a Stop has come and was not read; it stays there."""

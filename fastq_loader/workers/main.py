@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from multiprocessing import parent_process
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +30,7 @@ from fastq_loader.ipc.messages import (
     Answer,
     Epoch,
     Handle,
+    Message,
     Ping,
     Space,
     Stop,
@@ -62,7 +63,7 @@ def main(setup: Setup) -> None:
     # What was inherited or imported is not garbage. A forked worker whose collector looked at it would copy
     # every page of it (120 ms, 37 MB with nothing but torch imported).
     gc.freeze()
-    _prepare_signals()
+    prepare_signals()
     stack_dumps.write_on_demand(setup.descriptors["stacks"])
     threading.Thread(target=_leave_with_consumer, args=(setup,), daemon=True).start()
     plan, arena = setup.plan, setup.descriptors["arena"]
@@ -87,7 +88,7 @@ def main(setup: Setup) -> None:
         socket.close()
 
 
-def _prepare_signals() -> None:
+def prepare_signals() -> None:
     # Ctrl-C reaches the whole group: the consumer decides what it means, workers are silent. A handler
     # rather than SIG_IGN, which programs started by user code would inherit.
     signal.signal(signal.SIGINT, lambda signum, frame: None)
@@ -112,6 +113,16 @@ def _leave_with_consumer(setup: Setup) -> None:
     os._exit(1)
 
 
+class Consumer(Protocol):
+    """Where a worker's tasks come from and its answers go; see `WorkerSocket`."""
+
+    def receive(self, block: bool) -> Task | Epoch | Space | Stop | Ping | None: ...
+
+    def told_to_stop(self) -> bool: ...
+
+    def send(self, message: Message) -> None: ...
+
+
 class Worker:
     """The loop of one worker.
 
@@ -122,7 +133,7 @@ class Worker:
         claims: who loads which shared task.
     """
 
-    def __init__(self, setup: Setup, blocks: Allocator, socket: WorkerSocket, claims: ClaimTable) -> None:
+    def __init__(self, setup: Setup, blocks: Allocator, socket: Consumer, claims: ClaimTable) -> None:
         self._setup = setup
         self._tasks = TaskQueue(claims, setup.plan.shared_tasks, setup.worker)
         self._allocator = blocks

@@ -22,7 +22,13 @@ class WorkerKind(ABC):
         max_restarts: workers that may die in an iteration and be replaced.
     """
 
-    max_restarts: int
+    max_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        if not is_int(self.max_restarts):
+            raise TypeError(f"{self}: max_restarts must be a number of workers")
+        if self.max_restarts < 0:
+            raise ValueError(f"{self}: max_restarts must not be negative: use 0 for none")
 
     @abstractmethod
     def backend(self, plan: Plan) -> WorkerBackend:
@@ -47,12 +53,6 @@ class Processes(WorkerKind):
     """
 
     max_restarts: int = 0
-
-    def __post_init__(self) -> None:
-        if not is_int(self.max_restarts):
-            raise TypeError(f"{self}: max_restarts must be a number of workers")
-        if self.max_restarts < 0:
-            raise ValueError(f"{self}: max_restarts must not be negative: use 0 for none")
 
     def backend(self, plan: Plan) -> WorkerBackend:
         return WorkerPool(plan)

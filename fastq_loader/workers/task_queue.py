@@ -51,6 +51,10 @@ class TaskQueue:
         """A new epoch begins; `drop` was called."""
         self._retired = False  # it says so again at the first task that it claims
 
+    def prune(self) -> None:
+        """Forget the shared tasks that others have claimed. Whoever takes tasks finds that out by itself."""
+        self._tasks = deque(task for task in self._tasks if self._claims.on_offer(task.ticket))
+
     def drop(self) -> list[Task]:
         """Forget all tasks; those that wait for an answer of this worker."""
         tasks, self._tasks = self._tasks, deque()

@@ -210,6 +210,14 @@ def test_a_pickle_is_opened_only_behind_the_token_of_the_pool() -> None:
     assert opened == [1]
 
 
+def test_what_is_passed_on_is_the_frame_that_came() -> None:
+    for index in ([1, 2], Indices(bytes(16)), "text", 2**70, Pickled(b"not a pickle"), {3}):
+        frame = encode(Task(1, 2, 3, index, (), (), 4), TOKEN)
+        assert messages.pass_on(decode_for_worker(frame)) == frame  # type: ignore[arg-type]
+    epoch = encode(Epoch(1, None, 2))
+    assert messages.pass_on(decode_for_worker(epoch)) == epoch  # type: ignore[arg-type]
+
+
 def test_an_index_that_cannot_be_pickled_raises_when_it_is_sent() -> None:
     for index in (lambda: None, [1, lambda: None]):
         with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):

@@ -92,6 +92,15 @@ def test_a_busy_task_is_kept_for_the_next_look(monkeypatch: pytest.MonkeyPatch) 
     assert taken(tasks) == [0]
 
 
+def test_a_worker_that_takes_nothing_can_forget_what_others_have() -> None:
+    claims = Claims()
+    tasks = queue(claims, 0, 1, 2)
+    claims.claim(101, 3)
+    tasks.prune()
+    assert len(tasks) == 2
+    assert taken(tasks) == [0, 2]
+
+
 def test_assigned_tasks_of_an_old_epoch_wait_for_an_answer_and_shared_ones_do_not() -> None:
     assigned, shared = (queue(Claims(), 0, shared=shared) for shared in (False, True))
     assert assigned.drop() == [task(0)]
