@@ -44,7 +44,7 @@ ROOMS = {
     ),
     "resume": Room("arguments workers scheduling reading system errors"),
     "arguments": Room("workers device scheduling memory ipc errors"),
-    "remote": Room("errors", pure="wire"),
+    "remote": Room("workers reading memory ipc system errors", pure="wire"),
     "consumer": Room("workers device scheduling packing memory ipc system errors statistics"),
     "workers": Room("scheduling packing reading memory ipc system errors statistics"),
     "device": Room("packing memory ipc system errors statistics", pure="copies pinning"),

@@ -1,0 +1,92 @@
+"""What the consumer and a stand-in tell each other besides tasks and answers: a closed set of messages.
+
+They travel over a pipe between the two, which nobody else has. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fastq_loader.memory.blocks import Extents
+from fastq_loader.remote.link import Address
+
+
+class Told(NamedTuple):
+    """The first message: what a stand-in is to do.
+
+    Attributes:
+        worker, generation: the number of the worker that it is, and how many had it before.
+        folder: where it binds its socket.
+        space: see `workers.config.Setup`.
+        consumer: process id of the consumer.
+        token: the pool's.
+        arena: descriptor of the memfd, with its length and whether it is mapped as a whole.
+        workers: of the pool.
+        shared_tasks, for_device: see `workers.config.Plan`.
+        base_seed, shared_seed: for the far worker.
+        versions: of what has to be the same on the other side.
+    """
+
+    worker: int
+    generation: int
+    folder: str
+    space: Extents | None
+    consumer: int
+    token: bytes
+    arena: int
+    arena_length: int
+    arena_whole: bool
+    workers: int
+    shared_tasks: bool
+    for_device: bool
+    base_seed: int
+    shared_seed: int | None
+    versions: dict[str, str]
+
+
+class Place(NamedTuple):
+    """Somewhere where a worker may run.
+
+    Attributes:
+        number: no other place of the pool has it.
+        address: of the host there.
+        node: what that machine is called.
+    """
+
+    number: int
+    address: Address
+    node: str
+
+
+class NoPlace(NamedTuple):
+    """There is no place for a worker, and none will come: what waits for it is to give up.
+
+    Attributes:
+        number: see `Place`.
+        why: in words.
+    """
+
+    number: int
+    why: str
+
+
+class Waiting(NamedTuple):
+    """The stand-in waits for a place. `why`: the one before is of no use; "" at first."""
+
+    why: str = ""
+
+
+class Up(NamedTuple):
+    """The far worker is up, with this process id there."""
+
+    pid: int
+
+
+class Leaving(NamedTuple):
+    """The stand-in was told to stop, and the far worker has ended."""
+
+
+class Dying(NamedTuple):
+    """The stand-in is about to exit, because its far worker is lost or was not to be had."""
+
+    why: str

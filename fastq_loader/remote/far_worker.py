@@ -1,0 +1,232 @@
+"""A worker on another machine: `workers.main.Worker`, with a connection in place of its socket.
+
+Runs in a process that a host has forked: the worker on its main thread, and a thread that sends batches, so
+that the wire is busy while the next batch is loaded. Batches are written to blocks of an arena of its own.
+When their bytes have been sent, the blocks serve the next tasks; a ledger like the consumer's says which.
+
+The stand-in gives tasks out one by one, and the host ends this process when the connection is gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+from fastq_loader.errors import ProtocolError
+from fastq_loader.ipc.claim_table import ClaimTable
+from fastq_loader.ipc.decoding import decode_for_worker
+from fastq_loader.ipc.messages import Answer, Bundle, Epoch, Handle, Message, Ping, Space, Stop, Task, encode
+from fastq_loader.memory import results
+from fastq_loader.memory.allocator import Allocator, Used
+from fastq_loader.memory.arena import Arena
+from fastq_loader.memory.blocks import Extents, Holder
+from fastq_loader.memory.pool import BlockPool
+from fastq_loader.reading import collate
+from fastq_loader.remote import wire
+from fastq_loader.remote.link import Connection, Lost
+from fastq_loader.remote.spec import HostSpec
+from fastq_loader.remote.wire import Request
+from fastq_loader.system import process_id
+from fastq_loader.workers import stack_dumps
+from fastq_loader.workers.config import Setup
+from fastq_loader.workers.main import Worker, prepare_signals
+from fastq_loader.workers.payload import Descriptors
+
+#: Answers that may wait to be sent. One is on its way then, and one is loaded.
+_WAITING = 1
+#: Batches that blocks are kept for: one on its way, one that waits, and the one that is loaded.
+_BATCHES = 3
+
+#: Bytes of a batch that the system takes at once: handing them to the thread takes longer.
+_QUICK = 64 * 1024
+
+#: Payload and body of an answer, and the offsets of the blocks that the body lies in.
+_Packed = tuple[bytes, Sequence[Any], Sequence[int]]
+
+
+def main(connection: Connection, spec: HostSpec, request: Request, stacks: int) -> None:
+    """Entry point of a far worker.
+
+    Args:
+        connection: to its stand-in.
+        spec: of its pool.
+        request: the stand-in's.
+        stacks: where it writes its Python stacks.
+    """
+    gc.freeze()  # see `workers.main`
+    prepare_signals()
+    stack_dumps.write_on_demand(stacks)
+    arena = Arena(1)
+    blocks = SentBlocks(arena, spec.plan.for_device)
+    results.install(blocks)
+    collate.install()
+    setup = Setup(
+        plan=spec.plan,
+        worker=request.worker,
+        generation=0,
+        folder="",
+        space=None,
+        consumer=os.getppid(),
+        base_seed=request.base_seed,
+        shared_seed=request.shared_seed,
+        token=spec.token,
+        mapping=arena.mapping,
+        arena_length=arena.mapping.length,
+        arena_whole=arena.mapping.whole,
+        descriptors=Descriptors(arena=arena.fd, stacks=stacks),
+    )
+    stand_in = StandInSocket(connection, blocks)
+    connection.send(wire.WELCOME, msgpack.packb(os.getpid()))
+    # The claim table is its own, and nobody looks at it.
+    Worker(setup, blocks, stand_in, ClaimTable(arena.fd, arena.mapping.claims)).run()
+    stand_in.finish()
+
+
+class SentBlocks(Allocator):
+    """The blocks of a far worker: those whose bytes were sent are granted to the next task.
+
+    Args:
+        arena: its own.
+        for_device: see `Allocator`.
+
+    Attributes:
+        sent: offsets of blocks whose bytes were sent; the thread that sends appends to it.
+        shipped: the blocks of the batch that was answered last.
+    """
+
+    def __init__(self, arena: Arena, for_device: bool) -> None:
+        super().__init__(arena.mapping, 0, for_device=for_device)
+        self.sent: deque[int] = deque()
+        self.shipped: Used = ()
+        self._pool = BlockPool(arena, 1)
+        self._given: Extents = ()
+
+    def begin(self, grants: Extents, promises: Extents = ()) -> None:
+        self.shipped = ()
+        while self.sent:
+            self._pool.drop([self.sent.popleft()])
+        if self._pool.trim(_BATCHES):
+            self.give(self._pool.space(0))
+        granted, promised = self._pool.grant(Holder(0))
+        self._given = granted + promised
+        super().begin(granted, promised)
+
+    def finish(self, used: Used) -> tuple[list[tuple[int, int]], list[int]]:
+        fresh, returned = super().finish(used)
+        self._pool.accept(0, tuple(used), tuple(fresh), tuple(returned), self._given)
+        self.shipped = used
+        return [], []
+
+
+class StandInSocket:
+    """What a worker takes for its socket. A child that user code forked there ends when it uses it.
+
+    Args:
+        connection: to the stand-in.
+        blocks: where batches lie.
+    """
+
+    def __init__(self, connection: Connection, blocks: SentBlocks) -> None:
+        self._connection = connection
+        self._blocks = blocks
+        self._pid = process_id.current()
+        self._frames: deque[bytes] = deque()  # received by `told_to_stop`
+        self._sending: queue.Queue[_Packed | None] = queue.Queue(_WAITING)
+        self._thread = threading.Thread(target=self._send_all, name="fastq_loader: sending", daemon=True)
+        self._thread.start()
+
+    # ---- in -----------------------------------------------------------------------------------
+
+    def receive(self, block: bool) -> Task | Epoch | Space | Stop | Ping | None:
+        """The next message; without `block` None if there is none now.
+
+        Raises:
+            SystemExit: the connection has ended.
+        """
+        process_id.stay_in(self._pid)
+        payload = self._frames.popleft() if self._frames else self._payload(block)
+        if payload is None:
+            return None
+        message = decode_for_worker(payload)
+        if isinstance(message, Bundle):
+            raise ProtocolError("a bundle, which is for workers of the consumer's machine")
+        return message
+
+    def _payload(self, block: bool) -> bytes | None:
+        try:
+            frame = self._connection.receive(block)
+        except Lost as error:
+            raise SystemExit(1) from error
+        return None if frame is None else frame.payload
+
+    def told_to_stop(self) -> bool:
+        """Whether a Stop has come and was not read; it stays there."""
+        process_id.stay_in(self._pid)
+        while (payload := self._payload(block=False)) is not None:
+            self._frames.append(payload)
+        return encode(Stop()) in self._frames
+
+    # ---- out ----------------------------------------------------------------------------------
+
+    def send(self, message: Message) -> None:
+        """Send an answer, behind those that are on their way.
+
+        Raises:
+            Exception: it does not fit into a message.
+        """
+        process_id.stay_in(self._pid)
+        assert type(message) is Answer, "the stand-in says all else by itself"
+        used = self._blocks.shipped
+        handle, body = self._taken_apart(message.handle, used)
+        payload = encode(message._replace(handle=handle))
+        if len(payload) > wire.LONGEST[wire.MESSAGE]:
+            raise ValueError(f"{len(payload)} bytes of plain values do not fit into a message")
+        self._blocks.shipped = ()
+        if not body:  # what stands in for a batch that does not fit
+            self._blocks.sent.extend(offset for offset, _ in used)
+            used = ()
+        answer = payload, body, [offset for offset, _ in used]
+        if self._sending.unfinished_tasks or sum(map(len, body)) > _QUICK:
+            self._sending.put(answer)
+        else:
+            self._send(answer)
+
+    def _taken_apart(self, handle: Handle | None, used: Used) -> tuple[Handle | None, list[Any]]:
+        """A handle whose segments say how many bytes each has, instead of where it lies, and these bytes.
+
+        Only those are sent that the batch needs. So each begins with the first byte of its segment, but for
+        a parcel: its third number is how many bytes it has.
+        """
+        if handle is None or not handle.segments:
+            return handle, []
+        mapping, segments, body = self._blocks.mapping, [], []
+        for (offset, _, third), (_, need) in zip(handle.segments, used, strict=True):
+            into = 0 if third == need else third
+            body.append(mapping.read(offset + into, need - into))
+            segments.append((0, need - into, third - into))
+        return handle._replace(segments=tuple(segments)), body
+
+    def _send_all(self) -> None:
+        while (answer := self._sending.get()) is not None:
+            self._send(answer)
+            self._sending.task_done()
+
+    def _send(self, answer: _Packed) -> None:
+        payload, body, offsets = answer
+        try:
+            self._connection.send(wire.MESSAGE, payload, body)
+        except Lost:
+            os._exit(1)  # whatever the main thread is doing, nobody will get it
+        self._blocks.sent.extend(offsets)
+
+    def finish(self) -> None:
+        """All answers are sent when this returns."""
+        self._sending.put(None)
+        self._thread.join()

@@ -1,0 +1,211 @@
+"""A TCP connection between two machines that carries frames, once both sides have shown the pool's token.
+
+Runs on both sides, and imports neither torch nor numpy. A side that falls silent is noticed here: where
+nothing comes back for five seconds, the kernel ends the connection.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from fastq_loader.errors import ProtocolError
+from fastq_loader.remote import wire
+from fastq_loader.remote.wire import Connecting, Frame, Frames, Refused, Request
+
+#: Seconds until a connection is there, and until the other side has said all that it says at first. A host
+#: that is busy forks a worker within that time.
+PATIENCE = 10.0
+#: The kernel asks a side that has said nothing for a second whether it is there, once a second.
+_ASK_AFTER, _ASK_EVERY, _ASKS = 1, 1, 4
+#: Milliseconds that bytes may wait for an acknowledgement. Those of the consumer's side are few, and the
+#: other system takes them as soon as they come. A worker's wait while the consumer's job is stopped, by
+#: Ctrl-Z perhaps.
+NOTICED_HERE, NOTICED_THERE = 5_000, 60_000
+#: Buffers of one call; Linux takes 1024.
+_AT_ONCE = 512
+
+
+class Address(NamedTuple):
+    """Where a host listens."""
+
+    host: str
+    port: int
+
+
+class Lost(ConnectionError):
+    """A connection is of no use any more; the text says why."""
+
+
+def listen(host: str, ports: Iterable[int] = (0,)) -> socket.socket:
+    """Listen at one address of this machine, and at no other.
+
+    Args:
+        host: the address.
+        ports: those that may be used; 0 is any.
+
+    Raises:
+        OSError: none of them is free, or the address is not this machine's.
+    """
+    failure: OSError | None = None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            failure = error
+    raise failure or OSError(f"no port to listen at was given for {host}")
+
+
+def configure(sock: socket.socket, noticed: int) -> None:
+    """No delay for small frames, and an end for a side that is silent for `noticed` milliseconds."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _ASK_AFTER),
+        (socket.TCP_KEEPINTVL, _ASK_EVERY),
+        (socket.TCP_KEEPCNT, _ASKS),
+        (socket.TCP_USER_TIMEOUT, noticed),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class Connection:
+    """A connection after the handshake. One thread receives, and one sends; they may be two.
+
+    Args:
+        sock: connected, and blocking.
+        kinds: of the frames that the other side may send.
+    """
+
+    def __init__(self, sock: socket.socket, *kinds: int) -> None:
+        self._socket = sock
+        self._frames = Frames(*kinds)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def receive(self, block: bool = True) -> Frame | None:
+        """The next frame; without `block` None if there is none now. Its body is to be received next.
+
+        Raises:
+            Lost: the connection has ended.
+            ProtocolError: the other side sent what it must not.
+        """
+        flags = 0 if block else socket.MSG_DONTWAIT
+        while True:
+            wanted = self._frames.wanted
+            try:
+                data = self._socket.recv(wanted, flags)
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise Lost(str(error)) from error
+            if not data:
+                raise Lost("the other side closed the connection")
+            frame = self._frames.feed(data)
+            if frame is not None:
+                return frame
+
+    def receive_body(self, into: memoryview) -> None:
+        """Receive so many bytes of the body of the last frame.
+
+        Raises:
+            Lost: the connection has ended.
+        """
+        while into:
+            try:
+                received = self._socket.recv_into(into, 0, socket.MSG_WAITALL)
+            except OSError as error:
+                raise Lost(str(error)) from error
+            if not received:
+                raise Lost("the other side closed the connection")
+            self._frames.skip(received)
+            into = into[received:]
+
+    def send(self, kind: int, payload: bytes, body: Iterable[Any] = ()) -> None:
+        """Send a frame; returns when the system has all of it.
+
+        Args:
+            kind: see `wire`.
+            payload: its bytes.
+            body: buffers, one behind the other.
+
+        Raises:
+            Lost: the connection has ended.
+            ProtocolError: there is more of it than the other side takes.
+        """
+        parts = [memoryview(part) for part in body]
+        head = wire.header(kind, len(payload), sum(part.nbytes for part in parts))
+        parts[:0] = [memoryview(head + payload)]
+        try:
+            while parts:
+                sent = self._socket.sendmsg(parts[:_AT_ONCE])
+                while parts and sent >= parts[0].nbytes:
+                    sent -= parts.pop(0).nbytes
+                if sent:
+                    parts[0] = parts[0][sent:]
+        except OSError as error:
+            raise Lost(str(error)) from error
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def connect(
+    address: Address, token: bytes, request: Request, *kinds: int, patience: float = PATIENCE
+) -> tuple[Connection, Frame]:
+    """Connect to a host, and say what is wanted.
+
+    Args:
+        address: where it listens.
+        token: the pool's.
+        request: what is wanted.
+        kinds: of the frames that may come.
+        patience: seconds until it has answered.
+
+    Returns:
+        The connection, and the first frame, which says that it may be used.
+
+    Raises:
+        Lost: there is nobody, or nobody who answers in time.
+        Refused: the other side is no host of this pool, or does not let this one in; the text says why.
+    """
+    try:
+        sock = socket.create_connection(address, timeout=patience)
+    except OSError as error:
+        raise Lost(f"{address.host}:{address.port} cannot be reached: {error}") from error
+    try:
+        configure(sock, NOTICED_HERE)
+        handshake = Connecting(token, os.urandom(wire.NONCE_BYTES), request)
+        sock.sendall(handshake.begin())
+        while handshake.wanted:
+            data = sock.recv(handshake.wanted)
+            if not data:
+                raise Refused("the other side closed the connection in the middle of the handshake")
+            sock.sendall(handshake.feed(data))
+        connection = Connection(sock, wire.REFUSED, *kinds)
+        frame = connection.receive()
+        assert frame is not None, "it was waited for"
+        if frame.kind == wire.REFUSED:
+            raise Refused(frame.payload.decode(errors="replace"))
+        sock.settimeout(None)
+        return connection, frame
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, (ProtocolError, Lost)) or not isinstance(error, OSError):
+            raise
+        raise Lost(f"{address.host}:{address.port} does not answer: {error}") from error
+
+
+def ask(address: Address, token: bytes, request: Request, patience: float) -> Any:
+    """What a host says about one of its workers; see `host`.
+
+    Raises:
+        Lost, Refused: see `connect`.
+    """
+    connection, frame = connect(address, token, request, wire.REPORT, patience=patience)
+    connection.close()
+    return wire.unpack(frame.payload)

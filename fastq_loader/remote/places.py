@@ -1,0 +1,166 @@
+"""Which stand-in has which place: the consumer's end of every stand-in's pipe.
+
+Runs in the consumer, on a thread of its own, because places come and stand-ins lose them while the consumer
+is in a training step. Places are found for as many workers as there are, before any stand-in is up; a
+stand-in that waits gets the first that is ready. One that has lost its place gives it back, and another one
+is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from dataclasses import dataclass
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Told, Up, Waiting
+from fastq_loader.remote.placement import Placement
+from fastq_loader.system import calls
+
+
+@dataclass(eq=False)
+class Tie:
+    """The consumer's end of a pipe to a stand-in, and what came out of it.
+
+    Attributes:
+        pipe: the end.
+        place: that the stand-in has, or had last.
+        number: of that place, or of one that was not to be had; None once it was given back.
+        pid: of its far worker; 0 until it is up.
+        why: it said that it would die, and of what.
+        waits: it waits for one.
+        open: it may still say something.
+        over: it needs no place any more, nor will anybody in its stead.
+    """
+
+    pipe: Pipe[Any, Any]
+    place: Place | None = None
+    number: int | None = None
+    pid: int = 0
+    why: str = ""
+    waits: bool = False
+    open: bool = True
+    over: bool = False
+
+
+class Places:
+    """The places of one pool.
+
+    Args:
+        placement: finds them.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._lock = threading.RLock()
+        self._number = 0  # of the last place that was asked for
+        self._ready: deque[Place | NoPlace] = deque()  # nobody has them yet
+        self._ties: list[Tie] = []
+        self._stopped = self._closed = False
+        self._waking = threading.Lock()  # no wake-up is written to a descriptor that was closed
+        self._wake = calls.wake_up()
+        self._thread = threading.Thread(target=self._run, name="fastq_loader: places", daemon=True)
+
+    def start(self, workers: int) -> None:
+        """Find places for as many workers."""
+        for self._number in range(1, workers + 1):
+            self._placement.acquire(self._number, self._found)
+        self._thread.start()
+
+    def tie(self, pipe: Pipe[Any, Any], told: Told) -> Tie:
+        """A stand-in is about to start: tell it what it is to do. It gets a place when it waits for one."""
+        pipe.send(told)
+        tie = Tie(pipe)
+        with self._lock:
+            self._ties.append(tie)
+        self._wake_up()
+        return tie
+
+    def read(self, tie: Tie) -> None:
+        """Take note of what a stand-in has said by now. May be called on any thread."""
+        with self._lock:
+            try:
+                while tie.open and tie.pipe.poll():
+                    self._note(tie, tie.pipe.recv())
+            except (EOFError, OSError):  # it has ended
+                tie.open = tie.waits = False
+                self._give_up(tie, tie.why)
+                self._ties.remove(tie)
+                tie.pipe.close()
+
+    def stop(self) -> None:
+        """No more places are needed."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """All stand-ins have ended; returns when the thread has."""
+        self._stopped = self._closed = True
+        if self._thread.ident is not None:
+            self._wake_up()
+            self._thread.join()
+        for tie in list(self._ties):
+            self.read(tie)
+        with self._waking:
+            wake, self._wake = self._wake, -1
+        os.close(wake)
+
+    def _wake_up(self) -> None:
+        with self._waking:
+            if self._wake >= 0:
+                calls.wake(self._wake)
+
+    # ---- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed:
+            with self._lock:
+                for tie in list(self._ties):
+                    self.read(tie)
+                for tie in self._ties:
+                    self._serve(tie)
+                descriptors = [tie.pipe.fileno() for tie in self._ties]
+            if self._wake in calls.readable([self._wake, *descriptors], None):
+                os.read(self._wake, 8)
+
+    def _note(self, tie: Tie, said: Waiting | Up | Leaving | Dying) -> None:
+        if isinstance(said, Up):
+            tie.pid = said.pid
+        elif isinstance(said, Leaving):
+            tie.over = True
+        elif isinstance(said, Dying):
+            tie.why = said.why
+        else:
+            tie.waits = True
+            self._give_up(tie, said.why)
+
+    def _serve(self, tie: Tie) -> None:
+        """Give a stand-in that waits a place, if there is one."""
+        if tie.waits and self._ready:
+            found = self._ready.popleft()
+            tie.number, tie.waits = found.number, False
+            if isinstance(found, Place):
+                tie.place, tie.pid = found, 0
+            with contextlib.suppress(OSError):  # it has ended; `read` finds that, too
+                tie.pipe.send(found)
+
+    def _give_up(self, tie: Tie, why: str) -> None:
+        """A stand-in does not have its place any more. Another one is found, for it or its successor."""
+        number, tie.number = tie.number, None
+        if number is None:
+            return
+        self._placement.release(number, why)
+        if tie.over or self._stopped:
+            return
+        self._number += 1
+        try:
+            self._placement.acquire(self._number, self._found)
+        except Exception as error:  # the one that waits for it says so
+            self._found(NoPlace(self._number, f"{type(error).__name__}: {error}"))
+
+    def _found(self, found: Place | NoPlace) -> None:
+        """On any thread: a place is ready, or there is none."""
+        self._ready.append(found)
+        self._wake_up()

@@ -1,0 +1,303 @@
+"""The stand-in of a worker on another machine: for the consumer it is the worker.
+
+Runs in a process of its own, on one thread, and imports neither torch nor Ray. It has the worker's number,
+socket, claims and blocks. A task that it has is forwarded to the far worker. When the head of the answer has
+come, the next task is claimed and forwarded, so that the far worker never waits for bytes. Then the bytes are
+received straight into blocks, and the usual answer is sent, which says where they lie now.
+
+A stand-in without a far worker waits for a place. One that loses its far worker waits for another one if no
+batch is lost with it, and if nobody can tell the difference. Else it dies of it, as a worker would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from multiprocessing.connection import Connection as Pipe
+from typing import Any, NoReturn
+
+from fastq_loader.errors import ProtocolError
+from fastq_loader.ipc.claim_table import ClaimTable
+from fastq_loader.ipc.decoding import decode_for_consumer
+from fastq_loader.ipc.messages import Answer, Epoch, Handle, Ping, Space, Stop, Task, encode, pass_on
+from fastq_loader.ipc.sockets import WorkerSocket, remove_folder, socket_name
+from fastq_loader.memory.allocator import Allocator
+from fastq_loader.memory.arena import Mapping
+from fastq_loader.memory.blocks import SMALLEST
+from fastq_loader.remote import link, wire
+from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Told, Up, Waiting
+from fastq_loader.remote.link import Connection, Lost
+from fastq_loader.remote.wire import Request
+from fastq_loader.system import calls
+from fastq_loader.workers.task_queue import TaskQueue
+
+#: The exit code of a stand-in that has said why it dies (EX_UNAVAILABLE of <sysexits.h>).
+LOST = 69
+#: Places, one after the other, where no far worker was to be had, until the stand-in gives up.
+_ATTEMPTS = 3
+#: Tasks that a stand-in without a far worker keeps before it looks which of them others have claimed.
+_UNREAD = 256
+
+
+def main(control: int) -> None:
+    """Entry point of a stand-in; `control` is its end of the pipe to the consumer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the consumer decides what Ctrl-C means
+    pipe: Pipe[Any, Any] = Pipe(control)
+    told: Told = pipe.recv()
+    threading.Thread(target=_leave_with_consumer, args=(told,), daemon=True).start()
+    mapping = Mapping(told.arena, told.arena_length, told.workers, told.arena_whole)
+    claims = ClaimTable(told.arena, mapping.claims)
+    if not os.path.isdir(told.folder):  # the loader was closed before this was up
+        return
+    socket = WorkerSocket(told.folder, socket_name(told.worker, told.generation), told.consumer)
+    blocks = Allocator(mapping, told.worker, told.space, told.for_device)
+    try:
+        StandIn(told, pipe, socket, claims, blocks).run()
+    finally:
+        socket.close()
+
+
+def _leave_with_consumer(told: Told) -> None:
+    """Wait for the consumer's death, whatever this process is doing."""
+    try:
+        consumer = calls.pidfd_open(told.consumer)
+        calls.readable([consumer], None)
+    except ProcessLookupError:
+        pass  # it is gone
+    except OSError:  # no pidfd in this kernel or sandbox
+        while os.getppid() == told.consumer:
+            time.sleep(0.1)
+    remove_folder(told.folder)
+    os._exit(1)
+
+
+class StandIn:
+    """The loop of a stand-in.
+
+    Args:
+        told: what it is to do.
+        pipe: to the consumer's backend.
+        socket: to the consumer.
+        claims: who loads which shared task.
+        blocks: what answers are received into.
+    """
+
+    def __init__(
+        self, told: Told, pipe: Pipe[Any, Any], socket: WorkerSocket, claims: ClaimTable, blocks: Allocator
+    ) -> None:
+        self._told = told
+        self._pipe = pipe
+        self._socket = socket
+        self._claims = claims
+        self._blocks = blocks
+        self._tasks = TaskQueue(claims, told.shared_tasks, told.worker)
+        self._link: Connection | None = None
+        self._greeted = False
+        self._epoch: Epoch | None = None
+        self._stopping = False
+        self._failures = 0
+        self._unsent: list[Task | Epoch] = []  # what the far worker has to hear before it can be sent a task
+        self._due: deque[Task] = deque()  # forwarded, and not answered
+        self._heads = 0  # of those, from the left, whose answers have begun to come
+
+    def run(self) -> None:
+        self._pipe.send(Waiting())
+        while True:
+            self._read_messages()
+            if self._stopping:
+                self._see_off()
+                self._pipe.send(Leaving())
+                return
+            ready: list[object] = []
+            try:
+                self._forward()
+                ready = self._wait()
+                if self._link is not None and self._link.fileno() in ready:
+                    self._receive(self._link)
+            except (Lost, ProtocolError) as error:
+                self._lose(str(error))
+            except MemoryError as error:
+                self._die(str(error))
+            if self._pipe.fileno() in ready:
+                self._take_place()
+
+    def _wait(self) -> list[object]:
+        """Sleep until something has come, unless a task that might be claimed is being claimed by another."""
+        descriptors = [self._pipe.fileno()]
+        if self._link is not None:
+            descriptors.append(self._link.fileno())
+        return self._socket.wait(descriptors, block=self._link is None or not (self._idle and self._tasks))
+
+    @property
+    def _idle(self) -> bool:
+        """Whether the far worker has nothing to load."""
+        return self._heads == len(self._due)
+
+    # ---- from the consumer --------------------------------------------------------------------
+
+    def _read_messages(self) -> None:
+        while not self._stopping and (message := self._socket.receive(block=False)) is not None:
+            if isinstance(message, Task):
+                self._add(message)
+            elif isinstance(message, Epoch):
+                self._tasks.drop()
+                self._tasks.begin_epoch()
+                if self._told.shared_tasks:
+                    self._unsent.clear()
+                self._epoch = message
+                self._unsent.append(message)
+            elif isinstance(message, Space):
+                self._blocks.give(message.ranges)
+            elif isinstance(message, Ping):
+                self._socket.send(message)
+            else:
+                assert isinstance(message, Stop)
+                self._stopping = True
+
+    def _add(self, task: Task) -> None:
+        if not self._told.shared_tasks:  # all are this worker's: the far one sees to their order
+            self._unsent.append(task)
+            return
+        self._tasks.add(task)
+        if self._link is None and len(self._tasks) % _UNREAD == 0:
+            self._tasks.prune()
+
+    # ---- to the far worker --------------------------------------------------------------------
+
+    def _forward(self) -> None:
+        """Tell the far worker what it has to know, and give it a task if it has none.
+
+        Raises:
+            Lost: it is gone.
+        """
+        if self._link is None:
+            return
+        for message in self._unsent:
+            self._send(self._link, message)
+        self._unsent.clear()
+        while self._idle and (task := self._tasks.take()) is not None:
+            self._send(self._link, task)
+
+    def _send(self, connection: Connection, message: Task | Epoch) -> None:
+        if isinstance(message, Task):
+            self._due.append(message)
+            self._mark()
+            message = message._replace(grants=(), promises=(), ticket=0)
+        connection.send(wire.MESSAGE, pass_on(message))
+
+    def _mark(self) -> None:
+        """Note at which task this worker would die now: one that is loaded, rather than one that was."""
+        at = min(self._heads, len(self._due) - 1)
+        self._claims.begin(self._told.worker, self._due[at].ticket if self._due else None)
+
+    def _see_off(self) -> None:
+        """Let the far worker finish, and wait until it has ended. The consumer does not wait for ever."""
+        with contextlib.suppress(Lost, ProtocolError):
+            if self._link is None:
+                return
+            self._link.send(wire.MESSAGE, encode(Stop()))
+            scratch = memoryview(bytearray(SMALLEST))
+            while (frame := self._link.receive()) is not None:
+                for begin in range(0, frame.body, SMALLEST):
+                    self._link.receive_body(scratch[: frame.body - begin])
+
+    # ---- from the far worker ------------------------------------------------------------------
+
+    def _receive(self, connection: Connection) -> None:
+        """An answer: its head, and then its bytes.
+
+        Raises:
+            Lost, ProtocolError: the far worker is of no use any more.
+        """
+        frame = connection.receive()
+        assert frame is not None, "it was waited for"
+        arrived = time.monotonic_ns()
+        answer = decode_for_consumer(frame.payload)
+        if not isinstance(answer, Answer) or not self._due or answer[:3] != self._due[0][:3]:
+            raise ProtocolError("it sent what is no answer to its task")
+        self._heads = 1
+        self._read_messages()
+        self._forward()
+        task = self._due[0]
+        self._blocks.begin(task.grants, task.promises)
+        handle, used = self._receive_body(connection, answer.handle, frame.body)
+        fresh, returned = self._blocks.finish(used)
+        self._socket.send(
+            _at_this_clock(answer, arrived)._replace(
+                fresh=tuple(fresh), returned=tuple(returned), handle=handle
+            )
+        )
+        self._due.popleft()
+        self._heads = 0
+        self._mark()
+
+    def _receive_body(
+        self, connection: Connection, handle: Handle | None, body: int
+    ) -> tuple[Handle | None, list[tuple[int, int]]]:
+        """The handle with the blocks that the bytes lie in now, and these as (offset, bytes used)."""
+        told = () if handle is None else handle.segments
+        if sum(nbytes for _, nbytes, _ in told) != body:
+            raise ProtocolError(f"a body of {body} bytes that is not what the answer says")
+        segments, used = [], []
+        for _, nbytes, third in told:
+            block = self._blocks.take(nbytes)
+            connection.receive_body(calls.view(block.address, nbytes))
+            segments.append((block.offset, block.size, third))
+            used.append((block.offset, nbytes))
+        return handle and handle._replace(segments=tuple(segments)), used
+
+    # ---- places -------------------------------------------------------------------------------
+
+    def _take_place(self) -> None:
+        """The consumer has found a place: start a far worker there."""
+        try:
+            place: Place | NoPlace = self._pipe.recv()
+        except EOFError:  # the consumer is gone, or about to end this process
+            self._stopping = True
+            return
+        if isinstance(place, NoPlace):
+            self._die(place.why)
+        told = self._told
+        seeds = told.base_seed, told.shared_seed
+        request = Request(place.number, False, told.worker, *seeds, told.versions)
+        try:
+            connection, frame = link.connect(place.address, told.token, request, wire.WELCOME, wire.MESSAGE)
+        except (Lost, ProtocolError) as error:
+            self._failures += 1
+            self._lose(str(error), final=self._failures == _ATTEMPTS)
+            return
+        self._failures = 0
+        self._link = connection
+        self._pipe.send(Up(wire.unpack(frame.payload)))
+        if not self._greeted:
+            self._greeted = True
+            self._socket.say_hello()
+
+    def _lose(self, why: str, final: bool = False) -> None:
+        """There is no far worker any more: wait for another one, if that makes no difference."""
+        had_one, self._link = self._link is not None, None
+        if final or self._due or (had_one and not self._told.shared_tasks):
+            self._die(why)
+        if had_one:
+            self._unsent = [] if self._epoch is None else [self._epoch]
+        self._pipe.send(Waiting(why))
+
+    def _die(self, why: str) -> NoReturn:
+        self._pipe.send(Dying(why))
+        sys.exit(LOST)
+
+
+def _at_this_clock(answer: Answer, now: int) -> Answer:
+    """An answer in whose times it was finished `now`: the clocks of two machines begin anywhere."""
+    shift = now - answer.finished
+    return answer._replace(
+        started=answer.started + shift,
+        finished=now,
+        fetched=answer.fetched and answer.fetched + shift,
+        collated=answer.collated and answer.collated + shift,
+    )

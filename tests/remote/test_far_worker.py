@@ -1,0 +1,194 @@
+"""A far worker's end of the connection, and its blocks; the stand-in is played by the tests."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fastq_loader.errors import ProtocolError
+from fastq_loader.ipc.decoding import decode_for_consumer
+from fastq_loader.ipc.messages import BATCH, Answer, Bundle, Epoch, Ping, Stop, Task, encode
+from fastq_loader.memory.arena import AVAILABLE, Arena
+from fastq_loader.memory.blocks import FREE, SMALLEST
+from fastq_loader.packing.pack import Packer
+from fastq_loader.remote import far_worker, wire
+from fastq_loader.remote.far_worker import SentBlocks, StandInSocket
+from fastq_loader.remote.link import Connection
+from tests.conftest import wait_until
+from tests.support.forking import end_of, fork
+from tests.support.pair import TOKEN
+
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
+
+ANSWER = Answer(1, 0, 0, BATCH, 0, 0, (), (), None)
+TASK = Task(1, 0, 0, [1, 2], (), ())
+
+
+class Scene:
+    """A far worker's blocks and connection, and the stand-in's end of it."""
+
+    def __init__(self, for_device: bool = False) -> None:
+        self.arena = Arena(1)
+        self.blocks = SentBlocks(self.arena, for_device)
+        self.packer = Packer(self.blocks, TOKEN)
+        mine, other = self.ends = socket.socketpair()
+        self.socket = StandInSocket(Connection(mine, wire.MESSAGE), self.blocks)
+        self.stand_in = Connection(other, wire.MESSAGE)
+
+    def load(self, batch: Any) -> None:
+        """One task, as a worker does it."""
+        self.blocks.begin(())
+        handle, used = self.packer.pack(batch)
+        del batch
+        handle, used = self.packer.copy_held(handle, used)
+        self.blocks.finish(used)
+        self.socket.send(ANSWER._replace(handle=handle))
+
+    def receive(self) -> tuple[Any, list[bytes]]:
+        """The answer's handle, and the bytes of its segments."""
+        frame = self.stand_in.receive()
+        assert frame is not None
+        answer = decode_for_consumer(frame.payload)
+        assert isinstance(answer, Answer)
+        assert answer.fresh == answer.returned == (), "its blocks are none of the consumer's"
+        parts = []
+        for _, nbytes, _ in answer.handle.segments if answer.handle else ():
+            parts.append(bytearray(nbytes))
+            self.stand_in.receive_body(memoryview(parts[-1]))
+        assert frame.body == sum(map(len, parts))
+        return answer.handle, [bytes(part) for part in parts]
+
+    def tell(self, message: Any) -> None:
+        self.stand_in.send(wire.MESSAGE, encode(message))
+
+    def states(self) -> set[str]:
+        return set(self.blocks._pool._ledger.states().values())
+
+    def close(self) -> None:
+        self.socket.finish()
+        for end in self.ends:
+            end.close()
+        self.arena.retire([])
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.close()
+
+
+def test_only_the_bytes_of_a_batch_are_sent_and_each_segment_says_how_many(scene: Scene) -> None:
+    image = torch.arange(SMALLEST, dtype=torch.int32)
+    scene.load([image[100:], {1, 2}, "text"])
+    handle, (parcel, large) = scene.receive()
+    assert handle.segments == ((0, len(parcel), len(parcel)), (0, len(large), 0))
+    assert large == image[100:].numpy().tobytes()
+    assert TOKEN in parcel, "what is pickled is sealed"
+    scene.load([1, torch.ones(3)])
+    handle, parts = scene.receive()
+    assert (handle.segments, parts) == ((), [])
+    assert handle.parcel
+
+
+def test_for_a_device_one_piece_is_sent() -> None:
+    scene = Scene(for_device=True)
+    scene.load([torch.full((SMALLEST,), 3, dtype=torch.uint8), torch.ones(2)])
+    handle, (part,) = scene.receive()
+    assert handle.segments == ((0, len(part), 0),)
+    assert part.startswith(bytes([3]) * SMALLEST)
+    scene.close()
+
+
+def test_blocks_serve_the_next_task_when_their_bytes_were_sent(scene: Scene) -> None:
+    for at in range(20):
+        scene.load(torch.full((3 * SMALLEST,), at, dtype=torch.uint8))
+        _, (part,) = scene.receive()
+        assert part == bytes([at]) * 3 * SMALLEST
+        assert wait_until(lambda: len(scene.blocks.sent) == 1, 5)
+    assert scene.blocks._pool.grown == 1
+    scene.blocks.begin(())
+    scene.blocks.finish(())
+    assert scene.states() == {FREE}
+
+
+def test_what_is_on_its_way_is_not_written_to(scene: Scene) -> None:
+    """Nothing is received meanwhile; two batches fit into what waits and what is on its way."""
+    nbytes = 64 * SMALLEST
+    for at in range(2):
+        scene.load(torch.full((nbytes,), at, dtype=torch.uint8))
+    assert scene.blocks._pool.grown == 2
+    for at in range(2):
+        _, (part,) = scene.receive()
+        assert part == bytes([at]) * nbytes
+
+
+def test_pages_that_are_of_no_use_any_more_go_back(scene: Scene) -> None:
+    scene.load(torch.zeros(200 * SMALLEST, dtype=torch.uint8))
+    scene.receive()
+    for _ in range(1200):
+        scene.load(torch.zeros(SMALLEST, dtype=torch.uint8))
+        scene.receive()
+    _, _, nbytes = scene.blocks._pool.usage()
+    assert nbytes <= 10 * SMALLEST
+
+
+def test_what_does_not_fit_into_a_message_raises_and_its_blocks_are_free(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(wire.LONGEST, wire.MESSAGE, 2000)
+    with pytest.raises(ValueError, match="plain values do not fit"):
+        scene.load([torch.zeros(SMALLEST), "x" * 3000])
+    scene.socket.send(ANSWER)
+    assert scene.receive() == (None, [])
+    scene.blocks.begin(())
+    scene.blocks.finish(())
+    assert scene.states() == {FREE}
+
+
+def test_messages_come_in_their_order_also_after_a_look_for_the_stop(scene: Scene) -> None:
+    assert scene.socket.receive(block=False) is None
+    assert not scene.socket.told_to_stop()
+    said = [Epoch(1, None, 3), TASK, Stop()]
+    for message in said:
+        scene.tell(message)
+    assert scene.socket.told_to_stop()
+    assert [scene.socket.receive(block=True) for _ in said] == said
+
+
+def test_a_bundle_is_refused(scene: Scene) -> None:
+    scene.tell(Bundle((encode(Ping()),)))
+    with pytest.raises(ProtocolError, match="a bundle"):
+        scene.socket.receive(block=True)
+
+
+def test_it_leaves_when_the_stand_in_is_gone(scene: Scene) -> None:
+    scene.ends[1].close()
+    with pytest.raises(SystemExit):
+        scene.socket.receive(block=True)
+
+
+@pytest.mark.processes
+def test_a_child_of_the_dataset_that_comes_back_leaves(scene: Scene) -> None:
+    def use_it() -> None:
+        try:
+            scene.socket.send(ANSWER)
+        except SystemExit:
+            os._exit(9)
+
+    assert end_of(fork(use_it)) == 9
+
+
+@pytest.mark.processes
+def test_an_answer_for_nobody_ends_the_process(scene: Scene) -> None:
+    def answer() -> None:
+        far_worker.process_id._pid = scene.socket._pid  # as if it were the worker
+        scene.ends[1].shutdown(socket.SHUT_RDWR)
+        scene.socket._send((b"", [], []))
+
+    assert end_of(fork(answer)) == 1

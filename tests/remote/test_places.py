@@ -1,0 +1,149 @@
+"""Who gets which place: stand-ins and the placement are played, the pipes are real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import pytest
+
+from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Told, Up, Waiting
+from fastq_loader.remote.link import Address
+from fastq_loader.remote.placement import Ready
+from fastq_loader.remote.places import Places, Tie
+from tests.conftest import wait_until
+from tests.remote.test_control import TOLD
+
+SECONDS = 10  # against hanging
+
+
+class Played:
+    """Notes what it is asked; places are found by `find`."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, Ready] = {}
+        self.released: list[tuple[int, str]] = []
+        self.fails = False
+
+    def acquire(self, number: int, ready: Ready) -> None:
+        if self.fails:
+            raise OSError("no machine is left")
+        self.asked[number] = ready
+
+    def release(self, number: int, why: str) -> None:
+        self.released.append((number, why))
+
+    def find(self, number: int) -> Place:
+        place = Place(number, Address("127.0.0.1", number), f"node-{number}")
+        self.asked.pop(number)(place)
+        return place
+
+
+@pytest.fixture
+def played() -> Played:
+    return Played()
+
+
+@pytest.fixture
+def places(played: Played) -> Iterator[Places]:
+    places = Places(played)  # type: ignore[arg-type]
+    places.start(2)
+    yield places
+    places.close()
+
+
+def stand_in(places: Places, told: Told = TOLD) -> tuple[Connection[Any, Any], Tie]:
+    """The stand-in's end of its pipe, when it waits."""
+    mine, its = Pipe()
+    tie = places.tie(mine, told)
+    assert its.recv() == told
+    its.send(Waiting())
+    return its, tie
+
+
+def received(pipe: Connection[Any, Any]) -> Any:
+    assert pipe.poll(SECONDS)
+    return pipe.recv()
+
+
+def test_places_are_sought_before_anybody_waits_and_the_first_goes_to_the_first(
+    places: Places, played: Played
+) -> None:
+    assert sorted(played.asked) == [1, 2]
+    ready = played.find(2)
+    pipe, tie = stand_in(places)
+    assert received(pipe) == ready
+    pipe.send(Up(70))
+    assert wait_until(lambda: tie.pid == 70, SECONDS)
+    other, _ = stand_in(places)
+    assert not other.poll(0.05)
+    assert received(other) if played.find(1) else None
+    pipe.close()
+    other.close()
+
+
+def test_one_that_lost_its_place_gets_another_one(places: Places, played: Played) -> None:
+    played.find(1)
+    pipe, tie = stand_in(places)
+    received(pipe)
+    pipe.send(Waiting("the connection broke"))
+    assert wait_until(lambda: played.released == [(1, "the connection broke")], SECONDS)
+    assert wait_until(lambda: 3 in played.asked, SECONDS)
+    assert received(pipe) if played.find(3) else None
+    assert tie.place is not None
+    assert tie.place.number == 3
+    pipe.close()
+
+
+def test_for_one_that_dies_a_place_is_sought_for_its_successor(places: Places, played: Played) -> None:
+    played.find(1)
+    pipe, tie = stand_in(places)
+    received(pipe)
+    pipe.send(Dying("of it"))
+    pipe.close()
+    places.read(tie)  # what it said is known as soon as anybody asks
+    assert tie.why == "of it"
+    assert wait_until(lambda: (1, "of it") in played.released and 3 in played.asked, SECONDS)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_when_the_pool_ends_no_place_is_sought(told: bool, places: Places, played: Played) -> None:
+    played.find(1)
+    pipe, _ = stand_in(places)
+    received(pipe)
+    if told:
+        pipe.send(Leaving())
+    else:  # it is killed
+        places.stop()
+    pipe.close()
+    assert wait_until(lambda: played.released == [(1, "")], SECONDS)
+    assert sorted(played.asked) == [2]
+
+
+def test_where_there_is_no_place_the_one_that_waits_hears_why(places: Places, played: Played) -> None:
+    played.asked.pop(1)(NoPlace(1, "none is left"))
+    pipe, tie = stand_in(places)
+    assert received(pipe) == NoPlace(1, "none is left")
+    assert tie.place is None
+    played.fails = True
+    pipe.close()
+    assert wait_until(lambda: played.released == [(1, "")], SECONDS)
+    successor, _ = stand_in(places)
+    assert received(successor) == NoPlace(3, "OSError: no machine is left")
+    successor.close()
+
+
+def test_a_place_that_is_found_when_all_is_over_is_of_no_use(played: Played) -> None:
+    places = Places(played)  # type: ignore[arg-type]
+    places.start(1)
+    places.close()
+    played.find(1)
+
+
+def test_what_a_placement_raises_at_the_start_is_raised(played: Played) -> None:
+    played.fails = True
+    places = Places(played)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="no machine"):
+        places.start(1)
+    places.close()

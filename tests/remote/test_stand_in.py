@@ -1,0 +1,346 @@
+"""The loop of a stand-in, without its process: the far worker and the consumer are played by the tests."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection as PipeEnd
+from multiprocessing.connection import Pipe
+from typing import Any
+
+import pytest
+
+import fastq_loader
+from fastq_loader.errors import ProtocolError
+from fastq_loader.ipc.decoding import decode_for_worker
+from fastq_loader.ipc.messages import (
+    BATCH,
+    ENDED,
+    Answer,
+    Epoch,
+    Handle,
+    Pickled,
+    Ping,
+    Space,
+    Stop,
+    Task,
+    encode,
+)
+from fastq_loader.memory.allocator import Allocator
+from fastq_loader.memory.arena import AVAILABLE, Arena
+from fastq_loader.memory.blocks import SMALLEST
+from fastq_loader.remote import backend, stand_in, wire
+from fastq_loader.remote.control import Dying, NoPlace, Place, Up, Waiting
+from fastq_loader.remote.link import Address, Connection
+from fastq_loader.remote.stand_in import LOST, StandIn
+from fastq_loader.system import calls
+from tests.remote.test_control import TOLD
+from tests.support.simulation import Table
+
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
+
+EPOCH = Epoch(1, None, 5)
+
+
+class PlayedSocket:
+    """The consumer's messages wait in `messages`; what it is sent is in `sent`."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.sent: list[Any] = []
+        self.greetings = 0
+
+    def receive(self, block: bool) -> Any:
+        return self.messages.pop(0) if self.messages else None
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def say_hello(self) -> None:
+        self.greetings += 1
+
+    def wait(self, descriptors: list[int], block: bool) -> list[int]:
+        return calls.readable(descriptors, 5 if block and not self.messages else 0)
+
+
+class Scene:
+    """A stand-in and those around it.
+
+    Attributes:
+        far: the far worker's end of the connection.
+        pipe: the consumer's end of the pipe.
+    """
+
+    def __init__(self, shared: bool = True) -> None:
+        self.arena = Arena(2)
+        self.socket = PlayedSocket()
+        self.claims = Table(1000)
+        self.blocks = Allocator(self.arena.mapping, 1)
+        self.pipe: PipeEnd[Any, Any]
+        self.pipe, its = Pipe()
+        self.its = its
+        told = TOLD._replace(shared_tasks=shared)
+        self.stand_in = StandIn(told, its, self.socket, self.claims, self.blocks)  # type: ignore[arg-type]
+        self.ends: list[socket.socket] = []
+        self.connect()
+
+    def connect(self) -> None:
+        mine, other = socket.socketpair()
+        self.ends += (mine, other)
+        self.stand_in._link = Connection(mine, wire.MESSAGE)
+        self.far = Connection(other, wire.MESSAGE)
+
+    def tell(self, *messages: Any) -> None:
+        """The consumer says something, and the stand-in does what it can without waiting."""
+        for message in messages:
+            if isinstance(message, Task):
+                self.claims.offer(message.ticket)
+            self.socket.messages.append(message)
+        self.stand_in._read_messages()
+        self.stand_in._forward()
+
+    def heard(self) -> list[Any]:
+        """What the far worker has been told since it was asked last."""
+        found = []
+        while (frame := self.far.receive(block=False)) is not None:
+            found.append(decode_for_worker(frame.payload))
+        return found
+
+    def answer(self, answer: Answer, *body: bytes) -> Any:
+        """The far worker answers; what the consumer hears of it."""
+        self.far.send(wire.MESSAGE, encode(answer), body)
+        self.stand_in._receive(self.stand_in._link)  # type: ignore[arg-type]
+        return self.socket.sent.pop()
+
+    def said(self) -> list[Any]:
+        """What the backend has been told."""
+        found = []
+        while self.pipe.poll():
+            found.append(self.pipe.recv())
+        return found
+
+    def close(self) -> None:
+        for end in (*self.ends, self.pipe, self.its):
+            end.close()
+        self.arena.retire([])
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.close()
+
+
+@pytest.fixture
+def assigned() -> Iterator[Scene]:
+    scene = Scene(shared=False)
+    yield scene
+    scene.close()
+
+
+def task(seq: int, *grants: tuple[int, int], index: Any = 0) -> Task:
+    return Task(1, seq, 0, index, grants, (), 100 + seq)
+
+
+def forwarded(task: Task) -> Task:
+    """As the far worker hears of it: it has blocks of its own, and claims nothing."""
+    return task._replace(grants=(), ticket=0)
+
+
+def answer(seq: int, *segments: tuple[int, int, int], **fields: Any) -> Answer:
+    handle = Handle(0, "spec", (), None, segments)
+    return Answer(1, seq, 0, BATCH, 1_000, 5_000, (), (), handle)._replace(**fields)
+
+
+def test_one_task_is_claimed_and_the_next_when_the_head_of_an_answer_has_come(scene: Scene) -> None:
+    scene.tell(EPOCH, task(0), task(1), task(2))
+    assert scene.heard() == [EPOCH, forwarded(task(0))]
+    assert [scene.claims.holder(100 + seq) for seq in range(3)] == [1, None, None]
+    assert scene.claims.begun(1) == 100
+    size = 3 * SMALLEST
+    whole = wire.header(wire.MESSAGE, len(encode(answer(0, (0, size, 0)))), size)
+    scene.far._socket.sendall(whole + encode(answer(0, (0, size, 0))))  # the head alone
+    receiving = threading.Thread(target=scene.stand_in._receive, args=(scene.stand_in._link,))
+    receiving.start()
+    frame = scene.far.receive()
+    assert frame is not None
+    assert decode_for_worker(frame.payload) == forwarded(task(1))
+    assert scene.claims.begun(1) == 101, "what it would die of is what it loads"
+    assert scene.socket.sent == [], "no answer before its last byte"
+    scene.far._socket.sendall(bytes(size))
+    receiving.join()
+    assert scene.socket.sent[0][:3] == (1, 0, 0)
+    assert scene.claims.holder(102) is None, "two at a time"
+
+
+def test_bytes_lie_where_the_answer_says_in_granted_blocks_and_new_ones(scene: Scene) -> None:
+    far_off = 100 * SMALLEST
+    scene.tell(EPOCH, task(0, (far_off, SMALLEST), (2 * far_off, SMALLEST)))
+    sent = scene.answer(answer(0, (0, 500, 500), (0, 2 * SMALLEST, 0)), b"p" * 500, b"i" * 2 * SMALLEST)
+    (first, _, parcel), (second, size, into) = sent.handle.segments
+    assert (first, parcel, size, into) == (far_off, 500, 2 * SMALLEST, 0)
+    assert bytes(scene.arena.mapping.read(first, 500)) == b"p" * 500
+    assert bytes(scene.arena.mapping.read(second, 2 * SMALLEST)) == b"i" * 2 * SMALLEST
+    assert sent.fresh == ((second, 2 * SMALLEST),)
+    assert sent.returned == (2 * far_off,)
+    assert sent.handle.spec == "spec"
+    start, end = scene.arena.mapping.region(1)
+    assert start <= second < end, "its own part of the arena"
+    assert scene.claims.begun(1) is None
+
+
+def test_an_answer_without_a_batch_gives_its_blocks_back(scene: Scene) -> None:
+    scene.tell(EPOCH, task(0, (SMALLEST, SMALLEST)))
+    sent = scene.answer(answer(0, outcome=ENDED, handle=None))
+    assert (sent.outcome, sent.handle, sent.returned) == (ENDED, None, (SMALLEST,))
+
+
+def test_times_are_of_this_clock(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand_in.time, "monotonic_ns", lambda: 90_000)
+    scene.tell(EPOCH, task(0))
+    sent = scene.answer(answer(0, fetched=2_000, collated=4_000, handle=None))
+    assert (sent.started, sent.fetched, sent.collated, sent.finished) == (86_000, 87_000, 89_000, 90_000)
+    scene.tell(task(1))
+    assert scene.answer(answer(1, handle=None)).fetched == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "body", "reason"),
+    [
+        (encode(answer(7)), 0, "no answer to its task"),
+        (encode(answer(0)._replace(attempt=1)), 0, "no answer to its task"),
+        (encode(Ping()), 0, "no answer to its task"),
+        (encode(answer(0, (0, 10, 0))), 9, "a body of 9 bytes"),
+        (encode(answer(0)), 1, "a body of 1 bytes"),
+        (b"garbage", 0, "not a"),
+    ],
+)
+def test_what_is_no_answer_is_refused(wrong: bytes, body: int, reason: str, scene: Scene) -> None:
+    scene.tell(EPOCH, task(0))
+    scene.far.send(wire.MESSAGE, wrong, [bytes(body)])
+    with pytest.raises(ProtocolError, match=reason):
+        scene.stand_in._receive(scene.stand_in._link)  # type: ignore[arg-type]
+    assert scene.socket.sent == []
+
+
+def test_assigned_tasks_and_epochs_are_passed_on_as_they_come(assigned: Scene) -> None:
+    index = Pickled(bytes(16) + b"opaque")
+    said = [EPOCH, task(0), task(1, index=index), EPOCH._replace(epoch=2), task(2)]
+    assigned.tell(*said)
+    assert assigned.heard() == [forwarded(m) if isinstance(m, Task) else m for m in said]
+    assert assigned.claims.begun(1) == 100
+
+
+def test_what_is_for_the_stand_in_is_not_passed_on(scene: Scene) -> None:
+    space = SMALLEST * 5
+    start, _ = scene.arena.mapping.region(1)
+    scene.blocks._space.take(1 << 20)
+    scene.tell(Space(((start, space),)), Ping())
+    assert scene.heard() == []
+    assert scene.socket.sent == [Ping()]
+    assert scene.blocks.take(space).offset == start
+
+
+# ---- without a far worker ---------------------------------------------------------------------------
+
+
+def test_without_a_claim_another_far_worker_is_waited_for_and_told_of_the_epoch(scene: Scene) -> None:
+    scene.tell(EPOCH, EPOCH._replace(epoch=2))
+    scene.stand_in._lose("the cable was pulled")
+    assert scene.said() == [Waiting("the cable was pulled")]
+    scene.connect()
+    scene.tell(task(0)._replace(epoch=2))
+    assert scene.heard() == [EPOCH._replace(epoch=2), forwarded(task(0))._replace(epoch=2)]
+
+
+def test_with_a_claim_it_dies_and_says_of_what(scene: Scene) -> None:
+    scene.tell(EPOCH, task(0))
+    with pytest.raises(SystemExit) as raised:
+        scene.stand_in._lose("the cable was pulled")
+    assert raised.value.code == LOST
+    assert scene.said() == [Dying("the cable was pulled")]
+
+
+def test_where_another_worker_would_draw_other_numbers_it_dies_without_a_claim(assigned: Scene) -> None:
+    assigned.tell(EPOCH)
+    with pytest.raises(SystemExit):
+        assigned.stand_in._lose("the cable was pulled")
+
+
+def test_tasks_that_others_have_are_not_kept_while_there_is_no_far_worker(scene: Scene) -> None:
+    scene.stand_in._link = None
+    for seq in range(3 * stand_in._UNREAD):
+        scene.tell(task(seq % 900))
+        scene.claims.claim(100 + seq % 900, 0)
+    assert len(scene.stand_in._tasks) <= stand_in._UNREAD
+
+
+def test_places_where_nobody_listens_are_given_back_and_the_third_is_the_last(assigned: Scene) -> None:
+    assigned.stand_in._link = None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    for number in range(2):
+        assigned.pipe.send(Place(number, Address("127.0.0.1", port), "node"))
+        assigned.stand_in._take_place()
+        (waiting,) = assigned.said()
+        assert "cannot be reached" in waiting.why
+    assigned.pipe.send(Place(2, Address("127.0.0.1", port), "node"))
+    with pytest.raises(SystemExit):
+        assigned.stand_in._take_place()
+
+
+def test_where_there_is_no_place_it_dies(scene: Scene) -> None:
+    scene.pipe.send(NoPlace(1, "none is left"))
+    with pytest.raises(SystemExit):
+        scene.stand_in._take_place()
+    assert scene.said() == [Dying("none is left")]
+
+
+def test_it_greets_the_consumer_with_its_first_far_worker(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = scene.stand_in._link
+    frame = wire.Frame(wire.WELCOME, b"\x07", 0)
+    monkeypatch.setattr(stand_in.link, "connect", lambda *arguments: (link, frame))
+    for _ in range(2):
+        scene.pipe.send(Place(1, Address("127.0.0.1", 1), "node"))
+        scene.stand_in._take_place()
+    assert scene.said() == [Up(7), Up(7)]
+    assert scene.socket.greetings == 1
+
+
+def test_it_leaves_when_the_far_worker_has(scene: Scene) -> None:
+    scene.socket.messages = [EPOCH, task(0), Stop()]
+    scene.claims.offer(100)
+    running = threading.Thread(target=scene.stand_in.run)
+    running.start()
+    frame = scene.far.receive()
+    assert frame is not None
+    assert decode_for_worker(frame.payload) == Stop()
+    scene.far.send(wire.MESSAGE, b"late", [bytes(3 * SMALLEST + 5)])
+    assert running.is_alive()
+    scene.far.close()
+    running.join()
+    assert scene.socket.sent == []
+
+
+def test_a_lost_connection_is_noticed_by_the_loop(scene: Scene) -> None:
+    scene.tell(EPOCH, task(0))
+    scene.heard()
+    scene.far.close()
+    with pytest.raises(SystemExit):
+        scene.stand_in.run()
+    assert scene.said() == [Waiting(), Dying("the other side closed the connection")]
+
+
+@pytest.mark.processes
+def test_its_process_has_neither_torch_nor_ray() -> None:
+    code = backend._CODE.replace("main(int(sys.argv[1]))", "print(*sys.modules)")
+    command = [sys.executable, "-c", code, "0", fastq_loader.__path__[0], *sys.path]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "fastq_loader.remote.stand_in" in output
+    assert not {"torch", "ray", "pandas"} & set(output.split())

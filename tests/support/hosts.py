@@ -1,0 +1,89 @@
+"""Hosts on this machine, in place of those that a cluster would start on others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from fastq_loader.remote.control import Place
+from fastq_loader.remote.host import Host
+from fastq_loader.remote.options import FarWorkers
+from fastq_loader.remote.placement import Ready
+from tests.conftest import descendants
+
+
+class LocalHosts:
+    """A placement that starts hosts beside the consumer, as "nodes" of room for `room` workers each.
+
+    Attributes:
+        hosts: those that were started, by the names of their nodes.
+        released: places that were given back, with why.
+        waiting: places that were not to be had yet.
+    """
+
+    made: list[LocalHosts] = []  # noqa: RUF012 - the tests ask for the newest one
+
+    def __init__(self, nodes: int = 1, room: int = 4) -> None:
+        self.nodes, self.room = nodes, room
+        self.hosts: dict[str, Host] = {}
+        self.places: dict[int, Place] = {}
+        self.released: list[tuple[int, str]] = []
+        self.waiting: list[tuple[int, Ready]] = []
+        self.spec = b""
+        LocalHosts.made.append(self)
+
+    def start(self, spec: bytes) -> None:
+        self.spec = spec
+        for _ in range(self.nodes):
+            self.add_node()
+
+    def add_node(self) -> None:
+        """A machine joins; who waits gets its places."""
+        self.hosts[f"node-{len(self.hosts)}"] = Host(self.spec, "127.0.0.1")
+        waiting, self.waiting = self.waiting, []
+        for number, ready in waiting:
+            self.acquire(number, ready)
+
+    def acquire(self, number: int, ready: Ready) -> None:
+        taken = [place.node for place in self.places.values()]
+        alive = [node for node, host in self.hosts.items() if host.alive]
+        free = [node for node in alive if taken.count(node) < self.room]
+        if not free:
+            self.waiting.append((number, ready))
+            return
+        node = min(free, key=taken.count)
+        host = self.hosts[node]
+        if not hasattr(host, "where"):
+            host.where = host.address()  # type: ignore[attr-defined]
+        self.places[number] = Place(number, host.where, node)  # type: ignore[attr-defined]
+        ready(self.places[number])
+
+    def release(self, number: int, why: str) -> None:
+        self.released.append((number, why))
+        self.places.pop(number, None)
+
+    def death(self, number: int) -> str:
+        return "its node was switched off"
+
+    def kill_node(self, node: str) -> None:
+        """A machine dies, and another one joins."""
+        os.kill(self.hosts[node].pid, signal.SIGKILL)
+        self.hosts[node].close()
+        self.add_node()
+
+    def close(self) -> None:
+        for host in self.hosts.values():
+            host.close()
+
+
+def far(nodes: int = 1, room: int = 4, **options: Any) -> FarWorkers:
+    """Workers on hosts of this machine."""
+    placement: Callable[[], LocalHosts] = lambda: LocalHosts(nodes, room)  # noqa: E731
+    return FarWorkers(placement, **options)
+
+
+def far_pids(hosts: LocalHosts) -> list[int]:
+    """The far workers that run now."""
+    return [pid for host in hosts.hosts.values() if host.alive for pid in descendants(host.pid)]
