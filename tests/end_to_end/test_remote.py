@@ -1,0 +1,276 @@
+"""Workers on other machines give what local ones give, to the bit. Those machines are programs on this one.
+
+Hosts, connections, handshakes and frames are the real ones, over loopback; only who starts hosts is played.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, UnpicklableError, empty
+from fastq_loader.workers.options import WorkerKind
+from tests.support.crimes import CrimeAt, raise_os_error
+from tests.support.datasets import (
+    SAMPLES,
+    Made,
+    MapDataset,
+    Record,
+    Stream,
+    assert_same,
+    identity,
+)
+from tests.support.hosts import LocalHosts, far
+from tests.support.late_device import late_device
+from tests.support.loaders import seed_all
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+SCHEDULES = pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
+
+
+def taken(workers: str | WorkerKind, dataset: Any, stops: tuple[int | None, ...], options: Any) -> list[Any]:
+    """What some epochs give, each broken off after so many batches; and what the consumer draws after."""
+    seed_all(7)
+    loader = DataLoader(dataset, num_workers=2, workers=workers, **options)
+    found = []
+    for stop in stops:
+        for number, batch in enumerate(loader):
+            found.append(batch)
+            if number + 1 == stop:
+                break
+    loader.close()
+    return [*found, torch.rand(1)]
+
+
+def check(dataset: Any, *stops: int | None, **options: Any) -> None:
+    """The same comes from workers of this machine and of others; the stops are as in `taken`."""
+    options = {"batch_size": 4, **options}
+    stops = stops or (None,)
+    here = taken("processes", dataset, stops, options)
+    assert_same(taken(far(nodes=2), dataset, stops, options), here)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("kind", ["dict", "large", "drawn"])
+def test_batches_of_all_kinds_are_the_same(kind: str, schedule: str) -> None:
+    check(MapDataset(kind, 41), shuffle=True, schedule=schedule)
+
+
+def nine_megabytes(index: int) -> Any:
+    return torch.full((3, 224, 224), index % 251, dtype=torch.uint8), {"label": index}
+
+
+def test_large_batches_are_the_same() -> None:
+    check(Made(nine_megabytes, 640), batch_size=64, schedule="dynamic")
+
+
+def everything(index: int) -> Any:
+    return [SAMPLES[kind](index) for kind in ("dict", "large", "numpy", "objects", "text")]
+
+
+def test_lists_of_objects_with_small_and_large_tensors_are_the_same() -> None:
+    check(Made(everything, 24), collate_fn=identity, schedule="dynamic")
+
+
+@SCHEDULES
+def test_epochs_of_persistent_workers_and_breaks_are_the_same(schedule: str) -> None:
+    check(
+        MapDataset("drawn", 60), None, 3, 0, 1, None, shuffle=True, schedule=schedule, persistent_workers=True
+    )
+
+
+@SCHEDULES
+def test_iterable_datasets_are_the_same(schedule: str) -> None:
+    stream = Stream("drawn", [9, 2, 5])
+    check(stream, None, 2, None, schedule=schedule, persistent_workers=True)
+
+
+def seeded(worker: int) -> None:
+    random.seed(worker)
+    np.random.seed(100 + worker)
+    torch.manual_seed(1000 + worker)
+
+
+def stacked(samples: list[Any]) -> dict[str, Any]:
+    """Writes its result to memory that the worker gave it."""
+    images = torch.stack([image for image, _ in samples], out=empty((len(samples), 3, 64, 96)))
+    info = get_worker_info()
+    assert info is not None
+    return {
+        "images": images,
+        "labels": [label for _, label in samples],
+        "seed": info.seed,
+    }
+
+
+def test_functions_of_the_users_run_there_as_here() -> None:
+    check(MapDataset("large", 30), collate_fn=stacked, worker_init_fn=seeded)
+    check(MapDataset("drawn", 30), worker_init_fn=seeded)
+
+
+class Keeper(Dataset[Any]):
+    """Keeps a tensor that it has shipped, and writes to it later."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        for tensor in self.kept:
+            tensor.zero_()
+        self.kept.append(empty((40_000,)).fill_(index))
+        return self.kept[-1]
+
+
+def test_what_a_dataset_keeps_there_is_shipped_in_a_copy() -> None:
+    check(Keeper(), batch_size=None)
+
+
+def test_any_index_reaches_the_dataset_as_it_is() -> None:
+    keys = [2**70, np.int64(3), (1, "a"), slice(1, 2), "text", frozenset({4})]
+    check(Made(lambda key: Record(repr(key), key), 1), batch_size=None, sampler=keys, schedule="dynamic")
+
+
+def defined_here() -> Any:
+    class Local(Dataset[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            return (lambda i: 2 * i)(index)
+
+    return Local()
+
+
+def test_what_is_defined_in_a_function_travels_too() -> None:
+    check(defined_here())
+
+
+@SCHEDULES
+def test_batches_for_a_device_lie_in_one_block(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with late_device(monkeypatch):
+        check(MapDataset("large", 40), schedule=schedule, device="cuda", shuffle=True)
+        check(Made(everything, 12), collate_fn=identity, schedule=schedule, device="cuda")
+
+
+def test_an_epoch_goes_on_elsewhere() -> None:
+    def rest(first: Any, then: Any) -> list[Any]:
+        options: Any = {"shuffle": True, "num_workers": 2, "schedule": RoundRobin(save_generators=True)}
+        seed_all(3)
+        loader = DataLoader(MapDataset("drawn", 40), 4, workers=first, **options)
+        iterator = iter(loader)
+        for _ in range(3):
+            next(iterator)
+        state = loader.state_dict()
+        del iterator
+        loader.close()
+        seed_all(4)
+        other = DataLoader(MapDataset("drawn", 40), 4, workers=then, **options)
+        other.load_state_dict(state)
+        return list(other)
+
+    here = rest("processes", "processes")
+    assert len(here) == 7
+    assert_same(rest("processes", far()), here)
+    assert_same(rest(far(), "processes"), here)
+
+
+def test_batches_are_kept_while_others_come() -> None:
+    loader = DataLoader(MapDataset("large", 400), 4, num_workers=2, workers=far(), schedule=Dynamic(window=4))
+    batches = list(loader)
+    assert_same(batches, list(DataLoader(MapDataset("large", 400), 4)))
+    with pytest.raises(RuntimeError, match="closed"):
+        next(iter_of_closed(loader))
+    assert float(batches[0][0].sum()) == 3 * 64 * 96 * (0 + 1 + 2 + 3)
+
+
+def iter_of_closed(loader: DataLoader[Any]) -> Iterator[Any]:
+    iterator = iter(loader)
+    loader.close()
+    return iterator
+
+
+def test_far_and_local_workers_of_two_loaders_do_not_meet() -> None:
+    loaders = [
+        DataLoader(MapDataset("dict", 20), 4, num_workers=1, workers=kind)
+        for kind in (far(), Processes(), far())
+    ]
+    for batches in zip(*loaders, strict=True):
+        assert_same(batches[1], batches[0])
+        assert_same(batches[2], batches[0])
+
+
+def test_more_workers_than_places_wait_until_a_machine_joins() -> None:
+    loader = DataLoader(Made(slow, 60), 2, num_workers=3, workers=far(nodes=1, room=1), schedule="dynamic")
+    seen = set()
+    for number, batch in enumerate(loader):
+        seen.update(batch.tolist())
+        if number == 3:
+            assert [worker.batches > 0 for worker in loader.statistics().workers].count(True) == 1
+            LocalHosts.made[-1].add_node()
+    assert seen == set(range(60))
+    assert [worker.batches > 0 for worker in loader.statistics().workers].count(True) >= 2
+
+
+def slow(index: int) -> int:
+    import time
+
+    time.sleep(0.02)
+    return index
+
+
+@SCHEDULES
+def test_errors_come_at_their_positions_with_type_attributes_and_traceback(schedule: str) -> None:
+    def outcomes(workers: Any) -> Iterator[Any]:
+        dataset = CrimeAt(raise_os_error, 5, 12)
+        with DataLoader(dataset, 2, num_workers=2, workers=workers, schedule=schedule) as loader:
+            iterator = iter(loader)
+            yield [next(iterator) for _ in range(2)]
+            with pytest.raises(OSError, match=r"shard-5\.tar") as raised:
+                next(iterator)
+            yield raised.value.args, raised.value.filename, "in raise_os_error" in str(raised.value.__cause__)
+            yield list(iterator)
+
+    assert_same(list(outcomes(far())), list(outcomes("processes")))
+
+
+def test_what_cannot_be_sent_or_opened_there_is_said_once_and_at_once() -> None:
+    locked = DataLoader(Made(threading.Lock().acquire, 4), num_workers=1, workers=far())
+    with pytest.raises(UnpicklableError, match="dataset cannot be sent to another machine"):
+        iter(locked)
+    loader = DataLoader(OpensHere(), 2, num_workers=2, workers=far(), schedule="dynamic")
+    with pytest.raises(ValueError, match="this is another process"):
+        next(iter(loader))
+
+
+def opened(pid: int) -> Any:
+    if os.getpid() != pid:
+        raise ValueError("this is another process")
+    return OpensHere()
+
+
+class OpensHere(Dataset[Any]):
+    """Can be opened in the process that it comes from, and in no other."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __reduce__(self) -> Any:
+        return opened, (os.getpid(),)

@@ -1,0 +1,195 @@
+"""Workers on other machines, and those machines, die, hang and are meddled with: what comes is the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from fastq_loader import DataLoader, LoaderTimeout, WorkerDied, WorkerReplaced
+from fastq_loader.remote import link
+from fastq_loader.remote.wire import Refused, Request
+from tests.conftest import running_script, wait_until
+from tests.support.crimes import CrimeAt, dawdle, exit_with_7
+from tests.support.datasets import assert_same
+from tests.support.hosts import LocalHosts, far, far_pids
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+
+class Slowly(Dataset[Any]):
+    """Samples of all sizes, with draws in them, after a moment."""
+
+    def __init__(self, length: int = 160, seconds: float = 0.002) -> None:
+        self.length, self.seconds = length, seconds
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
+        return index, torch.rand(30_000), torch.rand(2)
+
+
+def newest() -> LocalHosts:
+    return LocalHosts.made[-1]
+
+
+def loader(dataset: Any = None, **options: Any) -> DataLoader[Any]:
+    torch.manual_seed(5)
+    given = {"batch_size": 4, "num_workers": 2, "schedule": "dynamic", "shuffle": True, **options}
+    return DataLoader(Slowly() if dataset is None else dataset, **given)
+
+
+def kill_far_worker(draw: random.Random, data: DataLoader[Any]) -> None:
+    if pids := far_pids(newest()):
+        os.kill(draw.choice(pids), signal.SIGKILL)
+
+
+def kill_stand_in(draw: random.Random, data: DataLoader[Any]) -> None:
+    if pids := [worker.pid for worker in data.statistics().workers if worker.pid]:
+        os.kill(draw.choice(pids), signal.SIGKILL)
+
+
+def kill_node(draw: random.Random, data: DataLoader[Any]) -> None:
+    alive = [node for node, host in newest().hosts.items() if host.alive]
+    newest().kill_node(draw.choice(alive))
+
+
+@pytest.mark.parametrize("kill", [kill_far_worker, kill_stand_in, kill_node])
+def test_each_index_comes_once_and_in_order_whoever_is_killed(
+    kill: Callable[[random.Random, DataLoader[Any]], None],
+) -> None:
+    expected = list(loader(num_workers=0))
+    draw = random.Random(3)
+    data = loader(num_workers=3, workers=far(nodes=2, max_restarts=1000), persistent_workers=True)
+    found: list[Any] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WorkerReplaced)
+        for number, batch in enumerate(data):
+            found.append(batch)
+            if number % 12 == 5:
+                with suppress(ProcessLookupError):
+                    kill(draw, data)
+        assert_same(found, expected)
+        assert sorted(torch.cat([batch[0] for batch in data]).tolist()) == list(range(160))
+    data.close()
+
+
+def test_a_dead_far_worker_is_told_of_with_its_machine_and_how_it_died() -> None:
+    data = loader(CrimeAt(exit_with_7, 5, 12), workers=far(), shuffle=False, batch_size=2)
+    iterator = iter(data)
+    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    text = r"worker \d was lost with its process on node-0 \(pid \d+.*\): it exited with code 7, .*batch 2"
+    with pytest.raises(WorkerDied, match=text):
+        next(iterator)
+
+
+def test_a_machine_that_dies_is_told_of_in_the_words_of_whoever_started_it() -> None:
+    data = loader(workers=far(max_restarts=2), num_workers=1)
+    iterator = iter(data)
+    next(iterator)
+    newest().kill_node("node-0")
+    with pytest.warns(WorkerReplaced, match=r"process on node-0 \(pid .*\): its node was switched off"):
+        list(iterator)
+
+
+def test_a_worker_that_is_lost_between_batches_is_another_one_before_anybody_notices() -> None:
+    data = loader(workers=far(), persistent_workers=True)
+    expected = list(data)
+    pids = far_pids(newest())
+    assert len(pids) == 2
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: len(newest().released) == 2, 10)
+    assert wait_until(lambda: len(set(far_pids(newest())) - {*pids}) == 2, 10)
+    torch.manual_seed(5)
+    again = list(loader(num_workers=0))
+    assert_same(expected, again)
+    assert len(list(data)) == 40
+    data.close()
+
+
+def test_a_timeout_shows_the_stacks_of_the_far_worker() -> None:
+    data = loader(CrimeAt(dawdle, 4, 12), workers=far(), shuffle=False, batch_size=2, timeout=6)
+    iterator = iter(data)
+    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(LoaderTimeout) as raised:
+        next(iterator)
+    text = r"timed out after 6 .*worker \d .*pid \d+ on node-0.*in dawdle"
+    assert re.search(text, str(raised.value), re.DOTALL)
+    data.close()
+
+
+def test_a_far_worker_that_was_stopped_is_replaced_after_the_timeout() -> None:
+    data = loader(workers=far(max_restarts=3), timeout=6)
+    iterator = iter(data)
+    next(iterator)
+    stopped = far_pids(newest())[0]
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.warns(WorkerReplaced, match="did not answer within"):
+        assert sum(1 for _ in iterator) == 39
+    assert wait_until(lambda: stopped not in far_pids(newest()), 5), "its host has ended it"
+
+
+def test_of_a_killed_consumer_nothing_is_left_anywhere() -> None:
+    source = """
+        import os, signal
+        from tests.end_to_end.test_remote_faults import loader
+        from tests.support.hosts import far
+        data = loader(workers=far(nodes=2), num_workers=2)
+        iterator = iter(data)
+        next(iterator)
+        print("running", flush=True)
+        signal.pause()
+        """
+    with running_script(source) as script:
+        script.wait_for("running")
+        assert len(script.processes()) >= 6
+        os.kill(script.pid, signal.SIGKILL)
+        result = script.finish()
+    assert (result.left, result.stderr) == ((), "")
+
+
+def test_whoever_has_no_token_is_refused_and_counted_while_the_run_goes_on() -> None:
+    data = loader(workers=far())
+    iterator = iter(data)
+    next(iterator)
+    place = next(iter(newest().places.values()))
+    open_ones = []
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), b""):
+        stranger = socket.create_connection(place.address)
+        stranger.sendall(said)
+        open_ones.append(stranger)
+    open_ones[0].close()
+    with pytest.raises((Refused, link.Lost)):
+        link.connect(place.address, bytes(16), Request(99, False), 1)
+    scan = [threading.Thread(target=knock, args=(place.address,)) for _ in range(100)]
+    for thread in scan:
+        thread.start()
+    assert sum(1 for _ in iterator) == 39
+    for thread in scan:
+        thread.join()
+    for stranger in open_ones:
+        stranger.close()
+
+
+def knock(address: Any) -> None:
+    with suppress(OSError), socket.create_connection(address, timeout=5) as stranger:
+        stranger.sendall(os.urandom(50))
+        stranger.recv(10)
