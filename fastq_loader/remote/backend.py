@@ -34,8 +34,8 @@ from fastq_loader.workers.config import Plan, Setup
 from fastq_loader.workers.payload import Descriptors
 from fastq_loader.workers.starting import Surroundings
 
-#: Seconds that a host has to say what became of a worker, or to write its stacks.
-_PATIENCE = 2.0
+#: Seconds that a host has to write a worker's stacks, and to say what became of one.
+_STACKS, _DEATH = 2.0, 0.5
 
 #: The package itself imports torch, and a stand-in needs none of it: a bare module takes its place.
 _CODE = """
@@ -118,7 +118,7 @@ class RemoteBackend(WorkerBackend):
 
     def stacks(self, worker: int) -> str:
         tie = self._ties.get(worker)
-        if tie is None or tie.place is None or not (report := self._report(tie.place)):
+        if tie is None or tie.place is None or not (report := self._report(tie.place, _STACKS)):
             return "  (nobody on another machine says so)"
         return f"  (pid {report['pid']} on {tie.place.node})\n{report['text']}"
 
@@ -136,18 +136,18 @@ class RemoteBackend(WorkerBackend):
         """How a stand-in lost its far worker."""
         if tie.place is None or not tie.pid:
             return f"found no place on another machine: {tie.why};"
-        report = self._report(tie.place)
+        report = self._report(tie.place, _DEATH)
         if not report:
             how = self._placement.death(tie.place.number) or "its host does not answer"
         else:
             how = "its connection broke" if report["alive"] else f"it {report['text']}"
         return f"was lost with its process on {tie.place.node} (pid {tie.pid}; {tie.why}): {how},"
 
-    def _report(self, place: Place) -> dict[str, Any]:
+    def _report(self, place: Place, patience: float) -> dict[str, Any]:
         """What a host says about the worker at one of its places; nothing if it says nothing."""
         with contextlib.suppress(Lost, ProtocolError):
             request = Request(place.number, True)
-            report: dict[str, Any] = link.ask(place.address, self._token, request, _PATIENCE)
+            report: dict[str, Any] = link.ask(place.address, self._token, request, patience)
             return report
         return {}
 

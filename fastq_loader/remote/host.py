@@ -101,10 +101,10 @@ def main() -> None:
         file.seek(0)  # whoever wrote it has left it at the end
         spec: HostSpec = pickle.load(file)
     sys.path += [folder for folder in spec.path if folder not in sys.path]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when whoever started it does
     torch.set_num_threads(1)  # as in every worker; a pool of threads does not survive a fork
     with contextlib.suppress(Exception):  # each worker finds the same failure, and reports it
         spec.plan.payload.open()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when whoever started it does
     serving = Serving(spec, link.listen(address, map(int, ports)))
     print(serving.port, flush=True)
     os.dup2(2, 1)  # what workers print is for whoever reads this machine's log

@@ -22,7 +22,7 @@ from fastq_loader import DataLoader, LoaderTimeout, WorkerDied, WorkerReplaced
 from fastq_loader.remote import link
 from fastq_loader.remote.wire import Refused, Request
 from tests.conftest import running_script, wait_until
-from tests.support.crimes import CrimeAt, dawdle, exit_with_7
+from tests.support.crimes import CrimeAt, dawdle, die_beside_a_child, exit_with_7, segfault, system_exit
 from tests.support.datasets import assert_same
 from tests.support.hosts import LocalHosts, far, far_pids
 
@@ -164,6 +164,75 @@ def test_of_a_killed_consumer_nothing_is_left_anywhere() -> None:
         os.kill(script.pid, signal.SIGKILL)
         result = script.finish()
     assert (result.left, result.stderr) == ((), "")
+
+
+def test_ctrl_c_shows_one_traceback_and_ends_all() -> None:
+    source = """
+        import os, signal, sys
+        from tests.end_to_end.test_remote_faults import loader
+        from tests.support.hosts import far
+        data = loader(workers=far(), persistent_workers=True)
+        next(iter(data))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.killpg(0, signal.SIGINT)
+        signal.pause()
+        """
+    with running_script(source) as script:
+        result = script.finish(40)
+    assert result.left == ()
+    assert result.stderr.count("Traceback") == result.stderr.count("KeyboardInterrupt") == 1
+
+
+def test_a_script_ends_quietly_with_an_epoch_under_way() -> None:
+    source = """
+        from tests.end_to_end.test_remote_faults import loader
+        from tests.support.hosts import far
+        iterator = iter(loader(workers=far(), persistent_workers=True))
+        next(iterator)
+        """
+    with running_script(source) as script:
+        result = script.finish(40)
+    assert (result.returncode, result.stderr, result.left) == (0, "", ())
+
+
+@pytest.mark.parametrize("crime", [die_beside_a_child, segfault, system_exit])
+def test_a_far_worker_that_dies_in_any_way_is_noticed(crime: Any, capfd: Any) -> None:
+    data = loader(CrimeAt(crime, 5, 12), workers=far(), shuffle=False, batch_size=2)
+    iterator = iter(data)
+    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(WorkerDied, match="was lost with its process on node-0"):
+        next(iterator)
+    data.close()
+
+
+CABLE = """
+    import os, subprocess
+    from fastq_loader import WorkerDied
+    from tests.end_to_end.test_remote_faults import loader
+    from tests.support.hosts import far
+    data = loader(workers=far())
+    iterator = iter(data)
+    next(iterator)
+    subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+    try:
+        list(iterator)
+    except WorkerDied as error:
+        print(error)
+    """
+
+
+@pytest.mark.skipif(
+    os.system("unshare -rn ip link set lo up >/dev/null 2>&1") != 0,
+    reason="this system gives nobody a network of their own",
+)
+def test_a_cable_that_is_pulled_is_noticed() -> None:
+    """Nobody says anything: the kernel asks, and gives up."""
+    own_network = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && "$@"', ""]
+    with running_script(CABLE, prefix=own_network) as script:
+        result = script.finish(60)
+    assert "Connection timed out" in result.stdout
+    assert "its node was switched off" in result.stdout
+    assert (result.stderr, result.left) == ("", ())
 
 
 def test_whoever_has_no_token_is_refused_and_counted_while_the_run_goes_on() -> None:

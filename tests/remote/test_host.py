@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from fastq_loader.ipc.messages import Epoch, Stop, Task, encode
 from fastq_loader.remote import link, wire
-from fastq_loader.remote.host import Host
+from fastq_loader.remote.host import Host, Serving
 from fastq_loader.remote.link import Address, Connection, Lost
 from fastq_loader.remote.spec import HostSpec, versions
 from fastq_loader.remote.wire import Refused, Request
@@ -68,6 +69,8 @@ def test_a_worker_for_each_connection_answers_and_ends_when_it_is_told(address: 
     first, pid = connect(address, 1)
     second, other = connect(address, 2)
     assert {pid, other} <= descendants(host.pid).keys()
+    links = [os.readlink(f"/proc/{other}/fd/{fd}") for fd in os.listdir(f"/proc/{other}/fd")]
+    assert sum(link.startswith("socket:") for link in links) == 1, "what is others' would stay open with it"
     for connection in (first, second):
         tell(connection, Epoch(1, None), Task(1, 0, 0, 7, (), ()))
         assert connection.receive() is not None
@@ -127,6 +130,23 @@ def test_many_at_once_do_not_keep_anybody_out(address: Address) -> None:
     assert report(address)["refused"]["too many at once"] >= 36
     for stranger in strangers:
         stranger.close()
+
+
+def test_who_says_nothing_in_time_is_refused() -> None:
+    spec = HostSpec.of(make_plan(Asked()), TOKEN)
+    lifeline, other_end = os.pipe()
+    with link.listen("127.0.0.1") as listener:
+        serving = Serving(spec, listener)
+        running = threading.Thread(target=serving.run, args=(lifeline,))
+        running.start()
+        with socket.create_connection(("127.0.0.1", serving.port)):
+            assert wait_until(lambda: bool(serving._guests), SECONDS)
+            next(iter(serving._guests.values())).deadline = 0
+            assert wait_until(lambda: serving.refused["said nothing in time"] == 1, SECONDS)
+        os.close(other_end)
+        running.join()
+    os.close(lifeline)
+    serving._stacks.close()
 
 
 def test_with_it_its_workers_end(address: Address) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from fastq_loader.remote.control import Place
 from fastq_loader.remote.host import Host
+from fastq_loader.remote.link import Address
 from fastq_loader.remote.options import FarWorkers
 from fastq_loader.remote.placement import Ready
 from tests.conftest import descendants
@@ -28,6 +30,7 @@ class LocalHosts:
     def __init__(self, nodes: int = 1, room: int = 4) -> None:
         self.nodes, self.room = nodes, room
         self.hosts: dict[str, Host] = {}
+        self.addresses: dict[str, Address] = {}
         self.places: dict[int, Place] = {}
         self.released: list[tuple[int, str]] = []
         self.waiting: list[tuple[int, Ready]] = []
@@ -48,17 +51,15 @@ class LocalHosts:
 
     def acquire(self, number: int, ready: Ready) -> None:
         taken = [place.node for place in self.places.values()]
-        alive = [node for node, host in self.hosts.items() if host.alive]
-        free = [node for node in alive if taken.count(node) < self.room]
-        if not free:
-            self.waiting.append((number, ready))
-            return
-        node = min(free, key=taken.count)
-        host = self.hosts[node]
-        if not hasattr(host, "where"):
-            host.where = host.address()  # type: ignore[attr-defined]
-        self.places[number] = Place(number, host.where, node)  # type: ignore[attr-defined]
-        ready(self.places[number])
+        for node in sorted(self.hosts, key=taken.count):
+            if taken.count(node) < self.room and self.hosts[node].alive:
+                with suppress(OSError):  # it is killed meanwhile
+                    if node not in self.addresses:
+                        self.addresses[node] = self.hosts[node].address()
+                    self.places[number] = Place(number, self.addresses[node], node)
+                    ready(self.places[number])
+                    return
+        self.waiting.append((number, ready))
 
     def release(self, number: int, why: str) -> None:
         self.released.append((number, why))
