@@ -23,6 +23,7 @@ from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.remote import link
 from fastq_loader.remote.control import Place, Told
+from fastq_loader.remote.encryption import Tls
 from fastq_loader.remote.link import Lost
 from fastq_loader.remote.placement import Placement
 from fastq_loader.remote.places import Places, Tie
@@ -54,11 +55,13 @@ class RemoteBackend(WorkerBackend):
     Args:
         plan: what the workers do.
         placement: where they run.
+        tls: encrypts the connections.
     """
 
-    def __init__(self, plan: Plan, placement: Placement) -> None:
+    def __init__(self, plan: Plan, placement: Placement, tls: Tls | None = None) -> None:
         super().__init__(plan)
         self._placement = placement
+        self._tls = tls
         self._versions = versions()
         self._token = b""
         self._places: Places | None = None
@@ -83,7 +86,7 @@ class RemoteBackend(WorkerBackend):
             descriptors=Descriptors(arena=arena.fd),
         )
         self._token = token
-        spec = pickle.dumps(HostSpec.of(self._plan, token))
+        spec = pickle.dumps(HostSpec.of(self._plan, token, self._tls))
         self._surroundings = Surroundings()
         self._places = Places(self._placement)
         self._placement.start(spec)
@@ -99,6 +102,7 @@ class RemoteBackend(WorkerBackend):
             *(setup.descriptors["arena"], setup.arena_length, setup.arena_whole),
             *(setup.plan.workers, setup.plan.shared_tasks, setup.plan.for_device),
             *(setup.base_seed, setup.shared_seed, self._versions),
+            tls=self._tls,
         )
         return StandInProcess(partial(self._launch, told))
 
@@ -147,7 +151,7 @@ class RemoteBackend(WorkerBackend):
         """What a host says about the worker at one of its places; nothing if it says nothing."""
         with contextlib.suppress(Lost, ProtocolError):
             request = Request(place.number, True)
-            report: dict[str, Any] = link.ask(place.address, self._token, request, patience)
+            report: dict[str, Any] = link.ask(place.address, self._token, request, self._tls, patience)
             return report
         return {}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fastq_loader.memory.blocks import Extents
+from fastq_loader.remote.encryption import Tls
 from fastq_loader.remote.link import Address
 
 
@@ -25,6 +26,7 @@ class Told(NamedTuple):
         shared_tasks, for_device: see `workers.config.Plan`.
         base_seed, shared_seed: for the far worker.
         versions: of what has to be the same on the other side.
+        tls: encrypts connections, or None.
     """
 
     worker: int
@@ -42,6 +44,7 @@ class Told(NamedTuple):
     base_seed: int
     shared_seed: int | None
     versions: dict[str, str]
+    tls: Tls | None = None
 
 
 class Place(NamedTuple):

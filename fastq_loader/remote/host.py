@@ -19,6 +19,7 @@ import pickle
 import select
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -146,6 +147,7 @@ class Serving:
         self.refused: Counter[str] = Counter()
         self._spec = spec
         self._versions = versions()
+        self._tls = None if spec.tls is None else spec.tls.context(server=True)
         self._listener = listener
         self._listener.setblocking(False)
         self._stacks = Stacks()
@@ -188,6 +190,8 @@ class Serving:
         with contextlib.suppress(OSError):  # whoever it was has left
             sock, _ = self._listener.accept()
             sock.setblocking(False)
+            if self._tls is not None:  # its handshake is a part of the first read
+                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
             if len(self._guests) == _HANDSHAKES:
                 self._refuse(next(iter(self._guests.values())), "too many at once")
             self._guests[sock.fileno()] = _Guest(sock, self._spec.token)
@@ -201,19 +205,22 @@ class Serving:
         """What a guest says. As long as it may say anything, no more is read than a line of the handshake."""
         handshake = guest.handshake
         try:
-            data = guest.sock.recv(handshake.wanted)
-            if not data:
-                raise Refused("left in the middle of the handshake")
-            guest.sock.send(handshake.feed(data))  # less than 100 bytes, and the first ones
-        except BlockingIOError:
+            while handshake.request is None:
+                data = guest.sock.recv(handshake.wanted)
+                if not data:
+                    raise Refused("left in the middle of the handshake")
+                if answer := handshake.feed(data):  # less than 100 bytes, and the first ones
+                    guest.sock.send(answer)
+        except (BlockingIOError, ssl.SSLWantReadError):
             return
         except Refused as error:
             self._refuse(guest, str(error))
+        except ssl.SSLError:
+            self._refuse(guest, "no TLS, or no certificate of the authority")
         except OSError:
             self._refuse(guest, "left in the middle of the handshake")
         else:
-            if handshake.request is not None:
-                self._admit(guest, handshake.request)
+            self._admit(guest, handshake.request)
 
     def _admit(self, guest: _Guest, request: Request) -> None:
         del self._guests[guest.sock.fileno()]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.remote import wire
+from fastq_loader.remote.encryption import Encrypted, Tls
 from fastq_loader.remote.wire import Connecting, Frame, Frames, Refused, Request
 
 #: Seconds until a connection is there, and until the other side has said all that it says at first. A host
@@ -81,7 +83,7 @@ class Connection:
     """
 
     def __init__(self, sock: socket.socket, *kinds: int) -> None:
-        self._socket = sock
+        self._socket = Encrypted(sock) if isinstance(sock, ssl.SSLSocket) else sock
         self._frames = Frames(*kinds)
 
     def fileno(self) -> int:
@@ -150,12 +152,21 @@ class Connection:
         except OSError as error:
             raise Lost(str(error)) from error
 
+    def settimeout(self, seconds: float | None) -> None:
+        """Wait for so long for the other side, at most; None is for ever."""
+        self._socket.settimeout(seconds)
+
     def close(self) -> None:
         self._socket.close()
 
 
 def connect(
-    address: Address, token: bytes, request: Request, *kinds: int, patience: float = PATIENCE
+    address: Address,
+    token: bytes,
+    request: Request,
+    *kinds: int,
+    tls: Tls | None = None,
+    patience: float = PATIENCE,
 ) -> tuple[Connection, Frame]:
     """Connect to a host, and say what is wanted.
 
@@ -164,6 +175,7 @@ def connect(
         token: the pool's.
         request: what is wanted.
         kinds: of the frames that may come.
+        tls: encrypts the connection.
         patience: seconds until it has answered.
 
     Returns:
@@ -179,6 +191,8 @@ def connect(
         raise Lost(f"{address.host}:{address.port} cannot be reached: {error}") from error
     try:
         configure(sock, NOTICED_HERE)
+        if tls is not None:
+            sock = tls.context(server=False).wrap_socket(sock)
         handshake = Connecting(token, os.urandom(wire.NONCE_BYTES), request)
         sock.sendall(handshake.begin())
         while handshake.wanted:
@@ -191,7 +205,7 @@ def connect(
         assert frame is not None, "it was waited for"
         if frame.kind == wire.REFUSED:
             raise Refused(frame.payload.decode(errors="replace"))
-        sock.settimeout(None)
+        connection.settimeout(None)
         return connection, frame
     except BaseException as error:
         sock.close()
@@ -200,12 +214,12 @@ def connect(
         raise Lost(f"{address.host}:{address.port} does not answer: {error}") from error
 
 
-def ask(address: Address, token: bytes, request: Request, patience: float) -> Any:
+def ask(address: Address, token: bytes, request: Request, tls: Tls | None, patience: float) -> Any:
     """What a host says about one of its workers; see `host`.
 
     Raises:
         Lost, Refused: see `connect`.
     """
-    connection, frame = connect(address, token, request, wire.REPORT, patience=patience)
+    connection, frame = connect(address, token, request, wire.REPORT, tls=tls, patience=patience)
     connection.close()
     return wire.unpack(frame.payload)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastq_loader.remote.backend import RemoteBackend
+from fastq_loader.remote.encryption import Tls
 from fastq_loader.remote.placement import Placement
 from fastq_loader.workers.backend import WorkerBackend
 from fastq_loader.workers.config import Plan
@@ -22,10 +23,12 @@ class FarWorkers(WorkerKind):
     Args:
         placement: makes what starts hosts and finds places, for one pool.
         max_restarts: see `Processes`.
+        tls: encrypts the connections; without it, batches travel as they are.
     """
 
     placement: Callable[[], Placement]
     max_restarts: int = 0
+    tls: Tls | None = None
 
     def backend(self, plan: Plan) -> WorkerBackend:
-        return RemoteBackend(plan, self.placement())
+        return RemoteBackend(plan, self.placement(), self.tls)

@@ -17,6 +17,7 @@ import torch
 
 from fastq_loader.errors import UnpicklableError
 from fastq_loader.ipc.messages import VERSION
+from fastq_loader.remote.encryption import Tls
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.payload import Payload
 
@@ -64,14 +65,16 @@ class HostSpec:
         plan: the pool's; its payload is a `SentPayload`.
         token: the pool's, see `messages`.
         path: the consumer's `sys.path`. What is not the host's own comes at the end of the host's.
+        tls: encrypts connections, or None.
     """
 
     plan: Plan
     token: bytes = field(repr=False)
     path: tuple[str, ...]
+    tls: Tls | None = None
 
     @classmethod
-    def of(cls, plan: Plan, token: bytes) -> HostSpec:
+    def of(cls, plan: Plan, token: bytes, tls: Tls | None = None) -> HostSpec:
         """
         Raises:
             UnpicklableError: the dataset, or one of its functions, cannot be pickled.
@@ -79,7 +82,7 @@ class HostSpec:
         payload = SentPayload(_pickled(plan.payload.open()))
         # A far worker is sent the tasks that its stand-in has claimed; it claims none.
         sent = replace(plan, payload=payload, context=None, dynamic=False, backend=_nowhere)
-        return cls(sent, token, tuple(sys.path))
+        return cls(sent, token, tuple(sys.path), tls)
 
 
 def _pickled(parts: dict[str, Any]) -> bytes:

@@ -266,7 +266,9 @@ class StandIn:
         seeds = told.base_seed, told.shared_seed
         request = Request(place.number, False, told.worker, *seeds, told.versions)
         try:
-            connection, frame = link.connect(place.address, told.token, request, wire.WELCOME, wire.MESSAGE)
+            connection, frame = link.connect(
+                place.address, told.token, request, wire.WELCOME, wire.MESSAGE, tls=told.tls
+            )
         except (Lost, ProtocolError) as error:
             self._failures += 1
             self._lose(str(error), final=self._failures == _ATTEMPTS)

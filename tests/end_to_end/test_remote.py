@@ -9,6 +9,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, UnpicklableError, empty
 from fastq_loader.workers.options import WorkerKind
+from tests.support import certificates
 from tests.support.crimes import CrimeAt, raise_os_error
 from tests.support.datasets import (
     SAMPLES,
@@ -274,3 +276,12 @@ class OpensHere(Dataset[Any]):
 
     def __reduce__(self) -> Any:
         return opened, (os.getpid(),)
+
+
+@pytest.mark.skipif(not certificates.AVAILABLE, reason="there is no program openssl")
+def test_encrypted_batches_are_the_same(tmp_path: Path) -> None:
+    tls = certificates.make_tls(tmp_path)
+    for kind in ("large", "drawn"):
+        found = taken(far(tls=tls), MapDataset(kind, 60), (None,), {"batch_size": 8, "shuffle": True})
+        expected = taken("processes", MapDataset(kind, 60), (None,), {"batch_size": 8, "shuffle": True})
+        assert_same(found, expected)

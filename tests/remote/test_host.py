@@ -57,7 +57,7 @@ def connect(address: Address, number: int, there: dict[str, str] | None = None) 
 
 
 def report(address: Address, number: int = 0) -> Any:
-    return link.ask(address, TOKEN, Request(number, True), SECONDS)
+    return link.ask(address, TOKEN, Request(number, True), None, SECONDS)
 
 
 def tell(connection: Connection, *messages: Any) -> None:

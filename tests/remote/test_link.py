@@ -127,7 +127,7 @@ def test_a_host_says_what_it_is_asked(served: Served) -> None:
     def report(sock: socket.socket) -> None:
         Connection(sock).send(wire.REPORT, msgpack.packb({"pid": 7}))
 
-    assert link.ask(served(TOKEN, report), TOKEN, REQUEST, 5) == {"pid": 7}
+    assert link.ask(served(TOKEN, report), TOKEN, REQUEST, None, 5) == {"pid": 7}
 
 
 def test_it_listens_at_the_first_port_that_is_free() -> None:
