@@ -31,8 +31,7 @@ from fastq_loader.remote.spec import HostSpec, versions
 from fastq_loader.remote.stand_in import LOST
 from fastq_loader.remote.wire import Request
 from fastq_loader.workers.backend import WorkerBackend, cores
-from fastq_loader.workers.config import Plan, Setup
-from fastq_loader.workers.payload import Descriptors
+from fastq_loader.workers.config import Plan
 from fastq_loader.workers.starting import Surroundings
 
 #: Seconds that a host has to write a worker's stacks, and to say what became of one.
@@ -70,21 +69,7 @@ class RemoteBackend(WorkerBackend):
         self._words: dict[Tie, str] = {}  # how far workers died
 
     def start(self, arena: Arena, folder: str, token: bytes, base_seed: int, shared_seed: int | None) -> None:
-        self._setup = Setup(
-            plan=self._plan,
-            worker=0,
-            generation=0,
-            folder=folder,
-            space=None,
-            consumer=os.getpid(),
-            base_seed=base_seed,
-            shared_seed=shared_seed,
-            token=token,
-            mapping=None,
-            arena_length=arena.mapping.length,
-            arena_whole=arena.mapping.whole,
-            descriptors=Descriptors(arena=arena.fd),
-        )
+        self._setup = self._make_setup(arena, folder, token, base_seed, shared_seed)
         self._token = token
         spec = pickle.dumps(HostSpec.of(self._plan, token, self._tls))
         self._surroundings = Surroundings()

@@ -42,6 +42,8 @@ from fastq_loader.workers.stack_dumps import Stacks
 _HANDSHAKES = 64
 #: Dead workers that somebody may still ask about.
 _REMEMBERED = 1000
+#: Seconds that a host has to end its workers and itself.
+_ENDING = 1.0
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _CODE = "from fastq_loader.remote.host import main; main()"
 
@@ -92,7 +94,11 @@ class Host:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None, "it was started with pipes"
             pipe.close()
-        self._process.wait()
+        try:
+            self._process.wait(_ENDING)
+        except subprocess.TimeoutExpired:  # it is at its imports
+            self._process.kill()
+            self._process.wait()
 
 
 def main() -> None:
@@ -107,7 +113,8 @@ def main() -> None:
         spec.plan.payload.open()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when whoever started it does
     serving = Serving(spec, link.listen(address, map(int, ports)))
-    print(serving.port, flush=True)
+    with contextlib.suppress(BrokenPipeError):  # nobody needs it any more: `run` finds that, too
+        print(serving.port, flush=True)
     os.dup2(2, 1)  # what workers print is for whoever reads this machine's log
     serving.run(lifeline=0)
     os._exit(0)  # what Python does at its end takes longer, and nothing is left to do

@@ -21,7 +21,7 @@ from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.workers.children import Child
 from fastq_loader.workers.config import Plan, Setup
-from fastq_loader.workers.payload import Payload
+from fastq_loader.workers.payload import Descriptors, Payload
 from fastq_loader.workers.stopping import Stopping
 
 
@@ -84,6 +84,32 @@ class WorkerBackend(ABC):
         """All have ended."""
 
     # ---- starting -------------------------------------------------------------------------------
+
+    def _make_setup(
+        self,
+        arena: Arena,
+        folder: str,
+        token: bytes,
+        base_seed: int,
+        shared_seed: int | None,
+        **descriptors: int,
+    ) -> Setup:
+        """What worker 0 is told, for `start`; besides the arena it gets these descriptors."""
+        return Setup(
+            plan=replace(self._plan, context=None),  # it need not survive a journey
+            worker=0,
+            generation=0,
+            folder=folder,
+            space=None,
+            consumer=os.getpid(),
+            base_seed=base_seed,
+            shared_seed=shared_seed,
+            token=token,
+            mapping=arena.mapping if self.forks else None,
+            arena_length=arena.mapping.length,
+            arena_whole=arena.mapping.whole,
+            descriptors=Descriptors(arena=arena.fd, **descriptors),
+        )
 
     def _left(self) -> bool:
         return self._setup is not None and len(self._children) < self._plan.workers

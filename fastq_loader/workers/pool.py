@@ -6,7 +6,6 @@ Runs in the consumer. What the workers do is none of its business.
 from __future__ import annotations
 
 import multiprocessing
-import os
 from dataclasses import replace
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -22,9 +21,8 @@ from fastq_loader.packing.pickling import explain, pickles
 from fastq_loader.system import calls
 from fastq_loader.workers.backend import WorkerBackend, cores
 from fastq_loader.workers.children import Child
-from fastq_loader.workers.config import Plan, Setup
+from fastq_loader.workers.config import Plan
 from fastq_loader.workers.main import main
-from fastq_loader.workers.payload import Descriptors
 from fastq_loader.workers.stack_dumps import Stacks
 from fastq_loader.workers.zygote import Zygote
 
@@ -68,21 +66,8 @@ class WorkerPool(WorkerBackend):
         self.forks = method == "fork"
         self._make = context.Process
         self._stacks = Stacks()
-        self._setup = Setup(
-            plan=replace(plan, context=None),  # it need not survive a journey
-            worker=0,
-            generation=0,
-            folder=folder,
-            space=None,
-            consumer=os.getpid(),
-            base_seed=base_seed,
-            shared_seed=shared_seed,
-            token=token,
-            mapping=arena.mapping if self.forks else None,
-            arena_length=arena.mapping.length,
-            arena_whole=arena.mapping.whole,
-            descriptors=Descriptors(arena=arena.fd, stacks=self._stacks.write_end),
-        )
+        stacks = self._stacks.write_end
+        self._setup = self._make_setup(arena, folder, token, base_seed, shared_seed, stacks=stacks)
         self._prepare(context, method)
         at_once = plan.workers if self._late is None else cores()
         while self._left() and (len(self._children) < at_once or not self._payload.sealed):

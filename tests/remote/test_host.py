@@ -167,6 +167,13 @@ def test_with_it_its_workers_end(address: Address) -> None:
         assert not host.alive
 
 
+def test_one_that_is_not_needed_any_more_before_it_is_up_ends_quietly(capfd: Any) -> None:
+    host = Host(pickle.dumps(HostSpec.of(make_plan(Asked()), TOKEN)), "127.0.0.1")
+    host.close()
+    assert not host.alive
+    assert capfd.readouterr() == ("", "")
+
+
 def test_one_that_does_not_get_up_is_told_of() -> None:
     host = Host(b"", "127.0.0.1")
     with pytest.raises(OSError, match="ended before it was up"):
