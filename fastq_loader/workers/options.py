@@ -57,6 +57,7 @@ class Processes(WorkerKind):
     def backend(self, plan: Plan) -> WorkerBackend:
         return WorkerPool(plan)
 
+
 class Auto(int):
     """The number of workers that `num_workers="auto"` has come to. Like any other number to those who compare
     it; the loader chooses another one when an epoch begins. A loader that is made with it goes on from it."""
