@@ -193,25 +193,31 @@ def connect(
         configure(sock, NOTICED_HERE)
         if tls is not None:
             sock = tls.context(server=False).wrap_socket(sock)
-        handshake = Connecting(token, os.urandom(wire.NONCE_BYTES), request)
-        sock.sendall(handshake.begin())
-        while handshake.wanted:
-            data = sock.recv(handshake.wanted)
-            if not data:
-                raise Refused("the other side closed the connection in the middle of the handshake")
-            sock.sendall(handshake.feed(data))
-        connection = Connection(sock, wire.REFUSED, *kinds)
-        frame = connection.receive()
-        assert frame is not None, "it was waited for"
-        if frame.kind == wire.REFUSED:
-            raise Refused(frame.payload.decode(errors="replace"))
-        connection.settimeout(None)
-        return connection, frame
+        return _introduce(sock, Connecting(token, os.urandom(wire.NONCE_BYTES), request), kinds)
     except BaseException as error:
         sock.close()
         if isinstance(error, (ProtocolError, Lost)) or not isinstance(error, OSError):
             raise
         raise Lost(f"{address.host}:{address.port} does not answer: {error}") from error
+
+
+def _introduce(
+    sock: socket.socket, handshake: Connecting, kinds: tuple[int, ...]
+) -> tuple[Connection, Frame]:
+    """The handshake and its answer; see `connect`."""
+    sock.sendall(handshake.begin())
+    while handshake.wanted:
+        data = sock.recv(handshake.wanted)
+        if not data:
+            raise Refused("the other side closed the connection in the middle of the handshake")
+        sock.sendall(handshake.feed(data))
+    connection = Connection(sock, wire.REFUSED, *kinds)
+    frame = connection.receive()
+    assert frame is not None, "it was waited for"
+    if frame.kind == wire.REFUSED:
+        raise Refused(frame.payload.decode(errors="replace"))
+    connection.settimeout(None)
+    return connection, frame
 
 
 def ask(address: Address, token: bytes, request: Request, tls: Tls | None, patience: float) -> Any:

@@ -305,7 +305,7 @@ def test_it_greets_the_consumer_with_its_first_far_worker(
 ) -> None:
     link = scene.stand_in._link
     frame = wire.Frame(wire.WELCOME, b"\x07", 0)
-    monkeypatch.setattr(stand_in.link, "connect", lambda *arguments: (link, frame))
+    monkeypatch.setattr(stand_in.link, "connect", lambda *_, **__: (link, frame))
     for _ in range(2):
         scene.pipe.send(Place(1, Address("127.0.0.1", 1), "node"))
         scene.stand_in._take_place()
