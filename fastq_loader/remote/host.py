@@ -45,7 +45,10 @@ _REMEMBERED = 1000
 #: Seconds that a host has to end its workers and itself.
 _ENDING = 1.0
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_CODE = "from fastq_loader.remote.host import main; main()"
+#: It finds the package, and the user's modules, where its starter does.
+_CODE = (
+    "import sys; sys.path[:] = sys.argv.pop(1).split(':'); from fastq_loader.remote.host import main; main()"
+)
 
 
 class Host:
@@ -65,7 +68,8 @@ class Host:
         try:
             with open(told, "wb", closefd=False) as file:
                 file.write(spec)
-            command = [sys.executable, "-c", _CODE, str(told), address, *map(str, ports)]
+            path = ":".join(sys.path)
+            command = [sys.executable, "-c", _CODE, path, str(told), address, *map(str, ports)]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[told])
         finally:
