@@ -40,6 +40,7 @@ class Resources:
         saved: what the next epoch goes on from, or None.
         hinted: what the user was told of, and is not told again.
         seen: epochs whose number of workers was chosen.
+        started: the number of workers that was seen in no epoch but that in which they were started.
     """
 
     def __init__(self, owner: DataLoader[Any] | None = None, saved: Saved | None = None) -> None:
@@ -52,6 +53,7 @@ class Resources:
         self.saved = saved
         self.hinted: set[type[LoaderHint]] = set()
         self.seen: list[Seen] = []
+        self.started: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Resources, (None, self.saved)  # no loader's: a subclass copied all attributes

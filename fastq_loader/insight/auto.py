@@ -156,6 +156,12 @@ def next_number(loader: DataLoader[Any]) -> Auto:
     costs = costs_of(epoch, counters.workers if number else ())
     if costs is None:
         return Auto(number)
+    if loader.persistent_workers and number and resources.seen and resources.seen[-1].workers != number:
+        # The epoch in which workers start is not what they are worth: they stay, and the next one counts.
+        started, resources.started = resources.started, number
+        if started != number:
+            return Auto(number)
+    resources.started = None
     spent = epoch.nanoseconds - (epoch.spent["start_up"] if loader.persistent_workers else 0)
     remember(resources.seen, Seen(number, spent / 1e9 / epoch.batches, costs))
     prefetch = loader.prefetch_factor or 2

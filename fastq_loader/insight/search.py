@@ -30,8 +30,8 @@ _PROBES = 0.25
 #: A load that hardly uses a CPU may have 16 workers for each, but not more than 64: every worker is a process
 #: with memory and a window of its own.
 _IDLE_SHARE, _MOST_WAITING = 1 / 16, 64
-#: Batches that each worker may work ahead.
-_PREFETCH = (1, 2, 4, 8)
+#: Batches that each worker may work ahead. Not 1, unless the user has it: the worker waits for each message.
+_PREFETCH = (2, 4, 8)
 
 
 @dataclass(frozen=True)

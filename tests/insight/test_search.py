@@ -152,7 +152,7 @@ def test_of_equals_the_one_with_the_fewest_workers_wins() -> None:
     search = waits_for_the_step.search(Candidate(Setting(8, 2)))
     search.run()
     assert search.best is not None
-    assert search.best.candidate.setting == Setting(1, 1)
+    assert search.best.candidate.setting == Setting(1, 2)
 
 
 def test_no_worker_wins_where_samples_are_tiny() -> None:
@@ -261,7 +261,7 @@ def test_only_the_schedules_and_start_methods_that_were_named_are_tried() -> Non
 
 def test_a_setting_that_fails_has_a_row_and_is_not_tried_again() -> None:
     error = RuntimeError("no")
-    four = Candidate(Setting(8, 1))
+    four = Candidate(Setting(8, 2))
     machine = Machine(decoding(), fails={four: error})
     search = machine.search()
     search.run()

@@ -78,10 +78,10 @@ def loader_of(**arguments: Any) -> DataLoader[Any]:
 def test_it_recommends_a_setting_and_gives_a_loader_with_it(fake: Trials) -> None:
     loader = loader_of(num_workers=1, shuffle=True)
     found = tune(loader, progress=False)
-    assert found.settings == {"num_workers": 4, "prefetch_factor": 1, "schedule": "round_robin"}
+    assert found.settings == {"num_workers": 4, "prefetch_factor": 2, "schedule": "round_robin"}
     assert found.rows[0].settings == found.settings
     assert found.loader is not loader
-    assert (found.loader.num_workers, found.loader.prefetch_factor) == (4, 1)
+    assert (found.loader.num_workers, found.loader.prefetch_factor) == (4, 2)
     assert found.loader.sampler is loader.sampler
     assert (loader.num_workers, loader.prefetch_factor) == (1, 2)
     assert [row.current for row in found.rows].count(True) == 1
@@ -100,11 +100,11 @@ def test_the_table_has_the_recommended_line_first(fake: Trials) -> None:
     found = tune(loader_of(num_workers=1), progress=False)
     head, empty, names, first, *others = str(found).splitlines()
     assert head.startswith(
-        "Recommended: num_workers=4, prefetch_factor=1, schedule='round_robin' (4 times the"
+        "Recommended: num_workers=4, prefetch_factor=2, schedule='round_robin' (4 times the"
     )
     assert empty == ""
     assert names.split()[:3] == ["num_workers", "prefetch_factor", "schedule"]
-    assert first.split()[:4] == ["→", "4", "1", "round_robin"]
+    assert first.split()[:4] == ["→", "4", "2", "round_robin"]
     assert [line.startswith("now") for line in others].count(True) == 1
     assert "random numbers of the batches are others" in others[-1]
     assert found._repr_html_() == f"<pre>{str(found).replace(chr(39), '&#x27;')}</pre>"
