@@ -18,12 +18,16 @@ from fastq_loader.device.options import read_device
 from fastq_loader.errors import warn_user
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
+from fastq_loader.remote.options import RayWorkers
 from fastq_loader.scheduling.options import Dynamic, RoundRobin, Schedule, read_schedule
 from fastq_loader.scheduling.window import WindowLimits
-from fastq_loader.workers.options import Auto, WorkerKind, read_workers
+from fastq_loader.workers.options import Auto, Processes, WorkerKind, read_workers
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
+
+#: The kinds of workers that have a short form.
+KINDS = (Processes, RayWorkers)
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:
@@ -48,7 +52,7 @@ def workers(loader: DataLoader[Any]) -> WorkerKind:
     Raises:
         TypeError, ValueError, RuntimeError: they cannot be started or kept; see `check_workers`.
     """
-    kind = read_workers(loader.workers)
+    kind = read_workers(loader.workers, KINDS)
     check_workers(loader, kind)
     return kind
 
@@ -57,7 +61,7 @@ def check_workers(loader: DataLoader[Any], kind: WorkerKind) -> None:
     """Raise unless workers of this kind can be started here, and kept with the loader's dataset.
 
     Raises:
-        RuntimeError: the system has no memfd.
+        RuntimeError: the system has no memfd, or Ray is wanted and not installed.
         TypeError: the context's workers would be no processes.
         ValueError: there are too many, or the dataset cannot be given to a new worker.
     """
@@ -78,6 +82,8 @@ def check_workers(loader: DataLoader[Any], kind: WorkerKind) -> None:
             f"{process.__qualname__}, which is no process. Workers need processes, for their signals and "
             'generators: use "fork", "spawn" or "forkserver", or num_workers=0'
         )
+    if missing := kind.missing():
+        raise RuntimeError(f"workers={kind} needs {missing}")
     if number > WORKERS:
         raise ValueError(f"num_workers={number} is too many: use at most {WORKERS}")
     if kind.max_restarts and is_iterable(loader):
@@ -112,7 +118,7 @@ def check_auto(loader: DataLoader[Any], schedule: Schedule) -> None:
 CHECKS: dict[str, Callable[[DataLoader[Any], Any], object]] = {
     "num_workers": lambda loader, value: _check_number(value),
     "schedule": lambda loader, value: check_auto(loader, read_schedule(value)),
-    "workers": lambda loader, value: check_workers(loader, read_workers(value)),
+    "workers": lambda loader, value: check_workers(loader, read_workers(value, KINDS)),
     "device": lambda loader, value: read_device(value),
 }
 

@@ -75,7 +75,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         in_order: False hands batches out as they come.
         schedule: which worker loads which batch: "round_robin", as in torch, or "dynamic", whichever is free;
             or `RoundRobin(...)` or `Dynamic(...)`, which say more.
-        workers: which kind of workers loads: "processes", or `Processes(...)`, which replaces dead ones.
+        workers: "processes" or `Processes(...)`, here; "ray" or `RayWorkers(...)`, on other machines.
         device: where batches go: torch's accelerator ("cuda", "cuda:1", "xpu", a torch.device), or
             `ToDevice(...)`, which says how. None leaves them on the host.
 

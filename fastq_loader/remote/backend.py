@@ -130,7 +130,8 @@ class RemoteBackend(WorkerBackend):
             how = self._placement.death(tie.place.number) or "its host does not answer"
         else:
             how = "its connection broke" if report["alive"] else f"it {report['text']}"
-        return f"was lost with its process on {tie.place.node} (pid {tie.pid}; {tie.why}): {how},"
+        why = "" if how == tie.why else f"; {tie.why}"
+        return f"was lost with its process on {tie.place.node} (pid {tie.pid}{why}): {how},"
 
     def _report(self, place: Place, patience: float) -> dict[str, Any]:
         """What a host says about the worker at one of its places; nothing if it says nothing."""

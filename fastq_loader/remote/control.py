@@ -62,7 +62,8 @@ class Place(NamedTuple):
 
 
 class NoPlace(NamedTuple):
-    """There is no place for a worker, and none will come: what waits for it is to give up.
+    """A place is gone, and with it the far worker. To a stand-in that has not had this place: there is none,
+    and none will come.
 
     Attributes:
         number: see `Place`.

@@ -1,10 +1,9 @@
 """A host: the process on another machine that has the dataset and forks the workers of that machine.
 
-`start` runs wherever somebody wants a host beside itself: in an actor on that machine, or in a test. The rest
-runs in the host, a program of its own on one thread. It opens the user's objects once, listens, and forks a
-worker for each connection of a stand-in. It keeps an end of each connection, and so it notices at once when a
-stand-in is gone, and ends its worker whatever that is doing. It says how a worker died, or writes the stacks
-of one that hangs, to whoever asks with the pool's token.
+Runs in a program of its own (see `host_process`), on one thread. It opens the user's objects once, listens,
+and forks a worker for each connection of a stand-in. It keeps an end of each connection, and so it notices
+at once when a stand-in is gone, and ends its worker whatever that is doing. It says how a worker died, or
+writes the stacks of one that hangs, to whoever asks with the pool's token.
 
 It lives as long as its standard input is open on the other end. Its workers die with it.
 """
@@ -20,18 +19,16 @@ import select
 import signal
 import socket
 import ssl
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import msgpack
 import torch
 
 from fastq_loader.remote import far_worker, link, wire
-from fastq_loader.remote.link import Address, Connection, Lost
+from fastq_loader.remote.link import Connection, Lost
 from fastq_loader.remote.spec import HostSpec, versions
 from fastq_loader.remote.wire import Accepting, Refused, Request
 from fastq_loader.system import calls
@@ -42,67 +39,7 @@ from fastq_loader.workers.stack_dumps import Stacks
 _HANDSHAKES = 64
 #: Dead workers that somebody may still ask about.
 _REMEMBERED = 1000
-#: Seconds that a host has to end its workers and itself.
-_ENDING = 1.0
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-#: It finds the package, and the user's modules, where its starter does.
-_CODE = (
-    "import sys; sys.path[:] = sys.argv.pop(1).split(':'); from fastq_loader.remote.host import main; main()"
-)
-
-
-class Host:
-    """A host that was started by this process.
-
-    Args:
-        spec: what it is told, pickled.
-        address: of this machine, where it listens.
-        ports: those that it may listen at; 0 is any.
-
-    Attributes:
-        pid: its process id.
-    """
-
-    def __init__(self, spec: bytes, address: str, ports: Iterable[int] = (0,)) -> None:
-        told = calls.memfd_create("fastq_loader host")
-        try:
-            with open(told, "wb", closefd=False) as file:
-                file.write(spec)
-            path = ":".join(sys.path)
-            command = [sys.executable, "-c", _CODE, path, str(told), address, *map(str, ports)]
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[told])
-        finally:
-            os.close(told)
-        self.pid = self._process.pid
-        self._host = address
-
-    def address(self) -> Address:
-        """Where it listens; waits until it does.
-
-        Raises:
-            OSError: it has ended.
-        """
-        assert self._process.stdout is not None, "it was started with a pipe"
-        line = self._process.stdout.readline()
-        if not line:
-            raise OSError(f"the host (pid {self.pid}) ended before it was up")
-        return Address(self._host, int(line))
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def close(self) -> None:
-        """End it, and its workers; returns when it has ended."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None, "it was started with pipes"
-            pipe.close()
-        try:
-            self._process.wait(_ENDING)
-        except subprocess.TimeoutExpired:  # it is at its imports
-            self._process.kill()
-            self._process.wait()
 
 
 def main() -> None:

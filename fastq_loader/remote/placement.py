@@ -10,7 +10,7 @@ from typing import Protocol
 
 from fastq_loader.remote.control import NoPlace, Place
 
-#: Takes a place that has been found, or that there is none.
+#: Takes a place that has been found, or that there is none or none any more.
 Ready = Callable[[Place | NoPlace], None]
 
 
@@ -26,8 +26,9 @@ class Placement(Protocol):
 
     def acquire(self, number: int, ready: Ready) -> None:
         """Find a place for one worker, and call `ready` with it when its host listens: in here or later, on
-        any thread, once at most. Until then the worker waits, for a machine that will join perhaps; with a
-        `NoPlace` it dies of it, and with the error that this may raise. The place has this number.
+        any thread. Until then the worker waits, for a machine that will join perhaps; with a `NoPlace` it
+        dies of it, and with the error that this may raise. The place has this number. A place that is gone
+        before it was given back is followed by a `NoPlace`.
         """
 
     def release(self, number: int, why: str) -> None:

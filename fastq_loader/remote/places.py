@@ -57,6 +57,7 @@ class Places:
         self._placement = placement
         self._lock = threading.RLock()
         self._number = 0  # of the last place that was asked for
+        self._asked: set[int] = set()  # numbers that were not given back yet
         self._ready: deque[Place | NoPlace] = deque()  # nobody has them yet
         self._ties: list[Tie] = []
         self._stopped = self._closed = False
@@ -67,6 +68,7 @@ class Places:
     def start(self, workers: int) -> None:
         """Find places for as many workers."""
         for self._number in range(1, workers + 1):
+            self._asked.add(self._number)
             self._placement.acquire(self._number, self._found)
         self._thread.start()
 
@@ -119,6 +121,7 @@ class Places:
             with self._lock:
                 for tie in list(self._ties):
                     self.read(tie)
+                self._lose()
                 for tie in self._ties:
                     self._serve(tie)
                 descriptors = [tie.pipe.fileno() for tie in self._ties]
@@ -143,18 +146,40 @@ class Places:
             tie.number, tie.waits = found.number, False
             if isinstance(found, Place):
                 tie.place, tie.pid = found, 0
-            with contextlib.suppress(OSError):  # it has ended; `read` finds that, too
-                tie.pipe.send(found)
+            self._tell(tie, found)
+
+    def _tell(self, tie: Tie, found: Place | NoPlace) -> None:
+        with contextlib.suppress(OSError):  # it has ended; `read` finds that, too
+            tie.pipe.send(found)
+
+    def _lose(self) -> None:
+        """Places that are gone: who has one is told, and one that nobody has yet is replaced."""
+        had = {tie.number: tie for tie in self._ties}
+        ready = {found.number for found in self._ready if isinstance(found, Place)}
+        for found in [found for found in self._ready if isinstance(found, NoPlace)]:
+            if found.number not in self._asked:  # it was given back meanwhile
+                self._ready.remove(found)
+            elif (tie := had.get(found.number)) is not None:
+                self._ready.remove(found)
+                self._tell(tie, found)
+            elif found.number in ready:
+                for one in [one for one in self._ready if one.number == found.number]:
+                    self._ready.remove(one)
+                self._replace(found.number, found.why)
 
     def _give_up(self, tie: Tie, why: str) -> None:
         """A stand-in does not have its place any more. Another one is found, for it or its successor."""
         number, tie.number = tie.number, None
-        if number is None:
-            return
+        if number is not None:
+            self._replace(number, why, needed=not tie.over)
+
+    def _replace(self, number: int, why: str, needed: bool = True) -> None:
+        self._asked.discard(number)
         self._placement.release(number, why)
-        if tie.over or self._stopped:
+        if self._stopped or not needed:
             return
         self._number += 1
+        self._asked.add(self._number)
         try:
             self._placement.acquire(self._number, self._found)
         except Exception as error:  # the one that waits for it says so

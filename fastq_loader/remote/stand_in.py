@@ -101,6 +101,7 @@ class StandIn:
         self._epoch: Epoch | None = None
         self._stopping = False
         self._failures = 0
+        self._number = 0  # of the place that it has, or had last
         self._unsent: list[Task | Epoch] = []  # what the far worker has to hear before it can be sent a task
         self._due: deque[Task] = deque()  # forwarded, and not answered
         self._heads = 0  # of those, from the left, whose answers have begun to come
@@ -261,7 +262,12 @@ class StandIn:
             self._stopping = True
             return
         if isinstance(place, NoPlace):
-            self._die(place.why)
+            if place.number != self._number:
+                self._die(place.why)
+            if self._link is not None:  # else it was noticed here before
+                self._lose(place.why)
+            return
+        self._number = place.number
         told = self._told
         seeds = told.base_seed, told.shared_seed
         request = Request(place.number, False, told.worker, *seeds, told.versions)

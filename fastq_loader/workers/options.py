@@ -6,8 +6,9 @@ Runs in the consumer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from fastq_loader.errors import is_int
 from fastq_loader.workers.backend import WorkerBackend
@@ -19,9 +20,11 @@ class WorkerKind(ABC):
     """A kind of workers.
 
     Attributes:
+        short_form: the string that stands for this kind as it is made without arguments, if there is one.
         max_restarts: workers that may die in an iteration and be replaced.
     """
 
+    short_form: ClassVar[str | None] = None
     max_restarts: int = 0
 
     def __post_init__(self) -> None:
@@ -29,6 +32,10 @@ class WorkerKind(ABC):
             raise TypeError(f"{self}: max_restarts must be a number of workers")
         if self.max_restarts < 0:
             raise ValueError(f"{self}: max_restarts must not be negative: use 0 for none")
+
+    def missing(self) -> str:
+        """What this system lacks for such workers, and what to install; "" if nothing."""
+        return ""
 
     @abstractmethod
     def backend(self, plan: Plan) -> WorkerBackend:
@@ -52,6 +59,7 @@ class Processes(WorkerKind):
         TypeError, ValueError: `max_restarts` is not a number of workers.
     """
 
+    short_form: ClassVar[str | None] = "processes"
     max_restarts: int = 0
 
     def backend(self, plan: Plan) -> WorkerBackend:
@@ -68,8 +76,12 @@ class Auto(int):
         return f"auto ({int(self)})"
 
 
-def read_workers(workers: Any) -> WorkerKind:
+def read_workers(workers: Any, kinds: Sequence[type[WorkerKind]] = (Processes,)) -> WorkerKind:
     """What `workers=` means.
+
+    Args:
+        workers: what the user said.
+        kinds: those that have a short form.
 
     Raises:
         ValueError: it is a string without a meaning.
@@ -77,9 +89,11 @@ def read_workers(workers: Any) -> WorkerKind:
     """
     if isinstance(workers, WorkerKind):
         return workers
-    if isinstance(workers, str) and workers == "processes":
-        return Processes()
+    for kind in kinds:
+        if isinstance(workers, str) and workers == kind.short_form:
+            return kind()
+    known = " or ".join(f"{kind.short_form!r} or {kind.__name__}(...)" for kind in kinds)
     raise (ValueError if isinstance(workers, str) else TypeError)(
-        f"workers={workers!r} is unknown: it is the kind of workers, 'processes' or Processes(...); how many "
-        "there are is num_workers"
+        f"workers={workers!r} is unknown: it is the kind of workers, {known}; how many there are is "
+        "num_workers"
     )

@@ -14,7 +14,7 @@ import pytest
 from fastq_loader.ipc.messages import Epoch, Task, encode
 from fastq_loader.remote import link, wire
 from fastq_loader.remote.encryption import Tls
-from fastq_loader.remote.host import Host
+from fastq_loader.remote.host_process import Host
 from fastq_loader.remote.link import Connection, Lost
 from fastq_loader.remote.spec import HostSpec, versions
 from fastq_loader.remote.wire import Request

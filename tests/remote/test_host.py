@@ -15,7 +15,8 @@ import pytest
 
 from fastq_loader.ipc.messages import Epoch, Stop, Task, encode
 from fastq_loader.remote import link, wire
-from fastq_loader.remote.host import Host, Serving
+from fastq_loader.remote.host import Serving
+from fastq_loader.remote.host_process import Host
 from fastq_loader.remote.link import Address, Connection, Lost
 from fastq_loader.remote.spec import HostSpec, versions
 from fastq_loader.remote.wire import Refused, Request
@@ -164,17 +165,3 @@ def test_with_it_its_workers_end(address: Address) -> None:
         connection.close()
         host.close()
         assert not host.alive
-
-
-def test_one_that_is_not_needed_any_more_before_it_is_up_ends_quietly(capfd: Any) -> None:
-    host = Host(pickle.dumps(HostSpec.of(make_plan(Asked()), TOKEN)), "127.0.0.1")
-    host.close()
-    assert not host.alive
-    assert capfd.readouterr() == ("", "")
-
-
-def test_one_that_does_not_get_up_is_told_of() -> None:
-    host = Host(b"", "127.0.0.1")
-    with pytest.raises(OSError, match="ended before it was up"):
-        host.address()
-    host.close()

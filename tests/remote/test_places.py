@@ -36,7 +36,8 @@ class Played:
 
     def find(self, number: int) -> Place:
         place = Place(number, Address("127.0.0.1", number), f"node-{number}")
-        self.asked.pop(number)(place)
+        self.ready = self.asked.pop(number)
+        self.ready(place)
         return place
 
 
@@ -132,6 +133,36 @@ def test_where_there_is_no_place_the_one_that_waits_hears_why(places: Places, pl
     successor, _ = stand_in(places)
     assert received(successor) == NoPlace(3, "OSError: no machine is left")
     successor.close()
+
+
+def test_who_has_a_place_that_is_gone_is_told(places: Places, played: Played) -> None:
+    played.find(1)
+    pipe, _ = stand_in(places)
+    received(pipe)
+    other, _ = stand_in(places)
+    played.ready(NoPlace(1, "its actor died"))
+    assert received(pipe) == NoPlace(1, "its actor died")
+    assert not played.released
+    pipe.send(Waiting("its actor died"))
+    assert wait_until(lambda: played.released == [(1, "its actor died")], SECONDS)
+    played.ready(NoPlace(1, "again, too late"))
+    found = played.find(2)
+    assert received(pipe) == found
+    assert wait_until(lambda: 3 in played.asked, SECONDS)
+    found = played.find(3)
+    assert received(other) == found
+    pipe.close()
+    other.close()
+
+
+def test_a_place_that_is_gone_before_anybody_had_it_is_replaced(places: Places, played: Played) -> None:
+    played.find(1)
+    played.ready(NoPlace(1, "its actor died"))
+    assert wait_until(lambda: played.released == [(1, "its actor died")] and 3 in played.asked, SECONDS)
+    pipe, _ = stand_in(places)
+    found = played.find(3)
+    assert received(pipe) == found
+    pipe.close()
 
 
 def test_a_place_that_is_found_when_all_is_over_is_of_no_use(played: Played) -> None:

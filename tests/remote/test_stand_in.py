@@ -300,6 +300,15 @@ def test_where_there_is_no_place_it_dies(scene: Scene) -> None:
     assert scene.said() == [Dying("none is left")]
 
 
+def test_a_place_that_is_gone_is_lost_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    welcome = scene.stand_in._link, wire.Frame(wire.WELCOME, b"\x07", 0)
+    monkeypatch.setattr(stand_in.link, "connect", lambda *arguments, tls: welcome)
+    for message in (Place(4, Address("127.0.0.1", 1), "node"), *[NoPlace(4, "its actor died")] * 2):
+        scene.pipe.send(message)
+        scene.stand_in._take_place()
+    assert scene.said() == [Up(7), Waiting("its actor died")]
+
+
 def test_it_greets_the_consumer_with_its_first_far_worker(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from fastq_loader.remote.control import Place
-from fastq_loader.remote.host import Host
+from fastq_loader.remote.host_process import Host
 from fastq_loader.remote.link import Address
 from fastq_loader.remote.options import FarWorkers
 from fastq_loader.remote.placement import Ready

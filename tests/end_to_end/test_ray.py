@@ -1,0 +1,325 @@
+"""Workers in a Ray cluster give what local ones give, to the bit, whatever dies meanwhile.
+
+The cluster is a real one, of several nodes on this machine. Runs where Ray is installed:
+`pip install -e '.[test,ray]'`, then `pytest -m ray`; `--ray-runs 50` for a long run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from fastq_loader import DataLoader, RayWorkers, WorkerDied, WorkerReplaced
+from tests.conftest import running_script, wait_until
+from tests.support.datasets import Made, MapDataset, Stream, assert_same
+from tests.support.loaders import seed_all
+from tests.support.ray_cluster import Nodes, actors, hosts_and_workers, nothing_left, remote_processes
+
+pytest.importorskip("ray", reason="needs the extra 'ray'")
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own
+]
+
+SCHEDULES = pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Nodes]:
+    nodes = Nodes()
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    with nothing_left():
+        yield
+
+
+def drawn(index: int) -> Any:
+    return {"index": index, "large": torch.rand(40_000) + index, "small": torch.rand(2)}
+
+
+def plain(index: int) -> Any:
+    time.sleep(0.002)
+    return torch.full((20_000,), float(index)), [index]
+
+
+def loader(dataset: Any, workers: Any, number: int, **options: Any) -> DataLoader[Any]:
+    options = {"batch_size": 4, "shuffle": not isinstance(dataset, Stream), "timeout": 100, **options}
+    return DataLoader(dataset, num_workers=number, workers=workers, **options)
+
+
+def epochs(stops: tuple[int | None, ...], *given: Any, **options: Any) -> list[Any]:
+    """The batches of some epochs, each broken off after so many; and what the consumer draws then."""
+    seed_all(5)
+    with loader(*given, **options) as made:
+        found = [batch for stop in stops for batch in islice(made, stop)]
+    return [*found, torch.rand(1)]
+
+
+@SCHEDULES
+@pytest.mark.parametrize(("nodes", "number"), [((2,), 1), ((2, 1), 3), ((3, 3, 2), 8)])
+def test_batches_are_those_of_local_workers(
+    cluster: Nodes, nodes: tuple[int, ...], number: int, schedule: str
+) -> None:
+    cluster.resize(*nodes)
+    dataset = Made(drawn, 70)
+    here = epochs((None,), dataset, "processes", number, schedule=schedule)
+    assert_same(here, epochs((None,), dataset, "ray", number, schedule=schedule))
+
+
+@SCHEDULES
+def test_epochs_of_persistent_workers_and_of_streams_too(cluster: Nodes, schedule: str) -> None:
+    cluster.resize(2, 1)
+    stops = None, 2, 0, None
+    options = {"persistent_workers": True, "schedule": schedule}
+    here = epochs(stops, MapDataset("large", 50), "processes", 3, **options)
+    assert_same(here, epochs(stops, MapDataset("large", 50), "ray", 3, **options))
+    stream = Stream("large", [9, 2, 5])
+    here = epochs(stops, stream, "processes", 3, **options)
+    assert_same(here, epochs(stops, stream, RayWorkers(max_restarts=0), 3, **options))
+
+
+# ---- what dies ------------------------------------------------------------------------------------
+
+
+def kill(pids: list[int], chance: random.Random) -> None:
+    if pids:
+        with suppress(ProcessLookupError):
+            os.kill(chance.choice(pids), signal.SIGKILL)
+
+
+def remove_a_node(cluster: Nodes, chance: random.Random) -> None:
+    cluster.remove(chance.choice(list(cluster.nodes)))
+    cluster.add(3)
+
+
+CRIMES: list[Callable[[Nodes, random.Random], None]] = [
+    lambda cluster, chance: kill(hosts_and_workers()[1], chance),
+    lambda cluster, chance: kill(hosts_and_workers()[1], chance),
+    lambda cluster, chance: kill(hosts_and_workers()[0], chance),
+    lambda cluster, chance: kill(actors(), chance),
+    remove_a_node,
+]
+
+
+def test_batches_are_the_same_whatever_dies(cluster: Nodes, pytestconfig: pytest.Config) -> None:
+    first = pytestconfig.getoption("--ray-seed")
+    first = random.randrange(10**6) if first is None else first
+    for seed in range(first, first + pytestconfig.getoption("--ray-runs")):
+        try:
+            run(cluster, seed)
+        except Exception as error:
+            raise AssertionError(f"to run it again: --ray-runs 1 --ray-seed {seed}") from error
+
+
+def run(cluster: Nodes, seed: int) -> None:
+    """An epoch of some loader, and up to three crimes at random moments of it."""
+    chance = random.Random(seed)
+    nodes, schedule = chance.randint(1, 3), chance.choice(["dynamic", "round_robin"])
+    # Each worker of "round_robin" has batches of its own, and so all need a place.
+    number = chance.randint(1, 8 if schedule == "dynamic" else min(8, 3 * nodes))
+    # A new worker of "round_robin" begins its random numbers anew, as a local one does.
+    dataset = Made(drawn if schedule == "dynamic" else plain, 4 * chance.randint(30, 120))
+    moments = {
+        chance.randrange(len(dataset) // 4): chance.choice(CRIMES) for _ in range(chance.randint(0, 3))
+    }
+    cluster.resize(*[3] * nodes)
+    here = epochs((None,), dataset, "processes", 2 if schedule == "dynamic" else number, schedule=schedule)
+    seed_all(5)
+    found = []
+    with (
+        loader(dataset, "ray", number, schedule=schedule) as made,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", WorkerReplaced)
+        for at, batch in enumerate(made):
+            found.append(batch)
+            if at in moments:
+                moments[at](cluster, chance)
+    assert_same(here, [*found, torch.rand(1)], f"{nodes} nodes, {number} workers, {schedule}, {moments}")
+
+
+@pytest.mark.parametrize("crime", CRIMES[1:4], ids=["worker", "host", "actor"])
+def test_a_warning_names_the_node_and_the_process(
+    cluster: Nodes, crime: Callable[[Nodes, random.Random], None]
+) -> None:
+    cluster.resize(2)
+    with loader(Made(plain, 400), RayWorkers(), 2, schedule="dynamic", shuffle=False) as made:
+        batches = iter(made)
+        found = [next(batches)]
+        workers = hosts_and_workers()[1]
+        crime(cluster, random.Random(3))
+        with pytest.warns(
+            WorkerReplaced, match=r"was lost with its process on .*Ray's node \w{12}\) \(pid \d+"
+        ) as caught:
+            found += batches
+    assert any(f"(pid {pid}" in str(warning.message) for warning in caught for pid in workers)
+    assert [int(batch[1][0][0]) for batch in found] == list(range(0, 400, 4))
+
+
+def test_where_all_nodes_are_lost_it_is_said_at_the_head_of_the_line(cluster: Nodes) -> None:
+    cluster.resize(2)
+    with loader(Made(plain, 4000), RayWorkers(max_restarts=0), 2, schedule="dynamic", shuffle=False) as made:
+        batches = iter(made)
+        next(batches)
+        cluster.resize()
+        with pytest.raises(WorkerDied, match=r"was lost with its process on .*Ray's node") as caught:
+            list(batches)
+    assert "before it answered batch" in str(caught.value)
+
+
+def test_a_node_that_joins_gets_work_in_the_same_epoch(cluster: Nodes) -> None:
+    cluster.resize(1)
+    with loader(Made(plain, 10**6), "ray", 3, schedule="dynamic", shuffle=False) as made:
+        batches = iter(made)
+        for at in range(10**9):
+            next(batches)
+            if at == 10:
+                assert sum(worker.batches > 0 for worker in made.statistics().workers) == 1
+                cluster.add(2)
+            if sum(worker.batches > 0 for worker in made.statistics().workers) == 3:
+                return
+
+
+class Breaks(Dataset[Any]):
+    """Cannot be opened on the other side."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("no such file on this machine")
+
+    def __getstate__(self) -> Any:
+        return 1
+
+
+def test_a_dataset_that_cannot_be_opened_there_raises_what_it_raised(cluster: Nodes) -> None:
+    cluster.resize(1)
+    with pytest.raises(ValueError, match="no such file on this machine"):
+        list(loader(Breaks(), "ray", 1))
+
+
+def test_hosts_that_do_not_start_are_an_error(cluster: Nodes) -> None:
+    cluster.resize(2)
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(WorkerDied, match=r"found no place on another machine: .* ended before it was up"):
+            list(loader(Made(plain, 40), RayWorkers(ports=(port, port), max_restarts=0), 2))
+
+
+# ---- several consumers, and their ends ----------------------------------------------------------------
+
+RANK = """
+import torch, warnings
+from torch.utils.data import DistributedSampler
+from fastq_loader import DataLoader, RayWorkers
+from tests.end_to_end.test_ray import plain
+from tests.support.datasets import Made
+
+warnings.simplefilter("ignore")
+dataset = Made(plain, 203)
+sampler = DistributedSampler(dataset, 2, {rank}, shuffle=True, drop_last=False)
+loader = DataLoader(
+    dataset, 4, sampler=sampler, num_workers=2, schedule="dynamic", persistent_workers=True,
+    workers=RayWorkers(address={address!r}),
+)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    print(sorted(index for _, [indices] in loader for index in indices.tolist()), flush=True)
+loader.close()
+"""
+
+
+def test_two_ranks_share_a_cluster(cluster: Nodes) -> None:
+    cluster.resize(2, 2)
+    scripts = [running_script(RANK.format(rank=rank, address=cluster.address)) for rank in range(2)]
+    results = [script.finish(120) for script in scripts]
+    assert [result.returncode for result in results] == [0, 0], results
+    for mine, others in zip(*(result.stdout.splitlines() for result in results), strict=True):
+        assert sorted({*eval(mine), *eval(others)}) == list(range(203))
+        assert len(eval(mine)) == len(eval(others)) == 102
+
+
+CONSUMER = """
+import os, warnings
+from fastq_loader import DataLoader, RayWorkers
+from tests.end_to_end.test_ray import plain
+from tests.support.datasets import Made
+
+warnings.simplefilter("ignore")
+workers = RayWorkers(address={address!r})
+loader = DataLoader(Made(plain, 10**6), 4, num_workers=3, schedule="dynamic", workers=workers)
+for number, batch in enumerate(loader):
+    if number == 30:
+        print("running", flush=True)
+"""
+
+
+def test_a_consumer_that_is_killed_leaves_nothing_in_the_cluster(cluster: Nodes) -> None:
+    cluster.resize(2, 2)
+    with running_script(CONSUMER.format(address=cluster.address)) as script:
+        script.wait_for("running", 100)
+        assert wait_until(lambda: len(hosts_and_workers()[1]) == 3, 60)
+        os.kill(script.pid, signal.SIGKILL)
+        assert wait_until(lambda: not remote_processes(), 20), remote_processes()
+
+
+@pytest.mark.parametrize("end", ["break", "error", "close"])
+def test_an_epoch_that_is_left_leaves_nothing_in_the_cluster(cluster: Nodes, end: str) -> None:
+    cluster.resize(2)
+    made = loader(Made(plain, 4000), "ray", 2)
+    batches = iter(made)
+    next(batches)
+    if end == "error":
+        with pytest.raises(KeyError, match="training"):
+            raise_in_the_loop(batches)
+    elif end == "close":
+        made.close()
+        with pytest.raises(RuntimeError, match="its loader was closed"):
+            next(batches)
+
+
+def raise_in_the_loop(batches: Iterator[Any]) -> None:
+    for _ in batches:
+        raise KeyError("of the training step")
+
+
+LOCAL = """
+import warnings
+from fastq_loader import DataLoader
+from tests.end_to_end.test_ray import plain
+from tests.support.datasets import Made
+
+warnings.simplefilter("ignore")
+loader = DataLoader(Made(plain, 40), 4, num_workers=2, workers="ray", persistent_workers=True)
+for epoch in range(2):
+    print([indices.tolist() for _, [indices] in loader])
+"""
+
+
+def test_without_a_cluster_one_is_started_on_this_machine_and_ends_with_the_program() -> None:
+    with running_script(LOCAL, env={"RAY_ADDRESS": "", "RAY_TMPDIR": "/tmp"}) as script:
+        result = script.finish(100)
+    assert result.returncode == 0, result.stderr
+    batches = [list(range(first, first + 4)) for first in range(0, 40, 4)]
+    assert result.stdout == f"{batches}\n" * 2
+    assert not result.left

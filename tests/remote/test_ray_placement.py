@@ -1,0 +1,309 @@
+"""What is asked of Ray, and what becomes of its answers. Ray is played here, and real in `end_to_end`."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fastq_loader import RayWorkers
+from fastq_loader.remote import ray_placement
+from fastq_loader.remote.control import NoPlace, Place
+from fastq_loader.remote.link import Address
+from fastq_loader.remote.ray_placement import RayPlacement
+from tests.conftest import run_script, wait_until
+
+SECONDS = 10  # against hanging
+
+
+class ActorDiedError(Exception):
+    actor_init_failed = False
+
+
+class ActorUnavailableError(Exception):
+    pass
+
+
+class Method:
+    """A method of an actor: its calls, which the test answers."""
+
+    def __init__(self) -> None:
+        self.calls: list[Future[Any]] = []
+        self.given: list[Any] = []
+
+    def remote(self, *given: Any) -> Any:
+        self.given.append(given)
+        self.calls.append(Future())
+        return SimpleNamespace(future=lambda: self.calls[-1])
+
+    def answer(self, result: Any) -> None:
+        assert wait_until(lambda: any(not call.done() for call in self.calls), SECONDS)
+        call = next(call for call in self.calls if not call.done())
+        if isinstance(result, Exception):
+            call.set_exception(result)
+        else:
+            call.set_result(result)
+
+
+class Actor:
+    def __init__(self) -> None:
+        self.where, self.listen, self.stay, self.end = Method(), Method(), Method(), Method()
+
+
+class Ray:
+    """As much of Ray as is used."""
+
+    exceptions = SimpleNamespace(ActorDiedError=ActorDiedError, ActorUnavailableError=ActorUnavailableError)
+
+    def __init__(self) -> None:
+        self.running = False
+        self.joined: list[Any] = []
+        self.options: dict[str, Any] = {}
+        self.actors: list[Actor] = []
+        self.killed: list[Actor] = []
+        self.waited: list[int] = []
+
+    def is_initialized(self) -> bool:
+        return self.running
+
+    def init(self, address: Any) -> None:
+        self.joined.append(address)
+        self.running = True
+
+    def remote(self, kind: type) -> Any:
+        return SimpleNamespace(options=self._options)
+
+    def _options(self, **options: Any) -> Any:
+        self.options = options
+        return SimpleNamespace(remote=self._make)
+
+    def _make(self) -> Actor:
+        self._must_run()
+        self.actors.append(Actor())
+        return self.actors[-1]
+
+    def _must_run(self) -> None:
+        assert self.running, "Ray would start anew by itself"
+
+    def put(self, data: bytes) -> Any:
+        return data
+
+    def kill(self, actor: Actor) -> None:
+        self._must_run()
+        self.killed.append(actor)
+
+    def wait(self, references: list[Any], num_returns: int, timeout: float) -> None:
+        self.waited.append(num_returns)
+
+    def actor(self, number: int) -> Actor:
+        assert wait_until(lambda: len(self.actors) > number, SECONDS)
+        return self.actors[number]
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    played = Ray()
+    monkeypatch.setattr(importlib, "import_module", lambda name: {"ray": played}[name])
+    monkeypatch.setattr(ray_placement, "_SILENCE", 1000)
+    return played
+
+
+@pytest.fixture
+def placement(ray: Ray) -> Iterator[RayPlacement]:
+    placement = RayPlacement(RayWorkers(ports=(5, 6)))
+    placement.start(b"spec")
+    yield placement
+    placement.close()
+
+
+def acquire(placement: RayPlacement, number: int) -> list[Place | NoPlace]:
+    found: list[Place | NoPlace] = []
+    placement.acquire(number, found.append)
+    return found
+
+
+def test_ray_that_runs_is_used_and_else_it_is_joined(ray: Ray) -> None:
+    for expected in ([None], [None]):
+        placement = RayPlacement(RayWorkers())
+        placement.start(b"spec")
+        placement.close()
+        assert ray.joined == expected
+    ray.running = False
+    placement = RayPlacement(RayWorkers(address="auto"))
+    placement.start(b"spec")
+    placement.close()
+    assert ray.joined == [None, "auto"]
+    RayPlacement(RayWorkers()).close()  # it was not started
+
+
+def test_actors_are_made_as_the_user_said(ray: Ray, placement: RayPlacement) -> None:
+    assert ray.options == {
+        "num_cpus": 1,
+        "num_gpus": 0,
+        "resources": {},
+        "scheduling_strategy": "SPREAD",
+        "runtime_env": None,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "max_concurrency": 4,
+    }
+
+
+def test_a_place_is_found_once_an_actor_has_room_and_its_host_listens(
+    ray: Ray, placement: RayPlacement
+) -> None:
+    found = acquire(placement, 3)
+    actor = ray.actor(0)
+    actor.where.answer(("f" * 56, "10.0.0.7"))
+    actor.listen.answer(4711)
+    assert wait_until(lambda: bool(found), SECONDS)
+    assert found == [Place(3, Address("10.0.0.7", 4711), "10.0.0.7 (Ray's node ffffffffffff)")]
+    assert actor.listen.given == [(b"spec", [5, 6])]
+    assert placement.death(3) == ""
+    placement.close()
+    assert ray.waited == [1], "its host has ended"
+    assert ray.killed == [actor]
+
+
+def test_an_actor_that_dies_takes_its_place_along(ray: Ray, placement: RayPlacement) -> None:
+    found = acquire(placement, 3)
+    actor = ray.actor(0)
+    actor.where.answer(("f", "10.0.0.7"))
+    actor.listen.answer(4711)
+    text = "The actor died.\n\tclass_name: Seat\nThe actor is dead because x. Some common causes include: (1)"
+    actor.stay.answer(ActorDiedError(text))
+    assert wait_until(lambda: len(found) == 2, SECONDS)
+    assert found[1] == NoPlace(3, "The actor is dead because x")
+    assert placement.death(3) == "The actor is dead because x"
+    placement.close()
+    assert not ray.killed
+
+
+def test_a_machine_that_answers_goes_on(ray: Ray, placement: RayPlacement) -> None:
+    acquire(placement, 3)
+    actor = ray.actor(0)
+    actor.where.answer(("f", "10.0.0.7"))
+    actor.listen.answer(4711)
+    placement.release(3, "the worker was killed")
+    found = acquire(placement, 4)
+    actor.where.answer(("f", "10.0.0.7"))
+    actor.listen.answer(4711)
+    assert wait_until(lambda: bool(found), SECONDS)
+    assert len(actor.stay.calls) == 1, "its end is noticed once"
+
+
+def test_an_actor_that_is_not_reached_is_asked_and_watched_again(ray: Ray, placement: RayPlacement) -> None:
+    found = acquire(placement, 3)
+    actor = ray.actor(0)
+    actor.where.answer(("f", "10.0.0.7"))
+    actor.listen.answer(4711)
+    actor.stay.answer(ActorUnavailableError("for now"))
+    actor.where.answer(("f", "10.0.0.7"))
+    actor.listen.answer(4711)
+    assert wait_until(lambda: len(actor.stay.calls) == 2, SECONDS)
+    assert len(found) == 1
+    assert len(ray.actors) == 1
+    actor.stay.answer(ActorUnavailableError("again"))
+    actor.where.answer(ActorUnavailableError("and again"))
+    assert wait_until(lambda: len(found) == 2, SECONDS)
+    assert ray.killed == [actor]
+
+
+def test_a_place_that_was_given_back_is_not_spoken_of(ray: Ray, placement: RayPlacement) -> None:
+    found = acquire(placement, 3)
+    actor = ray.actor(0)
+    placement.release(3, "")
+    other = acquire(placement, 4)
+    actor.where.answer(("f", "10.0.0.7"))
+    actor.listen.answer(4711)
+    assert wait_until(lambda: bool(other), SECONDS)
+    assert not found
+    assert list(placement._asked) == [4]
+
+
+def test_where_no_host_starts_whoever_waits_hears_why(ray: Ray, placement: RayPlacement) -> None:
+    found = acquire(placement, 3)
+    for number in range(3):
+        actor = ray.actor(number)
+        actor.where.answer(("f", "10.0.0.7"))
+        actor.listen.answer(OSError("Traceback\nOSError: no torch there"))
+    assert wait_until(lambda: bool(found), SECONDS)
+    assert found == [NoPlace(3, "OSError: no torch there")]
+
+
+def test_an_actor_that_cannot_be_made_is_a_failure(ray: Ray, placement: RayPlacement) -> None:
+    found = acquire(placement, 3)
+    error = ActorDiedError("The actor died because of an error raised in its creation task, so there")
+    error.actor_init_failed = True
+    for number in range(3):
+        ray.actor(number).where.answer(error)
+    assert wait_until(lambda: bool(found), SECONDS)
+    assert found == [NoPlace(3, str(error))]
+
+
+def test_a_machine_that_keeps_silent_is_done_without(
+    ray: Ray, placement: RayPlacement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_placement, "_SILENCE", 0.01)
+    acquire(placement, 3)
+    actor = ray.actor(0)
+    actor.where.answer(("f", "10.0.0.7"))
+    actor.listen.answer(4711)
+    placement.release(3, "the connection broke")
+    acquire(placement, 4)
+    assert ray.actor(1)
+    assert ray.killed == [actor]
+
+
+def test_ray_that_was_shut_down_is_not_started_again(ray: Ray, placement: RayPlacement) -> None:
+    first = acquire(placement, 3)
+    actor = ray.actor(0)
+    actor.where.answer(("f", "10.0.0.7"))
+    assert wait_until(lambda: bool(actor.listen.calls), SECONDS)
+    ray.running = False
+    actor.listen.answer(OSError("it was killed"))
+    assert wait_until(lambda: bool(first), SECONDS)
+    assert first == [NoPlace(3, "Ray was shut down")]
+    assert ray.actors == [actor]
+
+
+def test_a_close_after_ray_was_shut_down_does_not_start_it(ray: Ray, placement: RayPlacement) -> None:
+    found = acquire(placement, 3)
+    ray.actor(0).where.answer(("f", "10.0.0.7"))
+    ray.actor(0).listen.answer(4711)
+    assert wait_until(lambda: bool(found), SECONDS)
+    ray.running = False
+    placement.close()
+    assert not ray.waited
+
+
+def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    exits: list[Any] = []
+    played = SimpleNamespace(register=exits.append, unregister=exits.remove)
+    monkeypatch.setattr(ray_placement, "atexit", played)
+    placement = RayPlacement(RayWorkers())
+    placement.start(b"spec")
+    exits[0]()
+    acquire(placement, 3)
+    placement.close()
+    assert not ray.actors
+    assert not exits
+
+
+@pytest.mark.processes
+def test_an_actor_needs_neither_this_package_nor_torch() -> None:
+    cloudpickle = pytest.importorskip("cloudpickle")
+    sent = base64.b64encode(cloudpickle.dumps(ray_placement._seat()))
+    result = run_script(
+        f"""
+        import base64, pickle, sys
+        pickle.loads(base64.b64decode({sent!r}))().end()
+        print(sorted({{"fastq_loader", "torch", "ray"}} & set(sys.modules)))
+        """
+    )
+    assert result[:3] == (0, "[]\n", "")

@@ -1,0 +1,110 @@
+"""A Ray cluster of several nodes on this machine, and what the loader has running on it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from tests.conftest import _read, descendants, open_descriptors, process_table, wait_until
+
+#: Parts of the command lines of processes that are the loader's, and not Ray's own.
+OURS = ("ray::Seat", "fastq_loader.remote")
+#: In the environment of all that this test run starts.
+MARK = f"FASTQ_LOADER_TESTS={os.getpid()}"
+
+
+class Nodes:
+    """The cluster, and this process as its driver.
+
+    Attributes:
+        address: for other drivers.
+        nodes: their numbers of CPUs.
+    """
+
+    def __init__(self) -> None:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray rewrites 127.0.0.1
+        os.environ.update([MARK.split("=")])
+        import ray
+        from ray.cluster_utils import Cluster
+
+        self._ray: Any = ray
+        self.nodes: dict[Any, int] = {}
+        self._before = set(descendants())
+        # The head has no room for workers, so that all other nodes can be removed.
+        self._cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+        self.address: str = self._cluster.address
+        ray.init(address=self.address, log_to_driver=False)
+
+    def resize(self, *cpus: int) -> None:
+        """Have nodes with so many CPUs. Those that are there are kept: one takes seconds to start."""
+        missing = list(cpus)
+        for node, number in list(self.nodes.items()):
+            if number in missing:
+                missing.remove(number)
+            else:
+                self.remove(node)
+        for number in missing:
+            self.add(number)
+
+    def add(self, cpus: int) -> None:
+        self.nodes[self._cluster.add_node(num_cpus=cpus)] = cpus
+
+    def remove(self, node: Any) -> None:
+        """Pull its plug: nothing there ends in an orderly way."""
+        self._cluster.remove_node(node, allow_graceful=False)
+        del self.nodes[node]
+
+    def close(self) -> None:
+        self._ray.shutdown()
+        self._cluster.shutdown()
+        for pid in set(descendants()) - self._before:  # Ray may leave agents behind
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def remote_processes() -> dict[int, str]:
+    """What runs of the loader in clusters of this test run: actors, hosts, far workers, and stand-ins."""
+    lines = {entry.pid: _read(f"/proc/{entry.pid}/cmdline") for entry in process_table() if not entry.zombie}
+    ours = {pid: line for pid, line in lines.items() if any(part in line for part in OURS)}
+    # An orphan is no descendant any more, and who has renamed itself has overwritten its environment.
+    family = {os.getpid(): None, **descendants()} if ours else {}
+    return {
+        pid: line.replace("\0", " ")[:120]
+        for pid, line in ours.items()
+        if pid != os.getpid() and (pid in family or MARK in _read(f"/proc/{pid}/environ"))
+    }
+
+
+def hosts_and_workers() -> tuple[list[int], list[int]]:
+    """Process ids of hosts, and of the far workers that they have forked."""
+    parents = {entry.pid: entry.parent for entry in process_table()}
+    both = {pid for pid, line in remote_processes().items() if "fastq_loader.remote.host" in line}
+    workers = {pid for pid in both if parents.get(pid) in both}
+    return sorted(both - workers), sorted(workers)
+
+
+def actors() -> list[int]:
+    """Process ids of the actors that hold room for workers."""
+    return sorted(pid for pid, line in remote_processes().items() if line.startswith("ray::Seat"))
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """No process of the loader is left in the cluster, and no thread or shared memory of it in this one."""
+
+    def held() -> dict[str, Any]:
+        return {
+            "processes": remote_processes(),
+            "threads": {thread.name for thread in threading.enumerate() if "fastq" in thread.name},
+            "memory": {
+                f"{fd} {name}" for fd, name in open_descriptors().items() if name.startswith("/memfd:fastq")
+            },
+        }
+
+    before = held()
+    yield
+    assert wait_until(lambda: held() == before, 10), f"left behind: {held()}, where there was {before}"
