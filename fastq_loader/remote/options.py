@@ -71,8 +71,8 @@ class RayWorkers(WorkerKind):
         address: of the cluster, "host:port"; "auto" is one that runs on this machine.
         ports: the first and the last TCP port that workers may listen on, for firewalls; None is any.
         tls: a folder with `cert.pem`, `key.pem` and `ca.pem` on every machine, at the same path: connections
-            are encrypted, and both sides show a certificate. It costs three quarters of the bandwidth. None
-            authenticates both sides without it, and does not encrypt.
+            are encrypted, and both sides show a certificate; one core moves 0.6 GB/s so, and else 2.5. With
+            None both sides prove by the pool's token who they are, and nothing is encrypted.
         max_restarts: workers that may die in an iteration and be replaced, as in `Processes`. An iterable
             dataset needs 0: a new worker would read its part from the beginning.
 

@@ -120,10 +120,12 @@ CRIMES: list[Callable[[Nodes, random.Random], None]] = [
 ]
 
 
+@pytest.mark.timeout(1800)  # for all runs; each has its own
 def test_batches_are_the_same_whatever_dies(cluster: Nodes, pytestconfig: pytest.Config) -> None:
     first = pytestconfig.getoption("--ray-seed")
     first = random.randrange(10**6) if first is None else first
     for seed in range(first, first + pytestconfig.getoption("--ray-runs")):
+        print(f"--ray-seed {seed}", flush=True)
         try:
             run(cluster, seed)
         except Exception as error:
