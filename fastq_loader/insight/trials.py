@@ -172,8 +172,9 @@ def _run(
     trial = _Trial(loader, step_seconds)
     answer: Any = None
     with contextlib.suppress(_TimeIsOver):
-        _prepare_signals()
+        # First, while SIGINT is blocked: a thread that took it would bring it into the start of a worker.
         threading.Thread(target=_leave_with, args=(consumer,), daemon=True).start()
+        _prepare_signals()
         try:
             with contextlib.suppress(_TimeIsOver):
                 trial.run(seconds)
