@@ -59,7 +59,6 @@ THREADS = 2
 #: Milliseconds after which a worker to which nobody has connected looks for its socket's file.
 _LOOK_MS = 500
 
-
 _STOP = encode(Stop())
 
 
@@ -150,6 +149,16 @@ def _yielding_threads() -> Iterator[None]:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
+@contextlib.contextmanager
+def _without_signals() -> Iterator[None]:
+    """For calls that pyzmq gives up when a signal interrupts them."""
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+
+
 class ConsumerSocket:
     """The consumer's end, for all workers of one pool.
 
@@ -177,7 +186,8 @@ class ConsumerSocket:
         # quick: its answer would be sent after the next batch.)
         with _yielding_threads():
             self._socket = self._context.socket(zmq.ROUTER)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        with _without_signals():
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
         self._names: dict[int, bytes] = {}  # worker → its routing id
         self._numbers: dict[bytes, int] = {}
@@ -295,12 +305,8 @@ class ConsumerSocket:
         self._poller = zmq.Poller()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
-        # pyzmq gives a term() up that a signal interrupts, and leaves the context's thread and descriptors.
-        masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
+        with _without_signals():  # else the context's thread and descriptors would be left
             self._context.term()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         with self._waking:
             wake, self._wake = self._wake, -1
         if wake >= 0:
