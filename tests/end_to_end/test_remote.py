@@ -95,8 +95,8 @@ def test_epochs_of_persistent_workers_and_breaks_are_the_same(schedule: str) -> 
 
 @SCHEDULES
 def test_iterable_datasets_are_the_same(schedule: str) -> None:
-    # When the epoch is broken off, no part has ended: as in torch, it depends on the time whether another task
-    # was given out for that.
+    # No part has ended when the epoch is broken off: as in torch, it depends on the time whether another task
+    # was given out for one.
     stream = Stream("drawn", [23, 18, 5])
     check(stream, None, 2, None, schedule=schedule, persistent_workers=True)
 
