@@ -22,7 +22,7 @@ _LEAST_BYTES = 24
 #: Different batches that a worker must have, where it has so many: data that repeat themselves say nothing.
 _LEAST_DIFFERENT = 3
 #: An epoch that is shorter, or was not slowed down by more, is not worth a word.
-_LEAST_BATCHES, _LEAST_SECONDS = 500, 1.0
+_LEAST_BATCHES, _LEAST_SECONDS = 1000, 5.0
 #: How much faster it would have to be.
 _LEAST_GAIN = 2
 #: A window that takes less is not what fills the memory.

@@ -12,16 +12,16 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from fastq_loader.errors import is_int
-from fastq_loader.remote.backend import RemoteBackend
-from fastq_loader.remote.encryption import Tls
-from fastq_loader.remote.placement import Placement
-from fastq_loader.remote.ray_placement import RayPlacement
-from fastq_loader.workers.backend import WorkerBackend
-from fastq_loader.workers.config import Plan
 from fastq_loader.workers.options import WorkerKind
+
+if TYPE_CHECKING:
+    from fastq_loader.remote.encryption import Tls
+    from fastq_loader.remote.placement import Placement
+    from fastq_loader.workers.backend import WorkerBackend
+    from fastq_loader.workers.config import Plan
 
 #: The oldest Ray that is tried.
 RAY = (2, 52)
@@ -42,6 +42,8 @@ class FarWorkers(WorkerKind):
     tls: Tls | None = None
 
     def backend(self, plan: Plan) -> WorkerBackend:
+        from fastq_loader.remote.backend import RemoteBackend  # some systems lack what it is made of
+
         return RemoteBackend(plan, self.placement(), self.tls)
 
 
@@ -170,6 +172,9 @@ class RayWorkers(WorkerKind):
         return f"ray {RAY[0]}.{RAY[1]} or newer, which {found}: pip install 'fastq-loader[ray]'"
 
     def backend(self, plan: Plan) -> WorkerBackend:
+        from fastq_loader.remote.backend import RemoteBackend
+        from fastq_loader.remote.ray_placement import RayPlacement
+
         return RemoteBackend(plan, RayPlacement(self), self._encryption())
 
     def _encryption(self) -> Tls | None:
@@ -181,6 +186,8 @@ class RayWorkers(WorkerKind):
                 self._refuse(
                     ValueError, "tls", f"must be a folder with cert.pem, key.pem and ca.pem: no {file}"
                 )
+        from fastq_loader.remote.encryption import Tls
+
         return Tls(*files)
 
 

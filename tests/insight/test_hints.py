@@ -123,26 +123,26 @@ def epoch(
 
 
 def test_batches_that_are_worth_no_worker() -> None:
-    text = hints.tiny_batches(epoch(20_000, load=20, way=180, step=30), 2)
+    text = hints.tiny_batches(epoch(60_000, load=20, way=180, step=30), 2)
     assert text is not None
     assert "takes 20 µs to load, and 210 µs with its way from 2 workers" in text
-    assert "this epoch of 20000 batches would have taken about 1.0 s in place of 4.2 s" in text
+    assert "this epoch of 60000 batches would have taken about 3.0 s in place of 12.6 s" in text
 
 
 @pytest.mark.parametrize(
     ("counters", "told"),
     [
-        (epoch(500, load=500, way=3000), True),
-        (epoch(499, load=500, way=9000), False),  # a short epoch
+        (epoch(1000, load=500, way=10_000), True),
+        (epoch(999, load=500, way=10_000), False),  # a short epoch
         (epoch(10, load=1, way=10**6), False),
-        (epoch(5000, load=10, way=211), True),
-        (epoch(5000, load=10, way=209), False),  # less than a second was lost
-        (epoch(20_000, load=100, way=201), True),
-        (epoch(20_000, load=100, way=199), False),  # less than twice as fast
-        (epoch(20_000, load=20, way=180, step=190), False),  # the step takes as long
-        (epoch(20_000, load=20, way=180, sampler=190), False),
-        (epoch(20_000, load=20, way=180, copy=190), False),
-        (epoch(20_000, load=100, way=100, start_up=10**6), False),  # a slow start is something else
+        (epoch(5000, load=10, way=1011), True),
+        (epoch(5000, load=10, way=1009), False),  # less than five seconds were lost
+        (epoch(60_000, load=100, way=201), True),
+        (epoch(60_000, load=100, way=199), False),  # less than twice as fast
+        (epoch(60_000, load=20, way=180, step=190), False),  # the step takes as long
+        (epoch(60_000, load=20, way=180, sampler=190), False),
+        (epoch(60_000, load=20, way=180, copy=190), False),
+        (epoch(60_000, load=100, way=100, start_up=10**6), False),  # a slow start is something else
     ],
 )
 def test_where_it_does_not_matter_nothing_is_said(counters: EpochCounters, told: bool) -> None:
@@ -150,18 +150,18 @@ def test_where_it_does_not_matter_nothing_is_said(counters: EpochCounters, told:
 
 
 def test_what_came_before_the_batches_whose_costs_are_kept_counts_too() -> None:
-    counters = epoch(20_000, load=20, way=180)
+    counters = epoch(60_000, load=20, way=180)
     assert "from 1 worker and the step" in str(hints.tiny_batches(counters, 1))
     counters = epoch(0, load=0, way=0)
-    was_loaded(counters, 0, 3_000_000)  # and then as before
-    for seq in range(1, 20_000):
+    was_loaded(counters, 0, 9_000_000)  # and then as before
+    for seq in range(1, 60_000):
         was_loaded(counters, seq, 20)
-    counters.batches, counters.spent["transport"] = 20_000, 180_000 * 20_000
+    counters.batches, counters.spent["transport"] = 60_000, 180_000 * 60_000
     assert hints.tiny_batches(counters, 2) is None
 
 
 def test_an_epoch_of_which_no_costs_are_known_says_nothing() -> None:
-    counters = epoch(20_000, load=20, way=180)
+    counters = epoch(60_000, load=20, way=180)
     counters._costs.clear()
     assert hints.tiny_batches(counters, 2) is None
 
