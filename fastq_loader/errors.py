@@ -86,8 +86,8 @@ class TinyBatches(LoaderHint):
     """Batches are so small that their way from the workers takes longer than to load them: with
     `num_workers=0` the epoch would have taken half the time or less.
 
-    Said at the end of an epoch of at least 1,000 batches, if it took at least five seconds longer than it had to.
-    The start of the workers does not count.
+    Said at the end of an epoch of at least 1,000 batches, if it took at least five seconds longer than it had
+    to. The start of the workers does not count.
     """
 
 
