@@ -246,7 +246,8 @@ class EventLoop:
         self._flush()
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
             self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
-        staging, began = self._delivery.staging, time.monotonic_ns()
+        staging = self._delivery.staging
+        began = 0 if staging is None else time.monotonic_ns()
         self._outcome = self._delivery.hand_out(deliver)
         self._accounting.handed_out(deliver.answer, deliver.seq)
         if staging is not None:

@@ -32,6 +32,7 @@ from fastq_loader.insight.search import Candidate, Measured
 from fastq_loader.packing.exceptions import dump_exception, load_exception
 from fastq_loader.scheduling.options import Dynamic, read_schedule
 from fastq_loader.system import calls
+from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Child
 
 if TYPE_CHECKING:
@@ -99,11 +100,8 @@ def measure(
     child = Child(process)
     try:
         # A Ctrl-C between the fork and the child's own handler would print a traceback there.
-        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with without_signals(signal.SIGINT):
             child.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         sender.close()
         return _received(child, receiver, patience)
     finally:

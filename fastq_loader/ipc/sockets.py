@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import tempfile
 import threading
 from collections import deque
@@ -43,6 +42,7 @@ from fastq_loader.ipc.messages import (
 )
 from fastq_loader.ipc.probes import expect_descriptors, expect_threads
 from fastq_loader.system import calls, process_id
+from fastq_loader.system.interrupts import without_signals
 
 #: sun_path of <sys/un.h> holds 108 bytes with the closing NUL.
 _LONGEST_PATH = 107
@@ -149,16 +149,6 @@ def _yielding_threads() -> Iterator[None]:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-@contextlib.contextmanager
-def _without_signals() -> Iterator[None]:
-    """For calls that pyzmq gives up when a signal interrupts them."""
-    masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-
-
 class ConsumerSocket:
     """The consumer's end, for all workers of one pool.
 
@@ -186,7 +176,7 @@ class ConsumerSocket:
         # quick: its answer would be sent after the next batch.)
         with _yielding_threads():
             self._socket = self._context.socket(zmq.ROUTER)
-        with _without_signals():
+        with without_signals():  # pyzmq gives the call up when one interrupts it
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
         self._names: dict[int, bytes] = {}  # worker → its routing id
@@ -305,7 +295,7 @@ class ConsumerSocket:
         self._poller = zmq.Poller()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
-        with _without_signals():  # else the context's thread and descriptors would be left
+        with without_signals():  # else it is given up, and the context's thread and descriptors are left
             self._context.term()
         with self._waking:
             wake, self._wake = self._wake, -1

@@ -7,6 +7,7 @@ workers that come and go under it. It counts in the fields of the snapshots, whi
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastq_loader.statistics.epoch import EpochCounters, Observer, summed
@@ -174,8 +175,7 @@ class Counters(_Counting, LoaderStatistics):
     def held_up(self, epoch: int, batch: int, nanoseconds: int) -> None:
         """A batch held up others, which were ready, for so long."""
         late = self._late.get((epoch, batch), LateBatch(epoch, batch, 0.0))
-        values = values_of(late) | {"seconds": late.seconds + nanoseconds / 1e9}
-        self._late[epoch, batch] = LateBatch(**values)
+        self._late[epoch, batch] = replace(late, seconds=late.seconds + nanoseconds / 1e9)
         if len(self._late) > 2 * _LATE:
             self._late = {(late.epoch, late.batch): late for late in self._worst()}
 
@@ -187,9 +187,11 @@ class Counters(_Counting, LoaderStatistics):
         sample = None
         if answer.slowest and isinstance(index, list) and answer.slowest_at < len(index):
             sample = index[answer.slowest_at]
-        load = (answer.finished - answer.started) / 1e9
-        self._late[epoch, answer.seq] = LateBatch(
-            epoch, answer.seq, late.seconds, load, sample, answer.slowest / 1e9
+        self._late[epoch, answer.seq] = replace(
+            late,
+            load_seconds=(answer.finished - answer.started) / 1e9,
+            sample=sample,
+            sample_seconds=answer.slowest / 1e9,
         )
 
     def _worst(self) -> list[LateBatch]:

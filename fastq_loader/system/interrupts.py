@@ -1,15 +1,17 @@
-"""Exceptions that the handler of a signal raised in the middle of user code.
+"""Signals: what their handlers raised in the middle of user code, and calls that they must not interrupt.
 
-Used in the consumer. A watchdog's TimeoutError that comes while a sampler draws is not the sampler's error:
+Runs in the consumer. A watchdog's TimeoutError that comes while a sampler draws is not the sampler's error:
 it must not take the place of a batch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -41,3 +43,13 @@ def _codes(handler: Any) -> list[Any]:
     called = vars(type(handler)).get("__call__")
     found = [getattr(getattr(what, "__func__", what), "__code__", None) for what in (handler, called)]
     return [code for code in found if code is not None]
+
+
+@contextlib.contextmanager
+def without_signals(*numbers: int) -> Iterator[None]:
+    """These signals, or all, come to this thread after the block, and not in it."""
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, numbers or signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)

@@ -8,17 +8,17 @@ counts as dead when its descriptor says so, and only then. So this is a base cla
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
+from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Child
 from fastq_loader.workers.config import Plan, Setup
 from fastq_loader.workers.payload import Descriptors, Payload
@@ -122,7 +122,7 @@ class WorkerBackend(ABC):
         """
         if self._setup is None or not self._left():
             return False
-        with _uninterrupted():
+        with without_signals(signal.SIGINT):  # between fork and handler it would print a traceback there
             child = Child(self._process(len(self._children), 0, self._setup.folder, None))
             self._children.append(child)
             self._generations.append(0)
@@ -141,7 +141,7 @@ class WorkerBackend(ABC):
             what `start` raises; OSError also when what starts successors has ended.
         """
         generation = self._generations[worker] + 1
-        with _uninterrupted():
+        with without_signals(signal.SIGINT):
             child = Child(self._make_successor(worker, generation, folder, space))
             self._start(child)
             self._children[worker].release()
@@ -235,14 +235,3 @@ if hasattr(os, "register_at_fork"):
 def cores() -> int:
     """How many workers that begin with their imports are started at once."""
     return len(os.sched_getaffinity(0))
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """A Ctrl-C in here comes after it: between the fork and the worker's own handler it would print a
-    traceback there, and between the start of a process and the note of it here it would leave it behind."""
-    masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, masked)

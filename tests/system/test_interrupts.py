@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.system.interrupts import raised_by_handler, refuse_interrupt
+from fastq_loader.system.interrupts import raised_by_handler, refuse_interrupt, without_signals
 from tests.support.alarms import Alarm, alarm_after, ring
 
 
@@ -44,3 +44,20 @@ def test_what_code_raises_itself_is_its_own() -> None:
         _ = 1 / 0
     assert not raised_by_handler(own.value)
     refuse_interrupt(own.value)
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGUSR1,), ()])
+def test_a_signal_comes_after_what_it_must_not_interrupt(numbers: tuple[int, ...]) -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        with without_signals(*numbers):
+            signal.raise_signal(signal.SIGUSR1)
+            assert came == []
+        assert came == [signal.SIGUSR1]
+        with pytest.raises(ZeroDivisionError), without_signals(*numbers):
+            _ = 1 / 0
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == masked
+    finally:
+        signal.signal(signal.SIGUSR1, before)
