@@ -12,6 +12,8 @@ import os
 import threading
 import time
 
+from fastq_loader.system.interrupts import without_signals
+
 
 def expect_descriptors(count: int) -> None:
     """
@@ -39,6 +41,12 @@ def expect_threads(count: int) -> None:
     Raises:
         BlockingIOError: (EAGAIN) fewer than `count` more threads can be started.
     """
+    # What the handler of a signal raises in the middle of `threading` comes out as a RuntimeError, too.
+    with without_signals():
+        _expect_threads(count)
+
+
+def _expect_threads(count: int) -> None:
     over = threading.Event()
     threads = [threading.Thread(target=over.wait, daemon=True) for _ in range(count)]
     try:
@@ -53,7 +61,7 @@ def expect_threads(count: int) -> None:
     finally:
         over.set()
         for thread in threads:
-            with contextlib.suppress(RuntimeError):  # it was not started, or a signal came before it said so
+            with contextlib.suppress(RuntimeError):  # it was not started
                 thread.join()
         # A thread that was joined counts until the kernel has taken it down.
         while any(os.path.exists(f"/proc/self/task/{thread.native_id}") for thread in threads):

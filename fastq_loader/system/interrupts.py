@@ -48,8 +48,10 @@ def _codes(handler: Any) -> list[Any]:
 @contextlib.contextmanager
 def without_signals(*numbers: int) -> Iterator[None]:
     """These signals, or all, come to this thread after the block, and not in it."""
-    masked = signal.pthread_sigmask(signal.SIG_BLOCK, numbers or signal.valid_signals())
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        # Runs the handler of one that came just before, which may raise.
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers or signal.valid_signals())
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import signal
 import threading
 
 import pytest
 
 from fastq_loader.ipc.probes import expect_descriptors, expect_threads
 from tests.conftest import open_descriptors
+from tests.support.alarms import Alarm, alarm_after, ring
 
 
 def tasks() -> set[str]:
@@ -65,3 +67,18 @@ def test_too_few_threads_are_an_error_and_none_is_left(allowed: int, monkeypatch
     assert not tasks() - before  # of tests before, some may be ending
     assert not looks, "it waits until the kernel counts them no more"
     assert len(started) == allowed
+
+
+def test_a_signal_waits_until_the_threads_were_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of `threading`, what its handler raises would come out as a RuntimeError."""
+    start, started = threading.Thread.start, []
+
+    def ringing(thread: threading.Thread) -> None:
+        signal.raise_signal(signal.SIGALRM)
+        start(thread)
+        started.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", ringing)
+    with alarm_after(60, ring), pytest.raises(Alarm):
+        expect_threads(3)
+    assert len(started) == 3

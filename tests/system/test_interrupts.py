@@ -61,3 +61,19 @@ def test_a_signal_comes_after_what_it_must_not_interrupt(numbers: tuple[int, ...
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == masked
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_that_raises_at_the_begin_leaves_no_signal_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = signal.pthread_sigmask
+
+    def interrupted(how: int, numbers: Any) -> Any:
+        before = mask(how, numbers)
+        if numbers and how == signal.SIG_BLOCK:
+            raise Alarm
+        return before
+
+    masked = mask(signal.SIG_BLOCK, ())
+    monkeypatch.setattr(signal, "pthread_sigmask", interrupted)
+    with pytest.raises(Alarm), without_signals():
+        pytest.fail("the block was entered")
+    assert mask(signal.SIG_BLOCK, ()) == masked
