@@ -55,7 +55,7 @@ ROOMS = {
     "tracing": Room("ipc system statistics errors", pure="events"),
     "ipc": Room("system errors", pure="messages decoding"),
     "system": Room(""),
-    "statistics": Room("", pure="*"),
+    "statistics": Room("", pure="epoch histogram snapshots"),
     "errors": Room("", pure="*"),
 }
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}

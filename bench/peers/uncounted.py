@@ -15,6 +15,7 @@ from unittest.mock import patch
 from fastq_loader.consumer.accounting import Accounting
 from fastq_loader.statistics.counters import Counters, WorkerCounters
 from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.notes import Notes
 
 
 def _nothing(*arguments: Any) -> None:
@@ -27,14 +28,19 @@ def _silent(kind: type[Any], *kept: str, **instead: Any) -> Any:
     return type(kind.__name__, (kind,), dict.fromkeys({*methods} - {*kept}, _nothing) | instead)
 
 
-_Epoch = _silent(EpochCounters, "include", "snapshot", answered=lambda *arguments: (0, 0))
+class _Notes(_silent(Notes)):  # type: ignore[misc]
+    def __init__(self, counters: EpochCounters) -> None:
+        super().__init__(counters)
+        self.note, self._nowhere = _nothing, counters
+
+    def counted(self) -> EpochCounters:
+        return self._nowhere
 
 
 class _Counters(Counters):
-    def begin_epoch(self, now: int, cpu: int) -> EpochCounters:
-        epoch: EpochCounters = _Epoch(0, 0)
-        self.history.append(epoch)
-        return epoch
+    def begin_epoch(self, now: int, cpu: int) -> Notes:
+        self._notes.append(notes := _Notes(EpochCounters(0, 0)))
+        return notes
 
 
 _IN_PLACE: dict[str, Any] = {

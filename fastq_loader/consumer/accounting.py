@@ -1,4 +1,4 @@
-"""The time of one pool's calls: what the event loop tells the counters of the epoch.
+"""The time of one pool's calls: what the event loop notes for the counters of the epoch.
 
 Runs in the consumer, on the thread that calls `next()`. Reads the clock; what the times come to is found in
 `statistics.epoch`.
@@ -15,6 +15,7 @@ from fastq_loader.scheduling.events import Wait
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.notes import USED_DEVICE, WAITED, Notes
 
 
 class Accounting:
@@ -25,26 +26,26 @@ class Accounting:
         scheduler: knows the batches.
 
     Attributes:
-        spent: the counters of the epoch.
+        spent: where the time of the epoch goes.
     """
 
     def __init__(self, counters: Counters, scheduler: Scheduler) -> None:
-        self.spent = EpochCounters(0, 0)
+        self.spent = Notes(EpochCounters(0, 0))
         self._counters = counters
         self._scheduler = scheduler
         self._answer: Answer | None = None  # that the call under way hands out
         self._seq: int | None = None  # of what it hands out
         self._late: Any = None  # the index of the batch that is late
 
-    def begin_epoch(self, spent: EpochCounters, pid_of: Callable[[int], int]) -> None:
+    def begin_epoch(self, spent: Notes, pid_of: Callable[[int], int]) -> None:
         """An epoch begins, and what is left of the one before is dropped.
 
         Args:
-            spent: its counters.
+            spent: where its time goes.
             pid_of: gives the process id of a worker.
         """
         self.drop()
-        self.spent, spent.pid_of = spent, pid_of
+        self.spent, spent.counted().pid_of = spent, pid_of
 
     def waited(self, wait: Wait, began: int) -> None:
         """`next()` has waited, since `began`."""
@@ -57,7 +58,7 @@ class Accounting:
             self._late = self._scheduler.index_of(wait.seq)
         elif wait.blocked:
             cause = "memory"
-        self.spent.waited(cause, began, ended)
+        self.spent.note((WAITED, cause, began, ended))
 
     def handed_out(self, answer: Answer | None, seq: int | None = None) -> None:
         """The call gives the batch of this answer, or an error without one; `seq` is its number."""
@@ -68,20 +69,20 @@ class Accounting:
 
     def used_device(self, began: int) -> None:
         """Something was done for the way to the device, since `began`."""
-        self.spent.used_device(began, monotonic_ns())
+        self.spent.note((USED_DEVICE, began, monotonic_ns()))
 
     def replaced(self, worker: int, report: str) -> None:
         """Another process does the work of a worker. `report`: how that one ended."""
-        self.spent.replaced(worker, report, monotonic_ns())
+        self.spent.at_once(EpochCounters.replaced, worker, report, monotonic_ns())
 
     def left(self, ended: bool, error: BaseException | None = None) -> None:
         """The call has an outcome: the epoch has ended, an error, or a batch."""
         (answer, self._answer), (seq, self._seq) = (self._answer, None), (self._seq, None)
         if ended:
-            self.spent.ended(monotonic_ns(), process_time_ns())
+            self.spent.at_once(EpochCounters.ended, monotonic_ns(), process_time_ns())
         else:
             self.spent.left(monotonic_ns(), answer, seq, error)
 
     def drop(self) -> None:
         """What was not handed out in the epoch never will be."""
-        self.spent.dropped(monotonic_ns())
+        self.spent.at_once(EpochCounters.dropped, monotonic_ns())

@@ -21,7 +21,7 @@ from fastq_loader.device.session import DeviceSession
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.notes import Notes
 from fastq_loader.system import process_id
 from fastq_loader.workers import stopping
 from fastq_loader.workers.config import Plan
@@ -84,7 +84,7 @@ class Engine:
         sampler: Iterator[Any],
         shared_seed: int | None,
         base_seed: int | None,
-        spent: EpochCounters,
+        spent: Notes,
         done: Progress = START,
         resume: Resume = (),
     ) -> int:

@@ -36,7 +36,7 @@ from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.timeout import Timeout
 from fastq_loader.scheduling.window import Window
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.notes import DREW, ENTERED, SENT, Notes
 from fastq_loader.system import calls, standard_streams
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.workers.config import Plan
@@ -129,7 +129,7 @@ class EventLoop:
         sampler: Iterator[Any],
         shared_seed: int | None,
         base_seed: int | None,
-        spent: EpochCounters,
+        spent: Notes,
         done: Progress = START,
         resume: Resume = (),
     ) -> int:
@@ -167,7 +167,7 @@ class EventLoop:
         if into.outcome is not None:  # of another thread, which has not taken it yet
             self.phase = IDLE
             return True
-        self._spent.entered(time.monotonic_ns())
+        self._spent.note((ENTERED, time.monotonic_ns(), self._spent.thread()))
         self._begin_call()
         while self._outcome is None:
             self._carry_out(self.scheduler.handle(_WANTED))
@@ -218,12 +218,12 @@ class EventLoop:
             except Exception as error:
                 refuse_interrupt(error)
                 event = events.DrawFailed(error)
-            self._spent.drew(began, time.monotonic_ns())
+            self._spent.note((DREW, began, time.monotonic_ns()))
             self._carry_out(self.scheduler.handle(event))
 
     def _send(self, send: events.Send) -> None:
         worker, task = send
-        self._spent.sent(task.seq, time.monotonic_ns())
+        self._spent.note((SENT, task.seq, time.monotonic_ns()))
         try:
             if worker is None:
                 self._unsent[task.ticket] = encode(task, self._group.token)
@@ -263,6 +263,7 @@ class EventLoop:
     def _replace(self, replace: events.Replace) -> None:
         assert self._epoch is not None, "batches are loaded in epochs"
         worker, seq, cause = replace
+        self._spent.counted()  # what the old one has done
         report = self._deaths.report(worker, cause, seq)
         self._unpacker.forget(worker)
         try:
@@ -366,8 +367,7 @@ class EventLoop:
         self._group.kill_all()
 
     def shut_down(self, patience: float) -> None:
-        """End the workers and give everything back but what users reference; what a worker may still write
-        to, when they have ended. May be called again when an interrupt cut it short."""
+        """End the workers and give back what nobody uses any more. May be called again after an interrupt."""
         failure: Exception | None = None
         if self._delivery.staging is not None:  # copies read the blocks until they have run
             try:

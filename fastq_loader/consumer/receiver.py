@@ -14,7 +14,8 @@ from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.events import Arrived
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.statistics.epoch import FIRST_BATCHES, EpochCounters
+from fastq_loader.statistics.epoch import FIRST_BATCHES
+from fastq_loader.statistics.notes import ANSWERED, Notes
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
 
@@ -42,7 +43,7 @@ class Receiver:
         self._scheduler = scheduler
         self._unpacker = unpacker
         self._counters = counters
-        self.spent: EpochCounters | None = None
+        self.spent: Notes | None = None
         self._iterable = plan.rules.iterable
         # Where only the sampler decides on the order, a second read of the socket is saved.
         self._one_by_one = plan.in_order and not plan.rules.iterable
@@ -71,10 +72,11 @@ class Receiver:
         return arrived
 
     def _count(self, worker: int, answer: Answer) -> None:
-        sent = previous = 0
+        of_worker = self._counters.workers[worker]
         if answer.epoch == self._scheduler.epoch and self.spent is not None:
-            sent, previous = self.spent.answered(worker, answer, answer.outcome not in _EMPTY)
-        self._counters.workers[worker].answered(answer, sent if previous else 0)
+            self.spent.note((ANSWERED, worker, answer, answer.outcome not in _EMPTY, of_worker))
+        else:
+            of_worker.answered(answer)
 
     def _keep_first(self, worker: int, answer: Answer) -> None:
         """Keep a digest of each worker's first batches: do all read the same data? An error is like nothing

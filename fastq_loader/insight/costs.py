@@ -8,10 +8,13 @@ as fits is the loading's: then no more is promised of workers than they can give
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fastq_loader.insight.model import Costs
-from fastq_loader.statistics.counters import WorkerCounters
 from fastq_loader.statistics.epoch import EpochCounters
+
+if TYPE_CHECKING:
+    from fastq_loader.statistics.counters import WorkerCounters
 
 #: Seconds that packing a small batch takes a worker, and that its message and unpacking take the consumer.
 _LEAST_PACK, _LEAST_OVERHEAD = 50e-6, 100e-6

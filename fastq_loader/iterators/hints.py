@@ -28,7 +28,7 @@ from fastq_loader.workers.options import Auto
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
     from fastq_loader.resume.record import EpochRecord
-    from fastq_loader.statistics.epoch import EpochCounters
+    from fastq_loader.statistics.notes import Notes
 
 _NEVER = sys.maxsize
 #: Batches of an epoch after which each kind is looked for, in this order, besides the end of the epoch. An
@@ -49,7 +49,7 @@ class Hints:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], previous: EpochRecord | None, record: EpochRecord, spent: EpochCounters
+        self, loader: DataLoader[Any], previous: EpochRecord | None, record: EpochRecord, spent: Notes
     ) -> None:
         self._resources = loader._resources
         self._dataset, self._workers = type(loader.dataset).__name__, loader.num_workers
@@ -110,5 +110,5 @@ _JUDGES: dict[type[LoaderHint], Callable[[Hints], str | None]] = {
     MemoryPressure: Hints._memory_pressure,
     DuplicateData: lambda of: hints.duplicate_data(of._dataset, of._spent.first_batches),
     IdleWorker: lambda of: hints.idle_workers(of._dataset, of._spent.first_batches, of._workers),
-    TinyBatches: lambda of: hints.tiny_batches(of._spent, of._workers),
+    TinyBatches: lambda of: hints.tiny_batches(of._spent.counted(), of._workers),
 }

@@ -18,6 +18,7 @@ from fastq_loader.errors import IteratorInvalid
 from fastq_loader.ipc.messages import decode_index
 from fastq_loader.iterators.base import LoaderIterator
 from fastq_loader.reading import datapipes
+from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.workers.options import Auto
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             self._source, shared_seed, base_seed, self._spent, record.progress, resume
         )
         self._epoch_has_begun(loader)
-        self._spent.started(time.monotonic_ns())
+        self._spent.at_once(EpochCounters.started, time.monotonic_ns())
 
     def successor(self) -> MultiprocessIterator:
         """The iterator of the next epoch, to be reset. Its own object, so that `next()` on this one can say
@@ -114,7 +115,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             if not self._persistent_workers:
                 self.engine.close("it was exhausted")
         if running and self.engine.closed is not None:
-            self._spent.closed(time.monotonic_ns())
+            self._spent.at_once(EpochCounters.closed, time.monotonic_ns())
 
     def poll(self) -> None:
         if self._session is not None and not self._exhausted:

@@ -21,6 +21,8 @@ from fastq_loader.iterators.base import LoaderIterator
 from fastq_loader.reading import datapipes, position, seeding
 from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.scheduling.progress import Progress
+from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.notes import DREW, ENTERED, LOADED, USED_DEVICE
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.workers.options import Auto
 
@@ -52,7 +54,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
                 seeding.seed_worker(self._base_seed, 0)  # for what iter(dataset) draws
             self._begin_reading()
         self._epoch_has_begun(loader)
-        self._spent.started(time.monotonic_ns())
+        self._spent.at_once(EpochCounters.started, time.monotonic_ns())
 
     def _begin_reading(self) -> None:
         """Make the fetcher, and come to where the epoch goes on."""
@@ -110,17 +112,17 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
         if self.outcome is not None:  # of another thread, which has not taken it yet
             return
-        self._spent.entered(time.monotonic_ns())
+        self._spent.note((ENTERED, time.monotonic_ns(), self._spent.thread()))
         if self._due is None:
             self._draw()
         drawn, self._due = self._due, None
         if drawn is not None:  # else the sampler has ended, or failed
             self._load_drawn(drawn)
         if self._record.over:
-            self._spent.ended(time.monotonic_ns(), time.process_time_ns())
+            self._spent.at_once(EpochCounters.ended, time.monotonic_ns(), time.process_time_ns())
         else:
             seq = None if drawn is None else drawn[0]
-            self._spent.left(time.monotonic_ns(), seq=seq, error=getattr(self.outcome, "error", None))
+            self._spent.left(time.monotonic_ns(), None, seq, getattr(self.outcome, "error", None))
 
     def _load_drawn(self, drawn: tuple[int, Any]) -> None:
         """Store the batch, or what loading it raised, in `outcome`."""
@@ -158,7 +160,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         else:
             self._due = (number, index)
         self._drawn, self._busy = number + 1, False  # also when the sampler fails: its error has a place
-        self._spent.drew(began, time.monotonic_ns())
+        self._spent.note((DREW, began, time.monotonic_ns()))
 
     def _progress_after(self, number: int) -> Progress:
         """How far the epoch has come with a batch, or with the error in its place."""
@@ -177,10 +179,10 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         finally:
             ended = time.monotonic_ns()
             self._counters.wait_seconds += (ended - began) / 1e9
-            self._spent.loaded(number, began, self._dataset_fetcher.fetched, ended)
+            self._spent.note((LOADED, number, began, self._dataset_fetcher.fetched, ended))
         if self._staging is None:
             return self._finished(batch)
         self._busy = True  # a copy to the device is under way
         batch = self._staging.stage(batch)
-        self._spent.used_device(ended, time.monotonic_ns())
+        self._spent.note((USED_DEVICE, ended, time.monotonic_ns()))
         return batch

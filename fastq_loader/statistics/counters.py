@@ -1,7 +1,8 @@
 """The counters of a loader.
 
-Pure. Written on the consumer's thread only. `Counters` belongs to the loader and outlives the pools of
-workers that come and go under it. It counts in the fields of the snapshots, which are frozen.
+`Counters` belongs to the loader and outlives the pools of workers that come and go under it. It counts in
+the fields of the snapshots, which are frozen. Written on the thread that calls `next()`, but for what is
+counted with an epoch: see `notes`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastq_loader.statistics.epoch import EpochCounters, Observer, summed
+from fastq_loader.statistics.notes import Notes
 from fastq_loader.statistics.snapshots import (
     LateBatch,
     LoaderStatistics,
@@ -131,7 +133,6 @@ class Counters(_Counting, LoaderStatistics):
     is taken.
 
     Attributes:
-        history: the counters of the last hundred epochs, the newest last.
         observer: is told of everything that happens in epochs that begin from now on, or None.
     """
 
@@ -140,24 +141,29 @@ class Counters(_Counting, LoaderStatistics):
 
     def __init__(self) -> None:
         super().__init__()
-        self.history: deque[EpochCounters] = deque()
+        self._notes: deque[Notes] = deque()
         self.observer: Observer | None = None
         self._older = EpochCounters(0, 0)  # the sum of those before
         self._late: dict[tuple[int, int], LateBatch] = {}
 
-    def begin_epoch(self, now: int, cpu: int) -> EpochCounters:
-        """`iter()` was called: the counters of a new epoch. See there for `now` and `cpu`."""
+    @property
+    def history(self) -> list[EpochCounters]:
+        """The counters of the last hundred epochs, the newest last."""
+        return [notes.counted() for notes in list(self._notes)]
+
+    def begin_epoch(self, now: int, cpu: int) -> Notes:
+        """`iter()` was called: the notes of a new epoch. See `EpochCounters` for `now` and `cpu`."""
         self.epochs += 1
-        epoch = EpochCounters(self.epochs, now, cpu)
-        epoch.observer = self.observer
+        notes = Notes(EpochCounters(self.epochs, now, cpu))
+        notes.observe(self.observer)
         if self.observer is not None:
             self.observer.began(self.epochs, now)
-        self.history.append(epoch)
-        if len(self.history) > _EPOCHS:
-            older = self.history.popleft()
-            older.observer = None  # `observe` does not reach it any more
-            self._older.include(older)
-        return epoch
+        self._notes.append(notes)
+        if len(self._notes) > _EPOCHS:
+            older = self._notes.popleft()
+            older.observe(None)  # `observe` does not reach it any more
+            self._older.include(older.counted())
+        return notes
 
     def stage(self, staging: StagingCounters | None) -> None:
         """Batches go to a device from now on, or not."""
@@ -167,8 +173,8 @@ class Counters(_Counting, LoaderStatistics):
     def observe(self, observer: Observer | None) -> None:
         """Tell an observer of everything, from now on; None ends that."""
         self.observer = observer
-        for epoch in self.history:
-            epoch.observer = observer
+        for notes in self._notes:
+            notes.observe(observer)
         if self.staging is not None:
             self.staging.observer = observer
 
@@ -199,7 +205,7 @@ class Counters(_Counting, LoaderStatistics):
 
     def snapshot(self, **now: Any) -> LoaderStatistics:
         """What was counted so far, and `now`: fields that others know."""
-        history = list(self.history)
+        history = self.history
         found = {
             "total": summed([self._older, *history]),
             "per_epoch": tuple(epoch.snapshot() for epoch in history),

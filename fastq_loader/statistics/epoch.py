@@ -1,9 +1,10 @@
 """Where the wall time of one epoch goes.
 
 Pure: every method is told the time, in nanoseconds of the monotonic clock, which is the same for all
-processes of a machine. Written on the consumer's thread only. The consumer is either outside of the loader
-(its training step) or inside a call of `iter()` or `next()`. Of a call it is known when it began and ended,
-and what of it was spent on waiting, on the sampler and on the device; the rest is the loader's own work.
+processes of a machine. Calls come in the order in which things happened, see `notes`. The consumer is either
+outside of the loader (its training step) or inside a call of `iter()` or `next()`. Of a call it is known when
+it began and ended, and what of it was spent on waiting, on the sampler and on the device; the rest is the
+loader's own work.
 
 What a wait was lost to is known when the batch that ends it is there, because its answer says when its worker
 began, had the samples, had the batch and had packed it:
@@ -30,6 +31,7 @@ from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics
 
 if TYPE_CHECKING:
     from fastq_loader.ipc.messages import Answer
+    from fastq_loader.statistics.counters import WorkerCounters
 
 #: Parts of an epoch for which it is known how many batches were ready, and the width that they begin with.
 _PARTS, _WIDTH = 64, 1 << 24
@@ -54,11 +56,12 @@ class Cost(NamedTuple):
 
 
 class Observer(Protocol):
-    """Is told of what happens in an epoch as it happens; see `tracing`. Every call comes on the thread on
-    which it happens, with times as `EpochCounters` has them; `dropped` may come on any thread."""
+    """Is told of what happens in an epoch when it is counted; see `tracing`. Times are as `EpochCounters` has
+    them. Most calls come on the thread of `next()`, but any may come on another one."""
 
+    def thread(self) -> int: ...
     def began(self, epoch: int, now: int) -> None: ...
-    def entered(self, epoch: int, now: int) -> None: ...
+    def entered(self, epoch: int, now: int, thread: int) -> None: ...
     def drew(self, epoch: int, began: int, ended: int) -> None: ...
     def sent(self, epoch: int, seq: int, now: int) -> None: ...
     def waited(self, epoch: int, cause: str, began: int, ended: int) -> None: ...
@@ -123,14 +126,14 @@ class EpochCounters:
 
     # ---- calls --------------------------------------------------------------------------------
 
-    def entered(self, now: int) -> None:
-        """`next()` was called."""
+    def entered(self, now: int, thread: int = 0) -> None:
+        """`next()` was called. `thread`: by whom, if there is an observer."""
         if self._inside:  # an interrupt cut the call before short
             self._end_call(now, "transport")
         self.spent["consumer"] += now - self._left
         self._entered, self._inside = now, True
         if self.observer is not None:
-            self.observer.entered(self.epoch, now)
+            self.observer.entered(self.epoch, now, thread)
 
     def left(
         self,
@@ -237,27 +240,25 @@ class EpochCounters:
         if self.observer is not None:
             self.observer.loaded(self.epoch, seq, began, fetched, ended)
 
-    def answered(self, worker: int, answer: Answer, delivers: bool) -> tuple[int, int]:
+    def answered(self, worker: int, answer: Answer, delivers: bool, counters: WorkerCounters) -> None:
         """An answer has come.
 
         Args:
             worker: whose.
             answer: it, of this epoch.
             delivers: it will be handed out.
-
-        Returns:
-            When its task was sent, and when the worker had finished the task before; 0 where it had none.
+            counters: the worker's.
         """
         previous = self._finished.get(worker, 0)
         self._finished[worker] = answer.finished
         sent = self._sent.pop(answer.seq, answer.started)
+        counters.answered(answer, sent if previous else 0)
         if delivers:
             self._previous[answer.seq] = previous
             started, collated, finished = answer.started, answer.collated, answer.finished
             self._keep(answer.seq, collated - started, finished - collated)
         if self.observer is not None:
             self.observer.answered(self.epoch, worker, self.pid_of(worker), answer)
-        return sent, previous
 
     def _keep(self, seq: int, load: int, pack: int) -> None:
         self._costs.append((seq, load, pack))

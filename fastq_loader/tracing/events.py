@@ -83,7 +83,7 @@ class Events:
     Args:
         origin: where times count from, in nanoseconds of the monotonic clock.
         pid: of the consumer.
-        thread: gives the id of the thread that calls.
+        thread: gives the id of the calling thread.
 
     Attributes:
         lines: the events so far, each a JSON object; whoever writes them down takes them out.
@@ -93,7 +93,7 @@ class Events:
         self.lines: list[str] = []
         self._origin = origin
         self._pid = pid
-        self._thread = thread
+        self.thread = thread
         self._epochs: dict[int, _Epoch] = {}
         self._outside: dict[int, tuple[int, str]] = {}  # thread → when a call gave it a batch, and which one
         self._names: set[int] = set()  # threads that have one
@@ -134,8 +134,8 @@ class Events:
             f'{{"ph":"M",{about},"name":"thread_sort_index","args":{{"sort_index":{order}}}}}',
         )
 
-    def _consumer(self) -> int:
-        thread = self._thread()
+    def _consumer(self, thread: int = 0) -> int:
+        thread = thread or self.thread()
         if thread not in self._names:
             other = "" if thread == self._pid else f" (thread {thread})"
             self._name_thread(self._pid, thread, f"consumer{other}", 0)
@@ -183,9 +183,9 @@ class Events:
         self._epochs[epoch] = _Epoch(thread, now, "iter")
         self._mark(thread, f"epoch {epoch} begins", now, "p")
 
-    def entered(self, epoch: int, now: int) -> None:
-        """`next()` was called."""
-        at, thread = self._epoch(epoch), self._consumer()
+    def entered(self, epoch: int, now: int, thread: int = 0) -> None:
+        """`next()` was called, by this thread if not by the one that calls now."""
+        at, thread = self._epoch(epoch), self._consumer(thread)
         at.thread, at.entered, at.call = thread, now, "next"
         self._end_step(thread, now)
 

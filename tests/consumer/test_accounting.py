@@ -13,6 +13,7 @@ from fastq_loader.consumer.accounting import Accounting
 from fastq_loader.ipc.messages import BATCH, Answer, Indices
 from fastq_loader.scheduling.events import Wait
 from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.notes import ENTERED
 from fastq_loader.statistics.snapshots import LateBatch
 
 ANSWER = Answer(1, 4, 0, BATCH, 10, 50, (), (), None, slowest=30, slowest_at=1, collated=40)
@@ -43,9 +44,9 @@ def test_what_a_wait_is_lost_to(behind: int, blocked: bool, cause: str) -> None:
     account, counters = accounting()
     account.waited(Wait(0, 4, behind, 0, blocked), 0)
     account.left(ended=False)
-    found = {name for name, spent in account.spent.spent.items() if spent and name != "transport"}
+    found = {name for name, spent in account.spent.counted().spent.items() if spent and name != "transport"}
     assert found == {cause}
-    assert counters.wait_seconds == account.spent.spent[cause] / 1e9
+    assert counters.wait_seconds == account.spent.counted().spent[cause] / 1e9
     assert bool(counters.snapshot().late_batches) == (cause == "head_of_line")
 
 
@@ -75,6 +76,7 @@ def test_an_observer_is_told_of_what_the_workers_processes_do_and_of_errors_at_t
     account.left(ended=False, error=error)
     assert told.raised.call_args.args[:3] == (second.epoch, 8, error)
     account.left(ended=False)
+    account.spent.counted()
     assert told.left.call_args.args[:2] == (second.epoch, None), "of the next call nothing is known"
     assert told.raised.call_count == 1
     account.drop()
@@ -83,14 +85,14 @@ def test_an_observer_is_told_of_what_the_workers_processes_do_and_of_errors_at_t
 
 def test_a_call_ends_with_what_it_gave_or_with_the_epoch() -> None:
     account, counters = accounting()
-    account.spent.started(0)
-    account.spent.entered(5)
+    account.spent.counted().started(0)
+    account.spent.note((ENTERED, 5))
     account.used_device(5)
     account.handed_out(ANSWER)
     account.left(ended=False)
-    assert (account.spent.batches, account.spent.over) == (1, False)
-    assert account.spent.spent["device_copy"] > 0
-    account.spent.entered(account.spent.nanoseconds)
+    assert (account.spent.counted().batches, account.spent.counted().over) == (1, False)
+    assert account.spent.counted().spent["device_copy"] > 0
+    account.spent.note((ENTERED, account.spent.counted().nanoseconds))
     account.left(ended=True)
-    assert (account.spent.batches, account.spent.over) == (1, True)
+    assert (account.spent.counted().batches, account.spent.counted().over) == (1, True)
     assert counters.snapshot().per_epoch[0].cpu_seconds > 0

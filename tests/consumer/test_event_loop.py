@@ -13,6 +13,7 @@ from fastq_loader import DataLoader
 from fastq_loader.consumer.event_loop import BUSY, IDLE, EventLoop
 from fastq_loader.consumer.outcomes import ENDED, Delivered, Raised
 from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.notes import Notes
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def started() -> Iterator[EventLoop]:
 
 def outcomes(loop: EventLoop, sampler: Iterator[Any], finish: Any = lambda batch: batch) -> Iterator[Any]:
     """What the calls of an epoch put down."""
-    loop.begin_epoch(sampler, None, None, EpochCounters(1, 0))
+    loop.begin_epoch(sampler, None, None, Notes(EpochCounters(1, 0)))
     slot: Any = SimpleNamespace(outcome=None)
     while True:
         loop.phase = BUSY  # as the engine does
@@ -80,14 +81,14 @@ def test_an_error_of_the_sampler_has_its_position() -> None:
 @pytest.mark.processes
 def test_a_call_that_is_woken_puts_nothing_down() -> None:
     with started() as loop:
-        loop.begin_epoch(iter(()), None, None, EpochCounters(1, 0))
+        loop.begin_epoch(iter(()), None, None, Notes(EpochCounters(1, 0)))
         slot: Any = SimpleNamespace(outcome=None)
         assert loop.next(slot, lambda batch: batch)
         assert slot.outcome is ENDED
-        loop.begin_epoch(iter([0]), None, None, EpochCounters(1, 0))
+        loop.begin_epoch(iter([0]), None, None, Notes(EpochCounters(1, 0)))
         loop.wake()
         slot.outcome, loop.phase = None, BUSY
         while loop.next(slot, lambda batch: batch):  # an answer that was here first still counts
             slot.outcome = None
-            loop.begin_epoch(iter([0]), None, None, EpochCounters(1, 0))
+            loop.begin_epoch(iter([0]), None, None, Notes(EpochCounters(1, 0)))
         assert slot.outcome is None

@@ -32,6 +32,7 @@ from fastq_loader.scheduling.events import Arrived, Deliver, Send, Wanted
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.statistics.counters import Counters, WorkerCounters
 from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.notes import Notes
 from tests.scheduling.test_scheduler import begin, started, states
 from tests.support.simulation import REGION
 
@@ -120,7 +121,7 @@ def test_the_first_batches_of_each_worker_of_an_iterable_dataset_are_kept() -> N
         answers[0] = (0, answers[0][1]._replace(outcome=ERROR))
         inbox, *_ = receiver(scheduler, *answers, iterable=iterable)
         inbox._unpacker.digest = lambda handle: (b"same", 1)
-        inbox.spent = EpochCounters(1, 0)
+        inbox.spent = Notes(EpochCounters(1, 0))
         while inbox.take():
             continue
         same, error = (b"same", 1), (b"error 0", 0)
@@ -131,7 +132,7 @@ def test_what_comes_of_an_older_epoch_is_no_first_batch() -> None:
     scheduler, sends = started()
     begin(scheduler)
     inbox, *_ = receiver(scheduler, (0, answer(sends[0])), iterable=True)
-    inbox.spent = EpochCounters(1, 0)
+    inbox.spent = Notes(EpochCounters(1, 0))
     assert inbox.take()
     assert inbox.spent.first_batches == {}
 

@@ -23,7 +23,7 @@ def epoch_of_two_batches() -> EpochCounters:
     epoch.started(0)
     ready = {0: answer(0, 0, 4, 6), 1: answer(1, 0, 2, 3)}
     for seq in (1, 0):
-        epoch.answered(seq, ready[seq], True)
+        epoch.answered(seq, ready[seq], True, WorkerCounters(0, 1))
     for seq, entered in ((0, 10 * MS), (1, 20 * MS)):
         epoch.entered(entered)
         epoch.drew(entered, entered + MS)
@@ -50,7 +50,7 @@ def test_batches_whose_costs_are_not_kept_count_in_the_mean() -> None:
     epoch = epoch_of_two_batches()
     for seq in range(3000):
         took = 10 if seq < 1000 else 2
-        epoch.answered(0, answer(seq, 0, took, took), True)
+        epoch.answered(0, answer(seq, 0, took, took), True, WorkerCounters(0, 1))
     found = costs_of(epoch, (WorkerCounters(0, 70), WorkerCounters(1, 71)))
     assert found is not None
     assert len(found.loads) == 1024
@@ -60,11 +60,11 @@ def test_batches_whose_costs_are_not_kept_count_in_the_mean() -> None:
 def test_a_wait_is_no_overhead_though_it_counts_as_transport() -> None:
     epoch = EpochCounters(1, 0)
     epoch.started(0)
-    epoch.answered(0, answer(0, 0, 1, 1), True)
+    epoch.answered(0, answer(0, 0, 1, 1), True, WorkerCounters(0, 1))
     came = answer(1, 1, 3, 9)
     epoch.entered(2 * MS)
     epoch.waited("workers", 2 * MS, 10 * MS)
-    epoch.answered(0, came, True)
+    epoch.answered(0, came, True, WorkerCounters(0, 1))
     epoch.left(11 * MS, came)
     assert (epoch.spent["transport"], epoch.spent["workers"]) == (8 * MS, 1 * MS)
     found = costs_of(epoch, (WorkerCounters(0, 70),))
@@ -144,5 +144,5 @@ def test_on_a_busy_machine_loading_waits_for_a_cpu_and_not_for_a_disk(
 def test_of_nothing_nothing_is_known() -> None:
     epoch = EpochCounters(1, 0)
     assert costs_of(epoch, ()) is None
-    epoch.answered(0, answer(0, 0, 1, 2), True)  # and not handed out
+    epoch.answered(0, answer(0, 0, 1, 2), True, WorkerCounters(0, 1))  # and not handed out
     assert costs_of(epoch, ()) is None

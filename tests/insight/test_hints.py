@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fastq_loader.insight import hints
 from fastq_loader.ipc.messages import BATCH, Answer
+from fastq_loader.statistics.counters import WorkerCounters
 from fastq_loader.statistics.epoch import EpochCounters
 
 Batch = tuple[bytes, int]
@@ -100,7 +101,9 @@ def test_workers_that_give_nothing(given_by: list[int], idle: str | None) -> Non
 
 def was_loaded(counters: EpochCounters, seq: int, load: int) -> None:
     took = load * 1000
-    counters.answered(0, Answer(1, seq, 0, BATCH, 0, took, (), (), None, collated=took), True)
+    counters.answered(
+        0, Answer(1, seq, 0, BATCH, 0, took, (), (), None, collated=took), True, WorkerCounters(0, 1)
+    )
 
 
 def epoch(

@@ -28,7 +28,7 @@ def counted() -> Counters:
 
 def test_a_snapshot_is_not_changed_by_later_counting() -> None:
     counters = counted()
-    epoch = counters.begin_epoch(0, 0)
+    epoch = counters.begin_epoch(0, 0).counted()
     before = counters.snapshot(blocks_free=4)
     as_it_was = asdict(before)
     counters.batches += 1
@@ -99,7 +99,7 @@ def test_a_late_batch_is_told_with_its_slowest_sample() -> None:
 def test_epochs_are_kept_one_by_one_and_in_sum() -> None:
     counters = Counters()
     for number in range(250):
-        epoch = counters.begin_epoch(number * SECOND, 5)
+        epoch = counters.begin_epoch(number * SECOND, 5).counted()
         epoch.started(number * SECOND + SECOND // 2)
         epoch.entered(number * SECOND + SECOND // 2)
         epoch.ended(number * SECOND + SECOND // 2, 8)
@@ -115,6 +115,9 @@ class Nobody:
 
     def began(self, *_: int) -> None:
         """An epoch."""
+
+    def thread(self) -> int:
+        return 811
 
 
 def test_an_observer_is_told_of_copies_to_any_device() -> None:
@@ -138,7 +141,7 @@ def test_an_epoch_that_is_not_kept_any_more_tells_nobody() -> None:
     told.began.assert_called_once_with(1, 5)
     for _ in range(100):
         counters.begin_epoch(5, 0)
-    assert first.observer is None, "it would not hear of the end"
+    assert first.counted().observer is None, "it would not hear of the end"
 
 
 def test_an_observer_is_told_of_epochs_that_are_under_way_and_of_later_ones() -> None:
@@ -146,6 +149,9 @@ def test_an_observer_is_told_of_epochs_that_are_under_way_and_of_later_ones() ->
     first = counters.begin_epoch(0, 0)
     counters.observe(observer)  # type: ignore[arg-type]
     second = counters.begin_epoch(1, 0)
-    assert first.observer is second.observer is observer
+    assert first.counted().observer is second.counted().observer is observer
+    assert first.thread() == second.thread() == 811
     counters.observe(None)
-    assert first.observer is second.observer is counters.begin_epoch(2, 0).observer is None
+    found = (first, second, counters.begin_epoch(2, 0))
+    assert {notes.counted().observer for notes in found} == {None}
+    assert {notes.thread() for notes in found} == {0}

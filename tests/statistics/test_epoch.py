@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.ipc.messages import BATCH, Answer
+from fastq_loader.statistics.counters import WorkerCounters
 from fastq_loader.statistics.epoch import EpochCounters, summed
 from fastq_loader.statistics.snapshots import CAUSES
 
@@ -33,12 +34,12 @@ def waiting(previous: int, *waits: tuple[int, int], cause: str = "workers", **ti
     epoch = EpochCounters(1, 100)
     epoch.started(100)
     if previous:
-        epoch.answered(0, answer(8, previous - 10, previous, previous), True)
+        epoch.answered(0, answer(8, previous - 10, previous, previous), True, WorkerCounters(0, 1))
     epoch.entered(100)
     for wait in waits:
         epoch.waited(cause, *wait)
     came = answer(9, **times)
-    epoch.answered(0, came, True)
+    epoch.answered(0, came, True, WorkerCounters(0, 1))
     epoch.left(1000, came)
     return spent(epoch)
 
@@ -168,7 +169,7 @@ def test_the_causes_add_up_to_the_time_whatever_happens(data: Any) -> None:
         ending = data.draw(st.sampled_from(["answer", "error", "interrupt"]))
         if ending == "answer":
             answers += 1
-            epoch.answered(data.draw(st.integers(0, 1)), came, True)
+            epoch.answered(data.draw(st.integers(0, 1)), came, True, WorkerCounters(0, 1))
             epoch.left(later(), came)
         elif ending == "error":
             epoch.left(later())
@@ -284,14 +285,24 @@ def test_what_was_counted_in_several_epochs_is_one_sum() -> None:
     assert abs(total.wait_p50 / 20e-9 - 1) < 0.03
 
 
+def waited(worker: WorkerCounters) -> tuple[int, int]:
+    """Nanoseconds that a worker waited for tasks that were sent, and that were not."""
+    found = worker.snapshot()
+    return round(found.idle_seconds * 1e9), round(found.blocked_seconds * 1e9)
+
+
 def test_a_task_that_was_sent_again_counts_from_then_on() -> None:
     epoch = EpochCounters(1, 0)
     epoch.sent(0, 10)
     epoch.sent(0, 20)
-    assert epoch.answered(1, answer(0, 30, 40, 40), True) == (20, 0)
+    worker = WorkerCounters(1, 4711)
+    epoch.answered(1, answer(0, 30, 40, 40), True, worker)
     epoch.sent(1, 50)
-    assert epoch.answered(1, answer(1, 60, 70, 70), True) == (50, 40)
-    assert epoch.answered(1, answer(2, 90, 95, 95), False) == (90, 70), "one that nobody knows to be sent"
+    epoch.sent(1, 55)
+    epoch.answered(1, answer(1, 60, 70, 70), True, worker)
+    assert waited(worker) == (5, 15)
+    epoch.answered(1, answer(2, 90, 95, 95), False, worker)
+    assert waited(worker) == (5, 35), "one that nobody knows to be sent was sent when it began"
 
 
 class Told:
@@ -310,10 +321,10 @@ def test_an_observer_is_told_of_everything() -> None:
     epoch.drew(1, 2)
     epoch.sent(0, 2)
     epoch.started(3)
-    epoch.entered(4)
+    epoch.entered(4, 811)
     epoch.waited("memory", 4, 5)
     came = answer(0, 1, 2, 3)
-    epoch.answered(7, came, True)
+    epoch.answered(7, came, True, WorkerCounters(0, 1))
     epoch.used_device(5, 6)
     epoch.left(6, came)
     epoch.loaded(1, 7, 8, 9)
@@ -328,7 +339,7 @@ def test_an_observer_is_told_of_everything() -> None:
         ("drew", 3, 1, 2),
         ("sent", 3, 0, 2),
         ("left", 3, None, 3),
-        ("entered", 3, 4),
+        ("entered", 3, 4, 811),
         ("waited", 3, "memory", 4, 5),
         ("answered", 3, 7, 4711, came),
         ("used_device", 3, 5, 6),

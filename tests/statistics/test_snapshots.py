@@ -24,7 +24,7 @@ def snapshot() -> LoaderStatistics:
     counters = Counters()
     counters.batches += 3
     counters.workers = (WorkerCounters(0, 70), WorkerCounters(1, 71))
-    counters.begin_epoch(5, 0).started(9)
+    counters.begin_epoch(5, 0).counted().started(9)
     return counters.snapshot()
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader
+from fastq_loader.statistics import notes
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.tracing import trace, writer
 from fastq_loader.tracing.trace import Trace
@@ -146,7 +147,8 @@ class Full:
 def test_a_full_disk_ends_the_trace_and_is_said_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception] | None
 ) -> None:
-    monkeypatch.setattr(trace, "_EVERY", 0)
+    for module in (notes, trace):
+        monkeypatch.setattr(module, "_EVERY", 0)
     full, ours = Full(), loader()
 
     def train() -> None:
@@ -175,7 +177,8 @@ def test_the_end_of_a_trace_leaves_a_later_one_alone(tmp_path: Path) -> None:
 
 def test_it_is_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, path = loader(), tmp_path / "a.json"
-    monkeypatch.setattr(trace, "_EVERY", 0)
+    for module in (notes, trace):
+        monkeypatch.setattr(module, "_EVERY", 0)
     with ours.trace(path):
         for seen, _ in enumerate(ours):
             assert len(of(opened(path.read_text()), "X", "fetch")) == seen + 1
@@ -184,7 +187,7 @@ def test_it_is_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_it_is_not_written_for_every_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counters, path = Counters(), tmp_path / "a.json"
     with Trace(path, counters):
-        epoch = counters.begin_epoch(trace.time.monotonic_ns(), 0)
+        epoch = counters.begin_epoch(trace.time.monotonic_ns(), 0).counted()
         first = None
         for _ in range(100):
             epoch.entered(epoch._left)
@@ -195,7 +198,8 @@ def test_it_is_not_written_for_every_batch(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.processes
 def test_a_forked_child_that_iterates_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "_EVERY", 0)
+    for module in (notes, trace):
+        monkeypatch.setattr(module, "_EVERY", 0)
     ours, path = loader(), tmp_path / "a.json"
     with ours.trace(path):
         list(ours)

@@ -1,0 +1,127 @@
+"""What is noted is counted once, in its order, by whoever asks first."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from unittest.mock import Mock, call
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastq_loader.ipc.messages import BATCH, Answer
+from fastq_loader.statistics.counters import WorkerCounters
+from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.notes import ANSWERED, DREW, ENTERED, LEFT, SENT, USED_DEVICE, WAITED, Notes
+from tests.support.alarms import Alarm
+
+
+def batches(count: int) -> list[tuple[Any, ...]]:
+    """Occurrences of so many batches, each of which takes 100 ns."""
+    worker, found = WorkerCounters(0, 4711), []
+    for seq in range(count):
+        at = 100 * seq
+        answer = Answer(1, seq, 0, BATCH, at, at + 60, (), (), None, fetched=at + 30, collated=at + 40)
+        found += [
+            (ENTERED, at, 0),
+            (DREW, at, at + 5),
+            (SENT, seq, at + 6),
+            (WAITED, "workers", at + 10, at + 70),
+            (ANSWERED, 0, answer, True, worker),
+            (USED_DEVICE, at + 70, at + 75),
+            (LEFT, at + 80, answer, seq),
+        ]
+    return found
+
+
+@given(st.integers(0, 5), st.data())
+def test_it_makes_no_difference_when_notes_are_counted(count: int, data: Any) -> None:
+    at_once, later = EpochCounters(1, 0), Notes(EpochCounters(1, 0))
+    for what, *arguments in batches(count):
+        what(at_once, *arguments)
+    for note in batches(count):
+        later.note(note)
+        if data.draw(st.booleans()):
+            later.counted()
+    assert later.counted().snapshot() == at_once.snapshot()
+    assert later.counted().costs == at_once.costs
+    assert later.counted().batches == count
+
+
+def test_a_call_counts_every_ten_milliseconds() -> None:
+    counters = EpochCounters(1, 0)
+    notes = Notes(counters)
+    seen = []
+    for now in (5, 6, 5_000_000, 10_000_004, 10_000_005, 10_000_006):
+        notes.left(now, None, None, None)
+        seen.append(counters.batches)
+    assert seen == [1, 1, 1, 1, 5, 5]
+
+
+def test_an_error_is_not_kept() -> None:
+    counters = EpochCounters(1, 0)
+    notes = Notes(counters)
+    notes.left(5, None, None, None)
+    notes.left(6, None, 3, KeyError())
+    assert (counters.batches, notes._noted) == (2, [])
+
+
+def test_what_happens_seldom_is_counted_at_once_after_what_was_before() -> None:
+    counters = EpochCounters(1, 0)
+    notes = Notes(counters)
+    notes.note((ENTERED, 10, 0))
+    assert counters.spent["consumer"] == 0
+    notes.at_once(EpochCounters.ended, 30, 0)
+    assert counters.over
+    assert counters.nanoseconds == 30
+
+
+def test_an_interrupt_loses_no_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = EpochCounters(1, 0)
+    notes, drew = Notes(counters), []
+
+    def interrupted(counters: EpochCounters, number: int) -> None:
+        drew.append(number)
+        if number == 1:
+            raise Alarm
+
+    for number in range(4):
+        notes.note((interrupted, number))
+    with pytest.raises(Alarm):
+        notes.counted()
+    notes.counted()
+    assert drew == [0, 1, 2, 3]
+
+
+def test_only_one_counts_at_a_time() -> None:
+    counters = EpochCounters(1, 0)
+    notes, order = Notes(counters), []
+
+    def asked(counters: EpochCounters) -> None:
+        order.append("first")
+        notes.counted()  # in the handler of a signal
+        thread = threading.Thread(target=notes.counted)
+        thread.start()
+        thread.join()
+        notes.note((EpochCounters.used_cpu, 7))
+
+    notes.note((asked,))
+    notes.note((lambda counters: order.append("second"),))
+    notes.counted()
+    assert order == ["first", "second"]
+    assert counters.cpu == 0, "it came after"
+    assert notes.counted().cpu == 7
+
+
+def test_an_observer_is_told_of_what_comes_after_it_and_who_called() -> None:
+    watching = Mock()
+    watching.thread.return_value = 811
+    notes = Notes(EpochCounters(3, 0))
+    notes.note((ENTERED, 1, notes.thread()))
+    notes.observe(watching)
+    notes.note((ENTERED, 2, notes.thread()))
+    notes.observe(None)
+    notes.note((ENTERED, 4, notes.thread()))
+    notes.counted()
+    assert watching.entered.call_args_list == [call(3, 2, 811)]
