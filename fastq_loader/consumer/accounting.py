@@ -15,7 +15,7 @@ from fastq_loader.scheduling.events import Wait
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.epoch import EpochCounters
-from fastq_loader.statistics.notes import USED_DEVICE, WAITED, Notes
+from fastq_loader.statistics.notes import Notes
 
 
 class Accounting:
@@ -58,7 +58,7 @@ class Accounting:
             self._late = self._scheduler.index_of(wait.seq)
         elif wait.blocked:
             cause = "memory"
-        self.spent.note((WAITED, cause, began, ended))
+        self.spent.note((self.spent.waited, cause, began, ended))
 
     def handed_out(self, answer: Answer | None, seq: int | None = None) -> None:
         """The call gives the batch of this answer, or an error without one; `seq` is its number."""
@@ -69,7 +69,7 @@ class Accounting:
 
     def used_device(self, began: int) -> None:
         """Something was done for the way to the device, since `began`."""
-        self.spent.note((USED_DEVICE, began, monotonic_ns()))
+        self.spent.note((self.spent.used_device, began, monotonic_ns()))
 
     def replaced(self, worker: int, report: str) -> None:
         """Another process does the work of a worker. `report`: how that one ended."""

@@ -36,7 +36,7 @@ from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.timeout import Timeout
 from fastq_loader.scheduling.window import Window
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.statistics.notes import DREW, ENTERED, SENT, Notes
+from fastq_loader.statistics.notes import Notes
 from fastq_loader.system import calls, standard_streams
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.workers.config import Plan
@@ -167,7 +167,7 @@ class EventLoop:
         if into.outcome is not None:  # of another thread, which has not taken it yet
             self.phase = IDLE
             return True
-        self._spent.note((ENTERED, time.monotonic_ns(), self._spent.thread()))
+        self._spent.note((self._spent.entered, time.monotonic_ns(), self._spent.thread()))
         self._begin_call()
         while self._outcome is None:
             self._carry_out(self.scheduler.handle(_WANTED))
@@ -218,12 +218,12 @@ class EventLoop:
             except Exception as error:
                 refuse_interrupt(error)
                 event = events.DrawFailed(error)
-            self._spent.note((DREW, began, time.monotonic_ns()))
+            self._spent.note((self._spent.drew, began, time.monotonic_ns()))
             self._carry_out(self.scheduler.handle(event))
 
     def _send(self, send: events.Send) -> None:
         worker, task = send
-        self._spent.note((SENT, task.seq, time.monotonic_ns()))
+        self._spent.note((self._spent.sent, task.seq, time.monotonic_ns()))
         try:
             if worker is None:
                 self._unsent[task.ticket] = encode(task, self._group.token)

@@ -15,7 +15,7 @@ from fastq_loader.scheduling.events import Arrived
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.epoch import FIRST_BATCHES
-from fastq_loader.statistics.notes import ANSWERED, Notes
+from fastq_loader.statistics.notes import Notes
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
 
@@ -74,7 +74,7 @@ class Receiver:
     def _count(self, worker: int, answer: Answer) -> None:
         of_worker = self._counters.workers[worker]
         if answer.epoch == self._scheduler.epoch and self.spent is not None:
-            self.spent.note((ANSWERED, worker, answer, answer.outcome not in _EMPTY, of_worker))
+            self.spent.note((self.spent.answered, worker, answer, answer.outcome not in _EMPTY, of_worker))
         else:
             of_worker.answered(answer)
 

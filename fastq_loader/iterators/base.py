@@ -30,7 +30,7 @@ from fastq_loader.errors import warn_user
 from fastq_loader.iterators.hints import Hints
 from fastq_loader.reading import datapipes
 from fastq_loader.resume.record import begin
-from fastq_loader.statistics.notes import USED_DEVICE, Notes
+from fastq_loader.statistics.notes import Notes
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
@@ -201,7 +201,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             batch = self._on_host.apply_transform(batch)
         if self._pin_memory:
             batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
-        self._spent.note((USED_DEVICE, began, time.monotonic_ns()))
+        self._spent.note((self._spent.used_device, began, time.monotonic_ns()))
         return batch
 
     def _warn_about_length(self, length: int, outcome: Outcome) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastq_loader.statistics.epoch import EpochCounters, Observer, summed
-from fastq_loader.statistics.notes import Notes
+from fastq_loader.statistics.notes import NoteList, Notes
 from fastq_loader.statistics.snapshots import (
     LateBatch,
     LoaderStatistics,
@@ -142,6 +142,7 @@ class Counters(_Counting, LoaderStatistics):
     def __init__(self) -> None:
         super().__init__()
         self._notes: deque[Notes] = deque()
+        self._among = NoteList()
         self.observer: Observer | None = None
         self._older = EpochCounters(0, 0)  # the sum of those before
         self._late: dict[tuple[int, int], LateBatch] = {}
@@ -154,7 +155,7 @@ class Counters(_Counting, LoaderStatistics):
     def begin_epoch(self, now: int, cpu: int) -> Notes:
         """`iter()` was called: the notes of a new epoch. See `EpochCounters` for `now` and `cpu`."""
         self.epochs += 1
-        notes = Notes(EpochCounters(self.epochs, now, cpu))
+        notes = Notes(EpochCounters(self.epochs, now, cpu), self._among)
         notes.observe(self.observer)
         if self.observer is not None:
             self.observer.began(self.epochs, now)

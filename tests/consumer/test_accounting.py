@@ -13,7 +13,6 @@ from fastq_loader.consumer.accounting import Accounting
 from fastq_loader.ipc.messages import BATCH, Answer, Indices
 from fastq_loader.scheduling.events import Wait
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.statistics.notes import ENTERED
 from fastq_loader.statistics.snapshots import LateBatch
 
 ANSWER = Answer(1, 4, 0, BATCH, 10, 50, (), (), None, slowest=30, slowest_at=1, collated=40)
@@ -86,13 +85,13 @@ def test_an_observer_is_told_of_what_the_workers_processes_do_and_of_errors_at_t
 def test_a_call_ends_with_what_it_gave_or_with_the_epoch() -> None:
     account, counters = accounting()
     account.spent.counted().started(0)
-    account.spent.note((ENTERED, 5))
+    account.spent.note((account.spent.entered, 5))
     account.used_device(5)
     account.handed_out(ANSWER)
     account.left(ended=False)
     assert (account.spent.counted().batches, account.spent.counted().over) == (1, False)
     assert account.spent.counted().spent["device_copy"] > 0
-    account.spent.note((ENTERED, account.spent.counted().nanoseconds))
+    account.spent.note((account.spent.entered, account.spent.counted().nanoseconds))
     account.left(ended=True)
     assert (account.spent.counted().batches, account.spent.counted().over) == (1, True)
     assert counters.snapshot().per_epoch[0].cpu_seconds > 0

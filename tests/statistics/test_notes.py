@@ -13,34 +13,35 @@ from hypothesis import strategies as st
 from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.statistics.counters import WorkerCounters
 from fastq_loader.statistics.epoch import EpochCounters
-from fastq_loader.statistics.notes import ANSWERED, DREW, ENTERED, LEFT, SENT, USED_DEVICE, WAITED, Notes
+from fastq_loader.statistics.notes import NoteList, Notes
 from tests.support.alarms import Alarm
 
 
-def batches(count: int) -> list[tuple[Any, ...]]:
-    """Occurrences of so many batches, each of which takes 100 ns."""
+def batches(counters: EpochCounters, count: int) -> list[tuple[Any, ...]]:
+    """Notes of so many batches, each of which takes 100 ns."""
     worker, found = WorkerCounters(0, 4711), []
     for seq in range(count):
         at = 100 * seq
         answer = Answer(1, seq, 0, BATCH, at, at + 60, (), (), None, fetched=at + 30, collated=at + 40)
         found += [
-            (ENTERED, at, 0),
-            (DREW, at, at + 5),
-            (SENT, seq, at + 6),
-            (WAITED, "workers", at + 10, at + 70),
-            (ANSWERED, 0, answer, True, worker),
-            (USED_DEVICE, at + 70, at + 75),
-            (LEFT, at + 80, answer, seq),
+            (counters.entered, at, 0),
+            (counters.drew, at, at + 5),
+            (counters.sent, seq, at + 6),
+            (counters.waited, "workers", at + 10, at + 70),
+            (counters.answered, 0, answer, True, worker),
+            (counters.used_device, at + 70, at + 75),
+            (counters.left, at + 80, answer, seq),
         ]
     return found
 
 
 @given(st.integers(0, 5), st.data())
 def test_it_makes_no_difference_when_notes_are_counted(count: int, data: Any) -> None:
-    at_once, later = EpochCounters(1, 0), Notes(EpochCounters(1, 0))
-    for what, *arguments in batches(count):
-        what(at_once, *arguments)
-    for note in batches(count):
+    at_once, counters = EpochCounters(1, 0), EpochCounters(1, 0)
+    for method, *arguments in batches(at_once, count):
+        method(*arguments)
+    later = Notes(counters)
+    for note in batches(counters, count):
         later.note(note)
         if data.draw(st.booleans()):
             later.counted()
@@ -61,27 +62,27 @@ def test_a_call_counts_every_ten_milliseconds() -> None:
 
 def test_an_error_is_not_kept() -> None:
     counters = EpochCounters(1, 0)
-    notes = Notes(counters)
+    notes = Notes(counters, among := NoteList())
     notes.left(5, None, None, None)
     notes.left(6, None, 3, KeyError())
-    assert (counters.batches, notes._noted) == (2, [])
+    assert (counters.batches, among.notes) == (2, [])
 
 
 def test_what_happens_seldom_is_counted_at_once_after_what_was_before() -> None:
     counters = EpochCounters(1, 0)
     notes = Notes(counters)
-    notes.note((ENTERED, 10, 0))
+    notes.note((notes.entered, 10, 0))
     assert counters.spent["consumer"] == 0
     notes.at_once(EpochCounters.ended, 30, 0)
     assert counters.over
     assert counters.nanoseconds == 30
 
 
-def test_an_interrupt_loses_no_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_loses_no_note() -> None:
     counters = EpochCounters(1, 0)
     notes, drew = Notes(counters), []
 
-    def interrupted(counters: EpochCounters, number: int) -> None:
+    def interrupted(number: int) -> None:
         drew.append(number)
         if number == 1:
             raise Alarm
@@ -98,30 +99,41 @@ def test_only_one_counts_at_a_time() -> None:
     counters = EpochCounters(1, 0)
     notes, order = Notes(counters), []
 
-    def asked(counters: EpochCounters) -> None:
+    def asked() -> None:
         order.append("first")
         notes.counted()  # in the handler of a signal
         thread = threading.Thread(target=notes.counted)
         thread.start()
         thread.join()
-        notes.note((EpochCounters.used_cpu, 7))
+        notes.note((counters.used_cpu, 7))
 
     notes.note((asked,))
-    notes.note((lambda counters: order.append("second"),))
+    notes.note((order.append, "second"))
     notes.counted()
     assert order == ["first", "second"]
     assert counters.cpu == 0, "it came after"
     assert notes.counted().cpu == 7
 
 
+def test_epochs_of_one_loader_are_counted_in_the_order_of_what_happened() -> None:
+    watching, among = Mock(), NoteList()
+    first, second = (Notes(EpochCounters(number, 0), among) for number in (1, 2))
+    for notes in (first, second):
+        notes.observe(watching)
+    for now, notes in enumerate((first, second, first, second)):
+        notes.note((notes.entered, now, 0))
+    first.counted()
+    assert [told.args[:2] for told in watching.entered.call_args_list] == [(1, 0), (2, 1), (1, 2), (2, 3)]
+
+
 def test_an_observer_is_told_of_what_comes_after_it_and_who_called() -> None:
     watching = Mock()
     watching.thread.return_value = 811
     notes = Notes(EpochCounters(3, 0))
-    notes.note((ENTERED, 1, notes.thread()))
+    notes.note((notes.entered, 1, notes.thread()))
     notes.observe(watching)
-    notes.note((ENTERED, 2, notes.thread()))
+    notes.note((notes.entered, 2, notes.thread()))
     notes.observe(None)
-    notes.note((ENTERED, 4, notes.thread()))
+    notes.note((notes.entered, 4, notes.thread()))
     notes.counted()
     assert watching.entered.call_args_list == [call(3, 2, 811)]
