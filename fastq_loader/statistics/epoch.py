@@ -270,30 +270,36 @@ class EpochCounters:
     def _count_waits(self, answer: Answer, previous: int) -> None:
         """Count what the waits of this call were lost to; what is not counted here goes to the transport."""
         started, collated, finished = answer.started, answer.collated, answer.finished
-        total = max(1, finished - started)
-        new_memory = min(1.0, answer.new_memory / total)
+        total = finished - started or 1
         for cause, began, ended in self._waits:
-            counted = self._counted
+            left = ended - began
             busy = 0  # with the batch before, which is as like this one as can be known
             if previous:
-                busy = _overlap(began, ended, began, min(previous, started))
+                busy = _overlap(began, ended, began, previous if previous < started else started)
             else:
-                self._count("start_up", _overlap(began, ended, began, started))
+                starting = _overlap(began, ended, began, started)
+                self._count("start_up", starting)
+                left -= starting
             if cause != "workers":
-                self._count(cause, ended - began - (self._counted - counted))
+                self._count(cause, left)
                 continue
             loading = _overlap(began, ended, started, collated) + busy * (collated - started) // total
-            packing = _overlap(began, ended, collated, finished) + busy * (finished - collated) // total
-            self._count("memory", round((loading + packing) * new_memory))
-            self._count("workers", loading - round(loading * new_memory))
-            self.in_transit += ended - began - (self._counted - counted)
+            new_memory = 0
+            if answer.new_memory:
+                share = min(1.0, answer.new_memory / total)
+                packing = _overlap(began, ended, collated, finished) + busy * (finished - collated) // total
+                new_memory = round((loading + packing) * share)
+                loading -= round(loading * share)
+                self._count("memory", new_memory)
+            self._count("workers", loading)
+            self.in_transit += left - new_memory - loading
         self._waits.clear()
 
     # ---- how far the workers are ahead --------------------------------------------------------
 
     def _note_ready(self, since: int, now: int) -> None:
         """A batch was ready from `since` on."""
-        begin, end = max(0, since - self._began), now - self._began
+        begin, end = since - self._began if since > self._began else 0, now - self._began
         part = end // self._width
         if part < len(self._ready) and begin >= part * self._width:  # as for nearly every one
             self._ready[part] += end - begin
@@ -353,7 +359,11 @@ class EpochCounters:
 
 
 def _overlap(began: int, ended: int, since: int, until: int) -> int:
-    return max(0, min(ended, until) - max(began, since))
+    if since > began:
+        began = since
+    if until < ended:
+        ended = until
+    return ended - began if ended > began else 0
 
 
 def summed(epochs: list[EpochCounters]) -> EpochStatistics:
