@@ -57,6 +57,15 @@ def workers(loader: DataLoader[Any]) -> WorkerKind:
     return kind
 
 
+def elsewhere(workers: str | WorkerKind) -> bool:
+    """Whether such workers run on other machines.
+
+    Raises:
+        TypeError, ValueError: there are none such.
+    """
+    return not read_workers(workers, KINDS).here
+
+
 def check_workers(loader: DataLoader[Any], kind: WorkerKind) -> None:
     """Raise unless workers of this kind can be started here, and kept with the loader's dataset.
 

@@ -109,8 +109,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         device: str | int | torch.device | ToDevice | None = None,
     ) -> None:
         number = auto.given(num_workers)
-        # torch allows what goes with workers where there is one, and auto may come to none.
-        some = 1 if isinstance(number, Auto) else number
+        # torch allows what goes with workers if there is one, and warns of more than CPUs; auto may be none.
+        some = 1 if isinstance(number, Auto) or (number > 0 and arguments.elsewhere(workers)) else number
         super().__init__(
             *(dataset, batch_size, shuffle, sampler, batch_sampler, some, collate_fn, pin_memory),
             *(drop_last, timeout, worker_init_fn, multiprocessing_context, generator),
@@ -119,7 +119,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        if isinstance(number, Auto):
+        if some is not number:
             self.num_workers = number
         if some > 0 and prefetch_factor == 0:
             raise ValueError(
@@ -164,10 +164,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _get_iterator(self) -> Any:
         """The only maker of iterators; subclasses wrap what it returns (torch_geometric, litdata)."""
-        arguments.workers(self)
+        kind = arguments.workers(self)
         if self.num_workers == 0:
             return SerialIterator(self)
-        if not isinstance(self.num_workers, Auto):  # torch's warning is about what a user chose
+        if kind.here and not isinstance(self.num_workers, Auto):  # torch's warning is of what a user chose
             self.check_worker_number_rationality()
         return MultiprocessIterator(self)
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _COLUMNS, _BAR, _POINTS = 80, 40, 32
 #: Workers that get a line of their own.
 _WORKERS = 8
+#: Columns for the name of a machine.
+_NODE = 16
 
 _HEADLINES = {
     "workers": "Loading limits: {share} of the time was spent waiting for it.",
@@ -171,8 +173,10 @@ def _line(points: Sequence[float], marks: Marks) -> str:
 
 
 def _table(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
-    """What workers did: shares of their time, and times of a batch."""
+    """What workers did: shares of their time, and times of a batch; and where, if on other machines."""
+    far = any(worker.node for worker in diagnosis.workers)
     rows: list[tuple[str, ...]] = [("worker", "busy", "blocked", "idle", "fetch", "collate", "pack")]
+    rows[0] += ("node",) * far
     for worker in diagnosis.workers[:_WORKERS]:
         whole = worker.work_seconds + worker.idle_seconds + worker.blocked_seconds or 1.0
         parts = (worker.work_seconds, worker.blocked_seconds, worker.idle_seconds)
@@ -182,6 +186,7 @@ def _table(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
                 str(worker.id),
                 *(f"{seconds / whole:.0%}" for seconds in parts),
                 *(duration(seconds / max(1, worker.batches)) for seconds in a_batch),
+                *[(worker.node or "")[:_NODE]] * far,
             )
         )
     if (more := len(diagnosis.workers) - _WORKERS) > 0:
@@ -190,5 +195,5 @@ def _table(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
 
 
 def _cells(row: Sequence[str]) -> str:
-    first, *others = row
-    return f"  {first:<6}" + "".join(f"{cell:>9}" for cell in others)
+    first, others, node = row[0], row[1:7], row[7:]
+    return f"  {first:<6}" + "".join([f"{cell:>9}" for cell in others] + [f"  {cell}" for cell in node])

@@ -1,8 +1,8 @@
 """A pool whose workers run on other machines, as the consumer's group of workers sees it.
 
 Runs in the consumer. Behind each number is a stand-in (see there), a program that is started here. So the
-group deals with processes of this machine, and what is far shows in words alone: how a far worker died, and
-the stacks of one that hangs, which its host says when it is asked.
+group deals with processes of this machine, and what is far shows in words and numbers alone: how a far worker
+died, and the stacks of one that hangs, which its host says when it is asked; and in statistics.
 """
 
 from __future__ import annotations
@@ -11,31 +11,38 @@ import contextlib
 import multiprocessing.connection
 import os
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import popen_fork, util
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fastq_loader
 from fastq_loader.errors import ProtocolError
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
-from fastq_loader.remote import link
+from fastq_loader.remote import link, traffic
 from fastq_loader.remote.control import Place, Told
 from fastq_loader.remote.encryption import Tls
-from fastq_loader.remote.link import Lost
+from fastq_loader.remote.link import Address, Lost
 from fastq_loader.remote.placement import Placement
 from fastq_loader.remote.places import Places, Tie
 from fastq_loader.remote.spec import HostSpec, versions
 from fastq_loader.remote.stand_in import LOST
+from fastq_loader.remote.traffic import Traffic
 from fastq_loader.remote.wire import Request
 from fastq_loader.workers.backend import WorkerBackend, cores
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.starting import Surroundings
 
+if TYPE_CHECKING:
+    from fastq_loader.statistics.counters import Counters
+
 #: Seconds that a host has to write a worker's stacks, and to say what became of one.
 _STACKS, _DEATH = 2.0, 0.5
+#: Seconds in which hosts are asked once whom they have refused, however often somebody wants to know.
+_ASK_EVERY = 1.0
 
 #: The package itself imports torch, and a stand-in needs none of it: a bare module takes its place.
 _CODE = """
@@ -67,12 +74,20 @@ class RemoteBackend(WorkerBackend):
         self._surroundings: Surroundings | None = None
         self._ties: dict[int, Tie] = {}  # of the workers, by number
         self._words: dict[Tie, str] = {}  # how far workers died
+        self._traffic: Traffic | None = None
+        self._counted = -1  # descriptor of its memory
+        self._counters: Counters | None = None
+        self._refused: dict[Address, int] = {}  # connections, by hosts, as far as is known
+        self._silent: set[Address] = set()  # hosts that did not answer
+        self._asked = -_ASK_EVERY  # when they were asked last
 
     def start(self, arena: Arena, folder: str, token: bytes, base_seed: int, shared_seed: int | None) -> None:
         self._setup = self._make_setup(arena, folder, token, base_seed, shared_seed)
         self._token = token
         spec = pickle.dumps(HostSpec.of(self._plan, token, self._tls))
         self._surroundings = Surroundings()
+        self._counted = traffic.create(self._plan.workers)
+        self._traffic = Traffic(self._counted, self._plan.workers)
         self._places = Places(self._placement)
         self._placement.start(spec)
         self._places.start(self._plan.workers)
@@ -85,6 +100,7 @@ class RemoteBackend(WorkerBackend):
         told = Told(
             *(worker, generation, folder, space, setup.consumer, setup.token),
             *(setup.descriptors["arena"], setup.arena_length, setup.arena_whole),
+            self._counted,
             *(setup.plan.workers, setup.plan.shared_tasks, setup.plan.for_device),
             *(setup.base_seed, setup.shared_seed, self._versions),
             tls=self._tls,
@@ -99,7 +115,7 @@ class RemoteBackend(WorkerBackend):
         with its:
             path = self._surroundings.preparation("")["sys_path"]
             command = ["", "-c", _CODE, str(its.fileno()), fastq_loader.__path__[0], *path]
-            pid = self._surroundings.run(None, command, [its.fileno(), told.arena, sentinel])
+            pid = self._surroundings.run(None, command, [its.fileno(), told.arena, told.traffic, sentinel])
         self._ties[told.worker] = self._places.tie(mine, told)
         return pid
 
@@ -141,6 +157,59 @@ class RemoteBackend(WorkerBackend):
             return report
         return {}
 
+    # ---- what users see -----------------------------------------------------------------------
+
+    def count_in(self, counters: Counters) -> None:
+        super().count_in(counters)
+        self._counters, self._shown = counters, counters.workers
+        counters.sources.add(self)
+
+    def count(self) -> tuple[int, int]:
+        places, words = self._places, self._traffic
+        assert words is not None, "the pool was started"
+        hosts: set[Address] = set()
+        for worker, tie in list(self._ties.items()):
+            place, pid = (tie.place, tie.pid) if places is None else places.where(tie)
+            shown = self._shown[worker]
+            shown.far = pid, place and place.node
+            shown.wire_bytes = words.of(worker)
+            if place is not None:
+                self._note_refused(place.address, tie.refused)
+                if tie.number is not None:
+                    hosts.add(place.address)
+        if places is not None:
+            self._ask_whom_they_refused(hosts)
+        return sum(shown.wire_bytes for shown in self._shown), sum(self._refused.values())
+
+    def _ask_whom_they_refused(self, hosts: set[Address]) -> None:
+        """All together have half a second: those that were silent before come last."""
+        now = time.monotonic()
+        if now < self._asked + _ASK_EVERY:
+            return
+        self._asked, until = now, now + link.REFUSED
+        for address in sorted(hosts, key=self._silent.__contains__):
+            if (patience := until - time.monotonic()) <= 0:
+                return
+            self._silent.add(address)
+            with contextlib.suppress(Lost, ProtocolError):
+                self._note_refused(address, link.ask_refused(address, self._token, self._tls, patience))
+                self._silent.discard(address)
+
+    def _note_refused(self, address: Address, refused: int) -> None:
+        self._refused[address] = max(refused, self._refused.get(address, 0))
+
+    def far_worker(self, pid: int) -> tuple[int, str] | None:
+        for worker, tie in list(self._ties.items()):
+            if self.pid(worker) == pid and (places := self._places) is not None:
+                place, far = places.where(tie)
+                return far, "" if place is None else place.node
+        return None
+
+    def forget(self) -> None:
+        super().forget()
+        if self._counters is not None:  # the thread that has a lock is not there any more
+            self._counters.sources.discard(self)
+
     # ---- the end ------------------------------------------------------------------------------
 
     def stop(
@@ -154,10 +223,15 @@ class RemoteBackend(WorkerBackend):
         places, self._places = self._places, None
         if places is not None:
             places.close()
+        if self._counters is not None:
+            self._counters.ended(self)
         self._placement.close()
         surroundings, self._surroundings = self._surroundings, None
         if surroundings is not None:
             surroundings.close()
+        counted, self._counted = self._counted, -1
+        if counted >= 0:
+            os.close(counted)
 
 
 class StandInProcess(BaseProcess):

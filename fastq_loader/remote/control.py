@@ -22,6 +22,7 @@ class Told(NamedTuple):
         consumer: process id of the consumer.
         token: the pool's.
         arena: descriptor of the memfd, with its length and whether it is mapped as a whole.
+        traffic: descriptor of the words that count bytes; see there.
         workers: of the pool.
         shared_tasks, for_device: see `workers.config.Plan`.
         base_seed, shared_seed: for the far worker.
@@ -38,6 +39,7 @@ class Told(NamedTuple):
     arena: int
     arena_length: int
     arena_whole: bool
+    traffic: int
     workers: int
     shared_tasks: bool
     for_device: bool
@@ -87,7 +89,10 @@ class Up(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """The stand-in was told to stop, and the far worker has ended."""
+    """The stand-in was told to stop, and the far worker has ended. `refused`: connections that its host has
+    refused, as far as is known."""
+
+    refused: int = 0
 
 
 class Dying(NamedTuple):

@@ -26,6 +26,8 @@ _ASK_AFTER, _ASK_EVERY, _ASKS = 1, 1, 4
 #: other system takes them as soon as they come. A worker's wait while the consumer's job is stopped, by
 #: Ctrl-Z perhaps.
 NOTICED_HERE, NOTICED_THERE = 5_000, 60_000
+#: Seconds that a host has to say whom it has refused.
+REFUSED = 0.5
 #: Buffers of one call; Linux takes 1024.
 _AT_ONCE = 512
 
@@ -229,3 +231,13 @@ def ask(address: Address, token: bytes, request: Request, tls: Tls | None, patie
     connection, frame = connect(address, token, request, wire.REPORT, tls=tls, patience=patience)
     connection.close()
     return wire.unpack(frame.payload)
+
+
+def ask_refused(address: Address, token: bytes, tls: Tls | None, patience: float = REFUSED) -> int:
+    """How many connections a host has refused.
+
+    Raises:
+        Lost, Refused: see `connect`.
+    """
+    report = ask(address, token, Request(0, True), tls, patience)  # no place has this number
+    return sum(report["refused"].values())

@@ -37,6 +37,7 @@ class FarWorkers(WorkerKind):
         tls: encrypts the connections; without it, batches travel as they are.
     """
 
+    here: ClassVar[bool] = False
     placement: Callable[[], Placement]
     max_restarts: int = 0
     tls: Tls | None = None
@@ -84,6 +85,7 @@ class RayWorkers(WorkerKind):
     """
 
     short_form: ClassVar[str | None] = "ray"
+    here: ClassVar[bool] = False
     num_cpus: float = 1
     num_gpus: float = 0
     resources: Mapping[str, float] = field(default_factory=dict, hash=False)

@@ -31,6 +31,7 @@ class Tie:
         number: of that place, or of one that was not to be had; None once it was given back.
         pid: of its far worker; 0 until it is up.
         why: it said that it would die, and of what.
+        refused: connections that its host has refused, as it said when it left.
         waits: it waits for one.
         open: it may still say something.
         over: it needs no place any more, nor will anybody in its stead.
@@ -41,6 +42,7 @@ class Tie:
     number: int | None = None
     pid: int = 0
     why: str = ""
+    refused: int = 0
     waits: bool = False
     open: bool = True
     over: bool = False
@@ -93,6 +95,13 @@ class Places:
                 self._ties.remove(tie)
                 tie.pipe.close()
 
+    def where(self, tie: Tie) -> tuple[Place | None, int]:
+        """The place of a stand-in, and the process id of its far worker there, as of now. May be called on
+        any thread."""
+        with self._lock:
+            self.read(tie)
+            return tie.place, tie.pid
+
     def stop(self) -> None:
         """No more places are needed."""
         self._stopped = True
@@ -132,7 +141,7 @@ class Places:
         if isinstance(said, Up):
             tie.pid = said.pid
         elif isinstance(said, Leaving):
-            tie.over = True
+            tie.over, tie.refused = True, said.refused
         elif isinstance(said, Dying):
             tie.why = said.why
         else:

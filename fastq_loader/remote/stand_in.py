@@ -32,6 +32,7 @@ from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.remote import link, wire
 from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Told, Up, Waiting
 from fastq_loader.remote.link import Connection, Lost
+from fastq_loader.remote.traffic import Traffic
 from fastq_loader.remote.wire import Request
 from fastq_loader.system import calls
 from fastq_loader.workers.task_queue import TaskQueue
@@ -56,8 +57,9 @@ def main(control: int) -> None:
         return
     socket = WorkerSocket(told.folder, socket_name(told.worker, told.generation), told.consumer)
     blocks = Allocator(mapping, told.worker, told.space, told.for_device)
+    traffic = Traffic(told.traffic, told.workers)
     try:
-        StandIn(told, pipe, socket, claims, blocks).run()
+        StandIn(told, pipe, socket, claims, blocks, traffic).run()
     finally:
         socket.close()
 
@@ -85,23 +87,31 @@ class StandIn:
         socket: to the consumer.
         claims: who loads which shared task.
         blocks: what answers are received into.
+        traffic: where their bytes are counted.
     """
 
     def __init__(
-        self, told: Told, pipe: Pipe[Any, Any], socket: WorkerSocket, claims: ClaimTable, blocks: Allocator
+        self,
+        told: Told,
+        pipe: Pipe[Any, Any],
+        socket: WorkerSocket,
+        claims: ClaimTable,
+        blocks: Allocator,
+        traffic: Traffic,
     ) -> None:
         self._told = told
         self._pipe = pipe
         self._socket = socket
         self._claims = claims
         self._blocks = blocks
+        self._traffic = traffic
         self._tasks = TaskQueue(claims, told.shared_tasks, told.worker)
         self._link: Connection | None = None
         self._greeted = False
         self._epoch: Epoch | None = None
         self._stopping = False
         self._failures = 0
-        self._number = 0  # of the place that it has, or had last
+        self._place: Place | None = None  # that it has, or had last
         self._unsent: list[Task | Epoch] = []  # what the far worker has to hear before it can be sent a task
         self._due: deque[Task] = deque()  # forwarded, and not answered
         self._heads = 0  # of those, from the left, whose answers have begun to come
@@ -111,8 +121,7 @@ class StandIn:
         while True:
             self._read_messages()
             if self._stopping:
-                self._see_off()
-                self._pipe.send(Leaving())
+                self._pipe.send(Leaving(self._see_off()))
                 return
             ready: list[object] = []
             try:
@@ -196,16 +205,22 @@ class StandIn:
         at = min(self._heads, len(self._due) - 1)
         self._claims.begin(self._told.worker, self._due[at].ticket if self._due else None)
 
-    def _see_off(self) -> None:
-        """Let the far worker finish, and wait until it has ended. The consumer does not wait for ever."""
+    def _see_off(self) -> int:
+        """Let the far worker finish, and wait until it has ended. The consumer does not wait for ever. How
+        many connections the host has refused."""
+        if self._link is None:
+            return 0
+        assert self._place is not None, "the connection leads there"
+        refused = 0
         with contextlib.suppress(Lost, ProtocolError):
-            if self._link is None:
-                return
             self._link.send(wire.MESSAGE, encode(Stop()))
+            with contextlib.suppress(Lost, ProtocolError):
+                refused = link.ask_refused(self._place.address, self._told.token, self._told.tls)
             scratch = memoryview(bytearray(SMALLEST))
             while (frame := self._link.receive()) is not None:
                 for begin in range(0, frame.body, SMALLEST):
                     self._link.receive_body(scratch[: frame.body - begin])
+        return refused
 
     # ---- from the far worker ------------------------------------------------------------------
 
@@ -228,6 +243,7 @@ class StandIn:
         self._blocks.begin(task.grants, task.promises)
         handle, used = self._receive_body(connection, answer.handle, frame.body)
         fresh, returned = self._blocks.finish(used)
+        self._traffic.add(self._told.worker, frame.nbytes)
         self._socket.send(
             _at_this_clock(answer, arrived)._replace(
                 fresh=tuple(fresh), returned=tuple(returned), handle=handle
@@ -262,12 +278,12 @@ class StandIn:
             self._stopping = True
             return
         if isinstance(place, NoPlace):
-            if place.number != self._number:
+            if self._place is None or place.number != self._place.number:
                 self._die(place.why)
             if self._link is not None:  # else it was noticed here before
                 self._lose(place.why)
             return
-        self._number = place.number
+        self._place = place
         told = self._told
         seeds = told.base_seed, told.shared_seed
         request = Request(place.number, False, told.worker, *seeds, told.versions)

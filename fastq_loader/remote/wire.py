@@ -65,6 +65,11 @@ class Frame(NamedTuple):
     payload: bytes
     body: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it has on the wire, with its header."""
+        return _HEADER.size + len(self.payload) + self.body
+
 
 class Request(NamedTuple):
     """What a client wants.

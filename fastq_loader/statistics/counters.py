@@ -2,14 +2,14 @@
 
 `Counters` belongs to the loader and outlives the pools of workers that come and go under it. It counts in
 the fields of the snapshots, which are frozen. Written on the thread that calls `next()`, but for what is
-counted with an epoch: see `notes`.
+counted with an epoch (see `notes`), and by a `Source`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastq_loader.statistics.epoch import EpochCounters, Observer, summed
 from fastq_loader.statistics.notes import NoteList, Notes
@@ -36,23 +36,38 @@ class _Counting:
     __setattr__, __delattr__ = object.__setattr__, object.__delattr__
 
 
+class Source(Protocol):
+    """Knows what is counted elsewhere: a pool of workers on other machines."""
+
+    def count(self) -> tuple[int, int]:
+        """Count what is known of the workers, on any thread; and the bytes that they sent, and the
+        connections that their machines refused."""
+
+    def far_worker(self, pid: int) -> tuple[int, str] | None:
+        """The process id there and the machine of the worker that a process here stands for, 0 and "" if
+        there is none yet; None: it is none of these."""
+
+
 class WorkerCounters:
     """Counts for one worker, in nanoseconds. See `WorkerStatistics`.
 
     Attributes:
+        pid: of the process here.
+        far: process id and machine of the worker that this stands for, if there is one.
         cpu_marks: nanoseconds of CPU time, with those in which it waited for a CPU, and of work, when they
             were known first, and last. What it used to start lies before the first.
     """
 
     __slots__ = (
         *("_blocked", "_collate", "_cpu", "_fetch", "_finished", "_idle", "_new_memory", "_packing", "_work"),
-        *("batches", "cpu_marks", "id", "pid", "restarts"),
+        *("batches", "cpu_marks", "far", "id", "pid", "restarts", "wire_bytes"),
     )
 
     def __init__(self, id: int, pid: int) -> None:
         self.id = id
         self.pid = pid
-        self.restarts = self.batches = 0
+        self.far: tuple[int, str | None] | None = None
+        self.restarts = self.batches = self.wire_bytes = 0
         self.cpu_marks: tuple[tuple[int, int], ...] = ()
         self._finished = 0  # when it gave its last answer, on the monotonic clock; 0: it has given none
         self._work = self._fetch = self._collate = self._packing = self._new_memory = 0
@@ -93,9 +108,10 @@ class WorkerCounters:
 
     def snapshot(self) -> WorkerStatistics:
         """What was counted so far."""
+        pid, node = self.far or (self.pid, None)
         return WorkerStatistics(
             id=self.id,
-            pid=self.pid,
+            pid=pid,
             restarts=self.restarts,
             batches=self.batches,
             work_seconds=self._work / 1e9,
@@ -106,6 +122,8 @@ class WorkerCounters:
             cpu_seconds=self._cpu / 1e9,
             idle_seconds=self._idle / 1e9,
             blocked_seconds=self._blocked / 1e9,
+            node=node,
+            wire_bytes=self.wire_bytes,
         )
 
 
@@ -129,10 +147,11 @@ class StagingCounters(_Counting, StagingStatistics):
 
 
 class Counters(_Counting, LoaderStatistics):
-    """Counts for a loader. What is said of epochs, late batches, restarts and blocks is found when a snapshot
-    is taken.
+    """Counts for a loader. What is said of epochs, late batches, restarts, other machines and blocks is found
+    when a snapshot is taken.
 
     Attributes:
+        sources: live pools that count elsewhere, too.
         observer: is told of everything that happens in epochs that begin from now on, or None.
     """
 
@@ -144,6 +163,7 @@ class Counters(_Counting, LoaderStatistics):
         self._notes: deque[Notes] = deque()
         self._among = NoteList()
         self.observer: Observer | None = None
+        self.sources: set[Source] = set()
         self._older = EpochCounters(0, 0)  # the sum of those before
         self._late: dict[tuple[int, int], LateBatch] = {}
 
@@ -179,6 +199,18 @@ class Counters(_Counting, LoaderStatistics):
         if self.staging is not None:
             self.staging.observer = observer
 
+    def ended(self, source: Source) -> None:
+        """A pool has ended: what it says now is the last."""
+        if source in self.sources:
+            wire_bytes, refused = source.count()
+            self.sources.discard(source)
+            self.wire_bytes += wire_bytes
+            self.refused_connections += refused
+
+    def far_worker(self, pid: int) -> tuple[int, str] | None:
+        """See `Source`."""
+        return next(filter(None, (source.far_worker(pid) for source in list(self.sources))), None)
+
     def held_up(self, epoch: int, batch: int, nanoseconds: int) -> None:
         """A batch held up others, which were ready, for so long."""
         late = self._late.get((epoch, batch), LateBatch(epoch, batch, 0.0))
@@ -207,12 +239,15 @@ class Counters(_Counting, LoaderStatistics):
     def snapshot(self, **now: Any) -> LoaderStatistics:
         """What was counted so far, and `now`: fields that others know."""
         history = self.history
+        counted = [source.count() for source in list(self.sources)]
         found = {
             "total": summed([self._older, *history]),
             "per_epoch": tuple(epoch.snapshot() for epoch in history),
             "late_batches": tuple(self._worst()),
             "worker_restarts": sum(worker.restarts for worker in self.workers),
             "workers": tuple(worker.snapshot() for worker in self.workers),
+            "wire_bytes": sum((nbytes for nbytes, _ in counted), self.wire_bytes),
+            "refused_connections": sum((refused for _, refused in counted), self.refused_connections),
             "staging": None if self.staging is None else self.staging.snapshot(),
         }
         return LoaderStatistics(**values_of(self) | now | found)

@@ -83,7 +83,7 @@ class WorkerStatistics:
 
     Attributes:
         id: its number, 0 … num_workers-1.
-        pid: process id.
+        pid: process id; of a worker on another machine that there, 0 before it is up.
         restarts: how often its process died and another one took its place.
         batches: answers it gave (batches and errors).
         work_seconds: wall time between receiving a task and answering it, in seconds, summed: busy.
@@ -95,6 +95,10 @@ class WorkerStatistics:
         idle_seconds: wall time between an answer and the start of the next task, in seconds, summed, but for:
         blocked_seconds: the part of it in which there was no task for it, although the epoch was not over:
             the window was full.
+        node: what the other machine is called that it runs on, or ran on last; None: it runs on this one, or
+            nowhere yet.
+        wire_bytes: bytes of its answers that came over the network, with their headers and before they were
+            encrypted; of all processes that had its number. 0 on this machine.
     """
 
     id: int
@@ -109,6 +113,8 @@ class WorkerStatistics:
     cpu_seconds: float = 0.0
     idle_seconds: float = 0.0
     blocked_seconds: float = 0.0
+    node: str | None = None
+    wire_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -189,6 +195,10 @@ class LoaderStatistics:
         arena_bytes: bytes of shared memory behind them; those of free blocks that were trimmed do not count.
         stale_answers: answers that came after their epoch had been abandoned, and were dropped.
         staging: copies to the device; None without one.
+        wire_bytes: bytes that workers on other machines sent; see `WorkerStatistics`.
+        refused_connections: connections that those machines refused: whoever it was had a wrong token or
+            another version, or only looked for open ports. As they said last: they are asked when a snapshot
+            is taken, once a second at most, and have half a second together; and when workers end.
     """
 
     epochs: int = 0
@@ -208,6 +218,8 @@ class LoaderStatistics:
     arena_bytes: int = 0
     stale_answers: int = 0
     staging: StagingStatistics | None = None
+    wire_bytes: int = 0
+    refused_connections: int = 0
 
     @property
     def head_of_line_seconds(self) -> float:

@@ -21,8 +21,12 @@ from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, PASSED, SKIPP
 
 #: Rows that are no threads have numbers above those of all threads: Linux's PID_MAX_LIMIT.
 _ROWS = 1 << 22
+#: And workers on other machines, whose process ids may be the same, have numbers above those of all rows.
+_FAR = 1 << 30
 #: Nanoseconds of a call of `next()` from which on it is marked as a stall.
 _STALL = 1_000_000_000
+#: See `statistics.counters.Source.far_worker`.
+Far = Callable[[int], tuple[int, str] | None]
 #: What an answer without a batch was.
 _OTHERS = {ENDED: "end of the stream", SKIPPED: "skip", PASSED: "pass over"}
 _WAITS = {
@@ -40,7 +44,7 @@ class _Batch:
         thread: that gave it out.
         row: where its spans are drawn.
         attempt: that was answered.
-        worker: the process that answered; 0: none has.
+        worker: the track of who answered; 0: nobody has.
         times: when that began, had the samples, had the batch and had packed it.
     """
 
@@ -84,20 +88,23 @@ class Events:
         origin: where times count from, in nanoseconds of the monotonic clock.
         pid: of the consumer.
         thread: gives the id of the calling thread.
+        far: says for which worker on another machine a process stands.
 
     Attributes:
         lines: the events so far, each a JSON object; whoever writes them down takes them out.
     """
 
-    def __init__(self, origin: int, pid: int, thread: Callable[[], int]) -> None:
+    def __init__(self, origin: int, pid: int, thread: Callable[[], int], far: Far = lambda pid: None) -> None:
         self.lines: list[str] = []
         self._origin = origin
         self._pid = pid
         self.thread = thread
+        self._far = far
+        self._far_tracks: dict[tuple[int, int, str], int] = {}  # by process here, process there, and machine
         self._epochs: dict[int, _Epoch] = {}
         self._outside: dict[int, tuple[int, str]] = {}  # thread → when a call gave it a batch, and which one
         self._names: set[int] = set()  # threads that have one
-        self._finished: dict[int, tuple[int, int]] = {}  # process → epoch and end of its last answer
+        self._finished: dict[int, tuple[int, int]] = {}  # track → epoch and end of its last answer
         self._free_rows: list[int] = []
         self._row_ends: list[int] = []  # when what is drawn in a row has ended
         self._flows = self._copies = 0
@@ -130,7 +137,7 @@ class Events:
         about = f'"pid":{pid},"tid":{thread}'
         self._names.add(thread)
         self.lines += (
-            f'{{"ph":"M",{about},"name":"thread_name","args":{{"name":"{name}"}}}}',
+            f'{{"ph":"M",{about},"name":"thread_name","args":{{"name":{json.dumps(name)}}}}}',
             f'{{"ph":"M",{about},"name":"thread_sort_index","args":{{"sort_index":{order}}}}}',
         )
 
@@ -141,9 +148,19 @@ class Events:
             self._name_thread(self._pid, thread, f"consumer{other}", 0)
         return thread
 
-    def _name_worker(self, worker: int, pid: int) -> None:
-        if pid not in self._names:
-            self._name_thread(self._pid, pid, f"worker {worker} (pid {pid})", 1 + worker)
+    def _track(self, worker: int, pid: int) -> int:
+        """The track of the worker that a process is, or stands for. The first has the number of the process,
+        which no other on this machine has."""
+        if pid in self._names:
+            return pid
+        track, name, far = pid, f"pid {pid}", self._far(pid)
+        if far is not None:
+            there, node = far
+            track = self._far_tracks.setdefault((pid, there, node), _FAR + len(self._far_tracks))
+            name = f"pid {there} on {node}" if there else "not up yet"
+        if track not in self._names:
+            self._name_thread(self._pid, track, f"worker {worker} ({name})", 1 + worker)
+        return track
 
     def _take_row(self, now: int) -> int:
         if self._free_rows and self._row_ends[self._free_rows[-1]] <= now:
@@ -289,13 +306,12 @@ class Events:
 
     def replaced(self, epoch: int, worker: int, pid: int, report: str, now: int) -> None:
         """Another process does the work of a worker from now on."""
-        self._name_worker(worker, pid)
-        self._mark(pid, f"worker {worker} was replaced", now, "p", report)
+        self._mark(self._track(worker, pid), f"worker {worker} was replaced", now, "p", report)
 
     def answered(self, epoch: int, worker: int, pid: int, answer: Answer) -> None:
         """An answer of a worker's process has come."""
         at, seq = self._epoch(epoch), answer.seq
-        self._name_worker(worker, pid)
+        pid = self._track(worker, pid)
         before, end = self._finished.get(pid, (0, 0))
         times = started, fetched, collated, finished = _times(answer)
         if before == epoch:

@@ -74,7 +74,7 @@ class _Recorder(Events):
         # Reentrant, because the handler of a signal may end the trace in the middle of a write.
         self._lock = threading.RLock()
         self._written = 0
-        super().__init__(time.monotonic_ns(), self._owner, threading.get_native_id)
+        super().__init__(time.monotonic_ns(), self._owner, threading.get_native_id, counters.far_worker)
 
     def left(self, epoch: int, seq: int | None, now: int) -> None:
         super().left(epoch, seq, now)

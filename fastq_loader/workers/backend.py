@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
+from fastq_loader.statistics.counters import Counters, WorkerCounters
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Child
 from fastq_loader.workers.config import Plan, Setup
@@ -109,6 +110,12 @@ class WorkerBackend(ABC):
             arena_length=arena.mapping.length,
             arena_whole=arena.mapping.whole,
             descriptors=Descriptors(arena=arena.fd, **descriptors),
+        )
+
+    def count_in(self, counters: Counters) -> None:
+        """What the workers do is counted there from now on."""
+        counters.workers = tuple(
+            WorkerCounters(worker, self.pid(worker)) for worker in range(self._plan.workers)
         )
 
     def _left(self) -> bool:

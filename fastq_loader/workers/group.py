@@ -33,7 +33,7 @@ from fastq_loader.ipc.sockets import ConsumerSocket, endpoint_folder, remove_fol
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.backlog import Backlog
 from fastq_loader.scheduling.pending_tasks import PendingTasks
-from fastq_loader.statistics.counters import Counters, WorkerCounters
+from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.stopping import BRIEF
@@ -105,9 +105,7 @@ class WorkerGroup:
             self._socket.watch(descriptor)
         for worker in range(workers):
             self._backlog.begin(worker)
-        self._counters.workers = tuple(
-            WorkerCounters(worker, self._processes.pid(worker)) for worker in range(workers)
-        )
+        self._processes.count_in(self._counters)
 
     def _new_folder(self, workers: set[int]) -> str:
         folder = endpoint_folder()

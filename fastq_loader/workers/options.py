@@ -21,10 +21,12 @@ class WorkerKind(ABC):
 
     Attributes:
         short_form: the string that stands for this kind as it is made without arguments, if there is one.
+        here: whether they take CPUs of this machine.
         max_restarts: workers that may die in an iteration and be replaced.
     """
 
     short_form: ClassVar[str | None] = None
+    here: ClassVar[bool] = True
     max_restarts: int = 0
 
     def __post_init__(self) -> None:

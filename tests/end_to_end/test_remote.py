@@ -5,9 +5,13 @@ Hosts, connections, handshakes and frames are the real ones, over loopback; only
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import signal
 import threading
+import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,15 @@ import pytest
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, UnpicklableError, empty
+from fastq_loader import (
+    DataLoader,
+    Dynamic,
+    Processes,
+    RoundRobin,
+    UnpicklableError,
+    WorkerReplaced,
+    empty,
+)
 from fastq_loader.workers.options import WorkerKind
 from tests.support import certificates
 from tests.support.crimes import CrimeAt, raise_os_error
@@ -30,9 +42,11 @@ from tests.support.datasets import (
     assert_same,
     identity,
 )
-from tests.support.hosts import LocalHosts, far
+from tests.support.hosts import LocalHosts, far, far_pids
 from tests.support.late_device import late_device
 from tests.support.loaders import seed_all
+from tests.support.traces import check as check_trace
+from tests.support.traces import read, tracks
 
 pytestmark = [
     pytest.mark.processes,
@@ -278,6 +292,72 @@ class OpensHere(Dataset[Any]):
 
     def __reduce__(self) -> Any:
         return opened, (os.getpid(),)
+
+
+def test_statistics_and_a_trace_say_where_each_worker_is_and_what_came_from_there(tmp_path: Path) -> None:
+    options: Any = {"batch_size": 4, "num_workers": 2, "schedule": "dynamic", "persistent_workers": True}
+    data = DataLoader(Made(slow, 40), workers=far(nodes=2, max_restarts=9), **options)
+    with data.trace(tmp_path / "a.json"):
+        list(data)
+        before = data.statistics()
+        pids = {worker.pid: worker.node for worker in before.workers}
+        assert sorted(pids) == sorted(far_pids(LocalHosts.made[-1]))
+        assert set(pids.values()) == {"node-0", "node-1"}
+        assert before.wire_bytes == sum(worker.wire_bytes for worker in before.workers) > before.bytes > 0
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        with warnings.catch_warnings():  # it depends on the moment whether a batch is lost
+            warnings.simplefilter("ignore", WorkerReplaced)
+            list(data)
+    after = data.statistics()
+    assert not {worker.pid for worker in after.workers} & {*pids}
+    for now, then in zip(after.workers, before.workers, strict=True):
+        assert now.wire_bytes > then.wire_bytes, "they add up"
+    data.close()
+    assert data.statistics().workers == after.workers
+    list(data)
+    again = data.statistics()
+    assert again.wire_bytes == after.wire_bytes + sum(worker.wire_bytes for worker in again.workers)
+    events = read(tmp_path / "a.json")
+    check_trace(events)
+    names = {name for name in tracks(events) if name.startswith("worker")}
+    for worker in (*before.workers, *after.workers):
+        if worker.batches:
+            assert f"worker {worker.id} (pid {worker.pid} on {worker.node})" in names
+    data.close()
+
+
+def test_no_bytes_come_over_a_network_from_workers_of_this_machine() -> None:
+    data = DataLoader(MapDataset("large", 8), 4, num_workers=1)
+    list(data)
+    found = data.statistics()
+    assert (found.wire_bytes, found.refused_connections) == (0, 0)
+    assert [(worker.node, worker.wire_bytes) for worker in found.workers] == [(None, 0)]
+
+
+def test_what_is_counted_keeps_no_far_pool_alive() -> None:
+    data = DataLoader(MapDataset("dict", 8), 4, num_workers=1, workers=far(), persistent_workers=True)
+    list(data)
+    counters = data._resources.counters
+    pools = [weakref.ref(source) for source in counters.sources]
+    assert [pool() is not None for pool in pools] == [True]
+    data.close()
+    gc.collect()
+    assert [pool() for pool in pools] == [None]
+
+
+def test_torch_warns_of_more_workers_than_cpus_only_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "This DataLoader will create")
+        data = DataLoader(range(8), num_workers=2, workers=far())
+        assert len(list(data)) == 8
+        assert data.num_workers == 2
+        with pytest.raises(UserWarning, match="will create 2 worker processes"):
+            DataLoader(range(8), num_workers=2)
+        data.workers = "processes"
+        with pytest.raises(UserWarning, match="will create 2 worker processes"):
+            iter(data)
 
 
 @pytest.mark.skipif(not certificates.AVAILABLE, reason="there is no program openssl")

@@ -62,8 +62,8 @@ def kill_far_worker(draw: random.Random, data: DataLoader[Any]) -> None:
 
 
 def kill_stand_in(draw: random.Random, data: DataLoader[Any]) -> None:
-    if pids := [worker.pid for worker in data.statistics().workers if worker.pid]:
-        os.kill(draw.choice(pids), signal.SIGKILL)
+    iterator: Any = data._iterator
+    os.kill(draw.choice(iterator._workers).pid, signal.SIGKILL)
 
 
 def kill_node(draw: random.Random, data: DataLoader[Any]) -> None:
@@ -254,6 +254,8 @@ def test_whoever_has_no_token_is_refused_and_counted_while_the_run_goes_on() -> 
     assert sum(1 for _ in iterator) == 39
     for thread in scan:
         thread.join()
+    data.close()
+    assert data.statistics().refused_connections >= 104
     for stranger in open_ones:
         stranger.close()
 

@@ -119,6 +119,15 @@ def test_all_epochs_together_have_no_number_and_workers_in_excess_no_line() -> N
     assert "and 2 more" in page
 
 
+def test_workers_on_other_machines_say_where_they_run() -> None:
+    names = ("10.0.0.12", None, "a-name.that.is.long.example")
+    workers = tuple(replace(WORKER, id=at, node=node) for at, node in enumerate(names))
+    found = replace(PAGE, workers=workers)
+    table = [line for line in report.text(found).splitlines() if "blocked" in line or "90%" in line]
+    assert [line[62:] for line in table] == ["  node", "  10.0.0.12", "  ", "  a-name.that.is.l"]
+    assert "<td>10.0.0.12</td>" in report.html(found)
+
+
 @pytest.mark.parametrize(("share", "bar"), [(0.0, ""), (0.5, "####"), (1.0, "########"), (1.2, "########")])
 def test_a_bar_is_as_long_as_its_share(share: float, bar: str) -> None:
     assert report._bar(share, report.ASCII) == 5 * bar

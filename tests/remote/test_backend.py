@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 
 from fastq_loader.remote import backend as module
+from fastq_loader.remote import traffic
 from fastq_loader.remote.backend import RemoteBackend, StandInProcess
 from fastq_loader.remote.control import Place
 from fastq_loader.remote.link import Address, Lost
 from fastq_loader.remote.places import Tie
+from fastq_loader.remote.traffic import Traffic
+from fastq_loader.statistics.counters import Counters
 from fastq_loader.system.calls import readable
 from fastq_loader.workers.children import Child
 from tests.support.worker_setup import make_plan
@@ -108,3 +112,109 @@ def test_one_that_was_never_started_can_be_stopped() -> None:
     pool.stop(lambda worker: 0, pool)
     assert pool.ended
     assert closed == [True]
+
+
+# ---- what users see -------------------------------------------------------------------------------
+
+
+class Counted:
+    """Three workers on two hosts, and what these say: a number, or None that takes them all the time.
+
+    Attributes:
+        asked: hosts, by their ports, in the order in which they were asked.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.says: dict[int, int | None] = {80: 1, 81: 20}
+        self.asked: list[int] = []
+        monkeypatch.setattr(module.link, "ask_refused", self.ask)
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        placement: Any = None
+        self.pool = RemoteBackend(make_plan(range(3), workers=4), placement)
+        fd = traffic.create(4)
+        self.pool._traffic = Traffic(fd, 4)
+        os.close(fd)
+        self.pool._places = SimpleNamespace(where=lambda tie: (tie.place, tie.pid))  # type: ignore[assignment]
+        pipe: Any = None
+        for worker in range(3):  # and the fourth was not started yet
+            place = Place(worker, Address("10.0.0.2", 80 + worker % 2), f"node-{worker % 2}")
+            self.pool._ties[worker] = Tie(pipe, place, worker, pid=812)
+        self.counters = Counters()
+        self.pool.count_in(self.counters)
+
+    def ask(self, address: Address, token: bytes, tls: Any, patience: float) -> int:
+        self.asked.append(address.port)
+        said = self.says[address.port]
+        if said is None:
+            self.now += patience
+            raise Lost("silence")
+        return said
+
+    def refused(self) -> int:
+        """What a snapshot says, a minute later."""
+        self.now += 60
+        self.asked.clear()
+        return self.counters.snapshot().refused_connections
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+def test_a_snapshot_says_where_workers_are_and_what_came_from_there(counted: Counted) -> None:
+    counted.pool._traffic.add(1, 500)  # type: ignore[union-attr]
+    counted.pool._ties[2].place, counted.pool._ties[2].pid = None, 0  # its successor has found none yet
+    found = counted.counters.snapshot()
+    shown = [(worker.pid, worker.node, worker.wire_bytes) for worker in found.workers]
+    assert shown == [(812, "node-0", 0), (812, "node-1", 500), (0, None, 0), (0, None, 0)]
+    assert found.wire_bytes == 500
+
+
+def test_each_host_is_asked_once_whom_it_refused_and_once_a_second_at_most(counted: Counted) -> None:
+    assert counted.counters.snapshot().refused_connections == 21
+    counted.now += 0.9
+    assert counted.counters.snapshot().refused_connections == 21
+    assert sorted(counted.asked) == [80, 81]
+    counted.says[80] = 4
+    assert counted.refused() == 24
+
+
+def test_a_host_that_hangs_takes_the_others_none_of_their_time_but_once(counted: Counted) -> None:
+    counted.refused()
+    first = counted.asked[0]
+    counted.says[first] = None
+    before = counted.now + 60
+    assert counted.refused() == 21, "what is known stays"
+    assert counted.now == before + module.link.REFUSED, "all together have this time"
+    counted.says[161 - first] = 30
+    assert counted.refused() == 30 + (1 if first == 80 else 20)
+    assert counted.asked == [161 - first, first]
+
+
+def test_a_host_that_is_gone_is_not_asked_and_one_that_says_so_at_last_need_not(counted: Counted) -> None:
+    for worker in (0, 2):
+        counted.pool._ties[worker].number = None
+    counted.pool._ties[2].refused = 7
+    assert counted.refused() == 27
+    assert counted.asked == [81]
+    counted.pool._places = None  # the pool has ended
+    counted.counters.ended(counted.pool)
+    assert counted.refused() == 27
+    assert counted.asked == []
+
+
+def test_a_stand_in_is_known_by_its_process(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counted.pool, "pid", lambda worker: 90 + worker)
+    counted.pool._ties[2].place, counted.pool._ties[2].pid = None, 0
+    found = [counted.counters.far_worker(90 + worker) for worker in range(4)]
+    assert found == [(812, "node-0"), (812, "node-1"), (0, ""), None]
+
+
+def test_a_forked_copy_asks_nobody(counted: Counted) -> None:
+    counted.refused()
+    counted.pool.forget()
+    counted.pool.forget()
+    counted.refused()
+    assert counted.asked == []

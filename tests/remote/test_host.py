@@ -125,6 +125,15 @@ def test_strangers_are_refused_and_counted_by_the_reason(said: bytes, reason: st
         assert wait_until(lambda: report(address)["refused"].get(reason, 0) == before + 1, SECONDS)
 
 
+def test_whom_it_refused_is_a_number_that_anybody_of_the_pool_may_ask_for(address: Address) -> None:
+    with socket.create_connection(address) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert wait_until(lambda: "not this protocol" in report(address)["refused"], SECONDS)
+    assert link.ask_refused(address, TOKEN, None, SECONDS) == sum(report(address)["refused"].values()) > 0
+    with pytest.raises(Refused):
+        link.ask_refused(address, bytes(16), None, SECONDS)
+
+
 def test_many_at_once_do_not_keep_anybody_out(address: Address) -> None:
     strangers = [socket.create_connection(address) for _ in range(100)]
     assert report(address)["refused"]["too many at once"] >= 36

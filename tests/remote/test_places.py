@@ -122,6 +122,20 @@ def test_when_the_pool_ends_no_place_is_sought(told: bool, places: Places, playe
     assert sorted(played.asked) == [2]
 
 
+def test_where_a_far_worker_is_and_what_its_host_said_at_last(places: Places, played: Played) -> None:
+    pipe, tie = stand_in(places)
+    assert places.where(tie) == (None, 0)
+    place = played.find(1)
+    assert received(pipe) == place
+    assert places.where(tie) == (place, 0)
+    pipe.send(Up(70))
+    assert places.where(tie) == (place, 70), "as soon as it is said"
+    pipe.send(Leaving(4))
+    pipe.close()
+    assert places.where(tie) == (place, 70)
+    assert tie.refused == 4
+
+
 def test_where_there_is_no_place_the_one_that_waits_hears_why(places: Places, played: Played) -> None:
     played.asked.pop(1)(NoPlace(1, "none is left"))
     pipe, tie = stand_in(places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -32,10 +33,11 @@ from fastq_loader.ipc.messages import (
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
-from fastq_loader.remote import backend, stand_in, wire
-from fastq_loader.remote.control import Dying, NoPlace, Place, Up, Waiting
-from fastq_loader.remote.link import Address, Connection
+from fastq_loader.remote import backend, stand_in, traffic, wire
+from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Up, Waiting
+from fastq_loader.remote.link import Address, Connection, Lost
 from fastq_loader.remote.stand_in import LOST, StandIn
+from fastq_loader.remote.traffic import Traffic
 from fastq_loader.system import calls
 from tests.remote.test_control import TOLD
 from tests.support.simulation import Table
@@ -83,7 +85,11 @@ class Scene:
         self.pipe, its = Pipe()
         self.its = its
         told = TOLD._replace(shared_tasks=shared)
-        self.stand_in = StandIn(told, its, self.socket, self.claims, self.blocks)  # type: ignore[arg-type]
+        words = traffic.create(told.workers)
+        self.traffic = Traffic(words, told.workers)
+        os.close(words)
+        self.stand_in = StandIn(told, its, self.socket, self.claims, self.blocks, self.traffic)  # type: ignore[arg-type]
+        self.stand_in._place = Place(9, Address("127.0.0.1", 1), "node")
         self.ends: list[socket.socket] = []
         self.connect()
 
@@ -197,6 +203,19 @@ def test_an_answer_without_a_batch_gives_its_blocks_back(scene: Scene) -> None:
     scene.tell(EPOCH, task(0, (SMALLEST, SMALLEST)))
     sent = scene.answer(answer(0, outcome=ENDED, handle=None))
     assert (sent.outcome, sent.handle, sent.returned) == (ENDED, None, (SMALLEST,))
+
+
+def test_bytes_of_whole_answers_are_counted_before_the_consumer_hears_of_them(scene: Scene) -> None:
+    scene.tell(EPOCH, task(0), task(1))
+    whole = answer(0, (0, 2 * SMALLEST, 0))
+    scene.socket.send = lambda message: counted.append(scene.traffic.of(1))  # type: ignore[method-assign]
+    counted: list[int] = []
+    for seq in range(2):
+        part = whole._replace(seq=seq)
+        scene.far.send(wire.MESSAGE, encode(part), [bytes(2 * SMALLEST)])
+        scene.stand_in._receive(scene.stand_in._link)  # type: ignore[arg-type]
+    each = len(wire.header(wire.MESSAGE, 0)) + len(encode(whole)) + 2 * SMALLEST
+    assert counted == [each, 2 * each]
 
 
 def test_times_are_of_this_clock(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +341,17 @@ def test_it_greets_the_consumer_with_its_first_far_worker(
     assert scene.socket.greetings == 1
 
 
-def test_it_leaves_when_the_far_worker_has(scene: Scene) -> None:
+@pytest.mark.parametrize("refused", [3, None])
+def test_it_leaves_when_the_far_worker_has_and_says_whom_the_host_refused(
+    refused: int | None, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(address: Address, *_: Any) -> int:
+        assert address == Address("127.0.0.1", 1)
+        if refused is None:
+            raise Lost("it does not answer")
+        return refused
+
+    monkeypatch.setattr(stand_in.link, "ask_refused", ask)
     scene.socket.messages = [EPOCH, task(0), Stop()]
     scene.claims.offer(100)
     running = threading.Thread(target=scene.stand_in.run)
@@ -335,6 +364,7 @@ def test_it_leaves_when_the_far_worker_has(scene: Scene) -> None:
     scene.far.close()
     running.join()
     assert scene.socket.sent == []
+    assert scene.said() == [Waiting(), Leaving(refused or 0)]
 
 
 def test_a_lost_connection_is_noticed_by_the_loop(scene: Scene) -> None:

@@ -156,6 +156,7 @@ def test_frames_are_the_same_however_their_bytes_are_cut(
             found.append((frame, bytearray()))
     assert [(f.kind, f.payload, bytes(body)) for f, body in found] == sent
     assert all(frame.body == len(body) for frame, body in found)
+    assert sum(frame.nbytes for frame, _ in found) == len(data)
     assert parser.wanted > 0
 
 

@@ -86,6 +86,34 @@ def test_an_arrow_leads_from_the_task_over_the_worker_to_the_step() -> None:
     assert [event.get("bp") for event in found if event["ph"] in "stf"] == [None, "e", None]
 
 
+def test_workers_on_other_machines_have_tracks_of_their_own_whatever_their_process_ids() -> None:
+    places = {101: (812, "10.0.0.2"), 102: (812, '"b"'), 103: None, 812: None, 104: (0, "")}
+    trace = Events(0, PID, lambda: PID, places.__getitem__)
+    for seq, pid in enumerate((101, 102, 103, 812, 101)):
+        if seq == 4:
+            places[101] = 900, "10.0.0.3"  # its machine was lost between two batches
+        trace.answered(
+            1, min(pid % 100, 3), pid, answer(seq, 10 + 9 * seq, 11 + 9 * seq, 12 + 9 * seq, 13 + 9 * seq)
+        )
+    trace.replaced(1, 4, 104, "it died", 90)  # and the next one is not up yet
+    found = parsed(trace)
+    check(found)
+    loading = {track: len(spans) for track, spans in tracks(found).items() if track.startswith("worker")}
+    assert loading == {
+        "worker 1 (pid 812 on 10.0.0.2)": 3,
+        'worker 2 (pid 812 on "b")': 3,
+        "worker 3 (pid 103)": 3,
+        "worker 3 (pid 812)": 3,
+        "worker 1 (pid 900 on 10.0.0.3)": 3,
+    }
+    names = of(found, "M", "thread_name")
+    assert len({event["tid"] for event in names}) == len(names)
+    (mark,) = of(found, "i", "worker 4 was replaced")
+    assert [event["args"]["name"] for event in names if event["tid"] == mark["tid"]] == [
+        "worker 4 (not up yet)"
+    ]
+
+
 def test_times_count_from_the_origin_and_what_began_before_it_is_left_out() -> None:
     trace = events(origin=100)
     trace.waited(1, "workers", 99, 110)

@@ -13,6 +13,7 @@ import pytest
 
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
+from fastq_loader.statistics.counters import Counters
 from fastq_loader.system.calls import readable
 from fastq_loader.workers import stopping
 from fastq_loader.workers.backend import WorkerBackend
@@ -84,3 +85,9 @@ def test_all_is_given_back_when_the_last_one_has_ended(sleepers: Sleepers) -> No
     assert sleepers.ended
     assert told == [True]
     assert not sleepers.start_next()
+
+
+def test_what_each_worker_does_is_counted_under_its_number(sleepers: Sleepers) -> None:
+    counters = Counters()
+    sleepers.count_in(counters)
+    assert [(worker.id, worker.pid) for worker in counters.workers] == [(0, sleepers.pid(0)), (1, 0)]
