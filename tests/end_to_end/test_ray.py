@@ -177,6 +177,18 @@ def test_a_warning_names_the_node_and_the_process(
     assert [int(batch[1][0][0]) for batch in found] == list(range(0, 400, 4))
 
 
+def test_statistics_say_where_workers_were_after_they_have_ended(cluster: Nodes) -> None:
+    cluster.resize(2, 1)
+    with loader(Made(drawn, 70), "ray", 3, schedule="dynamic") as made:
+        list(made)
+    found = made.statistics()
+    nodes = [worker.node or "" for worker in found.workers]
+    assert all("(Ray's node " in node for node in nodes)
+    assert len({*nodes}) == 2
+    assert found.wire_bytes > found.bytes
+    assert found.refused_connections == 0, "whoever connects to its own host is let in"
+
+
 def test_where_all_nodes_are_lost_it_is_said_at_the_head_of_the_line(cluster: Nodes) -> None:
     cluster.resize(2)
     with loader(Made(plain, 4000), RayWorkers(max_restarts=0), 2, schedule="dynamic", shuffle=False) as made:

@@ -188,6 +188,7 @@ def test_a_host_that_hangs_takes_the_others_none_of_their_time_but_once(counted:
     before = counted.now + 60
     assert counted.refused() == 21, "what is known stays"
     assert counted.now == before + module.link.REFUSED, "all together have this time"
+    assert counted.asked == [first]
     counted.says[161 - first] = 30
     assert counted.refused() == 30 + (1 if first == 80 else 20)
     assert counted.asked == [161 - first, first]

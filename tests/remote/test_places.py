@@ -129,11 +129,20 @@ def test_where_a_far_worker_is_and_what_its_host_said_at_last(places: Places, pl
     assert received(pipe) == place
     assert places.where(tie) == (place, 0)
     pipe.send(Up(70))
-    assert places.where(tie) == (place, 70), "as soon as it is said"
+    assert places.where(tie) == (place, 70)
     pipe.send(Leaving(4))
     pipe.close()
     assert places.where(tie) == (place, 70)
     assert tie.refused == 4
+
+
+def test_what_was_said_is_known_to_whoever_asks_before_the_thread_has_seen_it(played: Played) -> None:
+    places = Places(played)  # type: ignore[arg-type]
+    pipe, tie = stand_in(places)
+    pipe.send(Up(70))
+    assert places.where(tie) == (None, 70)
+    pipe.close()
+    places.close()
 
 
 def test_where_there_is_no_place_the_one_that_waits_hears_why(places: Places, played: Played) -> None:

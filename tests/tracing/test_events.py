@@ -87,7 +87,7 @@ def test_an_arrow_leads_from_the_task_over_the_worker_to_the_step() -> None:
 
 
 def test_workers_on_other_machines_have_tracks_of_their_own_whatever_their_process_ids() -> None:
-    places = {101: (812, "10.0.0.2"), 102: (812, '"b"'), 103: None, 812: None, 104: (0, "")}
+    places = {101: (812, "10.0.0.2"), 102: (812, '"b"'), 103: None, 812: None, 104: (0, ""), 105: (0, "")}
     trace = Events(0, PID, lambda: PID, places.__getitem__)
     for seq, pid in enumerate((101, 102, 103, 812, 101)):
         if seq == 4:
@@ -95,7 +95,8 @@ def test_workers_on_other_machines_have_tracks_of_their_own_whatever_their_proce
         trace.answered(
             1, min(pid % 100, 3), pid, answer(seq, 10 + 9 * seq, 11 + 9 * seq, 12 + 9 * seq, 13 + 9 * seq)
         )
-    trace.replaced(1, 4, 104, "it died", 90)  # and the next one is not up yet
+    for worker in (4, 5):
+        trace.replaced(1, worker, 100 + worker, "it died", 90)  # and the next one is not up yet
     found = parsed(trace)
     check(found)
     loading = {track: len(spans) for track, spans in tracks(found).items() if track.startswith("worker")}
@@ -108,9 +109,10 @@ def test_workers_on_other_machines_have_tracks_of_their_own_whatever_their_proce
     }
     names = of(found, "M", "thread_name")
     assert len({event["tid"] for event in names}) == len(names)
-    (mark,) = of(found, "i", "worker 4 was replaced")
-    assert [event["args"]["name"] for event in names if event["tid"] == mark["tid"]] == [
-        "worker 4 (not up yet)"
+    named = {event["tid"]: event["args"]["name"] for event in names}
+    assert [named[mark["tid"]] for mark in of(found, "i")] == [
+        "worker 4 (not up yet)",
+        "worker 5 (not up yet)",
     ]
 
 
