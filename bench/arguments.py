@@ -28,6 +28,7 @@ AXES = {
     "kills": "what the death of a worker costs; 1 and 4 workers",
     "resume": "state_dict(), a loop that calls it, first batch after a resume, torchdata beside it",
     "insight": "verdicts beside a stopwatch, tune() beside all settings, what counting and tracing cost",
+    "cluster": "workers on other machines, over loopback and limited links, beside Ray's own ways",
 }
 # One of each kind, for a run of a few minutes; --full takes all.
 SHORT = ("jpeg", "csv", "large_u8", "rows", "tokens")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.peers import LoaderSettings
 from bench.peers.device import START_METHOD
-from bench.timing import alone, device, insight, kills, resume, schedule, steady, turns
+from bench.timing import alone, cluster, device, insight, kills, resume, schedule, steady, turns
 from bench.timing.device_clock import CudaDevice
 from bench.timing.rounds import Case
 from bench.timing.schedule_cases import CONTENDERS, schedule_cases
@@ -34,6 +34,8 @@ def cases(options: Namespace, folder: Path) -> Iterator[Case]:
                 yield from resume.cases(options, workers, folder)
         elif axis == insight.AXIS:
             yield from insight.cases(options, folder) if "fastq_loader" in options.peers else ()
+        elif axis == cluster.AXIS:
+            yield from cluster.cases(options, folder) if "fastq_loader" in options.peers else ()
         else:
             for name in options.workloads[axis]:
                 for workers in options.workers[axis]:

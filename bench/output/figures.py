@@ -117,6 +117,12 @@ def best_other(case: CaseRows) -> str | None:
     return max(found, key=lambda name: found[name]) if found else None
 
 
+def share_of_links(case: CaseRows, peer: str) -> Spread | None:
+    """Bytes of batches per second, as a share of what the links of the case carry beside headers."""
+    rate, facts = figure(case, peer, "rate"), case.facts
+    return rate and rate.scaled(facts["batch_bytes"] / facts["links"] / facts["link_payload"])
+
+
 # ---- onto a device ------------------------------------------------------------------------------
 
 

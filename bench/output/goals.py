@@ -1,5 +1,5 @@
 """What was wanted, and whether it came about: of the schedule, killed workers, a resume, what
-the loader says of itself, and a device."""
+the loader says of itself, workers on other machines, and a device."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from bench.output.figures import (
     paired,
     ratio,
     series,
+    share_of_links,
     share_of_peak,
     spread,
 )
 from bench.output.rows import CaseRows, Results
 from bench.output.words import worker_count
 from bench.peers.device import OURS, REGISTER, TORCH
+from bench.timing.cluster import ACTORS, BARE, LINKED, LOCAL, LOOPBACK, REMOTE, TURN
+from bench.timing.cluster import AXIS as CLUSTER
+from bench.timing.cluster import JUDGED as WORK
 from bench.timing.device import AXIS, COPY, DRAIN, EPOCHS, READY
 from bench.timing.insight import AXIS as INSIGHT
 from bench.timing.insight import COST, TRACED, UNCOUNTED, VERDICTS
@@ -34,6 +38,7 @@ from bench.timing.schedule_cases import BOUND
 from bench.timing.tuning import AUTO, INLINE, TUNED
 from bench.workloads.ready_made import LARGE
 
+LINKED_SHARES = {"links_large": 0.95, "links_small": 0.85}
 NOISE = 0.03
 """Settings that differ by no more are as fast."""
 
@@ -63,6 +68,7 @@ def goals(results: Results) -> list[Goal]:
     found += [_kill(case) for case in results.cases("kills")]
     found += [goal for case in results.cases(RESUME) for goal in _resume(case)]
     found += [goal for case in results.cases(INSIGHT) for goal in _insight(case)]
+    found += [goal for case in results.cases(CLUSTER) for goal in _cluster(case)]
     return found + [goal for shape in results.cases(AXIS) for goal in _device(shape)]
 
 
@@ -178,6 +184,25 @@ def _no_workers(case: CaseRows) -> Iterator[Goal]:
     if won is not None and won.median <= 1 + NOISE and chosen is not None:
         measure = f"{case.name}: workers that tune() chose, where none are as fast"
         yield Goal(measure, 0, Spread(*[float(chosen)] * 3), unit="")
+
+
+def _cluster(case: CaseRows) -> Iterator[Goal]:
+    for name, base, wanted in (
+        (LOOPBACK, ACTORS, 4),
+        (LOOPBACK, BARE, 0.6),
+        (WORK, LOCAL, 0.9),
+        (WORK, ACTORS, 2),
+    ):
+        if case.name == name:
+            measure = f"{name}: batches per second of RayWorkers / {name_of(case, base)}"
+            yield Goal(measure, wanted, compared(case, REMOTE, base), at_most=False)
+    if case.name in LINKED:
+        wanted = LINKED_SHARES[case.name]
+        share = share_of_links(case, REMOTE)
+        yield Goal(f"{case.name}: share of the links", wanted, share, unit="", at_most=False)
+    elif case.name == TURN:
+        longer = compared(case, REMOTE, LOCAL, "seconds")
+        yield Goal("turn between epochs, RayWorkers / workers here", 3, longer)
 
 
 def _device(shape: CaseRows) -> list[Goal]:

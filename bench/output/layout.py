@@ -49,7 +49,7 @@ def in_markdown(table: Table, heading: str = "") -> str:
     frame = table.frame
     rules = ["---"] * table.names + ["---:"] * (len(frame.columns) - table.names)
     lines = [frame.columns, rules, *frame.itertuples(index=False)]
-    grid = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    grid = "\n".join(f"| {' | '.join(line)} |" for line in lines if table.rows)
     title, notes = heading + table.title, "\n".join(f"- {note}" for note in table.notes)
     return "\n\n".join(filter(None, (title, table.about, grid, notes)))
 

@@ -30,6 +30,7 @@ HEADINGS = {
     "schedule": "Order without the stall",
     "resume": "Exact resume",
     "insight": "What is slow, and what would help",
+    "cluster": "Workers on other machines",
     "device": "Onto a device",
 }
 

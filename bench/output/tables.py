@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from bench.output import figures, insight
+from bench.output import cluster, figures, insight
 from bench.output.figures import (
     BASELINE,
     CEILING,
@@ -23,6 +23,7 @@ from bench.output.rows import CaseRows, Results
 from bench.output.words import NONE, number, percent, ranged, ratio, size, times, worker_count
 from bench.peers import PEERS
 from bench.peers.device import MEANINGS, RESIDENT
+from bench.timing.cluster import AXIS as CLUSTER
 from bench.timing.device import AXIS as DEVICE
 from bench.timing.device import COPY, DRAIN, EPOCHS, LINK, READY, SUPPLY
 from bench.timing.insight import AXIS as INSIGHT
@@ -63,7 +64,7 @@ def case_tables(case: CaseRows) -> list[Table]:
     """What is shown of a case as soon as it is measured; nothing where it is a row of a summary."""
     makers: dict[str, tuple[Callable[[CaseRows], Table], ...]]
     makers = {"schedule": (_schedule,), RESUME: (_resume,), DEVICE: (_speed_onto_device, _cost_onto_device)}
-    makers |= dict.fromkeys(STEADY, (_peers,)) | {INSIGHT: (insight.table,)}
+    makers |= dict.fromkeys(STEADY, (_peers,)) | {INSIGHT: (insight.table,), CLUSTER: (cluster.table,)}
     return [make(case) for make in makers.get(case.key[0], ())]
 
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from bench.workloads import Endless, Load, Workload
+from bench.workloads import Cycled, Endless, Load, Workload
 
 SAMPLES = 4096
 MEDIAN_S, SIGMA = 0.0005, 1.5  # one sample in a hundred takes 16 ms, every seventh batch has such a one
 LONGEST_S = 0.1  # a stall that a single draw could stretch over a whole block would be noise
 BATCH = 16
+NAP_SAMPLES, NAP_BYTES = 16, 1 << 19
 INDEX, WORKER, START, END = range(4)
 """Columns of a traced sample."""
 
@@ -51,6 +52,30 @@ HEAVY_TAIL = Workload(
     "16 samples that sleep: log-normal, median 0.5 ms, one in a hundred over 16 ms",
     lambda folder: Load(SlowSamples(), batch_size=BATCH),
 )
+
+
+class Naps(Cycled):
+    """`dataset[i]` is uint8[524288], after a sleep of so many seconds: work that takes no CPU here.
+
+    There are a few samples only, because other machines get the dataset, too.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(torch.randint(256, (NAP_SAMPLES, NAP_BYTES), dtype=torch.uint8))
+        self.seconds = seconds
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(self.seconds)
+        sample: Tensor = super().__getitem__(index)
+        return sample
+
+
+def naps(milliseconds: float, batches: int | None = None) -> Workload:
+    """Batches of one such sample, so many in an epoch."""
+    about = f"one sample of {NAP_BYTES:,} bytes, after a sleep of {milliseconds:g} ms"
+    return Workload(
+        f"nap_{milliseconds:g}", about, lambda folder: Load(Naps(milliseconds / 1e3), 1, batches=batches)
+    )
 
 
 class TracedSamples(Dataset[Tensor]):

@@ -184,6 +184,18 @@ def test_every_goal_of_a_device_is_there() -> None:
     assert set(found.values()) == {"met"}
 
 
+def test_goals_of_other_machines() -> None:
+    assert [(goal.wanted, goal.verdict) for goal in goals(Results(example.cluster()))] == [
+        (4, "met"),
+        (0.6, "met"),
+        (0.9, "missed"),
+        (2, "met"),
+        (0.95, "met, within noise"),
+        (0.85, "missed"),
+        (3, "met"),
+    ]
+
+
 def test_goals_that_are_not_met_say_so() -> None:
     rows = example.shape("large")
     for row in rows:

@@ -20,6 +20,7 @@ from bench.output import pictures, readme, rows, timeline
 from bench.output.layout import Table, in_markdown, on_console
 from bench.output.rows import Results
 from bench.output.tables import case_tables, summary_tables
+from bench.timing.cluster import LABELS
 from bench.timing.rounds import Case, Lane, Plan
 from tests.support import bench_example as example
 
@@ -124,6 +125,11 @@ def test_every_peer_is_shown_or_named_with_the_reason() -> None:
         ("tune_csv", "4 workers", 1, ["80", "95 (86..105)", "0.86 (0.86..0.87)", "0.86 (0.86..0.87)"]),
         ("cost", "fastq_loader", 2, ["0.99 (0.99..0.99)", "", "400 (364..444)"]),
         ("cost", "traced", 2, ["", "0.90 (0.90..0.90)"]),
+        ("loopback", "remote", 1, ["200 (180..220)", "2,000 (1,800..2,200)", "", "1.0", "2.0"]),
+        ("loopback", "actors", 3, ["5.00 (5.00..5.00)", "", ""]),
+        ("links_small", "remote", 1, ["10 (9.0..11)", "0.80 (0.72..0.88)", "0.50 (0.45..0.55)"]),
+        ("work_10", "local", 3, ["0.80 (0.80..0.80)"]),
+        ("turn", "remote", 1, ["8.0 (7.2..8.8)", "2.00 (2.00..2.00)"]),
         ("What the death of a worker costs", "", 3, ["10 (10..10)", "60 (50..70)", "50 (40..60)", "80"]),
         ("state_dict: ", "fastq_loader", 1, ["20 (18..22)", "4 kB"]),
         ("steps: ", "fastq_loader", 1, ["1,000 (909..1,111)", "800 (727..889)", "0.80 (0.80..0.80)"]),
@@ -141,6 +147,30 @@ def test_every_peer_is_shown_or_named_with_the_reason() -> None:
 )
 def test_figures_in_tables(title: str, first: str, begin: int, expected: list[str]) -> None:
     assert cells(table(example.everything(), title), first)[begin:][: len(expected)] == expected
+
+
+@pytest.mark.parametrize(
+    ("title", "sentence"),
+    [
+        (
+            "loopback",
+            "The rate of RayWorkers is 0.80 times that of workers here, 0.80 times that of a bare recv_into, "
+            "5.00 times that of actors which return tensors, 10.00 times that of Ray Data.",
+        ),
+        ("links_large", "Batches fill 1.00 of the links; a bare recv_into fills 1.00."),
+        ("turn", "A turn takes 2.00 times as long with RayWorkers as with workers here."),
+    ],
+)
+def test_a_table_of_other_machines_says_what_it_shows(title: str, sentence: str) -> None:
+    assert table(example.everything(), title).notes[0] == sentence
+
+
+def test_a_table_without_figures_has_its_reason_alone() -> None:
+    results = Results(example.cluster(**{name: {"failure": "needs Ray"} for name in LABELS}))
+    found = table(results, "loopback")
+    assert {*found.notes} == {f"{name}: not measured: needs Ray" for name in LABELS}
+    notes = "\n".join(f"- {note}" for note in found.notes)
+    assert in_markdown(found) == f"{found.title}\n\n{found.about}\n\n{notes}"
 
 
 def test_what_was_not_measured_is_named() -> None:

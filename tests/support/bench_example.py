@@ -6,6 +6,18 @@ from typing import Any
 
 from bench.output.rows import Results, run_row
 from bench.peers.device import ARMS, OURS, REGISTER, RESIDENT, TORCH
+from bench.timing.cluster import (
+    ACTORS,
+    ARRAYS,
+    BARE,
+    DATA,
+    LINKED,
+    LOCAL,
+    LOOPBACK,
+    REMOTE,
+    TURN,
+    WORK,
+)
 from bench.timing.device import COPY, DRAIN, LENGTHS, LINK, PEAK_BYTES, READY, step_unit
 from bench.timing.resume import FRESH, PERMUTED, RESUMED, SHUFFLE, STATE, STEPS, WITH, WITHOUT
 from bench.workloads.ready_made import SHAPES
@@ -139,6 +151,28 @@ def insight(wrong: str = "workers") -> list[Row]:
     ]
 
 
+def cluster(**failed: Row) -> list[Row]:
+    """Workers on other machines as fast as wanted, but for what is small: half of what links carry."""
+    rates = {LOCAL: 250, REMOTE: 200, ACTORS: 40, ARRAYS: 50, DATA: 20, BARE: 250}
+    peers: dict[str, Row] = {name: {} for name in rates}
+    peers[REMOTE] = {"p50": 0.001, "p95": 0.002}
+    facts = {"batch_bytes": 10**7}
+    found = {name: blocks(rate) for name, rate in rates.items()}
+    rows = [
+        row
+        for name in (LOOPBACK, *WORK)
+        for row in case("cluster", name, dict(facts), peers | failed, {} if failed else found)
+    ]
+    # Two links that carry ten large batches a second each.
+    facts |= {"links": 2, "link_payload": 1e8}
+    for name, rate in zip(LINKED, (20, 10), strict=True):
+        both = {REMOTE: blocks(rate), BARE: blocks(20)}
+        rows += case("cluster", name, dict(facts), {name: {} for name in both}, both)
+    turns = {LOCAL: 0.004, REMOTE: 0.008}
+    spans = {name: [{"seconds": seconds * each} for each in ROUNDS] for name, seconds in turns.items()}
+    return [*rows, *case("cluster", TURN, {"batch_bytes": 10**6}, {name: {} for name in turns}, spans)]
+
+
 def shape(name: str, **more: Row) -> list[Row]:
     """Three rounds on a link of 50 GB/s; eta, seconds of `next()`, CPU and the share of gaps for each arm."""
     of = SHAPES[name]
@@ -178,7 +212,7 @@ def everything() -> Results:
     sizes = [row for n in (1 << 10, 1 << 20) for row in steady(f"bytes_{n}", "bytes", size=n)]
     several = [row for workers in (1, 4) for row in steady(axis="workers", workers=workers)]
     rows = [run(), *steady(), *steady("tokens"), *sizes, *several, *memory(), *turns(), *schedule(), *kills()]
-    return Results([*rows, *resume(), *insight()])
+    return Results([*rows, *resume(), *insight(), *cluster()])
 
 
 def device_run(**more: Row) -> Results:
