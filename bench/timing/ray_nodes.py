@@ -27,7 +27,7 @@ def ray_nodes(nodes: int, cpus: int) -> Iterator[None]:
     os.environ.update(SETTINGS)
     ray: Any = importlib.import_module("ray")
     utils: Any = importlib.import_module("ray.cluster_utils")
-    head = {"num_cpus": 0, "object_store_memory": STORE}
+    head = {"num_cpus": 0, "object_store_memory": STORE, "include_dashboard": False}
     cluster = utils.Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(nodes):

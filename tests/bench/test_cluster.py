@@ -173,9 +173,9 @@ def test_batches_come_over_limited_links(cases: Callable[..., dict[str, Case]]) 
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray's own
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")  # Ray's own
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize("name", [LOOPBACK, TURN, cluster.JUDGED])
+@pytest.mark.parametrize("name", [LOOPBACK, TURN])
 def test_every_contender_is_measured(
     name: str, cases: Callable[..., dict[str, Case]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
