@@ -22,10 +22,10 @@ from bench.timing.rounds import Lane, Row
 
 
 class Spot(NamedTuple):
-    """Where a sender runs: an address of this machine's, and what surrounds its start."""
+    """Where a sender runs: its address, and what its command begins with."""
 
     address: str
-    inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+    prefix: tuple[str, ...] = ()
 
 
 HERE = Spot("127.0.0.1")
@@ -57,9 +57,9 @@ class BareLane(Lane):
 
     def _sender(self, spot: Spot) -> tuple[str, int]:
         """Start one; where it listens."""
-        command = [sys.executable, "-m", "bench.timing.tcp_sender", spot.address, str(self.batch_bytes)]
-        with spot.inside():
-            sender = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        command = [*spot.prefix, sys.executable, "-m", "bench.timing.tcp_sender"]
+        command += [spot.address, str(self.batch_bytes)]
+        sender = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.closing.enter_context(sender)  # which closes its standard input, and waits
         assert sender.stdout is not None, "it was started with a pipe"
         return spot.address, int(sender.stdout.readline())

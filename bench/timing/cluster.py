@@ -1,8 +1,8 @@
 """Workers on other machines: ours, beside workers here, what Ray has for it, and TCP alone.
 
-The other machines are nodes of a Ray cluster on this one, which share its CPUs and its loopback. Over links
-of a known rate they are network namespaces, and then hosts are started without Ray: how a place is found
-differs, and nothing that a batch passes through. Work is sleep: the CPUs that it takes are other machines'.
+The other machines are nodes of a Ray cluster on this one, which share its CPUs. They are on its loopback, or
+each is in a network namespace of its own, at the end of a link of a known rate. Work is sleep: the CPUs that
+it would take are other machines'.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from bench.peers.cluster import FastqElsewhere, RayActors, RayArrays, RayData
 from bench.timing import links
 from bench.timing.bare_tcp import HERE, BareLane, Spot
 from bench.timing.batches import nbytes
-from bench.timing.links import LinkedHosts, limited_links
 from bench.timing.processes import Owners
-from bench.timing.ray_nodes import ray_nodes
+from bench.timing.ray_nodes import linked_nodes, ray_nodes
 from bench.timing.rounds import Case, Lane, Plan, Row
 from bench.timing.shared import Shared
 from bench.timing.steady import PeerLane
 from bench.workloads import Workload, find_workload
 from bench.workloads.slow import naps
 from fastq_loader import RayWorkers
-from fastq_loader.remote.options import FarWorkers
 
 AXIS = "cluster"
 LOOPBACK, TURN = "loopback", "turn"
@@ -53,10 +51,9 @@ LABELS = {
     DATA: "Ray Data, iter_torch_batches",
     BARE: "bare recv_into",
 }
-LINKED_LABEL = "fastq_loader, workers over the links"
 
 LOOPBACK_WORKERS, WORKERS = 2, 4
-NODES, LINKS = 2, 2
+NODES = LINKS = 2
 CPUS = 3 * WORKERS
 """Of each node: the lanes that are alive at once do not compete for them, and each node could have all."""
 LINKED_SECONDS = 8
@@ -165,7 +162,7 @@ def _of_ray(
         facts: Row = {"description": workload.description}
         if why := RayWorkers().missing():
             return Plan(facts, [MissingLane(REMOTE, LABELS[REMOTE], why=why)])
-        facts["notes"] = [f"Ray {importlib.metadata.version('ray')}, {NODES} nodes on this machine"]
+        facts["notes"] = [_ray()]
         load, owners, nodes = workload.load(folder), Owners(), Shared(partial(ray_nodes, NODES, CPUS))
         facts["batch_bytes"] = nbytes(next(load.share()))
         makers: dict[str, Make] = {
@@ -196,39 +193,39 @@ def _of_ray(
 
 
 def _over_links(name: str, workload: Workload, options: Namespace, folder: Path) -> Case:
-    """A case over links of a known rate, each with the same share of the workers."""
+    """A case on nodes at the end of links of a known rate."""
     settings = LoaderSettings(WORKERS, options.start_method)
     seconds = LINKED_SECONDS * options.seconds
 
     def plan() -> Plan:
         facts: Row = {"description": workload.description, "links": LINKS, "link_payload": links.PAYLOAD}
-        if why := links.missing():
-            return Plan(facts, [MissingLane(REMOTE, LINKED_LABEL, why=why)])
-        load, ends = workload.load(folder), Shared(partial(limited_links, LINKS))
+        if why := RayWorkers().missing() or links.missing():
+            return Plan(facts, [MissingLane(REMOTE, LABELS[REMOTE], why=why)])
+        facts["notes"] = [f"{_ray()}, each in a network namespace of its own"]
+        load, nodes = workload.load(folder), Shared(partial(linked_nodes, LINKS, CPUS))
         facts["batch_bytes"] = nbytes(next(load.share()))
-        facts["notes"] = ["other machines are network namespaces with hosts that Ray has not started"]
-
-        def ours() -> Peer:
-            return FastqElsewhere(load, settings, FarWorkers(lambda: LinkedHosts(ends.value)))
 
         def spots() -> list[Spot]:
-            ends_of = (ends.value[number % LINKS] for number in range(WORKERS))
-            return [Spot(link.address, link.inside) for link in ends_of]
+            ends = (nodes.value[number % LINKS] for number in range(WORKERS))
+            return [Spot(link.there, link.inside) for link in ends]
 
         remote = ElsewhereLane(
             REMOTE,
-            LINKED_LABEL,
+            LABELS[REMOTE],
             seconds,
-            make=ours,
+            make=partial(FastqElsewhere, load, settings, RayWorkers()),
             workload=workload,
             load=load,
             burst=1,
             owners=Owners(),
-            surroundings=ends.used,
+            surroundings=nodes.used,
         )
-        bare = BareLane(
-            BARE, LABELS[BARE], seconds, batch_bytes=facts["batch_bytes"], surroundings=ends.used, spots=spots
-        )
+        size = facts["batch_bytes"]
+        bare = BareLane(BARE, LABELS[BARE], seconds, batch_bytes=size, surroundings=nodes.used, spots=spots)
         return Plan(facts, [remote, bare])
 
     return Case(AXIS, name, *settings[:2], options.blocks, plan)
+
+
+def _ray() -> str:
+    return f"Ray {importlib.metadata.version('ray')}, {NODES} nodes on this machine"

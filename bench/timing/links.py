@@ -1,24 +1,19 @@
 """Links of a known rate: for each a network namespace of its own, and a cable to it that is limited on the
-far side (tc's token bucket).
+far side (tc's token bucket). Needs root.
 
-The namespace is that of a process that ends with this one, so nothing is left behind, whatever happens. Needs
-root.
+A namespace is that of a process which ends with this one, and it is gone with the last that runs in it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from bench.peers import Unsupported
-from fastq_loader.remote.control import Place
-from fastq_loader.remote.host_process import Host
-from fastq_loader.remote.placement import Placement, Ready
 
 TOOLS = ("ip", "tc", "unshare", "nsenter")
 RATE = 10**9  # bits per second
@@ -28,29 +23,19 @@ FRAME, HEADERS, MTU = 1514, 52, 1500
 PAYLOAD = RATE / 8 * (MTU - HEADERS) / FRAME
 """Bytes per second of a stream that fill such a link: 119.6 million."""
 BUCKET = ("burst", "256kb", "latency", "50ms")
-_CLONE_NEWNET = 0x40000000  # <sched.h>
 
 
 class Link(NamedTuple):
     """A machine at the end of a cable.
 
     Attributes:
-        address: of the machine.
-        namespace: the file of its network.
+        here, there: addresses of this end, and of that machine's.
+        inside: begins a command that runs on that machine, as far as its network goes.
     """
 
-    address: str
-    namespace: str
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """What this thread starts in here runs on that machine, as far as its network goes."""
-        with open("/proc/thread-self/ns/net") as here, open(self.namespace) as there:
-            _enter(there.fileno())
-            try:
-                yield
-            finally:
-                _enter(here.fileno())
+    here: str
+    there: str
+    inside: tuple[str, ...]
 
 
 def missing() -> str:
@@ -78,7 +63,7 @@ def _link(number: int, around: ExitStack) -> Link:
     holder = around.enter_context(
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     )
-    assert holder.stdout is not None
+    assert holder.stdout is not None, "it was started with a pipe"
     if not holder.stdout.readline():
         raise Unsupported("unshare --net gave no network namespace")
     cable = f"fastq{holder.pid}"
@@ -88,46 +73,13 @@ def _link(number: int, around: ExitStack) -> Link:
     for prefix, address, device in (((), here, cable), (inside, there, "eth0")):
         _run(*prefix, "ip", "addr", "add", f"{address}/30", "dev", device)
         _run(*prefix, "ip", "link", "set", device, "up")
+    _run(*inside, "ip", "link", "set", "lo", "up")
+    _run(*inside, "ip", "route", "add", "default", "via", here)  # to this machine's other addresses
     _run(*inside, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", f"{RATE}bit", *BUCKET)
-    return Link(there, f"/proc/{holder.pid}/ns/net")
+    return Link(here, there, inside)
 
 
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise Unsupported(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-def _enter(namespace: int) -> None:
-    """Move this thread into a network; os.setns is there from Python 3.12 on."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(namespace, _CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), "setns")
-
-
-class LinkedHosts(Placement):
-    """Hosts at the ends of links, in place of those that Ray starts; workers are spread over them."""
-
-    def __init__(self, links: Sequence[Link]) -> None:
-        self._links = links
-        self._hosts: list[Host] = []
-
-    def start(self, spec: bytes) -> None:
-        for link in self._links:
-            with link.inside():
-                self._hosts.append(Host(spec, link.address))
-        self._addresses = [host.address() for host in self._hosts]
-
-    def acquire(self, number: int, ready: Ready) -> None:
-        address = self._addresses[number % len(self._addresses)]
-        ready(Place(number, address, address.host))
-
-    def release(self, number: int, why: str) -> None:
-        """There is room for any number."""
-
-    def death(self, number: int) -> str:
-        return ""
-
-    def close(self) -> None:
-        for host in self._hosts:
-            host.close()

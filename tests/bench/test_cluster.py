@@ -20,7 +20,7 @@ from bench.peers import LoaderSettings, Unsupported
 from bench.peers import cluster as peers
 from bench.peers.cluster import FastqElsewhere
 from bench.timing import cluster, links
-from bench.timing.bare_tcp import HERE, BareLane
+from bench.timing.bare_tcp import HERE, BareLane, Spot
 from bench.timing.cluster import BARE, LABELS, LINKED, LOCAL, LOOPBACK, REMOTE, TURN, WORK, TurnLane
 from bench.timing.rounds import Case, measure
 from bench.timing.shared import Shared
@@ -64,10 +64,8 @@ def test_without_ray_the_reason_stands_in_place_of_figures(
     cases: Callable[..., dict[str, Case]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RayWorkers, "missing", lambda workers: "ray, which is not installed")
-    monkeypatch.setattr(links, "missing", lambda: "")
     for name, case in cases().items():
-        if name not in LINKED:
-            assert failures(measured(case)) == {REMOTE: "needs ray, which is not installed"}
+        assert failures(measured(case)) == {REMOTE: "needs ray, which is not installed"}, name
 
 
 @pytest.mark.parametrize(("user", "tools", "why"), [(1000, "", "needs root"), (0, "ip", "needs tc, unshare")])
@@ -79,6 +77,7 @@ def test_without_limited_links_the_reason_stands_in_place_of_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(links.os, "geteuid", lambda: user)
+    monkeypatch.setattr(RayWorkers, "missing", lambda workers: "")
     monkeypatch.setattr(links.shutil, "which", lambda tool: tool if tool in tools else None)
     for name in LINKED:
         assert str(failures(measured(cases()[name]))[REMOTE]).startswith(why)
@@ -162,24 +161,39 @@ def test_a_turn_is_from_the_last_batch_to_the_first(tmp_path: Path, monkeypatch:
 
 @pytest.mark.processes
 @pytest.mark.skipif(links.missing() != "", reason=f"needs {links.missing()}")
-def test_batches_come_over_limited_links(cases: Callable[..., dict[str, Case]]) -> None:
-    found = measured(cases()["links_small"])
-    if any(str(why).startswith(("ip ", "nsenter ", "unshare ")) for why in failures(found).values()):
-        pytest.skip(f"no such links here: {failures(found)}")
-    assert failures(found) == {REMOTE: None, BARE: None}
-    assert all(len(peer.rows) == 1 for peer in found.peers.values())
-    assert not [name for name in Path("/sys/class/net").iterdir() if name.name.startswith("fastq")]
+def test_a_limited_link_is_a_network_of_its_own() -> None:
+    try:
+        with links.limited_links(2) as both:
+            lane = BareLane(
+                BARE,
+                BARE,
+                0.02,
+                batch_bytes=1000,
+                spots=lambda: [Spot(each.there, each.inside) for each in both],
+            )
+            try:
+                lane.start()
+                assert lane.block("")[0]["batches"] >= 2
+            finally:
+                lane.close()
+            cables = {each.name for each in Path("/sys/class/net").glob("fastq*")}
+            assert len(cables) >= 2
+    except Unsupported as error:
+        pytest.skip(str(error))
+    assert not cables & {each.name for each in Path("/sys/class/net").glob("fastq*")}
 
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")  # Ray's own
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize("name", [LOOPBACK, TURN])
+@pytest.mark.parametrize("name", [LOOPBACK, TURN, "links_small"])
 def test_every_contender_is_measured(
     name: str, cases: Callable[..., dict[str, Case]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray", reason="needs the extra 'ray'")
+    if name in LINKED and links.missing():
+        pytest.skip(f"needs {links.missing()}")
     monkeypatch.setattr(peers, "EPOCH", 64)
     found = measured(cases()[name])
     reasons: dict[str, Any] = failures(found)
