@@ -124,15 +124,17 @@ class RayData(Peer):
         self.prefetched = settings.num_workers * settings.prefetch_factor
         self.shards = settings.num_workers
         numbers = data.range(EPOCH * load.batch_size, override_num_blocks=EPOCH // RANGE, concurrency=1)
-        self._dataset = numbers.map_batches(
-            Fetcher,
-            fn_constructor_args=(load,),
-            batch_size=load.batch_size,
-            compute=data.ActorPoolStrategy(size=settings.num_workers),
-            num_cpus=1,
-            # Else Ray tells of every task that was left when an epoch is broken off.
-            ray_remote_args_fn=lambda: {"max_restarts": 0, "max_task_retries": 0},
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray 2.60's: the last argument is to go
+            self._dataset = numbers.map_batches(
+                Fetcher,
+                fn_constructor_args=(load,),
+                batch_size=load.batch_size,
+                compute=data.ActorPoolStrategy(size=settings.num_workers),
+                num_cpus=1,
+                # Else Ray tells of every task that was left when an epoch is broken off.
+                ray_remote_args_fn=lambda: {"max_restarts": 0, "max_task_retries": 0},
+            )
 
     def epoch(self) -> Iterator[Any]:
         batches = self._dataset.iter_torch_batches(

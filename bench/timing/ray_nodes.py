@@ -6,6 +6,7 @@ The head has no room for workers, so that every batch comes from another node.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import subprocess
 import sys
@@ -57,6 +58,7 @@ def _joined(head: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     os.environ.update(SETTINGS)
     ray: Any = importlib.import_module("ray")
     utils: Any = importlib.import_module("ray.cluster_utils")
+    logging.getLogger("ray").setLevel(logging.ERROR)
     usual = {"num_cpus": 0, "object_store_memory": STORE, "include_dashboard": False}
     cluster = utils.Cluster(initialize_head=True, head_node_args=usual | head)
     try:
