@@ -16,7 +16,7 @@ from bench.output import pictures, rows
 from bench.output.drawing import Picture
 from bench.output.figures import BASELINE, OURS
 from bench.output.layout import Table, in_markdown
-from bench.output.rows import Results
+from bench.output.rows import Results, Row
 from bench.output.tables import STEADY, case_tables, short_table, summary_tables
 
 BEGIN = "<!-- bench:begin: written by `python -m bench --readme {source}` -->"
@@ -57,18 +57,24 @@ def _long(results: Results, source: str) -> Iterator[str]:
     machine = results.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     rounds = max((len(case.part(BASELINE)) for case in results.cases("steady")), default=0)
-    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}"
-    yield f"""{where}, {results.days}; {versions}. Loaders
+    yield f"""{_place(machine)}, {machine["system"]}, {results.days}; {versions}. Loaders
 in turn in one run, medians of {rounds} blocks; in brackets the range over the rounds. Every block is a row of
 [`{file}`]({file}); `python -m bench --json FILE` writes such rows."""
     for table in summary_tables(results):
         yield in_markdown(table, "### ")
-    for axis, cases in groupby(results.cases(), key=lambda case: str(case.key[0])):
+    for axis, of_axis in groupby(results.cases(), key=lambda case: str(case.key[0])):
+        cases = list(of_axis)
         if tables := [table for case in cases for table in case_tables(case)]:
             yield f"### {HEADINGS[axis]}"
+            if places := sorted({_place(case.machine) for case in cases} - {_place(machine)}):
+                yield f"Measured on {' and '.join(places)}."
             yield from _told_once(tables, folded=axis in STEADY)
     yield "### Pictures"
     yield from _linked(file, pictures.pictures(results))
+
+
+def _place(machine: Row) -> str:
+    return f"{machine['cpu']}, {machine['cores']} cores"
 
 
 def _told_once(tables: Sequence[Table], folded: bool) -> Iterator[str]:

@@ -61,9 +61,14 @@ class PeerRows:
 
 @dataclass
 class CaseRows:
-    """What the rows say of one case; of every peer in the order of the report."""
+    """What the rows say of one case; of every peer in the order of the report.
+
+    Attributes:
+        machine: where it was measured; a file may be gone on with on another one.
+    """
 
     facts: Row
+    machine: Row = field(default_factory=dict)
     peers: dict[str, PeerRows] = field(default_factory=dict)
 
     @property
@@ -94,7 +99,7 @@ class Results:
                 continue
             key = tuple(row[name] for name in KEY)
             if row["row"] == "case":
-                self._cases[key] = CaseRows(row)
+                self._cases[key] = CaseRows(row, self.runs[-1]["machine"] if self.runs else {})
             elif row["row"] == "peer":
                 self._cases[key].peers[row["peer"]] = PeerRows(row)
             else:

@@ -233,6 +233,15 @@ def test_only_the_section_is_rewritten_and_again_the_same(project: Path) -> None
     assert "(results/here/timeline-stalls.png)" in long
 
 
+def test_cases_of_another_machine_name_it(project: Path) -> None:
+    elsewhere = example.run()
+    elsewhere["machine"] = elsewhere["machine"] | {"cpu": "Abacus"}
+    results = Results([example.run(), *example.steady(), elsewhere, *example.insight()])
+    long = readme.texts(results, SOURCE, project)[project / "bench/README.md"]
+    assert long.count("Measured on ") == 1
+    assert f"### {readme.HEADINGS['insight']}\n\nMeasured on Abacus, 2 cores.\n" in long
+
+
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_readme_without_exactly_one_section_is_refused(count: int, project: Path) -> None:
     (project / "README.md").write_text(EMPTY * count)
