@@ -1,30 +1,29 @@
 """A pool whose workers run on other machines, as the consumer's group of workers sees it.
 
-Runs in the consumer. Behind each number is a stand-in (see there), a program that is started here. So the
-group deals with processes of this machine, and what is far shows in words and numbers alone: how a far worker
-died, and the stacks of one that hangs, which its host says when it is asked; and in statistics.
+Runs in the consumer. Behind each number is a stand-in (see there), which the gateway starts. So the group
+deals with processes of this machine, and what is far shows in words and numbers alone: how a far worker died,
+and the stacks of one that hangs, which its host says when it is asked; and in statistics.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing.connection
 import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing import popen_fork, util
+from multiprocessing import popen_fork
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
-import fastq_loader
 from fastq_loader.errors import ProtocolError
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.remote import link, traffic
 from fastq_loader.remote.control import Place, Told
 from fastq_loader.remote.encryption import Tls
+from fastq_loader.remote.gateway import Gateway
 from fastq_loader.remote.link import Address, Lost
 from fastq_loader.remote.placement import Placement
 from fastq_loader.remote.places import Places, Tie
@@ -32,9 +31,9 @@ from fastq_loader.remote.spec import HostSpec, versions
 from fastq_loader.remote.stand_in import LOST
 from fastq_loader.remote.traffic import Traffic
 from fastq_loader.remote.wire import Request
-from fastq_loader.workers.backend import WorkerBackend, cores
+from fastq_loader.workers.backend import WorkerBackend
+from fastq_loader.workers.children import LaunchedProcess
 from fastq_loader.workers.config import Plan
-from fastq_loader.workers.starting import Surroundings
 
 if TYPE_CHECKING:
     from fastq_loader.statistics.counters import Counters
@@ -43,16 +42,6 @@ if TYPE_CHECKING:
 _STACKS, _DEATH = 2.0, 0.5
 #: Seconds in which hosts are asked once whom they have refused, however often somebody wants to know.
 _ASK_EVERY = 1.0
-
-#: The package itself imports torch, and a stand-in needs none of it: a bare module takes its place.
-_CODE = """
-import sys, types
-package = sys.modules["fastq_loader"] = types.ModuleType("fastq_loader")
-package.__path__ = [sys.argv[2]]
-sys.path[:] = sys.argv[3:]
-from fastq_loader.remote.stand_in import main
-main(int(sys.argv[1]))
-"""
 
 
 class RemoteBackend(WorkerBackend):
@@ -71,7 +60,7 @@ class RemoteBackend(WorkerBackend):
         self._versions = versions()
         self._token = b""
         self._places: Places | None = None
-        self._surroundings: Surroundings | None = None
+        self._gateway: Gateway | None = None
         self._ties: dict[int, Tie] = {}  # of the workers, by number
         self._words: dict[Tie, str] = {}  # how far workers died
         self._traffic: Traffic | None = None
@@ -84,14 +73,15 @@ class RemoteBackend(WorkerBackend):
     def start(self, arena: Arena, folder: str, token: bytes, base_seed: int, shared_seed: int | None) -> None:
         self._setup = self._make_setup(arena, folder, token, base_seed, shared_seed)
         self._token = token
-        spec = pickle.dumps(HostSpec.of(self._plan, token, self._tls))
-        self._surroundings = Surroundings()
         self._counted = traffic.create(self._plan.workers)
         self._traffic = Traffic(self._counted, self._plan.workers)
+        self._gateway = Gateway([arena.fd, self._counted])
+        self._gateway.open()
+        spec = pickle.dumps(HostSpec.of(self._plan, token, self._tls))
         self._places = Places(self._placement)
         self._placement.start(spec)
         self._places.start(self._plan.workers)
-        while self._left() and len(self._children) < cores():  # each begins with its imports
+        while self._left() and len(self._children) < self._gateway.at_once:
             self.start_next()
 
     def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
@@ -105,19 +95,14 @@ class RemoteBackend(WorkerBackend):
             *(setup.base_seed, setup.shared_seed, self._versions),
             tls=self._tls,
         )
-        return StandInProcess(partial(self._launch, told))
+        return LaunchedProcess(partial(self._launch, told))
 
-    def _launch(self, told: Told, sentinel: int) -> int:
-        """Start a stand-in, which keeps the descriptor `sentinel` open; its process id."""
+    def _launch(self, told: Told) -> popen_fork.Popen:
+        assert self._gateway is not None, "the pool was started"
         assert self._places is not None, "the pool was started"
-        assert self._surroundings is not None, "the pool was started"
-        mine, its = multiprocessing.connection.Pipe()
-        with its:
-            path = self._surroundings.preparation("")["sys_path"]
-            command = ["", "-c", _CODE, str(its.fileno()), fastq_loader.__path__[0], *path]
-            pid = self._surroundings.run(None, command, [its.fileno(), told.arena, told.traffic, sentinel])
+        process, mine = self._gateway.start()
         self._ties[told.worker] = self._places.tie(mine, told)
-        return pid
+        return process
 
     # ---- what is far --------------------------------------------------------------------------
 
@@ -133,7 +118,7 @@ class RemoteBackend(WorkerBackend):
         if tie not in self._words:
             if self._places is not None:
                 self._places.read(tie)
-            lost = self._children[worker].process.exitcode == LOST
+            lost = tie.why or self._children[worker].process.exitcode == LOST
             self._words[tie] = self._how_lost(tie) if lost else cause
         return self._words[tie], torch_text
 
@@ -226,38 +211,14 @@ class RemoteBackend(WorkerBackend):
         if self._counters is not None:
             self._counters.ended(self)
         self._placement.close()
-        surroundings, self._surroundings = self._surroundings, None
-        if surroundings is not None:
-            surroundings.close()
+        gateway, self._gateway = self._gateway, None
+        if gateway is not None:
+            gateway.close()
         counted, self._counted = self._counted, -1
         if counted >= 0:
             os.close(counted)
 
-
-class StandInProcess(BaseProcess):
-    """A program as a process of multiprocessing's, so that whoever has one may treat all alike.
-
-    Args:
-        launch: starts it, with a descriptor to keep open, and returns its process id.
-    """
-
-    def __init__(self, launch: Callable[[int], int]) -> None:
-        super().__init__(daemon=True)
-        self.launch: Callable[[int], int] | None = launch
-
-    @staticmethod
-    def _Popen(itself: Any) -> popen_fork.Popen:  # the name that BaseProcess calls
-        return _Program(itself)
-
-
-class _Program(popen_fork.Popen):
-    method = "exec"
-
-    def _launch(self, process: Any) -> None:
-        self.sentinel, kept = os.pipe()
-        self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
-        try:
-            self.pid = process.launch(kept)
-        finally:
-            os.close(kept)
-            process.launch = None  # it refers to the pool
+    def forget(self) -> None:
+        super().forget()
+        if self._gateway is not None:
+            self._gateway.forget()

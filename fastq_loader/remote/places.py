@@ -76,8 +76,8 @@ class Places:
 
     def tie(self, pipe: Pipe[Any, Any], told: Told) -> Tie:
         """A stand-in is about to start: tell it what it is to do. It gets a place when it waits for one."""
-        pipe.send(told)
         tie = Tie(pipe)
+        self._tell(tie, told)
         with self._lock:
             self._ties.append(tie)
         self._wake_up()
@@ -157,9 +157,9 @@ class Places:
                 tie.place, tie.pid = found, 0
             self._tell(tie, found)
 
-    def _tell(self, tie: Tie, found: Place | NoPlace) -> None:
+    def _tell(self, tie: Tie, message: Told | Place | NoPlace) -> None:
         with contextlib.suppress(OSError):  # it has ended; `read` finds that, too
-            tie.pipe.send(found)
+            tie.pipe.send(message)
 
     def _lose(self) -> None:
         """Places that are gone: who has one is told, and one that nobody has yet is replaced."""

@@ -12,13 +12,16 @@ batch is lost with it, and if nobody can tell the difference. Else it dies of it
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 from collections import deque
+from multiprocessing import reduction
 from multiprocessing.connection import Connection as Pipe
+from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 from fastq_loader.errors import ProtocolError
@@ -35,6 +38,7 @@ from fastq_loader.remote.link import Connection, Lost
 from fastq_loader.remote.traffic import Traffic
 from fastq_loader.remote.wire import Request
 from fastq_loader.system import calls
+from fastq_loader.workers import zygote
 from fastq_loader.workers.task_queue import TaskQueue
 
 #: The exit code of a stand-in that has said why it dies (EX_UNAVAILABLE of <sysexits.h>).
@@ -45,11 +49,24 @@ _ATTEMPTS = 3
 _UNREAD = 256
 
 
-def main(control: int) -> None:
-    """Entry point of a stand-in; `control` is its end of the pipe to the consumer."""
+def serve(connection: Pipe[Any, Any], consumer: int) -> None:
+    """Entry point of the gateway: fork stand-ins until the consumer closes the connection, or dies."""
+    fork = multiprocessing.get_context("fork")
+
+    def make() -> BaseProcess:
+        pipe: Pipe[Any, Any] = Pipe(reduction.recv_handle(connection))
+        return fork.Process(target=main, args=(pipe,), daemon=True)  # drops the pipe when it has started
+
+    zygote.serve(connection, consumer, make)
+
+
+def main(pipe: Pipe[Any, Any]) -> None:
+    """Entry point of a stand-in, with its end of the pipe to the consumer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the consumer decides what Ctrl-C means
-    pipe: Pipe[Any, Any] = Pipe(control)
-    told: Told = pipe.recv()
+    try:
+        told: Told = pipe.recv()
+    except EOFError:  # the consumer has not noticed that it was started
+        return
     threading.Thread(target=_leave_with_consumer, args=(told,), daemon=True).start()
     mapping = Mapping(told.arena, told.arena_length, told.workers, told.arena_whole)
     claims = ClaimTable(told.arena, mapping.claims)

@@ -13,6 +13,8 @@ import multiprocessing.process
 import os
 import signal
 import threading
+from collections.abc import Callable
+from multiprocessing import popen_fork
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -21,6 +23,26 @@ from fastq_loader.system import calls
 
 #: The exit code of a process that nobody here could ask for its own (multiprocessing's number for that).
 UNKNOWN_EXIT = 255
+
+
+class LaunchedProcess(BaseProcess):
+    """A process that is started in a way of its own. Whoever has it may treat it like any other.
+
+    Args:
+        launch: starts it.
+    """
+
+    def __init__(self, launch: Callable[[], popen_fork.Popen]) -> None:
+        super().__init__(daemon=True)
+        self.launch = launch
+
+    # The name that BaseProcess calls.
+    @staticmethod
+    def _Popen(process: LaunchedProcess) -> popen_fork.Popen:
+        try:
+            return process.launch()
+        finally:
+            del process.launch  # it may refer to the pool
 
 
 class Child:

@@ -84,7 +84,7 @@ class WorkerPool(WorkerBackend):
 
             self._late = LateStart.of(context.Process)
         elif self._plan.restarts and calls.has_pidfd():
-            self._zygote = Zygote(context, self._process)
+            self._zygote = Zygote.forked(context, self._process)
 
     def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
         assert self._setup is not None, "the pool was started"

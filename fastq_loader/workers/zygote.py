@@ -1,10 +1,10 @@
-"""A process that waits to fork new workers: what the fork server is for the other start methods.
+"""A process that waits to fork others: what the fork server is for the other start methods.
 
-`serve` runs in the zygote, which is forked together with the first workers where dead ones are to be
-replaced; `Zygote` and `ZygoteProcess` run in the consumer. A worker that was forked from the consumer in
-the middle of a training run would see the dataset as it is then, copy the page tables of a process that has
-grown meanwhile, and inherit its sockets, threads' locks and devices. The zygote is a copy of the consumer as
-it was at the start, with one thread and nothing open.
+`serve` runs in the zygote, `Zygote` and `Forked` in the consumer. There are two kinds. One is forked together
+with the first workers where dead ones are to be replaced. A worker that was forked from the consumer in the
+middle of a training run would see the dataset as it is then, copy the page tables of a process that has grown
+meanwhile, and inherit its sockets, threads' locks and devices. The zygote is a copy of the consumer as it was
+at the start, with one thread and nothing open. The other kind is a program of its own (see `remote.gateway`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
-from multiprocessing import popen_fork, util
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing import popen_fork, reduction, util
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader.system import calls
 from fastq_loader.system.calls import readable
-from fastq_loader.workers.children import UNKNOWN_EXIT, Child
+from fastq_loader.system.interrupts import without_signals
+from fastq_loader.workers.children import UNKNOWN_EXIT, Child, LaunchedProcess
 
-#: Makes the process object of a worker, from the arguments that `Zygote.process` was called with.
+#: Makes a process object in the zygote, from the arguments that `Zygote.process` was called with.
 Make = Callable[..., BaseProcess]
 
 _FORK, _REAP, _QUIT = "fork", "reap", "quit"
@@ -35,20 +37,26 @@ _FORK, _REAP, _QUIT = "fork", "reap", "quit"
 _PATIENCE, _ANSWER = 1.0, 5.0
 
 
+class Ended(OSError):
+    """There is no zygote any more."""
+
+
 class Zygote:
     """The consumer's end.
 
     Args:
-        context: multiprocessing's, of start method fork.
-        make: in the zygote, makes the process object of a worker.
+        make: makes the process that runs `serve`, from its end and ours of their connection.
+        patience: seconds that it has for its first answer.
     """
 
-    def __init__(self, context: Any, make: Make) -> None:
+    def __init__(
+        self, make: Callable[[Connection, Connection], BaseProcess], patience: float = _ANSWER
+    ) -> None:
         self._lock = threading.RLock()  # active_children() of another thread asks too
-        self._connection, other = context.Pipe()
-        arguments = (other, self._connection, os.getpid(), make)
-        self._child = Child(context.Process(target=serve, args=arguments, daemon=True))
+        self._patience = patience
+        self._connection, other = multiprocessing.Pipe()
         try:
+            self._child = Child(make(other, self._connection))
             self._child.start()
         except BaseException:
             self._connection.close()
@@ -56,30 +64,54 @@ class Zygote:
         finally:
             other.close()
 
-    def process(self, *arguments: Any) -> ZygoteProcess:
-        """A worker, to be started like any other process."""
-        return ZygoteProcess(self, arguments)
+    @classmethod
+    def forked(cls, context: Any, make: Make) -> Zygote:
+        """One that is a copy of this process as it is now.
 
-    def ask(self, *request: Any) -> Any:
+        Args:
+            context: multiprocessing's, of start method fork.
+            make: in the zygote, makes the process object of a worker.
+        """
+        consumer = os.getpid()
+        return cls(
+            lambda its, ours: context.Process(target=serve, args=(its, consumer, make, ours), daemon=True)
+        )
+
+    def process(self, *arguments: Any) -> BaseProcess:
+        """A worker, to be started like any other process."""
+        return LaunchedProcess(partial(Forked, self, arguments))
+
+    def ask(self, *request: Any, passed: Sequence[int] = ()) -> Any:
         """The zygote's answer to a request.
 
+        Args:
+            request: what it is sent.
+            passed: descriptors that it is sent after it.
+
         Raises:
-            OSError: it is gone, does not answer, or could not fork.
+            Ended: it is gone, or does not answer.
+            OSError: it could not fork.
         """
         try:
-            with self._lock:
-                self._connection.send(request)
-                sources = self._connection.fileno(), self._child.descriptor  # its children hold its end too
-                ready = readable(sources, _ANSWER) or readable(sources, _ANSWER)
-                if self._connection.fileno() not in ready:
-                    self._child.kill()  # it may be stopped
-                    raise EOFError
-                answer = self._connection.recv()
+            with self._lock, without_signals():  # the next request would get the answer to this one
+                answer = self._ask(request, passed)
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            raise OSError("the process that starts new workers has ended") from error
+            raise Ended("the process that starts new workers has ended") from error
         if isinstance(answer, OSError):
             raise answer
         return answer
+
+    def _ask(self, request: tuple[Any, ...], passed: Sequence[int]) -> Any:
+        self._connection.send(request)
+        for descriptor in passed:
+            reduction.send_handle(self._connection, descriptor, self._child.pid)
+        sources = self._connection.fileno(), self._child.descriptor  # its children hold its end too
+        ready = readable(sources, self._patience) or readable(sources, self._patience)
+        self._patience = _ANSWER
+        if self._connection.fileno() not in ready:
+            self._child.kill()  # it may be stopped
+            raise EOFError
+        return self._connection.recv()
 
     def close(self) -> None:
         """End the zygote; its workers have ended."""
@@ -95,28 +127,23 @@ class Zygote:
         self._child.forget()
 
 
-class ZygoteProcess(BaseProcess):
-    """A worker that the zygote forks; in the consumer it behaves like a process of its own."""
+class Forked(popen_fork.Popen):
+    """What multiprocessing has of a child process, for one that is the zygote's child.
 
-    _start_method = "fork"
+    Args:
+        zygote: forks it, now.
+        arguments: of the zygote's `make`.
+        passed: descriptors for it.
+    """
 
-    def __init__(self, zygote: Zygote, arguments: tuple[Any, ...]) -> None:
-        super().__init__(daemon=True)
-        self.zygote = zygote
-        self.arguments = arguments
+    def __init__(self, zygote: Zygote, arguments: tuple[Any, ...] = (), passed: Sequence[int] = ()) -> None:
+        self._zygote = zygote
+        self._request = arguments, passed
+        super().__init__(None)  # type: ignore[arg-type]
 
-    # The name that BaseProcess calls.
-    @staticmethod
-    def _Popen(process: ZygoteProcess) -> _Popen:
-        return _Popen(process)
-
-
-class _Popen(popen_fork.Popen):
-    """multiprocessing's, but for a process that is the zygote's child."""
-
-    def _launch(self, process: Any) -> None:
-        self._zygote: Zygote = process.zygote
-        self.pid = self._zygote.ask(_FORK, *process.arguments)
+    def _launch(self, _: Any) -> None:
+        arguments, passed = self.__dict__.pop("_request")
+        self.pid = self._zygote.ask(_FORK, *arguments, passed=passed)
         self.sentinel = calls.pidfd_open(self.pid)  # its parent has not reaped it, so the number is its own
         self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
 
@@ -138,9 +165,10 @@ class _Popen(popen_fork.Popen):
 # ---- in the zygote -------------------------------------------------------------------------------
 
 
-def serve(connection: Connection, other: Connection, consumer: int, make: Make) -> None:
-    """Fork workers until the consumer closes its end, or dies."""
-    other.close()
+def serve(connection: Connection, consumer: int, make: Make, *others: Connection) -> None:
+    """Fork workers until the consumer closes its end, or dies; `others` are ends that are not for here."""
+    for other in others:
+        other.close()
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers set a handler of their own
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

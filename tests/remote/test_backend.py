@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,48 +10,15 @@ import pytest
 
 from fastq_loader.remote import backend as module
 from fastq_loader.remote import traffic
-from fastq_loader.remote.backend import RemoteBackend, StandInProcess
+from fastq_loader.remote.backend import RemoteBackend
 from fastq_loader.remote.control import Place
 from fastq_loader.remote.link import Address, Lost
 from fastq_loader.remote.places import Tie
 from fastq_loader.remote.traffic import Traffic
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.system.calls import readable
-from fastq_loader.workers.children import Child
 from tests.support.worker_setup import make_plan
 
 PLACE = Place(4, Address("10.0.0.2", 80), "node-2")
-
-
-def launch(sentinel: int) -> int:
-    """A program that ends when it is told to."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=[sentinel])
-    process.returncode = 0  # it is multiprocessing's to wait for
-    return process.pid
-
-
-@pytest.mark.processes
-def test_a_program_is_a_process_like_any_other() -> None:
-    child = Child(StandInProcess(launch))
-    child.start()
-    assert child.process.is_alive()
-    assert child.process.daemon
-    assert readable([child.descriptor, child.process.sentinel], 0) == []
-    child.kill()
-    assert readable([child.process.sentinel], 5)
-    assert child.death()[0].startswith("was killed by SIGKILL")
-    child.release()
-
-
-@pytest.mark.processes
-def test_one_that_cannot_be_started_leaves_nothing() -> None:
-    def fail(sentinel: int) -> int:
-        raise OSError("processes are used up")
-
-    child = Child(StandInProcess(fail))
-    with pytest.raises(OSError, match="used up"):
-        child.start()
-    child.release()
 
 
 def backend(monkeypatch: pytest.MonkeyPatch, says: Any) -> RemoteBackend:

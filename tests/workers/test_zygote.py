@@ -35,7 +35,7 @@ def leave(code: int, seconds: float) -> None:
 
 @contextmanager
 def zygote(make: Any = make) -> Iterator[Zygote]:
-    one = Zygote(FORK, make)
+    one = Zygote.forked(FORK, make)
     try:
         yield one
     finally:
@@ -78,6 +78,28 @@ def test_what_cannot_be_forked_is_an_error_here_and_it_goes_on() -> None:
         child.release()
 
 
+def test_a_signal_in_the_middle_of_a_request_leaves_no_answer_to_the_next_one() -> None:
+    def interrupting(code: int) -> Any:
+        if code == 3:
+            os.kill(os.getppid(), signal.SIGUSR1)
+        return make(code)
+
+    def interrupt(*_: object) -> None:
+        raise KeyError("interrupted")
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with zygote(interrupting) as one:
+            with pytest.raises(KeyError):
+                started(one, 3)
+            child = started(one, 7)
+            assert readable([child.descriptor], 5)
+            assert child.death()[0] == "exited with code 7"
+            child.release()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_when_it_has_died_none_can_be_started_and_no_exit_code_be_had() -> None:
     with zygote() as one:
         child = started(one, 7)
@@ -96,7 +118,7 @@ def test_it_leaves_with_the_consumer() -> None:
     hold, let_go = os.pipe()
 
     def consume() -> None:
-        one = Zygote(FORK, make)
+        one = Zygote.forked(FORK, make)
         fork(lambda: (os.close(let_go), os.read(hold, 1)))
         os.write(say, str(one._child.pid).encode())
 
