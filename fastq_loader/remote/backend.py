@@ -75,7 +75,7 @@ class RemoteBackend(WorkerBackend):
         self._token = token
         self._counted = traffic.create(self._plan.workers)
         self._traffic = Traffic(self._counted, self._plan.workers)
-        self._gateway = Gateway([arena.fd, self._counted])
+        self._gateway = Gateway([arena.fd, self._counted], folder)
         self._gateway.open()
         spec = pickle.dumps(HostSpec.of(self._plan, token, self._tls))
         self._places = Places(self._placement)
@@ -192,6 +192,8 @@ class RemoteBackend(WorkerBackend):
 
     def forget(self) -> None:
         super().forget()
+        if self._gateway is not None:
+            self._gateway.forget()
         if self._counters is not None:  # the thread that has a lock is not there any more
             self._counters.sources.discard(self)
 
@@ -217,8 +219,3 @@ class RemoteBackend(WorkerBackend):
         counted, self._counted = self._counted, -1
         if counted >= 0:
             os.close(counted)
-
-    def forget(self) -> None:
-        super().forget()
-        if self._gateway is not None:
-            self._gateway.forget()

@@ -47,10 +47,12 @@ class Gateway:
 
     Args:
         shared: descriptors that each stand-in has under the same numbers.
+        folder: where the first of them bind their sockets.
     """
 
-    def __init__(self, shared: Sequence[int]) -> None:
+    def __init__(self, shared: Sequence[int], folder: str) -> None:
         self._shared = shared
+        self._folder = folder
         self._surroundings = Surroundings()
         self._zygote: Zygote | None = None
 
@@ -101,7 +103,7 @@ class Gateway:
             zygote.close()
 
     def _make(self, its: Connection, _: Connection) -> LaunchedProcess:
-        call = f"serve(stand_in.Pipe({its.fileno()}), {os.getpid()})"
+        call = f"serve(stand_in.Pipe({its.fileno()}), {os.getpid()}, {self._folder!r})"
         return LaunchedProcess(partial(self._program, its.fileno(), call))
 
     def _fork(self, zygote: Zygote, its: int) -> Forked:

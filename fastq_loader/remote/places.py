@@ -19,6 +19,7 @@ from typing import Any
 from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Told, Up, Waiting
 from fastq_loader.remote.placement import Placement
 from fastq_loader.system import calls
+from fastq_loader.system.interrupts import without_signals
 
 
 @dataclass(eq=False)
@@ -72,7 +73,8 @@ class Places:
         for self._number in range(1, workers + 1):
             self._asked.add(self._number)
             self._placement.acquire(self._number, self._found)
-        self._thread.start()
+        with without_signals():  # they are for the main thread, which may keep them out of a start
+            self._thread.start()
 
     def tie(self, pipe: Pipe[Any, Any], told: Told) -> Tie:
         """A stand-in is about to start: tell it what it is to do. It gets a place when it waits for one."""

@@ -49,15 +49,18 @@ _ATTEMPTS = 3
 _UNREAD = 256
 
 
-def serve(connection: Pipe[Any, Any], consumer: int) -> None:
-    """Entry point of the gateway: fork stand-ins until the consumer closes the connection, or dies."""
+def serve(connection: Pipe[Any, Any], consumer: int, folder: str) -> None:
+    """Entry point of the gateway: fork stand-ins until the consumer needs no more, or dies. Then nobody else
+    may be there to remove the folder of the first sockets."""
     fork = multiprocessing.get_context("fork")
 
     def make() -> BaseProcess:
         pipe: Pipe[Any, Any] = Pipe(reduction.recv_handle(connection))
         return fork.Process(target=main, args=(pipe,), daemon=True)  # drops the pipe when it has started
 
-    zygote.serve(connection, consumer, make)
+    if not zygote.attend(connection, consumer, make):
+        remove_folder(folder)
+    os._exit(0)
 
 
 def main(pipe: Pipe[Any, Any]) -> None:

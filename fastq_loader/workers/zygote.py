@@ -1,10 +1,11 @@
 """A process that waits to fork others: what the fork server is for the other start methods.
 
-`serve` runs in the zygote, `Zygote` and `Forked` in the consumer. There are two kinds. One is forked together
-with the first workers where dead ones are to be replaced. A worker that was forked from the consumer in the
-middle of a training run would see the dataset as it is then, copy the page tables of a process that has grown
-meanwhile, and inherit its sockets, threads' locks and devices. The zygote is a copy of the consumer as it was
-at the start, with one thread and nothing open. The other kind is a program of its own (see `remote.gateway`).
+`serve` and `attend` run in the zygote, `Zygote` and `Forked` in the consumer. There are two kinds. One is
+forked together with the first workers where dead ones are to be replaced. A worker that was forked from the
+consumer in the middle of a training run would see the dataset as it is then, copy the page tables of a
+process that has grown meanwhile, and inherit its sockets, threads' locks and devices. The zygote is a copy of
+the consumer as it was at the start, with one thread and nothing open. The other kind is a program of its own
+(see `remote.gateway`).
 """
 
 from __future__ import annotations
@@ -166,9 +167,17 @@ class Forked(popen_fork.Popen):
 
 
 def serve(connection: Connection, consumer: int, make: Make, *others: Connection) -> None:
-    """Fork workers until the consumer closes its end, or dies; `others` are ends that are not for here."""
+    """What a forked zygote runs; `others` are ends that are not for here."""
     for other in others:
         other.close()
+    attend(connection, consumer, make)
+    # Workers that still run have been told, or see for themselves that the consumer is gone. Nobody is waited
+    # for: that would be this process's exit handlers' doing.
+    os._exit(0)
+
+
+def attend(connection: Connection, consumer: int, make: Make) -> bool:
+    """Fork workers until the consumer says that it needs no more, or dies; whether it has said so."""
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers set a handler of their own
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -178,27 +187,22 @@ def serve(connection: Connection, consumer: int, make: Make, *others: Connection
     # consumer.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     children: dict[int, BaseProcess] = {}
-    try:
+    with contextlib.suppress(EOFError, ConnectionError, ProcessLookupError):  # the consumer is gone
         death = calls.pidfd_open(consumer)
-    except ProcessLookupError:
-        return
-    while death not in readable([connection.fileno(), death], None):
-        try:
+        while death not in readable([connection.fileno(), death], None):
             kind, *arguments = connection.recv()
-        except (EOFError, ConnectionResetError):
-            break
-        if kind == _QUIT:
-            break
-        try:
-            answer: Any = (
-                _fork(children, make, arguments, inherited) if kind == _FORK else _reap(children, *arguments)
-            )
-        except OSError as error:
-            answer = error
-        connection.send(answer)
-    # Workers that still run have been told, or see for themselves that the consumer is gone. Nobody is waited
-    # for: that would be this process's exit handlers' doing.
-    os._exit(0)
+            if kind == _QUIT:
+                return True
+            try:
+                answer: Any = (
+                    _fork(children, make, arguments, inherited)
+                    if kind == _FORK
+                    else _reap(children, *arguments)
+                )
+            except OSError as error:
+                answer = error
+            connection.send(answer)
+    return False
 
 
 def _fork(children: dict[int, BaseProcess], make: Make, arguments: list[Any], inherited: Any) -> int:

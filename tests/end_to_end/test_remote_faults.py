@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch.utils.data import Dataset
 from fastq_loader import DataLoader, LoaderTimeout, WorkerDied, WorkerReplaced
 from fastq_loader.remote import link
 from fastq_loader.remote.wire import Refused, Request
-from tests.conftest import running_script, wait_until
+from tests.conftest import descendants, process_table, running_script, wait_until
 from tests.support.crimes import CrimeAt, dawdle, die_beside_a_child, exit_with_7, segfault, system_exit
 from tests.support.datasets import assert_same
 from tests.support.hosts import LocalHosts, far, far_pids
@@ -125,6 +126,50 @@ def test_a_worker_that_is_lost_between_batches_is_another_one_before_anybody_not
     data.close()
 
 
+def gateway_of(data: DataLoader[Any]) -> int:
+    """What has started the stand-ins."""
+    pids = {worker.pid for worker in data.statistics().workers}
+    (gateway,) = {entry.parent for entry in process_table() if entry.pid in pids}
+    return gateway
+
+
+@pytest.mark.parametrize(
+    ("kill", "text"),
+    [(kill_far_worker, "was lost with its process on node-0"), (kill_stand_in, "exited")],
+)
+def test_without_the_gateway_workers_go_on_and_are_replaced(
+    kill: Callable[[random.Random, DataLoader[Any]], None], text: str
+) -> None:
+    expected = list(loader(num_workers=0))
+    data = loader(workers=far(max_restarts=5), num_workers=1)
+    iterator = iter(data)
+    found = [next(iterator)]
+    os.kill(gateway_of(data), signal.SIGKILL)
+    found += [next(iterator) for _ in range(5)]
+    kill(random.Random(3), data)
+    with pytest.warns(WorkerReplaced, match=text):
+        found += iterator
+    assert_same(found, expected)
+
+
+def test_64_workers_of_one_machine_are_cheap_here() -> None:
+    data = loader(Slowly(1000), num_workers=64, workers=far(room=64), persistent_workers=True)
+    while not data.statistics().workers or not all(worker.batches for worker in data.statistics().workers):
+        assert sorted(torch.cat([batch[0] for batch in data]).tolist()) == list(range(1000))
+    stand_ins = {worker.pid for worker in data.statistics().workers}
+    gateway = gateway_of(data)
+    assert set(descendants(gateway)) == stand_ins
+    assert len(stand_ins) == 64
+    for pid in stand_ins:
+        memory = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        assert (
+            int(re.findall(r"Private_Dirty: +(\d+) kB", memory)[0]) < 12_000
+        )  # 21,000 with imports of its own
+        assert len(os.listdir(f"/proc/{pid}/task")) == 4, "as many are expected for it"
+    assert len(os.listdir("/proc/self/fd")) < 64 * 5 + 100, "most systems let a process have 1024"
+    data.close()
+
+
 def test_a_timeout_shows_the_stacks_of_the_far_worker() -> None:
     data = loader(CrimeAt(dawdle, 4, 12), workers=far(), shuffle=False, batch_size=2, timeout=6)
     iterator = iter(data)
@@ -181,6 +226,31 @@ def test_ctrl_c_shows_one_traceback_and_ends_all() -> None:
         result = script.finish(40)
     assert result.left == ()
     assert result.stderr.count("Traceback") == result.stderr.count("KeyboardInterrupt") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_whoever_is_interrupted_at_the_start_leaves_nothing(number: signal.Signals) -> None:
+    """While stand-ins and hosts are at their imports."""
+    source = f"""
+        import os, signal
+        from tests.end_to_end.test_remote_faults import loader
+        from tests.support.hosts import LocalHosts, far
+
+        class Interrupting(LocalHosts):
+            def start(self, spec):
+                super().start(spec)
+                (os.killpg if {number:d} == signal.SIGINT else os.kill)(os.getpid(), {number:d})
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        import tests.support.hosts
+        tests.support.hosts.LocalHosts = Interrupting
+        next(iter(loader(workers=far())))
+        """
+    with running_script(source) as script:
+        assert wait_until(lambda: not script.processes(), 40)
+        result = script.finish()
+    assert result.stderr.count("Traceback") == result.stderr.count("\nKeyboardInterrupt")
+    assert result.returncode == -number
 
 
 def test_a_script_ends_quietly_with_an_epoch_under_way() -> None:

@@ -78,7 +78,7 @@ def arena() -> Iterator[Arena]:
 
 @contextmanager
 def opened(arena: Arena) -> Iterator[Gateway]:
-    gateway = Gateway([arena.fd])
+    gateway = Gateway([arena.fd], "/nowhere")
     try:
         gateway.open()
         yield gateway

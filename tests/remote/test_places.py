@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,3 +204,9 @@ def test_what_a_placement_raises_at_the_start_is_raised(played: Played) -> None:
     with pytest.raises(OSError, match="no machine"):
         places.start(1)
     places.close()
+
+
+def test_its_thread_takes_no_signals(places: Places) -> None:
+    status = Path(f"/proc/self/task/{places._thread.native_id}/status").read_text()
+    blocked = int(re.findall(r"SigBlk:\s+(\w+)", status)[0], 16)
+    assert blocked >> (signal.SIGINT - 1) & 1

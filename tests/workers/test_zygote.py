@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.system.calls import readable
+from fastq_loader.system.calls import pidfd_open, readable
 from fastq_loader.workers.children import UNKNOWN_EXIT, Child
 from fastq_loader.workers.zygote import Zygote
-from tests.conftest import process_table, wait_until
+from tests.conftest import descendants, process_table, wait_until
 from tests.support.forking import end_of, fork
 
 FORK = multiprocessing.get_context("fork")
@@ -130,6 +130,23 @@ def test_it_leaves_with_the_consumer() -> None:
         os.write(let_go, b"!")
     for end in (pids, say, hold, let_go):
         os.close(end)
+
+
+def test_it_says_nothing_when_the_consumer_dies_before_its_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    def consume() -> None:
+        consumer = os.getpid()
+
+        def outlive(code: int) -> Any:
+            os.kill(consumer, signal.SIGKILL)
+            readable([pidfd_open(consumer)], 5)
+            return make(code)
+
+        started(Zygote.forked(FORK, outlive), 0)
+
+    before = descendants()
+    assert end_of(fork(consume)) == -signal.SIGKILL
+    assert wait_until(lambda: descendants() == before, 3)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
