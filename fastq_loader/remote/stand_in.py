@@ -137,11 +137,11 @@ class StandIn:
         self._heads = 0  # of those, from the left, whose answers have begun to come
 
     def run(self) -> None:
-        self._pipe.send(Waiting())
+        self._report(Waiting())
         while True:
             self._read_messages()
             if self._stopping:
-                self._pipe.send(Leaving(self._see_off()))
+                self._report(Leaving(self._see_off()))
                 return
             ready: list[object] = []
             try:
@@ -317,10 +317,14 @@ class StandIn:
             return
         self._failures = 0
         self._link = connection
-        self._pipe.send(Up(wire.unpack(frame.payload)))
+        self._report(Up(wire.unpack(frame.payload)))
         if not self._greeted:
             self._greeted = True
             self._socket.say_hello()
+
+    def _report(self, message: Waiting | Up | Leaving | Dying) -> None:
+        with contextlib.suppress(OSError):  # the consumer is gone, and in a moment this process, too
+            self._pipe.send(message)
 
     def _lose(self, why: str, final: bool = False) -> None:
         """There is no far worker any more: wait for another one, if that makes no difference."""
@@ -329,10 +333,10 @@ class StandIn:
             self._die(why)
         if had_one:
             self._unsent = [] if self._epoch is None else [self._epoch]
-        self._pipe.send(Waiting(why))
+        self._report(Waiting(why))
 
     def _die(self, why: str) -> NoReturn:
-        self._pipe.send(Dying(why))
+        self._report(Dying(why))
         sys.exit(LOST)
 
 

@@ -371,3 +371,11 @@ def test_a_lost_connection_is_noticed_by_the_loop(scene: Scene) -> None:
     with pytest.raises(SystemExit):
         scene.stand_in.run()
     assert scene.said() == [Waiting(), Dying("the other side closed the connection")]
+
+
+def test_one_whose_consumer_is_gone_leaves_without_a_word(assigned: Scene) -> None:
+    assigned.stand_in._link = None
+    assigned.pipe.close()
+    assigned.stand_in.run()
+    with pytest.raises(SystemExit):
+        assigned.stand_in._lose("the cable was pulled", final=True)
