@@ -21,6 +21,7 @@ from fastq_loader.remote.control import Waiting
 from fastq_loader.remote.gateway import Gateway, Program
 from fastq_loader.system import calls
 from fastq_loader.system.calls import readable
+from fastq_loader.workers.backend import cores
 from fastq_loader.workers.children import Child, LaunchedProcess
 from tests.conftest import descendants, process_table
 from tests.remote.test_control import TOLD
@@ -94,6 +95,7 @@ def gateway(arena: Arena) -> Iterator[Gateway]:
 
 def test_one_program_forks_all_stand_ins(gateway: Gateway, arena: Arena, tmp_path_factory: Any) -> None:
     (program,) = descendants()
+    assert gateway.at_once == 16
     folder = tmp_path_factory.mktemp("s")
     stand_ins = [StandIn(gateway) for _ in range(3)]
     assert [one.parent for one in stand_ins] == [program] * 3
@@ -145,6 +147,7 @@ def test_without_process_descriptors_each_is_a_program(
     monkeypatch.setattr(calls, "has_pidfd", lambda: False)
     with opened(arena) as gateway:
         assert not descendants()
+        assert gateway.at_once == cores()
         one = StandIn(gateway)
         assert one.parent == os.getpid()
         assert one.waits(arena, str(tmp_path))

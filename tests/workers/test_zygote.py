@@ -15,7 +15,7 @@ import pytest
 from fastq_loader.system.calls import pidfd_open, readable
 from fastq_loader.workers.children import UNKNOWN_EXIT, Child
 from fastq_loader.workers.zygote import Zygote
-from tests.conftest import descendants, process_table, wait_until
+from tests.conftest import process_table, wait_until
 from tests.support.forking import end_of, fork
 
 FORK = multiprocessing.get_context("fork")
@@ -143,9 +143,12 @@ def test_it_says_nothing_when_the_consumer_dies_before_its_answer(capfd: pytest.
 
         started(Zygote.forked(FORK, outlive), 0)
 
-    before = descendants()
-    assert end_of(fork(consume)) == -signal.SIGKILL
-    assert wait_until(lambda: descendants() == before, 3)
+    over, held = os.pipe()
+    pid = fork(consume)
+    os.close(held)
+    assert end_of(pid) == -signal.SIGKILL
+    assert os.read(over, 1) == b""  # all that were forked have ended
+    os.close(over)
     assert capfd.readouterr().err == ""
 
 
