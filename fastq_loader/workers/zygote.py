@@ -55,6 +55,7 @@ class Zygote:
     ) -> None:
         self._lock = threading.RLock()  # active_children() of another thread asks too
         self._patience = patience
+        self._requests = 0
         self._connection, other = multiprocessing.Pipe()
         try:
             self._child = Child(make(other, self._connection))
@@ -94,7 +95,7 @@ class Zygote:
             OSError: it could not fork.
         """
         try:
-            with self._lock, without_signals():  # the next request would get the answer to this one
+            with self._lock, without_signals():
                 answer = self._ask(request, passed)
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             raise Ended("the process that starts new workers has ended") from error
@@ -103,21 +104,26 @@ class Zygote:
         return answer
 
     def _ask(self, request: tuple[Any, ...], passed: Sequence[int]) -> Any:
-        self._connection.send(request)
+        self._requests += 1
+        self._connection.send((self._requests, *request))
         for descriptor in passed:
             reduction.send_handle(self._connection, descriptor, self._child.pid)
         sources = self._connection.fileno(), self._child.descriptor  # its children hold its end too
-        ready = readable(sources, self._patience) or readable(sources, self._patience)
-        self._patience = _ANSWER
-        if self._connection.fileno() not in ready:
-            self._child.kill()  # it may be stopped
-            raise EOFError
-        return self._connection.recv()
+        number = 0
+        # Where there are other threads, the handler of a signal may have raised in the middle of a request.
+        while number < self._requests:
+            ready = readable(sources, self._patience) or readable(sources, self._patience)
+            self._patience = _ANSWER
+            if self._connection.fileno() not in ready:
+                self._child.kill()  # it may be stopped
+                raise EOFError
+            number, answer = self._connection.recv()
+        return answer
 
     def close(self) -> None:
         """End the zygote; its workers have ended."""
         with contextlib.suppress(OSError), self._lock:
-            self._connection.send((_QUIT,))  # a child of the user's may hold this end too
+            self._connection.send((0, _QUIT))  # a child of the user's may hold this end too
         self._connection.close()
         if not readable([self._child.descriptor], _PATIENCE):
             self._child.process.kill()
@@ -190,7 +196,7 @@ def attend(connection: Connection, consumer: int, make: Make) -> bool:
     with contextlib.suppress(EOFError, ConnectionError, ProcessLookupError):  # the consumer is gone
         death = calls.pidfd_open(consumer)
         while death not in readable([connection.fileno(), death], None):
-            kind, *arguments = connection.recv()
+            number, kind, *arguments = connection.recv()
             if kind == _QUIT:
                 return True
             try:
@@ -201,7 +207,7 @@ def attend(connection: Connection, consumer: int, make: Make) -> bool:
                 )
             except OSError as error:
                 answer = error
-            connection.send(answer)
+            connection.send((number, answer))
     return False
 
 

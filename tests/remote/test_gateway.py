@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -139,6 +140,32 @@ def test_when_the_gateway_is_gone_stand_ins_go_on_and_new_ones_are_programs(
     assert program not in descendants()
     old.end()
     new.end()
+
+
+def test_a_signal_between_a_request_and_its_descriptor_comes_after_them(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (program,) = descendants()
+    send = reduction.send_handle
+
+    def interrupted(*arguments: Any) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        send(*arguments)
+
+    def interrupt(*_: object) -> None:
+        raise KeyError("interrupted")
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        monkeypatch.setattr(reduction, "send_handle", interrupted)
+        with pytest.raises(KeyError):
+            StandIn(gateway)
+    finally:
+        monkeypatch.undo()
+        signal.signal(signal.SIGUSR1, before)
+    one = StandIn(gateway)
+    assert one.parent == program
+    one.end()
 
 
 def test_without_process_descriptors_each_is_a_program(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,6 +88,8 @@ def test_a_signal_in_the_middle_of_a_request_leaves_no_answer_to_the_next_one() 
     def interrupt(*_: object) -> None:
         raise KeyError("interrupted")
 
+    over = threading.Event()  # of a thread that takes the signal while this one does not
+    threading.Thread(target=over.wait).start()
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with zygote(interrupting) as one:
@@ -97,6 +100,7 @@ def test_a_signal_in_the_middle_of_a_request_leaves_no_answer_to_the_next_one() 
             assert child.death()[0] == "exited with code 7"
             child.release()
     finally:
+        over.set()
         signal.signal(signal.SIGUSR1, before)
 
 
