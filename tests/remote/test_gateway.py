@@ -57,7 +57,7 @@ class StandIn:
         """Tell it what it is; whether it says then that it waits for a place."""
         mapping = arena.mapping
         told = {"folder": folder, "consumer": os.getpid(), "arena": arena.fd, "arena_whole": mapping.whole}
-        self.pipe.send(TOLD._replace(arena_length=mapping.length, **told))
+        self.pipe.send(TOLD._replace(arena_length=mapping.length, traffic=arena.fd, **told))
         return self.pipe.poll(SECONDS) and self.pipe.recv() == Waiting()
 
     def end(self) -> None:
