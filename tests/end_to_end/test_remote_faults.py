@@ -62,9 +62,14 @@ def kill_far_worker(draw: random.Random, data: DataLoader[Any]) -> None:
         os.kill(draw.choice(pids), signal.SIGKILL)
 
 
-def kill_stand_in(draw: random.Random, data: DataLoader[Any]) -> None:
+def stand_ins(data: DataLoader[Any]) -> list[int]:
+    """Where workers persist; statistics have the processes on the other machines."""
     iterator: Any = data._iterator
-    os.kill(draw.choice(iterator._workers).pid, signal.SIGKILL)
+    return [process.pid for process in iterator._workers]
+
+
+def kill_stand_in(draw: random.Random, data: DataLoader[Any]) -> None:
+    os.kill(draw.choice(stand_ins(data)), signal.SIGKILL)
 
 
 def kill_node(draw: random.Random, data: DataLoader[Any]) -> None:
@@ -128,8 +133,7 @@ def test_a_worker_that_is_lost_between_batches_is_another_one_before_anybody_not
 
 def gateway_of(data: DataLoader[Any]) -> int:
     """What has started the stand-ins."""
-    pids = {worker.pid for worker in data.statistics().workers}
-    (gateway,) = {entry.parent for entry in process_table() if entry.pid in pids}
+    (gateway,) = {entry.parent for entry in process_table() if entry.pid in stand_ins(data)}
     return gateway
 
 
@@ -141,7 +145,7 @@ def test_without_the_gateway_workers_go_on_and_are_replaced(
     kill: Callable[[random.Random, DataLoader[Any]], None], text: str
 ) -> None:
     expected = list(loader(num_workers=0))
-    data = loader(workers=far(max_restarts=5), num_workers=1)
+    data = loader(workers=far(max_restarts=5), num_workers=1, persistent_workers=True)
     iterator = iter(data)
     found = [next(iterator)]
     os.kill(gateway_of(data), signal.SIGKILL)
@@ -149,6 +153,7 @@ def test_without_the_gateway_workers_go_on_and_are_replaced(
     kill(random.Random(3), data)
     with pytest.warns(WorkerReplaced, match=text):
         found += iterator
+    data.close()
     assert_same(found, expected)
 
 
@@ -156,11 +161,10 @@ def test_64_workers_of_one_machine_are_cheap_here() -> None:
     data = loader(Slowly(1000), num_workers=64, workers=far(room=64), persistent_workers=True)
     while not data.statistics().workers or not all(worker.batches for worker in data.statistics().workers):
         assert sorted(torch.cat([batch[0] for batch in data]).tolist()) == list(range(1000))
-    stand_ins = {worker.pid for worker in data.statistics().workers}
-    gateway = gateway_of(data)
-    assert set(descendants(gateway)) == stand_ins
-    assert len(stand_ins) == 64
-    for pid in stand_ins:
+    pids = set(stand_ins(data))
+    assert set(descendants(gateway_of(data))) == pids
+    assert len(pids) == 64
+    for pid in pids:
         memory = Path(f"/proc/{pid}/smaps_rollup").read_text()
         assert (
             int(re.findall(r"Private_Dirty: +(\d+) kB", memory)[0]) < 12_000
