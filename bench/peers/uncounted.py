@@ -47,7 +47,7 @@ _IN_PLACE: dict[str, Any] = {
     "consumer.resources.Counters": _Counters,
     "consumer.event_loop.Accounting": _silent(Accounting),
     "consumer.event_loop.time": SimpleNamespace(monotonic=time.monotonic, monotonic_ns=int),
-    "workers.group.WorkerCounters": _silent(WorkerCounters, "replaced", "snapshot"),
+    "workers.backend.WorkerCounters": _silent(WorkerCounters, "replaced", "snapshot"),
     "workers.main.Worker._costs": lambda worker: (),
     "reading.fetch.monotonic_ns": int,
 }

@@ -87,8 +87,8 @@ class WorkerCounters:
             self._fetch += fetched - started
             self._collate += collated - fetched
             self._packing += finished - collated
-            self._new_memory += answer.new_memory
-        if answer.cpu:
+            self._new_memory += answer[13]
+        if answer[14]:
             self._cpu = answer.cpu
             self.cpu_marks = (*self.cpu_marks[:1], (answer.cpu + answer.cpu_wait, self._work))
         before, self._finished = self._finished, finished

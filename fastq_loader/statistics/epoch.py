@@ -153,11 +153,11 @@ class EpochCounters:
         if error is not None and self.observer is not None:
             self.observer.raised(self.epoch, seq, error, now)
         if answer is not None:
-            seq = answer.seq
+            seq = answer[1]
             previous = self._previous.pop(seq, 0)
             if self._waits:
                 self._count_waits(answer, previous)
-            self._note_ready(answer.finished, now)
+            self._note_ready(answer[5], now)
         self.batches += 1
         self.waits.add(now - self._entered)
         self._end_call(now, "transport", seq)
@@ -249,14 +249,15 @@ class EpochCounters:
             delivers: it will be handed out.
             counters: the worker's.
         """
+        # By their places, which is several times as fast as by their names.
+        seq, started, finished, collated = answer[1], answer[4], answer[5], answer[12]
         previous = self._finished.get(worker, 0)
-        self._finished[worker] = answer.finished
-        sent = self._sent.pop(answer.seq, answer.started)
+        self._finished[worker] = finished
+        sent = self._sent.pop(seq, started)
         counters.answered(answer, sent if previous else 0)
         if delivers:
-            self._previous[answer.seq] = previous
-            started, collated, finished = answer.started, answer.collated, answer.finished
-            self._keep(answer.seq, collated - started, finished - collated)
+            self._previous[seq] = previous
+            self._keep(seq, collated - started, finished - collated)
         if self.observer is not None:
             self.observer.answered(self.epoch, worker, self.pid_of(worker), answer)
 
@@ -269,7 +270,7 @@ class EpochCounters:
 
     def _count_waits(self, answer: Answer, previous: int) -> None:
         """Count what the waits of this call were lost to; what is not counted here goes to the transport."""
-        started, collated, finished = answer.started, answer.collated, answer.finished
+        started, finished, collated = answer[4], answer[5], answer[12]
         total = finished - started or 1
         for cause, began, ended in self._waits:
             left = ended - began
@@ -285,8 +286,8 @@ class EpochCounters:
                 continue
             loading = _overlap(began, ended, started, collated) + busy * (collated - started) // total
             new_memory = 0
-            if answer.new_memory:
-                share = min(1.0, answer.new_memory / total)
+            if answer[13]:
+                share = min(1.0, answer[13] / total)
                 packing = _overlap(began, ended, collated, finished) + busy * (finished - collated) // total
                 new_memory = round((loading + packing) * share)
                 loading -= round(loading * share)
