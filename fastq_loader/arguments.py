@@ -95,7 +95,7 @@ def check_workers(loader: DataLoader[Any], kind: WorkerKind) -> None:
         raise RuntimeError(f"workers={kind} needs {missing}")
     if number > WORKERS:
         raise ValueError(f"num_workers={number} is too many: use at most {WORKERS}")
-    if kind.max_restarts and is_iterable(loader):
+    if is_iterable(loader) and kind.restarts(iterable=True):
         raise ValueError(
             f"{kind} cannot be kept with an IterableDataset: a new worker would read its part from the "
             "beginning. Use max_restarts=0, or a dataset with __getitem__"

@@ -207,7 +207,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             in_order=self.in_order,
             dynamic=arguments.is_dynamic(self),
             window=arguments.window(self),
-            restarts=kind.max_restarts,
+            restarts=kind.restarts(arguments.is_iterable(self)),
             timeout=self.timeout,
             persistent=self.persistent_workers,
             context=self.multiprocessing_context,

@@ -108,7 +108,9 @@ class RemoteBackend(WorkerBackend):
 
     def stacks(self, worker: int) -> str:
         tie = self._ties.get(worker)
-        if tie is None or tie.place is None or not (report := self._report(tie.place, _STACKS)):
+        if tie is None or tie.place is None:
+            return "  (it has found no room on another machine yet)"
+        if not (report := self._report(tie.place, _STACKS)):
             return "  (nobody on another machine says so)"
         return f"  (pid {report['pid']} on {tie.place.node})\n{report['text']}"
 

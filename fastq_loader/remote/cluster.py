@@ -5,6 +5,10 @@ some machine, and one of a machine's actors, the starter, runs the host there. W
 that of an actor whose machine answers and has a host that listens. A machine that is in doubt gives no place
 until it has answered again; one that does not is written off. As many actors are there as places are wanted:
 for one that is gone another one is made, and waits until some machine has room.
+
+Other loaders want room in the same cluster. `share` says how many actors this pool may have. What it has
+above that it gives back, when the workers there have answered their tasks. An actor that waits for room is
+left, because an autoscaler sees it, and is ended if it finds room above the share.
 """
 
 from __future__ import annotations
@@ -14,6 +18,9 @@ from dataclasses import dataclass, field
 
 #: Actors made one after the other that may fail, before any host listens again, until no more are made.
 TRIES = 3
+#: Ticks after which a machine that was asked whether it is there is done without, and until it is said that
+#: workers wait for room.
+SILENT, ROOMLESS = 5, 30
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,27 @@ class Lose:
     why: str
 
 
-Instruction = Create | Ask | StartHost | Kill | Give | Lose
+@dataclass(frozen=True)
+class Return:
+    """A place is to be given back when its worker has answered its tasks."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Complain:
+    """The epoch has waited for room for long: tell the user.
+
+    Attributes:
+        have: workers that have a place.
+        want: workers that there are.
+    """
+
+    have: int
+    want: int
+
+
+Instruction = Create | Ask | StartHost | Kill | Give | Lose | Return | Complain
 
 
 @dataclass
@@ -84,6 +111,7 @@ class _Machine:
         starter: the actor that runs its host, or None.
         port: where the host listens; None as long as that is not known.
         in_doubt: it was asked whether it is there, and has not answered.
+        silent: ticks since then.
     """
 
     address: str
@@ -92,12 +120,21 @@ class _Machine:
     starter: int | None = None
     port: int | None = None
     in_doubt: bool = False
+    silent: int = 0
 
 
 class Cluster:
-    """The actors of one pool."""
+    """The actors of one pool.
 
-    def __init__(self) -> None:
+    Args:
+        flexible: workers may leave and come in an epoch, and few do the work of many; else all are needed.
+    """
+
+    def __init__(self, flexible: bool = True) -> None:
+        self._flexible = flexible
+        self._share = 1 << 30  # actors that this pool may have
+        self._returning: set[int] = set()  # actors whose places are to be given back
+        self._roomless = 0  # ticks in which the epoch waited for room
         self._made = 0
         self._home: dict[int, _Machine | None] = {}  # actor → where it is; None: it waits for room
         self._machines: dict[str, _Machine] = {}
@@ -109,8 +146,18 @@ class Cluster:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether a machine has not answered yet; see `silence`."""
+        """Whether a machine has not answered yet; see `tick`."""
         return any(machine.in_doubt for machine in self._machines.values())
+
+    @property
+    def have(self) -> int:
+        """Actors that have found room."""
+        return len(self._home) - list(self._home.values()).count(None)
+
+    @property
+    def want(self) -> int:
+        """Places that are wanted or held."""
+        return len(self._held) + len(self._wanted)
 
     @property
     def hopeless(self) -> bool:
@@ -132,6 +179,7 @@ class Cluster:
         if actor is None:
             return []
         del self._held[actor]
+        self._returning.discard(actor)
         machine = self._home[actor]
         if not why or machine is None or machine.port is None:
             return self._serve()
@@ -151,7 +199,8 @@ class Cluster:
             machine.starter = actor
         elif not answered:
             return self._serve()
-        return [StartHost(machine.starter)]
+        starter = machine.starter
+        return self._trim() + ([StartHost(starter)] if starter in self._home else [])
 
     def listens(self, actor: int, port: int) -> list[Instruction]:
         """The host that an actor runs listens, or still does."""
@@ -177,12 +226,19 @@ class Cluster:
         self._why = why
         return self.lost(actor, why)
 
-    def silence(self) -> list[Instruction]:
-        """Machines in doubt had time enough to answer: do without them."""
-        silent = [actor for actor, machine in self._home.items() if machine is not None and machine.in_doubt]
-        return [
-            instruction for actor in silent for instruction in self.lost(actor, "its machine does not answer")
-        ]
+    def tick(self) -> list[Instruction]:
+        """A second has passed. Machines in doubt that had time enough to answer are done without."""
+        found: list[Instruction] = []
+        for machine in self._machines.values():
+            machine.silent = machine.silent + 1 if machine.in_doubt else 0
+        for actor, home in list(self._home.items()):
+            if home is not None and home.silent >= SILENT:
+                found += self.lost(actor, "its machine does not answer")
+        waits = self._wanted and not (self._flexible and self._held)
+        self._roomless = self._roomless + 1 if waits else 0
+        if self._roomless == ROOMLESS:
+            found.append(Complain(len(self._held), self.want))
+        return found
 
     def lost(self, actor: int, why: str) -> list[Instruction]:
         """An actor did not answer when it was asked where it is."""
@@ -194,6 +250,7 @@ class Cluster:
         if actor not in self._home:
             return []
         machine = self._home.pop(actor)
+        self._returning.discard(actor)
         found: list[Instruction] = []
         if actor in self._held:
             found.append(Lose(self._held.pop(actor), why))
@@ -220,8 +277,45 @@ class Cluster:
     def _doubt(self, machine: _Machine, asked: int | None) -> list[Instruction]:
         """Give nothing of a machine until it has answered."""
         assert asked is not None, "a machine whose host listened has a starter"
+        machine.silent = machine.silent if machine.in_doubt else 0
         machine.in_doubt, machine.port = True, None
         return [Ask(asked)]
+
+    # ---- what others want -----------------------------------------------------------------------
+
+    def share(self, actors: int) -> list[Instruction]:
+        """This pool may have so many actors, because other loaders want some, too, or do not any more."""
+        if not self._flexible:
+            return []
+        self._share = actors
+        found = self._serve()
+        returned = [actor for actor in reversed(self._held) if self._spare(actor)]
+        for actor in returned[: max(0, self.have - actors - len(self._returning))]:
+            self._returning.add(actor)
+            found.append(Return(self._held[actor]))
+        return found
+
+    def _spare(self, actor: int) -> bool:
+        """Whether nobody else needs an actor: no host of others would end with it."""
+        machine = self._home[actor]
+        return (
+            machine is not None
+            and not machine.in_doubt
+            and actor not in self._returning
+            and (machine.starter != actor or len(machine.actors) == 1)
+        )
+
+    def _trim(self) -> list[Instruction]:
+        """End actors without a worker that are more than this pool may have."""
+        found: list[Instruction] = []
+        while self.have > self._share:
+            idle = [actor for actor in self._home if actor not in self._held and self._spare(actor)]
+            if not idle:
+                break
+            machine = self._home.pop(idle[-1])
+            assert machine is not None, "it is somewhere"
+            found += [Kill(idle[-1]), *self._leave(machine, idle[-1])]
+        return found
 
     # ---- what can be given ----------------------------------------------------------------------
 
@@ -229,8 +323,8 @@ class Cluster:
         return machine is not None and machine.port is not None and not machine.in_doubt
 
     def _serve(self) -> list[Instruction]:
-        """Give what there is, and make actors for what there is not."""
-        found: list[Instruction] = []
+        """Give what there is, and make actors for what there is not, up to this pool's share."""
+        found = self._trim()
         free = [actor for actor, machine in self._home.items() if self._open(machine)]
         for actor in [actor for actor in free if actor not in self._held][: len(self._wanted)]:
             machine = self._home[actor]
@@ -243,7 +337,7 @@ class Cluster:
                 found += [Lose(number, self._why) for number in self._wanted]
                 self._wanted.clear()
         else:
-            while len(self._home) < len(self._held) + len(self._wanted):
+            while len(self._home) < min(self.want, self._share):
                 self._home[self._made] = None
                 found.append(Create(self._made))
                 self._made += 1

@@ -56,11 +56,13 @@ class Place(NamedTuple):
         number: no other place of the pool has it.
         address: of the host there.
         node: what that machine is called.
+        environment: variables for the worker, see `Request`.
     """
 
     number: int
     address: Address
     node: str
+    environment: dict[str, str] = {}  # noqa: RUF012 - nobody writes to it
 
 
 class NoPlace(NamedTuple):
@@ -74,6 +76,19 @@ class NoPlace(NamedTuple):
 
     number: int
     why: str
+
+
+class Recall(NamedTuple):
+    """A place is needed elsewhere: the stand-in answers its tasks, and waits for another one. No far worker
+    is lost by it. Where that would make a difference to a batch it does nothing.
+
+    Attributes:
+        number: see `Place`.
+        why: says nothing.
+    """
+
+    number: int
+    why: str = ""
 
 
 class Waiting(NamedTuple):

@@ -211,6 +211,7 @@ class Serving:
         for sock in [self._listener, *others, *(guest.sock for guest in self._guests.values())]:
             sock.close()  # it would keep the connection open
         self._workers, self._guests = {request.number: mine}, {}
+        os.environ.update(request.environment)
         far_worker.main(connection, self._spec, request, self._stacks.write_end)
 
     def _bury(self, number: int, worker: _Worker) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: The oldest Ray that is tried.
 RAY = (2, 52)
+#: Machines of a cluster come and go, so the number is high; who dies again and again comes to an end.
+_RESTARTS = 100
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,10 @@ class RayWorkers(WorkerKind):
     dataset, the epoch waits for it, because nobody else may. Batches, their order and their bits are those of
     workers on this machine with the same `schedule`.
 
+    Several loaders that use a cluster, the ranks of a job or one for training and one for validation, divide
+    its CPUs: who has more than its part gives the rest back when another one waits. That takes some seconds,
+    and is so for workers that take CPUs only. Workers of "round_robin" keep what they have.
+
     Ray that was initialised before is used as it is. Otherwise `address` or the variable RAY_ADDRESS says
     which cluster is joined. Without either a Ray of this machine's own is used. What was joined or started
     stays until this process ends, or calls `ray.shutdown()`.
@@ -65,8 +71,8 @@ class RayWorkers(WorkerKind):
     Args:
         num_cpus: CPUs that each worker takes; may be a fraction. With 0 nothing limits how many share a
             machine.
-        num_gpus: GPUs that each worker takes; a whole number, or a fraction below 1. All workers of a machine
-            see those of the first that was placed there.
+        num_gpus: GPUs that each worker takes; a whole number, or a fraction below 1. A worker sees its
+            own and no others.
         resources: other resources of the cluster's that each takes, by name.
         strategy: how machines are chosen: "SPREAD", "DEFAULT" (packed), or an object of
             `ray.util.scheduling_strategies`.
@@ -76,8 +82,9 @@ class RayWorkers(WorkerKind):
         tls: a folder with `cert.pem`, `key.pem` and `ca.pem` on every machine, at the same path: connections
             are encrypted, and both sides show a certificate; one core moves 0.6 GB/s so, and else 2.5. With
             None both sides prove by the pool's token who they are, and nothing is encrypted.
-        max_restarts: workers that may die in an iteration and be replaced, as in `Processes`. An iterable
-            dataset needs 0: a new worker would read its part from the beginning.
+        max_restarts: workers that may die in an iteration and be replaced, as in `Processes`. None is 100,
+            and with an iterable dataset 0, which is all that goes with it: a new worker would read its part
+            from the beginning.
 
     Raises:
         TypeError, ValueError: an argument, with its name, its value and what it may be. A loader with such
@@ -94,7 +101,7 @@ class RayWorkers(WorkerKind):
     address: str | None = None
     ports: tuple[int, int] | None = None
     tls: str | os.PathLike[str] | None = None
-    max_restarts: int = 100
+    max_restarts: int | None = None
 
     def __post_init__(self) -> None:
         self._check_amounts()
@@ -106,7 +113,13 @@ class RayWorkers(WorkerKind):
             self._check_ports(self.ports)
         if self.tls is not None and not isinstance(self.tls, str | os.PathLike):
             self._refuse(TypeError, "tls", "must be the path of a folder, or None")
-        super().__post_init__()
+        if self.max_restarts is not None:
+            self._check(self.max_restarts)
+
+    def restarts(self, iterable: bool) -> int:
+        if self.max_restarts is None:
+            return 0 if iterable else _RESTARTS
+        return self.max_restarts
 
     def _refuse(self, error: type[Exception], name: str, text: str) -> NoReturn:
         raise error(f"RayWorkers({name}={getattr(self, name)!r}): {name} {text}")
@@ -177,7 +190,7 @@ class RayWorkers(WorkerKind):
         from fastq_loader.remote.backend import RemoteBackend
         from fastq_loader.remote.ray_placement import RayPlacement
 
-        return RemoteBackend(plan, RayPlacement(self), self._encryption())
+        return RemoteBackend(plan, RayPlacement(self, plan.shared_tasks), self._encryption())
 
     def _encryption(self) -> Tls | None:
         if self.tls is None:

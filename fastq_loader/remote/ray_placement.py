@@ -1,8 +1,8 @@
 """Ray finds the machines: an actor for each worker, and a host on each machine that has some.
 
 Runs in the consumer, on a thread of its own: what Ray reports comes on a thread of Ray's that must not wait,
-so it is queued, and calls to Ray may take a while. What is done about it is decided in `cluster`. `_seat`
-makes what runs in the process of an actor. Ray is imported only here, and only when a pool starts.
+so it is queued, and calls to Ray may take a while. What is done about it is decided in `cluster`; `seat` is
+what runs in the process of an actor. Ray is imported only here, and only when a pool starts.
 
 An actor holds room for a worker. It does so in a method that never returns: an error of that says within
 milliseconds that the actor is gone. Ray does not start it again (`max_restarts=0`): nobody here would know.
@@ -16,29 +16,47 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import logging
+import os
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from fastq_loader.remote.cluster import Ask, Cluster, Create, Give, Instruction, Kill, Lose, StartHost
-from fastq_loader.remote.control import NoPlace, Place
+from fastq_loader.remote.cluster import (
+    ROOMLESS,
+    Ask,
+    Cluster,
+    Complain,
+    Create,
+    Give,
+    Instruction,
+    Kill,
+    Lose,
+    Return,
+    StartHost,
+)
+from fastq_loader.remote.control import NoPlace, Place, Recall
 from fastq_loader.remote.link import Address
 from fastq_loader.remote.placement import Placement, Ready
+from fastq_loader.remote.seat import seat_class
+from fastq_loader.remote.shares import shares_actor
 
 if TYPE_CHECKING:
     from fastq_loader.remote.options import RayWorkers
 
-#: Seconds without any news after which a machine that was asked whether it is there is done without. As many
-#: as a connection takes to notice.
-_SILENCE = 5.0
+#: Seconds between two ticks of `Cluster`, and ticks until others hear again what this pool wants and has.
+_TICK, _REPORT = 1.0, 2
 #: Seconds that hosts have to end, when all their workers have ended before.
 _END = 2.0
 #: What an actor does at the same time: stay, say where it is, and start a host, which may take minutes.
 _METHODS = 4
 #: Characters of what Ray says.
 _LONGEST = 300
+
+_log = logging.getLogger("fastq_loader")
 
 Event = Callable[[], list[Instruction]]
 
@@ -48,15 +66,21 @@ class RayPlacement(Placement):
 
     Args:
         options: what the user said.
+        flexible: see `Cluster`.
     """
 
-    def __init__(self, options: RayWorkers) -> None:
+    def __init__(self, options: RayWorkers, flexible: bool = True) -> None:
         self._options = options
         self._ray: Any = None
         self._seat: Any = None  # makes actors
         self._spec: Any = None  # a reference to what hosts are told
-        self._cluster = Cluster()
+        self._name = os.urandom(8).hex()  # among all loaders that use the cluster
+        self._shares: Any = None  # the actor that knows them
+        self._reporting = False  # it has not answered yet
+        self._ticks = 0
+        self._cluster = Cluster(flexible)
         self._actors: dict[int, Any] = {}
+        self._devices: dict[int, dict[str, str]] = {}  # actor → variables that say which are its own
         self._starters: set[int] = set()  # actors that have, or had, a host
         self._unwatched: set[int] = set()  # actors whose end would not be noticed
         self._asked: dict[int, Ready] = {}  # by the number of the place
@@ -73,7 +97,7 @@ class RayPlacement(Placement):
         if not ray.is_initialized():
             ray.init(address=self._options.address)
         options = self._options
-        self._seat = ray.remote(_seat()).options(
+        self._seat = ray.remote(seat_class()).options(
             num_cpus=options.num_cpus,
             num_gpus=options.num_gpus,
             resources=dict(options.resources),
@@ -118,25 +142,36 @@ class RayPlacement(Placement):
             for actor in self._actors.values():
                 self._ray.kill(actor)
         self._actors.clear()
-        self._spec = self._seat = None
+        self._spec = self._seat = self._shares = None
 
     # ---- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        due = time.monotonic() + _TICK
         while True:
             try:
-                event = self._events.get(timeout=_SILENCE if self._cluster.in_doubt else None)
+                event = self._events.get(timeout=max(0.0, due - time.monotonic()))
             except Empty:
-                event = self._cluster.silence
+                event, due = self._tick, time.monotonic() + _TICK
             if event is None:
                 return
             for instruction in event():
                 self._carry_out(instruction)
 
+    def _tick(self) -> list[Instruction]:
+        self._ticks += 1
+        if self._ticks % _REPORT == 0:
+            self._report()
+        return self._cluster.tick()
+
     def _carry_out(self, instruction: Instruction) -> None:
         match instruction:
-            case Give(number, _, address, port, node):
-                self._say(Place(number, Address(address, port), node))
+            case Give(number, actor, address, port, node):
+                self._say(Place(number, Address(address, port), node, self._devices[actor]))
+            case Return(number):
+                self._say(Recall(number))
+            case Complain(have, want):
+                self._complain(have, want)
             case Lose(number, why):
                 self._deaths[number] = why
                 self._say(NoPlace(number, why))
@@ -152,7 +187,7 @@ class RayPlacement(Placement):
                 except Exception as error:
                     self._events.put(partial(self._cluster.failed, actor, _text(error)))
 
-    def _say(self, found: Place | NoPlace) -> None:
+    def _say(self, found: Place | NoPlace | Recall) -> None:
         ready = self._asked.get(found.number)
         if ready is not None:  # it was not given back meanwhile
             ready(found)
@@ -184,7 +219,8 @@ class RayPlacement(Placement):
         error = future.exception()
         if error is None:
             if method == "where":
-                return self._cluster.placed(actor, *future.result())
+                node, address, self._devices[actor] = future.result()
+                return self._cluster.placed(actor, node, address)
             return self._cluster.listens(actor, future.result())
         exceptions = self._ray.exceptions
         if isinstance(error, exceptions.ActorUnavailableError):
@@ -198,6 +234,50 @@ class RayPlacement(Placement):
             return self._cluster.gone(actor, _text(error))
         return self._cluster.failed(actor, _text(error))
 
+    # ---- others who use the cluster -------------------------------------------------------------
+
+    def _report(self) -> None:
+        """Say what this pool wants and has; what it may have becomes an event."""
+        options = self._options
+        divided = options.num_cpus and not options.num_gpus and not options.resources
+        if self._reporting or not divided or not self._ray.is_initialized():
+            return
+        try:
+            if self._shares is None:
+                self._shares = shares_actor(self._ray)
+            said = self._name, self._cluster.want, self._cluster.have, options.num_cpus
+            reference = self._shares.report.remote(*said)
+        except Exception:  # its node is gone, perhaps; it is made again
+            self._shares = None
+            return
+        self._reporting = True
+        reference.future().add_done_callback(lambda future: self._events.put(partial(self._shared, future)))
+
+    def _shared(self, future: Any) -> list[Instruction]:
+        self._reporting = False
+        if future.exception() is not None:  # it has ended with the loader that had made it
+            self._shares = None
+            return []
+        return self._cluster.share(future.result())
+
+    def _complain(self, have: int, want: int) -> None:
+        if not self._ray.is_initialized():
+            return
+        options = self._options
+        takes = {"CPU": options.num_cpus, "GPU": options.num_gpus, **options.resources}
+        free, there = self._ray.available_resources(), self._ray.cluster_resources()
+        room = ", ".join(
+            f"{amount:g} {name} ({free.get(name, 0):g} of {there.get(name, 0):g} are free)"
+            for name, amount in takes.items()
+            if amount
+        )
+        _log.warning(
+            "%d of %d workers have room in the Ray cluster at %s, and the epoch has waited for more for %d "
+            "seconds. Each takes %s, on one machine. Add machines, end what uses them, or ask for less "
+            "(num_workers, num_cpus).",
+            *(have, want, self._ray.get_runtime_context().gcs_address, ROOMLESS * _TICK, room or "nothing"),
+        )
+
 
 def _text(error: BaseException) -> str:
     """What Ray says of an error, without what it says of itself and of errors in general."""
@@ -205,53 +285,3 @@ def _text(error: BaseException) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
     telling = [line for line in lines if line.startswith(("The actor is dead", "The actor died because"))]
     return (telling or lines)[-1].rstrip(". ")[:_LONGEST]
-
-
-def _seat() -> type:
-    """The class of an actor. Made in here, it is pickled as it stands, so that an actor that starts no host
-    needs neither this package nor torch."""
-
-    class Seat:
-        def __init__(self) -> None:
-            import threading
-
-            self.starting = threading.Lock()
-            self.host: Any = None
-            self.port = 0
-
-        def where(self) -> tuple[str, str]:
-            ray: Any = importlib.import_module("ray")
-            return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-
-        def stay(self) -> None:
-            import threading
-
-            threading.Event().wait()
-
-        def listen(self, spec: bytes, ports: list[int]) -> int:
-            import importlib.util
-            import sys
-            import types
-
-            if "fastq_loader" not in sys.modules:
-                found = importlib.util.find_spec("fastq_loader")
-                if found is None:
-                    raise ModuleNotFoundError("fastq-loader[ray] is not installed on this machine")
-                # The package itself imports torch, and an actor needs none of it.
-                package = sys.modules["fastq_loader"] = types.ModuleType("fastq_loader")
-                package.__path__ = list(found.submodule_search_locations or ())
-            from fastq_loader.remote.host_process import Host
-
-            with self.starting:
-                if self.host is None or not self.host.alive:
-                    self.end()
-                    self.host = Host(spec, self.where()[1], ports)
-                    self.port = self.host.address().port
-                return self.port
-
-        def end(self) -> None:
-            host, self.host = self.host, None
-            if host is not None:
-                host.close()
-
-    return Seat

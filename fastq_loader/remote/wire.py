@@ -80,6 +80,7 @@ class Request(NamedTuple):
         worker: the worker's number in the pool.
         base_seed, shared_seed: of its generators, and of datapipe graphs.
         versions: of what has to be the same on both sides, by name.
+        environment: variables for the worker, which say what devices it may use.
     """
 
     number: int
@@ -88,6 +89,7 @@ class Request(NamedTuple):
     base_seed: int = 0
     shared_seed: int | None = None
     versions: dict[str, str] = {}  # noqa: RUF012 - nobody writes to it
+    environment: dict[str, str] = {}  # noqa: RUF012 - nobody writes to it
 
     def pack(self) -> bytes:
         packed: bytes = msgpack.packb(tuple(self))
@@ -105,8 +107,9 @@ def read_request(packed: bytes) -> Request:
     except (ValueError, TypeError, msgpack.UnpackException):
         raise Refused("a request that cannot be read") from None
     numbers = request.number, request.worker, request.base_seed, request.shared_seed or 0
-    named = isinstance(request.versions, dict) and all(
-        isinstance(text, str) for item in request.versions.items() for text in item
+    named = all(
+        isinstance(texts, dict) and all(isinstance(text, str) for item in texts.items() for text in item)
+        for texts in (request.versions, request.environment)
     )
     if type(request.asks) is not bool or not named or any(type(n) is not int or n < 0 for n in numbers):
         raise Refused("a request that cannot be read")

@@ -22,18 +22,26 @@ class WorkerKind(ABC):
     Attributes:
         short_form: the string that stands for this kind as it is made without arguments, if there is one.
         here: whether they take CPUs of this machine.
-        max_restarts: workers that may die in an iteration and be replaced.
+        max_restarts: workers that may die in an iteration and be replaced; None is the kind's own number.
     """
 
     short_form: ClassVar[str | None] = None
     here: ClassVar[bool] = True
-    max_restarts: int = 0
+    max_restarts: int | None
 
     def __post_init__(self) -> None:
-        if not is_int(self.max_restarts):
+        self._check(self.max_restarts)
+
+    def _check(self, restarts: Any) -> None:
+        if not is_int(restarts):
             raise TypeError(f"{self}: max_restarts must be a number of workers")
-        if self.max_restarts < 0:
+        if restarts < 0:
             raise ValueError(f"{self}: max_restarts must not be negative: use 0 for none")
+
+    def restarts(self, iterable: bool) -> int:
+        """How many workers may be replaced, with an iterable dataset or another one."""
+        assert self.max_restarts is not None, "it was checked"
+        return self.max_restarts
 
     def missing(self) -> str:
         """What this system lacks for such workers, and what to install; "" if nothing."""

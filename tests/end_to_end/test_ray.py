@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -243,7 +244,7 @@ def test_hosts_that_do_not_start_are_an_error(cluster: Nodes) -> None:
 # ---- several consumers, and their ends ----------------------------------------------------------------
 
 RANK = """
-import torch, warnings
+import os, time, warnings
 from torch.utils.data import DistributedSampler
 from fastq_loader import DataLoader, RayWorkers
 from tests.end_to_end.test_ray import plain
@@ -253,22 +254,35 @@ warnings.simplefilter("ignore")
 dataset = Made(plain, 203)
 sampler = DistributedSampler(dataset, 2, {rank}, shuffle=True, drop_last=False)
 loader = DataLoader(
-    dataset, 4, sampler=sampler, num_workers=2, schedule="dynamic", persistent_workers=True,
+    dataset, 4, sampler=sampler, num_workers=4, schedule="dynamic", persistent_workers=True,
     workers=RayWorkers(address={address!r}),
 )
 for epoch in range(2):
     sampler.set_epoch(epoch)
-    print(sorted(index for _, [indices] in loader for index in indices.tolist()), flush=True)
+    found = []
+    for number, (_, [indices]) in enumerate(loader):
+        found += indices.tolist()
+        if number == 5 and epoch == {rank} == 0:  # it has all CPUs, and waits for the other one, as ranks do
+            print("has begun", flush=True)
+            while not os.path.exists({go!r}):
+                time.sleep(0.01)
+    print(sorted(found), flush=True)
 loader.close()
 """
 
 
-def test_two_ranks_share_a_cluster(cluster: Nodes) -> None:
-    cluster.resize(2, 2)
-    scripts = [running_script(RANK.format(rank=rank, address=cluster.address)) for rank in range(2)]
-    results = [script.finish(120) for script in scripts]
+def test_a_rank_that_comes_later_gets_its_part_of_the_cpus(cluster: Nodes, tmp_path: Path) -> None:
+    cluster.resize(4)
+    go, address = tmp_path / "go", cluster.address
+    with running_script(RANK.format(rank=0, address=address, go=str(go))) as first:
+        first.wait_for("has begun", 60)
+        assert wait_until(lambda: len(hosts_and_workers()[1]) == 4, 60)
+        with running_script(RANK.format(rank=1, address=address, go=str(go))) as second:
+            second.wait_for("[", 100)  # an epoch, while the first one is in the middle of its own
+            go.touch()
+            results = [first.finish(100), second.finish(100)]
     assert [result.returncode for result in results] == [0, 0], results
-    for mine, others in zip(*(result.stdout.splitlines() for result in results), strict=True):
+    for mine, others in zip(*(result.stdout.splitlines()[-2:] for result in results), strict=True):
         assert sorted({*eval(mine), *eval(others)}) == list(range(203))
         assert len(eval(mine)) == len(eval(others)) == 102
 
@@ -331,7 +345,7 @@ for epoch in range(2):
 
 
 def test_without_a_cluster_one_is_started_on_this_machine_and_ends_with_the_program() -> None:
-    with running_script(LOCAL, env={"RAY_ADDRESS": "", "RAY_TMPDIR": "/tmp"}) as script:
+    with running_script(LOCAL, env={"RAY_ADDRESS": "local", "RAY_TMPDIR": "/tmp"}) as script:
         result = script.finish(100)
     assert result.returncode == 0, result.stderr
     batches = [list(range(first, first + 4)) for first in range(0, 40, 4)]

@@ -63,7 +63,7 @@ def test_one_that_found_no_place_says_why(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_stacks_come_with_the_process_and_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = backend(monkeypatch, {"alive": True, "text": "in dawdle", "pid": 9})
-    assert "nobody on another machine" in pool.stacks(0)
+    assert "it has found no room on another machine yet" in pool.stacks(0)
     pipe: Any = None
     pool._ties[0] = Tie(pipe, PLACE)
     assert pool.stacks(0) == "  (pid 9 on node-2)\nin dawdle"

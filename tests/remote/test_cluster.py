@@ -7,14 +7,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fastq_loader.remote.cluster import (
+    ROOMLESS,
+    SILENT,
     TRIES,
     Ask,
     Cluster,
+    Complain,
     Create,
     Give,
     Instruction,
     Kill,
     Lose,
+    Return,
     StartHost,
 )
 
@@ -23,6 +27,10 @@ MACHINES = ["aaaa", "bbbb", "cccc"]
 
 def found(instructions: list[Instruction], kind: type) -> list[Instruction]:
     return [instruction for instruction in instructions if isinstance(instruction, kind)]
+
+
+def ticks(cluster: Cluster, number: int) -> list[Instruction]:
+    return [instruction for _ in range(number) for instruction in cluster.tick()]
 
 
 def up(cluster: Cluster, places: dict[int, str]) -> None:
@@ -87,7 +95,8 @@ def test_a_machine_that_does_not_answer_is_written_off() -> None:
     up(cluster, {0: "a", 1: "a", 2: "b"})
     cluster.release(0, "the connection broke")
     cluster.acquire(3)
-    instructions = cluster.silence()
+    assert not ticks(cluster, SILENT - 1)
+    instructions = cluster.tick()
     assert set(found(instructions, Kill)) == {Kill(0), Kill(1)}
     assert found(instructions, Lose) == [Lose(1, "its machine does not answer")]
     assert found(instructions, Create) == [Create(3)]
@@ -174,7 +183,7 @@ def test_machines_that_die_are_no_failures() -> None:
     up(cluster, dict(enumerate("abcde")))
     for number in range(5):
         cluster.release(number, "the connection broke")
-        cluster.silence()
+        ticks(cluster, SILENT)
         assert found(cluster.acquire(5 + number), Create)
 
 
@@ -197,6 +206,65 @@ def test_a_machine_that_works_is_waited_for_where_others_fail() -> None:
     assert [give.number for give in found(cluster.release(0, ""), Give)] == [1]  # type: ignore[union-attr]
 
 
+# ---- others want room ------------------------------------------------------------------------------
+
+
+def test_what_is_more_than_the_share_is_given_back_and_not_made_again() -> None:
+    cluster = Cluster()
+    up(cluster, {0: "a", 1: "a", 2: "a", 3: "b"})
+    assert (cluster.have, cluster.want) == (4, 4)
+    assert cluster.share(2) == [Return(3), Return(2)]
+    assert cluster.share(2) == [], "it was asked for before"
+    assert cluster.release(3, "") == [Kill(3)]
+    assert cluster.acquire(4) == []
+    assert cluster.release(2, "") == [Kill(2)]
+    assert cluster.acquire(5) == []
+    assert (cluster.have, cluster.want) == (2, 4)
+    assert cluster.share(4) == [Create(4), Create(5)]
+
+
+def test_the_actor_that_runs_a_host_for_others_is_kept() -> None:
+    cluster = Cluster()
+    up(cluster, {0: "a", 1: "a"})
+    assert cluster.release(0, "") == []
+    assert cluster.share(1) == [Return(1)], "the idle one runs its host"
+    assert cluster.release(1, "") == [Kill(1)]
+
+
+def test_an_actor_that_waits_for_room_is_left_until_it_finds_it() -> None:
+    cluster = Cluster()
+    up(cluster, {0: "a"})
+    cluster.acquire(1)
+    assert cluster.share(1) == []
+    assert Kill(1) in cluster.placed(1, "b", "10.0.0.b")
+    assert cluster.have == 1
+
+
+def test_a_pool_that_needs_all_its_workers_gives_none_back() -> None:
+    cluster = Cluster(flexible=False)
+    up(cluster, {0: "a", 1: "a"})
+    assert cluster.share(1) == []
+
+
+@pytest.mark.parametrize(("flexible", "held"), [(True, 0), (False, 0), (False, 1)])
+def test_an_epoch_that_waits_for_room_says_so_once(flexible: bool, held: int) -> None:
+    cluster = Cluster(flexible)
+    up(cluster, dict.fromkeys(range(held), "a"))
+    cluster.acquire(held)
+    assert not ticks(cluster, ROOMLESS - 1)
+    assert ticks(cluster, ROOMLESS) == [Complain(held, held + 1)]
+    cluster.placed(held, "a", "10.0.0.a")
+    cluster.listens(held, 7)
+    assert not ticks(cluster, 2 * ROOMLESS)
+
+
+def test_an_epoch_that_goes_on_with_fewer_workers_says_nothing() -> None:
+    cluster = Cluster()
+    up(cluster, {0: "a"})
+    cluster.acquire(1)
+    assert not ticks(cluster, 2 * ROOMLESS)
+
+
 class Ray(RuleBasedStateMachine):
     """Any answers, in any order; and in the end everything works."""
 
@@ -210,6 +278,7 @@ class Ray(RuleBasedStateMachine):
         self.alive: set[int] = set()
         self.node: dict[int, str] = {}
         self.calls: list[Ask | Create | StartHost] = []
+        self.share = 100
         self.doubted: set[str] = set()  # machines that have not answered since
 
     def do(self, instructions: list[Instruction]) -> None:
@@ -229,6 +298,12 @@ class Ray(RuleBasedStateMachine):
                 self.lost.add(instruction.number)
             elif isinstance(instruction, Kill):
                 self.alive.discard(instruction.actor)
+            elif isinstance(instruction, Return):
+                assert instruction.number in self.given
+                assert self.cluster.have > self.share
+            elif isinstance(instruction, Complain):
+                assert self.wanted
+                assert not self.given
             else:
                 if isinstance(instruction, Create):
                     self.alive.add(instruction.actor)
@@ -249,9 +324,11 @@ class Ray(RuleBasedStateMachine):
         actor = self.given.pop(number, None)
         self.wanted.discard(number)
         self.lost.discard(number)
-        if actor is not None and why:
+        instructions = self.cluster.release(number, why)
+        machine = None if actor is None else self.cluster._home.get(actor)
+        if actor is not None and machine is not None and machine.in_doubt:  # else its host is being started
             self.doubted.add(self.node[actor])
-        self.do(self.cluster.release(number, why))
+        self.do(instructions)
 
     def answer(self, call: Ask | Create | StartHost, node: str) -> None:
         self.calls.remove(call)
@@ -286,17 +363,24 @@ class Ray(RuleBasedStateMachine):
             self.doubted.add(self.node[actor])
         self.do(self.cluster.unsure(actor))
 
+    @rule(share=st.integers(1, 5))
+    def share_with_others(self, share: int) -> None:
+        self.share = share
+        self.do(self.cluster.share(share))
+
     @rule()
     def fall_silent(self) -> None:
-        self.do(self.cluster.silence())
+        self.do(ticks(self.cluster, SILENT))
         assert not self.cluster.in_doubt
 
     @invariant()
     def there_is_an_actor_for_each_place(self) -> None:
-        assert self.cluster.hopeless or len(self.alive) >= len(self.given) + len(self.wanted)
+        wanted = min(self.share, len(self.given) + len(self.wanted))
+        assert self.cluster.hopeless or len(self.alive) >= wanted
 
     def teardown(self) -> None:
-        """Ray reaches everybody, and there is room: who waits gets a place."""
+        """Ray reaches everybody, there is room, and nobody else wants it: who waits gets a place."""
+        self.do(self.cluster.share(100))
         while self.calls:
             self.answer(self.calls[0], MACHINES[0])
         assert self.cluster.hopeless or not self.wanted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import importlib
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -16,7 +15,7 @@ from fastq_loader.remote import ray_placement
 from fastq_loader.remote.control import NoPlace, Place
 from fastq_loader.remote.link import Address
 from fastq_loader.remote.ray_placement import RayPlacement
-from tests.conftest import run_script, wait_until
+from tests.conftest import wait_until
 
 SECONDS = 10  # against hanging
 
@@ -109,7 +108,7 @@ class Ray:
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     played = Ray()
     monkeypatch.setattr(importlib, "import_module", lambda name: {"ray": played}[name])
-    monkeypatch.setattr(ray_placement, "_SILENCE", 1000)
+    monkeypatch.setattr(ray_placement, "_TICK", 1000)
     return played
 
 
@@ -159,10 +158,14 @@ def test_a_place_is_found_once_an_actor_has_room_and_its_host_listens(
 ) -> None:
     found = acquire(placement, 3)
     actor = ray.actor(0)
-    actor.where.answer(("f" * 56, "10.0.0.7"))
+    actor.where.answer(("f" * 56, "10.0.0.7", {"CUDA_VISIBLE_DEVICES": "1"}))
     actor.listen.answer(4711)
     assert wait_until(lambda: bool(found), SECONDS)
-    assert found == [Place(3, Address("10.0.0.7", 4711), "10.0.0.7 (Ray's node ffffffffffff)")]
+    assert found == [
+        Place(
+            3, Address("10.0.0.7", 4711), "10.0.0.7 (Ray's node ffffffffffff)", {"CUDA_VISIBLE_DEVICES": "1"}
+        )
+    ]
     assert actor.listen.given == [(b"spec", [5, 6])]
     assert placement.death(3) == ""
     placement.close()
@@ -173,7 +176,7 @@ def test_a_place_is_found_once_an_actor_has_room_and_its_host_listens(
 def test_an_actor_that_dies_takes_its_place_along(ray: Ray, placement: RayPlacement) -> None:
     found = acquire(placement, 3)
     actor = ray.actor(0)
-    actor.where.answer(("f", "10.0.0.7"))
+    actor.where.answer(("f", "10.0.0.7", {}))
     actor.listen.answer(4711)
     text = "The actor died.\n\tclass_name: Seat\nThe actor is dead because x. Some common causes include: (1)"
     actor.stay.answer(ActorDiedError(text))
@@ -187,11 +190,11 @@ def test_an_actor_that_dies_takes_its_place_along(ray: Ray, placement: RayPlacem
 def test_a_machine_that_answers_goes_on(ray: Ray, placement: RayPlacement) -> None:
     acquire(placement, 3)
     actor = ray.actor(0)
-    actor.where.answer(("f", "10.0.0.7"))
+    actor.where.answer(("f", "10.0.0.7", {}))
     actor.listen.answer(4711)
     placement.release(3, "the worker was killed")
     found = acquire(placement, 4)
-    actor.where.answer(("f", "10.0.0.7"))
+    actor.where.answer(("f", "10.0.0.7", {}))
     actor.listen.answer(4711)
     assert wait_until(lambda: bool(found), SECONDS)
     assert len(actor.stay.calls) == 1, "its end is noticed once"
@@ -200,10 +203,10 @@ def test_a_machine_that_answers_goes_on(ray: Ray, placement: RayPlacement) -> No
 def test_an_actor_that_is_not_reached_is_asked_and_watched_again(ray: Ray, placement: RayPlacement) -> None:
     found = acquire(placement, 3)
     actor = ray.actor(0)
-    actor.where.answer(("f", "10.0.0.7"))
+    actor.where.answer(("f", "10.0.0.7", {}))
     actor.listen.answer(4711)
     actor.stay.answer(ActorUnavailableError("for now"))
-    actor.where.answer(("f", "10.0.0.7"))
+    actor.where.answer(("f", "10.0.0.7", {}))
     actor.listen.answer(4711)
     assert wait_until(lambda: len(actor.stay.calls) == 2, SECONDS)
     assert len(found) == 1
@@ -219,7 +222,7 @@ def test_a_place_that_was_given_back_is_not_spoken_of(ray: Ray, placement: RayPl
     actor = ray.actor(0)
     placement.release(3, "")
     other = acquire(placement, 4)
-    actor.where.answer(("f", "10.0.0.7"))
+    actor.where.answer(("f", "10.0.0.7", {}))
     actor.listen.answer(4711)
     assert wait_until(lambda: bool(other), SECONDS)
     assert not found
@@ -230,7 +233,7 @@ def test_where_no_host_starts_whoever_waits_hears_why(ray: Ray, placement: RayPl
     found = acquire(placement, 3)
     for number in range(3):
         actor = ray.actor(number)
-        actor.where.answer(("f", "10.0.0.7"))
+        actor.where.answer(("f", "10.0.0.7", {}))
         actor.listen.answer(OSError("Traceback\nOSError: no torch there"))
     assert wait_until(lambda: bool(found), SECONDS)
     assert found == [NoPlace(3, "OSError: no torch there")]
@@ -246,24 +249,25 @@ def test_an_actor_that_cannot_be_made_is_a_failure(ray: Ray, placement: RayPlace
     assert found == [NoPlace(3, str(error))]
 
 
-def test_a_machine_that_keeps_silent_is_done_without(
-    ray: Ray, placement: RayPlacement, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray_placement, "_SILENCE", 0.01)
+def test_a_machine_that_keeps_silent_is_done_without(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_placement, "_TICK", 0.01)
+    placement = RayPlacement(RayWorkers(num_cpus=0))
+    placement.start(b"spec")
     acquire(placement, 3)
     actor = ray.actor(0)
-    actor.where.answer(("f", "10.0.0.7"))
+    actor.where.answer(("f", "10.0.0.7", {}))
     actor.listen.answer(4711)
     placement.release(3, "the connection broke")
     acquire(placement, 4)
     assert ray.actor(1)
-    assert ray.killed == [actor]
+    placement.close()
+    assert actor in ray.killed
 
 
 def test_ray_that_was_shut_down_is_not_started_again(ray: Ray, placement: RayPlacement) -> None:
     first = acquire(placement, 3)
     actor = ray.actor(0)
-    actor.where.answer(("f", "10.0.0.7"))
+    actor.where.answer(("f", "10.0.0.7", {}))
     assert wait_until(lambda: bool(actor.listen.calls), SECONDS)
     ray.running = False
     actor.listen.answer(OSError("it was killed"))
@@ -274,7 +278,7 @@ def test_ray_that_was_shut_down_is_not_started_again(ray: Ray, placement: RayPla
 
 def test_a_close_after_ray_was_shut_down_does_not_start_it(ray: Ray, placement: RayPlacement) -> None:
     found = acquire(placement, 3)
-    ray.actor(0).where.answer(("f", "10.0.0.7"))
+    ray.actor(0).where.answer(("f", "10.0.0.7", {}))
     ray.actor(0).listen.answer(4711)
     assert wait_until(lambda: bool(found), SECONDS)
     ray.running = False
@@ -293,17 +297,3 @@ def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch:
     placement.close()
     assert not ray.actors
     assert not exits
-
-
-@pytest.mark.processes
-def test_an_actor_needs_neither_this_package_nor_torch() -> None:
-    cloudpickle = pytest.importorskip("cloudpickle")
-    sent = base64.b64encode(cloudpickle.dumps(ray_placement._seat()))
-    result = run_script(
-        f"""
-        import base64, pickle, sys
-        pickle.loads(base64.b64decode({sent!r}))().end()
-        print(sorted({{"fastq_loader", "torch", "ray"}} & set(sys.modules)))
-        """
-    )
-    assert result[:3] == (0, "[]\n", "")
