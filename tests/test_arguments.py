@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, ToDevice, arguments
+from fastq_loader import DataLoader, Dynamic, Processes, RayWorkers, RoundRobin, ToDevice, arguments
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
 from tests.support.datasets import Stream
@@ -134,3 +134,13 @@ def test_a_device_on_the_host_needs_no_session() -> None:
     made = loader(device=ToDevice("cpu", transform=abs))
     assert made._device_session() is None
     assert [batch.item() for batch in made] == [0, 1, 2, 3]
+
+
+def test_a_stream_goes_with_the_default_of_ray_and_not_with_another_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RayWorkers, "missing", lambda self: "")
+    made = loader(dataset=STREAM, num_workers=2, workers="ray")
+    assert made._plan().restarts == 0
+    with pytest.raises(ValueError, match="cannot be kept with an IterableDataset"):
+        loader(dataset=STREAM, num_workers=2, workers=RayWorkers(max_restarts=1))

@@ -1,7 +1,7 @@
 """A TCP connection between two machines that carries frames, once both sides have shown the pool's token.
 
 Runs on both sides, and imports neither torch nor numpy. A side that falls silent is noticed here: where
-nothing comes back for five seconds, the kernel ends the connection.
+nothing comes back for four seconds, the kernel ends the connection.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PATIENCE = 10.0
 #: The kernel asks a side that has said nothing for a second whether it is there, once a second.
 _ASK_AFTER, _ASK_EVERY, _ASKS = 1, 1, 4
 #: Milliseconds that bytes may wait for an acknowledgement. Those of the consumer's side are few, and the
-#: other system takes them as soon as they come. A worker's wait while the consumer's job is stopped, by
-#: Ctrl-Z perhaps.
-NOTICED_HERE, NOTICED_THERE = 5_000, 60_000
+#: other system takes them as soon as they come. The kernel looks once a second, so a cable that is pulled is
+#: noticed within five. A worker's wait while the consumer's job is stopped, by Ctrl-Z perhaps.
+NOTICED_HERE, NOTICED_THERE = 4_000, 60_000
 #: Seconds that a host has to say whom it has refused.
 REFUSED = 0.5
 #: Buffers of one call; Linux takes 1024.

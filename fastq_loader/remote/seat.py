@@ -5,7 +5,11 @@ Runs in the process of the actor. One that starts no host needs neither this pac
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import os
+import sys
+import threading
+import types
 from typing import Any
 
 
@@ -14,15 +18,11 @@ def seat_class() -> type:
 
     class Seat:
         def __init__(self) -> None:
-            import threading
-
             self.starting = threading.Lock()
             self.host: Any = None
             self.port = 0
 
         def where(self) -> tuple[str, str, dict[str, str]]:
-            import os
-
             ray: Any = importlib.import_module("ray")
             # Ray says so in this process alone: CUDA_VISIBLE_DEVICES, and what others have in its place.
             devices = {
@@ -33,15 +33,9 @@ def seat_class() -> type:
             return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), devices
 
         def stay(self) -> None:
-            import threading
-
             threading.Event().wait()
 
         def listen(self, spec: bytes, ports: list[int]) -> int:
-            import importlib.util
-            import sys
-            import types
-
             if "fastq_loader" not in sys.modules:
                 found = importlib.util.find_spec("fastq_loader")
                 if found is None:

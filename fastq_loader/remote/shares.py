@@ -8,6 +8,7 @@ and hears what it may have. Who is not heard any more is forgotten, so nobody ha
 from __future__ import annotations
 
 import importlib
+import time
 from typing import Any
 
 #: The name of the actor, and the namespace that it is in.
@@ -29,8 +30,6 @@ def shares_class() -> type:
 
             All get the same number, as far as they want so many and the CPUs suffice, and at least one.
             """
-            import time
-
             now = time.monotonic()
             self.loaders[loader] = now, want, have, cpus
             self.loaders = {name: said for name, said in self.loaders.items() if now - said[0] < self.forget}

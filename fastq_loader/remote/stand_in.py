@@ -145,8 +145,7 @@ class StandIn:
                 self._report(Leaving(self._see_off()))
                 return
             ready: list[object] = []
-            if self._recalled and not self._due:
-                self._lose("")
+            self._leave()
             try:
                 self._forward()
                 ready = self._wait()
@@ -341,6 +340,13 @@ class StandIn:
         if had_one:
             self._unsent = [] if self._epoch is None else [self._epoch]
         self._report(Waiting(why))
+
+    def _leave(self) -> None:
+        """Leave a place that is needed elsewhere, when no task was sent there that is not answered."""
+        if self._recalled and not self._due:
+            assert self._link is not None, "else it would be lost already"
+            self._link.close()
+            self._lose("")
 
     def _die(self, why: str) -> NoReturn:
         self._report(Dying(why))

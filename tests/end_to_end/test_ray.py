@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, RayWorkers, WorkerDied, WorkerReplaced
 from tests.conftest import running_script, wait_until
+from tests.support.certificates import AVAILABLE, make_tls
 from tests.support.datasets import Made, MapDataset, Stream, assert_same
 from tests.support.loaders import seed_all
 from tests.support.ray_cluster import Nodes, actors, hosts_and_workers, nothing_left, remote_processes
@@ -75,8 +76,10 @@ def epochs(stops: tuple[int | None, ...], *given: Any, **options: Any) -> list[A
     return [*found, torch.rand(1)]
 
 
-@SCHEDULES
-@pytest.mark.parametrize(("nodes", "number"), [((2,), 1), ((2, 1), 3), ((3, 3, 2), 8)])
+@pytest.mark.parametrize(
+    ("nodes", "number", "schedule"),
+    [((2,), 1, "dynamic"), ((2, 1), 3, "round_robin"), ((3, 3, 2), 8, "dynamic")],
+)
 def test_batches_are_those_of_local_workers(
     cluster: Nodes, nodes: tuple[int, ...], number: int, schedule: str
 ) -> None:
@@ -95,7 +98,30 @@ def test_epochs_of_persistent_workers_and_of_streams_too(cluster: Nodes, schedul
     assert_same(here, epochs(stops, MapDataset("large", 50), "ray", 3, **options))
     stream = Stream("large", [9, 2, 5])
     here = epochs(stops, stream, "processes", 3, **options)
-    assert_same(here, epochs(stops, stream, RayWorkers(max_restarts=0), 3, **options))
+    assert_same(here, epochs(stops, stream, "ray", 3, **options))
+
+
+def device(index: int) -> str:
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def test_each_worker_sees_the_gpu_of_its_own_actor(cluster: Nodes) -> None:
+    cluster.resize()
+    cluster.add(2, gpus=2)  # there is none: Ray believes what it is told
+    workers = RayWorkers(num_gpus=1)
+    with loader(Made(device, 8), workers, 2, collate_fn=list, schedule="round_robin") as made:
+        assert list(made) == [["0"] * 4, ["1"] * 4] or list(made) == [["1"] * 4, ["0"] * 4]
+    cluster.resize()
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="needs the program openssl")
+def test_batches_come_encrypted_too(cluster: Nodes, tmp_path: Path) -> None:
+    cluster.resize(2)
+    for made, name in zip(make_tls(tmp_path), ("cert.pem", "key.pem", "ca.pem"), strict=True):
+        Path(made).rename(tmp_path / name)
+    dataset = Made(drawn, 40)
+    here = epochs((None,), dataset, "processes", 2, schedule="dynamic")
+    assert_same(here, epochs((None,), dataset, RayWorkers(tls=tmp_path), 2, schedule="dynamic"))
 
 
 # ---- what dies ------------------------------------------------------------------------------------

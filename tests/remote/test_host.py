@@ -36,6 +36,8 @@ def slow(index: int) -> int:
 
 class Asked:
     def __getitem__(self, index: Any) -> Any:
+        if index == "CUDA_VISIBLE_DEVICES":
+            return "devices: " + os.environ[index]
         return slow(index) if index == "slow" else index
 
 
@@ -174,3 +176,13 @@ def test_with_it_its_workers_end(address: Address) -> None:
         connection.close()
         host.close()
         assert not host.alive
+
+
+def test_a_worker_has_the_variables_that_its_stand_in_says(address: Address) -> None:
+    request = Request(6, False, versions=versions(), environment={"CUDA_VISIBLE_DEVICES": "3"})
+    connection, _ = link.connect(address, TOKEN, request, wire.WELCOME, wire.MESSAGE)
+    tell(connection, Epoch(1, None), Task(1, 0, 0, "CUDA_VISIBLE_DEVICES", (), ()))
+    frame = connection.receive()
+    assert frame is not None
+    assert b"devices: 3" in frame.payload
+    connection.close()

@@ -90,7 +90,7 @@ def test_each_side_notices_a_silent_other_one(served: Served) -> None:
     connection, _ = link.connect(address, TOKEN, REQUEST, wire.WELCOME)
     tcp = socket.IPPROTO_TCP
     options = (socket.TCP_NODELAY, socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPCNT)
-    assert [connection._socket.getsockopt(tcp, option) for option in options] == [1, 5000, 1, 4]
+    assert [connection._socket.getsockopt(tcp, option) for option in options] == [1, 4000, 1, 4]
     assert connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert connection._socket.gettimeout() is None
     connection.close()

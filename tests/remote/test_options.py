@@ -175,3 +175,9 @@ def test_a_loader_starts_nothing_before_it_is_iterated() -> None:
     before = len(LocalHosts.made)
     DataLoader(range(3), num_workers=1, workers=far())  # type: ignore[arg-type]
     assert len(LocalHosts.made) == before
+
+
+def test_ray_replaces_workers_by_default_but_for_a_stream() -> None:
+    assert RayWorkers().restarts(iterable=False) == 100
+    assert RayWorkers().restarts(iterable=True) == 0
+    assert RayWorkers(max_restarts=3).restarts(iterable=True) == 3

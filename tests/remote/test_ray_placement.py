@@ -12,7 +12,7 @@ import pytest
 
 from fastq_loader import RayWorkers
 from fastq_loader.remote import ray_placement
-from fastq_loader.remote.control import NoPlace, Place
+from fastq_loader.remote.control import NoPlace, Place, Recall
 from fastq_loader.remote.link import Address
 from fastq_loader.remote.ray_placement import RayPlacement
 from tests.conftest import wait_until
@@ -297,3 +297,69 @@ def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch:
     placement.close()
     assert not ray.actors
     assert not exits
+
+
+class Shares:
+    """The actor that divides the cluster's CPUs."""
+
+    def __init__(self) -> None:
+        self.report = Method()
+
+
+@pytest.fixture
+def shares(monkeypatch: pytest.MonkeyPatch) -> list[Shares]:
+    made: list[Shares] = []
+    monkeypatch.setattr(ray_placement, "shares_actor", lambda ray: made.append(Shares()) or made[-1])
+    monkeypatch.setattr(ray_placement, "_TICK", 0.01)
+    return made
+
+
+def test_what_a_pool_wants_is_reported_and_what_it_may_have_is_heard(ray: Ray, shares: list[Shares]) -> None:
+    placement = RayPlacement(RayWorkers(num_cpus=2))
+    placement.start(b"spec")
+    acquire(placement, 1)
+    found = acquire(placement, 2)
+    for number in range(2):
+        ray.actor(number).where.answer(("f", "10.0.0.7", {}))
+    ray.actor(0).listen.answer(4711)
+    assert wait_until(lambda: bool(found) and bool(shares), SECONDS)
+    for _ in range(2):  # what was said before both were there
+        shares[0].report.answer(2)
+    assert wait_until(lambda: len(shares[0].report.given) == 3, SECONDS)
+    name, *said = shares[0].report.given[-1]
+    assert said == [2, 2, 2]
+    shares[0].report.answer(1)
+    assert wait_until(lambda: len(found) == 2, SECONDS)
+    assert found[1] == Recall(2)
+    shares[0].report.answer(ActorDiedError("with its loader"))
+    assert wait_until(lambda: len(shares) == 2, SECONDS), "it is made again"
+    assert shares[1].report.given[0][0] == name
+    placement.close()
+
+
+@pytest.mark.parametrize("given", [{"num_cpus": 0}, {"num_gpus": 1}, {"resources": {"decoder": 1}}])
+def test_what_is_no_matter_of_cpus_alone_is_not_divided(
+    ray: Ray, shares: list[Shares], given: dict[str, Any]
+) -> None:
+    placement = RayPlacement(RayWorkers(**given))
+    placement.start(b"spec")
+    assert wait_until(lambda: placement._ticks > 5, SECONDS)
+    placement.close()
+    assert not shares
+
+
+def test_who_waits_for_room_for_long_is_told_what_there_is(
+    ray: Ray, shares: list[Shares], caplog: pytest.LogCaptureFixture
+) -> None:
+    ray.available_resources = lambda: {"CPU": 1.0}  # type: ignore[attr-defined]
+    ray.cluster_resources = lambda: {"CPU": 8.0}  # type: ignore[attr-defined]
+    context = SimpleNamespace(gcs_address="10.0.0.1:6379")
+    ray.get_runtime_context = lambda: context  # type: ignore[attr-defined]
+    placement = RayPlacement(RayWorkers(num_cpus=2))
+    placement.start(b"spec")
+    acquire(placement, 1)
+    assert wait_until(lambda: bool(caplog.records), SECONDS)
+    placement.close()
+    [record] = caplog.records
+    assert "0 of 1 workers have room in the Ray cluster at 10.0.0.1:6379" in record.getMessage()
+    assert "Each takes 2 CPU (1 of 8 are free)" in record.getMessage()

@@ -50,8 +50,8 @@ class Nodes:
         for number in missing:
             self.add(number)
 
-    def add(self, cpus: int) -> None:
-        self.nodes[self._cluster.add_node(num_cpus=cpus)] = cpus
+    def add(self, cpus: int, gpus: int = 0) -> None:
+        self.nodes[self._cluster.add_node(num_cpus=cpus, num_gpus=gpus)] = cpus
 
     def remove(self, node: Any) -> None:
         """Pull its plug: nothing there ends in an orderly way."""
