@@ -215,6 +215,8 @@ def test_what_is_more_than_the_share_is_given_back_and_not_made_again() -> None:
     assert (cluster.have, cluster.want) == (4, 4)
     assert cluster.share(2) == [Return(3), Return(2)]
     assert cluster.share(2) == [], "it was asked for before"
+    assert cluster.share(1) == [Return(1)]
+    assert cluster.share(2) == []
     assert cluster.release(3, "") == [Kill(3)]
     assert cluster.acquire(4) == []
     assert cluster.release(2, "") == [Kill(2)]

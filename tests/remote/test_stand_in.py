@@ -389,6 +389,8 @@ def test_a_place_that_is_needed_elsewhere_is_left_when_the_tasks_are_answered(sc
     assert not scene.stand_in._recalled
     scene.pipe.send(Recall(4))
     scene.stand_in._take_place()
+    scene.stand_in._leave()
+    assert scene.stand_in._link is not None, "a task is there"
     scene.answer(answer(0, outcome=ENDED, handle=None))
     scene.stand_in._leave()
     assert scene.said() == [Waiting()]
