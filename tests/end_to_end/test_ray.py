@@ -77,8 +77,7 @@ def epochs(stops: tuple[int | None, ...], *given: Any, **options: Any) -> list[A
 
 
 @pytest.mark.parametrize(
-    ("nodes", "number", "schedule"),
-    [((2,), 1, "dynamic"), ((2, 1), 3, "round_robin"), ((3, 3, 2), 8, "dynamic")],
+    ("nodes", "number", "schedule"), [((2, 2), 4, "dynamic"), ((2, 1), 3, "round_robin")]
 )
 def test_batches_are_those_of_local_workers(
     cluster: Nodes, nodes: tuple[int, ...], number: int, schedule: str
@@ -110,7 +109,7 @@ def test_each_worker_sees_the_gpu_of_its_own_actor(cluster: Nodes) -> None:
     cluster.add(2, gpus=2)  # there is none: Ray believes what it is told
     workers = RayWorkers(num_gpus=1)
     with loader(Made(device, 8), workers, 2, collate_fn=list, schedule="round_robin") as made:
-        assert list(made) == [["0"] * 4, ["1"] * 4] or list(made) == [["1"] * 4, ["0"] * 4]
+        assert sorted(made) == [["0"] * 4, ["1"] * 4]
     cluster.resize()
 
 
@@ -147,45 +146,6 @@ CRIMES: list[Callable[[Nodes, random.Random], None]] = [
 ]
 
 
-@pytest.mark.timeout(1800)  # for all runs; each has its own
-def test_batches_are_the_same_whatever_dies(cluster: Nodes, pytestconfig: pytest.Config) -> None:
-    first = pytestconfig.getoption("--ray-seed")
-    first = random.randrange(10**6) if first is None else first
-    for seed in range(first, first + pytestconfig.getoption("--ray-runs")):
-        print(f"--ray-seed {seed}", flush=True)
-        try:
-            run(cluster, seed)
-        except Exception as error:
-            raise AssertionError(f"to run it again: --ray-runs 1 --ray-seed {seed}") from error
-
-
-def run(cluster: Nodes, seed: int) -> None:
-    """An epoch of some loader, and up to three crimes at random moments of it."""
-    chance = random.Random(seed)
-    nodes, schedule = chance.randint(1, 3), chance.choice(["dynamic", "round_robin"])
-    # Each worker of "round_robin" has batches of its own, and so all need a place.
-    number = chance.randint(1, 8 if schedule == "dynamic" else min(8, 3 * nodes))
-    # A new worker of "round_robin" begins its random numbers anew, as a local one does.
-    dataset = Made(drawn if schedule == "dynamic" else plain, 4 * chance.randint(30, 120))
-    moments = {
-        chance.randrange(len(dataset) // 4): chance.choice(CRIMES) for _ in range(chance.randint(0, 3))
-    }
-    cluster.resize(*[3] * nodes)
-    here = epochs((None,), dataset, "processes", 2 if schedule == "dynamic" else number, schedule=schedule)
-    seed_all(5)
-    found = []
-    with (
-        loader(dataset, "ray", number, schedule=schedule) as made,
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore", WorkerReplaced)
-        for at, batch in enumerate(made):
-            found.append(batch)
-            if at in moments:
-                moments[at](cluster, chance)
-    assert_same(here, [*found, torch.rand(1)], f"{nodes} nodes, {number} workers, {schedule}, {moments}")
-
-
 @pytest.mark.parametrize("crime", CRIMES[1:4], ids=["worker", "host", "actor"])
 def test_a_warning_names_the_node_and_the_process(
     cluster: Nodes, crime: Callable[[Nodes, random.Random], None]
@@ -214,17 +174,6 @@ def test_statistics_say_where_workers_were_after_they_have_ended(cluster: Nodes)
     assert len({*nodes}) == 2
     assert found.wire_bytes > found.bytes
     assert found.refused_connections == 0, "whoever connects to its own host is let in"
-
-
-def test_where_all_nodes_are_lost_it_is_said_at_the_head_of_the_line(cluster: Nodes) -> None:
-    cluster.resize(2)
-    with loader(Made(plain, 4000), RayWorkers(max_restarts=0), 2, schedule="dynamic", shuffle=False) as made:
-        batches = iter(made)
-        next(batches)
-        cluster.resize()
-        with pytest.raises(WorkerDied, match=r"was lost with its process on .*Ray's node") as caught:
-            list(batches)
-    assert "before it answered batch" in str(caught.value)
 
 
 def test_a_node_that_joins_gets_work_in_the_same_epoch(cluster: Nodes) -> None:
@@ -377,3 +326,57 @@ def test_without_a_cluster_one_is_started_on_this_machine_and_ends_with_the_prog
     batches = [list(range(first, first + 4)) for first in range(0, 40, 4)]
     assert result.stdout == f"{batches}\n" * 2
     assert not result.left
+
+
+# ---- nodes die: in the end, because Ray places actors on them for a quarter of a minute ----------------
+
+
+def test_where_all_nodes_are_lost_it_is_said_at_the_head_of_the_line(cluster: Nodes) -> None:
+    cluster.resize(2)
+    with loader(Made(plain, 4000), RayWorkers(max_restarts=0), 2, schedule="dynamic", shuffle=False) as made:
+        batches = iter(made)
+        next(batches)
+        for node in list(cluster.nodes):
+            cluster.remove(node)
+        with pytest.raises(WorkerDied, match=r"was lost with its process on .*Ray's node") as caught:
+            list(batches)
+    assert "before it answered batch" in str(caught.value)
+
+
+@pytest.mark.timeout(1800)  # for all runs; each has its own
+def test_batches_are_the_same_whatever_dies(cluster: Nodes, pytestconfig: pytest.Config) -> None:
+    first = pytestconfig.getoption("--ray-seed")
+    first = random.randrange(10**6) if first is None else first
+    for seed in range(first, first + pytestconfig.getoption("--ray-runs")):
+        print(f"--ray-seed {seed}", flush=True)
+        try:
+            run(cluster, seed)
+        except Exception as error:
+            raise AssertionError(f"to run it again: --ray-runs 1 --ray-seed {seed}") from error
+
+
+def run(cluster: Nodes, seed: int) -> None:
+    """An epoch of some loader, and up to three crimes at random moments of it."""
+    chance = random.Random(seed)
+    nodes, schedule = chance.randint(1, 3), chance.choice(["dynamic", "round_robin"])
+    # Each worker of "round_robin" has batches of its own, and so all need a place.
+    number = chance.randint(1, 8 if schedule == "dynamic" else min(8, 3 * nodes))
+    # A new worker of "round_robin" begins its random numbers anew, as a local one does.
+    dataset = Made(drawn if schedule == "dynamic" else plain, 4 * chance.randint(30, 120))
+    moments = {
+        chance.randrange(len(dataset) // 4): chance.choice(CRIMES) for _ in range(chance.randint(0, 3))
+    }
+    cluster.resize(*[3] * nodes)
+    here = epochs((None,), dataset, "processes", 2 if schedule == "dynamic" else number, schedule=schedule)
+    seed_all(5)
+    found = []
+    with (
+        loader(dataset, "ray", number, schedule=schedule) as made,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", WorkerReplaced)
+        for at, batch in enumerate(made):
+            found.append(batch)
+            if at in moments:
+                moments[at](cluster, chance)
+    assert_same(here, [*found, torch.rand(1)], f"{nodes} nodes, {number} workers, {schedule}, {moments}")

@@ -45,8 +45,9 @@ class Nodes:
         for node, number in list(self.nodes.items()):
             if number in missing:
                 missing.remove(number)
-            else:
-                self.remove(node)
+            else:  # in an orderly way: Ray knows at once, and places nothing there
+                self._cluster.remove_node(node, allow_graceful=True)
+                del self.nodes[node]
         for number in missing:
             self.add(number)
 
