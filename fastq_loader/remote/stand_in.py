@@ -300,7 +300,7 @@ class StandIn:
             self._stopping = True
             return
         if isinstance(place, Recall):
-            mine = self._link is not None and place.number == self._number
+            mine = self._link is not None and self._place is not None and place.number == self._place.number
             self._recalled = mine and self._told.shared_tasks
             return
         if isinstance(place, NoPlace):

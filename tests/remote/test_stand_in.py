@@ -382,7 +382,7 @@ def test_one_whose_consumer_is_gone_leaves_without_a_word(assigned: Scene) -> No
 
 
 def test_a_place_that_is_needed_elsewhere_is_left_when_the_tasks_are_answered(scene: Scene) -> None:
-    scene.stand_in._number = 4
+    scene.stand_in._place = Place(4, Address("127.0.0.1", 7), "node-1")
     scene.tell(EPOCH, task(0), task(1))
     scene.pipe.send(Recall(3))  # another one
     scene.stand_in._take_place()
@@ -402,7 +402,7 @@ def test_a_place_that_is_needed_elsewhere_is_left_when_the_tasks_are_answered(sc
 
 
 def test_a_place_is_kept_where_others_could_not_do_its_tasks(assigned: Scene) -> None:
-    assigned.stand_in._number = 4
+    assigned.stand_in._place = Place(4, Address("127.0.0.1", 7), "node-1")
     assigned.pipe.send(Recall(4))
     assigned.stand_in._take_place()
     assigned.stand_in._leave()
