@@ -166,7 +166,7 @@ def test_a_warning_names_the_node_and_the_process(
 
 def test_statistics_say_where_workers_were_after_they_have_ended(cluster: Nodes) -> None:
     cluster.resize(2, 1)
-    with loader(Made(drawn, 70), "ray", 3, schedule="dynamic") as made:
+    with loader(Made(drawn, 70), "ray", 3, schedule="round_robin") as made:  # it needs all three
         list(made)
     found = made.statistics()
     nodes = [worker.node or "" for worker in found.workers]
