@@ -34,7 +34,7 @@ from bench.workloads.slow import naps
 from fastq_loader import RayWorkers
 
 AXIS = "cluster"
-LOOPBACK, TURN = "loopback", "turn"
+LOOPBACK, LOOPBACK_2, TURN = "loopback", "loopback_2", "turn"
 LINKED = {"links_large": "large_u8", "links_small": "bytes_524288"}
 WORK = {"work_10": 10.0, "work_1": 1.0, "work_0.1": 0.1}
 """Case → milliseconds that a batch takes."""
@@ -52,7 +52,10 @@ LABELS = {
     BARE: "bare recv_into",
 }
 
-LOOPBACK_WORKERS, WORKERS = 2, 4
+LOOPBACKS = {LOOPBACK: 1, LOOPBACK_2: 2}
+"""Case → workers. One has a core for each end of its connection, where a machine has two; with more, making
+the batches competes with moving them."""
+WORKERS = 4
 NODES = LINKS = 2
 CPUS = 3 * WORKERS
 """Of each node: the lanes that are alive at once do not compete for them, and each node could have all."""
@@ -142,7 +145,8 @@ def cases(options: Namespace, folder: Path) -> Iterator[Case]:
     """All of the axis."""
     large = find_workload("large_u8")
     around = (LOCAL, BARE, REMOTE, ACTORS, ARRAYS, DATA)
-    yield _of_ray(LOOPBACK, large, LOOPBACK_WORKERS, options, folder, around)
+    for name, workers in LOOPBACKS.items():
+        yield _of_ray(name, large, workers, options, folder, around)
     for name, batches in LINKED.items():
         yield _over_links(name, find_workload(batches), options, folder)
     for name, milliseconds in WORK.items():

@@ -77,8 +77,15 @@ def decide(seen: Sequence[Seen], cpus: float, most: float, prefetch: int) -> int
     bound = int(min(most, most_workers(costs, cpus)))
     candidates = {0, *numbers(bound, cpus), *(epoch.workers for epoch in seen if epoch.workers <= most)}
 
-    def expected(workers: int, costs: Costs) -> float:
+    def expected(workers: int, costs: Costs, cpus: float = cpus) -> float:
         return seconds_per_batch(costs, Setting(workers, prefetch, dynamic=True), cpus)
+
+    def guessed(workers: int) -> float:
+        # The more workers wait for a CPU, the more of it they seem to need. So of fewer it is not believed
+        # that CPUs limit them, too: half as many would load half as much.
+        limit = cpus if workers >= now else math.inf
+        wrong = {each: took / expected(each, costs, limit) for each, took in known.items() if each}
+        return expected(workers, costs, limit) * _nearest(workers, wrong)
 
     measured: dict[int, list[float]] = {}
     for epoch in seen:  # with the step as it is now
@@ -88,11 +95,7 @@ def decide(seen: Sequence[Seen], cpus: float, most: float, prefetch: int) -> int
             change = expected(epoch.workers, then) / expected(epoch.workers, epoch.costs)
         measured.setdefault(epoch.workers, []).append(epoch.seconds * change)
     known = {workers: fmean(each) for workers, each in measured.items()}
-    wrong = {workers: each / expected(workers, costs) for workers, each in known.items() if workers}
-    seconds = {
-        workers: known.get(workers) or expected(workers, costs) * _nearest(workers, wrong)
-        for workers in candidates
-    }
+    seconds = {workers: known.get(workers) or guessed(workers) for workers in candidates}
     least = min(seconds.values())
     fewest = min(workers for workers in candidates if seconds[workers] <= least * (1 + NOISE))
     if fewest > now and seconds.get(now, math.inf) <= least * (1 + _GAIN):

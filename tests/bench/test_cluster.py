@@ -21,7 +21,18 @@ from bench.peers import cluster as peers
 from bench.peers.cluster import FastqElsewhere
 from bench.timing import cluster, links
 from bench.timing.bare_tcp import HERE, BareLane, Spot
-from bench.timing.cluster import BARE, LABELS, LINKED, LOCAL, LOOPBACK, REMOTE, TURN, WORK, TurnLane
+from bench.timing.cluster import (
+    BARE,
+    LABELS,
+    LINKED,
+    LOCAL,
+    LOOPBACK,
+    LOOPBACKS,
+    REMOTE,
+    TURN,
+    WORK,
+    TurnLane,
+)
 from bench.timing.rounds import Case, measure
 from bench.timing.shared import Shared
 from bench.workloads.slow import naps
@@ -33,7 +44,6 @@ SETTINGS = LoaderSettings(2, "fork")
 @pytest.fixture
 def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Case]]:
     """Those of the axis, small, by name."""
-    monkeypatch.setattr(cluster, "LOOPBACK_WORKERS", 2)
     monkeypatch.setattr(cluster, "WORKERS", 2)
     monkeypatch.setattr(cluster, "LINKED_SECONDS", 1)
 
@@ -57,7 +67,7 @@ def failures(found: CaseRows) -> dict[str, str | None]:
 
 def test_cases_are_of_ours_only(cases: Callable[..., dict[str, Case]]) -> None:
     assert cases("--peers torch") == {}
-    assert list(cases()) == [LOOPBACK, *LINKED, *WORK, TURN]
+    assert list(cases()) == [*LOOPBACKS, *LINKED, *WORK, TURN]
 
 
 def test_without_ray_the_reason_stands_in_place_of_figures(

@@ -70,6 +70,16 @@ def test_from_the_third_epoch_on_the_number_is_near_the_best_and_stays(
     assert len(set(chosen[2:])) == 1, "equals do not take turns"
 
 
+@pytest.mark.parametrize("load_cpu", [0.05, 0.1, 0.2, 0.5])
+@pytest.mark.parametrize("as_modelled", [True, False])
+def test_workers_that_wait_for_cpus_are_not_halved_for_that(load_cpu: float, as_modelled: bool) -> None:
+    waiting = replace(WAITING, load_cpu=load_cpu)
+    seen = Seen(32, seconds(waiting if as_modelled else WAITING, 32, 2.0), waiting)
+    assert decide([seen], 2.0, 64, 2) >= 32
+    idle = Seen(32, 0.1, replace(WAITING, load_cpu=0.2, step=0.1))
+    assert decide([idle], 2.0, 64, 2) == 1, "the step limits, whatever the CPUs do"
+
+
 @pytest.mark.parametrize(
     ("costs", "expected"),
     [
