@@ -119,16 +119,22 @@ class Limits:
 
 
 def most_workers(costs: Costs, cpus: float) -> int:
-    """The most workers that can be of use: as many as keep the CPUs busy."""
+    """The most workers that can be of use: as many as keep the CPUs busy, rounded up to what is tried. It
+    would rather be too few: the time that a load waits for a CPU counts as time that it uses one."""
     waiting = math.ceil(cpus / max(costs.load_cpu, _IDLE_SHARE))
-    return max(1, min(waiting, max(_MOST_WAITING, math.ceil(cpus))))
+    most = max(1, min(waiting, max(_MOST_WAITING, math.ceil(cpus))))
+    return next(number for number in _steps(cpus) if number >= most)
 
 
 def numbers(most: float, cpus: float) -> list[int]:
     """Numbers of workers to try: from 4 on each is a third or a half more than the one before. As many as
     there are CPUs is one of them."""
+    return [number for number in _steps(cpus) if number <= most]
+
+
+def _steps(cpus: float) -> list[int]:
     steps = {*range(1, 5), *(base << shift for base in (2, 3) for shift in range(1, 12)), math.ceil(cpus)}
-    return sorted(number for number in steps if number <= most)
+    return sorted(steps)
 
 
 class Search:

@@ -87,6 +87,7 @@ def test_as_many_workers_may_be_tried_as_keep_the_cpus_busy(load_cpu: float, cpu
 
 def test_work_that_waits_gets_more_workers_than_cpus() -> None:
     assert most_workers(decoding(load_cpu=0.5), 2) == 4
+    assert most_workers(decoding(load_cpu=0.07), 2) == 32, "29, rounded up"
     assert most_workers(decoding(load_cpu=0.01), 2) == 32
     assert most_workers(decoding(load_cpu=0.01), 64) == 64
 
