@@ -325,8 +325,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def statistics(self) -> LoaderStatistics:
         """What this loader did so far, as an immutable snapshot."""
         resources = self._resources
-        if resources.counters.history:
-            resources.counters.history[-1].used_cpu(time.process_time_ns())
+        if history := resources.counters.history:
+            history[-1].used_cpu(time.process_time_ns())
         blocks = [(0, 0, 0), *(engine.blocks() for engine in list(resources.engines))]
         in_use, free, nbytes = map(sum, zip(*blocks, strict=True))
         return resources.counters.snapshot(

@@ -29,12 +29,14 @@ def _silent(kind: type[Any], *kept: str, **instead: Any) -> Any:
 
 
 class _Notes(_silent(Notes)):  # type: ignore[misc]
+    _counters: EpochCounters
+
     def __init__(self, counters: EpochCounters) -> None:
         super().__init__(counters)
-        self.note, self._nowhere = _nothing, counters
+        self.note = _nothing
 
     def counted(self) -> EpochCounters:
-        return self._nowhere
+        return self._counters
 
 
 class _Counters(Counters):

@@ -84,8 +84,7 @@ def decide(seen: Sequence[Seen], cpus: float, most: float, prefetch: int) -> int
         # The more workers wait for a CPU, the more of it they seem to need. So of fewer it is not believed
         # that CPUs limit them, too: half as many would load half as much.
         limit = cpus if workers >= now else math.inf
-        wrong = {each: took / expected(each, costs, limit) for each, took in known.items() if each}
-        return expected(workers, costs, limit) * _nearest(workers, wrong)
+        return expected(workers, costs, limit) * _nearest(workers, wrong[limit])
 
     measured: dict[int, list[float]] = {}
     for epoch in seen:  # with the step as it is now
@@ -95,6 +94,10 @@ def decide(seen: Sequence[Seen], cpus: float, most: float, prefetch: int) -> int
             change = expected(epoch.workers, then) / expected(epoch.workers, epoch.costs)
         measured.setdefault(epoch.workers, []).append(epoch.seconds * change)
     known = {workers: fmean(each) for workers, each in measured.items()}
+    wrong = {
+        limit: {workers: each / expected(workers, costs, limit) for workers, each in known.items() if workers}
+        for limit in (cpus, math.inf)
+    }
     seconds = {workers: known.get(workers) or guessed(workers) for workers in candidates}
     least = min(seconds.values())
     fewest = min(workers for workers in candidates if seconds[workers] <= least * (1 + NOISE))
@@ -153,7 +156,7 @@ def next_number(loader: DataLoader[Any]) -> Auto:
     if resources.saved is not None:  # the rest of an epoch whose workers may have said where they stand
         return Auto(len(resources.saved.progress.workers) or number)
     counters = resources.counters
-    epoch = counters.history[-1] if counters.history else None
+    epoch = next(reversed(counters.history), None)
     if epoch is None or not (epoch.over or epoch.batches >= _ENOUGH) or not arena.AVAILABLE:
         return Auto(number)
     costs = costs_of(epoch, counters.workers if number else ())

@@ -145,11 +145,6 @@ class Cluster:
         self._counted = 0  # actors from this one on were made after the last failure that was counted
 
     @property
-    def in_doubt(self) -> bool:
-        """Whether a machine has not answered yet; see `tick`."""
-        return any(machine.in_doubt for machine in self._machines.values())
-
-    @property
     def have(self) -> int:
         """Actors that have found room."""
         return len(self._home) - list(self._home.values()).count(None)
