@@ -1,7 +1,7 @@
-"""The time of one pool's calls: what the event loop notes for the counters of the epoch.
+"""The time of one pool's calls: what happens in a call, for the counters of the epoch.
 
-Runs in the consumer, on the thread that calls `next()`. Reads the clock; what the times come to is found in
-`statistics.epoch`.
+Runs in the consumer, on the thread that calls `next()`. A call is put down as one record when it ends; what
+the times come to is found in `statistics.epoch`, many calls at once.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Callable
 from time import monotonic_ns, process_time_ns
 from typing import Any
 
-from fastq_loader.ipc.messages import Answer, decode_index
+from fastq_loader.ipc.messages import decode_index
 from fastq_loader.scheduling.events import Wait
 from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.notes import Notes
@@ -33,8 +34,6 @@ class Accounting:
         self.spent = Notes(EpochCounters(0, 0))
         self._counters = counters
         self._scheduler = scheduler
-        self._answer: Answer | None = None  # that the call under way hands out
-        self._seq: int | None = None  # of what it hands out
         self._late: Any = None  # the index of the batch that is late
 
     def begin_epoch(self, spent: Notes, pid_of: Callable[[int], int]) -> None:
@@ -58,30 +57,31 @@ class Accounting:
             self._late = self._scheduler.index_of(wait.seq)
         elif wait.blocked:
             cause = "memory"
-        self.spent.note((self.spent.waited, cause, began, ended))
-
-    def handed_out(self, answer: Answer | None, seq: int | None = None) -> None:
-        """The call gives the batch of this answer, or an error without one; `seq` is its number."""
-        self._answer, self._seq = answer, seq
-        if answer is not None and self._late is not None:
-            late, self._late = decode_index(self._late), None
-            self._counters.came_late(self.spent.epoch, answer, late)
+        self.spent.others.append((self.spent.waited, cause, began, ended))
 
     def used_device(self, began: int) -> None:
         """Something was done for the way to the device, since `began`."""
-        self.spent.note((self.spent.used_device, began, monotonic_ns()))
+        self.spent.others.append((self.spent.used_device, began, monotonic_ns()))
+
+    def sent_again(self, seq: int) -> None:
+        """The task of a batch was sent again."""
+        self.spent.others.append((self.spent.sent, seq, monotonic_ns()))
 
     def replaced(self, worker: int, report: str) -> None:
         """Another process does the work of a worker. `report`: how that one ended."""
         self.spent.at_once(EpochCounters.replaced, worker, report, monotonic_ns())
 
-    def left(self, ended: bool, error: BaseException | None = None) -> None:
-        """The call has an outcome: the epoch has ended, an error, or a batch."""
-        (answer, self._answer), (seq, self._seq) = (self._answer, None), (self._seq, None)
-        if ended:
-            self.spent.at_once(EpochCounters.ended, monotonic_ns(), process_time_ns())
-        else:
-            self.spent.left(monotonic_ns(), answer, seq, error)
+    def left(self, batch: Batch | None, error: BaseException | None) -> None:
+        """The call gives a batch, or an error."""
+        answer, seq = (None, None) if batch is None else (batch.answer, batch.seq)
+        if self._late is not None and answer is not None:
+            late, self._late = decode_index(self._late), None
+            self._counters.came_late(self.spent.epoch, answer, late)
+        self.spent.left(monotonic_ns(), answer, seq, error)
+
+    def ended(self) -> None:
+        """The call has found that there is no further batch."""
+        self.spent.at_once(EpochCounters.ended, monotonic_ns(), process_time_ns())
 
     def drop(self) -> None:
         """What was not handed out in the epoch never will be."""

@@ -11,11 +11,11 @@ from typing import Any
 from fastq_loader.consumer.outcomes import Delivered, Raised
 from fastq_loader.device.staging import Staging
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import BATCH, BROKEN, PASSED, Answer
+from fastq_loader.ipc.messages import BATCH, BROKEN, Answer
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.unpack import Unpacker
-from fastq_loader.scheduling.events import Deliver
 from fastq_loader.scheduling.progress import START, Progress
+from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system.interrupts import refuse_interrupt
 
@@ -43,53 +43,48 @@ class Delivery:
         self._pool = pool
         self._counters = counters
 
-    def hand_out(self, deliver: Deliver) -> Delivered | Raised | None:
+    def hand_out(self, batch: Batch) -> Delivered | Raised:
         """The batch, or the error in its position: of the sampler, of user code in the worker, of unpickling
-        here, or of a transform for the device. None: it was handed out before the epoch was resumed."""
-        if deliver.answer is not None and deliver.answer.outcome == PASSED:
-            return None
-        outcome = self._outcome(deliver)
-        outcome.progress = self.progress = self._progress_after(deliver)
+        here, or of a transform for the device."""
+        answer, error = batch.answer, batch.error
+        progress = self._progress_after(batch) if self.progress.workers else self.progress.after(batch.seq)
+        outcome: Delivered | Raised
+        if answer is None:
+            assert error is not None
+            outcome = Raised(error)
+        elif answer.outcome != BATCH:
+            outcome = self._error(batch.worker, answer)
+        else:
+            try:
+                value = self._unpack(answer) if self.staging is None else self.staging.deliver(answer)
+                outcome = Delivered(value)
+                self._counters.batches += 1
+                self._counters.bytes += answer.handle.spec.nbytes  # type: ignore[union-attr]
+            except ProtocolError as fault:
+                self._counters.rejected_frames += 1
+                outcome = Raised(fault)
+            except StopIteration as stopped:  # of a user's __setstate__
+                outcome = Raised(_not_the_end(stopped, "what makes a batch of an answer"))
+            except Exception as raised:
+                refuse_interrupt(raised)
+                outcome = Raised(raised)
+        outcome.progress = self.progress = progress
         try:
             return outcome
         finally:
-            del outcome  # an error holds this frame by its traceback
+            del outcome, error, batch  # an error holds this frame by its traceback
 
-    def _progress_after(self, deliver: Deliver) -> Progress:
-        if not self.progress.workers or deliver.worker is None:
-            return self.progress.after(deliver.seq)
-        state = b"" if deliver.answer is None else deliver.answer.state
-        position = None if self._iterable else deliver.seq
-        return self.progress.after_worker(deliver.worker, state, position)
-
-    def _outcome(self, deliver: Deliver) -> Delivered | Raised:
-        answer = deliver.answer
-        if answer is None:
-            assert deliver.error is not None
-            return Raised(deliver.error)
-        assert answer.handle is not None
-        if answer.outcome != BATCH:
-            return self._error(deliver.worker, answer)
-        try:
-            return self._batch(answer)
-        except ProtocolError as error:
-            self._counters.rejected_frames += 1
-            return Raised(error)
-        except StopIteration as stopped:  # of a user's __setstate__
-            return Raised(_not_the_end(stopped, "what makes a batch of an answer"))
-        except Exception as error:
-            refuse_interrupt(error)
-            return Raised(error)
-
-    def _batch(self, answer: Answer) -> Delivered:
-        batch = self._unpack(answer) if self.staging is None else self.staging.deliver(answer)
-        self._counters.batches += 1
-        self._counters.bytes += answer.handle.spec.nbytes  # type: ignore[union-attr]
-        return Delivered(batch)
+    def _progress_after(self, batch: Batch) -> Progress:
+        if batch.worker is None:
+            return self.progress.after(batch.seq)
+        state = b"" if batch.answer is None else batch.answer.state
+        return self.progress.after_worker(batch.worker, state, None if self._iterable else batch.seq)
 
     def _unpack(self, answer: Answer) -> object:
         handle = answer.handle
         assert handle is not None
+        if not handle.segments:
+            return self._unpacker.unpack(handle, b"")
         try:
             leased, copied, pickled = self._unpacker.open(handle)
         except ProtocolError:

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import Any
 
 from fastq_loader.consumer.event_loop import BUSY, EventLoop, Resume
 from fastq_loader.consumer.outcomes import OutcomeSlot
@@ -25,8 +25,6 @@ from fastq_loader.statistics.notes import Notes
 from fastq_loader.system import process_id
 from fastq_loader.workers import stopping
 from fastq_loader.workers.config import Plan
-
-T = TypeVar("T")
 
 _EXITING = "the process is exiting"
 #: Interrupts that the end of an engine without references may meet.
@@ -65,6 +63,7 @@ class Engine:
         self.failed = False
         # Reentrant, because a signal handler may call close() in the middle of next().
         self._lock = threading.RLock()
+        self._admits = 0  # the epoch whose calls need not look whether they may; whatever is unusual sets 0
         self._hurried = False  # an interrupt ended the last call
         self._counters = counters
         self._processes: list[BaseProcess] = []  # the workers, once the loop is gone
@@ -104,9 +103,10 @@ class Engine:
             IteratorInvalid: the engine is closed.
         """
         epoch = sampler, shared_seed, base_seed, spent, done, resume
-        return self._enter(lambda loop: loop.begin_epoch(*epoch))
+        number: int = self._enter(EventLoop.begin_epoch, *epoch)
+        return number
 
-    def advance(self, epoch: int, into: OutcomeSlot, finish: Callable[[Any], Any]) -> None:
+    def advance(self, epoch: int, into: OutcomeSlot, finish: Callable[[Any], Any] | None) -> None:
         """Put the next outcome of an epoch down in `into`: a batch, after `finish`; or what to raise:
         StopIteration (there is none), WorkerDied (the engine is closed), LoaderTimeout (the next call waits
         again), or what the user's code raised at this position.
@@ -116,8 +116,19 @@ class Engine:
             BaseException: what a handler of a signal raised meanwhile. The next call goes on where this one
                 was, or says that it cannot.
         """
+        with self._lock:
+            if self._admits == epoch and self._pid == process_id.pid:
+                self._admits = 0
+                self._run(self._loop, EventLoop.next, into, finish)
+                if self.closed is None:
+                    self._admits = epoch
+                return
+        nested = self._inside
         self._check_epoch(epoch)
-        self._enter(lambda loop: loop.next(into, finish))
+        self._enter(EventLoop.next, into, finish)
+        with self._lock:
+            if self.usable and not nested and self._loop is not None and self._loop.scheduler.epoch == epoch:
+                self._admits = epoch
 
     def poll(self, epoch: int) -> None:
         """Begin the copies of batches that have become ready; see `EventLoop.poll`.
@@ -136,42 +147,44 @@ class Engine:
                 "began; use a loader of its own, or persistent_workers=False, to iterate twice at once"
             )
 
-    def _enter(self, call: Callable[[EventLoop], T]) -> T:
+    def _enter(self, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return self._call(call)
+            nested = self._inside
+            with self._lock:
+                self._admits = 0
+                loop = self._check_usable(nested)
+                loop.phase = BUSY
+                return self._run(loop, call, *arguments)
         except IteratorInvalid:
             if self.closed == _EXITING and threading.current_thread() is not threading.main_thread():
                 threading.Event().wait()  # a daemon thread, which the exit leaves behind where it is
             raise
 
-    def _call(self, call: Callable[[EventLoop], T]) -> T:
-        nested = self._inside
-        with self._lock:
-            loop = self._check_usable(nested)
-            loop.phase = BUSY
-            self._hurried = False
-            try:
-                result = call(loop)
-                if loop.fatal is not None:
-                    if self.closed == _EXITING:
-                        raise self._ended()
-                    self.failed, self.closed = not loop.plan.restarts, loop.fatal
-                if result is not False:  # else the loop was woken, because the engine is closing
-                    return result
-            except Exception as error:
-                # At the exit the workers are ended while the call runs: errors that follow from that are not
-                # news.
-                if self.closed != _EXITING:
-                    if self._cut_short:  # whatever the error is, the call is half done
-                        self.closed = f"{error!r} came in the middle of a call"
-                    raise
-            except BaseException:
-                self._hurried = True
+    def _run(self, loop: EventLoop | None, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the loop, and do what follows from how that ends."""
+        assert loop is not None, "it is not closed"
+        self._hurried = False
+        try:
+            result = call(loop, *arguments)
+            if loop.fatal is not None:
+                if self.closed == _EXITING:
+                    raise self._ended()
+                self.failed, self.closed = not loop.plan.restarts, loop.fatal
+            if result is not False:  # else the loop was woken, because the engine is closing
+                return result
+        except Exception as error:
+            # At the exit the workers are ended while the call runs: errors that follow are not news.
+            if self.closed != _EXITING:
+                if self._cut_short:  # whatever the error is, the call is half done
+                    self.closed = f"{error!r} came in the middle of a call"
                 raise
-            finally:
-                if self.closed is not None and self.closed != _EXITING:
-                    self._shut_down()
-            raise self._ended()
+        except BaseException:
+            self._hurried = True
+            raise
+        finally:
+            if self.closed is not None and self.closed != _EXITING:
+                self._shut_down()
+        raise self._ended()
 
     @property
     def _inside(self) -> bool:
@@ -222,7 +235,7 @@ class Engine:
         loop = self._loop
         if loop is not None:
             if self.closed is None:
-                self.closed = reason
+                self.closed, self._admits = reason, 0
             loop.wake()
             if self._inside:  # a handler of a signal called: the call that it is in will do it
                 return
@@ -232,6 +245,7 @@ class Engine:
             stopping.wait(self._counters)
 
     def _shut_down(self) -> None:
+        self._admits = 0
         if self._loop is not None:
             self._processes = self.processes()
             self._loop.shut_down(self._patience())
@@ -250,7 +264,7 @@ class Engine:
         """Close, and leave a daemon thread that is inside where it is."""
         if self._pid != process_id.current():
             return
-        self.closed = self.closed or _EXITING
+        self.closed, self._admits = self.closed or _EXITING, 0
         if self._lock.acquire(blocking=False):
             self._lock.release()
             self.close(_EXITING)

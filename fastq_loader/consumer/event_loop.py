@@ -19,12 +19,12 @@ from typing import Any
 from fastq_loader.consumer.accounting import Accounting
 from fastq_loader.consumer.deaths import Deaths, death
 from fastq_loader.consumer.delivery import Delivery, finished
-from fastq_loader.consumer.outcomes import CLOSED, ENDED, Closed, Delivered, Outcome, OutcomeSlot, Raised
+from fastq_loader.consumer.outcomes import CLOSED, ENDED, OutcomeSlot
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.device.staging import Staging
 from fastq_loader.ipc.claim_table import slots
-from fastq_loader.ipc.messages import Epoch, Space, encode
+from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode
 from fastq_loader.ipc.probes import expect_threads
 from fastq_loader.ipc.sockets import THREADS
 from fastq_loader.memory.arena import Arena
@@ -33,6 +33,7 @@ from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling import events
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.scheduling.states import Batch
 from fastq_loader.scheduling.timeout import Timeout
 from fastq_loader.scheduling.window import Window
 from fastq_loader.statistics.counters import Counters
@@ -57,6 +58,8 @@ _GRACE = 0.05
 _PER_WORKER = 2 + THREADS
 #: Batches beyond the window that the pool keeps blocks for: the user's, and the next one.
 _SPARE_BATCHES = 2
+#: Nanoseconds between two looks at the memory that is not needed any more.
+_TIDY_EVERY = 5_000_000
 
 
 class EventLoop:
@@ -98,15 +101,18 @@ class EventLoop:
         self._group = WorkerGroup(plan, self.pool, counters)
         self._unpacker = Unpacker(arena, plan.workers, self._group.token, plan.for_device)
         self._delivery = Delivery(self._unpacker, self.pool, counters, plan.rules.iterable)
-        self._receiver = Receiver(plan, self._group, self.scheduler, self._unpacker, counters)
+        self._accounting = Accounting(counters, self.scheduler)
+        self._receiver = Receiver(
+            plan, self._group, self.scheduler, self._unpacker, counters, self._accounting
+        )
         self._deaths = Deaths(plan, self._group, self.scheduler)
         self._epoch: Epoch | None = None
-        self._accounting = Accounting(counters, self.scheduler)
-        self._spent = self._accounting.spent
         self._unsent: dict[int, bytes] = {}  # shared tasks by their tickets, encoded
+        self._receive = self._receiver.receive
+        self._tidy_at = 0  # when to look at the memory again
         self._timeout = Timeout(plan.timeout, of_head=plan.dynamic and plan.in_order)
         # Of the call under way. Not passed from frame to frame: an error holds those by its traceback.
-        self._outcome: Outcome | Closed | None = None
+        self._outcome: Any = None  # an `Outcome`, or CLOSED
 
     def start(self, base_seed: int, shared_seed: int | None) -> None:
         """Start the workers. Whatever happens in here, `shut_down` takes it back.
@@ -137,7 +143,7 @@ class EventLoop:
         `Engine.start_epoch`."""
         scheduler = self.scheduler
         self._accounting.begin_epoch(spent, self._group.pid)
-        self._spent = self._receiver.spent = spent
+        self._tidy_at = 0
         if self._delivery.staging is not None:  # before the blocks of what is dropped go to others
             self.pool.drop(self._delivery.staging.drain())
         taken, claimed = self._group.take_back(scheduler.pending_tasks.tickets())
@@ -154,50 +160,138 @@ class EventLoop:
         self.phase = IDLE
         return self._epoch.epoch
 
-    def next(self, into: OutcomeSlot, finish: Callable[[Any], Any]) -> bool:
+    def next(self, into: OutcomeSlot, finish: Callable[[Any], Any] | None) -> bool:
         """Put the next outcome down.
 
         Args:
             into: where.
-            finish: what a batch goes through last.
+            finish: what a batch goes through last; None: nothing.
 
         Returns:
             Whether there is one; else the engine is closing.
         """
+        self.phase = BUSY
         if into.outcome is not None:  # of another thread, which has not taken it yet
             self.phase = IDLE
             return True
-        self._spent.note((self._spent.entered, time.monotonic_ns(), self._spent.thread()))
-        self._begin_call()
-        while self._outcome is None:
-            self._carry_out(self.scheduler.handle(_WANTED))
+        self.timed_out = False
+        now = time.monotonic_ns()
+        self._accounting.spent.entered(now)
+        if now >= self._tidy_at:
+            self._tidy(now)
+        if self.pool.released:
+            self.pool.collect()
+        if self._group.behind:
+            self._let_catch_up()
+        if self._delivery.staging is not None:
+            self._begin_staging(self._delivery.staging)
+        batch = self.scheduler.ready() or self._await_batch()
+        while batch is not None and batch.answer is not None and batch.answer.outcome == PASSED:
+            self._draw(self.scheduler.to_draw)  # it was handed out before the epoch was resumed
+            batch = self.scheduler.ready() or self._await_batch()
+        if batch is not None:
+            self._deliver(batch)
         outcome, self._outcome = self._outcome, None
-        if isinstance(outcome, Delivered):
-            outcome = finished(outcome, finish)
         if outcome is CLOSED:
             return False
-        self._accounting.left(outcome is ENDED, outcome.error if isinstance(outcome, Raised) else None)
+        if outcome is ENDED:
+            self._accounting.ended()
+        else:
+            if finish is not None and outcome.error is None:
+                outcome = finished(outcome, finish)
+            self._accounting.left(batch, outcome.error)
         # One moment: there is no call in here, and only a call can be cut short.
-        into.outcome = outcome  # type: ignore[assignment]
+        into.outcome = outcome
         self.fatal = self.fatal or outcome.fatal
         self.phase = IDLE
-        del outcome  # an error holds this frame by its traceback
+        del outcome, batch  # an error holds this frame by its traceback
         return True
 
-    def _begin_call(self) -> None:
-        self.timed_out = False
-        self.pool.collect()
+    def _tidy(self, now: int) -> None:
+        """Do what need not be done for every batch."""
+        self._tidy_at = now + _TIDY_EVERY
+        window, staging = self.scheduler.window.size, self._delivery.staging
+        self._counters.window = window
+        spare = _SPARE_BATCHES + (0 if staging is None else 2 * staging.ahead)
+        if self.pool.trim(window + spare, None if staging is None else staging.forget):
+            for worker in range(self.plan.workers):
+                if not self._group.is_dead(worker) and (space := self.pool.space(worker)):
+                    self._group.socket.send(worker, Space(space))
+
+    def _let_catch_up(self) -> None:
         while self._group.behind and self._receive():  # a worker may wait for what it has missed
             continue
-        spare, staging = _SPARE_BATCHES, self._delivery.staging
-        if staging is not None:
-            began = time.monotonic_ns()
-            self.pool.drop(staging.turn())
-            self._accounting.used_device(began)
-            spare += 2 * staging.ahead
-        self._counters.window = self.scheduler.window.size
-        if self.pool.trim(self.scheduler.window.size + spare, None if staging is None else staging.forget):
-            self._tell_of_space()
+
+    # ---- the batch that is next ---------------------------------------------------------------
+
+    def _await_batch(self) -> Batch | None:
+        """The batch that is next, or None with an outcome that is none."""
+        scheduler = self.scheduler
+        while self._outcome is None:
+            if scheduler.in_order:
+                while self._receive():
+                    if (batch := scheduler.ready()) is not None:
+                        return batch
+            found = scheduler.wanted()
+            if isinstance(found, Batch):
+                return found
+            if scheduler.in_order or type(found) is not events.Wait or not self._receive():
+                self._carry_out((found,))
+        return None
+
+    def _deliver(self, batch: Batch) -> None:
+        """Hand out a batch, when what is to be sent before it is sent."""
+        if self.scheduler.to_draw:
+            self._draw(self.scheduler.to_draw)
+        if self._unsent or self._group.behind:
+            self._flush()
+        if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
+            self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
+        staging = self._delivery.staging
+        if staging is None:
+            self._outcome = self._delivery.hand_out(batch)
+            return
+        began = time.monotonic_ns()
+        self._outcome = self._delivery.hand_out(batch)
+        self._stage_ahead(staging)
+        self._accounting.used_device(began)
+
+    def _draw(self, times: int) -> None:
+        """Draw indices, and send their tasks."""
+        scheduler, seqs, began = self.scheduler, [], time.monotonic_ns()
+        for _ in range(times):
+            try:
+                index = next(self._sampler)
+            except StopIteration:
+                scheduler.handle(_EXHAUSTED)
+            except Exception as error:
+                refuse_interrupt(error)
+                scheduler.handle(events.DrawFailed(error))
+            else:
+                batch = scheduler.drawn(index)
+                if batch is not None and batch.task is not None:
+                    seqs.append(batch.seq)
+                    self._send(batch.worker, batch.task)
+        self._accounting.spent.drew = began, time.monotonic_ns(), seqs
+
+    def _send(self, worker: int | None, task: Task) -> None:
+        try:
+            if worker is None:
+                self._unsent[task.ticket] = encode(task, self._group.token)
+                self._group.claims.offer(task.ticket)
+            else:
+                self._group.send_task(worker, task)
+        except Exception as error:  # whatever pickling the index raises
+            refuse_interrupt(error)
+            self.scheduler.handle(events.Undeliverable(events.Send(worker, task), error))
+
+    def _flush(self) -> None:
+        """Send the shared tasks, those of one moment together."""
+        if self._unsent:
+            self._group.offer(self._unsent)
+            self._unsent.clear()
+        if self._group.behind:
+            self._group.catch_up()
 
     # ---- instructions -------------------------------------------------------------------------
 
@@ -208,51 +302,12 @@ class EventLoop:
             if self._outcome is not None:
                 return
 
-    def _draw(self, draw: events.Draw) -> None:
-        for _ in range(draw.times):
-            began = time.monotonic_ns()
-            try:
-                event: events.Event = events.Drawn(next(self._sampler))
-            except StopIteration:
-                event = events.Exhausted()
-            except Exception as error:
-                refuse_interrupt(error)
-                event = events.DrawFailed(error)
-            self._spent.note((self._spent.drew, began, time.monotonic_ns()))
-            self._carry_out(self.scheduler.handle(event))
+    def _draw_more(self, draw: events.Draw) -> None:
+        self._draw(draw.times)
 
-    def _send(self, send: events.Send) -> None:
-        worker, task = send
-        self._spent.note((self._spent.sent, task.seq, time.monotonic_ns()))
-        try:
-            if worker is None:
-                self._unsent[task.ticket] = encode(task, self._group.token)
-                self._group.claims.offer(task.ticket)
-            else:
-                self._group.socket.send(worker, task)
-        except Exception as error:  # whatever pickling the index raises
-            refuse_interrupt(error)
-            self.scheduler.handle(events.Undeliverable(send, error))
-
-    def _flush(self) -> None:
-        """Send the shared tasks, those of one moment together."""
-        if self._unsent:
-            self._group.offer(self._unsent)
-            self._unsent.clear()
-        if self._group.behind:
-            self._group.catch_up()
-
-    def _deliver(self, deliver: events.Deliver) -> None:
-        self._flush()
-        if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
-            self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
-        staging = self._delivery.staging
-        began = 0 if staging is None else time.monotonic_ns()
-        self._outcome = self._delivery.hand_out(deliver)
-        self._accounting.handed_out(deliver.answer, deliver.seq)
-        if staging is not None:
-            self._stage_ahead(staging)
-            self._accounting.used_device(began)
+    def _send_again(self, send: events.Send) -> None:
+        self._accounting.sent_again(send.task.seq)
+        self._send(*send)
 
     def _finish(self, finish: events.Finish) -> None:
         self._outcome = ENDED
@@ -263,7 +318,7 @@ class EventLoop:
     def _replace(self, replace: events.Replace) -> None:
         assert self._epoch is not None, "batches are loaded in epochs"
         worker, seq, cause = replace
-        self._spent.counted()  # what the old one has done
+        self._accounting.spent.flush()  # what the old one has done
         report = self._deaths.report(worker, cause, seq)
         self._unpacker.forget(worker)
         try:
@@ -283,7 +338,13 @@ class EventLoop:
         if staging is not None:
             self.pool.drop(staging.reap())
             self._stage_ahead(staging, wait=False)
+            self._accounting.spent.flush()
         self.phase = IDLE
+
+    def _begin_staging(self, staging: Staging) -> None:
+        began = time.monotonic_ns()
+        self.pool.drop(staging.turn())
+        self._accounting.used_device(began)
 
     def _stage_ahead(self, staging: Staging, wait: bool = True) -> None:
         while self._receive():
@@ -293,8 +354,6 @@ class EventLoop:
     # ---- waiting ------------------------------------------------------------------------------
 
     def _wait(self, wait: events.Wait) -> None:
-        if self._receive():
-            return
         if self.scheduler.window.widens:
             self._carry_out(self.scheduler.handle(_IDLE))
         self._flush()
@@ -313,19 +372,6 @@ class EventLoop:
         for worker in self._group.ended(ready):
             if self._outcome is None:
                 self._handle_death(worker, self._group.death(worker)[0])
-
-    def _receive(self) -> bool:
-        """Hand everything that has come to the scheduler, in the order in which the workers finished."""
-        arrived = self._receiver.take()
-        # The release of a promised block is in our queue before a worker sees it: it comes before the answer.
-        self.pool.collect()
-        self._receiver.hand_on(arrived)
-        return bool(arrived)
-
-    def _tell_of_space(self) -> None:
-        for worker in range(self.plan.workers):
-            if not self._group.is_dead(worker) and (space := self.pool.space(worker)):
-                self._group.socket.send(worker, Space(space))
 
     # ---- workers that die or hang -------------------------------------------------------------
 
@@ -386,13 +432,12 @@ class EventLoop:
         return self._group.processes()
 
 
-_WANTED, _IDLE = events.Wanted(), events.Idle()
+_IDLE, _EXHAUSTED = events.Idle(), events.Exhausted()
 
 #: What is done for each instruction; an outcome ends the call.
 _ACTIONS: dict[type, Callable[[EventLoop, Any], None]] = {
-    events.Draw: EventLoop._draw,
-    events.Send: EventLoop._send,
-    events.Deliver: EventLoop._deliver,
+    events.Draw: EventLoop._draw_more,
+    events.Send: EventLoop._send_again,
     events.Wait: EventLoop._wait,
     events.Replace: EventLoop._replace,
     events.Break: EventLoop._break,

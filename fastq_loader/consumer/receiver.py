@@ -8,17 +8,19 @@ and whose handle or blocks do not fit goes on with its fault: its batch fails at
 
 from __future__ import annotations
 
+from fastq_loader.consumer.accounting import Accounting
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import BATCH, ENDED, PASSED, SKIPPED, Answer, unseal
 from fastq_loader.packing.unpack import Unpacker
-from fastq_loader.scheduling.events import Arrived
 from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.epoch import FIRST_BATCHES
-from fastq_loader.statistics.notes import Notes
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
 
+#: A batch, the worker that has answered it, its answer, and why that cannot be used.
+Arrived = tuple[Batch, int, Answer, ProtocolError | None]
 _EMPTY = (ENDED, SKIPPED, PASSED)  # outcomes without a handle
 
 
@@ -32,82 +34,95 @@ class Receiver:
         unpacker: knows the specs that the workers have sent.
         counters: the loader's.
 
-    Attributes:
-        spent: where the time of the epoch goes; None before the first.
+        accounting: of the epoch's time.
     """
 
     def __init__(
-        self, plan: Plan, group: WorkerGroup, scheduler: Scheduler, unpacker: Unpacker, counters: Counters
+        self,
+        plan: Plan,
+        group: WorkerGroup,
+        scheduler: Scheduler,
+        unpacker: Unpacker,
+        counters: Counters,
+        accounting: Accounting,
     ) -> None:
         self._group = group
         self._scheduler = scheduler
         self._unpacker = unpacker
         self._counters = counters
-        self.spent: Notes | None = None
+        self._accounting = accounting
+        self._pool = scheduler.pool
         self._iterable = plan.rules.iterable
         # Where only the sampler decides on the order, a second read of the socket is saved.
         self._one_by_one = plan.in_order and not plan.rules.iterable
 
-    def take(self) -> list[Arrived]:
-        """What has come, in the order in which the workers finished."""
-        arrived: list[Arrived] = []
+    def receive(self) -> bool:
+        """Give the scheduler what has come, in the order in which the workers finished; False: nothing has.
+        Where the sampler decides on the order, it is one answer: the next one may not be wanted yet."""
+        came = self._take()
+        if came is None:
+            return False
+        if self._one_by_one:
+            self._hand_on(*came)
+            return True
+        arrived = [came]
+        while (came := self._take()) is not None:
+            arrived.append(came)
+        arrived.sort(key=_finished)
+        for came in arrived:
+            self._hand_on(*came)
+        return True
+
+    def _take(self) -> Arrived | None:
+        """The next answer, if there is one."""
         while (received := self._group.receive()) is not None:
             worker, answer = received
-            if not self._is_due(worker, answer):
+            batch = self._scheduler.pending_tasks.due(worker, answer)
+            shared = batch is not None and batch.worker is None
+            if batch is None or (shared and self._group.claims.holder(batch.ticket) != worker):
+                # The task is not its own, and it has not claimed it.
                 self._counters.rejected_frames += 1
                 self._group.evict(worker)
                 continue
-            self._count(worker, answer)
+            delivers, of_worker = answer.outcome not in _EMPTY, self._counters.workers[worker]
+            if answer.epoch == self._scheduler.epoch:
+                self._accounting.spent.answers.append((worker, answer, delivers, of_worker))
+            else:
+                of_worker.answered(answer)
             try:
-                learned = self._learn(worker, answer)
+                answer = self._learn(worker, answer)
                 if self._iterable:
-                    self._keep_first(worker, learned)
-                arrived.append(Arrived(worker, learned))
+                    self._keep_first(worker, answer)
             except ProtocolError as fault:
-                arrived.append(Arrived(worker, answer, fault))
-            if self._one_by_one:
-                break
-        if len(arrived) > 1:
-            arrived.sort(key=_finished)
-        return arrived
+                return batch, worker, answer, fault
+            return batch, worker, answer, None
+        return None
 
-    def _count(self, worker: int, answer: Answer) -> None:
-        of_worker = self._counters.workers[worker]
-        if answer.epoch == self._scheduler.epoch and self.spent is not None:
-            self.spent.note((self.spent.answered, worker, answer, answer.outcome not in _EMPTY, of_worker))
-        else:
-            of_worker.answered(answer)
+    def _hand_on(self, batch: Batch, worker: int, answer: Answer, fault: ProtocolError | None) -> None:
+        scheduler, counters, pool = self._scheduler, self._counters, self._pool
+        # The release of a promised block is in our queue before a worker sees it: it comes before the answer.
+        if pool.released:
+            pool.collect()
+        stale, refused, grown = scheduler.stale, scheduler.refused, pool.grown if answer.fresh else 0
+        scheduler.arrived(batch, worker, answer, fault)
+        if answer.fresh:
+            counters.blocks_grown += pool.grown - grown
+        if scheduler.stale > stale:
+            counters.stale_answers += 1
+        elif scheduler.refused > refused:
+            counters.rejected_frames += 1
+            if self._iterable:  # it may have said that its part has ended
+                self._group.evict(worker)
 
     def _keep_first(self, worker: int, answer: Answer) -> None:
         """Keep a digest of each worker's first batches: do all read the same data? An error is like nothing
         else."""
-        if answer.handle is None or answer.epoch != self._scheduler.epoch or self.spent is None:
+        if answer.handle is None or answer.epoch != self._scheduler.epoch:
             return
-        kept = self.spent.first_batches.setdefault(worker, [])
+        kept = self._accounting.spent.first_batches.setdefault(worker, [])
         if len(kept) < FIRST_BATCHES:
             of_error = b"error %d" % answer.seq, 0
             kept.append(self._unpacker.digest(answer.handle) if answer.outcome == BATCH else of_error)
-
-    def hand_on(self, arrived: list[Arrived]) -> None:
-        """Give the scheduler what `take` has found."""
-        scheduler, counters = self._scheduler, self._counters
-        grown, stale = scheduler.pool.grown, scheduler.stale
-        for event in arrived:
-            refused = scheduler.refused
-            scheduler.handle(event)
-            if scheduler.refused > refused:
-                counters.rejected_frames += 1
-                if self._iterable:  # it may have said that its part has ended
-                    self._group.evict(event.worker)
-        counters.blocks_grown += scheduler.pool.grown - grown
-        counters.stale_answers += scheduler.stale - stale
-
-    def _is_due(self, worker: int, answer: Answer) -> bool:
-        """Whether this worker may give this answer: the task is its own, or it has claimed it."""
-        batch = self._scheduler.pending_tasks.due(worker, answer)
-        if batch is None:
-            return False
-        return batch.worker is not None or self._group.claims.holder(batch.ticket) == worker
 
     def _learn(self, worker: int, answer: Answer) -> Answer:
         """The answer with its handle ready to be unpacked, and the blocks that it uses.
@@ -122,15 +137,16 @@ class Receiver:
             if (handle is None) != (outcome in _EMPTY):
                 raise ProtocolError(f"outcome {outcome} {'without' if handle is None else 'with'} a handle")
             return answer
-        state = unseal(answer.state, self._group.token) if answer.state else b""
-        handle, used = self._unpacker.learn(worker, handle)
+        learned, used = self._unpacker.learn(worker, handle)
         if used:
             fresh = dict(answer.fresh)
             for offset, size, _ in handle.segments:
-                if size != fresh.get(offset, self._scheduler.pool.size_of(offset)):
+                if size != fresh.get(offset, self._pool.size_of(offset)):
                     raise ProtocolError(f"a handle names a block of {size} bytes at {offset}, where none is")
-        return Answer(*answer[:8], handle, used, state, *answer[11:])
+        state = unseal(answer.state, self._group.token) if answer.state else b""
+        # As `_replace` does, and several times as fast.
+        return tuple.__new__(Answer, (*answer[:8], learned, used, state, *answer[11:]))
 
 
-def _finished(event: Arrived) -> int:
-    return event.answer.finished
+def _finished(arrived: Arrived) -> int:
+    return arrived[2].finished

@@ -39,6 +39,7 @@ from fastq_loader.ipc.messages import (
 )
 
 _LARGEST = (1 << 63) - 1
+_INT = {int}
 
 
 def _ext_hook(code: int, data: bytes) -> Any:
@@ -129,31 +130,29 @@ def decode_for_consumer(frame: bytes) -> Hello | Answer | Ping:
     raise ProtocolError(f"unknown message kind {kind!r:.40}")
 
 
-def _answer(fields: list[Any]) -> Answer:
+def _answer(fields: tuple[Any, ...]) -> Answer:
     epoch, seq, attempt, outcome, started, finished, fresh, returned, handle, state, *costs = fields
-    _check_counts((epoch, seq, attempt, outcome, started, finished, *costs))
-    if outcome not in OUTCOMES:
-        raise ProtocolError(f"unknown outcome {outcome}")
+    numbers = (epoch, seq, attempt, outcome, started, finished, *costs)
+    # As `_check_counts` does, without a step for each.
+    if set(map(type, numbers)) != _INT or min(numbers) < 0 or max(numbers) > _LARGEST or len(costs) != 7:
+        raise ProtocolError(f"{numbers!r:.80} where the numbers of an answer should be")
+    if outcome not in OUTCOMES or type(state) is not bytes:
+        raise ProtocolError(f"unknown outcome {outcome}, or a malformed state")
     if not fresh == returned == ():
         _blocks(fresh)
         _check_type(returned, tuple)
         _check_counts(returned)
     if handle is not None:
-        handle = _handle(*handle)
-    _check_type(state, bytes)
-    if len(costs) != 7:
-        raise ProtocolError(f"an answer with {len(costs)} costs")
+        spec_id, _, values, parcel, segments = handle
+        if type(values) is not tuple or not (parcel is None or type(parcel) is bytes):
+            raise ProtocolError("a handle with malformed values or a malformed parcel")
+        if type(spec_id) is not int or spec_id < 0:
+            raise ProtocolError(f"{spec_id!r:.40} where the number of a spec should be")
+        if segments != ():
+            _blocks(segments, 3)
+        handle = tuple.__new__(Handle, handle)
     head = epoch, seq, attempt, outcome, started, finished, fresh, returned, handle
-    return Answer(*head, (), state, *costs)
-
-
-def _handle(spec_id: Any, spec: Any, values: Any, parcel: Any, segments: Any) -> Handle:
-    if type(values) is not tuple or not (parcel is None or type(parcel) is bytes):
-        raise ProtocolError("a handle with malformed values or a malformed parcel")
-    _check_counts((spec_id,))
-    if segments != ():
-        _blocks(segments, 3)
-    return Handle(spec_id, spec, values, parcel, segments)
+    return tuple.__new__(Answer, (*head, (), state, *costs))
 
 
 def _unpack(frame: bytes, *, use_list: bool) -> Any:
@@ -169,6 +168,10 @@ def _unpack(frame: bytes, *, use_list: bool) -> Any:
         )  # TypeError: a list as a map's key. RecursionError: its hash.
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"not a msgpack frame: {error}") from error
-    if not isinstance(fields, (list, tuple)) or len(fields) < 2 or fields[0] != VERSION:
+    try:
+        version, *fields = fields
+    except (TypeError, ValueError):
+        version = None
+    if version != VERSION or not fields:
         raise ProtocolError(f"not a frame of protocol version {VERSION}")
-    return fields[1:]
+    return fields

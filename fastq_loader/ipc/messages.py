@@ -18,6 +18,7 @@ from __future__ import annotations
 import hmac
 import pickle
 from array import array
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgpack
@@ -185,21 +186,12 @@ Message = Task | Epoch | Space | Bundle | Stop | Hello | Answer | Ping
 _PACKER = msgpack.Packer(unicode_errors="surrogatepass")
 
 
-def _packb(fields: tuple[Any, ...]) -> bytes:
-    frame: bytes = _PACKER.pack(fields)
-    return frame
+_pack: Callable[[tuple[Any, ...]], bytes] = _PACKER.pack
 
 
 def packs(value: int) -> bool:
     """Whether an int fits msgpack's 64 bits."""
     return -(1 << 63) <= value < (1 << 64)
-
-
-def plain_index(index: Any) -> bool:
-    """Whether an index travels as msgpack: a plain value or a list of plain values."""
-    if type(index) is list:
-        return _PLAIN.issuperset(map(type, index))
-    return type(index) in _PLAIN
 
 
 def seal(pickled: bytes, token: bytes) -> bytes:
@@ -229,10 +221,10 @@ def encode(message: Message, token: bytes = b"") -> bytes:
         Exception: whatever pickling raises for an index that cannot be pickled.
     """
     if type(message) is Task:
-        return _encode_task(message, token)
+        return encode_task(message, token)
     if type(message) is Answer:
-        return _packb((VERSION, ANSWER, *message[:9], *message[10:]))
-    return _packb((VERSION, _KINDS[type(message)], *message))
+        return _pack((VERSION, ANSWER, *message[:9], *message[10:]))
+    return _pack((VERSION, _KINDS[type(message)], *message))
 
 
 _KINDS: dict[type, int] = {
@@ -245,26 +237,27 @@ _KINDS: dict[type, int] = {
 }
 
 
-def _encode_task(task: Task, token: bytes) -> bytes:
+def encode_task(task: Task, token: bytes) -> bytes:
+    """One frame for a task; see `encode`. A plain value, and a list of plain values, travels as msgpack."""
     epoch, seq, attempt, index, *others = task
     if type(index) is Indices:
         opaque = msgpack.ExtType(INTEGERS, index.data)
-        return _packb((VERSION, TASK, epoch, seq, attempt, opaque, *others))
-    if plain_index(index):
+        return _pack((VERSION, TASK, epoch, seq, attempt, opaque, *others))
+    if _PLAIN.issuperset(map(type, index)) if type(index) is list else type(index) in _PLAIN:
         try:
-            return _packb((VERSION, TASK, epoch, seq, attempt, index, *others))
+            return _pack((VERSION, TASK, epoch, seq, attempt, index, *others))
         except OverflowError:  # an int of more than 64 bits
             pass
     assert len(token) == TOKEN_BYTES, "a pickle travels behind the pool's token"
     opaque = msgpack.ExtType(PICKLED_INDEX, seal(pickle.dumps(index, pickle.HIGHEST_PROTOCOL), token))
-    return _packb((VERSION, TASK, epoch, seq, attempt, opaque, *others))
+    return _pack((VERSION, TASK, epoch, seq, attempt, opaque, *others))
 
 
 def pass_on(message: Task | Epoch) -> bytes:
     """One frame for a message that came out of a frame: what is pickled in it stays closed."""
     if type(message) is Task and type(message.index) is Pickled:
         message = message._replace(index=msgpack.ExtType(PICKLED_INDEX, message.index.data))
-        return _packb((VERSION, TASK, *message))
+        return _pack((VERSION, TASK, *message))
     return encode(message)
 
 

@@ -39,6 +39,7 @@ from fastq_loader.ipc.messages import (
     Stop,
     Task,
     encode,
+    encode_task,
 )
 from fastq_loader.ipc.probes import expect_descriptors, expect_threads
 from fastq_loader.system import calls, process_id
@@ -176,9 +177,12 @@ class ConsumerSocket:
         # quick: its answer would be sent after the next batch.)
         with _yielding_threads():
             self._socket = self._context.socket(zmq.ROUTER)
+        # pyzmq's core: its subclass passes every call on.
+        self._send, self._recv = super(zmq.Socket, self._socket).send, super(zmq.Socket, self._socket).recv
         with without_signals():  # pyzmq gives the call up when one interrupts it
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
+        self._newest = 0  # the worker that has sent something last
         self._names: dict[int, bytes] = {}  # worker → its routing id
         self._numbers: dict[bytes, int] = {}
         self._endpoints: dict[int, str] = {}
@@ -216,42 +220,50 @@ class ConsumerSocket:
             Exception: whatever pickling raises for the index of a task.
         """
         frame = encode(message, self._token)
-        self._socket.send(self._names[worker], _NOBLOCK_MORE)
-        self._socket.send(frame, _NOBLOCK)
+        self._send(self._names[worker], _NOBLOCK_MORE)
+        self._send(frame, _NOBLOCK)
+
+    def send_task(self, worker: int, task: Task) -> None:
+        """The same for a task, as it is sent for every batch."""
+        frame = encode_task(task, self._token)
+        self._send(self._names[worker], _NOBLOCK_MORE)
+        self._send(frame, _NOBLOCK)
 
     def send_frames(self, worker: int, frames: Sequence[bytes]) -> None:
         """Queue encoded messages, in one go."""
         if frames:
-            self._socket.send(self._names[worker], _NOBLOCK_MORE)
-            self._socket.send(_together(frames), _NOBLOCK)
+            self._send(self._names[worker], _NOBLOCK_MORE)
+            self._send(_together(frames), _NOBLOCK)
 
     def send_all(self, *frames: bytes, but: Container[int] = ()) -> None:
         """Queue the same encoded messages for every worker `but` some, in one go."""
         frame = _together(frames)
         for worker, name in self._names.items():
             if worker not in but:
-                self._socket.send(name, _NOBLOCK_MORE)
-                self._socket.send(frame, _NOBLOCK)
+                self._send(name, _NOBLOCK_MORE)
+                self._send(frame, _NOBLOCK)
 
     def receive(self) -> tuple[int, Hello | Answer | Ping | None] | None:
         """The next message and the worker that sent it; None if there is none now. A frame that is not a
         message is counted in `rejected` and dropped. If a worker sent it, None stands for the message."""
         while True:
             try:
-                name = self._socket.recv(_NOBLOCK)
+                name = self._recv(_NOBLOCK)
             except zmq.Again:
                 return None
-            frame, worker = self._socket.recv(), self._numbers.get(name)
-            if self._socket.getsockopt(_RCVMORE):
-                _drop_rest(self._socket)
-            elif worker is not None:
-                try:
-                    return worker, decode_for_consumer(frame)
-                except ProtocolError:
-                    pass
-            self.rejected += 1
+            worker = self._numbers.get(name)
             if worker is not None:
-                return worker, None
+                self._newest = worker
+                try:
+                    return worker, decode_for_consumer(self._recv())
+                except ProtocolError:
+                    self.rejected += 1
+                    return worker, None
+            # Looked for here, and not after every frame: a message with more parts than ours.
+            self.rejected += 1
+            if not self._socket.getsockopt(_RCVMORE):
+                return self._newest, None
+            _drop_rest(self._socket)  # of a worker that is dead
 
     def broken(self, ready: Sequence[object]) -> list[int]:
         """The workers whose connection has broken, by what `wait` found readable; each is named once."""

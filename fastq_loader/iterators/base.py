@@ -68,6 +68,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         if self._session is None:  # else batches are page-locked and transformed on their way to the device
             self._pin_memory, self._pin_memory_device = arguments.pinning(loader)
             self._on_host = read_device(loader.device)  # device="cpu"
+        self._finish = self._finished if self._pin_memory or self._on_host is not None else None
         self._timeout = loader.timeout
         self._collate_fn = loader.collate_fn
         self._dynamic = arguments.is_dynamic(loader)
@@ -194,14 +195,12 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     def _finished(self, batch: Any) -> Any:
         """A batch that stays on the host, transformed and pinned."""
-        if self._on_host is None and not self._pin_memory:
-            return batch
         began = time.monotonic_ns()
         if self._on_host is not None:
             batch = self._on_host.apply_transform(batch)
         if self._pin_memory:
             batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
-        self._spent.note((self._spent.used_device, began, time.monotonic_ns()))
+        self._spent.others.append((self._spent.used_device, began, time.monotonic_ns()))
         return batch
 
     def _warn_about_length(self, length: int, outcome: Outcome) -> None:

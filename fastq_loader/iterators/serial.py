@@ -111,7 +111,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
         if self.outcome is not None:  # of another thread, which has not taken it yet
             return
-        self._spent.note((self._spent.entered, time.monotonic_ns(), self._spent.thread()))
+        self._spent.entered(time.monotonic_ns())
         if self._due is None:
             self._draw()
         drawn, self._due = self._due, None
@@ -159,7 +159,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         else:
             self._due = (number, index)
         self._drawn, self._busy = number + 1, False  # also when the sampler fails: its error has a place
-        self._spent.note((self._spent.drew, began, time.monotonic_ns()))
+        self._spent.drew = began, time.monotonic_ns(), ()
 
     def _progress_after(self, number: int) -> Progress:
         """How far the epoch has come with a batch, or with the error in its place."""
@@ -178,10 +178,12 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         finally:
             ended = time.monotonic_ns()
             self._counters.wait_seconds += (ended - began) / 1e9
-            self._spent.note((self._spent.loaded, number, began, self._dataset_fetcher.fetched, ended))
+            self._spent.others.append(
+                (self._spent.loaded, number, began, self._dataset_fetcher.fetched, ended)
+            )
         if self._staging is None:
-            return self._finished(batch)
+            return batch if self._finish is None else self._finish(batch)
         self._busy = True  # a copy to the device is under way
         batch = self._staging.stage(batch)
-        self._spent.note((self._spent.used_device, ended, time.monotonic_ns()))
+        self._spent.others.append((self._spent.used_device, ended, time.monotonic_ns()))
         return batch

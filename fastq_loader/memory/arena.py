@@ -59,6 +59,7 @@ class Mapping:
     Attributes:
         base: address of its first byte, if it is mapped as a whole.
         memory: its bytes, if it is mapped as a whole.
+        words: two for each block, see `is_released`.
         claims: the table that says who loads which batch, in 64-bit words.
 
     Raises:
@@ -77,11 +78,11 @@ class Mapping:
         words = (table - length // SMALLEST * 8) // PAGE * PAGE
         self._region = words // regions // SMALLEST * SMALLEST
         first = 0 if whole else words  # the tables are always mapped
-        self._piece = calls.Piece(fd, first, length - first)
-        mapped = calls.view(self._piece.address, length - first)
-        self.base = self._piece.address if whole else 0
+        self.piece = calls.Piece(fd, first, length - first)
+        mapped = calls.view(self.piece.address, length - first)
+        self.base = self.piece.address if whole else 0
         self.memory = mapped if whole else memoryview(b"")
-        self._words = mapped[words - first : table - first].cast("I")
+        self.words = mapped[words - first : table - first].cast("I")
         self.claims = mapped[table - first : table - first + CLAIMS * 8].cast("Q")
 
     def region(self, worker: int) -> tuple[int, int]:
@@ -95,7 +96,7 @@ class Mapping:
             MemoryError: there is not enough address space.
         """
         if self.whole:
-            return self.base + offset, self._piece
+            return self.base + offset, self.piece
         piece = self._mapped.pop((offset, nbytes), None) or self._map_piece(offset, nbytes)
         if nbytes <= self._budget:
             self._mapped[offset, nbytes] = piece  # the newest
@@ -138,19 +139,10 @@ class Mapping:
     # The consumer writes them, and the worker to which the block is promised reads them. Numbers rather
     # than a flag, because a finalizer may be held up on its thread until after the block's next lease.
 
-    def mark_leased(self, offset: int, number: int) -> None:
-        self._words[offset // SMALLEST * 2] = number
-
-    def mark_released(self, offset: int, number: int) -> None:
-        try:
-            self._words[offset // SMALLEST * 2 + 1] = number
-        except ValueError:  # the loader was closed meanwhile on another thread: nobody looks
-            return
-
     def is_released(self, offset: int) -> bool:
         """Whether the last lease on a block has died."""
         at = offset // SMALLEST * 2
-        return self._words[at] == self._words[at + 1]
+        return self.words[at] == self.words[at + 1]
 
     def punch(self, offset: int, size: int) -> None:
         """Give pages back to the system; the range reads as zeros and can be written again."""
@@ -160,21 +152,21 @@ class Mapping:
     def populate(self, offset: int, size: int) -> None:
         """Put the pages of a range into memory, and into this process's page table, if it is mapped whole."""
         if self.whole:
-            self._piece.populate(self.base + offset, size)
+            self.piece.populate(self.base + offset, size)
 
     # The end. No view is used any more but by a finalizer that was held up, see `mark_released`.
 
     def cut(self, held: list[tuple[int, int]]) -> None:
         """Blocks (offset, size) from which on each goes by itself. Those that are mapped one by one do."""
-        self._piece.cut(held if self.whole else ())
+        self.piece.cut(held if self.whole else ())
 
     def unmap_but(self, held: set[int]) -> None:
         """Unmap all but the blocks at these offsets. May be called again."""
-        for view in (self.memory, self._words, self.claims):
+        for view in (self.memory, self.words, self.claims):
             view.release()
         self._mapped.clear()
-        for offset in self._piece.parts() - held:
-            self._piece.unmap(offset, pages=False)
+        for offset in self.piece.parts() - held:
+            self.piece.unmap(offset, pages=False)
 
 
 class Arena:
@@ -242,13 +234,16 @@ class Arena:
         Raises:
             MemoryError: there is not enough address space; the block is to be abandoned.
         """
-        mapping = self.mapping
-        address, memory = mapping.reach(block[0], into + nbytes)
+        offset, mapping = block[0], self.mapping
+        if mapping.whole:  # as `reach` does
+            address, memory = mapping.base + offset, mapping.piece
+        else:
+            address, memory = mapping.reach(offset, into + nbytes)
         self.children.owned += 1
-        self._number = self._number % 0xFFFFFFFF + 1  # 32 bits; 0 is what new memory reads
-        mapping.mark_leased(block[0], self._number)
+        number = self._number = self._number % 0xFFFFFFFF + 1  # 32 bits; 0 is what new memory reads
+        mapping.words[offset // SMALLEST * 2] = number
         interface = {"version": 3, "data": (address + into, False), "shape": (nbytes,), "typestr": "|u1"}
-        return np.asarray(Lease(self, self._number, block[0], memory, interface))
+        return np.asarray(Lease(self, number, offset, memory, interface))
 
     def abandon(self, offset: int) -> None:
         """A block that should be leased is not: it counts as released."""
@@ -320,15 +315,18 @@ class Lease:
         self._memory = memory  # keeps the address valid
         self._born = moment()
 
-    def __del__(self, getpid: Any = process_id.current) -> None:
-        arena = self._arena
-        if arena.pid != getpid():
+    def __del__(self, process: Any = process_id) -> None:
+        arena, offset = self._arena, self._offset
+        if arena.pid != process.pid:
             return  # the parent's block: a forked child has nothing to give back
-        died = moment()
-        seen = arena.children.may_see(self._born, died)
+        died, children = moment(), arena.children
+        seen = bool(children.alive) and children.may_see(self._born, died)
         if not arena.retired:
-            arena.released.append((self._offset, self._born, died) if seen else (self._offset, 0, 0))
+            arena.released.append((offset, self._born, died) if seen else (offset, 0, 0))
             if not seen:
-                arena.mapping.mark_released(self._offset, self._number)
+                try:  # noqa: SIM105 - `suppress` takes three calls
+                    arena.mapping.words[offset // SMALLEST * 2 + 1] = self._number
+                except ValueError:  # the loader was closed meanwhile on another thread: nobody looks
+                    pass
         if arena.retired:  # or was, on another thread, and nobody has read the queue
             self._memory.unmap(self._offset, pages=not seen)

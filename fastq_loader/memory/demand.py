@@ -7,6 +7,8 @@ made anew all the time. A kind that has not come for many tasks is forgotten.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 #: Tasks after which a block that none of them used goes back to the system. Making 200 MB of pages anew takes
 #: as long as a thousand of the smallest batches.
 PATIENCE = 1000
@@ -35,17 +37,23 @@ class Demand:
         self.batch_bytes = 0.0
         self._kinds: dict[tuple[int, ...], int] = {}  # bytes of a batch's blocks → its task; newest last
         self._next_check = EXPECTED
+        self._newest: Sequence[int] = ()  # sizes of the newest batch, and what they come to
+        self._kind: tuple[int, ...] = ()
+        self._bytes = 0.0
 
-    def learn(self, sizes: list[int]) -> None:
-        """A batch used blocks of these sizes."""
-        kind = tuple(sorted(sizes, reverse=True))
+    def learn(self, sizes: Sequence[int]) -> None:
+        """A batch used blocks of these sizes. The same object is the same kind, for as long as it comes."""
+        if sizes is not self._newest:
+            self._newest, self._kind = sizes, tuple(sorted(sizes, reverse=True))
+            self._bytes = float(sum(sizes))
+        kind = self._kind
         known = self._kinds.pop(kind, None) is not None
         self._kinds[kind] = self.tasks
         if not known:
             if len(self._kinds) > KINDS:
                 del self._kinds[next(iter(self._kinds))]
             self._want()
-        self.batch_bytes = max(float(sum(sizes)), 0.99 * self.batch_bytes)
+        self.batch_bytes = max(self._bytes, 0.99 * self.batch_bytes)
 
     def _want(self) -> None:
         wanted: list[int] = []

@@ -72,24 +72,25 @@ class ForkedChildren:
     Attributes:
         owned: number of things that the owner has now; a fork while it is 0 does not count. The owner counts
             a thing before it asks for the moment of its birth.
+        alive: those that are not known to be gone.
     """
 
     def __init__(self) -> None:
         self.owned = 0
-        self._children: list[_Child] = []
+        self.alive: list[_Child] = []
         self._closed = False
         _registry[id(self)] = self
 
     def may_see(self, born: int, died: int) -> bool:
         """Whether a child that was alive at the last `reap` may see what was there between two moments. Makes
         no system call, and may be called on any thread."""
-        if not self._children:
+        if not self.alive:
             return False
-        return any(born < child.ended and died > child.began for child in tuple(self._children))
+        return any(born < child.ended and died > child.began for child in tuple(self.alive))
 
     def reap(self) -> None:
         """Forget the children that are gone."""
-        for child in tuple(self._children):
+        for child in tuple(self.alive):
             if child.gone():
                 self._forget(child)
 
@@ -97,12 +98,12 @@ class ForkedChildren:
         """The owner's descriptors are given back. From here on every child counts as alive, those that are
         forked later too."""
         self._closed = True
-        for child in tuple(self._children):
+        for child in tuple(self.alive):
             _close(child.read)
 
     def _forget(self, child: _Child) -> None:
         with contextlib.suppress(ValueError):  # another thread has done it
-            self._children.remove(child)
+            self.alive.remove(child)
         _close(child.read)
 
     # ---- the hooks ----------------------------------------------------------------------------
@@ -110,7 +111,7 @@ class ForkedChildren:
     def forking(self) -> _Child:
         self.reap()  # else every fork would cost a descriptor while no block is released
         child = _Child(watched=not self._closed)
-        self._children.append(child)
+        self.alive.append(child)
         return child
 
     def forked(self, child: _Child) -> None:
@@ -119,11 +120,11 @@ class ForkedChildren:
         if not self.owned:
             self._forget(child)
         elif self._closed:  # the latest child saw all that those before it saw
-            self._children[:] = [other for other in self._children if other.ended >= child.ended]
+            self.alive[:] = [other for other in self.alive if other.ended >= child.ended]
 
     def inherited(self, mine: list[_Child]) -> None:
         """This process is a child itself, and the owner is its parent's."""
-        for child in self._children:
+        for child in self.alive:
             _close(child.read)
             if child not in mine or not self.owned:
                 _close(child.write)

@@ -18,7 +18,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import chain, pairwise
+from itertools import chain, pairwise, repeat
+from typing import NoReturn
 
 from fastq_loader.errors import InvalidTransition, ProtocolError
 from fastq_loader.memory.blocks import (
@@ -40,6 +41,8 @@ from fastq_loader.memory.demand import Demand
 #: release: it is made once, and the next tasks find it free.
 WORTH_A_PROMISE = 4 << 20
 _HELD = frozenset((HELD, PROMISED))
+#: (state, event) → next state: the table of `blocks`, for one look.
+_NEXT = {(state, event): to for state, moves in BLOCK_TRANSITIONS.items() for event, to in moves.items()}
 
 
 def _anywhere(worker: int) -> tuple[int, int]:
@@ -73,6 +76,8 @@ class BlockLedger:
         self._recent: list[int] = []  # the blocks of the batch that was delivered last
         self._space: dict[int, list[tuple[int, int]]] = {}  # worker → trimmed blocks that it gets back
         self._demand = Demand()
+        self._needs: list[int] = []  # bytes of the newest batch in each block, and the sizes that these take
+        self._needed: list[int] = []
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -94,21 +99,20 @@ class BlockLedger:
     # ---- the life of a block ------------------------------------------------------------------
 
     def _move(self, offset: int, event: str) -> Block:
-        block = self._blocks.get(offset)
-        if block is None:
-            raise InvalidTransition(f"no block at offset {offset} (event {event!r})")
-        state = BLOCK_TRANSITIONS[block.state].get(event)
-        if state is None:
-            raise InvalidTransition(f"block at {offset} is {block.state}: event {event!r} is not allowed")
-        if block.state in _HELD:
-            self._held_bytes -= block.size
-        elif block.state == FREE:
+        try:
+            block = self._blocks[offset]
+            state = _NEXT[block.state, event]
+        except KeyError:
+            self._refuse(offset, event)
+        before, block.state = block.state, state
+        if before == FREE:
             self._free_blocks -= 1
             self.free_bytes -= block.size
+        elif before in _HELD:
+            self._held_bytes -= block.size
         elif block.kept:
             block.kept = False
             self._kept_bytes -= block.size
-        block.state = state
         if state == FREE:
             self._free[block.size].append(offset)
             self._free_blocks += 1
@@ -116,6 +120,14 @@ class BlockLedger:
         elif state in _HELD:
             self._held_bytes += block.size
         return block
+
+    def _refuse(self, offset: int, event: str) -> NoReturn:
+        block = self._blocks.get(offset)
+        if block is None:
+            raise InvalidTransition(f"no block at offset {offset} (event {event!r})") from None
+        raise InvalidTransition(
+            f"block at {offset} is {block.state}: event {event!r} is not allowed"
+        ) from None
 
     def grant(self, holder: Holder) -> tuple[Extents, Extents]:
         """Blocks for a batch like the recent ones, as far as there are any: free ones, and promised ones."""
@@ -181,7 +193,7 @@ class BlockLedger:
         needs = []
         for offset, need in used:
             self._move(offset, "fill").last_task = self._demand.tasks
-            needs.append(size_class(need))
+            needs.append(need)
         for offset, size in given:
             block = self._blocks.get(offset)
             if block is None or block.kept or block.state != GRANTED or block.writer != (worker, None):
@@ -189,7 +201,9 @@ class BlockLedger:
             block.kept = True
             self._kept_bytes += size
         if needs:
-            self._demand.learn(needs)
+            if needs != self._needs:
+                self._needs, self._needed = needs, [size_class(need) for need in needs]
+            self._demand.learn(self._needed)
 
     def _check_fresh(self, worker: int, fresh: Extents) -> None:
         end = 0
@@ -216,22 +230,23 @@ class BlockLedger:
     def _check_written(
         self, worker: int, used: Extents, fresh: dict[int, int], returned: tuple[int, ...]
     ) -> None:
-        needs = dict(used)
-        if len(needs.keys() | set(returned)) != len(used) + len(returned):
-            raise ProtocolError(f"worker {worker} names one block twice")
-        for offset in (*needs, *returned):
+        seen: set[int] = set()
+        for offset, need in chain(used, zip(returned, repeat(None))):
             size = fresh.get(offset)
             if size is None:
                 block = self._blocks.get(offset)
                 if block is None or block.writer != (worker, None):
                     raise ProtocolError(f"worker {worker} has no grant for the block at {offset}")
-                if block.state != GRANTED and (block.state != PROMISED or offset in needs):
+                if block.state != GRANTED and (block.state != PROMISED or need is not None):
                     raise ProtocolError(
                         f"worker {worker} names the block at {offset}, which is {block.state}"
                     )
                 size = block.size
-            if not 0 < needs.get(offset, 1) <= size:
-                raise ProtocolError(f"worker {worker} needs {needs[offset]} bytes in a block of {size}")
+            if need is not None and not 0 < need <= size:
+                raise ProtocolError(f"worker {worker} needs {need} bytes in a block of {size}")
+            seen.add(offset)
+        if len(seen) < len(used) + len(returned):
+            raise ProtocolError(f"worker {worker} names one block twice")
 
     def size_of(self, offset: int) -> int | None:
         """Bytes of the block at an offset; None if there is none."""

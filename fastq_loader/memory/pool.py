@@ -23,11 +23,15 @@ class BlockPool:
     Args:
         arena: the memory. The pool gives it back in `close`.
         workers: how many write to it.
+
+    Attributes:
+        released: what `collect` looks at, if anything.
     """
 
     def __init__(self, arena: Arena, workers: int) -> None:
         self.arena = arena
         self._workers = workers
+        self.released = arena.released
         self._ledger = BlockLedger(arena.mapping.region)
         self.grant = self._ledger.grant
         self.accept = self._ledger.accept

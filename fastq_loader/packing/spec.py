@@ -168,6 +168,8 @@ class Spec:
 
     Attributes:
         large: the segments that lie in a block each.
+        single: of each segment with one leaf that numpy can describe: (leaf, whether it is an array, shape,
+            numpy's dtype, strides); else None.
         dense_tensors, dense_arrays: the leaves in the parcel that need no more than a shape and a dtype:
             (leaf, start in the parcel, its end, shape, numpy's dtype).
         others: of the other small segments: (segment, start in the parcel, its end).
@@ -176,6 +178,7 @@ class Spec:
         tails: bytes that a block holds from where a handle says: the part for a device, the large segments.
         nbytes: of all segments.
         values, objects: how many the tree has of them.
+        small: whether all of it may travel in the message.
         build: a function of (leaves, iterator of plain values, unpickled objects) that builds the tree.
     """
 
@@ -198,6 +201,7 @@ class Spec:
             self.members[leaf.segment].append(number)
         for size, members in zip(sizes, self.members, strict=True):
             self._check_segment(size, [self.leaves[number] for number in members])
+        self.single = [self._single(members) for members in self.members]
         self._lay_out_device(offsets)
         on_host = [segment for segment, offset in enumerate(offsets) if offset < 0]
         self._lay_out_parcel([segment for segment in on_host if sizes[segment] < SMALLEST])
@@ -206,6 +210,7 @@ class Spec:
         self.nbytes: int = sum(sizes)
         self.objects = self.values = 0
         self.build = self._compile(tree, 0)
+        self.small = not (self.tails or self.objects)
 
     def _check_segment(self, size: int, leaves: list[Leaf]) -> None:
         reach = max([leaf.into + leaf.reach for leaf in leaves])
@@ -215,6 +220,12 @@ class Spec:
         else:
             shared = size > 0 and not any(leaf.array for leaf in leaves)
             _require(shared, "a segment of {} bytes that {} leaves cannot share", size, len(leaves))
+
+    def _single(self, members: list[int]) -> tuple[int, bool, Any, Any, Any] | None:
+        leaf = self.leaves[members[0]]
+        if len(members) > 1 or leaf.described is None:
+            return None
+        return members[0], leaf.array, leaf.shape, leaf.described, leaf.strides
 
     def _lay_out_device(self, offsets: Any) -> None:
         self.on_device: list[tuple[int, torch.dtype, Any, Any, int]] = []

@@ -67,7 +67,11 @@ class Unpacker:
             if spec.on_device and not self._for_device:
                 raise ProtocolError(f"worker {worker} has packed a batch for a device, and there is none")
             specs.remember(handle.spec_id, spec, handle.spec)
-        learned = Handle(handle.spec_id, spec, handle.values, handle.parcel, handle.segments)
+        # As `_replace` does, and several times as fast.
+        learned: Handle = tuple.__new__(Handle, (handle[0], spec, *handle[2:]))
+        in_message = spec.small and not handle.segments and len(handle.values) == spec.values
+        if in_message and len(handle.parcel or b"") >= spec.parcel_bytes:
+            return learned, ()  # there is nothing else to fit
         return learned, self._used(learned)
 
     def forget(self, worker: int) -> None:
@@ -157,7 +161,7 @@ class Unpacker:
         segments = handle.segments
         leaves: list[Any] = [None] * len(spec.leaves)
         parcel: Any = handle.parcel or b""
-        if len(segments) > len(spec.tails):
+        if segments and len(segments) > len(spec.tails):
             parcel = self._arena.mapping.read(segments[0][0], spec.parcel_bytes)
         # Each in memory of its own: a loop that keeps the labels does not keep the rest.
         for number, start, end, shape, dtype in spec.dense_tensors:
@@ -166,7 +170,7 @@ class Unpacker:
             leaves[number] = _ndarray(shape, dtype, bytearray(parcel[start:end]))
         for segment, start, end in spec.others:
             spec.fill(segment, bytearray(parcel[start:end]), leaves)
-        large = segments[len(segments) - len(spec.large) :]
+        large = segments[len(segments) - len(spec.large) :] if segments else ()
         if memory is None:
             if large:
                 self._lease(spec, large, leaves)
@@ -187,7 +191,13 @@ class Unpacker:
                 for unleased, _, _ in large[at:]:
                     self._arena.abandon(unleased)
                 raise
-            spec.fill(segment, whole, leaves)
+            single = spec.single[segment]
+            if single is None:
+                spec.fill(segment, whole, leaves)
+            else:  # as `fill` does
+                number, array, shape, dtype, strides = single
+                made = _ndarray(shape, dtype, whole, 0, strides)
+                leaves[number] = made if array else _from_numpy(made)
 
     def _objects(self, spec: Spec, pickled: bytes, leaves: list[Any], memory: torch.Tensor | None) -> Any:
         """The unpickled objects of a batch, their tensors on the device of `memory`."""

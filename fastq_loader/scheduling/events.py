@@ -1,6 +1,7 @@
-"""What goes into the scheduler and what comes out: events in, instructions out, all immutable.
+"""What happens seldom goes into the scheduler as an event, and what is to be done comes out as instructions.
 
-Pure, and without behaviour: the scheduler decides, the event loop carries out.
+Pure, immutable, and without behaviour: the scheduler decides, the event loop carries out. What happens for
+every batch has a method of the scheduler's instead.
 """
 
 from __future__ import annotations
@@ -8,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import Answer, Task
+from fastq_loader.ipc.messages import Task
 from fastq_loader.scheduling.progress import START, Progress
 
 # ---- instructions ---------------------------------------------------------------------------------
@@ -34,15 +34,6 @@ class Replace(NamedTuple):
     worker: int
     seq: int | None
     cause: str
-
-
-class Deliver(NamedTuple):
-    """Hand out what is at this position: the answer of a worker, or an error without one."""
-
-    seq: int
-    worker: int | None
-    answer: Answer | None
-    error: BaseException | None
 
 
 class Wait(NamedTuple):
@@ -74,7 +65,7 @@ class Finish(NamedTuple):
     """The epoch is over."""
 
 
-Instruction = Draw | Send | Deliver | Wait | Break | Replace | Finish
+Instruction = Draw | Send | Wait | Break | Replace | Finish
 
 # ---- events ---------------------------------------------------------------------------------------
 
@@ -95,12 +86,6 @@ class EpochStarted(NamedTuple):
     done: Progress = START
 
 
-class Drawn(NamedTuple):
-    """The sampler yielded `index`."""
-
-    index: Any
-
-
 class Exhausted(NamedTuple):
     """The sampler has nothing more."""
 
@@ -118,14 +103,6 @@ class Undeliverable(NamedTuple):
     error: BaseException
 
 
-class Arrived(NamedTuple):
-    """`worker` answered. `fault`: why the answer cannot be used."""
-
-    worker: int
-    answer: Answer
-    fault: ProtocolError | None = None
-
-
 class Died(NamedTuple):
     """`worker` is confirmed dead, and what it had sent has arrived.
 
@@ -141,12 +118,8 @@ class Died(NamedTuple):
     claimed: frozenset[int] = frozenset()
 
 
-class Wanted(NamedTuple):
-    """The user waits for the next batch."""
-
-
 class Idle(NamedTuple):
     """The next batch is late and nothing else has come: the consumer is about to sleep."""
 
 
-Event = EpochStarted | Drawn | Exhausted | DrawFailed | Undeliverable | Arrived | Died | Wanted | Idle
+Event = EpochStarted | Exhausted | DrawFailed | Undeliverable | Died | Idle

@@ -9,25 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fastq_loader.ipc.messages import BATCH, Answer
-from fastq_loader.scheduling.events import Arrived
 from fastq_loader.scheduling.states import LOST, SENT, Batch
 
 T = TypeVar("T")
 
 _EMPTY: Any = object()
-
-#: An answer, or an error without one.
-Outcome = tuple[Answer | None, BaseException | None]
-
-
-class Unanswered(NamedTuple):
-    """A batch that failed without an answer, or with one that cannot be used."""
-
-    seq: int
-    error: BaseException
 
 
 class ReorderRing(Generic[T]):
@@ -39,6 +28,7 @@ class ReorderRing(Generic[T]):
 
     Attributes:
         head: the lowest sequence number that has not left the ring.
+        filled: items in the ring.
     """
 
     def __init__(self, capacity: int, head: int = 0) -> None:
@@ -47,11 +37,7 @@ class ReorderRing(Generic[T]):
         self.capacity = capacity
         self.head = head
         self._slots: list[T] = [_EMPTY] * capacity
-        self._filled = 0
-
-    def __len__(self) -> int:
-        """Items in the ring."""
-        return self._filled
+        self.filled = 0
 
     def push(self, seq: int, item: T) -> None:
         """Store `item` under `seq`.
@@ -65,7 +51,7 @@ class ReorderRing(Generic[T]):
         if self._slots[slot] is not _EMPTY:
             raise ValueError(f"seq={seq} is in the ring already")
         self._slots[slot] = item
-        self._filled += 1
+        self.filled += 1
 
     def pop(self) -> T | None:
         """The head's item, and the head moves on; None if it is not here."""
@@ -74,7 +60,7 @@ class ReorderRing(Generic[T]):
         if item is _EMPTY:
             return None
         self._slots[slot] = _EMPTY
-        self._filled -= 1
+        self.filled -= 1
         self.head += 1
         return item
 
@@ -95,7 +81,7 @@ class ReorderRing(Generic[T]):
     def clear(self) -> None:
         """Empty the ring without moving its head."""
         self._slots = [_EMPTY] * self.capacity
-        self._filled = 0
+        self.filled = 0
 
 
 class InFlight:
@@ -107,66 +93,58 @@ class InFlight:
 
     Attributes:
         drawn: the next one's number.
+        batches: by their numbers.
+        ring: those that have come, and wait for others.
     """
 
     def __init__(self, capacity: int, head: int = 0) -> None:
         self.drawn = head
-        self._batches: dict[int, Batch] = {}
-        self._ring: ReorderRing[Outcome] = ReorderRing(capacity, head)
+        self.batches: dict[int, Batch] = {}
+        self.ring: ReorderRing[Batch] = ReorderRing(capacity, head)
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self._batches.values())
+        return iter(self.batches.values())
 
     def __getitem__(self, seq: int) -> Batch:
-        return self._batches[seq]
+        return self.batches[seq]
 
     def get(self, seq: int) -> Batch | None:
-        return self._batches.get(seq)
+        return self.batches.get(seq)
 
     @property
     def head(self) -> int:
         """The lowest sequence number that was not delivered."""
-        return self._ring.head
+        return self.ring.head
 
     @property
     def waiting(self) -> int:
         """Batches that are ready and not at the head."""
-        return len(self._ring)
+        return self.ring.filled
 
     def new(self, worker: int | None, index: Any) -> Batch:
-        batch = self._batches[self.drawn] = Batch(self.drawn, worker, index)
+        batch = self.batches[self.drawn] = Batch(self.drawn, worker, index)
         self.drawn += 1
         return batch
-
-    def push(self, batch: Batch, outcome: Outcome) -> None:
-        """A batch is ready."""
-        self._ring.push(batch.seq, outcome)
-
-    def pop(self) -> Outcome | None:
-        """What is ready at the head, which moves on; None if it is not."""
-        return self._ring.pop()
 
     def upcoming(self, arrivals: Iterable[Any], count: int, in_order: bool) -> list[Answer]:
         """The answers with a batch among the next `count` to be handed out, as far as they have come: in
         order those of the first batches in flight, else those in `arrivals`."""
         if in_order:
-            batches = [self._batches.get(seq) for seq in range(self.head, self.head + count)]
+            batches = [self.batches.get(seq) for seq in range(self.head, self.head + count)]
             answers = (batch.answer for batch in batches if batch is not None and batch.answer is not None)
         else:
-            answers = (event.answer for event in arrivals if type(event) is Arrived)
+            answers = (
+                batch.answer for batch in arrivals if type(batch) is Batch and batch.answer is not None
+            )
         return list(islice((answer for answer in answers if answer.outcome == BATCH), count))
-
-    def skip(self) -> None:
-        """The batch at the head is handed out without having waited."""
-        self._ring.skip()
 
     def leave(self, batch: Batch, event: str) -> None:
         """A batch was handed out, or never will be."""
         batch.move(event)
-        del self._batches[batch.seq]
+        del self.batches[batch.seq]
 
     def head_batch(self, exhausted: Callable[[int], bool]) -> Batch | None:
         """The batch at the head, past those that will never come; None at the end.
@@ -174,9 +152,9 @@ class InFlight:
         Args:
             exhausted: whether a worker's part of an iterable dataset has ended.
         """
-        ring = self._ring
+        ring = self.ring
         while ring.head < self.drawn:
-            batch = self._batches.get(ring.head)
+            batch = self.batches.get(ring.head)
             if batch is not None:
                 if batch.state != SENT or batch.worker is None or not exhausted(batch.worker):
                     return batch
@@ -188,13 +166,11 @@ class InFlight:
         """The lowest batch that a dead worker lost; None if there is none."""
         return next((batch for batch in self if batch.worker == worker and batch.state == LOST), None)
 
-    def clear(self) -> list[Answer]:
-        """Forget everything; the answers that were waiting."""
-        answers = self.answers()
-        self._batches.clear()
-        self._ring.clear()
-        return answers
+    def clear(self) -> None:
+        """Forget everything."""
+        self.batches.clear()
+        self.ring.clear()
 
     def answers(self) -> list[Answer]:
         """The answers that wait in the ring, in no particular order."""
-        return [answer for answer, _ in self._ring.items() if answer is not None]
+        return [batch.answer for batch in self.ring.items() if batch.answer is not None]

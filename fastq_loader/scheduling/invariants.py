@@ -8,8 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastq_loader.ipc.messages import ENDED
-from fastq_loader.scheduling.events import Arrived
-from fastq_loader.scheduling.in_flight import Unanswered
 from fastq_loader.scheduling.states import LOST, READY, SENT, Batch
 
 if TYPE_CHECKING:
@@ -29,10 +27,10 @@ def _check_batches(scheduler: Scheduler) -> None:
     in_flight, window, workers = scheduler._in_flight, scheduler.window, scheduler._worker_table
     assert window.size <= window.widest
     assert len(in_flight) <= window.widest + scheduler.workers, "more batches than the window allows"
-    arrived = [event for event in scheduler._arrivals if type(event) is Arrived]
-    ready = {event.answer.seq for event in arrived}
+    arrived = [each for each in scheduler._arrivals if type(each) is Batch]
+    ready = {batch.seq for batch in arrived if batch.error is None}
     # Their end has arrived and is not processed: what they skipped after it is still SENT.
-    ending = {event.worker for event in arrived if event.answer.outcome == ENDED}
+    ending = {batch.worker for batch in arrived if batch.answer and batch.answer.outcome == ENDED}
 
     def to_come(batch: Batch) -> int:
         return (scheduler.pending_tasks.get((scheduler.epoch, batch.seq)) is batch) + (batch.seq in ready)
@@ -44,15 +42,13 @@ def _check_batches(scheduler: Scheduler) -> None:
             assert to_come(batch) == 1 or (to_come(batch) == 0 and batch.worker in ending), (
                 f"batch {batch.seq} will be answered {to_come(batch)} times"
             )
-    failed = sum(type(event) is Unanswered for event in scheduler._arrivals)
+    failed = len(arrived) - len(ready)
     ready_batches = sum(batch.state == READY for batch in in_flight)
     assert ready_batches == in_flight.waiting + failed, "a ready batch is not in the ring"
 
 
 def _check_blocks(scheduler: Scheduler) -> None:
-    arrived = [event.answer for event in scheduler._arrivals if type(event) is Arrived]
-    waiting = arrived + scheduler._in_flight.answers()
-    filled = sorted(offset for answer in waiting for offset, _ in answer.used)
+    filled = sorted(offset for answer in scheduler._answers() for offset, _ in answer.used)
     assert filled == scheduler.pool.filled(), "a filled block belongs to no batch that waits"
 
 

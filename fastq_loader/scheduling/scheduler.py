@@ -1,7 +1,8 @@
-"""Who loads what next, and what is handed out next, as one state machine: events in, instructions out.
+"""Who loads what next, and what is handed out next, as one state machine.
 
-Pure: no socket, clock or process; the event loop carries the instructions out on the consumer's thread. The
-records and the tables that they move by are in `states`.
+Pure: no socket, clock or process; the event loop does what it says, on the consumer's thread. The records and
+the tables that they move by are in `states`. What happens for every batch has a method: `drawn`, `arrived`
+and `ready`. What happens seldom is an event for `handle`, which answers with instructions.
 
 The order is torch's (`_MultiProcessingDataLoaderIter`): tasks go to the active workers in turn, one index is
 drawn for every batch delivered and before it is handed out, arrivals are processed one at a time and only
@@ -13,9 +14,10 @@ A *shared* task is sent to all workers, and the first that is free claims it. Wh
 answer comes, or when the worker has died. With `restarts` a dead worker is replaced, and what it had not
 answered is sent again, as the next attempt; an answer to an older attempt does not count any more.
 
-`EpochStarted` answers with a `Draw` of as many indices as the window is wide. Each comes back as `Drawn` or
-`DrawFailed`, or as `Exhausted` if there is none. `Wanted` (the user called `next()`) answers with `Draw` and
-`Deliver`, or with `Draw` alone (ask again), `Wait`, `Break` or `Finish`.
+`EpochStarted` answers with a `Draw` of as many indices as the window is wide. Each comes back to `drawn`, as
+`DrawFailed`, or as `Exhausted` if there is none. When the user calls `next()`, `ready` gives the batch that
+is next, with the number of indices that are to be drawn before it is handed out. If it is not here, `wanted`
+says why: `Draw` (and ask again), `Wait`, `Break` or `Finish`.
 """
 
 from __future__ import annotations
@@ -26,16 +28,14 @@ from typing import Any
 
 from fastq_loader.errors import InvalidTransition, PoisonousBatch, ProtocolError
 from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, Task
+from fastq_loader.memory.blocks import Holder
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling import invariants
 from fastq_loader.scheduling.events import (
-    Arrived,
     Break,
-    Deliver,
     Died,
     Draw,
     DrawFailed,
-    Drawn,
     EpochStarted,
     Event,
     Exhausted,
@@ -46,9 +46,8 @@ from fastq_loader.scheduling.events import (
     Send,
     Undeliverable,
     Wait,
-    Wanted,
 )
-from fastq_loader.scheduling.in_flight import InFlight, Outcome, Unanswered
+from fastq_loader.scheduling.in_flight import InFlight
 from fastq_loader.scheduling.pending_tasks import PendingTasks
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.states import LOST, Batch
@@ -74,6 +73,7 @@ class Scheduler:
 
     Attributes:
         pending_tasks: those that are to be answered.
+        to_draw: indices that are to be drawn before the batch is handed out that came out last.
         stale: answers that were dropped because their epoch was over.
         refused: answers that could not be used.
     """
@@ -95,8 +95,9 @@ class Scheduler:
         self.in_order = in_order
         self.shared_tasks = shared_tasks
         self.epoch = 0
-        self.stale = self.refused = 0
+        self.stale = self.refused = self.to_draw = 0
         self.pending_tasks = PendingTasks(slots)
+        self._holders = [Holder(worker) for worker in range(workers)]
         self._restarts = restarts
         self._worker_table = WorkerTable(workers)
         self._reset(START)
@@ -106,7 +107,7 @@ class Scheduler:
         # A worker whose part of the dataset ends makes room for one more draw: up to `workers` batches beyond
         # the window may be waiting at once.
         self._in_flight = InFlight(self.window.widest + self.workers + len(done.beyond), done.head)
-        self._arrivals: deque[Arrived | Died | Unanswered] = deque()
+        self._arrivals: deque[Batch | Died] = deque()
         self._restarts_left = self._restarts
         self._deaths: dict[int, int] = {}  # seq → workers that died of it
         self._idle_deaths: list[int] = []  # workers that died between batches, and were not replaced
@@ -136,7 +137,7 @@ class Scheduler:
         invariants.check(self)
 
     def handle(self, event: Event) -> list[Instruction]:
-        """The only thing that changes the schedule."""
+        """Something has happened that does not happen for every batch."""
         return _HANDLERS[type(event)](self, event)
 
     # ---- a new epoch --------------------------------------------------------------------------
@@ -160,51 +161,67 @@ class Scheduler:
 
     def abandon(self) -> None:
         """Drop what arrived and was not delivered; answers that are still to come will be stale."""
-        answers = [event.answer for event in self._arrivals if type(event) is Arrived]
+        waiting = self._answers()
         self._arrivals.clear()
-        for answer in answers + self._in_flight.clear():
+        self._in_flight.clear()
+        for answer in waiting:
             self._drop(answer)
+
+    def _answers(self) -> list[Answer]:
+        """Those that wait to be handed out, in no particular order."""
+        arrived = [each.answer for each in self._arrivals if type(each) is Batch and each.answer is not None]
+        return arrived + self._in_flight.answers()
 
     def _drop(self, answer: Answer) -> None:
         self.pool.drop(offset for offset, _ in answer.used)
 
     # ---- indices in ---------------------------------------------------------------------------
 
-    def _drawn(self, event: Drawn) -> list[Instruction]:
+    def drawn(self, index: Any) -> Batch | None:
+        """The sampler yielded an index. Returns its batch, whose task is to be sent; None: there is nothing
+        to be sent."""
         worker = None
         if not self.shared_tasks:
             worker = self._worker_table.take_turn(None if self.in_order else self.window.size)
             if worker is None:  # no worker has room, or more to read: torch loses the index here too
-                return []
-        batch = self._new_batch(worker, event.index)
-        if self._worker_table.is_dead(worker):
+                return None
+        batch = self._new_batch(worker, index)
+        if self._worker_table.some_dead and self._worker_table.is_dead(worker):
             batch.move("send_to_dead")
             batch.worker = worker or 0
-            return []
+            return None
         batch.move("send")
-        return [self._send(batch)]
+        self._make_task(batch)
+        return batch
 
-    def _send(self, batch: Batch) -> Send:
+    def _make_task(self, batch: Batch) -> Task:
         self.pending_tasks.add(self.epoch, batch)
-        grants, promises = self.pool.grant(batch.holder)
-        task = Task(self.epoch, batch.seq, batch.attempt, batch.index, grants, promises, batch.ticket)
-        batch.task = task
-        return Send(batch.worker, task)
+        worker = batch.worker
+        # As `batch.holder`, and quicker.
+        holder = tuple.__new__(Holder, (None, batch.ticket)) if worker is None else self._holders[worker]
+        grants, promises = self.pool.grant(holder)
+        head = self.epoch, batch.seq, batch.attempt, batch.index
+        task = batch.task = tuple.__new__(
+            Task, (*head, grants, promises, batch.ticket)
+        )  # quicker than Task()
+        return task
 
     def _claimed(self, batch: Batch, worker: int) -> None:
         if batch.worker is None:
-            self.pool.hand_over(batch.holder, worker, batch.blocks)
+            if blocks := batch.blocks:
+                self.pool.hand_over(batch.holder, worker, blocks)
             batch.worker = worker
 
     def _give_back(self, batch: Batch) -> None:
         self.pool.give_back(offset for offset, _ in batch.blocks)
 
     def _new_batch(self, worker: int | None, index: Any) -> Batch:
-        while self._in_flight.drawn in self._done_beyond:
-            self._in_flight.drawn += 1
+        if self._done_beyond:
+            while self._in_flight.drawn in self._done_beyond:
+                self._in_flight.drawn += 1
         batch = self._in_flight.new(worker, index)
-        if self.shared_tasks:
-            self.window.widen_to(len(self._in_flight))
+        if self.shared_tasks and self.window.widens:
+            self.window.widen_to(len(self._in_flight.batches))
         return batch
 
     def _exhausted(self, event: Exhausted) -> list[Instruction]:
@@ -223,37 +240,58 @@ class Scheduler:
 
     def _fail(self, batch: Batch, error: BaseException) -> None:
         batch.move("fail")
-        self._arrivals.append(Unanswered(batch.seq, error))
+        batch.error = error
+        self._put(batch)
 
     # ---- answers in ---------------------------------------------------------------------------
 
-    def _arrived(self, event: Arrived) -> list[Instruction]:
-        worker, answer, fault = event
-        if self.pending_tasks.due(worker, answer) is None:
-            raise InvalidTransition(f"worker {worker} does not owe {answer[:3]}")
-        batch = self.pending_tasks.settle(answer.epoch, answer.seq)
-        self._claimed(batch, worker)
+    def arrived(self, batch: Batch, worker: int, answer: Answer, fault: ProtocolError | None = None) -> None:
+        """A worker has answered.
+
+        Args:
+            batch: whose task, as `pending_tasks.due` has found it.
+            worker: who.
+            answer: what.
+            fault: why the answer cannot be used.
+        """
+        if batch.worker is None:
+            self.pending_tasks.settle(answer.epoch, answer.seq)
+            self._claimed(batch, worker)
+        else:
+            del self.pending_tasks[answer.epoch, answer.seq]
+        task = batch.task
+        assert task is not None, "it was sent"
         try:
             if fault is not None:
                 raise fault
-            if answer.used or answer.fresh or answer.returned or batch.blocks:
+            if answer.used or answer.fresh or answer.returned or task.grants or task.promises:
                 self.pool.accept(worker, answer.used, answer.fresh, answer.returned, batch.blocks)
         except ProtocolError as error:
-            return self._refuse(batch, error)
+            self._refuse(batch, error)
+            return
         if answer.epoch != self.epoch:
             self.stale += 1
             self._drop(answer)
         elif answer.outcome != SKIPPED:  # else its batch leaves when it is at the head
             batch.answer = answer
-            self._arrivals.append(event)
-        return []
+            self._put(batch)
 
-    def _refuse(self, batch: Batch, fault: ProtocolError) -> list[Instruction]:
+    def _put(self, batch: Batch) -> None:
+        """A batch has its answer or its error. What torch would do with it later without deciding anything is
+        done now."""
+        ended = batch.answer is not None and batch.answer.outcome == ENDED
+        if ended or self._arrivals or not self.in_order:
+            self._arrivals.append(batch)
+            return
+        if batch.error is None:
+            batch.move("answer")
+        self._in_flight.ring.push(batch.seq, batch)
+
+    def _refuse(self, batch: Batch, fault: ProtocolError) -> None:
         """Its blocks stay the worker's until that has ended: it may still write to them."""
         self.refused += 1
         if self._in_flight.get(batch.seq) is batch:
             self._fail(batch, fault)
-        return []
 
     # ---- deaths -------------------------------------------------------------------------------
 
@@ -302,87 +340,86 @@ class Scheduler:
             batch.attempt += 1
             if self.shared_tasks:
                 batch.worker = None
-            instructions.append(self._send(batch))
+            instructions.append(Send(batch.worker, self._make_task(batch)))
         return instructions
 
     # ---- batches out --------------------------------------------------------------------------
 
-    def _wanted(self, event: Wanted) -> list[Instruction]:
+    def ready(self) -> Batch | None:
+        """The batch that is next, with its answer or its error, if it has come: it is handed out. None: see
+        `wanted`."""
+        ring = self._in_flight.ring
+        batch = ring.pop() if ring.filled else None
+        return None if batch is None else self._hand_out(batch)
+
+    def wanted(self) -> Batch | Instruction:
+        """As `ready`, and else what has to be done: draw, wait, or end with the epoch or for a death."""
         while True:
             head = self._in_flight.head_batch(self._worker_table.exhausted)
             if head is None:
-                return [Finish()]
-            outcome = self._in_flight.pop()
-            if outcome is not None:
-                return self._deliver(head, outcome)
+                return Finish()
+            batch = self.ready()
+            if batch is not None:
+                return batch
             if head.state == LOST and (self.in_order or not self._arrivals):
-                return [self._break(head)]
+                return self._break(head)
             if not self._arrivals:
                 if self._idle_deaths:
-                    return [Break(self._idle_deaths.pop(), None, None)]
+                    return Break(self._idle_deaths.pop(), None, None)
                 active = self._worker_table.active()
                 blocked = not self.window.closed and self.pending_tasks.leave_idle(active)
-                return [Wait(head.worker, head.seq, self._in_flight.waiting, head.attempt, blocked)]
-            instructions = self._process(self._arrivals.popleft())
-            if instructions:
-                return instructions
+                return Wait(head.worker, head.seq, self._in_flight.waiting, head.attempt, blocked)
+            found = self._process(self._arrivals.popleft())
+            if found is not None:
+                return found
 
     def _idle(self, event: Idle) -> list[Instruction]:
         unanswered = sum(epoch == self.epoch for epoch, _ in self.pending_tasks)
         room = self.window.room(len(self._in_flight), unanswered, self.pool.batch_bytes)
         return [Draw(room)] if room else []
 
-    def _process(self, arrival: Arrived | Died | Unanswered) -> list[Instruction]:
-        """One arrival, as torch takes one item off its result queue. No instruction: take the next."""
+    def _process(self, arrival: Batch | Died) -> Batch | Instruction | None:
+        """One arrival, as torch takes one item off its result queue. None: take the next."""
         if type(arrival) is Died:
             if self.in_order or self._worker_table.exhausted(arrival.worker):
-                return []
+                return None
             lost = self._in_flight.lost_by(arrival.worker)
-            return [Break(arrival.worker, None, None) if lost is None else self._break(lost)]
-        if type(arrival) is Unanswered:
-            return self._put(self._in_flight[arrival.seq], (None, arrival.error))
-        assert type(arrival) is Arrived
-        worker, answer, _ = arrival
-        batch = self._in_flight[answer.seq]
-        if answer.outcome == ENDED:
-            self._in_flight.leave(batch, "end")
-            self._worker_table.move(worker, "end")
-            return [Draw(1)]
-        batch.move("answer")
-        return self._put(batch, (answer, None))
-
-    def _put(self, batch: Batch, outcome: Outcome) -> list[Instruction]:
+            return Break(arrival.worker, None, None) if lost is None else self._break(lost)
+        assert type(arrival) is Batch
+        if arrival.answer is not None and arrival.answer.outcome == ENDED:
+            assert arrival.worker is not None, "a part of an iterable dataset is a worker's"
+            self._in_flight.leave(arrival, "end")
+            self._worker_table.move(arrival.worker, "end")
+            return Draw(1)
+        if arrival.error is None:
+            arrival.move("answer")
         if self.in_order:
-            if batch.seq != self._in_flight.head:
-                self._in_flight.push(batch, outcome)
-                return []
-            self._in_flight.skip()
-        return self._deliver(batch, outcome)
+            self._in_flight.ring.push(arrival.seq, arrival)
+            return None
+        return self._hand_out(arrival)
 
-    def _deliver(self, batch: Batch, outcome: Outcome) -> list[Instruction]:
-        self._leave(batch, "deliver")
-        deliver = Deliver(batch.seq, batch.worker, *outcome)
-        if not self.shared_tasks:  # torch asks a sampler again that has nothing more
-            return [Draw(1), deliver]
-        self.window.delivered()
-        refill = self.window.refill(len(self._in_flight))
-        return [Draw(refill), deliver] if refill else [deliver]
-
-    def _leave(self, batch: Batch, event: str) -> None:
-        self._in_flight.leave(batch, event)
-        if batch.worker is not None and not self.shared_tasks:
-            self._worker_table.gave(batch.worker)
+    def _hand_out(self, batch: Batch) -> Batch:
+        self._in_flight.leave(batch, "deliver")
+        if self.shared_tasks:
+            window = self.window
+            if window.size != window.least:
+                window.delivered()
+            self.to_draw = window.refill(len(self._in_flight.batches))
+        else:
+            self.to_draw = 1  # torch asks a sampler again that has nothing more
+            if batch.worker is not None:
+                self._worker_table.gave(batch.worker)
+        return batch
 
     def _break(self, batch: Batch) -> Break:
         assert batch.worker is not None, "a lost batch is a worker's"
-        self._leave(batch, "break")
+        self._in_flight.leave(batch, "break")
+        if not self.shared_tasks:
+            self._worker_table.gave(batch.worker)
         return Break(batch.worker, batch.seq, batch.index)
 
 
 _HANDLERS: dict[type, Callable[[Scheduler, Any], list[Instruction]]] = {
-    Wanted: Scheduler._wanted,
-    Arrived: Scheduler._arrived,
-    Drawn: Scheduler._drawn,
     DrawFailed: Scheduler._draw_failed,
     Exhausted: Scheduler._exhausted,
     Undeliverable: Scheduler._undeliverable,

@@ -44,9 +44,10 @@ class Batch:
         ticket: under which its task is claimed; -1 before it was sent.
         task: as it was sent last.
         answer: what it was answered with, from its arrival on.
+        error: why it failed without an answer, or with one that cannot be used.
     """
 
-    __slots__ = ("answer", "attempt", "index", "seq", "state", "task", "ticket", "worker")
+    __slots__ = ("answer", "attempt", "error", "index", "seq", "state", "task", "ticket", "worker")
 
     def __init__(self, seq: int, worker: int | None, index: Any) -> None:
         self.seq = seq
@@ -57,6 +58,7 @@ class Batch:
         self.ticket = -1
         self.task: Task | None = None
         self.answer: Answer | None = None
+        self.error: BaseException | None = None
 
     @property
     def holder(self) -> Holder:

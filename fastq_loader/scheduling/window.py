@@ -14,6 +14,8 @@ from fastq_loader.scheduling.options import WIDEST_WINDOW, Dynamic, Schedule
 
 #: A window widens on its own up to 16 times what the workers prefetch, 1 GiB, and 1/16 of the memory.
 _WIDEST, _WIDEST_BYTES, _WIDEST_SHARE = 16, 1 << 30, 16
+#: Of few workers that prefetch much, so many tasks go out in one message.
+_TOGETHER = 16
 #: After as many batches as this many windows hold, none of them late, it gives up a quarter of its growth.
 _CALM_WINDOWS = 4
 
@@ -54,7 +56,8 @@ class WindowLimits(NamedTuple):
             return cls(fixed, fixed, 0, min(max(fixed - 2 * workers, 1), workers))
         budget_bytes = min(_WIDEST_BYTES, memory_bytes // _WIDEST_SHARE)
         widest = min(_WIDEST * ahead, WIDEST_WINDOW)
-        return cls(min(ahead + workers, WIDEST_WINDOW), widest, budget_bytes, workers)
+        group = max(workers, min(ahead // 4, _TOGETHER))
+        return cls(min(ahead + workers, WIDEST_WINDOW), widest, budget_bytes, group)
 
 
 class Window:
@@ -68,6 +71,7 @@ class Window:
 
     Attributes:
         size: in batches, now.
+        widens: whether it may grow.
         closed: the sampler has nothing more.
     """
 
@@ -76,6 +80,7 @@ class Window:
         self.group = group
         self.widest = least if widest is None else max(widest, least)
         self.budget = budget
+        self.widens = self.widest > self.least
         self._calm = 0  # batches delivered since it last changed
         self.closed = False
 
@@ -86,10 +91,6 @@ class Window:
         """The sampler has nothing more, and is not asked again in this epoch: to ask for every free place at
         every batch would be 100 million calls while a window of 14,335 batches empties."""
         self.closed = True
-
-    @property
-    def widens(self) -> bool:
-        return self.widest > self.least
 
     def room(self, under_way: int, unanswered: int, batch_bytes: float) -> int:
         """How many more batches to ask for, now that the consumer is about to sleep because the next one is

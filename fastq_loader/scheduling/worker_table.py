@@ -16,10 +16,14 @@ class WorkerTable:
 
     Args:
         workers: how many there are.
+
+    Attributes:
+        some_dead: one is dead, at least.
     """
 
     def __init__(self, workers: int) -> None:
         self._states = [ACTIVE] * workers
+        self.some_dead = False
         self._turn = 0
         self._undelivered = [0] * workers
 
@@ -28,6 +32,7 @@ class WorkerTable:
 
     def move(self, worker: int, event: str) -> None:
         self._states[worker] = worker_after(worker, self._states[worker], event)
+        self.some_dead = not _DEAD.isdisjoint(self._states)
 
     def begin_epoch(self, first: int = 0) -> None:
         """A new epoch begins, with batch `first`."""

@@ -23,8 +23,8 @@ too, which a worker maps before it writes to them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fastq_loader.statistics.histogram import Histogram
 from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics
@@ -77,6 +77,10 @@ class Observer(Protocol):
     def copied(self, nbytes: int, began: int, ended: int) -> None: ...
 
 
+#: An answer that has come: its worker, it, whether it will be handed out, and the worker's counters.
+Arrival = tuple[int, "Answer", bool, "WorkerCounters"]
+
+
 class EpochCounters:
     """Counts for one epoch.
 
@@ -125,6 +129,67 @@ class EpochCounters:
             self.cpu = cpu - self._cpu_before
 
     # ---- calls --------------------------------------------------------------------------------
+
+    def called(
+        self,
+        inside: tuple[Any, ...],
+        now: int,
+        answer: Answer | None,
+        seq: int | None,
+        error: BaseException | None,
+    ) -> None:
+        """A call of `next()`: what happened `inside` of it, see there, and how it ended, see `left`."""
+        entered, _, drew, answers, others = inside
+        if self.observer is not None or self._inside or others or not entered:
+            self.inside(*inside)
+            self.left(now, answer, seq, error)
+            return
+        # The same for a usual call, without a step for each.
+        spent, took = self.spent, 0
+        spent["consumer"] += entered - self._left
+        if drew is not None:
+            began, ended, seqs = drew
+            took = ended - began
+            spent["sampler"] += took
+            for each in seqs:
+                self._sent[each] = ended
+        for arrival in answers:
+            self.answered(*arrival)
+        if answer is not None:
+            self._previous.pop(answer[1], None)
+            self._note_ready(answer[5], now)
+        self.batches += 1
+        self.waits.add(now - entered)
+        spent["transport"] += now - entered - took
+        self._left = now
+
+    def inside(
+        self,
+        entered: int,
+        thread: int,
+        drew: tuple[int, int, Sequence[int]] | None,
+        answers: Iterable[Arrival],
+        others: Iterable[tuple[Any, ...]],
+    ) -> None:
+        """What happened in a call of `next()`, or outside.
+
+        Args:
+            entered, thread: when and by whom it was called, see `entered`; 0: by nobody.
+            drew: when indices were drawn, from and to, and of which batches, whose tasks were sent then.
+            answers: that have come.
+            others: what else happened: (method, *arguments).
+        """
+        if entered:
+            self.entered(entered, thread)
+        if drew is not None:
+            began, ended, seqs = drew
+            self.drew(began, ended)
+            for seq in seqs:
+                self.sent(seq, ended)
+        for arrival in answers:
+            self.answered(*arrival)
+        for method, *arguments in others:
+            method(*arguments)
 
     def entered(self, now: int, thread: int = 0) -> None:
         """`next()` was called. `thread`: by whom, if there is an observer."""
@@ -209,7 +274,7 @@ class EpochCounters:
     # ---- what happens in a call ---------------------------------------------------------------
 
     def drew(self, began: int, ended: int) -> None:
-        """The sampler was asked for an index."""
+        """The sampler was asked for indices."""
         self._count("sampler", ended - began)
         if self.observer is not None:
             self.observer.drew(self.epoch, began, ended)

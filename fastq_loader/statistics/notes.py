@@ -1,7 +1,8 @@
 """What has happened in an epoch and is not counted yet.
 
-Whoever runs a batch's way through the consumer notes what happens, with its times: an append to a list.
-Some milliseconds later `next()` counts what was noted, many batches in one go. Between two batches none of
+Whoever runs a batch's way through the consumer puts down what happens in a call, with its times, and the call
+is noted when it ends: one append to a list. Some milliseconds later `next()` counts what was noted, many
+batches in one go. Between two batches none of
 the code that counts is in a CPU's cache, and it would take more than twice as long. Whoever reads the
 counters gets them through here, with all notes counted.
 
@@ -11,10 +12,10 @@ Runs in the consumer: notes come on the thread that calls `next()`, readers on a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastq_loader.statistics.epoch import EpochCounters, Observer
+from fastq_loader.statistics.epoch import Arrival, EpochCounters, Observer
 
 if TYPE_CHECKING:
     from fastq_loader.ipc.messages import Answer
@@ -56,7 +57,7 @@ class NoteList:
 
 
 class Notes:
-    """The notes of one epoch.
+    """The notes of one epoch: one for each call of `next()`, which is made when the call ends.
 
     Args:
         counters: where they are counted.
@@ -64,9 +65,10 @@ class Notes:
 
     Attributes:
         epoch: its number.
-        note: takes (method, *arguments), with one of the methods below.
-        entered, drew, sent, waited, used_device, answered, loaded: what is noted; see `EpochCounters`.
-        thread: gives the id of the calling thread for `entered`; 0 where nobody wants to know it.
+        drew, answers: of the call under way, see `EpochCounters.inside`.
+        others: what else has happened in it: (method, *arguments), with one of the methods below.
+        sent, waited, used_device, loaded: see `EpochCounters`.
+        thread: gives the id of the calling thread; 0 where nobody wants to know it.
         first_batches: see `EpochCounters`.
     """
 
@@ -76,21 +78,46 @@ class Notes:
         self.thread: Callable[[], int] = int
         self._counters = counters
         self._among = among or NoteList()
-        self.note = self._among.notes.append
-        self.entered, self.drew, self.sent = counters.entered, counters.drew, counters.sent
-        self.waited, self.used_device = counters.waited, counters.used_device
-        self.answered, self.loaded = counters.answered, counters.loaded
+        self._note = self._among.notes.append
+        self.sent, self.waited = counters.sent, counters.waited
+        self.used_device, self.loaded = counters.used_device, counters.loaded
+        self._inside, self._called = counters.inside, counters.called
+        self.drew: tuple[int, int, Sequence[int]] | None = None
+        self.answers: list[Arrival] = []
+        self.others: list[tuple[Any, ...]] = []
+        self._entered = self._thread = 0  # the call under way: when and by whom; 0: there is none
+
+    def entered(self, now: int) -> None:
+        """`next()` was called."""
+        if self._entered:  # an interrupt cut the call before short
+            self.flush()
+        self._entered, self._thread = now, self.thread()
 
     def left(self, now: int, answer: Answer | None, seq: int | None, error: BaseException | None) -> None:
-        """A call is about to return a batch, or to raise an error; see `EpochCounters.left`."""
-        self.note((self._counters.left, now, answer, seq, error))
+        """The call is about to return a batch, or to raise an error; see `EpochCounters.left`."""
+        answers, others = self.answers or (), self.others or ()  # an empty list is filled in the next call
+        inside = self._entered, self._thread, self.drew, answers, others
+        self._entered, self.drew = 0, None
+        if answers:
+            self.answers = []
+        if others:
+            self.others = []
+        self._note((self._called, inside, now, answer, seq, error))
         if now >= self._among.count_at or error is not None:  # which would keep all that its frames refer to
             self._among.count_at = now + _EVERY
             self._among.count()
 
+    def flush(self) -> None:
+        """Note by itself what has happened since the last call ended: the call under way is cut short or is
+        to be counted in parts, or answers came outside of calls."""
+        inside = self._entered, self._thread, self.drew, self.answers, self.others
+        self._entered, self.drew, self.answers, self.others = 0, None, [], []
+        self._note((self._inside, *inside))
+
     def at_once(self, method: Callable[..., None], *arguments: Any) -> None:
         """Count what does not happen for every batch, and all before it. `method`: of `EpochCounters`."""
-        self.note((method, self._counters, *arguments))
+        self.flush()
+        self._note((method, self._counters, *arguments))
         self._among.count()
 
     def counted(self) -> EpochCounters:

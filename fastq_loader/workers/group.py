@@ -100,6 +100,7 @@ class WorkerGroup:
         self._processes.start(arena, folder, self.token, base_seed, shared_seed)
         # The context of zmq has threads, so it is made after the forks.
         self._socket = ConsumerSocket(folder, workers, self.token)
+        self.send_task = self._socket.send_task
         _in_use.add(self._socket)
         for descriptor in self._processes.descriptors:
             self._socket.watch(descriptor)
@@ -129,18 +130,23 @@ class WorkerGroup:
 
     def receive(self) -> tuple[int, Answer] | None:
         """The next answer and who gave it; None if there is none now."""
-        while (received := self.socket.receive()) is not None:
+        socket = self._socket
+        assert socket is not None, "the group was started, and not closed"
+        while (received := socket.receive()) is not None:
             worker, message = received
-            if isinstance(message, Answer):
+            if type(message) is Answer:
                 return worker, message
             if message is None:
+                self._counters.rejected_frames += socket.rejected
+                socket.rejected = 0
                 self.evict(worker)
-            elif isinstance(message, Ping):
+            elif type(message) is Ping:
                 self._pinged_back(worker)
             else:
                 self._mark_ready(worker)
-        self._counters.rejected_frames += self.socket.rejected
-        self.socket.rejected = 0
+        if socket.rejected:
+            self._counters.rejected_frames += socket.rejected
+            socket.rejected = 0
         return None
 
     def _pinged_back(self, worker: int) -> None:

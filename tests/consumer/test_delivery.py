@@ -11,7 +11,7 @@ from fastq_loader.consumer.delivery import Delivery
 from fastq_loader.consumer.outcomes import Delivered, Raised
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import BATCH, BROKEN, ERROR, Answer, Handle
-from fastq_loader.scheduling.events import Deliver
+from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
 
 
@@ -47,15 +47,22 @@ class Unpacker:
         return handle.values[0]  # type: ignore[no-any-return]
 
 
+def batch(seq: int, worker: int | None, answer: Answer | None, error: Exception | None = None) -> Batch:
+    """A batch that has come."""
+    found = Batch(seq, worker, None)
+    found.answer, found.error = answer, error
+    return found
+
+
 def hand_out(
     unpacker: Unpacker, outcome: int = BATCH, error: Exception | None = None
 ) -> tuple[Delivered | Raised, Pool, Counters]:
     """An answer with blocks 1 and 2; `error` is what it carries."""
     pool, counters = Pool(), Counters()
-    handle = Handle(0, SimpleNamespace(nbytes=40), (error,), None, ())
+    handle = Handle(0, SimpleNamespace(nbytes=40), (error,), None, ((1, 30, 0), (2, 10, 0)))
     answer = Answer(1, 0, 0, outcome, 0, 0, (), (), handle, ((1, 30), (2, 10)))
     delivery = Delivery(unpacker, pool, counters)  # type: ignore[arg-type]
-    return delivery.hand_out(Deliver(0, 3, answer, None)), pool, counters
+    return delivery.hand_out(batch(0, 3, answer, None)), pool, counters
 
 
 def test_a_batch_is_delivered_with_leases_and_without_what_was_copied() -> None:
@@ -70,7 +77,7 @@ def test_a_batch_for_a_device_comes_from_its_staging() -> None:
     delivery = Delivery(Unpacker(), Pool(), counters := Counters())  # type: ignore[arg-type]
     delivery.staging = SimpleNamespace(deliver=lambda answer: ("staged", answer.seq))  # type: ignore[assignment]
     answer = Answer(1, 5, 0, BATCH, 0, 0, (), (), Handle(0, SimpleNamespace(nbytes=1), (), None, ()))
-    outcome = delivery.hand_out(Deliver(5, 3, answer, None))
+    outcome = delivery.hand_out(batch(5, 3, answer, None))
     assert isinstance(outcome, Delivered)
     assert outcome.batch == ("staged", 5)
     assert counters.batches == 1
@@ -78,7 +85,7 @@ def test_a_batch_for_a_device_comes_from_its_staging() -> None:
 
 def test_an_error_without_an_answer_is_raised_as_it_is() -> None:
     error = LookupError("the sampler's")
-    outcome = Delivery(Unpacker(), Pool(), Counters()).hand_out(Deliver(0, None, None, error))  # type: ignore[arg-type]
+    outcome = Delivery(Unpacker(), Pool(), Counters()).hand_out(batch(0, None, None, error))  # type: ignore[arg-type]
     assert isinstance(outcome, Raised)
     assert (outcome.error, outcome.fatal) == (error, None)
 

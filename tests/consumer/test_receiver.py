@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastq_loader import DataLoader, Processes
+from fastq_loader.consumer.accounting import Accounting
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.errors import PoisonousBatch, ProtocolError, WorkerDied, WorkerReplaced
 from fastq_loader.ipc import sockets
@@ -28,11 +29,10 @@ from fastq_loader.ipc.messages import (
     Hello,
 )
 from fastq_loader.memory.blocks import GRANTED, SMALLEST
-from fastq_loader.scheduling.events import Arrived, Deliver, Send, Wanted
+from fastq_loader.scheduling.events import Send
 from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters, WorkerCounters
-from fastq_loader.statistics.epoch import EpochCounters
-from fastq_loader.statistics.notes import Notes
 from tests.scheduling.test_scheduler import begin, started, states
 from tests.support.simulation import REGION
 
@@ -65,7 +65,16 @@ def receiver(
     unpacker: Any = SimpleNamespace(
         learn=lambda worker, handle: (handle, tuple((offset, need) for offset, _, need in handle[4]))
     )
-    return Receiver(plan, group, scheduler, unpacker, counters), group, counters  # type: ignore[arg-type]
+    accounting = Accounting(counters, scheduler)
+    accounting.spent = counters.begin_epoch(0, 0)
+    return Receiver(plan, group, scheduler, unpacker, counters, accounting), group, counters  # type: ignore[arg-type]
+
+
+def batches(inbox: Receiver, counters: Counters) -> int:
+    """How many answers of worker 0 are counted."""
+    inbox._accounting.spent.flush()
+    inbox._accounting.spent.counted()
+    return counters.workers[0].batches
 
 
 def answer(send: Send, *blocks: tuple[int, int, int], **fields: Any) -> Answer:
@@ -85,33 +94,37 @@ def test_an_answer_that_is_not_due_ends_its_worker(shared: bool) -> None:
     strays.append((1, due))
     for worker, stray in strays:
         inbox, group, counters = receiver(scheduler, (worker, stray), claims=claims)
-        assert inbox.take() == []
+        assert not inbox.receive()
         assert (group.evicted, counters.rejected_frames) == ([worker], 1)
     inbox, group, counters = receiver(scheduler, (0, due), (0, due), claims=claims)
-    inbox.hand_on(inbox.take())
-    assert (group.evicted, counters.rejected_frames, counters.workers[0].batches) == ([], 0, 1)
-    assert inbox.take() == [], "a duplicate"
-    assert (group.evicted, counters.rejected_frames, counters.workers[0].batches) == ([0], 1, 1)
+    assert inbox.receive()
+    assert (group.evicted, counters.rejected_frames, batches(inbox, counters)) == ([], 0, 1)
+    assert not inbox.receive(), "a duplicate"
+    assert (group.evicted, counters.rejected_frames, batches(inbox, counters)) == ([0], 1, 1)
 
 
 def test_answers_of_an_older_epoch_are_counted() -> None:
     scheduler, sends = started()
     begin(scheduler)
     inbox, group, counters = receiver(scheduler, (0, answer(sends[0], (*BLOCK, 1), fresh=(BLOCK,))))
-    inbox.hand_on(inbox.take())
+    assert inbox.receive()
     assert (counters.stale_answers, counters.blocks_grown, group.evicted) == (1, 1, [])
     assert states(scheduler) == {20 * B: "free"}
 
 
 def test_answers_are_taken_in_the_order_in_which_the_workers_finished_or_one_by_one() -> None:
+    came: list[int] = []
     for in_order in (False, True):
         scheduler, sends = started(in_order=in_order)
         late, early = (0, answer(sends[0], finished=9)), (1, answer(sends[1], finished=3))
         inbox, *_ = receiver(scheduler, late, early)
-        expected = (
-            [[Arrived(*late)], [Arrived(*early)]] if in_order else [[Arrived(*early), Arrived(*late)], []]
-        )
-        assert [inbox.take(), inbox.take(), inbox.take()] == [*expected, []]
+        scheduler.arrived = lambda batch, *_: came.append(batch.seq)  # type: ignore[method-assign]
+        taken = []
+        for _ in range(3):
+            came.clear()
+            taken.append((inbox.receive(), came[:]))
+        one_by_one, together = [(True, [0]), (True, [1])], [(True, [1, 0]), (False, [])]
+        assert taken == [*(one_by_one if in_order else together), (False, [])]
 
 
 def test_the_first_batches_of_each_worker_of_an_iterable_dataset_are_kept() -> None:
@@ -121,20 +134,20 @@ def test_the_first_batches_of_each_worker_of_an_iterable_dataset_are_kept() -> N
         answers[0] = (0, answers[0][1]._replace(outcome=ERROR))
         inbox, *_ = receiver(scheduler, *answers, iterable=iterable)
         inbox._unpacker.digest = lambda handle: (b"same", 1)
-        inbox.spent = Notes(EpochCounters(1, 0))
-        while inbox.take():
+        while inbox.receive():
             continue
         same, error = (b"same", 1), (b"error 0", 0)
-        assert inbox.spent.first_batches == ({0: [error, *[same] * 7], 1: [same] * 8} if iterable else {})
+        assert inbox._accounting.spent.first_batches == (
+            {0: [error, *[same] * 7], 1: [same] * 8} if iterable else {}
+        )
 
 
 def test_what_comes_of_an_older_epoch_is_no_first_batch() -> None:
     scheduler, sends = started()
     begin(scheduler)
     inbox, *_ = receiver(scheduler, (0, answer(sends[0])), iterable=True)
-    inbox.spent = Notes(EpochCounters(1, 0))
-    assert inbox.take()
-    assert inbox.spent.first_batches == {}
+    assert inbox.receive()
+    assert inbox._accounting.spent.first_batches == {}
 
 
 MISFITS: list[Any] = [
@@ -158,23 +171,25 @@ def test_an_answer_that_is_due_and_does_not_fit_fails_at_its_position(
     claims = {send.task.ticket: seq % 2 for seq, send in enumerate(sends)}
     inbox, group, counters = receiver(scheduler, (1, answer(sends[1])), (0, misfit), claims=claims)
     for _ in range(2):
-        inbox.hand_on(inbox.take())
+        assert inbox.receive()
         scheduler.check()
     assert (counters.rejected_frames, scheduler.refused, group.evicted) == (1, 1, [])
     assert states(scheduler) == {}, "no part of it was accepted"
     for seq, error in ((0, ProtocolError), (1, type(None))):
-        deliver = scheduler.handle(Wanted())[-1]
-        assert isinstance(deliver, Deliver)
+        deliver = scheduler.wanted()
+        assert isinstance(deliver, Batch)
         assert (deliver.seq, type(deliver.error)) == (seq, error)
 
 
 def test_an_answer_that_fits_uses_the_blocks_of_its_handle() -> None:
     scheduler, sends = started()
     inbox, _, _ = receiver(scheduler, (0, answer(sends[0], (*BLOCK, 7), fresh=(BLOCK, (30 * B, B)))))
-    (event,) = inbox.take()
-    assert event.fault is None
-    assert event.answer.used == ((20 * B, 7),)
-    inbox.hand_on([event])
+    assert inbox.receive()
+    batch = scheduler.wanted()
+    assert isinstance(batch, Batch)
+    assert batch.error is None
+    assert batch.answer is not None
+    assert batch.answer.used == ((20 * B, 7),)
     assert states(scheduler) == {20 * B: "filled", 30 * B: GRANTED}
     assert scheduler.refused == 0
 
@@ -184,7 +199,7 @@ def test_the_part_of_a_worker_whose_answer_does_not_fit_is_over() -> None:
     scheduler, sends = started()
     ends = answer(sends[0], outcome=ENDED, handle=None)
     inbox, group, _ = receiver(scheduler, (0, ends), (1, answer(sends[1], handle=None)), iterable=True)
-    inbox.hand_on(inbox.take())
+    assert inbox.receive()
     assert (scheduler.refused, group.evicted) == (1, [1])
 
 

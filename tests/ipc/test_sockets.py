@@ -214,7 +214,9 @@ def test_garbage_from_a_worker_is_counted_and_named(folder: str) -> None:
                 worker.send(frame)
             worker.send_multipart([encode(ANSWER), encode(ANSWER)])
             worker.send(encode(ANSWER))
-            assert [received(consumer) for _ in range(7)] == [(0, None)] * 6 + [(0, ANSWER)]
+            found = [received(consumer) for _ in range(8)]
+            # Of a message with two parts the first is taken for what it is.
+            assert found == [(0, None)] * 5 + [(0, ANSWER), (0, None), (0, ANSWER)]
             assert consumer.rejected == 6
 
 

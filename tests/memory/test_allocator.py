@@ -175,9 +175,9 @@ def test_a_granted_block_is_taken_before_a_new_one(pair: Pair) -> None:
 
 def test_a_promised_block_is_taken_when_it_is_released(pair: Pair) -> None:
     far = 100 * SMALLEST
-    pair.arena.mapping.mark_leased(far, 7)
+    pair.arena.mapping.words[far // SMALLEST * 2] = 7
     for released in (False, True):
-        pair.arena.mapping.mark_released(far, 6 + released)
+        pair.arena.mapping.words[far // SMALLEST * 2 + 1] = 6 + released
         pair.allocator.begin([], [(far, SMALLEST)])
         assert (pair.allocator.take(SMALLEST).offset == far) is released
         fresh, returned = pair.allocator.finish([])

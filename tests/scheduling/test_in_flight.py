@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastq_loader.ipc.messages import BATCH, ERROR, Answer
-from fastq_loader.scheduling.events import Arrived
 from fastq_loader.scheduling.in_flight import InFlight, ReorderRing
 from fastq_loader.scheduling.states import Batch
 
@@ -48,7 +47,7 @@ def test_the_ring_behaves_like_a_dict(capacity: int, steps: list[tuple[str, int]
         else:
             ring.clear()
             model.clear()
-        assert (ring.head, len(ring)) == (head, len(model))
+        assert (ring.head, ring.filled) == (head, len(model))
         assert sorted(ring.items()) == sorted(model.values())
 
 
@@ -75,7 +74,7 @@ def ready(in_flight: InFlight, seqs: Sequence[int]) -> None:
         batch = in_flight[seq]
         batch.move("answer")
         batch.answer = answer(seq, ERROR if seq == 3 else BATCH)
-        in_flight.push(batch, (batch.answer, None))
+        in_flight.ring.push(seq, batch)
 
 
 def test_a_batch_is_in_flight_from_its_draw_until_it_leaves() -> None:
@@ -87,11 +86,12 @@ def test_a_batch_is_in_flight_from_its_draw_until_it_leaves() -> None:
     ]
     ready(in_flight, [1])
     assert in_flight.waiting == 1
-    assert in_flight.pop() is None
+    assert in_flight.ring.pop() is None
     ready(in_flight, [0])
     for seq in (0, 1):
-        assert in_flight.pop() == (answer(seq), None)
-        in_flight.leave(in_flight[seq], "deliver")
+        batch = in_flight.ring.pop()
+        assert batch is in_flight[seq]
+        in_flight.leave(batch, "deliver")
         assert in_flight.get(seq) is None
     assert in_flight.head_batch(bool) is None
     assert (len(in_flight), in_flight.head) == (0, 2), "the next batch is not passed over"
@@ -106,7 +106,7 @@ def test_batches_that_will_never_come_are_passed_over() -> None:
         return in_flight.head_batch(exhausted={0}.__contains__)
 
     assert head() is in_flight[1]
-    assert in_flight.pop() is not None
+    assert in_flight.ring.pop() is not None
     in_flight.leave(in_flight[1], "deliver")
     assert head() is in_flight[3], "any worker may claim it"
     assert [batch.seq for batch in in_flight] == [3, 4]
@@ -126,18 +126,20 @@ def test_the_lowest_batch_that_was_lost_with_a_worker() -> None:
 def test_the_next_batches_that_have_come_are_known() -> None:
     in_flight = sent(*range(7))
     ready(in_flight, [0, 2, 3, 5])
-    arrivals = [Arrived(0, answer(6)), Arrived(0, answer(3, ERROR)), object(), Arrived(0, answer(4))]
+    arrivals = [in_flight[6], in_flight[3], object(), in_flight[4]]
+    in_flight[6].answer, in_flight[4].answer = answer(6), answer(4)
     assert in_flight.upcoming(arrivals, 4, in_order=True) == [answer(0), answer(2)]
-    assert in_flight.upcoming(arrivals, 9, in_order=True) == [answer(0), answer(2), answer(5)]
+    assert in_flight.upcoming(arrivals, 5, in_order=True) == [answer(0), answer(2), answer(4)]
     assert in_flight.upcoming(arrivals, 9, in_order=False) == [answer(6), answer(4)]
     assert in_flight.upcoming(arrivals, 1, in_order=False) == [answer(6)]
 
 
-def test_clearing_returns_the_answers_that_wait() -> None:
+def test_the_answers_that_wait_are_known_until_it_is_cleared() -> None:
     in_flight = sent(0, 0, 0)
     ready(in_flight, [1])
     failed = in_flight[2]
     failed.move("fail")
-    in_flight.push(failed, (None, ValueError()))
-    assert in_flight.answers() == in_flight.clear() == [answer(1)]
+    in_flight.ring.push(2, failed)
+    assert in_flight.answers() == [answer(1)]
+    in_flight.clear()
     assert (len(in_flight), in_flight.waiting, in_flight.answers()) == (0, 0, [])

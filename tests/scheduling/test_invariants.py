@@ -10,11 +10,12 @@ import pytest
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.states import DEAD, GONE, READY
 from tests.scheduling.test_scheduler import answer, started
+from tests.support.scheduler_machine import arrive
 
 BREAKAGES: dict[str, Callable[[Scheduler], Any]] = {
     "an answer is lost": lambda scheduler: scheduler.pending_tasks.settle(1, 1),
-    "a batch is delivered twice": lambda scheduler: scheduler._in_flight.skip(),
-    "a block is filled for no batch": lambda scheduler: scheduler._arrivals.clear(),
+    "a batch is delivered twice": lambda scheduler: scheduler._in_flight.ring.pop(),
+    "a block is filled for no batch": lambda scheduler: scheduler._in_flight.ring.clear(),
     "an answer is forgotten": lambda scheduler: setattr(scheduler._in_flight[1], "state", READY),
     "a batch that is gone is kept": lambda scheduler: setattr(scheduler._in_flight[1], "state", GONE),
     "the window is too wide": lambda scheduler: setattr(scheduler.window, "size", 5),
@@ -28,7 +29,7 @@ BREAKAGES: dict[str, Callable[[Scheduler], Any]] = {
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_the_check_finds_what_is_wrong(breakage: str) -> None:
     scheduler, sends = started()
-    scheduler.handle(answer(sends[0], nbytes=100_000))
+    arrive(scheduler, *answer(sends[0], nbytes=100_000))
     scheduler.check()
     BREAKAGES[breakage](scheduler)
     with pytest.raises(AssertionError):

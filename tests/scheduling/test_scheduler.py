@@ -14,12 +14,9 @@ from fastq_loader.ipc.messages import BATCH, ENDED, Answer
 from fastq_loader.memory.blocks import size_class
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.events import (
-    Arrived,
     Break,
-    Deliver,
     Died,
     Draw,
-    Drawn,
     EpochStarted,
     Exhausted,
     Finish,
@@ -28,12 +25,14 @@ from fastq_loader.scheduling.events import (
     Replace,
     Send,
     Wait,
-    Wanted,
 )
 from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.scheduling.states import Batch
 from fastq_loader.scheduling.window import Window
-from tests.support.scheduler_machine import SchedulerMachine
+from tests.support.scheduler_machine import SchedulerMachine, arrive
 from tests.support.simulation import REGION, SimulatedArena
+
+Arrived = tuple[int, Answer]
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
@@ -65,7 +64,10 @@ def draw(scheduler: Scheduler, draws: Sequence[Instruction], indices: Iterable[i
     times = sum(instruction.times for instruction in draws if isinstance(instruction, Draw))
     sends: list[Any] = []
     for index in islice(indices, times):
-        sends += scheduler.handle(Drawn(index))
+        batch = scheduler.drawn(index)
+        if batch is not None:
+            assert batch.task is not None
+            sends.append(Send(batch.worker, batch.task))
     return sends
 
 
@@ -81,15 +83,21 @@ def answer(send: Send, outcome: int = BATCH, worker: int | None = None, nbytes: 
     at = worker * REGION
     used, fresh = (((at, nbytes),), ((at, size_class(nbytes)),)) if nbytes else ((), ())
     task = send.task
-    return Arrived(worker, Answer(task.epoch, task.seq, task.attempt, outcome, 0, 0, fresh, (), None, used))
+    return worker, Answer(task.epoch, task.seq, task.attempt, outcome, 0, 0, fresh, (), None, used)
 
 
 def delivered(scheduler: Scheduler) -> int:
     """The batch that next() hands out."""
-    deliver = scheduler.handle(Wanted())[-1]
-    assert isinstance(deliver, Deliver)
+    deliver = scheduler.wanted()
+    assert isinstance(deliver, Batch)
     assert deliver.answer is None or deliver.worker is not None
     return deliver.seq
+
+
+def handed_out(scheduler: Scheduler, index: int) -> list[Send]:
+    """Hand the next batch out; the task of an index that is drawn for it."""
+    assert isinstance(scheduler.wanted(), Batch)
+    return draw(scheduler, [Draw(scheduler.to_draw)], [index])
 
 
 def of(sends: Sequence[Instruction]) -> list[tuple[int | None, int, int]]:
@@ -110,50 +118,51 @@ def test_every_epoch_sends_a_window_in_turns_from_the_first_worker() -> None:
 
 def test_a_batch_that_came_early_waits_for_the_ones_before_it() -> None:
     scheduler, sends = started()
-    scheduler.handle(answer(sends[1]))
-    assert scheduler.handle(Wanted()) == [Wait(0, 0, 1)]
-    scheduler.handle(answer(sends[0]))
-    assert list(map(type, scheduler.handle(Wanted()))) == [Draw, Deliver], "torch draws first"
+    arrive(scheduler, *answer(sends[1]))
+    assert scheduler.wanted() == Wait(0, 0, 1)
+    arrive(scheduler, *answer(sends[0]))
+    assert isinstance(scheduler.wanted(), Batch)
+    assert scheduler.to_draw == 1, "torch draws first"
     assert delivered(scheduler) == 1
 
 
 def test_without_order_batches_are_handed_out_as_they_come_and_fast_workers_take_more() -> None:
     """torch: a worker takes at most window // active workers; the turn passes to the next one."""
     scheduler, sends = started(in_order=False)
-    scheduler.handle(answer(sends[3]))
+    arrive(scheduler, *answer(sends[3]))
     assert delivered(scheduler) == 3
-    assert of(scheduler.handle(Drawn(4))) == [(1, 4, 0)]
+    assert of(draw(scheduler, [Draw(1)], [4])) == [(1, 4, 0)]
 
 
 def test_a_dead_worker_is_reported_at_the_batch_it_lost() -> None:
     scheduler, sends = started()
-    scheduler.handle(answer(sends[0]))
+    arrive(scheduler, *answer(sends[0]))
     scheduler.handle(Died(1))
-    assert isinstance(scheduler.handle(Wanted())[-1], Deliver)
-    assert scheduler.handle(Wanted()) == [Break(1, 1, 1)]
+    assert isinstance(scheduler.wanted(), Batch)
+    assert scheduler.wanted() == Break(1, 1, 1)
 
 
 def test_the_end_of_a_workers_part_may_be_processed_after_its_death() -> None:
     """And in the next epoch it is dead, and no longer excused."""
     scheduler, sends = started(prefetch=1, length=2)
-    scheduler.handle(answer(sends[0], ENDED))
+    arrive(scheduler, *answer(sends[0], ENDED))
     scheduler.handle(Died(0))
     scheduler.check()
-    assert scheduler.handle(Wanted()) == [Draw(1)]
-    scheduler.handle(answer(sends[1]))
+    assert scheduler.wanted() == Draw(1)
+    arrive(scheduler, *answer(sends[1]))
     assert delivered(scheduler) == 1
-    assert scheduler.handle(Wanted()) == [Finish()]
+    assert scheduler.wanted() == Finish()
     begin(scheduler)
-    assert scheduler.handle(Wanted()) == [Break(0, 0, 0)]
+    assert scheduler.wanted() == Break(0, 0, 0)
 
 
 def test_an_answer_that_is_not_due_is_a_defect() -> None:
     scheduler, sends = started()
-    scheduler.handle(answer(sends[0]))
-    with pytest.raises(InvalidTransition, match="does not owe"):
-        scheduler.handle(answer(sends[0]))
-    with pytest.raises(InvalidTransition, match="does not owe"):
-        scheduler.handle(answer(sends[1]._replace(worker=0)))
+    arrive(scheduler, *answer(sends[0]))
+    with pytest.raises(AssertionError, match="does not owe"):
+        arrive(scheduler, *answer(sends[0]))
+    with pytest.raises(AssertionError, match="does not owe"):
+        arrive(scheduler, *answer(sends[1]._replace(worker=0)))
 
 
 def test_epochs_only_go_up() -> None:
@@ -166,34 +175,34 @@ def test_epochs_only_go_up() -> None:
 def test_without_order_a_worker_has_no_more_than_its_part_of_torchs_window(in_order: bool) -> None:
     """The part is rounded down when others have nothing left to read, as in torch."""
     scheduler, sends = started(workers=3, prefetch=1, in_order=in_order)
-    scheduler.handle(answer(sends[0], ENDED))
-    assert scheduler.handle(Wanted()) == [Draw(1)]
-    assert of(scheduler.handle(Drawn(3))) == ([(1, 3, 0)] if in_order else [])
+    arrive(scheduler, *answer(sends[0], ENDED))
+    assert scheduler.wanted() == Draw(1)
+    assert of(draw(scheduler, [Draw(1)], [3])) == ([(1, 3, 0)] if in_order else [])
 
 
 def test_new_blocks_that_the_batch_does_not_use_are_heard_of() -> None:
     scheduler, sends = started()
     event = answer(sends[0], nbytes=100_000)
-    scheduler.handle(event._replace(answer=event.answer._replace(used=())))
+    arrive(scheduler, 0, event[1]._replace(used=()))
     assert states(scheduler) == {0: "granted"}
 
 
 def test_a_window_grows_while_the_next_batch_is_late_and_shrinks_when_none_is_any_more() -> None:
     scheduler, sends = started(shared_tasks=True, window=Window(2, 8, 1 << 30))
-    scheduler.handle(Wanted())
+    scheduler.wanted()
     assert scheduler.handle(Idle()) == [], "it is full of tasks without an answer"
     done = 1
     while done < len(sends):
-        scheduler.handle(answer(sends[done], worker=1))
+        arrive(scheduler, *answer(sends[done], worker=1))
         done += 1
-        assert scheduler.handle(Wanted()) == [Wait(None, 0, done - 1, blocked=True)]
+        assert scheduler.wanted() == Wait(None, 0, done - 1, blocked=True)
         sends += draw(scheduler, scheduler.handle(Idle()), range(len(sends), 100))
     assert done == scheduler.window.size == 8
-    scheduler.handle(answer(sends[0], worker=0))
+    arrive(scheduler, *answer(sends[0], worker=0))
     under_way = []
     for _ in range(200):
-        for send in draw(scheduler, scheduler.handle(Wanted()), range(1)):
-            scheduler.handle(answer(send, worker=0))
+        for send in handed_out(scheduler, 0):
+            arrive(scheduler, *answer(send, worker=0))
         under_way.append(scheduler.undelivered)
     assert under_way[0] == 8
     assert under_way[-1] == scheduler.window.size == 2
@@ -203,18 +212,18 @@ def test_a_window_grows_while_the_next_batch_is_late_and_shrinks_when_none_is_an
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_wait_says_whether_a_worker_has_nothing_to_do_because_the_window_is_full(shared: bool) -> None:
     scheduler, sends = started(shared_tasks=shared)  # two workers, four batches
-    (wait,) = scheduler.handle(Wanted())
+    wait = scheduler.wanted()
     assert isinstance(wait, Wait)
     assert not wait.blocked
     for send in sends[1::2]:
-        scheduler.handle(answer(send, worker=1))
+        arrive(scheduler, *answer(send, worker=1))
     if shared:
-        scheduler.handle(answer(sends[2], worker=1))
-    (wait,) = scheduler.handle(Wanted())
+        arrive(scheduler, *answer(sends[2], worker=1))
+    wait = scheduler.wanted()
     assert isinstance(wait, Wait)
     assert wait.blocked
     scheduler.handle(Exhausted())
-    (wait,) = scheduler.handle(Wanted())
+    wait = scheduler.wanted()
     assert isinstance(wait, Wait)
     assert not wait.blocked, "there is nothing more to do"
 
@@ -223,9 +232,9 @@ def test_a_shared_task_is_sent_to_all_and_answered_by_one() -> None:
     scheduler, sends = started(shared_tasks=True)
     assert of(sends) == [(None, seq, 0) for seq in range(4)]
     assert unanswered(scheduler) == [(0, 0), (1, 0), (2, 0), (3, 0)]
-    scheduler.handle(answer(sends[0], worker=1))
-    with pytest.raises(InvalidTransition, match="does not owe"):
-        scheduler.handle(answer(sends[0], worker=0))
+    arrive(scheduler, *answer(sends[0], worker=1))
+    with pytest.raises(AssertionError, match="does not owe"):
+        arrive(scheduler, *answer(sends[0], worker=0))
     assert unanswered(scheduler) == [(1, 0), (2, 0), (3, 0)]
     assert delivered(scheduler) == 0
 
@@ -233,18 +242,18 @@ def test_a_shared_task_is_sent_to_all_and_answered_by_one() -> None:
 def granted(**keywords: Any) -> tuple[Scheduler, Send]:
     """A scheduler with a task under way that was granted block 0."""
     scheduler, sends = started(prefetch=1, shared_tasks=True, **keywords)
-    scheduler.handle(answer(sends[0], worker=0, nbytes=100_000))
-    instructions = scheduler.handle(Wanted())
+    arrive(scheduler, *answer(sends[0], worker=0, nbytes=100_000))
+    assert isinstance(scheduler.wanted(), Batch)
     scheduler.pool.drop([0])
-    (send,) = draw(scheduler, instructions, [2])
+    (send,) = draw(scheduler, [Draw(scheduler.to_draw)], [2])
     assert send.task.grants == ((0, size_class(100_000)),)
-    scheduler.handle(answer(sends[1], worker=0))
+    arrive(scheduler, *answer(sends[1], worker=0))
     delivered(scheduler)
     return scheduler, send
 
 
 def used_grant(send: Send, worker: int) -> Arrived:
-    return Arrived(worker, answer(send, worker=worker).answer._replace(used=((0, 1),)))
+    return worker, answer(send, worker=worker)[1]._replace(used=((0, 1),))
 
 
 def test_what_a_dead_worker_had_claimed_of_an_old_epoch_is_let_go() -> None:
@@ -261,11 +270,11 @@ def test_what_a_dead_worker_had_claimed_of_an_old_epoch_is_let_go() -> None:
 def test_a_task_of_an_older_epoch_is_its_claimants_and_its_blocks_too() -> None:
     scheduler, send = granted()
     begin(scheduler, length=0, claimed={send.task.ticket: 1})
-    with pytest.raises(InvalidTransition, match="does not owe"):
-        scheduler.handle(used_grant(send, 0))
+    with pytest.raises(AssertionError, match="does not owe"):
+        arrive(scheduler, *used_grant(send, 0))
     assert scheduler.handle(Died(0)) == []
     assert states(scheduler) == {0: "granted"}
-    scheduler.handle(used_grant(send, 1))
+    arrive(scheduler, *used_grant(send, 1))
     assert scheduler.stale == 1
     assert states(scheduler) == {0: "free"}
 
@@ -273,24 +282,24 @@ def test_a_task_of_an_older_epoch_is_its_claimants_and_its_blocks_too() -> None:
 def test_which_worker_has_a_task_of_an_older_epoch_may_be_unknown_until_it_answers() -> None:
     scheduler, send = granted()
     begin(scheduler)
-    scheduler.handle(used_grant(send, 1))
+    arrive(scheduler, *used_grant(send, 1))
     assert scheduler.stale == 1
     assert states(scheduler) == {0: "free"}
 
 
 def test_a_dead_workers_batches_are_sent_again_in_their_order() -> None:
     scheduler, sends = started(restarts=1)
-    scheduler.handle(answer(sends[1]))
+    arrive(scheduler, *answer(sends[1]))
     instructions = scheduler.handle(Died(0, 0))
     assert instructions[0] == Replace(0, 0, "died")
     assert of(instructions) == [(0, 0, 1), (0, 2, 1)]
     assert unanswered(scheduler) == [(0, 1), (2, 1), (3, 0)]
-    assert scheduler.handle(Wanted()) == [Wait(0, 0, 1, attempt=1)]
+    assert scheduler.wanted() == Wait(0, 0, 1, attempt=1)
     scheduler.check()
-    assert scheduler.pending_tasks.due(0, answer(sends[0]).answer) is None, "of the attempt before"
+    assert scheduler.pending_tasks.due(0, answer(sends[0])[1]) is None, "of the attempt before"
     for send in instructions[1:]:
         assert isinstance(send, Send)
-        scheduler.handle(answer(send))
+        arrive(scheduler, *answer(send))
     assert [delivered(scheduler) for _ in range(3)] == [0, 1, 2]
 
 
@@ -298,7 +307,7 @@ def test_a_dead_workers_batches_are_sent_again_in_their_order() -> None:
 def test_of_shared_tasks_only_those_that_the_dead_worker_had_are_sent_again(begun: bool) -> None:
     """It may have claimed its next task while its last answer was still in its socket."""
     scheduler, sends = started(shared_tasks=True, restarts=1)
-    scheduler.handle(answer(sends[0], worker=1))
+    arrive(scheduler, *answer(sends[0], worker=1))
     died = Died(1, 2) if begun else Died(1, None, "died", frozenset([sends[2].task.ticket]))
     instructions = scheduler.handle(died)
     assert instructions[0] == Replace(1, died.seq, "died")
@@ -314,9 +323,9 @@ def test_a_batch_of_which_three_workers_died_fails_at_its_position(shared: bool)
         again = [(seq, attempt) for _, seq, attempt in of(instructions)]
         assert ((1, deaths) in again) == (deaths < 3)
         assert (3, 0 if shared else deaths) in again, "the others go on"
-    scheduler.handle(answer(sends[0], worker=0))
+    arrive(scheduler, *answer(sends[0], worker=0))
     assert delivered(scheduler) == 0
-    deliver: Any = scheduler.handle(Wanted())[-1]
+    deliver: Any = scheduler.wanted()
     assert isinstance(deliver.error, PoisonousBatch)
     said = "batch 1 (indices 1) was given up: 3 workers died of it, and the last died for the 3. time"
     assert (deliver.seq, str(deliver.error)) == (1, said)
@@ -330,19 +339,19 @@ def test_a_death_is_reported_after_what_came_before(in_order: bool, lost: int | 
     reported when there is nothing else to do."""
     scheduler, sends = started(shared_tasks=True, in_order=in_order)
     first = 0 if in_order else 3
-    scheduler.handle(answer(sends[first], worker=0))
+    arrive(scheduler, *answer(sends[first], worker=0))
     assert scheduler.handle(Died(1, lost)) == []
     assert delivered(scheduler) == first
-    assert scheduler.handle(Wanted()) == [Break(1, lost, lost)]
+    assert scheduler.wanted() == Break(1, lost, lost)
 
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_the_next_batches_that_have_come_are_known_beforehand(in_order: bool) -> None:
     scheduler, sends = started(in_order=in_order)
     arrived = [answer(send) for send in sends[1:3]]
-    for event in arrived:
-        scheduler.handle(event)
-    assert scheduler.upcoming(9) == [event.answer for event in arrived]
-    scheduler.handle(Wanted())  # without order this hands the first one out
-    assert scheduler.upcoming(9) == [event.answer for event in arrived[not in_order :]]
-    assert scheduler.upcoming(2) == [arrived[not in_order].answer]
+    for came in arrived:
+        arrive(scheduler, *came)
+    assert scheduler.upcoming(9) == [found for _, found in arrived]
+    scheduler.wanted()  # without order this hands the first one out
+    assert scheduler.upcoming(9) == [found for _, found in arrived[not in_order :]]
+    assert scheduler.upcoming(2) == [arrived[not in_order][1]]

@@ -16,35 +16,53 @@ from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.notes import NoteList, Notes
 from tests.support.alarms import Alarm
 
+Step = tuple[str, tuple[Any, ...]]
 
-def batches(counters: EpochCounters, count: int) -> list[tuple[Any, ...]]:
-    """Notes of so many batches, each of which takes 100 ns."""
+
+def batches(count: int) -> list[Step]:
+    """What happens to so many batches, each of which takes 100 ns."""
     worker, found = WorkerCounters(0, 4711), []
     for seq in range(count):
         at = 100 * seq
         answer = Answer(1, seq, 0, BATCH, at, at + 60, (), (), None, fetched=at + 30, collated=at + 40)
+        waits = ("waited", ("workers", at + 10, at + 70)), ("used_device", (at + 70, at + 75))
         found += [
-            (counters.entered, at, 0),
-            (counters.drew, at, at + 5),
-            (counters.sent, seq, at + 6),
-            (counters.waited, "workers", at + 10, at + 70),
-            (counters.answered, 0, answer, True, worker),
-            (counters.used_device, at + 70, at + 75),
-            (counters.left, at + 80, answer, seq),
+            ("entered", (at,)),
+            ("drew", (at, at + 5)),
+            ("sent", (seq, at + 5)),
+            ("answered", (0, answer, True, worker)),
+            *(waits if seq % 3 else ()),
+            ("left", (at + 80, answer, seq, None)),
         ]
     return found
+
+
+def put_down(notes: Notes, step: Step) -> None:
+    name, arguments = step
+    if name == "drew":
+        notes.drew = (*arguments, [])  # type: ignore[assignment]
+    elif name == "sent":
+        assert notes.drew is not None
+        notes.drew = (*notes.drew[:2], [arguments[0]])
+    elif name == "answered":
+        notes.answers.append(arguments)  # type: ignore[arg-type]
+    elif name in ("waited", "used_device"):
+        notes.others.append((getattr(notes, name), *arguments))
+    else:
+        getattr(notes, name)(*arguments)
 
 
 @given(st.integers(0, 5), st.data())
 def test_it_makes_no_difference_when_notes_are_counted(count: int, data: Any) -> None:
     at_once, counters = EpochCounters(1, 0), EpochCounters(1, 0)
-    for method, *arguments in batches(at_once, count):
-        method(*arguments)
+    for name, arguments in batches(count):
+        getattr(at_once, name)(*arguments)
     later = Notes(counters)
-    for note in batches(counters, count):
-        later.note(note)
+    for step in batches(count):
+        put_down(later, step)
         if data.draw(st.booleans()):
             later.counted()
+    later.flush()
     assert later.counted().snapshot() == at_once.snapshot()
     assert later.counted().costs == at_once.costs
     assert later.counted().batches == count
@@ -71,7 +89,7 @@ def test_an_error_is_not_kept() -> None:
 def test_what_happens_seldom_is_counted_at_once_after_what_was_before() -> None:
     counters = EpochCounters(1, 0)
     notes = Notes(counters)
-    notes.note((notes.entered, 10, 0))
+    notes.entered(10)
     assert counters.spent["consumer"] == 0
     notes.at_once(EpochCounters.ended, 30, 0)
     assert counters.over
@@ -88,7 +106,8 @@ def test_an_interrupt_loses_no_note() -> None:
             raise Alarm
 
     for number in range(4):
-        notes.note((interrupted, number))
+        notes.others.append((interrupted, number))
+        notes.flush()
     with pytest.raises(Alarm):
         notes.counted()
     notes.counted()
@@ -105,10 +124,12 @@ def test_only_one_counts_at_a_time() -> None:
         thread = threading.Thread(target=notes.counted)
         thread.start()
         thread.join()
-        notes.note((counters.used_cpu, 7))
+        notes.others.append((counters.used_cpu, 7))
+        notes.flush()
 
-    notes.note((asked,))
-    notes.note((order.append, "second"))
+    for other in ((asked,), (order.append, "second")):
+        notes.others.append(other)
+        notes.flush()
     notes.counted()
     assert order == ["first", "second"]
     assert counters.cpu == 0, "it came after"
@@ -121,19 +142,23 @@ def test_epochs_of_one_loader_are_counted_in_the_order_of_what_happened() -> Non
     for notes in (first, second):
         notes.observe(watching)
     for now, notes in enumerate((first, second, first, second)):
-        notes.note((notes.entered, now, 0))
+        notes.entered(now + 1)
+        notes.flush()
     first.counted()
-    assert [told.args[:2] for told in watching.entered.call_args_list] == [(1, 0), (2, 1), (1, 2), (2, 3)]
+    assert [told.args[:2] for told in watching.entered.call_args_list] == [(1, 1), (2, 2), (1, 3), (2, 4)]
 
 
 def test_an_observer_is_told_of_what_comes_after_it_and_who_called() -> None:
     watching = Mock()
     watching.thread.return_value = 811
     notes = Notes(EpochCounters(3, 0))
-    notes.note((notes.entered, 1, notes.thread()))
+    notes.entered(1)
+    notes.left(1, None, None, None)
     notes.observe(watching)
-    notes.note((notes.entered, 2, notes.thread()))
+    notes.entered(2)
+    notes.left(3, None, None, None)
     notes.observe(None)
-    notes.note((notes.entered, 4, notes.thread()))
+    notes.entered(4)
+    notes.left(5, None, None, None)
     notes.counted()
     assert watching.entered.call_args_list == [call(3, 2, 811)]

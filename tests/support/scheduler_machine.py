@@ -19,13 +19,10 @@ from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, SKIPPED, Answ
 from fastq_loader.memory.blocks import GRANTED, HELD, PROMISED, Extents
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.events import (
-    Arrived,
     Break,
-    Deliver,
     Died,
     Draw,
     DrawFailed,
-    Drawn,
     EpochStarted,
     Exhausted,
     Finish,
@@ -34,9 +31,9 @@ from fastq_loader.scheduling.events import (
     Send,
     Undeliverable,
     Wait,
-    Wanted,
 )
 from fastq_loader.scheduling.scheduler import DEADLY, Scheduler
+from fastq_loader.scheduling.states import Batch
 from fastq_loader.scheduling.window import Window
 from tests.support.simulation import REGION, SimulatedArena, SimulatedWorker, Table
 
@@ -55,6 +52,13 @@ Key = tuple[int, int]  # (epoch, seq)
 
 def key_of(one: Task | Answer) -> Key:
     return one.epoch, one.seq
+
+
+def arrive(scheduler: Scheduler, worker: int, answer: Answer, fault: ProtocolError | None = None) -> None:
+    """An answer that is due has come."""
+    batch = scheduler.pending_tasks.due(worker, answer)
+    assert batch is not None, f"worker {worker} does not owe {answer[:3]}"
+    scheduler.arrived(batch, worker, answer, fault)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -139,23 +143,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.number(index)
             self.ready.add(seq)
             return
-        sends: list[Any] = self.scheduler.handle(Drawn(index))
+        batch = self.scheduler.drawn(index)
         if self.scheduler.index_of(seq) is None:
             assert self.kind == ITERABLE, "an index was lost"
             return
         self.number(index)
-        if not sends:
+        if batch is None:
             assert len(self.alive()) < self.count, "no worker was sent a batch"
             self.lost.add(seq)
-        for send in sends:
-            assert (send.task.seq, send.task.attempt) == (seq, 0)
-            self.take_over(send)
-            if index % 17 == 13:
-                self.scheduler.handle(Undeliverable(send, TypeError(index)))
-                self.forget(key_of(send.task))
-                self.ready.add(seq)
-            else:
-                self.carry_out(send)
+            return
+        assert batch.task is not None
+        send = Send(batch.worker, batch.task)
+        assert (send.task.seq, send.task.attempt) == (seq, 0)
+        self.take_over(send)
+        if index % 17 == 13:
+            self.scheduler.handle(Undeliverable(send, TypeError(index)))
+            self.forget(key_of(send.task))
+            self.ready.add(seq)
+        else:
+            self.carry_out(send)
 
     def number(self, index: int) -> None:
         self.drawn[self.seqs] = index
@@ -277,7 +283,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         del self.pending_tasks[key_of(answer)]
         self.refused[key_of(answer)] = worker.number
         refused = self.scheduler.refused
-        assert self.scheduler.handle(Arrived(worker.number, answer, ProtocolError(answer.seq))) == []
+        arrive(self.scheduler, worker.number, answer, ProtocolError(answer.seq))
         assert self.scheduler.refused == refused + 1
         if answer.epoch == self.epoch:
             self.ready.add(answer.seq)
@@ -293,9 +299,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.promised.pop(offset, None) is None:  # else declined: the user still references it
                 assert self.granted.pop(offset, key) == key
         del self.pending_tasks[key]
-        assert self.scheduler.pending_tasks.due(worker.number, answer)
         refused, stale = self.scheduler.refused, self.scheduler.stale
-        assert self.scheduler.handle(Arrived(worker.number, answer)) == []
+        arrive(self.scheduler, worker.number, answer)
         assert self.scheduler.refused == refused, "a true answer was refused"
         assert self.scheduler.stale == stale + (answer.epoch != self.epoch)
         if answer.epoch == self.epoch and answer.outcome not in (ENDED, SKIPPED):
@@ -391,25 +396,28 @@ class SchedulerMachine(RuleBasedStateMachine):
     def next(self, keep: bool) -> bool:
         """What one call comes to; False: the consumer waits."""
         while True:
-            exhausted = self.exhausted
-            for instruction in self.scheduler.handle(Wanted()):
-                if isinstance(instruction, Draw):
-                    assert not (self.kind == SHARED and exhausted), (
-                        "a sampler was asked that has nothing more"
-                    )
-                    self.draw(instruction.times)
-                    continue
-                if isinstance(instruction, Deliver):
-                    self.deliver(instruction, keep)
-                elif isinstance(instruction, Wait):
-                    self.check_wait(instruction)
-                    self.sleep()
-                elif isinstance(instruction, Break):
-                    self.check_break(instruction)
-                else:
-                    assert instruction == Finish()
-                    self.check_finish()
-                return not isinstance(instruction, Wait)
+            found = self.scheduler.ready() or self.scheduler.wanted()
+            if isinstance(found, Draw):
+                self.draw_for(found.times)
+            elif isinstance(found, Batch):
+                self.draw_for(self.scheduler.to_draw)
+                self.deliver(found, keep)
+                return True
+            elif isinstance(found, Wait):
+                self.check_wait(found)
+                self.sleep()
+                return False
+            elif isinstance(found, Break):
+                self.check_break(found)
+                return True
+            else:
+                assert found == Finish()
+                self.check_finish()
+                return True
+
+    def draw_for(self, times: int) -> None:
+        assert not (times and self.kind == SHARED and self.exhausted), "asked a sampler that has nothing more"
+        self.draw(times)
 
     def sleep(self) -> None:
         """The consumer is about to sleep: a window that may grow does, before a worker idles."""
@@ -424,7 +432,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert draws or size == self.widest or (size + 1) * each > window.budget, "workers idle"
         self.draw(draws)
 
-    def deliver(self, deliver: Deliver, keep: bool) -> None:
+    def deliver(self, deliver: Batch, keep: bool) -> None:
         seq = deliver.seq
         assert seq not in self.delivered, "delivered twice"
         assert seq in self.ready, "delivered, and not there"
