@@ -10,10 +10,9 @@ from collections.abc import Callable
 from time import monotonic_ns, process_time_ns
 from typing import Any
 
-from fastq_loader.ipc.messages import decode_index
+from fastq_loader.ipc.messages import Answer, decode_index
 from fastq_loader.scheduling.events import Wait
 from fastq_loader.scheduling.scheduler import Scheduler
-from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.notes import Notes
@@ -28,13 +27,14 @@ class Accounting:
 
     Attributes:
         spent: where the time of the epoch goes.
+        late: the index of a batch that held up others, until it is handed out.
     """
 
     def __init__(self, counters: Counters, scheduler: Scheduler) -> None:
         self.spent = Notes(EpochCounters(0, 0))
         self._counters = counters
         self._scheduler = scheduler
-        self._late: Any = None  # the index of the batch that is late
+        self.late: Any = None
 
     def begin_epoch(self, spent: Notes, pid_of: Callable[[int], int]) -> None:
         """An epoch begins, and what is left of the one before is dropped.
@@ -54,7 +54,7 @@ class Accounting:
         if wait.behind and (wait.blocked or wait.behind >= self._scheduler.window.least):
             cause = "head_of_line"
             self._counters.held_up(self.spent.epoch, wait.seq, ended - began)
-            self._late = self._scheduler.index_of(wait.seq)
+            self.late = self._scheduler.index_of(wait.seq)
         elif wait.blocked:
             cause = "memory"
         self.spent.others.append((self.spent.waited, cause, began, ended))
@@ -71,13 +71,10 @@ class Accounting:
         """Another process does the work of a worker. `report`: how that one ended."""
         self.spent.at_once(EpochCounters.replaced, worker, report, monotonic_ns())
 
-    def left(self, batch: Batch | None, error: BaseException | None) -> None:
-        """The call gives a batch, or an error."""
-        answer, seq = (None, None) if batch is None else (batch.answer, batch.seq)
-        if self._late is not None and answer is not None:
-            late, self._late = decode_index(self._late), None
-            self._counters.came_late(self.spent.epoch, answer, late)
-        self.spent.left(monotonic_ns(), answer, seq, error)
+    def came_late(self, answer: Answer) -> None:
+        """The call hands out the batch of this answer, and one has held up others."""
+        late, self.late = decode_index(self.late), None
+        self._counters.came_late(self.spent.epoch, answer, late)
 
     def ended(self) -> None:
         """The call has found that there is no further batch."""

@@ -24,7 +24,7 @@ from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.device.staging import Staging
 from fastq_loader.ipc.claim_table import slots
-from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode
+from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode_task
 from fastq_loader.ipc.probes import expect_threads
 from fastq_loader.ipc.sockets import THREADS
 from fastq_loader.memory.arena import Arena
@@ -199,7 +199,11 @@ class EventLoop:
         else:
             if finish is not None and outcome.error is None:
                 outcome = finished(outcome, finish)
-            self._accounting.left(batch, outcome.error)
+            answer, seq = (None, None) if batch is None else (batch.answer, batch.seq)
+            if self._accounting.late is not None and answer is not None:
+                self._accounting.came_late(answer)
+            self._accounting.spent.left(time.monotonic_ns(), answer, seq, outcome.error)
+            del answer
         # One moment: there is no call in here, and only a call can be cut short.
         into.outcome = outcome
         self.fatal = self.fatal or outcome.fatal
@@ -277,8 +281,8 @@ class EventLoop:
     def _send(self, worker: int | None, task: Task) -> None:
         try:
             if worker is None:
-                self._unsent[task.ticket] = encode(task, self._group.token)
-                self._group.claims.offer(task.ticket)
+                self._unsent[task.ticket] = encode_task(task, self._group.token)
+                self._group.offer_claim(task.ticket)
             else:
                 self._group.send_task(worker, task)
         except Exception as error:  # whatever pickling the index raises

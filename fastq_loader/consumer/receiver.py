@@ -75,17 +75,18 @@ class Receiver:
 
     def _take(self) -> Arrived | None:
         """The next answer, if there is one."""
+        scheduler = self._scheduler
         while (received := self._group.receive()) is not None:
             worker, answer = received
-            batch = self._scheduler.pending_tasks.due(worker, answer)
+            batch = scheduler.pending_tasks.due(worker, answer)
             shared = batch is not None and batch.worker is None
-            if batch is None or (shared and self._group.claims.holder(batch.ticket) != worker):
+            if batch is None or (shared and self._group.holder(batch.ticket) != worker):
                 # The task is not its own, and it has not claimed it.
                 self._counters.rejected_frames += 1
                 self._group.evict(worker)
                 continue
             delivers, of_worker = answer.outcome not in _EMPTY, self._counters.workers[worker]
-            if answer.epoch == self._scheduler.epoch:
+            if answer.epoch == scheduler.epoch:
                 self._accounting.spent.answers.append((worker, answer, delivers, of_worker))
             else:
                 of_worker.answered(answer)
@@ -141,7 +142,8 @@ class Receiver:
         if used:
             fresh = dict(answer.fresh)
             for offset, size, _ in handle.segments:
-                if size != fresh.get(offset, self._pool.size_of(offset)):
+                block = self._pool.block_at(offset)
+                if size != (fresh.get(offset) if block is None else block.size):
                     raise ProtocolError(f"a handle names a block of {size} bytes at {offset}, where none is")
         state = unseal(answer.state, self._group.token) if answer.state else b""
         # As `_replace` does, and several times as fast.

@@ -130,7 +130,7 @@ def decode_for_consumer(frame: bytes) -> Hello | Answer | Ping:
     raise ProtocolError(f"unknown message kind {kind!r:.40}")
 
 
-def _answer(fields: tuple[Any, ...]) -> Answer:
+def _answer(fields: list[Any]) -> Answer:
     epoch, seq, attempt, outcome, started, finished, fresh, returned, handle, state, *costs = fields
     numbers = (epoch, seq, attempt, outcome, started, finished, *costs)
     # As `_check_counts` does, without a step for each.
@@ -148,8 +148,10 @@ def _answer(fields: tuple[Any, ...]) -> Answer:
             raise ProtocolError("a handle with malformed values or a malformed parcel")
         if type(spec_id) is not int or spec_id < 0:
             raise ProtocolError(f"{spec_id!r:.40} where the number of a spec should be")
-        if segments != ():
-            _blocks(segments, 3)
+        for segment in segments:  # what the numbers say, `Unpacker.learn` checks
+            offset, size, into = segment
+            if not type(offset) is type(size) is type(into) is int:
+                raise ProtocolError(f"{segment!r:.40} where a segment should be")
         handle = tuple.__new__(Handle, handle)
     head = epoch, seq, attempt, outcome, started, finished, fresh, returned, handle
     return tuple.__new__(Answer, (*head, (), state, *costs))

@@ -57,6 +57,7 @@ class BlockLedger:
 
     Attributes:
         grown: blocks adopted since the ledger was made.
+        block_at: gives the block at an offset, or None.
         nbytes: bytes of all blocks.
         free_bytes: bytes of the free ones.
     """
@@ -64,6 +65,7 @@ class BlockLedger:
     def __init__(self, region: Callable[[int], tuple[int, int]] = _anywhere) -> None:
         self._region = region
         self._blocks: dict[int, Block] = {}
+        self.block_at = self._blocks.get
         self._offsets: list[int] = []  # of all blocks, ascending
         self._free: dict[int, deque[int]] = {}  # size → offsets; the warmest at the right end
         self._sizes: list[int] = []  # sizes that have a free list, ascending
@@ -138,7 +140,8 @@ class BlockLedger:
         grants: list[tuple[int, int]] = []
         promises: list[tuple[int, int]] = []
         for wanted in demand.wanted:
-            block, chosen = self._take(wanted), grants
+            free, chosen = self._free.get(wanted), grants
+            block = self._move(free.pop(), "grant") if free else self._take(wanted)
             if block is None:
                 block, chosen = self._promise(wanted), promises
             if block is not None:
@@ -185,11 +188,13 @@ class BlockLedger:
         Raises:
             ProtocolError: these are not blocks that the worker can have written to; nothing was changed.
         """
-        self._check_fresh(worker, fresh)
+        if fresh:
+            self._check_fresh(worker, fresh)
         self._check_written(worker, used, dict(fresh), returned)
         for offset, size in fresh:
             self._adopt(worker, offset, size)
-        self.give_back(returned)
+        if returned:
+            self.give_back(returned)
         needs = []
         for offset, need in used:
             self._move(offset, "fill").last_task = self._demand.tasks
@@ -248,11 +253,6 @@ class BlockLedger:
         if len(seen) < len(used) + len(returned):
             raise ProtocolError(f"worker {worker} names one block twice")
 
-    def size_of(self, offset: int) -> int | None:
-        """Bytes of the block at an offset; None if there is none."""
-        block = self._blocks.get(offset)
-        return None if block is None else block.size
-
     def _adopt(self, worker: int, offset: int, size: int) -> None:
         block = self._blocks[offset] = Block(offset, size, worker)
         block.last_task = self._demand.tasks
@@ -269,9 +269,10 @@ class BlockLedger:
             self._move(offset, "deliver")
         self._recent = offsets
 
-    def release(self, offset: int) -> None:
-        """The last view of the block is gone: it is free, or its writer's if it was promised."""
-        self._move(offset, "release").last_task = self._demand.tasks
+    def release(self, offsets: Iterable[int]) -> None:
+        """The last views of these blocks are gone: each is free, or its writer's if it was promised."""
+        for offset in offsets:
+            self._move(offset, "release").last_task = self._demand.tasks
 
     def drop(self, offset: int) -> None:
         """The batch in the block will not be delivered, or was copied out."""

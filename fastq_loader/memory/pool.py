@@ -38,7 +38,7 @@ class BlockPool:
         self.give_back = self._ledger.give_back
         self.hand_over = self._ledger.hand_over
         self.deliver = self._ledger.deliver
-        self.size_of = self._ledger.size_of
+        self.block_at = self._ledger.block_at
 
     # ---- the way back -------------------------------------------------------------------------
 
@@ -49,8 +49,7 @@ class BlockPool:
 
     def collect(self) -> None:
         """Blocks whose last view has died are free again."""
-        for offset in self.arena.released_blocks():
-            self._ledger.release(offset)
+        self._ledger.release(self.arena.released_blocks())
 
     def mark_dead(self, worker: int) -> None:
         """A worker has ended: what was granted to it can be granted again."""

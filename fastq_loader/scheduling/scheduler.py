@@ -196,20 +196,19 @@ class Scheduler:
 
     def _make_task(self, batch: Batch) -> Task:
         self.pending_tasks.add(self.epoch, batch)
-        worker = batch.worker
-        # As `batch.holder`, and quicker.
-        holder = tuple.__new__(Holder, (None, batch.ticket)) if worker is None else self._holders[worker]
+        worker, ticket = batch.worker, batch.ticket
+        # As `batch.holder` and `Task()`, and quicker.
+        holder = tuple.__new__(Holder, (None, ticket)) if worker is None else self._holders[worker]
         grants, promises = self.pool.grant(holder)
         head = self.epoch, batch.seq, batch.attempt, batch.index
-        task = batch.task = tuple.__new__(
-            Task, (*head, grants, promises, batch.ticket)
-        )  # quicker than Task()
+        task = batch.task = tuple.__new__(Task, (*head, grants, promises, ticket))
         return task
 
     def _claimed(self, batch: Batch, worker: int) -> None:
         if batch.worker is None:
-            if blocks := batch.blocks:
-                self.pool.hand_over(batch.holder, worker, blocks)
+            task = batch.task
+            if task is not None and (task.grants or task.promises):
+                self.pool.hand_over(batch.holder, worker, batch.blocks)
             batch.worker = worker
 
     def _give_back(self, batch: Batch) -> None:
@@ -220,8 +219,8 @@ class Scheduler:
             while self._in_flight.drawn in self._done_beyond:
                 self._in_flight.drawn += 1
         batch = self._in_flight.new(worker, index)
-        if self.shared_tasks and self.window.widens:
-            self.window.widen_to(len(self._in_flight.batches))
+        if self.shared_tasks and (under_way := len(self._in_flight.batches)) > self.window.size:
+            self.window.widen_to(under_way)
         return batch
 
     def _exhausted(self, event: Exhausted) -> list[Instruction]:
@@ -254,11 +253,10 @@ class Scheduler:
             answer: what.
             fault: why the answer cannot be used.
         """
+        del self.pending_tasks[answer.epoch, answer.seq]
         if batch.worker is None:
-            self.pending_tasks.settle(answer.epoch, answer.seq)
+            self.pending_tasks.free_slot(batch)
             self._claimed(batch, worker)
-        else:
-            del self.pending_tasks[answer.epoch, answer.seq]
         task = batch.task
         assert task is not None, "it was sent"
         try:
@@ -401,10 +399,9 @@ class Scheduler:
     def _hand_out(self, batch: Batch) -> Batch:
         self._in_flight.leave(batch, "deliver")
         if self.shared_tasks:
-            window = self.window
-            if window.size != window.least:
-                window.delivered()
-            self.to_draw = window.refill(len(self._in_flight.batches))
+            if self.window.size != self.window.least:
+                self.window.delivered()
+            self.to_draw = self.window.refill(len(self._in_flight.batches))
         else:
             self.to_draw = 1  # torch asks a sampler again that has nothing more
             if batch.worker is not None:

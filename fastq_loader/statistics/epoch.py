@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fastq_loader.statistics.histogram import Histogram
@@ -120,7 +121,9 @@ class EpochCounters:
         self._sent: dict[int, int] = {}  # batch → when its task was given out
         self._previous: dict[int, int] = {}  # batch → when its worker had finished the one before, or 0
         self._finished: dict[int, int] = {}  # worker → when it had finished its last one
-        self._ready = [0]  # batches times nanoseconds in each part
+        # Of each part of the epoch: how many more batches were ready at its end than at its beginning, and for
+        # how long each of these was, or was not any more, up to there.
+        self._changes, self._rests = [0], [0]
         self._width = _WIDTH
 
     def used_cpu(self, cpu: int) -> None:
@@ -301,7 +304,9 @@ class EpochCounters:
     def loaded(self, seq: int, began: int, fetched: int, ended: int) -> None:
         """A batch was loaded on this thread."""
         self._count("workers", ended - began)
-        self._keep(seq, ended - began, 0)
+        self._costs.append((seq, ended - began, 0))
+        self._loads += 1
+        self._load += ended - began
         if self.observer is not None:
             self.observer.loaded(self.epoch, seq, began, fetched, ended)
 
@@ -322,14 +327,11 @@ class EpochCounters:
         counters.answered(answer, sent if previous else 0)
         if delivers:
             self._previous[seq] = previous
-            self._keep(seq, collated - started, finished - collated)
+            self._costs.append((seq, collated - started, finished - collated))
+            self._loads += 1
+            self._load += collated - started
         if self.observer is not None:
             self.observer.answered(self.epoch, worker, self.pid_of(worker), answer)
-
-    def _keep(self, seq: int, load: int, pack: int) -> None:
-        self._costs.append((seq, load, pack))
-        self._loads += 1
-        self._load += load
 
     # ---- what waits are lost to ---------------------------------------------------------------
 
@@ -366,17 +368,30 @@ class EpochCounters:
     def _note_ready(self, since: int, now: int) -> None:
         """A batch was ready from `since` on."""
         begin, end = since - self._began if since > self._began else 0, now - self._began
-        part = end // self._width
-        if part < len(self._ready) and begin >= part * self._width:  # as for nearly every one
-            self._ready[part] += end - begin
-            return
         while end >= _PARTS * self._width:
-            pairs = [self._ready[at : at + 2] for at in range(0, len(self._ready), 2)]
-            self._ready = [sum(pair) for pair in pairs]
-            self._width *= 2
-        self._ready += [0] * (end // self._width + 1 - len(self._ready))
-        for part in range(begin // self._width, end // self._width + 1):
-            self._ready[part] += max(0, min(end, (part + 1) * self._width) - max(begin, part * self._width))
+            self._double_width()
+        width, changes, rests = self._width, self._changes, self._rests
+        last, part = end // width, begin // width
+        while last >= len(changes):
+            changes.append(0)
+            rests.append(0)
+        changes[part] += 1
+        rests[part] += (part + 1) * width - begin
+        changes[last] -= 1
+        rests[last] -= (last + 1) * width - end
+
+    def _double_width(self) -> None:
+        width, changes, rests = self._width, [*self._changes, 0], [*self._rests, 0]
+        firsts = range(0, len(self._changes), 2)
+        self._rests = [rests[at] + changes[at] * width + rests[at + 1] for at in firsts]
+        self._changes = [changes[at] + changes[at + 1] for at in firsts]
+        self._width = 2 * width
+
+    def _ready(self) -> list[int]:
+        """Batches times nanoseconds in each part."""
+        width, changes, rests = self._width, list(self._changes), list(self._rests)
+        before = accumulate(changes, initial=0)
+        return [count * width + rest for count, rest in zip(before, rests, strict=False)]
 
     # ---- reading ------------------------------------------------------------------------------
 
@@ -407,7 +422,7 @@ class EpochCounters:
 
     def snapshot(self) -> EpochStatistics:
         """What was counted so far. May be called on any thread, so it looks once at what grows."""
-        ready = list(self._ready)
+        ready = self._ready()
         widths = [self._width] * (len(ready) - 1)
         widths.append(max(1, self.nanoseconds - sum(widths)))
         parts = zip(ready, widths, strict=True)

@@ -96,7 +96,8 @@ class WorkerGroup:
         arena = self._pool.arena
         _in_use.add(arena)
         folder = self._new_folder(set(range(workers)))
-        self._claims = ClaimTable(arena.fd, arena.mapping.claims)
+        self._claims = claims = ClaimTable(arena.fd, arena.mapping.claims)
+        self.holder, self.offer_claim = claims.holder, claims.offer  # as they are asked for every batch
         self._processes.start(arena, folder, self.token, base_seed, shared_seed)
         # The context of zmq has threads, so it is made after the forks.
         self._socket = ConsumerSocket(folder, workers, self.token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from time import monotonic_ns
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -12,18 +13,10 @@ import pytest
 from fastq_loader.consumer.accounting import Accounting
 from fastq_loader.ipc.messages import BATCH, Answer, Indices
 from fastq_loader.scheduling.events import Wait
-from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.snapshots import LateBatch
 
 ANSWER = Answer(1, 4, 0, BATCH, 10, 50, (), (), None, slowest=30, slowest_at=1, collated=40)
-
-
-def batch() -> Batch:
-    """The one of `ANSWER`."""
-    found = Batch(4, 0, None)
-    found.answer = ANSWER
-    return found
 
 
 def accounting(index: Any = None) -> tuple[Accounting, Counters]:
@@ -50,7 +43,7 @@ def accounting(index: Any = None) -> tuple[Accounting, Counters]:
 def test_what_a_wait_is_lost_to(behind: int, blocked: bool, cause: str) -> None:
     account, counters = accounting()
     account.waited(Wait(0, 4, behind, 0, blocked), 0)
-    account.left(None, None)
+    account.spent.left(9, None, None, None)
     found = {name for name, spent in account.spent.counted().spent.items() if spent and name != "transport"}
     assert found == {cause}
     assert counters.wait_seconds == account.spent.counted().spent[cause] / 1e9
@@ -60,11 +53,11 @@ def test_what_a_wait_is_lost_to(behind: int, blocked: bool, cause: str) -> None:
 @pytest.mark.parametrize("index", [[7, 8], Indices(array("q", [7, 8]).tobytes())])
 def test_the_sample_that_held_up_others_is_named(index: Any) -> None:
     account, counters = accounting(index)
-    account.left(batch(), None)
-    assert counters.snapshot().late_batches == (), "nothing was held up"
+    assert account.late is None, "nothing was held up"
     account.waited(Wait(0, 4, 1, 0, True), 0)
-    account.left(None, None)
-    account.left(batch(), None)
+    assert account.late is index
+    account.came_late(ANSWER)
+    assert account.late is None
     (late,) = counters.snapshot().late_batches
     assert late == LateBatch(1, 4, late.seconds, 40e-9, 8, 30e-9)
 
@@ -79,9 +72,9 @@ def test_an_observer_is_told_of_what_the_workers_processes_do_and_of_errors_at_t
     account.replaced(3, "it died")
     assert told.replaced.call_args.args[:4] == (second.epoch, 3, 4711, "it died")
     error = KeyError()
-    account.left(Batch(8, None, None), error)
+    account.spent.left(9, None, 8, error)
     assert told.raised.call_args.args[:3] == (second.epoch, 8, error)
-    account.left(None, None)
+    account.spent.left(9, None, None, None)
     account.spent.counted()
     assert told.left.call_args.args[:2] == (second.epoch, None), "of the next call nothing is known"
     assert told.raised.call_count == 1
@@ -94,7 +87,7 @@ def test_a_call_ends_with_what_it_gave_or_with_the_epoch() -> None:
     account.spent.counted().started(0)
     account.spent.entered(5)
     account.used_device(5)
-    account.left(batch(), None)
+    account.spent.left(monotonic_ns(), ANSWER, 4, None)
     assert (account.spent.counted().batches, account.spent.counted().over) == (1, False)
     assert account.spent.counted().spent["device_copy"] > 0
     account.spent.entered(account.spent.counted().nanoseconds)

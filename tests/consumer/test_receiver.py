@@ -45,7 +45,7 @@ class Group:
 
     def __init__(self, answers: list[tuple[int, Answer]], claims: dict[int, int]) -> None:
         self.answers = answers
-        self.claims = SimpleNamespace(holder=claims.get)
+        self.holder = claims.get
         self.evicted: list[int] = []
 
     def receive(self) -> tuple[int, Answer] | None:

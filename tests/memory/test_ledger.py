@@ -76,7 +76,7 @@ EVENTS: dict[str, Callable[[BlockLedger, int], object]] = {
     "give back": lambda ledger, offset: ledger.give_back([offset]),
     "deliver": lambda ledger, offset: ledger.deliver([offset]),
     "drop": lambda ledger, offset: ledger.drop(offset),
-    "release": lambda ledger, offset: ledger.release(offset),
+    "release": lambda ledger, offset: ledger.release([offset]),
 }
 
 
@@ -156,7 +156,7 @@ def test_a_worker_may_decline_a_promise_and_writes_to_the_block_only_when_it_is_
     assert ledger.grant(Holder(1)) == ((), ((0, B),)), "it can be promised again"
     with pytest.raises(ProtocolError, match="worker 1 names the block at 0, which is promised"):
         ledger.accept(1, ((0, 1),), (), (), ((0, B),))
-    ledger.release(0)
+    ledger.release([0])
     ledger.accept(1, ((0, 1),), (), (), ((0, B),))
     assert ledger.wanted == (B,)
 
@@ -187,7 +187,7 @@ def test_only_blocks_of_the_newest_batch_are_promised_and_each_once() -> None:
         ledger.deliver(write(ledger, 0, B, at=at * B))
     assert ledger.grant(Holder(1)) == ((), ((2 * B, B),))
     assert ledger.grant(Holder(0)) == ((), ())
-    ledger.release(2 * B)
+    ledger.release([2 * B])
     ledger.give_back([2 * B])
     assert ledger.trim(0) == [(2 * B, B)]
     assert ledger.grant(Holder(0)) == ((), ()), "it is trimmed"
@@ -234,7 +234,7 @@ def released(batches: int, held: int = 0) -> BlockLedger:
         ledger.deliver(write(ledger, 0, B, at=at * B))
     assert ledger.trim(0) == [], "they are the user's wish"
     for at in range(batches - held):
-        ledger.release(at * B)
+        ledger.release([at * B])
     return ledger
 
 
@@ -298,7 +298,7 @@ def test_a_block_is_cold_if_it_was_neither_made_nor_filled_nor_released_of_late(
     ledger.accept(0, (), (filled,), (), ())
     ledger._demand.tasks += 3 * PATIENT
     write(ledger, 0, 5 * B, at=30 * B)  # so that there are needs
-    ledger.release(0)
+    ledger.release([0])
     ledger.accept(0, ((filled[0], B + 1),), (made,), (made[0],), ())
     ledger.drop(filled[0])
     assert ledger.trim(9) == []
@@ -465,7 +465,10 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.grown == self.grown
         assert self.ledger.free_blocks == sum(block.state == FREE for block in known)
         assert self.ledger.filled() == sorted(o for o, b in self.model.items() if b.state == FILLED)
-        assert all(self.ledger.size_of(offset) == block.size for offset, block in self.model.items())
+        for offset, of_model in self.model.items():
+            block = self.ledger.block_at(offset)
+            assert block is not None
+            assert block.size == of_model.size
         held = sorted((o, b.size) for o, b in self.model.items() if b.state in (HELD, PROMISED))
         assert sorted(self.ledger.held()) == held
 

@@ -47,7 +47,7 @@ def test_blocks_come_back_from_users_workers_and_dropped_batches(pool: BlockPool
     assert pool.usage() == (3, 0, 3 * B)
     pool.mark_dead(1)
     assert pool.usage() == (1, 2, 3 * B)
-    assert (pool.grown, pool.batch_bytes, pool.size_of(first), pool.size_of(7)) == (3, 3 * B, B, None)
+    assert (pool.grown, pool.batch_bytes, pool.block_at(7)) == (3, 3 * B, None)
     pool.check()
 
 

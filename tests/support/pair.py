@@ -143,8 +143,7 @@ class Pair:
         return self.run(lambda: batch)
 
     def hear_releases(self) -> None:
-        for offset in self.arena.released_blocks():
-            self.ledger.release(offset)
+        self.ledger.release(self.arena.released_blocks())
 
     def idle(self) -> bool:
         """Whether every block is free again."""
