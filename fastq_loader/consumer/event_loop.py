@@ -192,7 +192,7 @@ class EventLoop:
         spare, staging = _SPARE_BATCHES, self._delivery.staging
         if staging is not None:
             began = time.monotonic_ns()
-            self.pool.drop(staging.turn())
+            self.pool.drop(staging.reap())
             self._accounting.used_device(began)
             spare += 2 * staging.ahead
         self._counters.window = self.scheduler.window.size

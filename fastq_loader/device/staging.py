@@ -92,15 +92,6 @@ class Staging(_Stage):
         """Batches that are copied before they are asked for."""
         return self._options.prefetch
 
-    def turn(self) -> list[int]:
-        """The next batch is asked for.
-
-        Returns:
-            Offsets of blocks that may be written again.
-        """
-        self._copies.turn()
-        return self.reap()
-
     def reap(self) -> list[int]:
         """Offsets of blocks that may be written again since they were asked for last."""
         return self._freed(self._copies.reap())
@@ -245,7 +236,6 @@ class SerialStaging(_Stage):
             RuntimeError: while a CUDA graph is captured.
         """
         self._session.refuse_capture()
-        self._copies.turn()
         self._copies.reap()
 
     def begin(self, batch: Any, ahead: bool = False) -> Callable[[], Any]:

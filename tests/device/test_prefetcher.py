@@ -140,7 +140,6 @@ def ours(loader: Loader, device: SimulatedDevice, draw: random.Random) -> Prefet
 
 CHOICES: dict[str, Any] = {
     "prefetch": (1, 1, 2),
-    "buffers": ("fresh", "fresh", "reuse"),
     "transform_stream": ("side", "consumer"),
     "pin": ("auto", "pageable"),
 }
@@ -223,7 +222,7 @@ def test_a_mistake_of_a_hand_written_prefetcher_is_found(mistake: str) -> None:
 
 
 #: What keeps memory from being written too early, by where it stands.
-GUARDS = {"SerialStaging.turn: no self._copies.turn()", "SerialStaging.begin: if ahead: never"}
+GUARDS = {"SerialStaging.begin: if ahead: never"}
 
 
 def test_a_guard_of_ours_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +423,7 @@ def test_our_own_loader_needs_no_second_prefetcher(late: Late) -> None:
 
 def test_an_epoch_ends_where_another_begins(late: Late) -> None:
     late()
-    batches = Prefetcher(images(), ToDevice("cuda", buffers="reuse"))
+    batches = Prefetcher(images(), "cuda")
     first = iter(batches)
     next(first)
     second = iter(batches)
@@ -458,7 +457,7 @@ def interrupt(_: Any) -> Any:
 def test_an_interrupt_ends_the_epoch(stream: str, late: Late) -> None:
     """Its batch would be lost without a word."""
     late()
-    batches = Prefetcher(images(), ToDevice("cuda", 1, interrupt, transform_stream=stream, buffers="reuse"))
+    batches = Prefetcher(images(), ToDevice("cuda", 1, interrupt, transform_stream=stream))
     for _ in range(6):  # more often than there are buffers
         epoch = iter(batches)
         with pytest.raises(KeyboardInterrupt):

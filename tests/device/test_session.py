@@ -109,9 +109,7 @@ def test_what_is_set_later_holds_from_the_next_epoch_on(persistent: bool, worker
 
 def test_a_copy_of_a_loader_has_its_options_and_starts_anew(late: Late) -> None:
     late()
-    device = ToDevice(
-        "cuda", 3, identity, transform_stream="side", buffers="reuse", pin="bounce", pin_limit_bytes=1 << 30
-    )
+    device = ToDevice("cuda", 3, identity, transform_stream="side", pin="bounce", pin_limit_bytes=1 << 30)
     loader = DataLoader(MapDataset("tensors", 6), 2, device=device)
     list(loader)
     for other in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):
@@ -123,8 +121,7 @@ def test_a_copy_of_a_loader_has_its_options_and_starts_anew(late: Late) -> None:
 @WORKERS
 def test_two_iterators_at_once_do_not_mix(workers: int, late: Late) -> None:
     late(seed=workers)
-    device = ToDevice("cuda", buffers="reuse")
-    loader = DataLoader(Made(image_and_label, 20), 2, num_workers=min(workers, 1), device=device)
+    loader = DataLoader(Made(image_and_label, 20), 2, num_workers=min(workers, 1), device="cuda")
     for at, batches in enumerate(zip(loader, loader, strict=True)):
         for images, labels in batches:
             assert labels.tolist() == [2 * at, 2 * at + 1]

@@ -79,10 +79,8 @@ def test_whatever_is_left_out_is_found(
 
 
 class _FenceOnWrongStream(copies.Copies):
-    def _new_slab(self, nbytes: int) -> copies.Slab:
-        slab = super()._new_slab(nbytes)
-        slab.fences = [self._stager.record(self._stager.side)]
-        return slab
+    def _queue(self, memory: Any, home: Any, source: Any, nbytes: int) -> Any:
+        return super()._queue(memory, self._stager.side, source, nbytes)
 
 
 def test_a_fence_on_the_wrong_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +254,7 @@ def test_an_interrupt_while_copies_are_drained_leaves_the_rest_to_the_next_close
 def test_an_interrupt_in_a_transform_leaves_no_buffer_behind(late: Late) -> None:
     late()
     transform = fail_with(KeyboardInterrupt)
-    device = ToDevice("cuda", transform=transform, transform_stream="side", buffers="reuse")
+    device = ToDevice("cuda", transform=transform, transform_stream="side")
     loader = DataLoader(IMAGES(8), 2, device=device)
     for _ in range(6):  # more often than there are buffers
         with pytest.raises(KeyboardInterrupt):
@@ -279,13 +277,11 @@ def fail_with(kind: type[BaseException], first: int = 0, last: int = 1000) -> An
 
 @pytest.mark.processes
 @WORKERS
-@pytest.mark.parametrize(("beside", "buffers"), [("consumer", "fresh"), ("side", "fresh"), ("side", "reuse")])
-def test_errors_of_the_transform_have_their_places(
-    workers: int, beside: str, buffers: str, late: Late
-) -> None:
+@pytest.mark.parametrize("beside", ["consumer", "side"])
+def test_errors_of_the_transform_have_their_places(workers: int, beside: str, late: Late) -> None:
     late()
     transform = fail_with(KeyError, 4, 28)
-    device = ToDevice("cuda", transform=transform, transform_stream=beside, buffers=buffers)
+    device = ToDevice("cuda", transform=transform, transform_stream=beside)
     with DataLoader(IMAGES(48), 2, num_workers=workers, device=device) as loader:
         iterator = iter(loader)
         assert [next(iterator)[1].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
