@@ -20,7 +20,7 @@ from fastq_loader.memory.arena import Mapping
 from tests.conftest import descendants, run_script, wait_until
 from tests.support.datasets import Made, MapDataset, assert_same, identity
 from tests.support.defects import defects
-from tests.support.late_device import Late, image_and_label
+from tests.support.late_device import Late, image_and_label, move_late
 from tests.support.staging_runs import choose, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -173,6 +173,25 @@ def test_what_is_locked_stays_locked_while_batches_are_alike(
             if at % 20 == 0:
                 device.synchronize(device.record(device.side))
         assert undone == [0]  # that of the proof that it works
+
+
+@pytest.mark.parametrize("beside", ["consumer", "side"])
+def test_a_dataset_may_write_to_its_sample_again(
+    beside: str, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without workers: nothing waits for what is moved by itself."""
+    finish_moves = move_late(monkeypatch, late())
+    sample = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def write(index: int) -> torch.Tensor:
+        sample.fill_(index)
+        return sample
+
+    device = ToDevice("cuda", transform_stream=beside)
+    for number, batch in enumerate(DataLoader(Made(write, 4), None, device=device, collate_fn=identity)):
+        sample.fill_(77)
+        finish_moves()
+        assert batch.unique().tolist() == [number]
 
 
 # ---- ends -------------------------------------------------------------------------------------------
