@@ -30,7 +30,9 @@ class ToDevice:
         prefetch: batches that are copied before they are asked for, at least 1.
         transform: applied to every batch on the device, for example `normalize(mean, std)`.
         transform_stream: "consumer" applies it on the stream that is current in `next()`; "side" on that of
-            the copies, beside the step before, and needs a device whose tensors have `record_stream`.
+            the copies, beside the step before, and needs a device whose tensors have `record_stream`. Either
+            is called in the order of the batches. "side" also for some that come next and are never handed
+            out, where an epoch is broken off: how many depends on what has come.
         pin: how host memory is page-locked. "register" locks the workers' blocks where they are; "bounce"
             copies batches to a few locked buffers first; "pageable" locks nothing; "auto" takes the first of
             these that works, with a `PinFallback` warning. `statistics()` says which it is and why.

@@ -105,11 +105,13 @@ class Staging(_Stage):
     def begin(self, answers: Iterable[Answer], wait: bool = True) -> None:
         """Begin the copies of these batches, where that is still to be done; with `wait`, also where an older
         copy has to be waited for. One that cannot be begun is tried again when it is its turn, where its
-        error has a place."""
+        error has a place; those behind it wait, so that transforms are called in the order of the batches."""
         for answer in answers:
             if not wait and (self._copies.full or self._pinner.busy):
                 return
-            if answer.seq not in self._copies and (source := self._source(answer)):
+            if answer.seq not in self._copies:
+                if (source := self._source(answer)) is None:
+                    return
                 try:
                     self._copy(answer, source)
                 except Exception as error:
@@ -207,6 +209,9 @@ class SerialStaging(_Stage):
         self._walker = _Walker()
         self._specs = SpecCache()
         self._batches = 0
+        # One that was begun ahead is put together when it is handed out, and so are those that follow it:
+        # transforms are called in the order of the batches.
+        self._deferred = False
 
     @classmethod
     def of(cls, session: DeviceSession, idle: list[SerialStaging]) -> SerialStaging:
@@ -221,6 +226,7 @@ class SerialStaging(_Stage):
 
     def drain(self) -> None:
         """Wait for every copy, and forget what was not handed out."""
+        self._deferred = False
         self._copies.drain()
 
     def close(self) -> None:
@@ -285,7 +291,7 @@ class SerialStaging(_Stage):
         values, objects = walker.values, [self._carry(value, ahead) for value in walker.objects]
         # What is on the device already was made on the consumer's stream.
         device = self._session.stager.device
-        beside = self._beside and all(tensor.device != device for tensor in tensors_of(walker.objects))
+        there = any(tensor.device == device for tensor in tensors_of(walker.objects))
         # The user's own, unless the loader goes on; in the walker's list arrays are made contiguous.
         leaves = [
             leaf.copy("K") if ahead and isinstance(leaf, np.ndarray) else leaf for leaf in walker.leaves
@@ -303,10 +309,13 @@ class SerialStaging(_Stage):
             spec = Spec(plain)
             self._specs.remember(plain, spec, plain)
 
+        beside = self._beside and bool(segments) and not (there or self._deferred)
+        self._deferred = ahead and not beside
+
         def build(memory: torch.Tensor) -> Any:
             spec.fill_device(memory, leaves)
-            there = [carried(leaves, memory.device) for carried in objects]
-            return apply_transform(spec.build(leaves, iter(values), there))
+            arrived = [carried(leaves, memory.device) for carried in objects]
+            return apply_transform(spec.build(leaves, iter(values), arrived))
 
         return segments, spec.device_bytes, build, beside
 

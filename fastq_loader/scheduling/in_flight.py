@@ -8,7 +8,7 @@ skipped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from fastq_loader.ipc.messages import BATCH, Answer
@@ -150,11 +150,12 @@ class InFlight:
         return self._ring.pop()
 
     def upcoming(self, arrivals: Iterable[Any], count: int, in_order: bool) -> list[Answer]:
-        """The answers with a batch among the next `count` to be handed out, as far as they have come: in
-        order those of the first batches in flight, else those in `arrivals`."""
+        """The answers with a batch among the next `count` to be handed out, up to the first that has not
+        come: in order those of the first batches in flight, else those in `arrivals`."""
+        answers: Iterator[Any]
         if in_order:
-            batches = [self._batches.get(seq) for seq in range(self.head, self.head + count)]
-            answers = (batch.answer for batch in batches if batch is not None and batch.answer is not None)
+            batches = filter(None, map(self._batches.get, range(self.head, self.head + count)))
+            answers = takewhile(lambda answer: answer is not None, (batch.answer for batch in batches))
         else:
             answers = (event.answer for event in arrivals if type(event) is Arrived)
         return list(islice((answer for answer in answers if answer.outcome == BATCH), count))

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, ToDevice
 from fastq_loader.device import prefetcher, session, staging
-from tests.support.datasets import Made, Point, Record, assert_same
+from tests.support.datasets import Made, Point, Record, assert_same, identity
 from tests.support.defects import defects
 from tests.support.late_device import Late, image_and_label, move_late
 from tests.support.simulated_device import HOME, OTHER, SIDE, Batch, Breach, Host, Memory, SimulatedDevice
@@ -459,8 +459,30 @@ def test_what_is_on_the_device_already_is_transformed_on_the_consumers_stream(
 
     monkeypatch.setattr(device, "on_side", on_side)
     sparse = torch.eye(2).to_sparse()
-    list(Prefetcher([[torch.ones(2)], [torch.ones(2), sparse], [sparse]], "cuda", note))
-    assert seen == [True, False, False]
+    samples: Any = [[torch.ones(2)], [torch.ones(2), sparse], [torch.ones(2)]]
+    batches = Prefetcher(samples, "cuda", note)
+    next(iter(batches))
+    seen.clear()
+    list(batches)
+    assert seen == [True, False, False], "in the order of the batches"
+    side = ToDevice("cuda", transform=note, transform_stream="side")
+    list(DataLoader(samples, None, collate_fn=identity, device=side))
+    assert seen[3:] == [True, False, True]
+
+
+@pytest.mark.parametrize("part", ["no tensor", torch.eye(2).to_sparse()])
+def test_transforms_are_called_in_the_order_of_the_batches_whatever_these_are(part: Any, late: Late) -> None:
+    """Also where some can be transformed only when they are handed out."""
+    late()
+    called: list[int] = []
+
+    def note(batch: Any) -> Any:
+        called.append(batch[0])
+        return batch
+
+    batches = [(at, part if at % 5 == 1 else torch.ones(2)) for at in range(20)]
+    assert len(list(Prefetcher(batches, ToDevice("cuda", 3, note, transform_stream="side")))) == 20
+    assert called == list(range(20))
 
 
 # ---- arguments, and ends ----------------------------------------------------------------------------

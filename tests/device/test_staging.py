@@ -117,6 +117,38 @@ def test_the_next_batches_are_on_their_way_by_poll_and_by_next(ahead: int, late:
         iterator.poll()  # at the end there is nothing to do, and no error
 
 
+def wait_at_1(late_batch: Any, index: int) -> Any:
+    """Batch 1 is late; batch 5 is nothing for a device."""
+    if index == 1:
+        assert late_batch.wait(20)
+    return "text" if index == 5 else torch.tensor(index)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
+def test_transforms_are_called_in_the_order_of_the_batches_whatever_has_come(
+    schedule: str, late: Late
+) -> None:
+    late()
+    late_batch = torch.multiprocessing.get_context("fork").Event()
+    called: list[Any] = []
+
+    def note(batch: Any) -> Any:
+        called.append(5 if batch == "text" else batch.item())
+        return batch
+
+    device = ToDevice("cuda", 3, note, transform_stream="side")
+    options: Any = {"num_workers": 2, "multiprocessing_context": "fork", "prefetch_factor": 4}
+    dataset = Made(functools.partial(wait_at_1, late_batch), 10)
+    with DataLoader(dataset, None, schedule=schedule, device=device, **options) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        poll_until(iterator, lambda: sum(worker.batches for worker in loader.statistics().workers) >= 4)
+        late_batch.set()
+        list(iterator)
+    assert called == list(range(10))
+
+
 @pytest.mark.processes
 def test_memory_does_not_grow_with_the_epoch(late: Late) -> None:
     late()
