@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, ToDevice
-from fastq_loader.device import prefetcher, session, staging
+from fastq_loader.device import options, prefetcher, session, staging
 from tests.support.datasets import Made, Point, Record, assert_same, identity
 from tests.support.defects import defects
 from tests.support.late_device import Late, image_and_label, move_late
@@ -497,9 +497,11 @@ def test_what_cannot_be_meant_is_refused(late: Late, monkeypatch: pytest.MonkeyP
     with pytest.raises(TypeError, match=r"ToDevice\(None\): name a device"):
         Prefetcher([], None)  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
-        patch.setattr(prefetcher, "can_share", lambda device: False)
-        with pytest.raises(ValueError, match="device='cuda' cannot be used: cpu tensors have no record_st"):
-            Prefetcher([], "cuda")
+        for module in (prefetcher, options):
+            patch.setattr(module, "can_share", lambda device: False)
+        for device in ("cuda", ToDevice("cuda")):
+            with pytest.raises(ValueError, match=r"^device='cuda' cannot be used: cpu tensors have no recor"):
+                Prefetcher([], device)
 
 
 def test_our_own_loader_needs_no_second_prefetcher(late: Late) -> None:
