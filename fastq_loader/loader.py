@@ -134,6 +134,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     schedule: str | Schedule = "round_robin"
     workers: str | WorkerKind = "processes"
     device: str | int | torch.device | ToDevice | None = None
+    _state_of = state_of  # for a Prefetcher: with what that has asked for ahead
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in arguments.CHECKS:
@@ -267,8 +268,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def state_dict(self) -> dict[str, Any]:
         """Where this loader stands: what `load_state_dict` goes on from.
 
-        Counts the batches that were handed out, and none that was only prefetched. May be called at any time:
-        before the first batch, after any, and at the end of an epoch.
+        Counts the batches that were handed out, and none that was only prefetched, also by a `Prefetcher`.
+        May be called at any time: before the first batch, after any, and at the end of an epoch.
 
         Returns:
             A new plain dict, of a few kB unless the user's own states in it are larger. It passes through
@@ -282,7 +283,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         resources = self._resources
         if resources.saved is not None:
             return copy.deepcopy(resources.saved.state)
-        return state_of(self, resources.record)
+        record = resources.record
+        return state_of(self, record) if record is None or record.shown is None else record.shown[0]()
 
     def load_state_dict(self, state_dict: dict[str, Any], *, ignore: Iterable[str] = ()) -> None:
         """Go on from where another loader, or this one, stood: the next epoch is the rest of the one that was
@@ -320,20 +322,18 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         resources = self._resources
         if resources.saved is not None:
             return resources.saved.position
-        return Position() if resources.record is None else resources.record.position
+        return Position() if resources.record is None else resources.record.shown_position
 
     def statistics(self) -> LoaderStatistics:
         """What this loader did so far, as an immutable snapshot."""
         resources = self._resources
         if history := resources.counters.history:
             history[-1].used_cpu(time.process_time_ns())
+        if not resources.counters.epochs:
+            self._device_session()  # which is made when an epoch begins, and counts its copies
         blocks = [(0, 0, 0), *(engine.blocks() for engine in list(resources.engines))]
         in_use, free, nbytes = map(sum, zip(*blocks, strict=True))
-        return resources.counters.snapshot(
-            blocks_in_use=in_use,
-            blocks_free=free,
-            arena_bytes=nbytes,
-        )
+        return resources.counters.snapshot(blocks_in_use=in_use, blocks_free=free, arena_bytes=nbytes)
 
     def diagnose(self, epoch: int | None = None) -> Diagnosis:
         """What limits this loader, and what would help: `print(loader.diagnose())` is a page.

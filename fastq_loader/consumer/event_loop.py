@@ -347,7 +347,7 @@ class EventLoop:
 
     def _begin_staging(self, staging: Staging) -> None:
         began = time.monotonic_ns()
-        self.pool.drop(staging.turn())
+        self.pool.drop(staging.reap())
         self._accounting.used_device(began)
 
     def _stage_ahead(self, staging: Staging, wait: bool = True) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 from fastq_loader.errors import WorkerTraceback
@@ -42,6 +43,12 @@ class Attempt:
             BaseException.__setattr__(error, "__context__", None)
             BaseException.__setattr__(error, "__cause__", EarlierTraceback(text))
             self.error = error.with_traceback(None)
+
+    def again(self) -> Any:
+        """A copy of what the call returned, or its error; as often as it is asked for."""
+        if self.error is not None:
+            raise self.error
+        return deepcopy(self.result)
 
     def outcome(self) -> Any:
         """What the call returned, or raised. It is forgotten here."""

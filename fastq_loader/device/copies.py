@@ -13,9 +13,7 @@ The rules, each with the wait that keeps it:
 - host memory is written again once its copy has run: `reap` queries the event, `drain` waits for it;
 - device memory that is read on another stream than its own is shared with that stream, so that it is not
   allocated again before the read has run; where memory cannot be shared, the batch moves to memory of that
-  stream;
-- a slab of the ring (`buffers="reuse"`) is written again after what the consumer had queued when it
-  asked for the next batch.
+  stream.
 """
 
 from __future__ import annotations
@@ -112,25 +110,11 @@ class Stager(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Slab:
-    """Device memory, allocated on the stream `home`.
-
-    Attributes:
-        fences: what has to run before it is written to.
-    """
-
-    memory: Memory
-    nbytes: int
-    home: Stream
-    fences: list[Event]
-
-
-@dataclass(eq=False, slots=True)
 class Copy:
     """One batch on its way to the device, or there.
 
     Attributes:
-        slab: where on the device. `nbytes`: how much was copied.
+        memory: where on the device, allocated on the stream `home`. `nbytes`: how much was copied.
         blocks: host memory that may be written again once the batch was handed out and has arrived.
         done: event: the bytes have arrived.
         result: what was made of it on the side stream, after the copy. `ready`: event: it is there.
@@ -138,7 +122,8 @@ class Copy:
         over: the bytes are known to have arrived.
     """
 
-    slab: Slab
+    memory: Memory
+    home: Stream
     nbytes: int
     blocks: tuple[int, ...]
     done: Event
@@ -147,19 +132,13 @@ class Copy:
     began: float = 0.0
     over: bool = False
 
-    @property
-    def memory(self) -> Memory:
-        """Where on the device."""
-        return self.slab.memory
-
 
 class Copies:
     """The copies of one pool of workers, in the order in which they were begun.
 
     Args:
         stager: the device.
-        options: `prefetch` batches are copied before they are asked for; with `buffers="reuse"` to a ring of
-            `prefetch + 1` slabs in turn, else to new memory for each batch.
+        options: `prefetch` batches are copied before they are asked for.
         statistics: the loader's.
     """
 
@@ -172,22 +151,10 @@ class Copies:
         self._staged: dict[int, Copy] = {}  # not handed out
         self._taken: list[Copy] = []  # handed out, and `reap` has not given their blocks back
         self._events: list[Event] = []  # to be used again
-        self._reuse = options.buffers == "reuse"
-        # Those that hold no batch, the one that waits longest first. Each gets its memory at its first use.
-        self._ring = deque(Slab(None, -1, None, []) for _ in range(options.prefetch + 1))
-        self._shown: tuple[Copy, Stream] | None = None  # of the ring: the last batch handed out, and where
 
     def __contains__(self, key: int) -> bool:
         """Whether a batch was begun, and not handed out."""
         return key in self._staged
-
-    def turn(self) -> None:
-        """The consumer asks for the next batch. In a ring, the one that it had may be overwritten after what
-        it has queued so far, on the stream that it was given the batch on and on the one it uses now."""
-        if self._shown is not None:
-            (copy, stream), self._shown = self._shown, None
-            copy.slab.fences = [self._record(each) for each in {stream, self._stager.current_stream()}]
-            self._ring.append(copy.slab)
 
     def begin(
         self,
@@ -211,15 +178,15 @@ class Copies:
             began = stager.clock()
             self.wait_for(self._running[0])
             statistics.block_wait_seconds += stager.clock() - began
-        slab = self._slab(nbytes)
+        memory, home = stager.empty(nbytes), stager.current_stream()
         started = stager.clock()
-        done = self._queue(slab, source, nbytes)
-        copy = self._staged[key] = Copy(slab, nbytes, blocks, done, ready=done, began=started)
+        done = self._queue(memory, home, source, nbytes)
+        copy = self._staged[key] = Copy(memory, home, nbytes, blocks, done, ready=done, began=started)
         self._running.append(copy)
         statistics.copies += 1
         statistics.copied_bytes += nbytes
         if then is not None:
-            copy.result = stager.on_side(lambda: then(slab.memory))
+            copy.result = stager.on_side(lambda: then(memory))
             copy.ready = self._record(stager.side)
         return copy
 
@@ -238,27 +205,25 @@ class Copies:
         self._taken.append(copy)  # whatever happens here, its blocks come back
         stager = self._stager
         stream = stager.current_stream()
-        if self._reuse:  # and so does its slab
-            self._shown = copy, stream
         self._statistics.late_copies += not (copy.over or stager.query(copy.done))
         stager.wait(stream, copy.ready)
-        if stream != copy.slab.home:
+        if stream != copy.home:
             if stager.shares:
-                stager.share(copy.slab.memory, stream)
+                stager.share(copy.memory, stream)
             else:
-                self._move(copy)
+                self._move(copy, stream)
         if copy.result is not None:
             stager.share(copy.result, stream)
         return copy
 
-    def _move(self, copy: Copy) -> None:
-        """Copy a batch to memory of the current stream."""
-        old, new = copy.slab, self._new_slab(copy.slab.nbytes)
-        moved = self._queue(new, old.memory, copy.nbytes)
-        self._stager.wait(new.home, moved)
-        self._stager.wait(old.home, moved)  # where the old memory is allocated again
+    def _move(self, copy: Copy, stream: Stream) -> None:
+        """Copy a batch to memory of `stream`, the current one."""
+        memory = self._stager.empty(copy.nbytes)
+        moved = self._queue(memory, stream, copy.memory, copy.nbytes)
+        self._stager.wait(stream, moved)
+        self._stager.wait(copy.home, moved)  # where the old memory is allocated again
         self._events.append(moved)
-        copy.slab = new
+        copy.memory, copy.home = memory, stream
 
     def reap(self) -> list[int]:
         """The blocks of batches that were handed out and have arrived since the last call."""
@@ -292,11 +257,8 @@ class Copies:
         """
         # Not the copies' own events: an interrupt may have come between a copy and its entry here.
         self._stager.synchronize(self._record(self._stager.side))
-        for copy in self._running:
-            self._arrived(copy)
-        self._running.clear()
-        if self._reuse:
-            self._ring += [copy.slab for copy in self._staged.values()]
+        while self._running:
+            self._arrived(self._running.popleft())
         self._staged.clear()
         return self._leave()
 
@@ -311,27 +273,11 @@ class Copies:
     def _record(self, stream: Stream) -> Event:
         return self._stager.record(stream, self._events.pop() if self._events else None)
 
-    # ---- device memory ------------------------------------------------------------------------
-
-    def _slab(self, nbytes: int) -> Slab:
-        """Where the next batch goes: to new memory, or to the slab of the ring that waits longest."""
-        if not self._reuse:
-            return self._new_slab(nbytes)
-        if self._ring[0].nbytes < nbytes:
-            self._ring[0] = self._new_slab(nbytes)
-        return self._ring.popleft()
-
-    def _new_slab(self, nbytes: int) -> Slab:
-        """New memory of the current stream, to be written to after what used it last."""
-        home = self._stager.current_stream()
-        return Slab(self._stager.empty(nbytes), nbytes, home, [self._record(home)])
-
-    def _queue(self, slab: Slab, source: Memory, nbytes: int) -> Event:
-        """Queue a copy to a slab, after its fences. Returns the copy's event."""
+    def _queue(self, memory: Memory, home: Stream, source: Memory, nbytes: int) -> Event:
+        """Queue a copy to memory that was allocated on `home` just now. Returns the copy's event."""
         stager = self._stager
-        while slab.fences:
-            fence = slab.fences.pop()
-            stager.wait(stager.side, fence)
-            self._events.append(fence)  # a wait is for what the event was when the wait was queued
-        stager.copy_async(slab.memory, source, nbytes)
+        fence = self._record(home)
+        stager.wait(stager.side, fence)
+        self._events.append(fence)  # a wait is for what the event was when the wait was queued
+        stager.copy_async(memory, source, nbytes)
         return self._record(stager.side)

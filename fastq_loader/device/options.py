@@ -15,7 +15,7 @@ from fastq_loader.device.backend import can_share, parse
 from fastq_loader.device.pinning import PIN_MODES
 from fastq_loader.errors import is_int
 
-_CHOICES = {"transform_stream": ("consumer", "side"), "buffers": ("fresh", "reuse"), "pin": PIN_MODES}
+_CHOICES = {"transform_stream": ("consumer", "side"), "pin": PIN_MODES}
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class ToDevice:
         prefetch: batches that are copied before they are asked for, at least 1.
         transform: applied to every batch on the device, for example `normalize(mean, std)`.
         transform_stream: "consumer" applies it on the stream that is current in `next()`; "side" on that of
-            the copies, beside the step before, and needs a device whose tensors have `record_stream`.
-        buffers: "fresh" copies each batch to memory of its own; "reuse" to `prefetch + 1` buffers in turn,
-            and a batch is valid until the next `next()`.
+            the copies, beside the step before, and needs a device whose tensors have `record_stream`. Either
+            is called in the order of the batches. "side" also for some that come next and are never handed
+            out, where an epoch is broken off: how many depends on what has come.
         pin: how host memory is page-locked. "register" locks the workers' blocks where they are; "bounce"
             copies batches to a few locked buffers first; "pageable" locks nothing; "auto" takes the first of
             these that works, with a `PinFallback` warning. `statistics()` says which it is and why.
@@ -50,7 +50,6 @@ class ToDevice:
     prefetch: int = 2
     transform: Callable[[Any], Any] | None = None
     transform_stream: str = "consumer"
-    buffers: str = "fresh"
     pin: str = "auto"
     pin_limit_bytes: int | None = None
     target: torch.device | None = field(init=False, repr=False, compare=False)

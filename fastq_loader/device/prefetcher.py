@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,6 +43,10 @@ class Prefetcher:
     errors, and those of `transform`, are raised after the batches that came before, each once. One that was
     raised ahead of its time has its traceback as its cause, as text.
 
+    Where the loader has `state_dict`, `load_state_dict` and `position`, so has this: they count what was
+    handed out here, where another kind of loader than ours counts what was asked for ahead. That is loaded
+    again when the run goes on; without workers it draws from the global generators again.
+
     Args:
         loader: torch's DataLoader, or any other iterable of batches.
         device: where they go: "cuda", "xpu", a torch.device. Or `ToDevice(...)`, which says more: how many
@@ -63,8 +68,8 @@ class Prefetcher:
         device: str | int | torch.device | ToDevice,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        if not isinstance(device, ToDevice):
-            device = ToDevice(device, prefetch=1, transform_stream="side")
+        if short := not isinstance(device, ToDevice):
+            device = ToDevice(device, prefetch=1)
         if transform is not None:
             if device.transform is not None:
                 raise ValueError(f"transform={transform!r} and {device!r} are two transforms: give one")
@@ -82,7 +87,12 @@ class Prefetcher:
                 "record_stream, which keeps memory that is let go of before its copy has run; "
                 "DataLoader(..., device=...) does not need it"
             )
-        self.loader = loader
+        if short:  # not before: an error would name what was not written
+            device = replace(device, transform_stream="side")
+        self.loader: Any = loader
+        self._told = SimpleNamespace(
+            shown=None
+        )  # of an epoch of another kind of loader; ours tells it itself
         self._options = device
         self._session = None if device.target is None else DeviceSession(device)
         self._staging: SerialStaging | None = None
@@ -90,14 +100,15 @@ class Prefetcher:
         self._end: tuple[None, ...] | None = None
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         self._leave("a newer one has begun")
         batches = iter(self.loader)  # starts workers, which inherit nothing of a device that is not in use
         if self._session is not None and self._staging is None:
             self._staging = SerialStaging(self._session)
-        self._epoch = _Epoch(batches, self._options, self._staging)
+        told = self.loader._resources.record if hasattr(self.loader, "_state_of") else self._told
+        self._epoch = _Epoch(batches, self._options, self._staging, self.loader, told)
         return self._epoch
 
     def next(self) -> Any:
@@ -118,9 +129,26 @@ class Prefetcher:
             self._end = getattr(batch, "_make", tuple)((None,) * len(batch))
         return batch
 
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's, as it was when the batch that was handed out last had come."""
+        shown: _Standing | None = self._told.shown
+        return self.loader.state_dict() if shown is None else shown[0]()
+
+    def load_state_dict(self, state_dict: dict[str, Any], **options: Any) -> None:
+        """Load a state into the loader, whose next epoch goes on from there. The one that was begun ends."""
+        self._leave("a state was loaded")
+        self._told.shown = None
+        self.loader.load_state_dict(state_dict, **options)
+
+    @property
+    def position(self) -> Any:
+        """The loader's, as it was when the batch that was handed out last had come."""
+        shown = self._told.shown
+        return self.loader.position if shown is None else shown[1]
+
     def statistics(self) -> StagingStatistics | None:
         """What was copied so far, as an immutable snapshot; None on the host."""
-        return None if self._session is None else self._session.snapshot()
+        return None if self._session is None else self._session.statistics.snapshot()
 
     def _leave(self, why: str) -> None:
         if self._epoch is not None:
@@ -143,6 +171,10 @@ class Prefetcher:
         self.close()
 
 
+#: A function that gives a loader's state, and its position.
+_Standing = tuple[Callable[[], dict[str, Any]], Any]
+
+
 class _Epoch(Iterator[Any]):
     """One pass over a loader.
 
@@ -150,15 +182,23 @@ class _Epoch(Iterator[Any]):
         batches: the loader's iterator.
         options: the user's.
         staging: the way to the device; None on the host.
+        loader: any.
+        told: `shown` in it is set to where the loader stands for who reads here, if batches are asked for
+            ahead. Of our own loader it is the record of the epoch.
     """
 
-    def __init__(self, batches: Iterator[Any], options: ToDevice, staging: SerialStaging | None) -> None:
+    def __init__(
+        self, batches: Iterator[Any], options: ToDevice, staging: SerialStaging | None, loader: Any, told: Any
+    ) -> None:
         self._batches = batches
         self._options = options
         self._staging = staging
+        self._loader, self._told = loader, told
+        self._reached = told.shown = None if staging is None else self._standing()
         self._invalid = ""  # why it cannot go on
-        # What was asked for ahead: what hands a batch out, or an error; the end of the loader is one.
-        self._ahead: deque[Attempt] = deque()
+        # What was asked for ahead: what hands a batch out, or an error; the end of the loader is one. And
+        # where the loader stood then.
+        self._ahead: deque[tuple[Attempt, _Standing | None]] = deque()
 
     def __next__(self) -> Any:
         if self._invalid:
@@ -168,9 +208,9 @@ class _Epoch(Iterator[Any]):
             batch = self._advance()
         except Exception as error:
             if not raised_by_handler(error):
-                self._invalid = ""
+                self._invalid, self._told.shown = "", self._reached
             raise
-        self._invalid = ""
+        self._invalid, self._told.shown = "", self._reached
         return batch
 
     def _advance(self) -> Any:
@@ -179,12 +219,23 @@ class _Epoch(Iterator[Any]):
         self._staging.turn()
         ahead = self._ahead
         # What comes after an error is asked for when that was raised: some loaders end with one.
-        while len(ahead) <= self._options.prefetch and (not ahead or ahead[-1].error is None):
-            ahead.append(Attempt(self._begin, self._staging))
-        return ahead.popleft().outcome()()
+        while len(ahead) <= self._options.prefetch and (not ahead or ahead[-1][0].error is None):
+            ahead.append((Attempt(self._begin, self._staging), self._standing()))
+        attempt, self._reached = ahead.popleft()
+        return attempt.outcome()()
 
     def _begin(self, staging: SerialStaging) -> Callable[[], Any]:
         return staging.begin(next(self._batches), ahead=True)
+
+    def _standing(self) -> _Standing | None:
+        """Where the loader stands now; None if it cannot say. What its `state_dict` raises is raised where
+        somebody asks."""
+        loader, told = self._loader, self._told
+        if hasattr(loader, "_state_of"):
+            return Attempt(loader._state_of, told).again, told.position
+        if not hasattr(loader, "state_dict"):
+            return None
+        return Attempt(loader.state_dict).again, getattr(loader, "position", None)
 
     def close(self, why: str) -> None:
         """Let go of the loader's iterator. What was asked for ahead is lost."""

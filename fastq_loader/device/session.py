@@ -13,7 +13,6 @@ from fastq_loader.device.backend import TorchStager
 from fastq_loader.device.copies import Copies
 from fastq_loader.device.pinning import Pinner, PinPolicy
 from fastq_loader.statistics.counters import StagingCounters
-from fastq_loader.statistics.snapshots import StagingStatistics
 
 if TYPE_CHECKING:
     from fastq_loader.device.options import ToDevice
@@ -60,10 +59,6 @@ class DeviceSession:
         """The device, which was opened."""
         assert self._stager is not None
         return self._stager
-
-    def snapshot(self) -> StagingStatistics:
-        """The statistics now."""
-        return self.statistics.snapshot()
 
     def refuse_capture(self) -> None:
         """Raise RuntimeError while the current stream is captured into a CUDA graph: events cannot be queried

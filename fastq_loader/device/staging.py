@@ -12,9 +12,11 @@ the next `prefetch` batches, so far as they are ready; hand out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastq_loader.device.attempts import Attempt
@@ -28,7 +30,7 @@ from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing import pickling
 from fastq_loader.packing.aliasing import device_segments, segments_of
 from fastq_loader.packing.spec import Spec, SpecCache
-from fastq_loader.packing.tensors import moved, tensors_of
+from fastq_loader.packing.tensors import cloned, moved, tensors_of
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.packing.walker import Walker
 from fastq_loader.system.interrupts import refuse_interrupt
@@ -92,15 +94,6 @@ class Staging(_Stage):
         """Batches that are copied before they are asked for."""
         return self._options.prefetch
 
-    def turn(self) -> list[int]:
-        """The next batch is asked for.
-
-        Returns:
-            Offsets of blocks that may be written again.
-        """
-        self._copies.turn()
-        return self.reap()
-
     def reap(self) -> list[int]:
         """Offsets of blocks that may be written again since they were asked for last."""
         return self._freed(self._copies.reap())
@@ -112,11 +105,13 @@ class Staging(_Stage):
     def begin(self, answers: Iterable[Answer], wait: bool = True) -> None:
         """Begin the copies of these batches, where that is still to be done; with `wait`, also where an older
         copy has to be waited for. One that cannot be begun is tried again when it is its turn, where its
-        error has a place."""
+        error has a place; those behind it wait, so that transforms are called in the order of the batches."""
         for answer in answers:
             if not wait and (self._copies.full or self._pinner.busy):
                 return
-            if answer.seq not in self._copies and (source := self._source(answer)):
+            if answer.seq not in self._copies:
+                if (source := self._source(answer)) is None:
+                    return
                 try:
                     self._copy(answer, source)
                 except Exception as error:
@@ -193,6 +188,15 @@ class _Walker(Walker):
         return not getattr(value, "requires_grad", False) and pickling.is_leaf(value)
 
 
+def _copied(value: Any) -> Any:
+    """A copy of an object, or itself where it cannot be copied, as a lock or an open file."""
+    try:
+        return deepcopy(value)
+    except Exception as error:
+        refuse_interrupt(error)
+        return value
+
+
 class SerialStaging(_Stage):
     """The same without workers: each batch is put together in a buffer, and its copy begins at once.
 
@@ -205,6 +209,9 @@ class SerialStaging(_Stage):
         self._walker = _Walker()
         self._specs = SpecCache()
         self._batches = 0
+        # One that was begun ahead is put together when it is handed out, and so are those that follow it:
+        # transforms are called in the order of the batches.
+        self._deferred = False
 
     @classmethod
     def of(cls, session: DeviceSession, idle: list[SerialStaging]) -> SerialStaging:
@@ -219,6 +226,7 @@ class SerialStaging(_Stage):
 
     def drain(self) -> None:
         """Wait for every copy, and forget what was not handed out."""
+        self._deferred = False
         self._copies.drain()
 
     def close(self) -> None:
@@ -245,7 +253,6 @@ class SerialStaging(_Stage):
             RuntimeError: while a CUDA graph is captured.
         """
         self._session.refuse_capture()
-        self._copies.turn()
         self._copies.reap()
 
     def begin(self, batch: Any, ahead: bool = False) -> Callable[[], Any]:
@@ -253,14 +260,15 @@ class SerialStaging(_Stage):
 
         Args:
             batch: as in `stage`.
-            ahead: it may never be handed out. Its memory is shared with the stream of the copies then, so
-                that whoever has it next writes to it after the copy.
+            ahead: the loader goes on before it is handed out, and may write to it then: all that can be
+                copied is copied here and now. It may also never be handed out: its memory is shared with the
+                stream of the copies, so that whoever has it next writes to it after the copy.
 
         Raises:
             UnpicklableError, RuntimeError: as in `stage`.
         """
         try:
-            segments, nbytes, build, beside = self._pack(batch)
+            segments, nbytes, build, beside = self._pack(batch, ahead)
         finally:
             self._walker.clear()
         if not segments:
@@ -271,7 +279,7 @@ class SerialStaging(_Stage):
             self._session.stager.share(copy.memory, self._session.stager.side)
         return partial(self._finish, self._batches, build)
 
-    def _pack(self, batch: Any) -> tuple[list[_Segment], int, Callable[[Memory], Any], bool]:
+    def _pack(self, batch: Any, ahead: bool) -> tuple[list[_Segment], int, Callable[[Memory], Any], bool]:
         """Take a batch apart.
 
         Returns:
@@ -280,11 +288,14 @@ class SerialStaging(_Stage):
         """
         walker, apply_transform = self._walker, self._options.apply_transform
         tree = walker.walk(batch)
-        values, objects = walker.values, [self._carry(value) for value in walker.objects]
+        values, objects = walker.values, [self._carry(value, ahead) for value in walker.objects]
         # What is on the device already was made on the consumer's stream.
         device = self._session.stager.device
-        beside = self._beside and all(tensor.device != device for tensor in tensors_of(walker.objects))
-        leaves = list(walker.leaves)  # the user's own; in the walker's list arrays are made contiguous
+        there = any(tensor.device == device for tensor in tensors_of(walker.objects))
+        # The user's own, unless the loader goes on; in the walker's list arrays are made contiguous.
+        leaves = [
+            leaf.copy("K") if ahead and isinstance(leaf, np.ndarray) else leaf for leaf in walker.leaves
+        ]
         metas, spans = segments_of(walker.leaves)
         segments: list[_Segment] = []
         offsets, nbytes = [-1] * len(spans), 0
@@ -298,17 +309,22 @@ class SerialStaging(_Stage):
             spec = Spec(plain)
             self._specs.remember(plain, spec, plain)
 
+        beside = self._beside and bool(segments) and not (there or self._deferred)
+        self._deferred = ahead and not beside
+
         def build(memory: torch.Tensor) -> Any:
             spec.fill_device(memory, leaves)
-            there = [carried(leaves, memory.device) for carried in objects]
-            return apply_transform(spec.build(leaves, iter(values), there))
+            arrived = [carried(leaves, memory.device) for carried in objects]
+            return apply_transform(spec.build(leaves, iter(values), arrived))
 
         return segments, spec.device_bytes, build, beside
 
-    def _carry(self, value: Any) -> Callable[[list[Any], torch.device], Any]:
+    def _carry(self, value: Any, ahead: bool) -> Callable[[list[Any], torch.device], Any]:
         """How an object of a batch is made again: of its own parts on the device, if it has tensors."""
         if isinstance(value, torch.Tensor):  # sparse, of a subclass, that requires grad, …
-            return lambda leaves, device: moved(value, device)
+            # Nothing waits for the copy of one that is page-locked: it is moved from memory of its own.
+            own = cloned(value) if ahead or value.device != self._session.stager.device else value
+            return lambda leaves, device: moved(own, device)
         has_tensors = False
 
         def add_leaf(leaf: Any) -> int:
@@ -322,7 +338,10 @@ class SerialStaging(_Stage):
         except UnpicklableError:
             if has_tensors:
                 raise
-        return lambda leaves, device: pickling.load(data, leaves) if has_tensors else value
+        if has_tensors:
+            return lambda leaves, device: pickling.load(data, leaves)
+        kept = _copied(value) if ahead else value
+        return lambda leaves, device: kept
 
     def _fill_buffer(self, nbytes: int, segments: list[_Segment]) -> Buffer:
         """A buffer with these segments in it."""

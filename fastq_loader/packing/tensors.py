@@ -5,7 +5,7 @@ Runs in the consumer; owns nothing. No accelerator is touched for tensors on the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,9 +42,19 @@ def moved(value: Any, device: torch.device) -> Any:
     """A tensor that is no leaf of a batch (sparse, of a subclass, …), on the device; others as they are."""
     if not isinstance(value, torch.Tensor) or value.device == device:
         return value
-    if value.requires_grad and not value.is_leaf:  # without workers it may belong to a graph
-        return value.to(device, non_blocking=True)
-    return value.detach().to(device, non_blocking=True).requires_grad_(value.requires_grad)
+    return _like(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in memory of its own, and not in page-locked memory."""
+    return _like(tensor, torch.clone)
+
+
+def _like(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What `make` makes of a tensor; without workers that may belong to a graph, which goes on there."""
+    if not tensor.is_leaf:
+        return make(tensor)
+    return make(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

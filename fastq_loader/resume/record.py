@@ -10,6 +10,7 @@ import copy
 import hashlib
 import pickle
 import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -63,6 +64,7 @@ class EpochRecord:
         continues_workers: it is the next epoch of workers that would have lived on.
         lives_on: its workers go on with the next epoch, for which torch then draws no base seed.
         constant: the part of its `state_dict` that stays the same; None until somebody asks.
+        shown: of one that a `Prefetcher` reads ahead: the state and the position of what that has handed out.
     """
 
     def __init__(self, order: Order, position: Position, saved: Saved | None, readers: int) -> None:
@@ -73,6 +75,7 @@ class EpochRecord:
         self.over = False
         self.continues_workers = self.lives_on = False
         self.constant: dict[str, Any] | None = None
+        self.shown: tuple[Callable[[], dict[str, Any]], Position] | None = None
         self._now: dict[str, tuple[Any, str]] = {}  # the generators' states, as they were asked for last
         self._began = position
         progress = order.progress
@@ -101,7 +104,12 @@ class EpochRecord:
     @property
     def next_position(self) -> Position:
         """Where the next epoch begins, also if this one is broken off."""
-        return Position(self._began.epoch + 1, 0, self.position.batches)
+        return Position(self._began.epoch + 1, 0, self.shown_position.batches)
+
+    @property
+    def shown_position(self) -> Position:
+        """As the user knows it, who may read through a `Prefetcher`."""
+        return self.position if self.shown is None else self.shown[1]
 
     # ---- what an iterator asks when it begins -------------------------------------------------
 

@@ -8,7 +8,7 @@ skipped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Generic, TypeVar
 
 from fastq_loader.ipc.messages import BATCH, Answer
@@ -130,15 +130,12 @@ class InFlight:
         return batch
 
     def upcoming(self, arrivals: Iterable[Any], count: int, in_order: bool) -> list[Answer]:
-        """The answers with a batch among the next `count` to be handed out, as far as they have come: in
-        order those of the first batches in flight, else those in `arrivals`."""
+        """The answers with a batch among the next `count` to be handed out, up to the first that has not
+        come: in order those of the first batches in flight, else those in `arrivals`."""
+        batches: Iterable[Any] = (batch for batch in arrivals if type(batch) is Batch)
         if in_order:
-            batches = [self.batches.get(seq) for seq in range(self.head, self.head + count)]
-            answers = (batch.answer for batch in batches if batch is not None and batch.answer is not None)
-        else:
-            answers = (
-                batch.answer for batch in arrivals if type(batch) is Batch and batch.answer is not None
-            )
+            batches = filter(None, map(self.batches.get, range(self.head, self.head + count)))
+        answers = takewhile(lambda answer: answer is not None, (batch.answer for batch in batches))
         return list(islice((answer for answer in answers if answer.outcome == BATCH), count))
 
     def leave(self, batch: Batch, event: str) -> None:

@@ -129,7 +129,8 @@ class Scheduler:
         return None if batch is None else batch.index
 
     def upcoming(self, count: int) -> list[Answer]:
-        """The answers with a batch among the next `count` to be handed out, as far as they have come."""
+        """The answers with a batch among the next `count` to be handed out, up to the first that has not
+        come."""
         return self._in_flight.upcoming(self._arrivals, count, self.in_order)
 
     def check(self) -> None:

@@ -121,8 +121,8 @@ class EpochCounters:
         self._sent: dict[int, int] = {}  # batch → when its task was given out
         self._previous: dict[int, int] = {}  # batch → when its worker had finished the one before, or 0
         self._finished: dict[int, int] = {}  # worker → when it had finished its last one
-        # Of each part of the epoch: how many more batches were ready at its end than at its beginning, and for
-        # how long each of these was, or was not any more, up to there.
+        # Of each part of the epoch: how many more batches were ready at its end than at its beginning, and
+        # for how long each of these was, or was not any more, up to there.
         self._changes, self._rests = [0], [0]
         self._width = _WIDTH
 

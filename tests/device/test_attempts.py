@@ -61,3 +61,13 @@ def test_an_interrupt_is_raised_at_once() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         Attempt(interrupt)
+
+
+def test_an_outcome_can_be_asked_for_again_and_again() -> None:
+    known = Attempt(lambda: {"inner": [1]})
+    known.again()["inner"].append(2)
+    assert known.again() == {"inner": [1]}
+    failed = Attempt({}.__getitem__, "missing")
+    for _ in range(2):
+        with pytest.raises(KeyError, match="missing"):
+            failed.again()

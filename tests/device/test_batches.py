@@ -65,7 +65,6 @@ def configuration(draw: random.Random) -> dict[str, Any]:
 DEVICE_CHOICES: dict[str, tuple[Any, ...]] = {
     "prefetch": (1, 2, 3),
     "transform_stream": ("consumer", "side"),
-    "buffers": ("fresh", "reuse"),
     "pin": ("auto", "register", "bounce", "pageable"),
     "transform": (None, identity),
 }
@@ -151,9 +150,8 @@ def test_every_kind_of_leaf(workers: int, late: Late) -> None:
 def test_a_batch_of_empty_tensors(workers: int, late: Late) -> None:
     late()
     dataset = Made(lambda index: torch.empty(0, 3), 4)
-    for buffers in ("fresh", "reuse"):
-        with DataLoader(dataset, 2, num_workers=workers, device=ToDevice("cuda", buffers=buffers)) as loader:
-            assert [batch.shape for batch in loader] == [(2, 0, 3)] * 2
+    with DataLoader(dataset, 2, num_workers=workers, device="cuda") as loader:
+        assert [batch.shape for batch in loader] == [(2, 0, 3)] * 2
 
 
 @WORKERS

@@ -1,4 +1,4 @@
-"""Copies over a simulated device: what is counted, and the ring. Waits and blocks are in test_staging."""
+"""Copies over a simulated device: what is counted. Waits and blocks are in test_staging."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastq_loader.device.copies import Copies
 from fastq_loader.statistics.counters import StagingCounters
-from tests.support.simulated_device import OTHER, Host, SimulatedDevice
+from tests.support.simulated_device import Host, SimulatedDevice
 from tests.support.staging_runs import options_for
 
 
@@ -71,38 +69,3 @@ def test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted(
     assert pool.copies.full
     pool.begin(2)
     assert pool.statistics.block_wait_seconds == pool.device.seconds > 0
-
-
-@given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=20), prefetch=st.integers(1, 3))
-def test_a_ring_has_one_slab_more_than_are_prefetched(sizes: list[int], prefetch: int) -> None:
-    device = SimulatedDevice(1)
-    copies = Copies(device, options_for(prefetch=prefetch, buffers="reuse"), StagingCounters(""))
-    memories = []
-    for key, size in enumerate(sizes):
-        copies.turn()
-        copies.begin(key, Host(64 * size), 64 * size, ())
-        memories.append(copies.take(key).memory)
-        assert memories[-1].cell.nbytes >= 64 * size
-        copies.reap()
-    for at in range(len(memories) - prefetch - 1):
-        again = memories[at + prefetch + 1]
-        assert (again is memories[at]) == (again.cell.nbytes == memories[at].cell.nbytes)
-    device.finish()
-
-
-def test_a_slab_of_the_ring_moves_for_good_where_memory_is_not_shared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pool = Pool(monkeypatch, prefetch=1, buffers="reuse")
-    pool.device.shares = False
-    pool.begin(0)
-    pool.device.current = OTHER
-    moved = pool.copies.take(0)
-    assert moved.slab.home == OTHER
-    for key in (1, 2):
-        pool.copies.turn()
-        pool.begin(key)
-    assert pool.copies.take(1).slab.home == OTHER
-    pool.copies.turn()
-    assert pool.copies.take(2).memory is moved.memory
-    assert len(pool.device.copies) == 3

@@ -57,12 +57,10 @@ def at_once(*_: Any) -> bool:
         (warm_loader, {"pin": "bounce"}, "query", at_once, "copies"),
         (warm_loader, {"pin": "bounce", "num_workers": 0}, "query", at_once, "copies"),
         # A batch is read before it has come.
-        (warm_loader, {"buffers": "fresh"}, "wait", waits_of(side=True), "copies"),
-        (warm_loader, {"buffers": "reuse"}, "wait", waits_of(side=True), "copies"),
+        (warm_loader, {}, "wait", waits_of(side=True), "copies"),
         (warm_prefetcher, {}, "wait", waits_of(side=True), "copies"),
         # Device memory is overwritten under queued reads.
-        (warm_loader, {"buffers": "fresh"}, "wait", waits_of(side=False), "reads"),
-        (warm_loader, {"buffers": "reuse"}, "wait", waits_of(side=False), "reads"),
+        (warm_loader, {}, "wait", waits_of(side=False), "reads"),
     ],
 )
 def test_no_memory_is_read_or_written_too_early(
@@ -294,13 +292,10 @@ def test_normalize_is_torchvisions_formula(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("buffers", ["fresh", "reuse"])
-def test_a_captured_step_normalises_what_is_copied_into_its_inputs(
-    buffers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_captured_step_normalises_what_is_copied_into_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_copies(monkeypatch)
     transform = normalize(MEAN, STD, torch.float16, which=[0])
-    with DataLoader(IMAGES, 4, num_workers=2, device=ToDevice("cuda", buffers=buffers)) as loader:
+    with DataLoader(IMAGES, 4, num_workers=2, device="cuda") as loader:
         batches = iter(loader)
         first = next(batches)
         static = [part.clone() for part in first]

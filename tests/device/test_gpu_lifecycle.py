@@ -96,19 +96,13 @@ def test_forked_workers_inherit_nothing_of_the_driver(early: bool) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("stream", "buffers", "guard"),
-    [
-        ("consumer", "fresh", Guard(True)),
-        ("consumer", "reuse", Guard(True)),
-        ("side", "fresh", Guard(True)),
-        ("side", "fresh", Guard(False)),
-    ],
+    ("stream", "guard"), [("consumer", Guard(True)), ("side", Guard(True)), ("side", Guard(False))]
 )
-def test_twenty_epochs_take_no_more_device_memory_than_two(stream: str, buffers: str, guard: Guard) -> None:
+def test_twenty_epochs_take_no_more_device_memory_than_two(stream: str, guard: Guard) -> None:
     """The run without the guard has a new side stream in every epoch. The host waits at every step, so that
     how many batches are under way does not depend on time."""
     torch.cuda.empty_cache()
-    device = ToDevice("cuda", transform=torch.clone, transform_stream=stream, buffers=buffers)
+    device = ToDevice("cuda", transform=torch.clone, transform_stream=stream)
 
     def epochs(count: int) -> int:
         for _ in range(count):

@@ -22,7 +22,7 @@ def test_short_forms_and_configurations_mean_the_same() -> None:
     assert read_device(None) is None
     assert read_device("cpu") == ToDevice("cpu") == ToDevice("cpu", prefetch=2, pin="auto")
     assert ToDevice("cpu").target is None
-    given = ToDevice("cpu", transform=abs, buffers="reuse")
+    given = ToDevice("cpu", transform=abs, prefetch=3)
     assert read_device(given) is given
     assert pickle.loads(pickle.dumps(given)) == given != dataclasses.replace(given, transform=None)
 
@@ -34,8 +34,6 @@ def test_short_forms_and_configurations_mean_the_same() -> None:
         ("prefetch", True, ValueError),
         ("transform", 3, TypeError),
         ("transform_stream", "other", ValueError),
-        ("buffers", "ring", ValueError),
-        ("buffers", None, ValueError),
         ("pin", "yes", ValueError),
         ("pin_limit_bytes", -1, ValueError),
     ],

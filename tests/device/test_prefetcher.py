@@ -11,6 +11,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,10 +19,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, ToDevice
-from fastq_loader.device import prefetcher, session, staging
-from tests.support.datasets import Made, Point, assert_same
+from fastq_loader.device import options, prefetcher, session, staging
+from tests.support.datasets import Made, Point, Record, assert_same, identity
 from tests.support.defects import defects
-from tests.support.late_device import Late, image_and_label
+from tests.support.late_device import Late, image_and_label, move_late
 from tests.support.simulated_device import HOME, OTHER, SIDE, Batch, Breach, Host, Memory, SimulatedDevice
 from tests.support.staging_runs import options_for
 
@@ -57,7 +58,7 @@ def simulated(kind: type) -> Any:
     """Serial staging of such batches."""
 
     class Simulated(kind):
-        def _pack(self, batch: Host) -> Any:
+        def _pack(self, batch: Host, ahead: bool) -> Any:
             value, transform = batch.value, self._options.apply_transform
             return [batch], NBYTES, lambda memory: transform(Batch([(memory, value)])), True
 
@@ -140,7 +141,6 @@ def ours(loader: Loader, device: SimulatedDevice, draw: random.Random) -> Prefet
 
 CHOICES: dict[str, Any] = {
     "prefetch": (1, 1, 2),
-    "buffers": ("fresh", "fresh", "reuse"),
     "transform_stream": ("side", "consumer"),
     "pin": ("auto", "pageable"),
 }
@@ -223,7 +223,7 @@ def test_a_mistake_of_a_hand_written_prefetcher_is_found(mistake: str) -> None:
 
 
 #: What keeps memory from being written too early, by where it stands.
-GUARDS = {"SerialStaging.turn: no self._copies.turn()", "SerialStaging.begin: if ahead: never"}
+GUARDS = {"SerialStaging.begin: if ahead: never"}
 
 
 def test_a_guard_of_ours_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,16 +298,83 @@ def test_the_end_has_as_many_parts_as_a_batch(batch: Any, end: Any, late: Late) 
     assert_same([batches.next(), batches.next()], [end, end])
 
 
-def test_a_loader_may_write_to_a_batch_again(late: Late) -> None:
-    late()
+class Subclass(torch.Tensor):
+    """A tensor of another type."""
 
-    def batches() -> Iterator[torch.Tensor]:
-        memory = torch.empty(100)
+
+SPARSE: Any = {"is_coalesced": True, "check_invariants": False}
+
+
+def everything() -> dict[str, Any]:
+    """Parts of a batch, all of which can be written to."""
+    return {
+        "tensor": torch.zeros(100),
+        "grad": torch.zeros(3, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.zeros(3)),
+        "of a graph": torch.zeros(3, requires_grad=True) * 1,
+        "subclass": torch.zeros(3).as_subclass(Subclass),
+        "conjugate": torch.zeros(3, dtype=torch.complex64).conj(),
+        "sparse": torch.sparse_coo_tensor(torch.arange(3)[None], torch.zeros(3), **SPARSE),
+        "array": np.zeros((2, 3), order="F"),
+        "strided array": np.zeros((4, 3))[::2],
+        "array of objects": np.zeros(3, dtype=object),
+        "record": Record("r", [torch.zeros(3), np.zeros(3), np.zeros(1000)]),
+        "record without tensors": Record("r", [np.zeros(3), bytearray(3)]),
+        "cannot be pickled": Record("r", [np.zeros(3), lambda: None]),
+        "list": [0, 0, 0],
+    }
+
+
+def parts_of(part: Any) -> list[Any]:
+    """The tensors, arrays and lists of numbers in a part of a batch."""
+    if isinstance(part, Record):
+        return [inner for each in part.value for inner in parts_of(each)]
+    if isinstance(part, torch.Tensor):
+        return [part._values() if part.is_sparse else part]
+    return [] if callable(part) else [part]
+
+
+def fill(batch: dict[str, Any], number: int) -> None:
+    """Write a number everywhere."""
+    for part in [inner for value in batch.values() for inner in parts_of(value)]:
+        with torch.no_grad():
+            part[:] = type(part)([number] * 3) if isinstance(part, (list, bytearray)) else number
+
+
+def numbers_in(value: Any) -> set[int]:
+    """The numbers that were written."""
+    found: set[int] = set()
+    for part in parts_of(value):
+        if isinstance(part, torch.Tensor):
+            part = part.detach().resolve_conj().real.tolist()
+        found.update(np.ravel(list(part)).astype(int).tolist())
+    return found
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("stream", ["side", "consumer"])
+def test_a_loader_may_write_to_a_batch_again(
+    stream: str, where: str, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is made of, also what is on the device already."""
+    device = late()
+    finish_moves = move_late(monkeypatch, device) if where == "host" else list
+
+    def batches() -> Iterator[Any]:
+        batch = everything()
         for number in range(6):
-            yield memory.fill_(number)
-            memory.fill_(-1)
+            fill(batch, number)
+            yield batch
+            fill(batch, 77)
+            finish_moves()
 
-    assert [batch.unique().tolist() for batch in Prefetcher(batches(), "cuda")] == [[at] for at in range(6)]
+    for number, batch in enumerate(Prefetcher(batches(), ToDevice("cuda", 2, transform_stream=stream))):
+        assert {name: numbers_in(part) for name, part in batch.items()} == {
+            name: {number} for name in everything()
+        }
+        assert (type(batch["subclass"]), batch["of a graph"].is_leaf) == (Subclass, False)
+        assert (batch["grad"].is_leaf, batch["grad"].requires_grad) == (True, True)
+        assert batch["array"].flags.f_contiguous
 
 
 class Failing:
@@ -392,8 +459,30 @@ def test_what_is_on_the_device_already_is_transformed_on_the_consumers_stream(
 
     monkeypatch.setattr(device, "on_side", on_side)
     sparse = torch.eye(2).to_sparse()
-    list(Prefetcher([[torch.ones(2)], [torch.ones(2), sparse], [sparse]], "cuda", note))
-    assert seen == [True, False, False]
+    samples: Any = [[torch.ones(2)], [torch.ones(2), sparse], [torch.ones(2)]]
+    batches = Prefetcher(samples, "cuda", note)
+    next(iter(batches))
+    seen.clear()
+    list(batches)
+    assert seen == [True, False, False], "in the order of the batches"
+    side = ToDevice("cuda", transform=note, transform_stream="side")
+    list(DataLoader(samples, None, collate_fn=identity, device=side))
+    assert seen[3:] == [True, False, True]
+
+
+@pytest.mark.parametrize("part", ["no tensor", torch.eye(2).to_sparse()])
+def test_transforms_are_called_in_the_order_of_the_batches_whatever_these_are(part: Any, late: Late) -> None:
+    """Also where some can be transformed only when they are handed out."""
+    late()
+    called: list[int] = []
+
+    def note(batch: Any) -> Any:
+        called.append(batch[0])
+        return batch
+
+    batches = [(at, part if at % 5 == 1 else torch.ones(2)) for at in range(20)]
+    assert len(list(Prefetcher(batches, ToDevice("cuda", 3, note, transform_stream="side")))) == 20
+    assert called == list(range(20))
 
 
 # ---- arguments, and ends ----------------------------------------------------------------------------
@@ -408,9 +497,11 @@ def test_what_cannot_be_meant_is_refused(late: Late, monkeypatch: pytest.MonkeyP
     with pytest.raises(TypeError, match=r"ToDevice\(None\): name a device"):
         Prefetcher([], None)  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
-        patch.setattr(prefetcher, "can_share", lambda device: False)
-        with pytest.raises(ValueError, match="device='cuda' cannot be used: cpu tensors have no record_st"):
-            Prefetcher([], "cuda")
+        for module in (prefetcher, options):
+            patch.setattr(module, "can_share", lambda device: False)
+        for device in ("cuda", ToDevice("cuda")):
+            with pytest.raises(ValueError, match=r"^device='cuda' cannot be used: cpu tensors have no recor"):
+                Prefetcher([], device)
 
 
 def test_our_own_loader_needs_no_second_prefetcher(late: Late) -> None:
@@ -424,7 +515,7 @@ def test_our_own_loader_needs_no_second_prefetcher(late: Late) -> None:
 
 def test_an_epoch_ends_where_another_begins(late: Late) -> None:
     late()
-    batches = Prefetcher(images(), ToDevice("cuda", buffers="reuse"))
+    batches = Prefetcher(images(), "cuda")
     first = iter(batches)
     next(first)
     second = iter(batches)
@@ -458,7 +549,7 @@ def interrupt(_: Any) -> Any:
 def test_an_interrupt_ends_the_epoch(stream: str, late: Late) -> None:
     """Its batch would be lost without a word."""
     late()
-    batches = Prefetcher(images(), ToDevice("cuda", 1, interrupt, transform_stream=stream, buffers="reuse"))
+    batches = Prefetcher(images(), ToDevice("cuda", 1, interrupt, transform_stream=stream))
     for _ in range(6):  # more often than there are buffers
         epoch = iter(batches)
         with pytest.raises(KeyboardInterrupt):

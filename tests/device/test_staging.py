@@ -20,7 +20,7 @@ from fastq_loader.memory.arena import Mapping
 from tests.conftest import descendants, run_script, wait_until
 from tests.support.datasets import Made, MapDataset, assert_same, identity
 from tests.support.defects import defects
-from tests.support.late_device import Late, image_and_label
+from tests.support.late_device import Late, image_and_label, move_late
 from tests.support.staging_runs import choose, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -79,10 +79,8 @@ def test_whatever_is_left_out_is_found(
 
 
 class _FenceOnWrongStream(copies.Copies):
-    def _new_slab(self, nbytes: int) -> copies.Slab:
-        slab = super()._new_slab(nbytes)
-        slab.fences = [self._stager.record(self._stager.side)]
-        return slab
+    def _queue(self, memory: Any, home: Any, source: Any, nbytes: int) -> Any:
+        return super()._queue(memory, self._stager.side, source, nbytes)
 
 
 def test_a_fence_on_the_wrong_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +115,38 @@ def test_the_next_batches_are_on_their_way_by_poll_and_by_next(ahead: int, late:
             assert len(device.copies) == min(at + 1 + ahead, 12)
             assert at == 11 or next(iterator)
         iterator.poll()  # at the end there is nothing to do, and no error
+
+
+def wait_at_1(late_batch: Any, index: int) -> Any:
+    """Batch 1 is late; batch 5 is nothing for a device."""
+    if index == 1:
+        assert late_batch.wait(20)
+    return "text" if index == 5 else torch.tensor(index)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
+def test_transforms_are_called_in_the_order_of_the_batches_whatever_has_come(
+    schedule: str, late: Late
+) -> None:
+    late()
+    late_batch = torch.multiprocessing.get_context("fork").Event()
+    called: list[Any] = []
+
+    def note(batch: Any) -> Any:
+        called.append(5 if batch == "text" else batch.item())
+        return batch
+
+    device = ToDevice("cuda", 3, note, transform_stream="side")
+    options: Any = {"num_workers": 2, "multiprocessing_context": "fork", "prefetch_factor": 4}
+    dataset = Made(functools.partial(wait_at_1, late_batch), 10)
+    with DataLoader(dataset, None, schedule=schedule, device=device, **options) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        poll_until(iterator, lambda: sum(worker.batches for worker in loader.statistics().workers) >= 4)
+        late_batch.set()
+        list(iterator)
+    assert called == list(range(10))
 
 
 @pytest.mark.processes
@@ -175,6 +205,25 @@ def test_what_is_locked_stays_locked_while_batches_are_alike(
             if at % 20 == 0:
                 device.synchronize(device.record(device.side))
         assert undone == [0]  # that of the proof that it works
+
+
+@pytest.mark.parametrize("beside", ["consumer", "side"])
+def test_a_dataset_may_write_to_its_sample_again(
+    beside: str, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without workers: nothing waits for what is moved by itself."""
+    finish_moves = move_late(monkeypatch, late())
+    sample = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def write(index: int) -> torch.Tensor:
+        sample.fill_(index)
+        return sample
+
+    device = ToDevice("cuda", transform_stream=beside)
+    for number, batch in enumerate(DataLoader(Made(write, 4), None, device=device, collate_fn=identity)):
+        sample.fill_(77)
+        finish_moves()
+        assert batch.unique().tolist() == [number]
 
 
 # ---- ends -------------------------------------------------------------------------------------------
@@ -256,7 +305,7 @@ def test_an_interrupt_while_copies_are_drained_leaves_the_rest_to_the_next_close
 def test_an_interrupt_in_a_transform_leaves_no_buffer_behind(late: Late) -> None:
     late()
     transform = fail_with(KeyboardInterrupt)
-    device = ToDevice("cuda", transform=transform, transform_stream="side", buffers="reuse")
+    device = ToDevice("cuda", transform=transform, transform_stream="side")
     loader = DataLoader(IMAGES(8), 2, device=device)
     for _ in range(6):  # more often than there are buffers
         with pytest.raises(KeyboardInterrupt):
@@ -279,13 +328,11 @@ def fail_with(kind: type[BaseException], first: int = 0, last: int = 1000) -> An
 
 @pytest.mark.processes
 @WORKERS
-@pytest.mark.parametrize(("beside", "buffers"), [("consumer", "fresh"), ("side", "fresh"), ("side", "reuse")])
-def test_errors_of_the_transform_have_their_places(
-    workers: int, beside: str, buffers: str, late: Late
-) -> None:
+@pytest.mark.parametrize("beside", ["consumer", "side"])
+def test_errors_of_the_transform_have_their_places(workers: int, beside: str, late: Late) -> None:
     late()
     transform = fail_with(KeyError, 4, 28)
-    device = ToDevice("cuda", transform=transform, transform_stream=beside, buffers=buffers)
+    device = ToDevice("cuda", transform=transform, transform_stream=beside)
     with DataLoader(IMAGES(48), 2, num_workers=workers, device=device) as loader:
         iterator = iter(loader)
         assert [next(iterator)[1].tolist() for _ in range(2)] == [[0, 1], [2, 3]]

@@ -96,7 +96,7 @@ def test_without_descriptors_every_child_counts(closed: bool) -> None:
         watched.reap()
         assert watched.may_see(born, moment())
         assert not watched.may_see(moment(), moment())
-        assert len(watched._children) == (1 if closed else 10)
+        assert len(watched.alive) == (1 if closed else 10)
 
 
 @pytest.mark.processes

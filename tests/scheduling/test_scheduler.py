@@ -348,10 +348,13 @@ def test_a_death_is_reported_after_what_came_before(in_order: bool, lost: int | 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_the_next_batches_that_have_come_are_known_beforehand(in_order: bool) -> None:
     scheduler, sends = started(in_order=in_order)
-    arrived = [answer(send) for send in sends[1:3]]
-    for came in arrived:
-        arrive(scheduler, *came)
-    assert scheduler.upcoming(9) == [found for _, found in arrived]
-    scheduler.wanted()  # without order this hands the first one out
-    assert scheduler.upcoming(9) == [found for _, found in arrived[not in_order :]]
-    assert scheduler.upcoming(2) == [arrived[not in_order][1]]
+    came = [answer(send) for send in (sends[1], sends[2], sends[0])]
+    for each in came[:2]:
+        arrive(scheduler, *each)
+    expected = [] if in_order else [came[0][1], came[1][1]]
+    assert scheduler.upcoming(9) == expected, "what is behind a late batch is not handed out next"
+    arrive(scheduler, *came[2])
+    scheduler.wanted()
+    expected = [came[at][1] for at in ((0, 1) if in_order else (1, 2))]
+    assert scheduler.upcoming(9) == expected
+    assert scheduler.upcoming(1) == expected[:1]

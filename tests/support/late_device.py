@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from fastq_loader.device import options as device_options
-from fastq_loader.device import prefetcher, session
+from fastq_loader.device import prefetcher, session, staging
 from fastq_loader.device.backend import TorchStager
 from fastq_loader.errors import PinFailed
+from fastq_loader.packing.tensors import moved
 
 POISON = 0xEE  # what device memory holds before a copy
 
@@ -125,6 +126,28 @@ class LateStager(TorchStager):
 
 
 Late = Callable[..., LateStager]  # the fixture `late`
+
+
+def move_late(patch: pytest.MonkeyPatch, device: LateStager) -> Callable[[], None]:
+    """From here on tensors on the host are not on the device, and those that are moved there by themselves
+    are read when the result is called, as page-locked ones may be."""
+    device.device = torch.device("cpu", 0)  # which is no tensor's
+    moves: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def move(value: Any, there: torch.device) -> Any:
+        result = moved(value, there)
+        if result is not value:
+            moves.append((result, value))
+        return result
+
+    def finish() -> None:
+        with torch.no_grad():
+            for there, here in moves:
+                there.copy_(here)
+        moves.clear()
+
+    patch.setattr(staging, "moved", move)
+    return finish
 
 
 @contextmanager

@@ -48,7 +48,6 @@ def choose(seed: int) -> tuple[dict[str, Any], tuple[str, ...]]:
     draw = random.Random(seed)
     options = {
         "prefetch": draw.choice((1, 2, 3)),
-        "buffers": draw.choice(("fresh", "reuse")),
         "transform_stream": draw.choice(("consumer", "side")),
         "pin": draw.choice(("auto", "auto", "bounce", "pageable")),
         "pin_limit_bytes": draw.choice((None, None, 0, 3 * SIZE)),
@@ -195,10 +194,6 @@ class Run:
             device.run(draw.randrange(12))
             if draw.random() < 0.15:
                 device.current = OTHER if device.current == HOME else HOME
-            if self.options.buffers == "reuse":
-                self.read_again(held)
-                self.read_here(held)
-                held.clear()
             try:
                 held.append((device.current, self.next(seq)))
             except (OutOfMemory, KeyError) as error:
@@ -222,7 +217,7 @@ class Run:
                 self.trim()
 
     def next(self, seq: int) -> Batch:
-        self.let_go(self.staging.turn())
+        self.let_go(self.staging.reap())
         self.unpacking = seq
         batch: Batch = self.staging.deliver(self.answers.pop(seq))
         self.begin(seq + 1)
@@ -273,14 +268,6 @@ class Run:
             self.device.current = stream
             self.device.read(batch)
         self.device.current = before
-
-    def read_here(self, held: list[tuple[str, Batch]]) -> None:
-        """On the stream of now, which the user has synchronised with the one that a batch was handed out on,
-        as torch wants it: with `record_stream`."""
-        for stream, batch in held if self.device.shares else []:
-            self.device.share(batch, self.device.current)
-            self.device.wait(self.device.current, self.device.record(stream))
-            self.device.read(batch)
 
     def use_memory(self) -> None:
         """The step allocates, writes and lets go."""
