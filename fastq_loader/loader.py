@@ -296,15 +296,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         saved when the epoch was over gives the next.
 
         Args:
-            state_dict: what `state_dict()` returned, also after a way through JSON. `{}` is a loader that was
-                not iterated.
-            ignore: names of fields that may differ from this loader's, where you know that the order is the
-                same all the same: "dataset_kind", "dataset_length", "batch_size", "sampler", "seed",
-                "initial_seed", "num_replicas", "replacement", "generator", "schedule", "num_workers".
+            state_dict: what `state_dict()` returned, also after a way through JSON; `{}` before the first.
+            ignore: names of fields that may differ from this loader's, where you know better: "dataset_kind",
+                "dataset_length", "batch_size", "sampler", "seed", "initial_seed", "num_replicas",
+                "replacement", "generator", "schedule", "num_workers", "order" (what the sampler yields).
 
         Raises:
             ValueError: the state is damaged, foreign or of a later version, or the loader iterates something
-                else. It names the field, what was saved and what is there; nothing has changed.
+                else. It names the field, what was saved and what is there; nothing has changed. A sampler
+                that yields others than before raises it in `iter()`.
             TypeError: `ignore` is no collection of names.
         """
         resources = self._resources

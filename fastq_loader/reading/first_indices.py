@@ -1,20 +1,24 @@
-"""The beginning of an epoch's order, to be compared with that of another epoch.
+"""The beginning of an epoch's order, to be compared with that of another epoch; and a digest of all of it.
 
-Pure. Kept only for samplers that want to be told the epoch. What is kept is a digest: batches of thousands of
-indices would take megabytes.
+Pure. The beginning is kept only for samplers that want to be told the epoch, as a digest: batches of
+thousands of indices would take megabytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import marshal
+from array import array
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from fastq_loader.ipc.messages import decode_index
 
 #: Batches that are looked at.
 KEPT = 32
+#: Indices of a batch that are digested, at either end of it.
+_ENDS = 8
 
 
 class _Mark(NamedTuple):
@@ -67,3 +71,17 @@ class FirstIndices:
         batches = min(len(self._marks), len(other._marks)) - 1
         mark = self._marks[batches]
         return mark.samples if batches > 1 and mark == other._marks[batches] and mark.descents > 1 else 0
+
+
+def digested(digest: int, index: Any) -> int:
+    """A digest with one more index, or batch of indices. Those that are neither integers nor values that
+    `marshal` writes (strings, tuples, …) do not change it."""
+    part = index if type(index) is list else index.reshape(-1) if hasattr(index, "reshape") else [index]
+    ends = [*part[:_ENDS], *part[-_ENDS:]]
+    try:
+        return crc32(array("q", ends), digest)
+    except Exception:  # no integers, or larger ones; what else is called here is the user's
+        try:  # version 2 writes the same bytes for the same values
+            return crc32(marshal.dumps(ends, 2), digest)
+        except ValueError:
+            return digest

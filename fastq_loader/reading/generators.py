@@ -8,6 +8,7 @@ it as text: JSON of base64, of 3.5 kB for each of the Mersenne twisters that all
 from __future__ import annotations
 
 import base64
+import copyreg
 import json
 import random
 from array import array
@@ -61,10 +62,16 @@ def find(roots: dict[str, Any], but: Iterable[Any] = ()) -> dict[str, Any]:
 
 def _members(part: Any) -> list[tuple[Any, Any]]:
     if not isinstance(part, (dict, list, tuple, set)):
-        return list(getattr(part, "__dict__", {}).items())
+        return list(attributes(part).items())
     if len(part) > _MOST_MEMBERS:
         return []
     return list(part.items() if isinstance(part, dict) else enumerate(part))
+
+
+def attributes(part: Any) -> dict[str, Any]:
+    """What an object has in its `__dict__`, and in the `__slots__` of its classes."""
+    slots = [name for name in copyreg._slotnames(type(part)) if hasattr(part, name)]  # type: ignore[attr-defined]
+    return {**getattr(part, "__dict__", {}), **{name: getattr(part, name) for name in slots}}
 
 
 # ---- states ---------------------------------------------------------------------------------------

@@ -6,20 +6,20 @@ of items takes no memory, begins at once and goes on from any position.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from fastq_loader.errors import is_int
-
 #: Indices that are computed at a time; more are no quicker.
 CHUNK = 8192
 
 _ROUNDS = 24
+#: So many numbers take less time to sort than the network takes to be set up.
+_FEW = 1024
 _MULTIPLIER = np.uint64(0xD2B74407B1CE6E93)
 _LOW = np.uint64(0xFFFFFFFF)
 
@@ -29,9 +29,10 @@ class Permutation:
 
     VariablePhilox with 24 rounds (Mitchell, Stokes, Frank, Holmes: "Bandwidth-Optimal Random Shuffling for
     GPUs", ACM Transactions on Parallel Computing 9, 2022), which Thrust's `shuffle` uses: an unbalanced
-    Feistel network over as many bits as n needs, and at least 4. A number of n or more is put through it
+    Feistel network over as many bits as n needs. A number of n or more is put through it
     again, until it is below n (cycle walking; Black, Rogaway: "Ciphers with Arbitrary Finite Domains",
-    CT-RSA 2002), which is less than twice on average for n > 8.
+    CT-RSA 2002), which is less than twice on average. Such a network gives even permutations of its 2^bits
+    numbers only, and on 4 bits not all of them alike: a few numbers are sorted by random words instead.
 
     Args:
         n: how many numbers, from 0 to 2^62.
@@ -40,15 +41,19 @@ class Permutation:
 
     def __init__(self, n: int, *key: int) -> None:
         self.n = n
-        bits = max(4, (n - 1).bit_length())
+        words = np.random.SeedSequence(key)
+        self._few = np.argsort(words.generate_state(n, np.uint64)).astype(np.uint64) if n <= _FEW else None
+        bits = max(2, (n - 1).bit_length())
         left = bits // 2
         right = bits - left
         self._right, self._left, self._more = map(np.uint64, (right, left, right - left))
         self._right_mask, self._left_mask = np.uint64((1 << right) - 1), np.uint64((1 << left) - 1)
-        self._keys = np.random.SeedSequence(key).generate_state(_ROUNDS).astype(np.uint64)
+        self._keys = words.generate_state(_ROUNDS).astype(np.uint64)
 
     def __call__(self, positions: Any) -> Any:
         """The numbers at these positions: both uint64 arrays of one dimension, from 0 to n-1."""
+        if self._few is not None:
+            return self._few[positions]
         numbers = self._round_trip(positions)
         while (outside := np.flatnonzero(numbers >= self.n)).size:
             numbers[outside] = self._round_trip(numbers[outside])
@@ -88,17 +93,12 @@ class PermutationSampler(Sampler[int]):
     def __init__(
         self, n: int, seed: int = 0, *, num_replicas: int = 1, rank: int = 0, drop_last: bool = False
     ) -> None:
-        for name, value, least in (("n", n, 0), ("seed", seed, 0), ("num_replicas", num_replicas, 1)):
-            _check(name, value, least)
-        _check("rank", rank, 0)
+        self.n, self.seed, self.rank = _whole("n", n), _whole("seed", seed), _whole("rank", rank)
+        self.num_replicas = _whole("num_replicas", num_replicas, 1)
         if n > 1 << 62:
             raise ValueError(f"n={n} is too large: use at most 2^62")
         if rank >= num_replicas:
             raise ValueError(f"rank={rank} must be below num_replicas={num_replicas}")
-        self.n = n
-        self.seed = seed
-        self.num_replicas = num_replicas
-        self.rank = rank
         self.drop_last = drop_last
         self.epoch = 0
 
@@ -108,14 +108,13 @@ class PermutationSampler(Sampler[int]):
         Raises:
             TypeError, ValueError: it is not a number of at least 0.
         """
-        _check("epoch", epoch, 0)
-        self.epoch = epoch
+        self.epoch = _whole("epoch", epoch)
 
     def __len__(self) -> int:
         """How many indices this replica gets."""
         if self.drop_last:
             return self.n // self.num_replicas
-        return math.ceil(self.n / self.num_replicas)
+        return -(-self.n // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
         return self.iterate_from(0)
@@ -142,8 +141,9 @@ class PermutationSampler(Sampler[int]):
         )
 
 
-def _check(name: str, value: Any, least: int) -> None:
-    if not is_int(value):
+def _whole(name: str, value: Any, least: int = 0) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool):  # numpy's integers are some, too
         raise TypeError(f"{name}={value!r} must be an int")
     if value < least:
         raise ValueError(f"{name}={value} must be at least {least}")
+    return int(value)

@@ -32,15 +32,22 @@ def iterate(index_sampler: Any, *, packed: bool = False) -> Iterator[Any]:
     return iterate_from(index_sampler, 0, packed=packed)[0]
 
 
-def iterate_from(index_sampler: Any, skip: int, *, packed: bool = False) -> tuple[Iterator[Any], int]:
+def iterate_from(
+    index_sampler: Any, skip: int, *, packed: bool = False, note: Callable[[torch.Tensor], Any] = id
+) -> tuple[Iterator[Any], int]:
     """The same without the first `skip` indices, where they need not be drawn one by one.
+
+    Args:
+        index_sampler, packed: as for `iterate`.
+        skip: so many.
+        note: called with each permutation of a shuffle.
 
     Returns:
         The indices, and how many of them have still to be skipped.
     """
     form = _packed if packed else torch.Tensor.tolist
-    if _is_shuffle(index_sampler):
-        return _shuffled(index_sampler, form, skip), 0
+    if is_shuffle(index_sampler):
+        return _shuffled(index_sampler, form, skip, note), 0
     if type(index_sampler) is PermutationSampler:
         return index_sampler.iterate_from(skip), 0
     if _cuts(index_sampler, PermutationSampler):
@@ -61,7 +68,8 @@ def _cuts(index_sampler: Any, sampler: type) -> bool:
     )
 
 
-def _is_shuffle(index_sampler: Any) -> bool:
+def is_shuffle(index_sampler: Any) -> bool:
+    """Whether it is torch's own shuffle, in batches."""
     return (
         _cuts(index_sampler, RandomSampler)
         and not index_sampler.sampler.replacement
@@ -78,7 +86,9 @@ def _permuted(index_sampler: BatchSampler, form: Callable[[torch.Tensor], T], sk
                 yield form(batch)
 
 
-def _shuffled(index_sampler: BatchSampler, form: Callable[[torch.Tensor], T], skip: int) -> Iterator[T]:
+def _shuffled(
+    index_sampler: BatchSampler, form: Callable[[torch.Tensor], T], skip: int, note: Callable[..., Any]
+) -> Iterator[T]:
     drop_last, size = index_sampler.drop_last, index_sampler.batch_size
     permutations = _permutations(index_sampler.sampler)  # type: ignore[arg-type]
     pieces: list[torch.Tensor] = []
@@ -90,6 +100,7 @@ def _shuffled(index_sampler: BatchSampler, form: Callable[[torch.Tensor], T], sk
                 if drawn > 0 and not drop_last:
                     yield form(torch.cat(pieces))
                 return
+            note(following)
             pieces.append(following[max(0, -drawn) :])
             drawn += len(following)
         indices = torch.cat(pieces) if len(pieces) > 1 else pieces[0]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from fastq_loader.reading import generators, sampling
-from fastq_loader.reading.first_indices import FirstIndices
+from fastq_loader.reading.first_indices import FirstIndices, digested
 from fastq_loader.reading.position import is_stateful
 from fastq_loader.reading.seeding import draw_base_seed
 from fastq_loader.resume import samplers
@@ -42,6 +42,9 @@ class Beginning:
         states: of the generators that it may have drawn from, when the epoch began.
         first: of those that it has drawn its first index from, right before.
         epochs: see `samplers.epochs`.
+        attributes: of samplers; see `samplers.attributes`.
+        digest: how much was drawn, and `digested` of it: of batches, or the permutations of a shuffle. None
+            where the order follows from fields that are compared, or a sampler is asked.
         drawn: positions that were drawn, also of batches that were not handed out.
         short: whether the last batch was not full, so that the sampler that is asked has come to its end.
         exhausted: whether the sampler had nothing more after them; it may have drawn random numbers then.
@@ -55,6 +58,8 @@ class Beginning:
     states: dict[str, Any] = field(default_factory=dict)
     first: dict[str, Any] = field(default_factory=dict)
     epochs: dict[str, int] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    digest: tuple[int, int] | None = None
     drawn: int = 0
     short: bool = False
     exhausted: bool = False
@@ -73,6 +78,7 @@ class Order:
         dataset: the loader's; it is not searched for generators.
         progress: how far the epoch has come: it goes on from there.
         resumed: how it began, if it goes on; else it begins now.
+        built: the samplers' attributes before the first epoch; None: this is the first.
 
     Attributes:
         progress: to be set with each batch that is handed out.
@@ -80,6 +86,7 @@ class Order:
         beginning: what is noted.
         compared: see `samplers.compared`; before the epoch, in which samplers may count.
         batch_size: of a batch that is full, where torch's own batches are around a sampler that is asked.
+        by_permutation: what is digested is the permutations of a shuffle.
         first: what is drawn first in a new epoch, if a sampler has to be told the epoch; else None.
     """
 
@@ -90,6 +97,7 @@ class Order:
         dataset: Any,
         progress: Progress = START,
         resumed: Beginning | None = None,
+        built: dict[str, Any] | None = None,
     ) -> None:
         self.progress = progress
         self._sampler = index_sampler
@@ -101,7 +109,11 @@ class Order:
         self._inner = None if self._asked is not None else samplers.stateful_sampler(index_sampler)
         self.batch_size = 0 if self._asked in (None, index_sampler) else index_sampler.batch_size
         self._watched = samplers.shared_generators(index_sampler)
+        self.by_permutation = sampling.is_shuffle(index_sampler)
         self.compared = samplers.compared(index_sampler)
+        self.built = samplers.attributes(index_sampler) if built is None else built
+        self._expected = None if resumed is None else resumed.digest
+        self._differs = False  # what is drawn again is not what was expected
         told = None if resumed else samplers.told_epochs(index_sampler)
         self.first = None if told is None else FirstIndices(told)
         if resumed is None:
@@ -111,6 +123,8 @@ class Order:
         else:
             self.beginning = resumed
             samplers.set_epochs(index_sampler, resumed.epochs)
+            samplers.set_attributes(index_sampler, resumed.attributes)
+        self.beginning.attributes = samplers.attributes(index_sampler)
 
     def begin(self, packed: bool = False) -> IndexSource:
         """The indices. A new epoch with workers begins twice, as in torch; a resumed one goes on once.
@@ -120,16 +134,31 @@ class Order:
         """
         if self._resumed is None:
             self.beginning.starts += 1
-            start = lambda: sampling.iterate(self._sampler, packed=packed)  # noqa: E731
+            start = lambda: self._iterate_from(0, packed)[0]  # noqa: E731
             return self._source_of(self.watch(start, self.beginning.states))
         if self._source is None:
             goes_on = self._ask_to_go_on if self._resumed.snapshots else self._advance
             self._source = goes_on(self._resumed, packed)
         return self._source
 
+    def _iterate_from(self, skip: int, packed: bool) -> tuple[Iterator[Any], int]:
+        self.beginning.digest = (0, 0) if self._watched else None
+        return sampling.iterate_from(self._sampler, skip, packed=packed, note=self.note)
+
+    def note(self, drawn: Any) -> None:
+        """An index was drawn, or a permutation of a shuffle."""
+        if self.beginning.digest is None:
+            return
+        count, digest = self.beginning.digest
+        self.beginning.digest = now = count + 1, digested(digest, drawn)
+        if self._expected is not None and now[0] == self._expected[0]:
+            self._differs = now != self._expected
+
     def _source_of(self, drawn: Iterator[Any], snapshot: Snapshot | None = None) -> IndexSource:
         source = IndexSource(drawn, self, self.progress)
+        source.note = None if self.by_permutation or not self._watched else self.note
         if self._asked is not None or is_stateful(drawn):
+            source.note = self.beginning.digest = None
             source.snapshots = self.beginning.snapshots = {source.position: snapshot or self.ask(drawn)}
         return source
 
@@ -139,17 +168,43 @@ class Order:
         with self.as_at_start():
             if self._inner is not None and resumed.inner is not None:
                 self._inner.load_state_dict(copy.deepcopy(resumed.inner))
-            for start in range(resumed.starts):
-                last = start == resumed.starts - 1
-                # One that was skipped is drawn below: a shuffle does not draw before it is asked.
-                skip = max(0, head - 1) if last else 0
-                drawn, skip = sampling.iterate_from(self._sampler, skip, packed=packed)
-                if start == 0 and resumed.seeded:
-                    draw_base_seed(self._generator)
-            _set_shared(resumed.first)
-            source = self._source_of(drawn)
-            source.draw_ahead(skip + min(head, 1), max(0, resumed.drawn - head) + resumed.exhausted)
+            source = self._begin_again(resumed, head, packed)
+            source.draw_ahead(0, max(0, resumed.drawn - head) + resumed.exhausted)
+        wanted, count = (0 if each is None else each[0] for each in (self._expected, self.beginning.digest))
+        if self._differs or (source.ended and count < wanted):
+            raise ValueError(samplers.cannot_begin_again(self._sampler))
         return source
+
+    def _begin_again(self, beginning: Beginning, count: int, packed: bool) -> IndexSource:
+        """The indices after so many, which are drawn now."""
+        for start in range(beginning.starts):
+            last = start == beginning.starts - 1
+            # One that was skipped is drawn below: a shuffle does not draw before it is asked.
+            drawn, skip = self._iterate_from(max(0, count - 1) if last else 0, packed)
+            if start == 0 and beginning.seeded:
+                draw_base_seed(self._generator)
+        _set_shared(beginning.first)
+        source = self._source_of(drawn)
+        source.draw_ahead(skip + min(count, 1), 0)
+        return source
+
+    def break_off(self) -> None:
+        """Another epoch begins before this one is over: put the generators where they stand if nothing is
+        drawn ahead. Not those that others drew from, nor a user's samplers', where more may change."""
+        beginning, delivered = self.beginning, self.progress.delivered
+        ahead = beginning.drawn + beginning.exhausted - delivered
+        drew_once = delivered and self.by_permutation and beginning.digest and beginning.digest[0] == 1
+        if self._watched != ("torch",) or ahead <= 0 or drew_once:
+            return
+        known = [*self.own.values(), generators.GLOBAL["torch"]]
+        with self.as_at_start():
+            source = self._begin_again(beginning, delivered, False)
+            wanted = [generators.state_of(each) for each in known]
+            source.draw_ahead(ahead, 0)
+            drawn = [generators.state_of(each) for each in known]
+        for each, before, after in zip(known, wanted, drawn, strict=True):
+            if generators.same(after, generators.state_of(each)):
+                generators.set_state(each, before)
 
     def as_at_start(self) -> generators.restored:
         """A context in which the generators are in the states that they had when the epoch began."""
@@ -217,6 +272,12 @@ class Order:
                 if not generators.same(state, generators.state_of(shared[name]))
             )
 
+    def moved(self) -> dict[str, list[Any]]:
+        """The attributes of samplers that have changed: values now, and when the epoch began, if any."""
+        began, now = self.beginning.attributes, samplers.attributes(self._sampler)
+        changed = [name for name in now if not self.built.get(name, began) == began.get(name) == now[name]]
+        return {name: [each[name] for each in (now, began) if name in each] for name in changed}
+
     def ask(self, drawn: Iterator[Any]) -> Snapshot:
         """What a sampler says of where it stands, and its iterator; see `samplers.said`."""
         asked: Any = self._asked
@@ -235,7 +296,12 @@ class IndexSource(Iterator[Any]):
         drawn: may be replaced in the middle of an epoch, as an iterator's `_sampler_iter` may.
         position: of the next index.
         snapshots: of the sampler, if it can say where it stands, else None.
+        note: is called with each index that is drawn, if anything.
+        ended: there was not enough to be drawn ahead.
     """
+
+    note: Callable[[Any], None] | None = None
+    ended = False
 
     def __init__(self, drawn: Iterator[Any], order: Order, progress: Progress) -> None:
         self.drawn = drawn
@@ -255,6 +321,7 @@ class IndexSource(Iterator[Any]):
             try:
                 drawn = self._draw()
             except StopIteration:
+                self.ended = True
                 return
             if number >= dropped:
                 self._ahead.append(drawn)
@@ -271,6 +338,8 @@ class IndexSource(Iterator[Any]):
             self._beginning.drawn = self.position = self.position + 1
             raise
         self._beginning.drawn = self.position = self.position + 1
+        if self.note is not None:
+            self.note(index)
         return index
 
     def _next_noted(self) -> Any:
@@ -306,6 +375,8 @@ class IndexSource(Iterator[Any]):
             raise
         except Exception as raised:  # it has its position
             error = raised
+        if self.note is not None:
+            self.note(index)
         return index, error, None if self.snapshots is None else self._order.ask(self.drawn)
 
     def _drew(self, index: Any, snapshot: Snapshot | None) -> None:

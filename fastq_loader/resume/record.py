@@ -177,14 +177,18 @@ def begin(
         saved: what was loaded for it, or None.
     """
     parts = index_sampler, loader.generator, loader.dataset
+    if newest is not None and saved is None and not newest.over and arguments.is_dynamic(loader):
+        newest.order.break_off()
+    built = saved.built if saved is not None else None
+    built = newest.order.built if newest is not None else built
     if saved is not None and saved.resumes:
         noted = copy.deepcopy(saved.beginning)
-        order = Order(*parts, saved.progress, noted)
+        order = Order(*parts, saved.progress, noted, built)
         return EpochRecord(order, saved.position, saved, _readers(loader))
     position = Position() if newest is None else newest.next_position
     if saved is not None:
         position = saved.position
-    record = EpochRecord(Order(*parts), position, None, _readers(loader))
+    record = EpochRecord(Order(*parts, built=built), position, None, _readers(loader))
     if saved is not None and saved.lives_on and loader.persistent_workers:
         record.continues_workers = loader.num_workers > 0 and not arguments.is_dynamic(loader)
         record.base_seed = saved.base_seed

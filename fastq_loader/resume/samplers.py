@@ -30,6 +30,8 @@ _DEAF = (SequentialSampler, DistributedSampler, PermutationSampler, BatchSampler
 _TORCHS_OWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 #: What samplers are compared by, where they have it.
 COMPARED = ("seed", "initial_seed", "num_replicas", "replacement")
+#: Attributes of a sampler that are saved, and how many of them at most.
+_PLAIN, _FEW = (int, float, bool, str, type(None)), 100
 #: Samplers around samplers that are looked into.
 _DEEPEST = 8
 
@@ -115,6 +117,37 @@ def compared(index_sampler: Any) -> dict[str, Any]:
         values = (getattr(part, name, None) for part in parts)
         fields[name] = next((value for value in values if isinstance(value, (bool, int))), None)
     return fields
+
+
+def attributes(index_sampler: Any) -> dict[str, Any]:
+    """The plain attributes of samplers of the user's own, where they are few: "how deep.name" → value. Not of
+    one with a `state_dict`, which says itself what counts."""
+    found: dict[str, Any] = {}
+    for depth, part in enumerate(chain(index_sampler)):
+        if type(part) not in _DEAF + _TORCHS_OWN and not is_stateful(part):
+            held = {**vars(type(part)), **generators.attributes(part)}  # a class may have what they are first
+            plain = [(name, value) for name, value in held.items() if type(value) in _PLAIN]
+            found.update((f"{depth}.{name}", value) for name, value in plain if len(plain) <= _FEW)
+    return found
+
+
+def set_attributes(index_sampler: Any, values: dict[str, Any]) -> None:
+    """Give the samplers these again."""
+    for depth, part in enumerate(chain(index_sampler)):
+        for name, value in values.items():
+            if name.startswith(f"{depth}."):
+                setattr(part, name.partition(".")[2], value)
+
+
+def cannot_begin_again(index_sampler: Any) -> str:
+    """That the order of a sampler is not the one that was saved."""
+    names = "/".join(type(part).__name__ for part in chain(index_sampler))
+    return (
+        f"field 'order': the sampler ({names}), started again, does not yield what it gave before the state "
+        "was saved. Its order depends on more than its plain attributes and generators, or something else "
+        "drew from these in mid-epoch. Use PermutationSampler(n, seed), or give the sampler state_dict and "
+        "load_state_dict, or say load_state_dict(state, ignore=('order',)) where the new order will do"
+    )
 
 
 def torchs_generators(index_sampler: Any, generator: torch.Generator | None, dataset: Any) -> list[str]:

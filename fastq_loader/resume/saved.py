@@ -19,10 +19,12 @@ from fastq_loader.resume.order import Beginning, Snapshot
 from fastq_loader.resume.record import Position
 from fastq_loader.resume.samplers import (
     asked_sampler,
+    attributes,
     epochs,
     let_end,
     own_generators,
     said,
+    set_attributes,
     set_epochs,
     stateful_sampler,
 )
@@ -45,6 +47,7 @@ class Saved:
         iterable: whether the dataset is one.
         progress, beginning, base_seed, shared_seed: of that epoch.
         generators: name → state that the loader's own generators had.
+        built: the samplers' attributes before anything was loaded.
         lives_on: whether its workers would have gone on with the next epoch.
     """
 
@@ -53,6 +56,7 @@ class Saved:
     base_seed: int
     generators: dict[str, Any]
     lives_on: bool
+    built: dict[str, Any] = field(default_factory=dict)
     resumes: bool = False
     iterable: bool = False
     progress: Progress = START
@@ -80,7 +84,7 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
     torchs = own.keys() & str(fields.present("generator")).split("/")
     for name in ("num_workers", "_num_yielded"):
         fields.number(name)
-    noted = _Fields(fields.mapping("order"), "order.")
+    noted = _Fields({"attributes": {}, "digest": None, **fields.mapping("order")}, "order.")  # older states
     told = {depth: noted.whole(f"epochs.{depth}", epoch) for depth, epoch in noted.mapping("epochs").items()}
     between = Saved(
         state=state,
@@ -88,7 +92,8 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
         base_seed=fields.number("base_seed"),
         generators=fields.states("generators", own, torchs),
         lives_on=fields.flag("lives_on"),
-        beginning=Beginning(epochs=told),
+        built=attributes(loader._index_sampler),
+        beginning=Beginning(epochs=told, attributes=_attributes(noted, 0)),
     )
     delivered, over = fields.number("_sampler_iter_yielded"), fields.flag("_iterator_finished")
     if not fields.flag("resumes"):
@@ -97,7 +102,7 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
     epoch, _, batches = between.position
     if over:  # Accelerate says it when the last batch was handed out
         return replace(between, position=Position(epoch + 1, 0, batches + delivered))
-    beginning = _beginning(noted, told, own, torchs)
+    beginning = _beginning(noted, told, own, torchs, "order" in ignored)
     progress = _progress(fields, beginning.drawn, loader, ignored)
     beginning.snapshots.update(_snapshots(fields, loader, progress.head))
     return replace(
@@ -111,7 +116,9 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
     )
 
 
-def _beginning(noted: _Fields, told: dict[str, int], own: dict[str, Any], torchs: Iterable[str]) -> Beginning:
+def _beginning(
+    noted: _Fields, told: dict[str, int], own: dict[str, Any], torchs: Iterable[str], any_order: bool
+) -> Beginning:
     return Beginning(
         starts=noted.number("starts", 1, 2),
         seeded=noted.flag("seeded"),
@@ -121,8 +128,20 @@ def _beginning(noted: _Fields, told: dict[str, int], own: dict[str, Any], torchs
         epochs=told,
         states=noted.states("states", {**generators.GLOBAL, **own}, torchs),
         first=noted.states("first", generators.GLOBAL),
+        attributes=_attributes(noted, 1),
+        digest=None if any_order else _digest(noted),
         inner=copy.deepcopy(noted.values.get("inner")),
     )
+
+
+def _attributes(noted: _Fields, which: int) -> dict[str, Any]:
+    told = _Fields(noted.mapping("attributes"), "order.attributes.")
+    return {name: told.sequence(name)[which] for name in told.values if len(told.sequence(name)) > which}
+
+
+def _digest(noted: _Fields) -> tuple[int, int] | None:
+    told = noted.get("digest", list, type(None))
+    return (noted.whole("digest", told[0]), noted.whole("digest", told[-1])) if told else None
 
 
 def _snapshots(fields: _Fields, loader: DataLoader[Any], head: int) -> dict[int, Snapshot]:
@@ -151,8 +170,9 @@ def _names(ignore: Any) -> frozenset[str]:
     if isinstance(ignore, str):
         raise TypeError(f"ignore={ignore!r} must be a collection of names: ignore=({ignore!r},)")
     names = frozenset(ignore)
-    if unknown := names.difference(COMPARED):
-        raise ValueError(f"ignore={sorted(map(str, unknown))} is unknown: use some of {', '.join(COMPARED)}")
+    known = *COMPARED, "order"
+    if unknown := names.difference(known):
+        raise ValueError(f"ignore={sorted(map(str, unknown))} is unknown: use some of {', '.join(known)}")
     return names
 
 
@@ -317,6 +337,7 @@ def take(loaded: Saved, loader: DataLoader[Any]) -> None:
     else:  # the next one begins, of which the user may have told them already
         told = {depth: max(epoch, told.get(depth, 0)) for depth, epoch in loaded.beginning.epochs.items()}
     set_epochs(loader._index_sampler, told)
+    set_attributes(loader._index_sampler, loaded.beginning.attributes)
 
 
 def _take_sampler(loaded: Saved, index_sampler: Any, own: dict[str, Any]) -> None:

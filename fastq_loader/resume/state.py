@@ -68,10 +68,11 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
     if record is None:
         own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
         state = _state(describe(loader), {name: _text(generator) for name, generator in own.items()})
-        return {**state, **_between_epochs(loader)}
+        return {**state, **_between_epochs(loader, {})}
+    moved = record.order.moved()
     if record.over:
         state = {**_of_epoch(loader, record), "_iterator_finished": True}
-        return {**state, **samplers.compared(loader._index_sampler), **_between_epochs(loader)}
+        return {**state, **samplers.compared(loader._index_sampler), **_between_epochs(loader, moved)}
     progress, beginning = record.order.progress, record.order.beginning
     if record.constant is None or len(record.constant["order"]["first"]) != len(beginning.first):
         record.constant = {**_of_epoch(loader, record), "resumes": True, "order": _order(record)}
@@ -81,6 +82,9 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
     state["beyond"] = sorted(progress.beyond)
     state["generators"] = record.texts_now()
     state["order"] = order = state["order"].copy()
+    order["attributes"] = moved
+    # Read before `drawn`, where another thread may draw: it has drawn at least what was digested.
+    order["digest"] = beginning.digest and list(beginning.digest)
     order["drawn"] = max(beginning.drawn, progress.head)
     order["short"], order["exhausted"] = beginning.short, beginning.exhausted
     for name in ("epochs", "states", "first"):
@@ -116,10 +120,10 @@ def _order(record: EpochRecord) -> dict[str, Any]:
     }
 
 
-def _between_epochs(loader: DataLoader[Any]) -> dict[str, Any]:
+def _between_epochs(loader: DataLoader[Any], moved: dict[str, Any]) -> dict[str, Any]:
     sampler = loader._index_sampler
     return {
-        "order": {"epochs": epochs(sampler)},
+        "order": {"epochs": epochs(sampler), "attributes": moved},
         "_index_sampler_state": _for_user(said(stateful_sampler(sampler))),
     }
 

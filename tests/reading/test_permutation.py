@@ -41,7 +41,40 @@ def test_all_orders_of_few_numbers_are_equally_likely(n: int) -> None:
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)  # five deviations; the seeds are fixed
 
 
-@pytest.mark.parametrize("n", [16, 17, 1000])
+@pytest.mark.parametrize("n", [3, 4, 5])
+def test_all_orders_of_few_numbers_come_alike_over_the_epochs(n: int) -> None:
+    sampler, seen, draws = PermutationSampler(n), Counter[Any](), 30_000
+    for epoch in range(draws):
+        sampler.set_epoch(epoch)
+        seen[tuple(sampler)] += 1
+    wanted = draws / math.factorial(n)
+    chi_square = sum((seen[order] - wanted) ** 2 / wanted for order in itertools.permutations(range(n)))
+    freedom = math.factorial(n) - 1
+    assert chi_square < freedom + 4 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("n", [8, 16, 17, 31, 32, 256])
+def test_orders_are_even_as_often_as_odd(n: int) -> None:
+    odd = 0
+    for seed in range(1000):
+        order = np.array(list(PermutationSampler(n, seed)))
+        odd += int((order[:, None] > order)[np.triu_indices(n)].sum()) % 2
+    assert abs(odd - 500) < 5 * math.sqrt(250)
+
+
+def test_no_item_of_very_many_is_left_out_and_numpys_integers_are_integers() -> None:
+    n = 10**17 + 3
+    assert len(PermutationSampler(n, num_replicas=2)) == n // 2 + 1
+    assert PermutationSampler(np.int64(n), np.uint8(3), num_replicas=np.int32(2), rank=np.int16(1)).n == n  # type: ignore[arg-type]
+    sampler, other = PermutationSampler(np.int64(9)), PermutationSampler(9)  # type: ignore[arg-type]
+    for each, epoch in (sampler, np.int64(3)), (other, 3):
+        each.set_epoch(epoch)  # type: ignore[arg-type]
+    assert list(sampler) == list(other)
+    with pytest.raises(TypeError, match="n=True"):
+        PermutationSampler(True)
+
+
+@pytest.mark.parametrize("n", [16, 17, 1000, 1024, 1025])
 def test_neighbours_and_places_of_many_numbers_are_those_of_a_shuffle(n: int) -> None:
     orders = np.array([list(PermutationSampler(n, seed)) for seed in range(1000)])
     # Each of these counts is 1 on average over all shuffles, with a variance of 1.
