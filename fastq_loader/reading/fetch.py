@@ -15,6 +15,9 @@ from time import monotonic_ns
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
+
+from fastq_loader.reading.collate import default
 
 
 class EndOfStream(Exception):
@@ -48,20 +51,12 @@ class Fetcher(ABC):
         self.drop_last = drop_last
         self._times_samples = False
 
-    def _begin(self) -> None:
-        self.began = self.fetched = monotonic_ns()
-        self.slowest = self.slowest_at = 0
-
     def _time(self, at: int) -> None:
         """The sample at a place in the batch was read."""
         now = monotonic_ns()
         took, self.fetched = now - self.fetched, now
         if took > self.slowest:
             self.slowest, self.slowest_at = took, at
-
-    def _end(self, samples: int) -> None:
-        self.fetched = monotonic_ns()
-        self._times_samples = self.fetched - self.began > _WORTH_TIMING * samples
 
     @abstractmethod
     def fetch(self, index: Any) -> Any:
@@ -78,28 +73,27 @@ class _MapFetcher(Fetcher):
         self._getitems = auto_collation and _has_getitems(dataset)
 
     def fetch(self, index: Any) -> Any:
-        self._begin()
+        self.began = self.fetched = monotonic_ns()
+        self.slowest = self.slowest_at = samples = 0
+        dataset = self.dataset
         try:
             if self._getitems:
-                data = self.dataset.__getitems__(index)
-                self.fetched = monotonic_ns()
+                data = dataset.__getitems__(index)
             elif self.auto_collation:
-                data = self._read(index)
-                self._end(len(data))
+                data = self._read_timed(index) if self._times_samples else [dataset[i] for i in index]
+                samples = len(data)
             else:
-                data = self.dataset[index]
-                self.fetched = monotonic_ns()
-            return self.collate_fn(data)
+                data = dataset[index]
+            self.fetched = monotonic_ns()
+            self._times_samples = 0 < samples * _WORTH_TIMING < self.fetched - self.began
+            return (default if self.collate_fn is default_collate else self.collate_fn)(data)
         except StopIteration as stop:
             raise RuntimeError("dataset or collate_fn raised StopIteration") from stop
 
-    def _read(self, index: Iterable[Any]) -> list[Any]:
-        dataset = self.dataset
-        if not self._times_samples:
-            return [dataset[i] for i in index]
+    def _read_timed(self, index: Iterable[Any]) -> list[Any]:
         data = []
         for at, i in enumerate(index):
-            data.append(dataset[i])
+            data.append(self.dataset[i])
             self._time(at)
         return data
 
@@ -123,7 +117,8 @@ class _IterableFetcher(Fetcher):
         self.ended = False
 
     def fetch(self, index: Any) -> Any:
-        self._begin()
+        self.began = self.fetched = monotonic_ns()
+        self.slowest = self.slowest_at = 0
         if self.ended:
             raise EndOfStream
         data: list[Any] = []
@@ -138,9 +133,11 @@ class _IterableFetcher(Fetcher):
                 raise EndOfStream from None
         if not data:
             raise EndOfStream
-        self._end(len(data))
+        self.fetched = monotonic_ns()
+        self._times_samples = self.fetched - self.began > _WORTH_TIMING * len(data)
+        collate = default if self.collate_fn is default_collate else self.collate_fn
         try:
-            return self.collate_fn(data if self.auto_collation else data[0])
+            return collate(data if self.auto_collation else data[0])
         except StopIteration as stop:
             raise RuntimeError("collate_fn raised StopIteration") from stop
 
