@@ -40,8 +40,12 @@ class Fetcher(ABC):
             clock.
         slowest, slowest_at: nanoseconds of the sample that took longest, and its place in the batch; 0, 0
             where they were not timed.
+        dataset_iter, ended: of an iterable dataset, its iterator, and whether that gave a batch that was not
+            full.
     """
 
+    dataset_iter: Any = None
+    ended = False
     began = fetched = slowest = slowest_at = 0
 
     def __init__(self, dataset: Any, auto_collation: bool, collate: Collate, drop_last: bool) -> None:
@@ -114,7 +118,6 @@ class _IterableFetcher(Fetcher):
     def __init__(self, dataset: Any, *others: Any) -> None:
         super().__init__(dataset, *others)
         self.dataset_iter = iter(dataset)
-        self.ended = False
 
     def fetch(self, index: Any) -> Any:
         self.began = self.fetched = monotonic_ns()
