@@ -63,10 +63,17 @@ class Packer:
             RuntimeError: a non-leaf tensor that requires grad.
             MemoryError: the arena is used up.
         """
+        walker = self._walker
         try:
-            handle, used = self._place(*self._describe(batch))
+            tree = walker.walk(batch)
+            try:
+                pickled = self._pickle(batch) if walker.objects else None
+            except (RecursionError, pickling.SharedContainer):
+                tree = walker.whole(batch)
+                pickled = self._pickle(batch)
+            handle, used = self._place(tree, pickled)
         finally:
-            self._walker.clear()
+            walker.clear()
         if used:
             self._allocator.ship(used)
         return handle, used
@@ -109,15 +116,6 @@ class Packer:
         """The consumer will never hear of this handle, nor of the spec in it."""
         if handle.spec is not None:
             self._specs.forget(handle.spec)
-
-    def _describe(self, batch: Any) -> tuple[Any, bytes | None]:
-        """The tree, and the bytes of what is pickled in it."""
-        walker = self._walker
-        tree = walker.walk(batch)
-        try:
-            return tree, self._pickle(batch) if walker.objects else None
-        except (RecursionError, pickling.SharedContainer):
-            return walker.whole(batch), self._pickle(batch)
 
     def _pickle(self, batch: Any) -> bytes:
         walker, for_device = self._walker, self._allocator.for_device

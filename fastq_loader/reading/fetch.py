@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from operator import sub
 from time import monotonic_ns
 from typing import Any
 
@@ -55,12 +56,11 @@ class Fetcher(ABC):
         self.drop_last = drop_last
         self._times_samples = False
 
-    def _time(self, at: int) -> None:
-        """The sample at a place in the batch was read."""
-        now = monotonic_ns()
-        took, self.fetched = now - self.fetched, now
-        if took > self.slowest:
-            self.slowest, self.slowest_at = took, at
+    def _compare(self, ends: list[int]) -> None:
+        """The samples were there at these times; the first one is that of the beginning."""
+        took = list(map(sub, ends[1:], ends))
+        self.slowest = max(took, default=0)
+        self.slowest_at = took.index(self.slowest) if took else 0
 
     @abstractmethod
     def fetch(self, index: Any) -> Any:
@@ -95,10 +95,12 @@ class _MapFetcher(Fetcher):
             raise RuntimeError("dataset or collate_fn raised StopIteration") from stop
 
     def _read_timed(self, index: Iterable[Any]) -> list[Any]:
-        data = []
-        for at, i in enumerate(index):
+        data: list[Any] = []
+        ends = [self.began]
+        for i in index:
             data.append(self.dataset[i])
-            self._time(at)
+            ends.append(monotonic_ns())
+        self._compare(ends)
         return data
 
 
@@ -125,17 +127,19 @@ class _IterableFetcher(Fetcher):
         if self.ended:
             raise EndOfStream
         data: list[Any] = []
+        ends = [self.began]
         try:
-            for at, _ in enumerate(index if self.auto_collation else (None,)):
+            for _ in index if self.auto_collation else (None,):
                 data.append(next(self.dataset_iter))
                 if self._times_samples:
-                    self._time(at)
+                    ends.append(monotonic_ns())
         except StopIteration:
             self.ended = self.auto_collation
             if self.drop_last:
                 raise EndOfStream from None
         if not data:
             raise EndOfStream
+        self._compare(ends)
         self.fetched = monotonic_ns()
         self._times_samples = self.fetched - self.began > _WORTH_TIMING * len(data)
         collate = default if self.collate_fn is default_collate else self.collate_fn
