@@ -30,8 +30,6 @@ from fastq_loader.packing.walker import Walker
 #: a block's bookkeeping and page faults.
 INLINE = 16 * 1024
 
-_string_at = ctypes.string_at
-
 #: A part of a batch in a block: offset and size of the block, where the part begins in it (of a parcel: how
 #: many bytes it has), and the bytes of the block that the batch needs, from its start.
 _Placed = tuple[int, int, int, int]
@@ -69,8 +67,7 @@ class Packer:
             try:
                 pickled = self._pickle(batch) if walker.objects else None
             except (RecursionError, pickling.SharedContainer):
-                tree = walker.whole(batch)
-                pickled = self._pickle(batch)
+                tree, pickled = walker.whole(batch), self._pickle(batch)
             handle, used = self._place(tree, pickled)
         finally:
             walker.clear()
@@ -141,9 +138,7 @@ class Packer:
                 part = self._place_large(spans[at][0], size, placed)
                 placed[part[0]] = part
             else:
-                small.append(_string_at(spans[at][0], size))
-                if size % ALIGNMENT:
-                    small.append(bytes(-size % ALIGNMENT))
+                small += ctypes.string_at(spans[at][0], size), bytes(-size % ALIGNMENT)
         parcel = b"".join(small) if small else None
         if pickled is not None or len(parcel or b"") > INLINE:
             # Pickled bytes never travel through a socket, however few they are.

@@ -46,7 +46,8 @@ def packed(fetcher: Fetcher, **more: Any) -> bytes:
     """The same as a pickle, with what else a reader says; b"": nothing. What user code raises stands in the
     place of its position: whoever only iterates a loader need not hear of it."""
     try:
-        if not (hasattr(fetcher.dataset, "state_dict") or hasattr(fetcher.dataset_iter, "state_dict") or more):
+        dataset, iterator = fetcher.dataset, fetcher.dataset_iter
+        if not (more or hasattr(dataset, "state_dict") or hasattr(iterator, "state_dict")):
             return b""  # as for nearly every batch
         state = {"position": of(fetcher), **more} if is_known(fetcher) else more
         return pickle.dumps(state) if state else b""

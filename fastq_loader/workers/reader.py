@@ -12,7 +12,6 @@ over; where there is no position, they are read again.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import time
 from typing import Any, NoReturn
