@@ -19,7 +19,7 @@ import time
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -128,7 +128,7 @@ class Allocator:
             return  # as for every batch of small leaves
         with self._lock:
             self._promised = [(size, offset) for offset, size in promises]
-            self._idle = sorted([*self._idle, *((size, offset) for offset, size in grants)])
+            self._idle = sorted([*self._idle, *[(size, offset) for offset, size in grants]])
 
     def give(self, ranges: Extents) -> None:
         """New blocks may be made in these ranges (offset, size) again."""
@@ -257,7 +257,7 @@ class Allocator:
     def ship(self, used: Used) -> None:
         """The batch lies in these blocks: they are not given out again."""
         with self._lock:
-            self._shipping = frozenset([offset for offset, _ in used])
+            self._shipping = frozenset(map(_first, used))
 
     def copy_held(self, used: Used) -> dict[int, OpenBlock]:
         """Copies of the shipped blocks that user code still references: it may write to its own memory
@@ -289,11 +289,11 @@ class Allocator:
         """
         with self._lock:
             self._shipping = frozenset()
-            self._large = sum([need for _, need in used]) >= self._nontemporal_from
+            self._large = sum(map(_second, used)) >= self._nontemporal_from
             for offset, _ in used:
                 self._close(self._open[offset])
             self._reclaim()
-            returned = [offset for _, offset in self._idle + self._promised]
+            returned = list(map(_second, self._idle + self._promised))
             self._idle.clear()
             self._promised.clear()
             fresh, self._fresh = self._fresh, []
@@ -302,9 +302,10 @@ class Allocator:
     def _reclaim(self) -> None:
         """Blocks that nobody holds can be written to again, those of the batch too."""
         self._rest = None
-        self._drain()
-        self._children.reap()
-        self._free([block for block in self._open.values() if not self._is_held(block)])
+        if self._open or self._dropped:
+            self._drain()
+            self._children.reap()
+            self._free([block for block in self._open.values() if not self._is_held(block)])
 
     def _collect(self) -> None:
         """Blocks that user code dropped can be written to again."""
@@ -329,7 +330,7 @@ class Allocator:
         self._idle.sort()
 
 
-_address = attrgetter("address")
+_address, _first, _second = attrgetter("address"), itemgetter(0), itemgetter(1)
 
 
 def _fit(blocks: list[tuple[int, int]], wanted: int, any_size: bool = False) -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ it starts and ends in this process.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,8 @@ def segments_of(leaves: list[Any]) -> tuple[Metas, list[Span]]:
         spans.append((start, start + leaf.nbytes))
         strides = None if flags.c_contiguous else leaf.strides
         metas.append(("A", leaf.dtype.str, leaf.shape, strides, number, 0))
-    if all(left[1] <= right[0] for left, right in pairwise(sorted(spans))):
+    bounds = list(chain.from_iterable(sorted(spans)))
+    if bounds == sorted(bounds):
         return tuple(metas), spans  # no two overlap, as in nearly every batch
     return _merge(leaves, metas, spans)
 

@@ -23,7 +23,7 @@ from fastq_loader.memory.allocator import Allocator, OpenBlock, Used
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST, device_aligned
 from fastq_loader.packing import pickling
 from fastq_loader.packing.aliasing import Span, device_bytes, device_segments, segments_of
-from fastq_loader.packing.spec import SpecCache, aligned
+from fastq_loader.packing.spec import ALIGNMENT, SpecCache
 from fastq_loader.packing.walker import Walker
 
 #: A parcel up to this many bytes travels inside the message: zmq copies it twice, which is cheaper than
@@ -61,10 +61,16 @@ class Packer:
             RuntimeError: a non-leaf tensor that requires grad.
             MemoryError: the arena is used up.
         """
+        walker = self._walker
         try:
-            handle, used = self._place(*self._describe(batch))
+            tree = walker.walk(batch)
+            try:
+                pickled = self._pickle(batch) if walker.objects else None
+            except (RecursionError, pickling.SharedContainer):
+                tree, pickled = walker.whole(batch), self._pickle(batch)
+            handle, used = self._place(tree, pickled)
         finally:
-            self._walker.clear()
+            walker.clear()
         if used:
             self._allocator.ship(used)
         return handle, used
@@ -108,15 +114,6 @@ class Packer:
         if handle.spec is not None:
             self._specs.forget(handle.spec)
 
-    def _describe(self, batch: Any) -> tuple[Any, bytes | None]:
-        """The tree, and the bytes of what is pickled in it."""
-        walker = self._walker
-        tree = walker.walk(batch)
-        try:
-            return tree, self._pickle(batch) if walker.objects else None
-        except (RecursionError, pickling.SharedContainer):
-            return walker.whole(batch), self._pickle(batch)
-
     def _pickle(self, batch: Any) -> bytes:
         walker, for_device = self._walker, self._allocator.for_device
         value = walker.objects[0] if len(walker.objects) == 1 else tuple(walker.objects)
@@ -127,38 +124,38 @@ class Packer:
         metas, spans = segments_of(self._walker.leaves)
         sizes = tuple([end - start for start, end in spans])
         key: tuple[Any, ...] = (tree, metas, sizes)
-        placed: list[_Placed] = []
+        placed: dict[int, _Placed] = {}  # by offset of the block
         offsets: tuple[int, ...] = ()
         if self._allocator.for_device and (chosen := device_segments(metas)):
             part, offsets = self._place_for_device(spans, chosen)
-            placed.append(part)
+            placed[part[0]] = part
             key = (*key, offsets)
-        small: list[tuple[int, int]] = []
-        parcel_bytes = 0
-        for at, ((start, _), size) in enumerate(zip(spans, sizes, strict=True)):
+        small: list[bytes] = []
+        for at, size in enumerate(sizes):
             if offsets and offsets[at] >= 0:
                 continue
             if size >= SMALLEST:
-                placed.append(self._place_large(start, size, placed))
+                part = self._place_large(spans[at][0], size, placed)
+                placed[part[0]] = part
             else:
-                small.append((start, size))
-                parcel_bytes += aligned(size)
-        parcel = None
-        if pickled is not None or parcel_bytes > INLINE:
+                small += ctypes.string_at(spans[at][0], size), bytes(-size % ALIGNMENT)
+        parcel = b"".join(small) if small else None
+        if pickled is not None or len(parcel or b"") > INLINE:
             # Pickled bytes never travel through a socket, however few they are.
             sealed = [] if pickled is None else [self._token, pickled]
-            placed.insert(0, self._place_parcel([_gather(small), *sealed], failed))
-        elif small:
-            parcel = _gather(small)
+            part = self._place_parcel([parcel or b"", *sealed], failed)
+            placed, parcel = {part[0]: part, **placed}, None
         spec_id = self._specs.get(key)
         spec = None
         if spec_id is None:
             spec, spec_id = key, self._next_id
             self._specs.remember(key, spec_id, key)
             self._next_id += 1
-        segments = tuple([part[:3] for part in placed])
-        handle = Handle(spec_id, spec, tuple(self._walker.values), parcel, segments)
-        return handle, [(offset, need) for offset, _, _, need in placed]
+        segments, used = [], []
+        for offset, size, into, need in placed.values():
+            segments.append((offset, size, into))
+            used.append((offset, need))
+        return Handle(spec_id, spec, tuple(self._walker.values), parcel, tuple(segments)), used
 
     def _place_parcel(self, pieces: list[bytes], failed: bool) -> _Placed:
         nbytes = sum(map(len, pieces))
@@ -169,9 +166,9 @@ class Packer:
             at += len(piece)
         return block.offset, block.size, nbytes, nbytes
 
-    def _place_large(self, start: int, nbytes: int, others: list[_Placed]) -> _Placed:
+    def _place_large(self, start: int, nbytes: int, others: dict[int, _Placed]) -> _Placed:
         block = self._allocator.block_at(start)
-        if block is not None and all(other[0] != block.offset for other in others):
+        if block is not None and block.offset not in others:
             into = start - block.address
             # It lies in a block of this task already: no copy. But the batch would keep the whole of the
             # block, for which a small part is not enough.
@@ -226,8 +223,3 @@ class Packer:
             # Something else lies where they would go: an array, a view, what the dataset keeps.
             return None, {}
         return block, at
-
-
-def _gather(small: list[tuple[int, int]]) -> bytes:
-    copy = ctypes.string_at
-    return b"".join([copy(start, size).ljust(aligned(size), b"\0") for start, size in small])

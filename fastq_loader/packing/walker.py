@@ -104,20 +104,21 @@ class Walker:
         elif kind in _NUMBERS or (kind in _TEXTS and len(value) <= LONGEST):
             self.values.append(value)
             return "V"
-        elif kind is dict:
-            self._enter(value)
+        elif kind is dict or kind is list:
+            if id(value) in self.containers:
+                raise _Unwalkable
+            self.containers.add(id(value))
+            if kind is list:
+                if len(value) <= LONGEST_LIST and self._is_flat(value):
+                    self.values.append(tuple(value))
+                    return "v"
+                return "l", self._walk_all(value)
             keys = tuple(value)
             # Keys are part of the spec's identity, where True, 1 and 1.0 would be the same.
             if _STRINGS.issuperset(map(type, keys)) or all(
                 type(key) is str or (type(key) is int and packs(key)) for key in keys
             ):
                 return "d", keys, self._walk_all(value.values())
-        elif kind is list:
-            self._enter(value)
-            if len(value) <= LONGEST_LIST and self._is_flat(value):
-                self.values.append(tuple(value))
-                return "v"
-            return "l", self._walk_all(value)
         elif kind is tuple:
             return "t", self._walk_all(value)
         self.objects.append(value)
@@ -130,14 +131,9 @@ class Walker:
         if self._parts > PARTS:
             raise _Sprawling
         self._depth += 1
-        trees = tuple([self._walk(part) for part in parts])
+        trees = tuple(map(self._walk, parts))
         self._depth -= 1
         return trees
-
-    def _enter(self, container: Any) -> None:
-        if id(container) in self.containers:
-            raise _Unwalkable
-        self.containers.add(id(container))
 
     def _is_flat(self, values: list[Any]) -> bool:
         """Whether a list holds nothing but plain values."""
@@ -151,9 +147,8 @@ class Walker:
 
     def add_leaf(self, leaf: Any) -> int:
         """The number of a leaf; the same object gets the same number."""
-        number = self._leaf_of.get(id(leaf))
-        if number is None:
-            number = self._leaf_of[id(leaf)] = len(self.leaves)
+        number = self._leaf_of.setdefault(id(leaf), len(self.leaves))
+        if number == len(self.leaves):
             self.leaves.append(leaf)
         return number
 

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from operator import sub
 from time import monotonic_ns
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
+
+from fastq_loader.reading.collate import default
 
 
 class EndOfStream(Exception):
@@ -37,8 +41,12 @@ class Fetcher(ABC):
             clock.
         slowest, slowest_at: nanoseconds of the sample that took longest, and its place in the batch; 0, 0
             where they were not timed.
+        dataset_iter, ended: of an iterable dataset, its iterator, and whether that gave a batch that was not
+            full.
     """
 
+    dataset_iter: Any = None
+    ended = False
     began = fetched = slowest = slowest_at = 0
 
     def __init__(self, dataset: Any, auto_collation: bool, collate: Collate, drop_last: bool) -> None:
@@ -48,20 +56,11 @@ class Fetcher(ABC):
         self.drop_last = drop_last
         self._times_samples = False
 
-    def _begin(self) -> None:
-        self.began = self.fetched = monotonic_ns()
-        self.slowest = self.slowest_at = 0
-
-    def _time(self, at: int) -> None:
-        """The sample at a place in the batch was read."""
-        now = monotonic_ns()
-        took, self.fetched = now - self.fetched, now
-        if took > self.slowest:
-            self.slowest, self.slowest_at = took, at
-
-    def _end(self, samples: int) -> None:
-        self.fetched = monotonic_ns()
-        self._times_samples = self.fetched - self.began > _WORTH_TIMING * samples
+    def _compare(self, ends: list[int]) -> None:
+        """The samples were there at these times; the first one is that of the beginning."""
+        took = list(map(sub, ends[1:], ends))
+        self.slowest = max(took, default=0)
+        self.slowest_at = took.index(self.slowest) if took else 0
 
     @abstractmethod
     def fetch(self, index: Any) -> Any:
@@ -78,29 +77,30 @@ class _MapFetcher(Fetcher):
         self._getitems = auto_collation and _has_getitems(dataset)
 
     def fetch(self, index: Any) -> Any:
-        self._begin()
+        self.began = self.fetched = monotonic_ns()
+        self.slowest = self.slowest_at = samples = 0
+        dataset = self.dataset
         try:
             if self._getitems:
-                data = self.dataset.__getitems__(index)
-                self.fetched = monotonic_ns()
+                data = dataset.__getitems__(index)
             elif self.auto_collation:
-                data = self._read(index)
-                self._end(len(data))
+                data = self._read_timed(index) if self._times_samples else [dataset[i] for i in index]
+                samples = len(data)
             else:
-                data = self.dataset[index]
-                self.fetched = monotonic_ns()
-            return self.collate_fn(data)
+                data = dataset[index]
+            self.fetched = monotonic_ns()
+            self._times_samples = 0 < samples * _WORTH_TIMING < self.fetched - self.began
+            return (default if self.collate_fn is default_collate else self.collate_fn)(data)
         except StopIteration as stop:
             raise RuntimeError("dataset or collate_fn raised StopIteration") from stop
 
-    def _read(self, index: Iterable[Any]) -> list[Any]:
-        dataset = self.dataset
-        if not self._times_samples:
-            return [dataset[i] for i in index]
-        data = []
-        for at, i in enumerate(index):
-            data.append(dataset[i])
-            self._time(at)
+    def _read_timed(self, index: Iterable[Any]) -> list[Any]:
+        data: list[Any] = []
+        ends = [self.began]
+        for i in index:
+            data.append(self.dataset[i])
+            ends.append(monotonic_ns())
+        self._compare(ends)
         return data
 
 
@@ -120,27 +120,31 @@ class _IterableFetcher(Fetcher):
     def __init__(self, dataset: Any, *others: Any) -> None:
         super().__init__(dataset, *others)
         self.dataset_iter = iter(dataset)
-        self.ended = False
 
     def fetch(self, index: Any) -> Any:
-        self._begin()
+        self.began = self.fetched = monotonic_ns()
+        self.slowest = self.slowest_at = 0
         if self.ended:
             raise EndOfStream
         data: list[Any] = []
+        ends = [self.began]
         try:
-            for at, _ in enumerate(index if self.auto_collation else (None,)):
+            for _ in index if self.auto_collation else (None,):
                 data.append(next(self.dataset_iter))
                 if self._times_samples:
-                    self._time(at)
+                    ends.append(monotonic_ns())
         except StopIteration:
             self.ended = self.auto_collation
             if self.drop_last:
                 raise EndOfStream from None
         if not data:
             raise EndOfStream
-        self._end(len(data))
+        self._compare(ends)
+        self.fetched = monotonic_ns()
+        self._times_samples = self.fetched - self.began > _WORTH_TIMING * len(data)
+        collate = default if self.collate_fn is default_collate else self.collate_fn
         try:
-            return self.collate_fn(data if self.auto_collation else data[0])
+            return collate(data if self.auto_collation else data[0])
         except StopIteration as stop:
             raise RuntimeError("collate_fn raised StopIteration") from stop
 

@@ -27,14 +27,14 @@ def is_stateful(part: Any) -> TypeGuard[Stateful]:
 
 def is_known(fetcher: Fetcher) -> bool:
     """Whether `of` has anything to say."""
-    return is_stateful(fetcher.dataset) or is_stateful(_iterator(fetcher))
+    return is_stateful(fetcher.dataset) or is_stateful(fetcher.dataset_iter)
 
 
 def of(fetcher: Fetcher) -> dict[str, Any]:
     """Where the dataset stands between two batches: "dataset" and "iterator", as far as they say it, and
     whether the iterator has "ended" with a batch that was not full."""
-    iterator = _iterator(fetcher)
-    place: dict[str, Any] = {"ended": getattr(fetcher, "ended", False)}
+    iterator = fetcher.dataset_iter
+    place: dict[str, Any] = {"ended": fetcher.ended}
     if is_stateful(iterator):
         place["iterator"] = iterator.state_dict()
     if iterator is not fetcher.dataset and is_stateful(fetcher.dataset):
@@ -46,6 +46,9 @@ def packed(fetcher: Fetcher, **more: Any) -> bytes:
     """The same as a pickle, with what else a reader says; b"": nothing. What user code raises stands in the
     place of its position: whoever only iterates a loader need not hear of it."""
     try:
+        dataset, iterator = fetcher.dataset, fetcher.dataset_iter
+        if not (more or hasattr(dataset, "state_dict") or hasattr(iterator, "state_dict")):
+            return b""  # as for nearly every batch
         state = {"position": of(fetcher), **more} if is_known(fetcher) else more
         return pickle.dumps(state) if state else b""
     except Exception as error:
@@ -70,15 +73,11 @@ def _set_dataset(dataset: Any, place: dict[str, Any]) -> None:
 
 def _set_iterator(fetcher: Fetcher, place: dict[str, Any]) -> None:
     if "iterator" in place:
-        _iterator(fetcher).load_state_dict(place["iterator"])
+        fetcher.dataset_iter.load_state_dict(place["iterator"])
     if place.get("ended"):
-        fetcher.ended = True  # type: ignore[attr-defined]
+        fetcher.ended = True
         # It is asked once more: datasets note in their iterator that they were put somewhere.
-        if next(_iterator(fetcher), fetcher) is not fetcher:  # one that begins anew at its end
+        if next(fetcher.dataset_iter, fetcher) is not fetcher:  # one that begins anew at its end
             _set_dataset(fetcher.dataset, place)
             if "iterator" in place:
-                _iterator(fetcher).load_state_dict(place["iterator"])
-
-
-def _iterator(fetcher: Fetcher) -> Any:
-    return getattr(fetcher, "dataset_iter", None)
+                fetcher.dataset_iter.load_state_dict(place["iterator"])

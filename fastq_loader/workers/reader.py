@@ -12,7 +12,6 @@ over; where there is no position, they are read again.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import time
 from typing import Any, NoReturn
@@ -140,13 +139,18 @@ class Reader:
         self._fetched = True
         self._asked += 1
         if self._to_pass:
-            self._pass_over(index)
+            self._pass_over(self._fetcher, index)
+        fetcher = self._fetcher
         try:
-            return self._fetch(index)
+            return fetcher.fetch(index)
+        except EndOfStream:
+            self.ended = True
+            raise
         finally:
-            fetcher = self._fetcher
             self.timing = fetcher.fetched, time.monotonic_ns(), fetcher.slowest, fetcher.slowest_at
-            self.state = self._say_state()
+            more = {"generators": self._states()} if self._setup.plan.save_generators else {}
+            state = position.packed(fetcher, **more)
+            self.state = seal(state, self._setup.token) if state else b""
 
     def _number(self, seq: int) -> int:
         """What a batch is seeded by: its number. Of an iterable dataset it is the number that it has if no
@@ -154,32 +158,21 @@ class Reader:
         setup = self._setup
         return self._asked * setup.plan.workers + setup.worker if setup.plan.rules.iterable else seq
 
-    def _fetch(self, index: Any) -> Any:
-        assert self._fetcher is not None, "an epoch comes before its tasks"
-        try:
-            return self._fetcher.fetch(index)
-        except EndOfStream:
-            self.ended = True
-            raise
-
-    def _pass_over(self, index: Any) -> NoReturn:
+    def _pass_over(self, fetcher: Fetcher, index: Any) -> NoReturn:
         if self._replays:
-            with contextlib.suppress(Exception):  # of user code; it was raised at its position before
-                self._fetch(index)
-            if self.ended:
-                raise EndOfStream
+            try:
+                fetcher.fetch(index)
+            except EndOfStream:
+                self.ended = True
+                raise
+            except Exception:  # of user code; it was raised at its position before
+                pass
         self._to_pass -= 1
         self._set_generators()
         raise HandedOutBefore
 
-    def _say_state(self) -> bytes:
-        """What the worker goes on from if this was the last batch."""
-        assert self._fetcher is not None, "a batch was loaded"
-        states: dict[str, Any] = {}
-        if self._setup.plan.save_generators:
-            states = {name: generators.state_of(own) for name, own in self._generators().items()}
-        state = position.packed(self._fetcher, **({"generators": states} if states else {}))
-        return seal(state, self._setup.token) if state else b""
+    def _states(self) -> dict[str, Any]:
+        return {name: generators.state_of(own) for name, own in self._generators().items()}
 
     def is_missed(self) -> bool:
         """Whether a batch that nobody will get has to be loaded all the same. torch's workers load whatever

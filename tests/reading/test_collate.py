@@ -1,9 +1,13 @@
-"""Collating into blocks: the same tensors as torch's default collate gives in a worker, in another place."""
+"""Collating by a shorter way, and into blocks: what torch's default collate gives, in a worker too."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import random
+import sys
+import warnings
+from collections import OrderedDict, UserDict, UserList, defaultdict, namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -201,3 +205,152 @@ def test_arrays_and_numbers_become_what_torch_makes_of_them(
     expected = outcome(default_collate, samples)
     collate.install()
     assert_same(expected, outcome(default_collate, samples))
+
+
+class Listed(list[Any]):
+    """A list of one's own; it has no other constructor than its base's."""
+
+
+class Short(list[Any]):
+    """Says that it is longer than it is."""
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
+Named = namedtuple("Named", "x y")
+#: What a field of sample `i` is.
+FIELDS: dict[str, Callable[[int], Any]] = {
+    "tensor": lambda i: torch.full((2,), float(i)),
+    "view": lambda i: torch.arange(12.0).reshape(3, 4).t()[i % 4],
+    "parameter": lambda i: torch.ones(2, requires_grad=True),
+    "array": lambda i: np.full(3, i),
+    "read-only array": lambda i: np.frombuffer(b"1234", np.uint8),
+    "array of texts": lambda i: np.array("a"),
+    "numpy's number": lambda i: np.float32(i),
+    "int": lambda i: i,
+    "long": lambda i: i << 70,
+    "float": lambda i: i / 3,
+    "bool": lambda i: i > 1,
+    "text": str,
+    "bytes": lambda i: b"%d" % i,
+    "int or float": lambda i: i / 2 if i % 2 else i,
+    "int or nothing": lambda i: i if i % 2 else None,
+    "nothing": lambda i: None,
+    "set": lambda i: {i},
+    "range": lambda i: range(i, i + 3),
+    "sizes": lambda i: torch.zeros(i + 1),
+}
+CONTAINERS: dict[str, Callable[[int, list[Any]], Any]] = {
+    "tuple": lambda i, parts: tuple(parts),
+    "list": lambda i, parts: parts,
+    "dict": lambda i, parts: dict(enumerate(parts)),
+    "named": lambda i, parts: Named(parts, i),
+    "ordered": lambda i, parts: OrderedDict(enumerate(parts)),
+    "default": lambda i, parts: defaultdict(int, enumerate(parts)),
+    "user's dict": lambda i, parts: UserDict(enumerate(parts)),
+    "user's list": lambda i, parts: UserList(parts),
+    "subclass": lambda i, parts: Listed(parts),
+    "short": lambda i, parts: Short(parts[:-1]) if i else parts,
+    "tuple or list": lambda i, parts: parts if i else tuple(parts),
+    "longer": lambda i, parts: (*parts, *range(i)),
+    "other keys": lambda i, parts: {"x": parts, i: 0},
+    "fewer keys": lambda i, parts: {"x": 1} if i else {"x": 2, "y": 3},
+}
+#: Users' entries in torch's table: a function tells that it was called, and how.
+ENTRIES: list[tuple[Any, ...]] = [
+    (),
+    (),
+    (tuple,),
+    (Sequence,),
+    (Mapping,),
+    (dict,),
+    ((list, set),),
+    (type(None),),
+    (object,),
+    (int,),
+]
+
+
+def make_samples(draws: random.Random, count: int, depth: int = 0) -> list[Any]:
+    """Samples of one kind, more or less."""
+    if depth == 4 or draws.random() < 0.3 * depth:
+        field = FIELDS[draws.choice(list(FIELDS)[:13] if draws.random() < 0.9 else list(FIELDS))]
+        return [field(i) for i in range(count)]
+    usual = list(CONTAINERS)[: 3 if draws.random() < 0.5 else 10 if draws.random() < 0.8 else None]
+    container = CONTAINERS[draws.choice(usual)]
+    parts = [make_samples(draws, count, depth + 1) for _ in range(draws.choice((0, 1, 2, 2, 3)))]
+    return [container(i, [part[i] for part in parts]) for i in range(count)]
+
+
+def seen(collate_fn: Callable[[Any], Any], batch: Any, entries: tuple[Any, ...]) -> Any:
+    """What comes of a batch: the result or the errors, the warnings, and the calls of users' entries."""
+    calls: list[Any] = []
+    given = torch_collate.default_collate_fn_map
+
+    def own(batch: Any, *, collate_fn_map: Any) -> Any:
+        calls.append((batch, collate_fn_map is given))
+        if len(calls) % 3 == 0:
+            raise TypeError("of the user's")
+        return ["own", *batch]
+
+    given.update(dict.fromkeys(entries, own))
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            result = collate_fn(batch)
+        except Exception as error:
+            result = type(error), str(error), type(error.__context__)
+        finally:
+            torch.set_warn_always(always)
+    return result, [(each.category, str(each.message)) for each in warned], calls
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_samples_become_what_torch_makes_of_them(seed: int, table: dict[Any, Any]) -> None:
+    draws = random.Random(seed)
+    samples, entries = make_samples(draws, draws.choice((1, 2, 4))), draws.choice(ENTRIES)
+    batch = draws.choice((list, list, list, tuple, UserList))(samples)
+    before = dict(table)
+    expected = seen(default_collate, batch, entries)
+    table.clear()
+    table.update(before)
+    assert_same(expected, seen(collate.default, batch, entries), f"seed {seed}, {entries}: {samples}")
+
+
+def test_a_batch_of_ones_own_kind_is_read_as_often_as_torch_reads_it() -> None:
+    class Lazy(UserList[Any]):
+        reads = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.reads += 1
+            return iter(self.data)
+
+    batches = Lazy([(1, 2), (3, 4)]), Lazy([(1, 2), (3, 4)])
+    assert_same(default_collate(batches[0]), collate.default(batches[1]))
+    assert batches[0].reads == batches[1].reads
+
+
+@pytest.mark.parametrize("replaced", [None, OrderedDict()])
+def test_a_table_that_is_no_dict_is_torchs_business(replaced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_collate, "default_collate_fn_map", replaced)
+    for batch in ([(1, 2), (3, 4)], [((), []), ((), [])], []):
+        assert_same(outcome(default_collate, batch), outcome(collate.default, batch))
+
+
+@pytest.mark.parametrize("sample", [(1, 2.0), [1, 2.0], {"x": 1, "y": 2.0}, {"x": (1, 2.0)}], ids=repr)
+def test_how_many_samples_there_are_costs_no_calls(sample: Any) -> None:
+    def count_calls(batch: list[Any]) -> int:
+        calls = [0]
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            calls[0] += event == "call" and frame.f_code.co_filename.endswith("collate.py")
+
+        sys.setprofile(count)
+        collate.default(batch)
+        sys.setprofile(None)
+        return calls[0]
+
+    assert count_calls([sample] * 512) == count_calls([sample] * 2)
