@@ -18,12 +18,15 @@ import atexit
 import importlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
+
+from torch import distributed
 
 from fastq_loader.remote.cluster import (
     ROOMLESS,
@@ -35,20 +38,18 @@ from fastq_loader.remote.cluster import (
     Instruction,
     Kill,
     Lose,
-    Return,
     StartHost,
 )
-from fastq_loader.remote.control import NoPlace, Place, Recall
+from fastq_loader.remote.control import NoPlace, Place
 from fastq_loader.remote.link import Address
 from fastq_loader.remote.placement import Placement, Ready
 from fastq_loader.remote.seat import seat_class
-from fastq_loader.remote.shares import shares_actor
 
 if TYPE_CHECKING:
     from fastq_loader.remote.options import RayWorkers
 
-#: Seconds between two ticks of `Cluster`, and ticks until others hear again what this pool wants and has.
-_TICK, _REPORT = 1.0, 2
+#: Seconds between two ticks of `Cluster`.
+_TICK = 1.0
 #: Seconds that hosts have to end, when all their workers have ended before.
 _END = 2.0
 #: What an actor does at the same time: stay, say where it is, and start a host, which may take minutes.
@@ -74,10 +75,7 @@ class RayPlacement(Placement):
         self._ray: Any = None
         self._seat: Any = None  # makes actors
         self._spec: Any = None  # a reference to what hosts are told
-        self._name = os.urandom(8).hex()  # among all loaders that use the cluster
-        self._shares: Any = None  # the actor that knows them
-        self._reporting = False  # it has not answered yet
-        self._ticks = 0
+        self._flexible = flexible
         self._cluster = Cluster(flexible)
         self._actors: dict[int, Any] = {}
         self._devices: dict[int, dict[str, str]] = {}  # actor → variables that say which are its own
@@ -108,6 +106,10 @@ class RayPlacement(Placement):
             max_concurrency=_METHODS,
         )
         self._spec = ray.put(spec)
+        if self._flexible and (ranks := _ranks()) > 1:
+            there, takes = ray.cluster_resources(), self._takes()
+            parts = [int(there.get(name, 0) // ranks // amount) for name, amount in takes.items()]
+            self._cluster.most = max(1, min(parts, default=sys.maxsize))
         # At its exit Ray is shut down before the loaders close, because it was imported after them. Whoever
         # calls it then starts it anew.
         atexit.register(self._stop)
@@ -142,7 +144,7 @@ class RayPlacement(Placement):
             for actor in self._actors.values():
                 self._ray.kill(actor)
         self._actors.clear()
-        self._spec = self._seat = self._shares = None
+        self._spec = self._seat = None
 
     # ---- the thread -----------------------------------------------------------------------------
 
@@ -152,24 +154,16 @@ class RayPlacement(Placement):
             try:
                 event = self._events.get(timeout=max(0.0, due - time.monotonic()))
             except Empty:
-                event, due = self._tick, time.monotonic() + _TICK
+                event, due = self._cluster.tick, time.monotonic() + _TICK
             if event is None:
                 return
             for instruction in event():
                 self._carry_out(instruction)
 
-    def _tick(self) -> list[Instruction]:
-        self._ticks += 1
-        if self._ticks % _REPORT == 0:
-            self._report()
-        return self._cluster.tick()
-
     def _carry_out(self, instruction: Instruction) -> None:
         match instruction:
             case Give(number, actor, address, port, node):
                 self._say(Place(number, Address(address, port), node, self._devices[actor]))
-            case Return(number):
-                self._say(Recall(number))
             case Complain(have, want):
                 self._complain(have, want)
             case Lose(number, why):
@@ -187,7 +181,7 @@ class RayPlacement(Placement):
                 except Exception as error:
                     self._events.put(partial(self._cluster.failed, actor, _text(error)))
 
-    def _say(self, found: Place | NoPlace | Recall) -> None:
+    def _say(self, found: Place | NoPlace) -> None:
         ready = self._asked.get(found.number)
         if ready is not None:  # it was not given back meanwhile
             ready(found)
@@ -234,42 +228,19 @@ class RayPlacement(Placement):
             return self._cluster.gone(actor, _text(error))
         return self._cluster.failed(actor, _text(error))
 
-    # ---- others who use the cluster -------------------------------------------------------------
-
-    def _report(self) -> None:
-        """Say what this pool wants and has; what it may have becomes an event."""
+    def _takes(self) -> dict[str, float]:
+        """What each worker takes from the cluster."""
         options = self._options
-        divided = options.num_cpus and not options.num_gpus and not options.resources
-        if self._reporting or not divided or not self._ray.is_initialized():
-            return
-        try:
-            if self._shares is None:
-                self._shares = shares_actor(self._ray)
-            said = self._name, self._cluster.want, self._cluster.have, options.num_cpus
-            reference = self._shares.report.remote(*said)
-        except Exception:  # its node is gone, perhaps; it is made again
-            self._shares = None
-            return
-        self._reporting = True
-        reference.future().add_done_callback(lambda future: self._events.put(partial(self._shared, future)))
-
-    def _shared(self, future: Any) -> list[Instruction]:
-        self._reporting = False
-        if future.exception() is not None:  # it has ended with the loader that had made it
-            self._shares = None
-            return []
-        return self._cluster.share(future.result())
+        takes = {"CPU": options.num_cpus, "GPU": options.num_gpus, **options.resources}
+        return {name: amount for name, amount in takes.items() if amount}
 
     def _complain(self, have: int, want: int) -> None:
         if not self._ray.is_initialized():
             return
-        options = self._options
-        takes = {"CPU": options.num_cpus, "GPU": options.num_gpus, **options.resources}
         free, there = self._ray.available_resources(), self._ray.cluster_resources()
         room = ", ".join(
             f"{amount:g} {name} ({free.get(name, 0):g} of {there.get(name, 0):g} are free)"
-            for name, amount in takes.items()
-            if amount
+            for name, amount in self._takes().items()
         )
         _log.warning(
             "%d of %d workers have room in the Ray cluster at %s, and the epoch has waited for more for %d "
@@ -277,6 +248,14 @@ class RayPlacement(Placement):
             "(num_workers, num_cpus).",
             *(have, want, self._ray.get_runtime_context().gcs_address, ROOMLESS * _TICK, room or "nothing"),
         )
+
+
+def _ranks() -> int:
+    """How many processes train together, each with a loader of its own."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    told = os.environ.get("WORLD_SIZE", "")  # as torchrun says it
+    return int(told) if told.isdecimal() else 1
 
 
 def _text(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from fastq_loader import RayWorkers
 from fastq_loader.remote import ray_placement
-from fastq_loader.remote.control import NoPlace, Place, Recall
+from fastq_loader.remote.control import NoPlace, Place
 from fastq_loader.remote.link import Address
 from fastq_loader.remote.ray_placement import RayPlacement
 from tests.conftest import wait_until
@@ -66,6 +66,7 @@ class Ray:
         self.actors: list[Actor] = []
         self.killed: list[Actor] = []
         self.waited: list[int] = []
+        self.there = {"CPU": 8.0}
 
     def is_initialized(self) -> bool:
         return self.running
@@ -88,6 +89,9 @@ class Ray:
 
     def _must_run(self) -> None:
         assert self.running, "Ray would start anew by itself"
+
+    def cluster_resources(self) -> dict[str, float]:
+        return self.there
 
     def put(self, data: bytes) -> Any:
         return data
@@ -299,60 +303,48 @@ def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch:
     assert not exits
 
 
-class Shares:
-    """The actor that divides the cluster's CPUs."""
-
-    def __init__(self) -> None:
-        self.report = Method()
-
-
-@pytest.fixture
-def shares(monkeypatch: pytest.MonkeyPatch) -> list[Shares]:
-    made: list[Shares] = []
-    monkeypatch.setattr(ray_placement, "shares_actor", lambda ray: made.append(Shares()) or made[-1])
-    monkeypatch.setattr(ray_placement, "_TICK", 0.01)
-    return made
-
-
-def test_what_a_pool_wants_is_reported_and_what_it_may_have_is_heard(ray: Ray, shares: list[Shares]) -> None:
-    placement = RayPlacement(RayWorkers(num_cpus=2))
-    placement.start(b"spec")
-    acquire(placement, 1)
-    found = acquire(placement, 2)
-    for number in range(2):
-        ray.actor(number).where.answer(("f", "10.0.0.7", {}))
-    ray.actor(0).listen.answer(4711)
-    assert wait_until(lambda: bool(found) and bool(shares), SECONDS)
-    for _ in range(2):  # what was said before both were there
-        shares[0].report.answer(2)
-    assert wait_until(lambda: len(shares[0].report.given) == 3, SECONDS)
-    name, *said = shares[0].report.given[-1]
-    assert said == [2, 2, 2]
-    shares[0].report.answer(1)
-    assert wait_until(lambda: len(found) == 2, SECONDS)
-    assert found[1] == Recall(2)
-    shares[0].report.answer(ActorDiedError("with its loader"))
-    assert wait_until(lambda: len(shares) == 2, SECONDS), "it is made again"
-    assert shares[1].report.given[0][0] == name
-    placement.close()
-
-
-@pytest.mark.parametrize("given", [{"num_cpus": 0}, {"num_gpus": 1}, {"resources": {"decoder": 1}}])
-def test_what_is_no_matter_of_cpus_alone_is_not_divided(
-    ray: Ray, shares: list[Shares], given: dict[str, Any]
+@pytest.mark.parametrize(
+    ("ranks", "flexible", "given", "actors"),
+    [
+        ("2", True, {}, 3),
+        ("2", True, {"num_cpus": 1.5}, 2),
+        ("2", True, {"num_gpus": 0.5}, 2),
+        ("16", True, {}, 1),
+        ("2", True, {"num_cpus": 0}, 5),
+        ("1", True, {}, 5),
+        ("", True, {}, 5),
+        ("2", False, {}, 5),
+    ],
+)
+def test_a_rank_asks_for_its_part_of_the_cluster(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch, ranks: str, flexible: bool, given: dict[str, Any], actors: int
 ) -> None:
-    placement = RayPlacement(RayWorkers(**given))
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    ray.there = {"CPU": 7.0, "GPU": 2.0}
+    placement = RayPlacement(RayWorkers(**given), flexible)
     placement.start(b"spec")
-    assert wait_until(lambda: placement._ticks > 5, SECONDS)
+    for number in range(5):
+        acquire(placement, number)
     placement.close()
-    assert not shares
+    assert len(ray.actors) == actors
+
+
+def test_ranks_are_those_of_torch_distributed_where_it_is_initialised(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    played = SimpleNamespace(is_available=bool, is_initialized=lambda: True, get_world_size=lambda: 4)
+    monkeypatch.setattr(ray_placement, "distributed", played)
+    assert ray_placement._ranks() == 1
+    played.is_available = lambda: True
+    assert ray_placement._ranks() == 4
 
 
 def test_who_waits_for_room_for_long_is_told_what_there_is(
-    ray: Ray, shares: list[Shares], caplog: pytest.LogCaptureFixture
+    ray: Ray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(ray_placement, "_TICK", 0.01)
     ray.available_resources = lambda: {"CPU": 1.0}  # type: ignore[attr-defined]
-    ray.cluster_resources = lambda: {"CPU": 8.0}  # type: ignore[attr-defined]
     context = SimpleNamespace(gcs_address="10.0.0.1:6379")
     ray.get_runtime_context = lambda: context  # type: ignore[attr-defined]
     placement = RayPlacement(RayWorkers(num_cpus=2))
