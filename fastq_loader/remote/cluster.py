@@ -203,6 +203,11 @@ class Cluster:
         self._why = why
         return self.lost(actor, why)
 
+    def over(self, why: str) -> list[Instruction]:
+        """All actors are gone, and none can be made any more."""
+        self._failures, self._why = TRIES, why
+        return [instruction for actor in list(self._home) for instruction in self.gone(actor, why)]
+
     def tick(self) -> list[Instruction]:
         """A second has passed. Machines in doubt that had time enough to answer are done without."""
         found: list[Instruction] = []

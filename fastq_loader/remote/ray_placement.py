@@ -1,12 +1,16 @@
 """Ray finds the machines: an actor for each worker, and a host on each machine that has some.
 
-Runs in the consumer, on a thread of its own: what Ray reports comes on a thread of Ray's that must not wait,
-so it is queued, and calls to Ray may take a while. What is done about it is decided in `cluster`; `seat` is
-what runs in the process of an actor. Ray is imported only here, and only when a pool starts.
+Runs in the consumer, on a thread of its own, because calls to Ray may take a while. What is done about its
+answers is decided in `cluster`; `seat` is what runs in the process of an actor. Ray is imported only here,
+and only when a pool starts.
 
-An actor holds room for a worker. It does so in a method that never returns: an error of that says within
-milliseconds that the actor is gone. Ray does not start it again (`max_restarts=0`): nobody here would know.
-An actor that waits for room is what an autoscaler sees.
+A call to Ray, or a reference of Ray's that is dropped, ends the process without an exception if Ray is being
+shut down at that moment. So both happen only under the lock that Ray takes for that, and while Ray is the one
+that was there at the start. Answers are asked for, because what Ray calls back runs under no lock.
+
+An actor holds room for a worker. It does so in a method that never returns: an error of that says that the
+actor is gone. Ray does not start it again (`max_restarts=0`): nobody here would know. An actor that waits for
+room is what an autoscaler sees.
 
 User code does not run beside Ray's threads. It runs in the host, a program that one of a machine's actors
 has started, and in the workers that the host forks, so the dataset is there once.
@@ -21,9 +25,9 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed
@@ -48,8 +52,11 @@ from fastq_loader.remote.seat import seat_class
 if TYPE_CHECKING:
     from fastq_loader.remote.options import RayWorkers
 
-#: Seconds between two ticks of `Cluster`.
+#: Seconds between two ticks of `Cluster`, and at most between two questions for answers.
 _TICK = 1.0
+#: The same after one came, and how much later is asked again each time that none did: actors that start are
+#: noticed a tenth of the time late, and those that stay cost nothing.
+_SOON, _LATER = 0.01, 1.1
 #: Seconds that hosts have to end, when all their workers have ended before.
 _END = 2.0
 #: What an actor does at the same time: stay, say where it is, and start a host, which may take minutes.
@@ -83,7 +90,12 @@ class RayPlacement(Placement):
         self._unwatched: set[int] = set()  # actors whose end would not be noticed
         self._asked: dict[int, Ready] = {}  # by the number of the place
         self._deaths: dict[int, str] = {}  # the same → why it is gone
-        self._events: SimpleQueue[Event | None] = SimpleQueue()
+        self._pending: dict[Any, tuple[int, str]] = {}  # references → actor and method that will answer
+        self._lock: Any = None  # Ray's, which is private: one that hides it may end the process as described
+        self._driver = ""  # Ray's name for this process, until Ray is shut down
+        self._events: deque[Event] = deque()
+        self._news = threading.Event()
+        self._stopped = False
         self._thread = threading.Thread(target=self._run, name="fastq_loader: Ray", daemon=True)
 
     def start(self, spec: bytes) -> None:
@@ -92,9 +104,19 @@ class RayPlacement(Placement):
             Exception: Ray cannot be joined or started, or does not accept an option.
         """
         self._ray = ray = importlib.import_module("ray")
+        private = importlib.import_module("ray._private.worker")
+        self._lock = getattr(private, "_connect_or_shutdown_lock", None) or threading.RLock()
         if not ray.is_initialized():
             ray.init(address=self._options.address)
+        with self._lock:
+            self._prepare(ray, spec)
+        # At its exit Ray is shut down before the loaders close, because it was imported after them.
+        atexit.register(self._stop)
+        self._thread.start()
+
+    def _prepare(self, ray: Any, spec: bytes) -> None:
         options = self._options
+        self._driver = ray.get_runtime_context().get_worker_id()
         self._seat = ray.remote(seat_class()).options(
             num_cpus=options.num_cpus,
             num_gpus=options.num_gpus,
@@ -110,55 +132,100 @@ class RayPlacement(Placement):
             there, takes = ray.cluster_resources(), self._takes()
             parts = [int(there.get(name, 0) // ranks // amount) for name, amount in takes.items()]
             self._cluster.most = max(1, min(parts, default=sys.maxsize))
-        # At its exit Ray is shut down before the loaders close, because it was imported after them. Whoever
-        # calls it then starts it anew.
-        atexit.register(self._stop)
-        self._thread.start()
 
     # ---- what the pool wants --------------------------------------------------------------------
 
     def acquire(self, number: int, ready: Ready) -> None:
         self._asked[number] = ready
-        self._events.put(partial(self._cluster.acquire, number))
+        self._add(partial(self._cluster.acquire, number))
 
     def release(self, number: int, why: str) -> None:
         self._asked.pop(number, None)
-        self._events.put(partial(self._cluster.release, number, why))
+        self._add(partial(self._cluster.release, number, why))
 
     def death(self, number: int) -> str:
         return self._deaths.get(number, "")
 
+    def _add(self, event: Event) -> None:
+        self._events.append(event)
+        self._news.set()
+
     def _stop(self) -> None:
         """Call Ray no more from the thread."""
+        self._stopped = True
+        self._news.set()
         if self._thread.ident is not None:
-            self._events.put(None)
             self._thread.join()
 
     def close(self) -> None:
         self._stop()
         atexit.unregister(self._stop)
-        if self._actors and self._ray.is_initialized():  # else they have ended with it
-            ends = [self._actors[starter].end.remote() for starter in self._starters & {*self._actors}]
-            if ends:
-                self._ray.wait(ends, num_returns=len(ends), timeout=_END)
-            for actor in self._actors.values():
-                self._ray.kill(actor)
+        if self._lock is None:  # it was not started
+            return
+        with self._lock:
+            if self._is_there():  # else they have ended with it
+                self._end_actors()
+            self._forget()
+
+    def _end_actors(self) -> None:
+        ends = [self._actors[starter].end.remote() for starter in self._starters & {*self._actors}]
+        if ends:
+            self._ray.wait(ends, num_returns=len(ends), timeout=_END)
+        for actor in self._actors.values():
+            self._ray.kill(actor)
+
+    def _is_there(self) -> bool:
+        """Whether Ray is still the one that was there at the start. It would start anew by itself."""
+        ray = self._ray
+        return bool(ray.is_initialized() and ray.get_runtime_context().get_worker_id() == self._driver)
+
+    def _forget(self) -> None:
+        """Drop all references."""
+        self._driver = ""
         self._actors.clear()
+        self._pending.clear()
         self._spec = self._seat = None
 
     # ---- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        due = time.monotonic() + _TICK
-        while True:
+        due, pause = time.monotonic() + _TICK, _SOON
+        while not self._stopped:
+            self._news.wait(pause)
+            if time.monotonic() >= due:
+                self._events.append(self._cluster.tick)
+                due = time.monotonic() + _TICK
+            if not self._lock.acquire(timeout=_SOON):  # whoever has it may wait for the end of this thread
+                continue
             try:
-                event = self._events.get(timeout=max(0.0, due - time.monotonic()))
-            except Empty:
-                event, due = self._cluster.tick, time.monotonic() + _TICK
-            if event is None:
-                return
+                pause = _SOON if self._step() else min(_TICK, pause * _LATER)
+            finally:
+                self._lock.release()
+
+    def _step(self) -> bool:
+        """Hear what is new, and do what is to be done about it. Whether there was anything."""
+        self._news.clear()
+        if self._driver and not self._is_there():
+            self._forget()
+            self._events.appendleft(partial(self._cluster.over, "Ray was shut down"))
+        elif self._pending:
+            self._hear(self._ray)
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        for event in events:
             for instruction in event():
                 self._carry_out(instruction)
+        return bool(events)
+
+    def _hear(self, ray: Any) -> None:
+        """What actors, or Ray in their place, have answered."""
+        pending = list(self._pending)
+        for reference in ray.wait(pending, num_returns=len(pending), timeout=0)[0]:
+            actor, method = self._pending.pop(reference)
+            try:
+                answer = partial(self._answered, actor, method, ray.get(reference))
+            except Exception as error:
+                answer = partial(self._failed, actor, method, error.with_traceback(None))
+            self._events.append(answer)
 
     def _carry_out(self, instruction: Instruction) -> None:
         match instruction:
@@ -171,15 +238,13 @@ class RayPlacement(Placement):
                 self._say(NoPlace(number, why))
             case Kill(actor):
                 seat = self._actors.pop(actor, None)
-                if seat is not None and self._ray.is_initialized():
+                if seat is not None:
                     self._ray.kill(seat)
             case Create(actor) | Ask(actor) | StartHost(actor):
                 try:
-                    if not self._ray.is_initialized():  # Ray would start anew by itself
-                        raise RuntimeError("Ray was shut down")
                     self._call(instruction, actor)
                 except Exception as error:
-                    self._events.put(partial(self._cluster.failed, actor, _text(error)))
+                    self._add(partial(self._cluster.failed, actor, _text(error)))
 
     def _say(self, found: Place | NoPlace) -> None:
         ready = self._asked.get(found.number)
@@ -187,7 +252,7 @@ class RayPlacement(Placement):
             ready(found)
 
     def _call(self, instruction: Create | Ask | StartHost, actor: int) -> None:
-        """Call an actor; what it answers becomes an event."""
+        """Call an actor; its answer is waited for."""
         if isinstance(instruction, Create):
             self._actors[actor] = self._seat.remote()
             self._unwatched.add(actor)
@@ -196,26 +261,20 @@ class RayPlacement(Placement):
             self._starters.add(actor)
             first, last = self._options.ports or (0, 0)
             ports = list(range(first, last + 1))
-            self._then(actor, "listen", seat.listen.remote(self._spec, ports))
+            self._pending[seat.listen.remote(self._spec, ports)] = actor, "listen"
             return
-        self._then(actor, "where", seat.where.remote())
+        self._pending[seat.where.remote()] = actor, "where"
         if actor in self._unwatched:
             self._unwatched.discard(actor)
-            self._then(actor, "stay", seat.stay.remote())
+            self._pending[seat.stay.remote()] = actor, "stay"
 
-    def _then(self, actor: int, method: str, reference: Any) -> None:
-        reference.future().add_done_callback(
-            lambda future: self._events.put(partial(self._answered, actor, method, future))
-        )
+    def _answered(self, actor: int, method: str, said: Any) -> list[Instruction]:
+        if method == "where":
+            node, address, self._devices[actor] = said
+            return self._cluster.placed(actor, node, address)
+        return self._cluster.listens(actor, said)
 
-    def _answered(self, actor: int, method: str, future: Any) -> list[Instruction]:
-        """What an actor, or Ray in its place, has answered."""
-        error = future.exception()
-        if error is None:
-            if method == "where":
-                node, address, self._devices[actor] = future.result()
-                return self._cluster.placed(actor, node, address)
-            return self._cluster.listens(actor, future.result())
+    def _failed(self, actor: int, method: str, error: Exception) -> list[Instruction]:
         exceptions = self._ray.exceptions
         if isinstance(error, exceptions.ActorUnavailableError):
             if method == "where":
@@ -235,8 +294,6 @@ class RayPlacement(Placement):
         return {name: amount for name, amount in takes.items() if amount}
 
     def _complain(self, have: int, want: int) -> None:
-        if not self._ray.is_initialized():
-            return
         free, there = self._ray.available_resources(), self._ray.cluster_resources()
         room = ", ".join(
             f"{amount:g} {name} ({free.get(name, 0):g} of {there.get(name, 0):g} are free)"

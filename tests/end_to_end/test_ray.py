@@ -304,6 +304,44 @@ def raise_in_the_loop(batches: Iterator[Any]) -> None:
         raise KeyError("of the training step")
 
 
+SHUT_DOWN = """
+import random, time, warnings
+import ray
+from fastq_loader import DataLoader, RayWorkers
+from tests.end_to_end.test_ray import plain
+from tests.support.datasets import Made
+
+warnings.simplefilter("ignore")
+chance, kept = random.Random({seed}), []
+for in_the_middle in (True, False, True, False):
+    ray.init(address={address!r}, log_to_driver=False)
+    schedule = chance.choice(["dynamic", "round_robin"])
+    options = {{"workers": RayWorkers(), "schedule": schedule, "persistent_workers": True}}
+    loader = DataLoader(Made(plain, 10**5 if in_the_middle else 80), 4, num_workers=2, **options)
+    batches = iter(loader)
+    first = [next(batches) for _ in range(chance.choice([1, 20]) if in_the_middle else 20)]
+    time.sleep(chance.random())
+    ray.shutdown()
+    try:
+        list(batches if in_the_middle else loader)
+    except RuntimeError as error:
+        print(error)
+    kept.append(loader)
+print("saved")
+"""
+
+
+def test_a_process_outlives_ray_and_its_loaders_say_what_happened(cluster: Nodes) -> None:
+    cluster.resize(2)
+    seed = random.randrange(10**6)
+    with running_script(SHUT_DOWN.format(address=cluster.address, seed=seed)) as script:
+        result = script.finish(200)
+    assert result.returncode == 0, (seed, result)
+    *errors, saved = result.stdout.splitlines()
+    assert (len(errors), saved) == (4, "saved"), (seed, result)
+    assert all("Ray was shut down" in error for error in errors), (seed, errors)
+
+
 LOCAL = """
 import warnings
 from fastq_loader import DataLoader

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -28,6 +29,10 @@ class ActorUnavailableError(Exception):
     pass
 
 
+#: Calls whose answers were heard.
+HEARD: set[Future[Any]] = set()
+
+
 class Method:
     """A method of an actor: its calls, which the test answers."""
 
@@ -38,7 +43,7 @@ class Method:
     def remote(self, *given: Any) -> Any:
         self.given.append(given)
         self.calls.append(Future())
-        return SimpleNamespace(future=lambda: self.calls[-1])
+        return self.calls[-1]
 
     def answer(self, result: Any) -> None:
         assert wait_until(lambda: any(not call.done() for call in self.calls), SECONDS)
@@ -47,6 +52,7 @@ class Method:
             call.set_exception(result)
         else:
             call.set_result(result)
+        assert wait_until(lambda: call in HEARD, SECONDS)
 
 
 class Actor:
@@ -61,6 +67,8 @@ class Ray:
 
     def __init__(self) -> None:
         self.running = False
+        self.lock = threading.RLock()  # that Ray takes for its start and its end
+        self.driver = "this process"
         self.joined: list[Any] = []
         self.options: dict[str, Any] = {}
         self.actors: list[Actor] = []
@@ -89,19 +97,34 @@ class Ray:
 
     def _must_run(self) -> None:
         assert self.running, "Ray would start anew by itself"
+        assert self.lock._is_owned(), "Ray could be shut down now"  # type: ignore[attr-defined]
 
     def cluster_resources(self) -> dict[str, float]:
         return self.there
 
     def put(self, data: bytes) -> Any:
+        self._must_run()
         return data
+
+    def get_runtime_context(self) -> Any:
+        self._must_run()
+        return SimpleNamespace(get_worker_id=lambda: self.driver, gcs_address="10.0.0.1:6379")
 
     def kill(self, actor: Actor) -> None:
         self._must_run()
         self.killed.append(actor)
 
-    def wait(self, references: list[Any], num_returns: int, timeout: float) -> None:
-        self.waited.append(num_returns)
+    def wait(self, references: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        self._must_run()
+        if timeout:
+            self.waited.append(num_returns)
+        done = [reference for reference in references if reference.done()]
+        return done, [reference for reference in references if reference not in done]
+
+    def get(self, reference: Future[Any]) -> Any:
+        self._must_run()
+        HEARD.add(reference)
+        return reference.result()
 
     def actor(self, number: int) -> Actor:
         assert wait_until(lambda: len(self.actors) > number, SECONDS)
@@ -111,7 +134,8 @@ class Ray:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     played = Ray()
-    monkeypatch.setattr(importlib, "import_module", lambda name: {"ray": played}[name])
+    modules = {"ray": played, "ray._private.worker": SimpleNamespace(_connect_or_shutdown_lock=played.lock)}
+    monkeypatch.setattr(importlib, "import_module", modules.__getitem__)
     monkeypatch.setattr(ray_placement, "_TICK", 1000)
     return played
 
@@ -268,16 +292,36 @@ def test_a_machine_that_keeps_silent_is_done_without(ray: Ray, monkeypatch: pyte
     assert actor in ray.killed
 
 
-def test_ray_that_was_shut_down_is_not_started_again(ray: Ray, placement: RayPlacement) -> None:
-    first = acquire(placement, 3)
+@pytest.mark.parametrize("again", [False, True], ids=["shut down", "and started again"])
+def test_where_ray_was_shut_down_whoever_has_or_wants_a_place_hears_it(
+    ray: Ray, placement: RayPlacement, again: bool
+) -> None:
+    found = acquire(placement, 3)
     actor = ray.actor(0)
     actor.where.answer(("f", "10.0.0.7", {}))
-    assert wait_until(lambda: bool(actor.listen.calls), SECONDS)
-    ray.running = False
-    actor.listen.answer(OSError("it was killed"))
-    assert wait_until(lambda: bool(first), SECONDS)
-    assert first == [NoPlace(3, "Ray was shut down")]
-    assert ray.actors == [actor]
+    actor.listen.answer(4711)
+    assert wait_until(lambda: bool(found), SECONDS)
+    waits = acquire(placement, 4)
+    ray.actor(1)
+    with ray.lock:
+        ray.running, ray.driver = again, "another one"
+    assert wait_until(lambda: len(found) == 2 and bool(waits), SECONDS)
+    assert [found[1], *waits] == [NoPlace(number, "Ray was shut down") for number in (3, 4)]
+    late = acquire(placement, 5)
+    assert wait_until(lambda: late == [NoPlace(5, "Ray was shut down")], SECONDS)
+    assert len(ray.actors) == 2
+    placement.close()
+    assert not ray.killed
+
+
+def test_while_ray_starts_or_ends_it_is_not_touched_and_the_thread_may_still_end(
+    ray: Ray, placement: RayPlacement
+) -> None:
+    with ray.lock:
+        acquire(placement, 3)
+        assert not wait_until(lambda: bool(ray.actors), 0.1)
+        placement._stop()
+    assert not ray.actors
 
 
 def test_a_close_after_ray_was_shut_down_does_not_start_it(ray: Ray, placement: RayPlacement) -> None:
@@ -345,8 +389,6 @@ def test_who_waits_for_room_for_long_is_told_what_there_is(
 ) -> None:
     monkeypatch.setattr(ray_placement, "_TICK", 0.01)
     ray.available_resources = lambda: {"CPU": 1.0}  # type: ignore[attr-defined]
-    context = SimpleNamespace(gcs_address="10.0.0.1:6379")
-    ray.get_runtime_context = lambda: context  # type: ignore[attr-defined]
     placement = RayPlacement(RayWorkers(num_cpus=2))
     placement.start(b"spec")
     acquire(placement, 1)
