@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import json
 import logging
 import os
 import sys
@@ -61,6 +62,8 @@ _SOON, _LATER = 0.01, 1.1
 _END = 2.0
 #: What an actor does at the same time: stay, say where it is, and start a host, which may take minutes.
 _METHODS = 4
+#: Seconds in which a Ray that was just started says whether it has an autoscaler.
+_MONITOR = 5.0
 #: Characters of what Ray says.
 _LONGEST = 300
 
@@ -116,6 +119,7 @@ class RayPlacement(Placement):
 
     def _prepare(self, ray: Any, spec: bytes) -> None:
         options = self._options
+        self._look_for_room(ray)
         self._driver = ray.get_runtime_context().get_worker_id()
         self._seat = ray.remote(seat_class()).options(
             num_cpus=options.num_cpus,
@@ -287,6 +291,28 @@ class RayPlacement(Placement):
             return self._cluster.gone(actor, _text(error))
         return self._cluster.failed(actor, _text(error))
 
+    def _look_for_room(self, ray: Any) -> None:
+        """
+        Raises:
+            ValueError: no machine could ever hold a worker.
+        """
+        takes, machines = self._takes(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        kinds, grows = _addable()
+        machines += kinds
+        most = {name: max((one.get(name, 0) for one in machines), default=0) for name in takes}
+        if any(all(one.get(name, 0) >= takes[name] for name in takes) for one in machines):
+            return
+        lacks = [name for name in takes if most[name] < takes[name]] or list(takes)
+        names = dict.fromkeys({"CPU": "num_cpus", "GPU": "num_gpus"}.get(name, "resources") for name in lacks)
+        asked = ", ".join(f"{name}={getattr(self._options, name)!r}" for name in names)
+        wanted = " and ".join(f"{takes[name]:g} {name} (the most is {most[name]:g})" for name in lacks)
+        text = f"RayWorkers({asked}): no machine of the Ray cluster has {wanted}"
+        if not grows:
+            raise ValueError(
+                f"{text}, and none is added by itself. Add such a machine first, or ask for less"
+            )
+        _log.warning("%s. Workers wait for the autoscaler to add one.", text)
+
     def _takes(self) -> dict[str, float]:
         """What each worker takes from the cluster."""
         options = self._options
@@ -305,6 +331,23 @@ class RayPlacement(Placement):
             "(num_workers, num_cpus).",
             *(have, want, self._ray.get_runtime_context().gcs_address, ROOMLESS * _TICK, room or "nothing"),
         )
+
+
+def _addable() -> tuple[list[dict[str, float]], bool]:
+    """The kinds of machines that an autoscaler may add, as far as it says so; and if there may be others."""
+    try:
+        state = importlib.import_module("ray._private.state").state
+        if (config := state.get_cluster_config()) is not None:
+            groups = [group for group in config.node_group_configs if group.max_count]
+            return [dict(group.resources) for group in groups], False
+        kv, until = importlib.import_module("ray.experimental.internal_kv"), time.monotonic() + _MONITOR
+        while not (status := kv._internal_kv_get("__autoscaling_status")) and time.monotonic() < until:
+            time.sleep(0.1)  # Ray has just been started
+        nodes = json.loads(status)["autoscaler_report"]["node_type_mapping"]
+        # Without an autoscaler each machine is said to be a kind of its own.
+        return [], any(not kind.startswith("node_") for kind in nodes.values())
+    except Exception:  # these are Ray's own, and another version may have others
+        return [], True
 
 
 def _ranks() -> int:

@@ -216,6 +216,14 @@ def test_hosts_that_do_not_start_are_an_error(cluster: Nodes) -> None:
             list(loader(Made(plain, 40), RayWorkers(ports=(port, port), max_restarts=0), 2))
 
 
+def test_what_no_node_has_is_an_error_at_the_start(cluster: Nodes) -> None:
+    cluster.resize(1)
+    with pytest.raises(
+        ValueError, match=r"no machine of the Ray cluster has 1 decoder \(the most is 0\), and"
+    ):
+        iter(loader(Made(plain, 40), RayWorkers(resources={"decoder": 1}), 1))
+
+
 # ---- several consumers, and their ends ----------------------------------------------------------------
 
 RANK = """

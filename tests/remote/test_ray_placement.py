@@ -6,6 +6,7 @@ import importlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +76,8 @@ class Ray:
         self.killed: list[Actor] = []
         self.waited: list[int] = []
         self.there = {"CPU": 8.0}
+        self.modules: dict[str, Any] = {}
+        self.status = '{"autoscaler_report": {"node_type_mapping": {"f": "node_f"}}}'
 
     def is_initialized(self) -> bool:
         return self.running
@@ -101,6 +104,9 @@ class Ray:
 
     def cluster_resources(self) -> dict[str, float]:
         return self.there
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": self.there}, {"Alive": False, "Resources": {"decoder": 1.0}}]
 
     def put(self, data: bytes) -> Any:
         self._must_run()
@@ -134,8 +140,13 @@ class Ray:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     played = Ray()
-    modules = {"ray": played, "ray._private.worker": SimpleNamespace(_connect_or_shutdown_lock=played.lock)}
-    monkeypatch.setattr(importlib, "import_module", modules.__getitem__)
+    played.modules = {
+        "ray": played,
+        "ray._private.worker": SimpleNamespace(_connect_or_shutdown_lock=played.lock),
+        "ray._private.state": SimpleNamespace(state=SimpleNamespace(get_cluster_config=lambda: None)),
+        "ray.experimental.internal_kv": SimpleNamespace(_internal_kv_get=lambda key: played.status),
+    }
+    monkeypatch.setattr(importlib, "import_module", lambda name: played.modules[name])
     monkeypatch.setattr(ray_placement, "_TICK", 1000)
     return played
 
@@ -382,6 +393,57 @@ def test_ranks_are_those_of_torch_distributed_where_it_is_initialised(
     assert ray_placement._ranks() == 1
     played.is_available = lambda: True
     assert ray_placement._ranks() == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "lacks"),
+    [
+        ({"resources": {"decoder": 1}}, r"resources={'decoder': 1}\): .* has 1 decoder \(the most is 0\)"),
+        ({"num_cpus": 9}, r"num_cpus=9\): .* has 9 CPU \(the most is 8\)"),
+        (
+            {"num_cpus": 9, "num_gpus": 1},
+            r"num_cpus=9, num_gpus=1\): .* 9 CPU .* and 1 GPU \(the most is 0\)",
+        ),
+    ],
+)
+def test_what_no_machine_could_ever_give_is_an_error_at_the_start(
+    ray: Ray, given: dict[str, Any], lacks: str
+) -> None:
+    placement = RayPlacement(RayWorkers(**given))
+    with pytest.raises(ValueError, match=lacks):
+        placement.start(b"spec")
+    placement.close()
+    assert not ray.actors
+
+
+@pytest.mark.parametrize(
+    ("groups", "raises"),
+    [([(4, 2)], False), ([(-1, 1)], False), ([(0, 1)], True), ([(4, 0)], True), ([], True)],
+)
+def test_what_an_autoscaler_may_add_counts(
+    ray: Ray, groups: list[tuple[int, int]], raises: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds = [SimpleNamespace(max_count=most, resources={"CPU": 1, "decoder": has}) for most, has in groups]
+    ray.modules["ray._private.state"].state.get_cluster_config = lambda: SimpleNamespace(
+        node_group_configs=kinds
+    )
+    placement = RayPlacement(RayWorkers(resources={"decoder": 1}))
+    with pytest.raises(ValueError, match="decoder") if raises else nullcontext():
+        placement.start(b"spec")
+    placement.close()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("status", ['{"autoscaler_report": {"node_type_mapping": {"f": "ray.head"}}}', "{}"])
+def test_where_ray_does_not_say_what_could_be_added_it_is_a_warning(
+    ray: Ray, status: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ray.status = status
+    placement = RayPlacement(RayWorkers(resources={"decoder": 1}))
+    placement.start(b"spec")
+    placement.close()
+    [record] = caplog.records
+    assert "no machine of the Ray cluster has 1 decoder (the most is 0)" in record.getMessage()
 
 
 def test_who_waits_for_room_for_long_is_told_what_there_is(
