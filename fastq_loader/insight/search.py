@@ -210,10 +210,13 @@ class Search:
         return self._until - self._clock()
 
     def _probe(self) -> Measured:
-        """Measure the loader's own setting, and one worker; the one that tells what a batch costs."""
+        """Measure the loader's own setting, and one worker if there is time; the one that tells what a batch
+        costs."""
         one = Candidate(Setting(1, 2, self._own.setting.dynamic), self._own.start_method)
         probes = [self._own, one] if self._limits.most_workers != 0 else [self._own]
         for candidate in dict.fromkeys(probes):
+            if self._left <= 0:
+                break
             row = self.rows.setdefault(candidate, Row(candidate))
             began = self._clock()
             row.probe = self._try(row, self._seconds * _PROBES / 2)

@@ -241,7 +241,7 @@ class _Trial:
     def run(self, seconds: float) -> None:
         """Note when batches come, from the first one on."""
         until = 0.0
-        while not self._epochs or self._epochs[-1].came:  # an epoch without batches has no end
+        while True:
             epoch = _Epoch(time.monotonic(), [], [])
             self._epochs.append(epoch)
             self._batches = iter(self._loader)  # kept, so that nothing ends before `run` has
@@ -256,6 +256,8 @@ class _Trial:
                 if self._step_seconds:
                     time.sleep(self._step_seconds)
             epoch.ended.append(time.monotonic())
+            if not epoch.came:
+                raise ValueError("the loader gives no batch: its dataset is empty, or its sampler is")
             if until and epoch.ended[0] >= until:
                 return
 

@@ -3,16 +3,14 @@
 Pure: events in, instructions out; `ray_placement` carries them out. An actor holds room for one worker on
 some machine, and one of a machine's actors, the starter, runs the host there. Whoever wants a place gets
 that of an actor whose machine answers and has a host that listens. A machine that is in doubt gives no place
-until it has answered again; one that does not is written off. As many actors are there as places are wanted:
-for one that is gone another one is made, and waits until some machine has room.
-
-Other loaders want room in the same cluster. `share` says how many actors this pool may have. What it has
-above that it gives back, when the workers there have answered their tasks. An actor that waits for room is
-left, because an autoscaler sees it, and is ended if it finds room above the share.
+until it has answered again; one that does not is written off. As many actors are there as places are wanted,
+and no more than this pool may have: for one that is gone another one is made, and waits until some machine
+has room.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -78,13 +76,6 @@ class Lose:
 
 
 @dataclass(frozen=True)
-class Return:
-    """A place is to be given back when its worker has answered its tasks."""
-
-    number: int
-
-
-@dataclass(frozen=True)
 class Complain:
     """The epoch has waited for room for long: tell the user.
 
@@ -97,7 +88,7 @@ class Complain:
     want: int
 
 
-Instruction = Create | Ask | StartHost | Kill | Give | Lose | Return | Complain
+Instruction = Create | Ask | StartHost | Kill | Give | Lose | Complain
 
 
 @dataclass
@@ -127,13 +118,15 @@ class Cluster:
     """The actors of one pool.
 
     Args:
-        flexible: workers may leave and come in an epoch, and few do the work of many; else all are needed.
+        flexible: few workers do the work of many; else all are needed.
+
+    Attributes:
+        most: actors that this pool may have.
     """
 
     def __init__(self, flexible: bool = True) -> None:
         self._flexible = flexible
-        self._share = 1 << 30  # actors that this pool may have
-        self._returning: set[int] = set()  # actors whose places are to be given back
+        self.most = sys.maxsize
         self._roomless = 0  # ticks in which the epoch waited for room
         self._made = 0
         self._home: dict[int, _Machine | None] = {}  # actor → where it is; None: it waits for room
@@ -143,16 +136,6 @@ class Cluster:
         self._failures = 0
         self._why = ""  # of the last one
         self._counted = 0  # actors from this one on were made after the last failure that was counted
-
-    @property
-    def have(self) -> int:
-        """Actors that have found room."""
-        return len(self._home) - list(self._home.values()).count(None)
-
-    @property
-    def want(self) -> int:
-        """Places that are wanted or held."""
-        return len(self._held) + len(self._wanted)
 
     @property
     def hopeless(self) -> bool:
@@ -174,7 +157,6 @@ class Cluster:
         if actor is None:
             return []
         del self._held[actor]
-        self._returning.discard(actor)
         machine = self._home[actor]
         if not why or machine is None or machine.port is None:
             return self._serve()
@@ -195,7 +177,7 @@ class Cluster:
         elif not answered:
             return self._serve()
         starter = machine.starter
-        return self._trim() + ([StartHost(starter)] if starter in self._home else [])
+        return [StartHost(starter)]
 
     def listens(self, actor: int, port: int) -> list[Instruction]:
         """The host that an actor runs listens, or still does."""
@@ -221,6 +203,11 @@ class Cluster:
         self._why = why
         return self.lost(actor, why)
 
+    def over(self, why: str) -> list[Instruction]:
+        """All actors are gone, and none can be made any more."""
+        self._failures, self._why = TRIES, why
+        return [instruction for actor in list(self._home) for instruction in self.gone(actor, why)]
+
     def tick(self) -> list[Instruction]:
         """A second has passed. Machines in doubt that had time enough to answer are done without."""
         found: list[Instruction] = []
@@ -232,7 +219,7 @@ class Cluster:
         waits = self._wanted and not (self._flexible and self._held)
         self._roomless = self._roomless + 1 if waits else 0
         if self._roomless == ROOMLESS:
-            found.append(Complain(len(self._held), self.want))
+            found.append(Complain(len(self._held), len(self._held) + len(self._wanted)))
         return found
 
     def lost(self, actor: int, why: str) -> list[Instruction]:
@@ -245,7 +232,6 @@ class Cluster:
         if actor not in self._home:
             return []
         machine = self._home.pop(actor)
-        self._returning.discard(actor)
         found: list[Instruction] = []
         if actor in self._held:
             found.append(Lose(self._held.pop(actor), why))
@@ -276,50 +262,14 @@ class Cluster:
         machine.in_doubt, machine.port = True, None
         return [Ask(asked)]
 
-    # ---- what others want -----------------------------------------------------------------------
-
-    def share(self, actors: int) -> list[Instruction]:
-        """This pool may have so many actors, because other loaders want some, too, or do not any more."""
-        if not self._flexible:
-            return []
-        self._share = actors
-        found = self._serve()
-        returned = [actor for actor in reversed(self._held) if self._spare(actor)]
-        for actor in returned[: max(0, self.have - actors - len(self._returning))]:
-            self._returning.add(actor)
-            found.append(Return(self._held[actor]))
-        return found
-
-    def _spare(self, actor: int) -> bool:
-        """Whether nobody else needs an actor: no host of others would end with it."""
-        machine = self._home[actor]
-        return (
-            machine is not None
-            and not machine.in_doubt
-            and actor not in self._returning
-            and (machine.starter != actor or len(machine.actors) == 1)
-        )
-
-    def _trim(self) -> list[Instruction]:
-        """End actors without a worker that are more than this pool may have."""
-        found: list[Instruction] = []
-        while self.have > self._share:
-            idle = [actor for actor in self._home if actor not in self._held and self._spare(actor)]
-            if not idle:
-                break
-            machine = self._home.pop(idle[-1])
-            assert machine is not None, "it is somewhere"
-            found += [Kill(idle[-1]), *self._leave(machine, idle[-1])]
-        return found
-
     # ---- what can be given ----------------------------------------------------------------------
 
     def _open(self, machine: _Machine | None) -> bool:
         return machine is not None and machine.port is not None and not machine.in_doubt
 
     def _serve(self) -> list[Instruction]:
-        """Give what there is, and make actors for what there is not, up to this pool's share."""
-        found = self._trim()
+        """Give what there is, and make actors for what there is not, as far as this pool may have them."""
+        found: list[Instruction] = []
         free = [actor for actor, machine in self._home.items() if self._open(machine)]
         for actor in [actor for actor in free if actor not in self._held][: len(self._wanted)]:
             machine = self._home[actor]
@@ -332,7 +282,7 @@ class Cluster:
                 found += [Lose(number, self._why) for number in self._wanted]
                 self._wanted.clear()
         else:
-            while len(self._home) < min(self.want, self._share):
+            while len(self._home) < min(len(self._held) + len(self._wanted), self.most):
                 self._home[self._made] = None
                 found.append(Create(self._made))
                 self._made += 1

@@ -78,19 +78,6 @@ class NoPlace(NamedTuple):
     why: str
 
 
-class Recall(NamedTuple):
-    """A place is needed elsewhere: the stand-in answers its tasks, and waits for another one. No far worker
-    is lost by it. Where that would make a difference to a batch it does nothing.
-
-    Attributes:
-        number: see `Place`.
-        why: says nothing.
-    """
-
-    number: int
-    why: str = ""
-
-
 class Waiting(NamedTuple):
     """The stand-in waits for a place. `why`: the one before is of no use; "" at first."""
 

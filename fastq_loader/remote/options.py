@@ -60,9 +60,10 @@ class RayWorkers(WorkerKind):
     dataset, the epoch waits for it, because nobody else may. Batches, their order and their bits are those of
     workers on this machine with the same `schedule`.
 
-    Several loaders that use a cluster, the ranks of a job or one for training and one for validation, divide
-    its CPUs: who has more than its part gives the rest back when another one waits. That takes some seconds,
-    and is so for workers that take CPUs only. Workers of "round_robin" keep what they have.
+    In a job of several ranks (`torch.distributed` is initialised, or WORLD_SIZE set) a loader with a
+    "dynamic" schedule asks for its rank's part only: what the cluster has when workers start, divided by the
+    ranks, and one worker at least. Else Ray gives room to who asks first, and `persistent_workers` keep it:
+    two loaders that are alive at once, as for training and validation, need room for the workers of both.
 
     Ray that was initialised before is used as it is. Otherwise `address` or the variable RAY_ADDRESS says
     which cluster is joined. Without either a Ray of this machine's own is used. What was joined or started

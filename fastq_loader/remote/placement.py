@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from fastq_loader.remote.control import NoPlace, Place, Recall
+from fastq_loader.remote.control import NoPlace, Place
 
-#: Takes a place that has been found, or that there is none or none any more, or that it is needed elsewhere.
-Ready = Callable[[Place | NoPlace | Recall], None]
+#: Takes a place that has been found, or that there is none or none any more.
+Ready = Callable[[Place | NoPlace], None]
 
 
 class Placement(Protocol):
@@ -28,7 +28,7 @@ class Placement(Protocol):
         """Find a place for one worker, and call `ready` with it when its host listens: in here or later, on
         any thread. Until then the worker waits, for a machine that will join perhaps; with a `NoPlace` it
         dies of it, and with the error that this may raise. The place has this number. A place that is gone
-        before it was given back is followed by a `NoPlace`; one that is needed elsewhere, by a `Recall`.
+        before it was given back is followed by a `NoPlace`.
         """
 
     def release(self, number: int, why: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
-from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Recall, Told, Up, Waiting
+from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Told, Up, Waiting
 from fastq_loader.remote.placement import Placement
 from fastq_loader.system import calls
 from fastq_loader.system.interrupts import without_signals
@@ -61,8 +61,8 @@ class Places:
         self._lock = threading.RLock()
         self._number = 0  # of the last place that was asked for
         self._asked: set[int] = set()  # numbers that were not given back yet
-        self._news: deque[Place | NoPlace | Recall] = deque()  # of the placement; any thread adds to it
-        self._ready: deque[Place | NoPlace | Recall] = deque()  # nobody has them yet
+        self._news: deque[Place | NoPlace] = deque()  # of the placement; any thread adds to it
+        self._ready: deque[Place | NoPlace] = deque()  # nobody has them yet
         self._ties: list[Tie] = []
         self._stopped = self._closed = False
         self._waking = threading.Lock()  # no wake-up is written to a descriptor that was closed
@@ -155,24 +155,22 @@ class Places:
         """Give a stand-in that waits a place, if there is one."""
         if tie.waits and self._ready:
             found = self._ready.popleft()
-            assert not isinstance(found, Recall), "`_lose` has seen to them"
             tie.number, tie.waits = found.number, False
             if isinstance(found, Place):
                 tie.place, tie.pid = found, 0
             self._tell(tie, found)
 
-    def _tell(self, tie: Tie, message: Told | Place | NoPlace | Recall) -> None:
+    def _tell(self, tie: Tie, message: Told | Place | NoPlace) -> None:
         with contextlib.suppress(OSError):  # it has ended; `read` finds that, too
             tie.pipe.send(message)
 
     def _lose(self) -> None:
-        """Places that are gone, or needed elsewhere: who has one is told, and one that nobody has yet is
-        replaced."""
+        """Places that are gone: who has one is told, and one that nobody has yet is replaced."""
         while self._news:
             self._ready.append(self._news.popleft())
         had = {tie.number: tie for tie in self._ties}
         ready = {found.number for found in self._ready if isinstance(found, Place)}
-        for found in [found for found in self._ready if not isinstance(found, Place)]:
+        for found in [found for found in self._ready if isinstance(found, NoPlace)]:
             if found.number not in self._asked:  # it was given back meanwhile
                 self._ready.remove(found)
             elif (tie := had.get(found.number)) is not None:
@@ -201,7 +199,7 @@ class Places:
         except Exception as error:  # the one that waits for it says so
             self._found(NoPlace(self._number, f"{type(error).__name__}: {error}"))
 
-    def _found(self, found: Place | NoPlace | Recall) -> None:
+    def _found(self, found: Place | NoPlace) -> None:
         """On any thread: a place is ready, or there is none."""
         self._news.append(found)
         self._wake_up()

@@ -33,7 +33,7 @@ from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.remote import link, wire
-from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Recall, Told, Up, Waiting
+from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Told, Up, Waiting
 from fastq_loader.remote.link import Connection, Lost
 from fastq_loader.remote.traffic import Traffic
 from fastq_loader.remote.wire import Request
@@ -134,7 +134,6 @@ class StandIn:
         self._place: Place | None = None  # that it has, or had last
         self._unsent: list[Task | Epoch] = []  # what the far worker has to hear before it can be sent a task
         self._due: deque[Task] = deque()  # forwarded, and not answered
-        self._recalled = False  # the place is needed elsewhere
         self._heads = 0  # of those, from the left, whose answers have begun to come
 
     def run(self) -> None:
@@ -145,7 +144,6 @@ class StandIn:
                 self._report(Leaving(self._see_off()))
                 return
             ready: list[object] = []
-            self._leave()
             try:
                 self._forward()
                 ready = self._wait()
@@ -212,7 +210,7 @@ class StandIn:
         for message in self._unsent:
             self._send(self._link, message)
         self._unsent.clear()
-        while self._idle and not self._recalled and (task := self._tasks.take()) is not None:
+        while self._idle and (task := self._tasks.take()) is not None:
             self._send(self._link, task)
 
     def _send(self, connection: Connection, message: Task | Epoch) -> None:
@@ -295,13 +293,9 @@ class StandIn:
     def _take_place(self) -> None:
         """The consumer has found a place: start a far worker there."""
         try:
-            place: Place | NoPlace | Recall = self._pipe.recv()
+            place: Place | NoPlace = self._pipe.recv()
         except EOFError:  # the consumer is gone, or about to end this process
             self._stopping = True
-            return
-        if isinstance(place, Recall):
-            mine = self._link is not None and self._place is not None and place.number == self._place.number
-            self._recalled = mine and self._told.shared_tasks
             return
         if isinstance(place, NoPlace):
             if self._place is None or place.number != self._place.number:
@@ -334,19 +328,12 @@ class StandIn:
 
     def _lose(self, why: str, final: bool = False) -> None:
         """There is no far worker any more: wait for another one, if that makes no difference."""
-        had_one, self._link, self._recalled = self._link is not None, None, False
+        had_one, self._link = self._link is not None, None
         if final or self._due or (had_one and not self._told.shared_tasks):
             self._die(why)
         if had_one:
             self._unsent = [] if self._epoch is None else [self._epoch]
         self._report(Waiting(why))
-
-    def _leave(self) -> None:
-        """Leave a place that is needed elsewhere, when no task was sent there that is not answered."""
-        if self._recalled and not self._due:
-            assert self._link is not None, "else it would be lost already"
-            self._link.close()
-            self._lose("")
 
     def _die(self, why: str) -> NoReturn:
         self._report(Dying(why))

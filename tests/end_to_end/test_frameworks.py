@@ -5,6 +5,8 @@ Runs where they are installed: `pip install -e '.[test,frameworks]'`.
 
 from __future__ import annotations
 
+import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader
+from tests.conftest import running_script
 
 pytestmark = [pytest.mark.processes, pytest.mark.frameworks]
 
@@ -33,7 +36,7 @@ def folder_of_the_first_optimizer() -> None:
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
 
 
-def loader(seed: int, workers: int) -> DataLoader[Any]:
+def loader(seed: int, workers: Any) -> DataLoader[Any]:
     return DataLoader(
         Augmented(),
         4,
@@ -91,32 +94,39 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(stop: int, tmp_path: Path) 
     assert fit(Model(), loader(7, 1), path=tmp_path / "checkpoint") == whole[stop:]
 
 
+class AlwaysDynamic(DataLoader[Any]):
+    """As in the recipe for Accelerate, which makes it anew with torch's arguments."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"schedule": "dynamic", **kwargs})
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("stop", [3, 10, 13])
+@pytest.mark.parametrize(("stop", "workers"), [(3, 2), (10, 0), (13, "auto")])
 def test_accelerate_saves_a_loader_that_it_prepared(
-    stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stop: int, workers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
-    monkeypatch.setattr(stateful, "StatefulDataLoader", DataLoader)  # as in the recipe
+    monkeypatch.setattr(stateful, "StatefulDataLoader", AlwaysDynamic)
 
     def prepared(seed: int) -> tuple[Any, Any]:
         told = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
         accelerator = accelerate.Accelerator(cpu=True, dataloader_config=told)
-        return accelerator, accelerator.prepare(loader(seed, 0))
+        return accelerator, accelerator.prepare(loader(seed, workers))
 
     accelerator, one = prepared(1)
     whole: list[Any] = []
     for _ in range(EPOCHS):
         for batch in one:
-            whole.append(plain(batch)[0])
+            whole.append(plain(batch))
             if len(whole) == stop:
                 accelerator.save_state(tmp_path)
     accelerator, other = prepared(2)
     accelerator.load_state(tmp_path)
     position = other.base_dataloader.position
     assert position == (stop // BATCHES, stop % BATCHES, stop)
-    rest = [plain(batch)[0] for _ in range(position.epoch, EPOCHS) for batch in other]
+    rest = [plain(batch) for _ in range(position.epoch, EPOCHS) for batch in other]
     assert rest == whole[stop:]
 
 
@@ -138,3 +148,65 @@ def test_accelerate_saves_a_loader_that_is_registered(tmp_path: Path) -> None:
     accelerator, other = registered(2)
     accelerator.load_state(tmp_path)
     assert [plain(batch) for batch in other] == whole[5:]
+
+
+RANK = """
+import json, warnings
+import accelerate, torch
+from torch.utils.data import DistributedSampler
+from torchdata import stateful_dataloader
+from tests.end_to_end.test_frameworks import AlwaysDynamic, Augmented, plain
+
+warnings.simplefilter("ignore")
+prepares = {prepares}
+stateful_dataloader.StatefulDataLoader = AlwaysDynamic
+told = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=prepares)
+
+def made(seed):
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=told)
+    options = {{"shuffle": True}}
+    if not prepares:
+        ranks = accelerator.num_processes, accelerator.process_index
+        options = {{"sampler": DistributedSampler(Augmented(), *ranks)}}
+    generator = torch.Generator().manual_seed(seed)
+    loader = AlwaysDynamic(Augmented(), 4, num_workers=2, generator=generator, **options)
+    if prepares:
+        return accelerator, accelerator.prepare(loader)
+    accelerator.register_for_checkpointing(loader)
+    return accelerator, loader
+
+accelerator, loader = made(1)
+whole = []
+for batch in loader:
+    whole.append(plain(batch))
+    if len(whole) == 2:
+        accelerator.save_state({folder!r})
+accelerator, loader = made(2)
+accelerator.load_state({folder!r})
+print(json.dumps([whole, [plain(batch) for batch in loader]]))
+"""
+
+
+@pytest.mark.parametrize("prepares", [True, False], ids=["prepared", "registered"])
+def test_two_ranks_of_accelerate_divide_the_data_and_go_on_with_the_same_bits(
+    prepares: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
+    pytest.importorskip("torchdata.stateful_dataloader")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job["ACCELERATE_USE_CPU"] = "1"
+    source = RANK.format(prepares=prepares, folder=str(tmp_path / "checkpoint"))
+    with (
+        running_script(source, env={**job, "RANK": "0", "LOCAL_RANK": "0"}) as first,
+        running_script(source, env={**job, "RANK": "1", "LOCAL_RANK": "1"}) as second,
+    ):
+        results = [first.finish(100), second.finish(100)]
+    seen = []
+    for result in results:
+        assert result.returncode == 0, result
+        whole, rest = json.loads(result.stdout.splitlines()[-1])
+        assert rest == whole[2:]
+        seen += [index for indices, _ in whole for [index] in indices]
+    assert sorted(seen) == list(range(4 * BATCHES))

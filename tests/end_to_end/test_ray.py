@@ -216,6 +216,14 @@ def test_hosts_that_do_not_start_are_an_error(cluster: Nodes) -> None:
             list(loader(Made(plain, 40), RayWorkers(ports=(port, port), max_restarts=0), 2))
 
 
+def test_what_no_node_has_is_an_error_at_the_start(cluster: Nodes) -> None:
+    cluster.resize(1)
+    with pytest.raises(
+        ValueError, match=r"no machine of the Ray cluster has 1 decoder \(the most is 0\), and"
+    ):
+        iter(loader(Made(plain, 40), RayWorkers(resources={"decoder": 1}), 1))
+
+
 # ---- several consumers, and their ends ----------------------------------------------------------------
 
 RANK = """
@@ -235,29 +243,27 @@ loader = DataLoader(
 for epoch in range(2):
     sampler.set_epoch(epoch)
     found = []
-    for number, (_, [indices]) in enumerate(loader):
+    for _, [indices] in loader:
         found += indices.tolist()
-        if number == 5 and epoch == {rank} == 0:  # it has all CPUs, and waits for the other one, as ranks do
-            print("has begun", flush=True)
-            while not os.path.exists({go!r}):
-                time.sleep(0.01)
     print(sorted(found), flush=True)
+print(sum(worker.batches > 0 for worker in loader.statistics().workers), flush=True)
+while not os.path.exists({go!r}):
+    time.sleep(0.01)
 loader.close()
 """
 
 
-def test_a_rank_that_comes_later_gets_its_part_of_the_cpus(cluster: Nodes, tmp_path: Path) -> None:
+def test_a_rank_leaves_room_for_the_others(cluster: Nodes, tmp_path: Path) -> None:
     cluster.resize(4)
-    go, address = tmp_path / "go", cluster.address
-    with running_script(RANK.format(rank=0, address=address, go=str(go))) as first:
-        first.wait_for("has begun", 60)
-        assert wait_until(lambda: len(hosts_and_workers()[1]) == 4, 60)
-        with running_script(RANK.format(rank=1, address=address, go=str(go))) as second:
-            second.wait_for("[", 100)  # an epoch, while the first one is in the middle of its own
-            go.touch()
-            results = [first.finish(100), second.finish(100)]
+    env, said = {"WORLD_SIZE": "2"}, {"address": cluster.address, "go": str(tmp_path / "go")}
+    with running_script(RANK.format(rank=0, **said), env=env) as first:
+        first.wait_for("2\n", 100)  # its workers stay, and are two of four
+        with running_script(RANK.format(rank=1, **said), env=env) as second:
+            second.wait_for("2\n", 100)
+            (tmp_path / "go").touch()
+            results = [second.finish(100), first.finish(100)]
     assert [result.returncode for result in results] == [0, 0], results
-    for mine, others in zip(*(result.stdout.splitlines()[-2:] for result in results), strict=True):
+    for mine, others in zip(*(result.stdout.splitlines()[:2] for result in results), strict=True):
         assert sorted({*eval(mine), *eval(others)}) == list(range(203))
         assert len(eval(mine)) == len(eval(others)) == 102
 
@@ -304,6 +310,44 @@ def test_an_epoch_that_is_left_leaves_nothing_in_the_cluster(cluster: Nodes, end
 def raise_in_the_loop(batches: Iterator[Any]) -> None:
     for _ in batches:
         raise KeyError("of the training step")
+
+
+SHUT_DOWN = """
+import random, time, warnings
+import ray
+from fastq_loader import DataLoader, RayWorkers
+from tests.end_to_end.test_ray import plain
+from tests.support.datasets import Made
+
+warnings.simplefilter("ignore")
+chance, kept = random.Random({seed}), []
+for in_the_middle in (True, False, True, False):
+    ray.init(address={address!r}, log_to_driver=False)
+    schedule = chance.choice(["dynamic", "round_robin"])
+    options = {{"workers": RayWorkers(), "schedule": schedule, "persistent_workers": True}}
+    loader = DataLoader(Made(plain, 10**5 if in_the_middle else 80), 4, num_workers=2, **options)
+    batches = iter(loader)
+    first = [next(batches) for _ in range(chance.choice([1, 20]) if in_the_middle else 20)]
+    time.sleep(chance.random())
+    ray.shutdown()
+    try:
+        list(batches if in_the_middle else loader)
+    except RuntimeError as error:
+        print(error)
+    kept.append(loader)
+print("saved")
+"""
+
+
+def test_a_process_outlives_ray_and_its_loaders_say_what_happened(cluster: Nodes) -> None:
+    cluster.resize(2)
+    seed = random.randrange(10**6)
+    with running_script(SHUT_DOWN.format(address=cluster.address, seed=seed)) as script:
+        result = script.finish(200)
+    assert result.returncode == 0, (seed, result)
+    *errors, saved = result.stdout.splitlines()
+    assert (len(errors), saved) == (4, "saved"), (seed, result)
+    assert all("Ray was shut down" in error for error in errors), (seed, errors)
 
 
 LOCAL = """

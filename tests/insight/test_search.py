@@ -106,6 +106,14 @@ def test_numbers_grow_in_steps_of_which_none_is_wide(most: int, cpus: float) -> 
 # ---- what is measured ------------------------------------------------------------------------------
 
 
+def test_where_the_own_setting_took_all_the_time_nothing_else_is_measured() -> None:
+    machine = Machine(decoding(), overhead=6.0)
+    search = machine.search(seconds=6)
+    search.run()
+    assert [candidate for candidate, *_ in machine.calls] == [OWN]
+    assert search.best is search.rows[OWN]
+
+
 def test_the_own_setting_is_measured_first_and_then_one_worker() -> None:
     machine = Machine(decoding())
     machine.search(Candidate(Setting(5, 3, dynamic=True), "spawn")).run()

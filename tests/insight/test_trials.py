@@ -187,9 +187,10 @@ def _add(index: int) -> float:
 
 
 @pytest.mark.processes
-def test_what_has_no_batch_cannot_be_measured() -> None:
-    with pytest.raises(TimeoutError, match="too few batches"):
-        measure(DataLoader(Made(float, 0), num_workers=1))
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_has_no_batch_is_told_so_and_not_to_take_more_time(workers: int) -> None:
+    with pytest.raises(ValueError, match="the loader gives no batch: its dataset is empty"):
+        measure(DataLoader(Made(float, 0), num_workers=workers), Candidate(Setting(workers, 2)))
 
 
 # ---- what it leaves alone ----------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from fastq_loader.remote.cluster import (
     Instruction,
     Kill,
     Lose,
-    Return,
     StartHost,
 )
 
@@ -211,46 +210,14 @@ def test_a_machine_that_works_is_waited_for_where_others_fail() -> None:
     assert [give.number for give in found(cluster.release(0, ""), Give)] == [1]  # type: ignore[union-attr]
 
 
-# ---- others want room ------------------------------------------------------------------------------
+# ---- room ------------------------------------------------------------------------------------------
 
 
-def test_what_is_more_than_the_share_is_given_back_and_not_made_again() -> None:
+def test_no_more_actors_are_made_than_the_pool_may_have() -> None:
     cluster = Cluster()
-    up(cluster, {0: "a", 1: "a", 2: "a", 3: "b"})
-    assert (cluster.have, cluster.want) == (4, 4)
-    assert cluster.share(2) == [Return(3), Return(2)]
-    assert cluster.share(2) == [], "it was asked for before"
-    assert cluster.share(1) == [Return(1)]
-    assert cluster.share(2) == []
-    assert cluster.release(3, "") == [Kill(3)]
-    assert cluster.acquire(4) == []
-    assert cluster.release(2, "") == [Kill(2)]
-    assert cluster.acquire(5) == []
-    assert (cluster.have, cluster.want) == (2, 4)
-    assert cluster.share(4) == [Create(4), Create(5)]
-
-
-def test_the_actor_that_runs_a_host_for_others_is_kept() -> None:
-    cluster = Cluster()
-    up(cluster, {0: "a", 1: "a"})
-    assert cluster.release(0, "") == []
-    assert cluster.share(1) == [Return(1)], "the idle one runs its host"
-    assert cluster.release(1, "") == [Kill(1)]
-
-
-def test_an_actor_that_waits_for_room_is_left_until_it_finds_it() -> None:
-    cluster = Cluster()
-    up(cluster, {0: "a"})
-    cluster.acquire(1)
-    assert cluster.share(1) == []
-    assert Kill(1) in cluster.placed(1, "b", "10.0.0.b")
-    assert cluster.have == 1
-
-
-def test_a_pool_that_needs_all_its_workers_gives_none_back() -> None:
-    cluster = Cluster(flexible=False)
-    up(cluster, {0: "a", 1: "a"})
-    assert cluster.share(1) == []
+    cluster.most = 2
+    assert [cluster.acquire(number) for number in range(3)] == [[Create(0)], [Create(1)], []]
+    assert cluster.gone(0, "its node has died") == [Create(2)]
 
 
 @pytest.mark.parametrize(("flexible", "held"), [(True, 0), (False, 0), (False, 1)])
@@ -285,7 +252,7 @@ class Ray(RuleBasedStateMachine):
         self.alive: set[int] = set()
         self.node: dict[int, str] = {}
         self.calls: list[Ask | Create | StartHost] = []
-        self.share = 100
+        self.cluster.most = 4
         self.doubted: set[str] = set()  # machines that have not answered since
 
     def do(self, instructions: list[Instruction]) -> None:
@@ -305,9 +272,6 @@ class Ray(RuleBasedStateMachine):
                 self.lost.add(instruction.number)
             elif isinstance(instruction, Kill):
                 self.alive.discard(instruction.actor)
-            elif isinstance(instruction, Return):
-                assert instruction.number in self.given
-                assert self.cluster.have > self.share
             elif isinstance(instruction, Complain):
                 assert self.wanted
                 assert not self.given
@@ -370,11 +334,6 @@ class Ray(RuleBasedStateMachine):
             self.doubted.add(self.node[actor])
         self.do(self.cluster.unsure(actor))
 
-    @rule(share=st.integers(1, 5))
-    def share_with_others(self, share: int) -> None:
-        self.share = share
-        self.do(self.cluster.share(share))
-
     @rule()
     def fall_silent(self) -> None:
         self.do(ticks(self.cluster, SILENT))
@@ -382,12 +341,13 @@ class Ray(RuleBasedStateMachine):
 
     @invariant()
     def there_is_an_actor_for_each_place(self) -> None:
-        wanted = min(self.share, len(self.given) + len(self.wanted))
-        assert self.cluster.hopeless or len(self.alive) >= wanted
+        wanted = min(4, len(self.given) + len(self.wanted))
+        assert self.cluster.hopeless or 4 >= len(self.alive) >= wanted
 
     def teardown(self) -> None:
-        """Ray reaches everybody, there is room, and nobody else wants it: who waits gets a place."""
-        self.do(self.cluster.share(100))
+        """Ray reaches everybody, and there is room: who waits gets a place."""
+        self.cluster.most = 100
+        self.do(self.cluster._serve())
         while self.calls:
             self.answer(self.calls[0], MACHINES[0])
         assert self.cluster.hopeless or not self.wanted

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Recall, Told, Up, Waiting
+from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Told, Up, Waiting
 from fastq_loader.remote.link import Address
 from fastq_loader.remote.placement import Ready
 from fastq_loader.remote.places import Places, Tie
@@ -210,24 +210,3 @@ def test_its_thread_takes_no_signals(places: Places) -> None:
     status = Path(f"/proc/self/task/{places._thread.native_id}/status").read_text()
     blocked = int(re.findall(r"SigBlk:\s+(\w+)", status)[0], 16)
     assert blocked >> (signal.SIGINT - 1) & 1
-
-
-def test_who_has_a_place_that_is_needed_elsewhere_is_told_and_another_one_is_sought(
-    places: Places, played: Played
-) -> None:
-    played.find(1)
-    pipe, _ = stand_in(places)
-    received(pipe)
-    played.ready(Recall(1))
-    assert received(pipe) == Recall(1)
-    pipe.send(Waiting())
-    assert wait_until(lambda: played.released == [(1, "")] and 3 in played.asked, SECONDS)
-    pipe.close()
-
-
-def test_a_place_that_is_needed_elsewhere_before_anybody_had_it_is_given_back(
-    places: Places, played: Played
-) -> None:
-    played.find(1)
-    played.ready(Recall(1))
-    assert wait_until(lambda: played.released == [(1, "")] and 3 in played.asked, SECONDS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from fastq_loader import RayWorkers
 from fastq_loader.remote import ray_placement
-from fastq_loader.remote.control import NoPlace, Place, Recall
+from fastq_loader.remote.control import NoPlace, Place
 from fastq_loader.remote.link import Address
 from fastq_loader.remote.ray_placement import RayPlacement
 from tests.conftest import wait_until
@@ -28,6 +30,10 @@ class ActorUnavailableError(Exception):
     pass
 
 
+#: Calls whose answers were heard.
+HEARD: set[Future[Any]] = set()
+
+
 class Method:
     """A method of an actor: its calls, which the test answers."""
 
@@ -38,7 +44,7 @@ class Method:
     def remote(self, *given: Any) -> Any:
         self.given.append(given)
         self.calls.append(Future())
-        return SimpleNamespace(future=lambda: self.calls[-1])
+        return self.calls[-1]
 
     def answer(self, result: Any) -> None:
         assert wait_until(lambda: any(not call.done() for call in self.calls), SECONDS)
@@ -47,6 +53,7 @@ class Method:
             call.set_exception(result)
         else:
             call.set_result(result)
+        assert wait_until(lambda: call in HEARD, SECONDS)
 
 
 class Actor:
@@ -61,11 +68,16 @@ class Ray:
 
     def __init__(self) -> None:
         self.running = False
+        self.lock = threading.RLock()  # that Ray takes for its start and its end
+        self.driver = "this process"
         self.joined: list[Any] = []
         self.options: dict[str, Any] = {}
         self.actors: list[Actor] = []
         self.killed: list[Actor] = []
         self.waited: list[int] = []
+        self.there = {"CPU": 8.0}
+        self.modules: dict[str, Any] = {}
+        self.status = '{"autoscaler_report": {"node_type_mapping": {"f": "node_f"}}}'
 
     def is_initialized(self) -> bool:
         return self.running
@@ -88,16 +100,37 @@ class Ray:
 
     def _must_run(self) -> None:
         assert self.running, "Ray would start anew by itself"
+        assert self.lock._is_owned(), "Ray could be shut down now"  # type: ignore[attr-defined]
+
+    def cluster_resources(self) -> dict[str, float]:
+        return self.there
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": self.there}, {"Alive": False, "Resources": {"decoder": 1.0}}]
 
     def put(self, data: bytes) -> Any:
+        self._must_run()
         return data
+
+    def get_runtime_context(self) -> Any:
+        self._must_run()
+        return SimpleNamespace(get_worker_id=lambda: self.driver, gcs_address="10.0.0.1:6379")
 
     def kill(self, actor: Actor) -> None:
         self._must_run()
         self.killed.append(actor)
 
-    def wait(self, references: list[Any], num_returns: int, timeout: float) -> None:
-        self.waited.append(num_returns)
+    def wait(self, references: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        self._must_run()
+        if timeout:
+            self.waited.append(num_returns)
+        done = [reference for reference in references if reference.done()]
+        return done, [reference for reference in references if reference not in done]
+
+    def get(self, reference: Future[Any]) -> Any:
+        self._must_run()
+        HEARD.add(reference)
+        return reference.result()
 
     def actor(self, number: int) -> Actor:
         assert wait_until(lambda: len(self.actors) > number, SECONDS)
@@ -107,7 +140,13 @@ class Ray:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     played = Ray()
-    monkeypatch.setattr(importlib, "import_module", lambda name: {"ray": played}[name])
+    played.modules = {
+        "ray": played,
+        "ray._private.worker": SimpleNamespace(_connect_or_shutdown_lock=played.lock),
+        "ray._private.state": SimpleNamespace(state=SimpleNamespace(get_cluster_config=lambda: None)),
+        "ray.experimental.internal_kv": SimpleNamespace(_internal_kv_get=lambda key: played.status),
+    }
+    monkeypatch.setattr(importlib, "import_module", lambda name: played.modules[name])
     monkeypatch.setattr(ray_placement, "_TICK", 1000)
     return played
 
@@ -264,16 +303,36 @@ def test_a_machine_that_keeps_silent_is_done_without(ray: Ray, monkeypatch: pyte
     assert actor in ray.killed
 
 
-def test_ray_that_was_shut_down_is_not_started_again(ray: Ray, placement: RayPlacement) -> None:
-    first = acquire(placement, 3)
+@pytest.mark.parametrize("again", [False, True], ids=["shut down", "and started again"])
+def test_where_ray_was_shut_down_whoever_has_or_wants_a_place_hears_it(
+    ray: Ray, placement: RayPlacement, again: bool
+) -> None:
+    found = acquire(placement, 3)
     actor = ray.actor(0)
     actor.where.answer(("f", "10.0.0.7", {}))
-    assert wait_until(lambda: bool(actor.listen.calls), SECONDS)
-    ray.running = False
-    actor.listen.answer(OSError("it was killed"))
-    assert wait_until(lambda: bool(first), SECONDS)
-    assert first == [NoPlace(3, "Ray was shut down")]
-    assert ray.actors == [actor]
+    actor.listen.answer(4711)
+    assert wait_until(lambda: bool(found), SECONDS)
+    waits = acquire(placement, 4)
+    ray.actor(1)
+    with ray.lock:
+        ray.running, ray.driver = again, "another one"
+    assert wait_until(lambda: len(found) == 2 and bool(waits), SECONDS)
+    assert [found[1], *waits] == [NoPlace(number, "Ray was shut down") for number in (3, 4)]
+    late = acquire(placement, 5)
+    assert wait_until(lambda: late == [NoPlace(5, "Ray was shut down")], SECONDS)
+    assert len(ray.actors) == 2
+    placement.close()
+    assert not ray.killed
+
+
+def test_while_ray_starts_or_ends_it_is_not_touched_and_the_thread_may_still_end(
+    ray: Ray, placement: RayPlacement
+) -> None:
+    with ray.lock:
+        acquire(placement, 3)
+        assert not wait_until(lambda: bool(ray.actors), 0.1)
+        placement._stop()
+    assert not ray.actors
 
 
 def test_a_close_after_ray_was_shut_down_does_not_start_it(ray: Ray, placement: RayPlacement) -> None:
@@ -299,62 +358,99 @@ def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch:
     assert not exits
 
 
-class Shares:
-    """The actor that divides the cluster's CPUs."""
-
-    def __init__(self) -> None:
-        self.report = Method()
-
-
-@pytest.fixture
-def shares(monkeypatch: pytest.MonkeyPatch) -> list[Shares]:
-    made: list[Shares] = []
-    monkeypatch.setattr(ray_placement, "shares_actor", lambda ray: made.append(Shares()) or made[-1])
-    monkeypatch.setattr(ray_placement, "_TICK", 0.01)
-    return made
-
-
-def test_what_a_pool_wants_is_reported_and_what_it_may_have_is_heard(ray: Ray, shares: list[Shares]) -> None:
-    placement = RayPlacement(RayWorkers(num_cpus=2))
+@pytest.mark.parametrize(
+    ("ranks", "flexible", "given", "actors"),
+    [
+        ("2", True, {}, 3),
+        ("2", True, {"num_cpus": 1.5}, 2),
+        ("2", True, {"num_gpus": 0.5}, 2),
+        ("16", True, {}, 1),
+        ("2", True, {"num_cpus": 0}, 5),
+        ("1", True, {}, 5),
+        ("", True, {}, 5),
+        ("2", False, {}, 5),
+    ],
+)
+def test_a_rank_asks_for_its_part_of_the_cluster(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch, ranks: str, flexible: bool, given: dict[str, Any], actors: int
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    ray.there = {"CPU": 7.0, "GPU": 2.0}
+    placement = RayPlacement(RayWorkers(**given), flexible)
     placement.start(b"spec")
-    acquire(placement, 1)
-    found = acquire(placement, 2)
-    for number in range(2):
-        ray.actor(number).where.answer(("f", "10.0.0.7", {}))
-    ray.actor(0).listen.answer(4711)
-    assert wait_until(lambda: bool(found) and bool(shares), SECONDS)
-    for _ in range(2):  # what was said before both were there
-        shares[0].report.answer(2)
-    assert wait_until(lambda: len(shares[0].report.given) == 3, SECONDS)
-    name, *said = shares[0].report.given[-1]
-    assert said == [2, 2, 2]
-    shares[0].report.answer(1)
-    assert wait_until(lambda: len(found) == 2, SECONDS)
-    assert found[1] == Recall(2)
-    shares[0].report.answer(ActorDiedError("with its loader"))
-    assert wait_until(lambda: len(shares) == 2, SECONDS), "it is made again"
-    assert shares[1].report.given[0][0] == name
+    for number in range(5):
+        acquire(placement, number)
     placement.close()
+    assert len(ray.actors) == actors
 
 
-@pytest.mark.parametrize("given", [{"num_cpus": 0}, {"num_gpus": 1}, {"resources": {"decoder": 1}}])
-def test_what_is_no_matter_of_cpus_alone_is_not_divided(
-    ray: Ray, shares: list[Shares], given: dict[str, Any]
+def test_ranks_are_those_of_torch_distributed_where_it_is_initialised(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    played = SimpleNamespace(is_available=bool, is_initialized=lambda: True, get_world_size=lambda: 4)
+    monkeypatch.setattr(ray_placement, "distributed", played)
+    assert ray_placement._ranks() == 1
+    played.is_available = lambda: True
+    assert ray_placement._ranks() == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "lacks"),
+    [
+        ({"resources": {"decoder": 1}}, r"resources={'decoder': 1}\): .* has 1 decoder \(the most is 0\)"),
+        ({"num_cpus": 9}, r"num_cpus=9\): .* has 9 CPU \(the most is 8\)"),
+        (
+            {"num_cpus": 9, "num_gpus": 1},
+            r"num_cpus=9, num_gpus=1\): .* 9 CPU .* and 1 GPU \(the most is 0\)",
+        ),
+    ],
+)
+def test_what_no_machine_could_ever_give_is_an_error_at_the_start(
+    ray: Ray, given: dict[str, Any], lacks: str
 ) -> None:
     placement = RayPlacement(RayWorkers(**given))
-    placement.start(b"spec")
-    assert wait_until(lambda: placement._ticks > 5, SECONDS)
+    with pytest.raises(ValueError, match=lacks):
+        placement.start(b"spec")
     placement.close()
-    assert not shares
+    assert not ray.actors
+
+
+@pytest.mark.parametrize(
+    ("groups", "raises"),
+    [([(4, 2)], False), ([(-1, 1)], False), ([(0, 1)], True), ([(4, 0)], True), ([], True)],
+)
+def test_what_an_autoscaler_may_add_counts(
+    ray: Ray, groups: list[tuple[int, int]], raises: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds = [SimpleNamespace(max_count=most, resources={"CPU": 1, "decoder": has}) for most, has in groups]
+    ray.modules["ray._private.state"].state.get_cluster_config = lambda: SimpleNamespace(
+        node_group_configs=kinds
+    )
+    placement = RayPlacement(RayWorkers(resources={"decoder": 1}))
+    with pytest.raises(ValueError, match="decoder") if raises else nullcontext():
+        placement.start(b"spec")
+    placement.close()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("status", ['{"autoscaler_report": {"node_type_mapping": {"f": "ray.head"}}}', "{}"])
+def test_where_ray_does_not_say_what_could_be_added_it_is_a_warning(
+    ray: Ray, status: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ray.status = status
+    placement = RayPlacement(RayWorkers(resources={"decoder": 1}))
+    placement.start(b"spec")
+    placement.close()
+    [record] = caplog.records
+    assert "no machine of the Ray cluster has 1 decoder (the most is 0)" in record.getMessage()
 
 
 def test_who_waits_for_room_for_long_is_told_what_there_is(
-    ray: Ray, shares: list[Shares], caplog: pytest.LogCaptureFixture
+    ray: Ray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(ray_placement, "_TICK", 0.01)
     ray.available_resources = lambda: {"CPU": 1.0}  # type: ignore[attr-defined]
-    ray.cluster_resources = lambda: {"CPU": 8.0}  # type: ignore[attr-defined]
-    context = SimpleNamespace(gcs_address="10.0.0.1:6379")
-    ray.get_runtime_context = lambda: context  # type: ignore[attr-defined]
     placement = RayPlacement(RayWorkers(num_cpus=2))
     placement.start(b"spec")
     acquire(placement, 1)

@@ -31,7 +31,7 @@ from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.remote import stand_in, traffic, wire
-from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Recall, Up, Waiting
+from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Up, Waiting
 from fastq_loader.remote.link import Address, Connection, Lost
 from fastq_loader.remote.stand_in import LOST, StandIn
 from fastq_loader.remote.traffic import Traffic
@@ -379,31 +379,3 @@ def test_one_whose_consumer_is_gone_leaves_without_a_word(assigned: Scene) -> No
     assigned.stand_in.run()
     with pytest.raises(SystemExit):
         assigned.stand_in._lose("the cable was pulled", final=True)
-
-
-def test_a_place_that_is_needed_elsewhere_is_left_when_the_tasks_are_answered(scene: Scene) -> None:
-    scene.stand_in._place = Place(4, Address("127.0.0.1", 7), "node-1")
-    scene.tell(EPOCH, task(0), task(1))
-    scene.pipe.send(Recall(3))  # another one
-    scene.stand_in._take_place()
-    assert not scene.stand_in._recalled
-    scene.pipe.send(Recall(4))
-    scene.stand_in._take_place()
-    scene.stand_in._leave()
-    assert scene.stand_in._link is not None, "a task is there"
-    scene.answer(answer(0, outcome=ENDED, handle=None))
-    scene.stand_in._leave()
-    assert scene.said() == [Waiting()]
-    assert scene.stand_in._link is None
-    assert len(scene.stand_in._tasks) == 1, "others may claim it"
-    scene.connect()
-    scene.stand_in._forward()
-    assert [type(message) for message in scene.heard()] == [Epoch, Task]
-
-
-def test_a_place_is_kept_where_others_could_not_do_its_tasks(assigned: Scene) -> None:
-    assigned.stand_in._place = Place(4, Address("127.0.0.1", 7), "node-1")
-    assigned.pipe.send(Recall(4))
-    assigned.stand_in._take_place()
-    assigned.stand_in._leave()
-    assert assigned.stand_in._link is not None

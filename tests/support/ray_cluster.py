@@ -12,7 +12,7 @@ from typing import Any
 from tests.conftest import _read, descendants, open_descriptors, process_table, wait_until
 
 #: Parts of the command lines of processes that are the loader's, and not Ray's own.
-OURS = ("ray::Seat", "ray::Shares", "fastq_loader.remote")
+OURS = ("ray::Seat", "fastq_loader.remote")
 #: In the environment of all that this test run starts.
 MARK = f"FASTQ_LOADER_TESTS={os.getpid()}"
 
