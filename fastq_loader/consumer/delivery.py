@@ -94,7 +94,8 @@ class Delivery:
         try:
             return self._unpacker.unpack(handle, pickled)
         finally:
-            self._pool.drop(copied)
+            if copied:
+                self._pool.drop(copied)
 
     def _error(self, worker: int | None, answer: Answer) -> Raised:
         assert answer.handle is not None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, pairwise, repeat
 from typing import NoReturn
 
@@ -75,7 +75,7 @@ class BlockLedger:
         self._held_bytes = 0
         self._kept_bytes = 0
         self._free_blocks = 0
-        self._recent: list[int] = []  # the blocks of the batch that was delivered last
+        self._recent: Sequence[int] = ()  # the blocks of the batch that was delivered last
         self._space: dict[int, list[tuple[int, int]]] = {}  # worker → trimmed blocks that it gets back
         self._demand = Demand()
         self._needs: list[int] = []  # bytes of the newest batch in each block, and the sizes that these take
@@ -195,13 +195,16 @@ class BlockLedger:
             self._adopt(worker, offset, size)
         if returned:
             self.give_back(returned)
-        needs = []
+        needs: list[int] = []
         for offset, need in used:
             self._move(offset, "fill").last_task = self._demand.tasks
-            needs.append(need)
+            needs += (need,)
+        written = dict(used)
         for offset, size in given:
-            block = self._blocks.get(offset)
-            if block is None or block.kept or block.state != GRANTED or block.writer != (worker, None):
+            if offset in written or offset in returned:
+                continue
+            block = self._blocks[offset]
+            if block.kept or block.state != GRANTED or block.writer != (worker, None):
                 continue
             block.kept = True
             self._kept_bytes += size
@@ -263,7 +266,7 @@ class BlockLedger:
         self.grown += 1
         self.nbytes += size
 
-    def deliver(self, offsets: list[int]) -> None:
+    def deliver(self, offsets: Sequence[int]) -> None:
         """The batch in these blocks is handed out; its views hold leases."""
         for offset in offsets:
             self._move(offset, "deliver")

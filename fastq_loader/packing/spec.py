@@ -179,6 +179,8 @@ class Spec:
         nbytes: of all segments.
         values, objects: how many the tree has of them.
         small: whether all of it may travel in the message.
+        segments, first_large: of a handle, how many are not the parcel's, and where the large ones begin.
+        blank: a place for each leaf, to be copied.
         build: a function of (leaves, iterator of plain values, unpickled objects) that builds the tree.
     """
 
@@ -211,6 +213,8 @@ class Spec:
         self.objects = self.values = 0
         self.build = self._compile(tree, 0)
         self.small = not (self.tails or self.objects)
+        self.segments, self.first_large = len(self.tails), -len(self.large) or None
+        self.blank = [None] * len(self.leaves)
 
     def _check_segment(self, size: int, leaves: list[Leaf]) -> None:
         reach = max([leaf.into + leaf.reach for leaf in leaves])

@@ -12,6 +12,7 @@ view outlives the blocks, which are free again as soon as the copy to the device
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -89,12 +90,12 @@ class Unpacker:
         parcel_bytes = segments[0][2] if boxed else len(parcel or b"")
         if parcel_bytes < spec.parcel_bytes:
             raise ProtocolError(f"a parcel of {parcel_bytes} bytes for a spec of {spec.parcel_bytes}")
-        used: list[tuple[int, int]] = []
+        used = []
         for (offset, size, into), tail in zip(segments, [0] * boxed + spec.tails, strict=True):
-            need = max(into + tail, 1)
+            need = into + tail or 1
             if offset < 0 or into < 0 or need > size or offset + size > self._end:
                 raise ProtocolError(f"{need} bytes, from {into} on, in a block of {size} bytes at {offset}")
-            used.append((offset, need))
+            used += ((offset, need),)
         return tuple(used)
 
     def part(self, handle: Handle) -> tuple[int, int, int, int] | None:
@@ -117,14 +118,14 @@ class Unpacker:
             begin = part[0] + part[2]
             for number, dtype, _, _, at in spec.on_device:
                 ranges.append((begin + at * dtype.itemsize, spec.leaves[number].reach))
-        large = handle.segments[len(handle.segments) - len(spec.large) :]
+        large = handle.segments[spec.first_large :] if spec.large else ()
         for segment, (offset, _, into) in zip(spec.large, large, strict=True):
             ranges.append((offset + into, spec.sizes[segment]))
         pieces += [self._arena.mapping.read(at, min(nbytes, _DIGESTED)) for at, nbytes in ranges]
         found = hashlib.blake2b(b"".join(pieces), digest_size=16).digest()
         return found, sum(map(len, pieces))
 
-    def open(self, handle: Handle) -> tuple[list[int], list[int], bytes]:
+    def open(self, handle: Handle) -> tuple[Sequence[int], Sequence[int], bytes]:
         """What has to be known before a batch is put together. The handle was learnt.
 
         Returns:
@@ -140,7 +141,9 @@ class Unpacker:
             offset, _, total = handle.segments[0]
             sealed = self._arena.mapping.read(offset + spec.parcel_bytes, total - spec.parcel_bytes)
             pickled = unseal(sealed, self._token)
-        offsets = [offset for offset, _, _ in handle.segments]
+        if not handle.segments:
+            return (), (), pickled
+        offsets, _, _ = zip(*handle.segments, strict=True)
         copied = len(offsets) - len(spec.large)
         return offsets[copied:], offsets[:copied], pickled
 
@@ -159,9 +162,9 @@ class Unpacker:
         """
         spec: Spec = handle.spec
         segments = handle.segments
-        leaves: list[Any] = [None] * len(spec.leaves)
+        leaves: list[Any] = spec.blank[:]
         parcel: Any = handle.parcel or b""
-        if segments and len(segments) > len(spec.tails):
+        if segments and len(segments) > spec.segments:
             parcel = self._arena.mapping.read(segments[0][0], spec.parcel_bytes)
         # Each in memory of its own: a loop that keeps the labels does not keep the rest.
         for number, start, end, shape, dtype in spec.dense_tensors:
@@ -170,7 +173,7 @@ class Unpacker:
             leaves[number] = _ndarray(shape, dtype, bytearray(parcel[start:end]))
         for segment, start, end in spec.others:
             spec.fill(segment, bytearray(parcel[start:end]), leaves)
-        large = segments[len(segments) - len(spec.large) :] if segments else ()
+        large = segments[spec.first_large :] if spec.large else ()
         if memory is None:
             if large:
                 self._lease(spec, large, leaves)

@@ -264,7 +264,8 @@ class Scheduler:
             if fault is not None:
                 raise fault
             if answer.used or answer.fresh or answer.returned or task.grants or task.promises:
-                self.pool.accept(worker, answer.used, answer.fresh, answer.returned, batch.blocks)
+                given = task.grants + task.promises
+                self.pool.accept(worker, answer.used, answer.fresh, answer.returned, given)
         except ProtocolError as error:
             self._refuse(batch, error)
             return
