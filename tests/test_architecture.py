@@ -60,7 +60,7 @@ ROOMS = {
 }
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}
 #: Lines of a file and of a function, with their docstrings and comments.
-LONGEST = 500
+LONGEST, LONGEST_FUNCTION = 500, 50
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Without the package itself: a folder is its `__init__`.

@@ -118,10 +118,17 @@ class Engine:
         """
         with self._lock:
             if self._admits == epoch and self._pid == process_id.pid:
-                self._admits = 0
-                self._run(self._loop, EventLoop.next, into, finish)
-                if self.closed is None:
+                self._admits, loop = 0, self._loop
+                assert loop is not None, "it is not closed"
+                try:
+                    is_there = loop.next(into, finish)
+                except BaseException as error:
+                    self._interrupted(error)
+                    raise
+                if is_there and loop.fatal is None and self.closed is None:
                     self._admits = epoch
+                else:
+                    self._conclude(loop, is_there)
                 return
         nested = self._inside
         self._check_epoch(epoch)
@@ -154,37 +161,43 @@ class Engine:
                 self._admits = 0
                 loop = self._check_usable(nested)
                 loop.phase = BUSY
-                return self._run(loop, call, *arguments)
+                self._hurried = False
+                try:
+                    result = call(loop, *arguments)
+                except BaseException as error:
+                    self._interrupted(error)
+                    raise
+                return self._conclude(loop, result)
         except IteratorInvalid:
             if self.closed == _EXITING and threading.current_thread() is not threading.main_thread():
                 threading.Event().wait()  # a daemon thread, which the exit leaves behind where it is
             raise
 
-    def _run(self, loop: EventLoop | None, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the loop, and do what follows from how that ends."""
-        assert loop is not None, "it is not closed"
-        self._hurried = False
-        try:
-            result = call(loop, *arguments)
-            if loop.fatal is not None:
-                if self.closed == _EXITING:
-                    raise self._ended()
-                self.failed, self.closed = not loop.plan.restarts, loop.fatal
-            if result is not False:  # else the loop was woken, because the engine is closing
-                return result
-        except Exception as error:
-            # At the exit the workers are ended while the call runs: errors that follow are not news.
-            if self.closed != _EXITING:
-                if self._cut_short:  # whatever the error is, the call is half done
-                    self.closed = f"{error!r} came in the middle of a call"
-                raise
-        except BaseException:
-            self._hurried = True
-            raise
-        finally:
-            if self.closed is not None and self.closed != _EXITING:
-                self._shut_down()
-        raise self._ended()
+    def _interrupted(self, error: BaseException) -> None:
+        """A call of the loop has raised."""
+        self._hurried = not isinstance(error, Exception)
+        if self.closed == _EXITING:
+            if (
+                not self._hurried
+            ):  # the workers are ended while the call runs: what follows from that is not news
+                raise self._ended() from None
+            return
+        if self._cut_short and not self._hurried:  # whatever the error is, the call is half done
+            self.closed = f"{error!r} came in the middle of a call"
+        if self.closed is not None:
+            self._shut_down()
+
+    def _conclude(self, loop: EventLoop, result: Any) -> Any:
+        """A call of the loop has ended; False: it was woken, because the engine is closing."""
+        if loop.fatal is not None:
+            if self.closed == _EXITING:
+                raise self._ended()
+            self.failed, self.closed = not loop.plan.restarts, loop.fatal
+        if self.closed is not None and self.closed != _EXITING:
+            self._shut_down()
+        if result is False:
+            raise self._ended()
+        return result
 
     @property
     def _inside(self) -> bool:

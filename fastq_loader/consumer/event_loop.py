@@ -185,12 +185,14 @@ class EventLoop:
             self._let_catch_up()
         if self._delivery.staging is not None:
             self._begin_staging(self._delivery.staging)
-        batch = self.scheduler.ready() or self._await_batch()
-        while batch is not None and batch.answer is not None and batch.answer.outcome == PASSED:
-            self._draw(self.scheduler.to_draw)  # it was handed out before the epoch was resumed
-            batch = self.scheduler.ready() or self._await_batch()
-        if batch is not None:
-            self._deliver(batch)
+        scheduler, batch = self.scheduler, None
+        while self._outcome is None:
+            batch = scheduler.ready()
+            if batch is None and scheduler.in_order and self._receive():
+                continue
+            batch = batch or self._await_batch()
+            if batch is not None:
+                self._deliver(batch)
         outcome, self._outcome = self._outcome, None
         if outcome is CLOSED:
             return False
@@ -202,7 +204,8 @@ class EventLoop:
             answer, seq = (None, None) if batch is None else (batch.answer, batch.seq)
             if self._accounting.late is not None and answer is not None:
                 self._accounting.came_late(answer)
-            self._accounting.spent.left(time.monotonic_ns(), answer, seq, outcome.error)
+            if self._accounting.spent.left(time.monotonic_ns(), answer, seq, outcome.error):
+                self._accounting.spent.counted()
             del answer
         # One moment: there is no call in here, and only a call can be cut short.
         into.outcome = outcome
@@ -229,18 +232,12 @@ class EventLoop:
     # ---- the batch that is next ---------------------------------------------------------------
 
     def _await_batch(self) -> Batch | None:
-        """The batch that is next, or None with an outcome that is none."""
-        scheduler = self.scheduler
-        while self._outcome is None:
-            if scheduler.in_order:
-                while self._receive():
-                    if (batch := scheduler.ready()) is not None:
-                        return batch
-            found = scheduler.wanted()
-            if isinstance(found, Batch):
-                return found
-            if scheduler.in_order or type(found) is not events.Wait or not self._receive():
-                self._carry_out((found,))
+        """Do what has to be done before the next batch is there. Returns it, if nothing had to be done."""
+        found = self.scheduler.wanted()
+        if isinstance(found, Batch):
+            return found
+        if self.scheduler.in_order or type(found) is not events.Wait or not self._receive():
+            self._carry_out((found,))
         return None
 
     def _deliver(self, batch: Batch) -> None:
@@ -251,6 +248,8 @@ class EventLoop:
             self._flush()
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
             self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
+        if batch.answer is not None and batch.answer.outcome == PASSED:
+            return  # it was handed out before the epoch was resumed
         staging = self._delivery.staging
         if staging is None:
             self._outcome = self._delivery.hand_out(batch)
@@ -262,7 +261,9 @@ class EventLoop:
 
     def _draw(self, times: int) -> None:
         """Draw indices, and send their tasks."""
-        scheduler, seqs, began = self.scheduler, [], time.monotonic_ns()
+        scheduler, spent, seqs, began = self.scheduler, self._accounting.spent, [], time.monotonic_ns()
+        if spent.drew is not None:  # a worker's part has ended in this call
+            spent.flush()
         for _ in range(times):
             try:
                 index = next(self._sampler)
@@ -276,15 +277,16 @@ class EventLoop:
                 if batch is not None and batch.task is not None:
                     seqs.append(batch.seq)
                     self._send(batch.worker, batch.task)
-        self._accounting.spent.drew = began, time.monotonic_ns(), seqs
+        spent.drew = began, time.monotonic_ns(), seqs
 
     def _send(self, worker: int | None, task: Task) -> None:
         try:
+            frame = encode_task(task, self._group.token)
             if worker is None:
-                self._unsent[task.ticket] = encode_task(task, self._group.token)
+                self._unsent[task.ticket] = frame
                 self._group.offer_claim(task.ticket)
             else:
-                self._group.send_task(worker, task)
+                self._group.send_frame(worker, frame)
         except Exception as error:  # whatever pickling the index raises
             refuse_interrupt(error)
             self.scheduler.handle(events.Undeliverable(events.Send(worker, task), error))

@@ -59,25 +59,12 @@ class Receiver:
     def receive(self) -> bool:
         """Give the scheduler what has come, in the order in which the workers finished; False: nothing has.
         Where the sampler decides on the order, it is one answer: the next one may not be wanted yet."""
-        came = self._take()
-        if came is None:
-            return False
-        if self._one_by_one:
-            self._hand_on(*came)
-            return True
-        arrived = [came]
-        while (came := self._take()) is not None:
-            arrived.append(came)
-        arrived.sort(key=_finished)
-        for came in arrived:
-            self._hand_on(*came)
-        return True
-
-    def _take(self) -> Arrived | None:
-        """The next answer, if there is one."""
-        scheduler = self._scheduler
+        scheduler, arrived = self._scheduler, []
         while (received := self._group.receive()) is not None:
             worker, answer = received
+            if type(answer) is not Answer:
+                self._group.heard(worker, answer)
+                continue
             batch = scheduler.pending_tasks.due(worker, answer)
             shared = batch is not None and batch.worker is None
             if batch is None or (shared and self._group.holder(batch.ticket) != worker):
@@ -85,7 +72,7 @@ class Receiver:
                 self._counters.rejected_frames += 1
                 self._group.evict(worker)
                 continue
-            delivers, of_worker = answer.outcome not in _EMPTY, self._counters.workers[worker]
+            delivers, of_worker, fault = answer.outcome not in _EMPTY, self._counters.workers[worker], None
             if answer.epoch == scheduler.epoch:
                 self._accounting.spent.answers.append((worker, answer, delivers, of_worker))
             else:
@@ -94,10 +81,16 @@ class Receiver:
                 answer = self._learn(worker, answer)
                 if self._iterable:
                     self._keep_first(worker, answer)
-            except ProtocolError as fault:
-                return batch, worker, answer, fault
-            return batch, worker, answer, None
-        return None
+            except ProtocolError as error:
+                fault = error
+            if self._one_by_one:
+                self._hand_on(batch, worker, answer, fault)
+                return True
+            arrived.append((batch, worker, answer, fault))
+        arrived.sort(key=_finished)
+        for came in arrived:
+            self._hand_on(*came)
+        return bool(arrived)
 
     def _hand_on(self, batch: Batch, worker: int, answer: Answer, fault: ProtocolError | None) -> None:
         scheduler, counters, pool = self._scheduler, self._counters, self._pool

@@ -39,7 +39,6 @@ from fastq_loader.ipc.messages import (
     Stop,
     Task,
     encode,
-    encode_task,
 )
 from fastq_loader.ipc.probes import expect_descriptors, expect_threads
 from fastq_loader.system import calls, process_id
@@ -160,14 +159,12 @@ class ConsumerSocket:
 
     Attributes:
         woken: `wake` was called.
-        rejected: frames that were not a message, or not from a worker. Whoever reads it sets it to 0.
     """
 
     def __init__(self, folder: str, workers: int, token: bytes) -> None:
         expect_descriptors(_OWN_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * workers)
         expect_threads(THREADS)
         self.woken = False
-        self.rejected = 0
         self._token = token
         self._waking = threading.RLock()  # no wake-up is written to a descriptor that was closed
         self._wake = calls.wake_up()
@@ -219,21 +216,17 @@ class ConsumerSocket:
         Raises:
             Exception: whatever pickling raises for the index of a task.
         """
-        frame = encode(message, self._token)
-        self._send(self._names[worker], _NOBLOCK_MORE)
-        self._send(frame, _NOBLOCK)
+        self.send_frame(worker, encode(message, self._token))
 
-    def send_task(self, worker: int, task: Task) -> None:
-        """The same for a task, as it is sent for every batch."""
-        frame = encode_task(task, self._token)
+    def send_frame(self, worker: int, frame: bytes) -> None:
+        """Queue an encoded message."""
         self._send(self._names[worker], _NOBLOCK_MORE)
         self._send(frame, _NOBLOCK)
 
     def send_frames(self, worker: int, frames: Sequence[bytes]) -> None:
         """Queue encoded messages, in one go."""
         if frames:
-            self._send(self._names[worker], _NOBLOCK_MORE)
-            self._send(_together(frames), _NOBLOCK)
+            self.send_frame(worker, _together(frames))
 
     def send_all(self, *frames: bytes, but: Container[int] = ()) -> None:
         """Queue the same encoded messages for every worker `but` some, in one go."""
@@ -243,27 +236,25 @@ class ConsumerSocket:
                 self._send(name, _NOBLOCK_MORE)
                 self._send(frame, _NOBLOCK)
 
-    def receive(self) -> tuple[int, Hello | Answer | Ping | None] | None:
-        """The next message and the worker that sent it; None if there is none now. A frame that is not a
-        message is counted in `rejected` and dropped. If a worker sent it, None stands for the message."""
-        while True:
+    def receive(self) -> tuple[Any, Hello | Answer | Ping | None] | None:
+        """The worker that sent the next message, and it; None if there is none now. None stands for a frame
+        that is not a message, and for a worker that is dead."""
+        try:
+            name = self._recv(_NOBLOCK)
+        except zmq.Again:
+            return None
+        worker = self._numbers.get(name)
+        if worker is not None:
+            self._newest = worker
             try:
-                name = self._recv(_NOBLOCK)
-            except zmq.Again:
-                return None
-            worker = self._numbers.get(name)
-            if worker is not None:
-                self._newest = worker
-                try:
-                    return worker, decode_for_consumer(self._recv())
-                except ProtocolError:
-                    self.rejected += 1
-                    return worker, None
-            # Looked for here, and not after every frame: a message with more parts than ours.
-            self.rejected += 1
-            if not self._socket.getsockopt(_RCVMORE):
-                return self._newest, None
-            _drop_rest(self._socket)  # of a worker that is dead
+                return worker, decode_for_consumer(self._recv())
+            except ProtocolError:
+                return worker, None
+        # Looked for here, and not after every frame: a message with more parts than ours.
+        if not self._socket.getsockopt(_RCVMORE):
+            return self._newest, None
+        _drop_rest(self._socket)
+        return None, None
 
     def broken(self, ready: Sequence[object]) -> list[int]:
         """The workers whose connection has broken, by what `wait` found readable; each is named once."""

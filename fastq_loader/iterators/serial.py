@@ -121,7 +121,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._spent.at_once(EpochCounters.ended, time.monotonic_ns(), time.process_time_ns())
         else:
             seq = None if drawn is None else drawn[0]
-            self._spent.left(time.monotonic_ns(), None, seq, getattr(self.outcome, "error", None))
+            if self._spent.left(time.monotonic_ns(), None, seq, getattr(self.outcome, "error", None)):
+                self._spent.counted()
 
     def _load_drawn(self, drawn: tuple[int, Any]) -> None:
         """Store the batch, or what loading it raised, in `outcome`."""

@@ -90,7 +90,7 @@ class Unpacker:
         parcel_bytes = segments[0][2] if boxed else len(parcel or b"")
         if parcel_bytes < spec.parcel_bytes:
             raise ProtocolError(f"a parcel of {parcel_bytes} bytes for a spec of {spec.parcel_bytes}")
-        used = []
+        used: list[tuple[int, int]] = []
         for (offset, size, into), tail in zip(segments, [0] * boxed + spec.tails, strict=True):
             need = into + tail or 1
             if offset < 0 or into < 0 or need > size or offset + size > self._end:

@@ -241,7 +241,10 @@ class Scheduler:
     def _fail(self, batch: Batch, error: BaseException) -> None:
         batch.move("fail")
         batch.error = error
-        self._put(batch)
+        if self._arrivals or not self.in_order:
+            self._arrivals.append(batch)
+        else:
+            self._in_flight.ring.push(batch.seq, batch)
 
     # ---- answers in ---------------------------------------------------------------------------
 
@@ -274,18 +277,11 @@ class Scheduler:
             self._drop(answer)
         elif answer.outcome != SKIPPED:  # else its batch leaves when it is at the head
             batch.answer = answer
-            self._put(batch)
-
-    def _put(self, batch: Batch) -> None:
-        """A batch has its answer or its error. What torch would do with it later without deciding anything is
-        done now."""
-        ended = batch.answer is not None and batch.answer.outcome == ENDED
-        if ended or self._arrivals or not self.in_order:
-            self._arrivals.append(batch)
-            return
-        if batch.error is None:
-            batch.move("answer")
-        self._in_flight.ring.push(batch.seq, batch)
+            if self._arrivals or not self.in_order or answer.outcome == ENDED:
+                self._arrivals.append(batch)
+            else:  # torch would take it off its queue later, and nothing would come of that
+                batch.move("answer")
+                self._in_flight.ring.push(batch.seq, batch)
 
     def _refuse(self, batch: Batch, fault: ProtocolError) -> None:
         """Its blocks stay the worker's until that has ended: it may still write to them."""

@@ -40,13 +40,8 @@ class NoteList:
     def count(self) -> None:
         """Count all. What another thread is counting just now, or this one where the handler of a signal
         asks, is left to it."""
-        if self.notes and self._counting.acquire(blocking=False):
-            try:
-                self._count()
-            finally:
-                self._counting.release()
-
-    def _count(self) -> None:
+        if not (self.notes and self._counting.acquire(blocking=False)):
+            return
         notes, done = self.notes, 0
         try:
             for note in notes[:]:
@@ -54,6 +49,7 @@ class NoteList:
                 note[0](*note[1:])  # a star in the target would take twice as long
         finally:  # an interrupt may come
             del notes[:done]
+            self._counting.release()
 
 
 class Notes:
@@ -93,8 +89,9 @@ class Notes:
             self.flush()
         self._entered, self._thread = now, self.thread()
 
-    def left(self, now: int, answer: Answer | None, seq: int | None, error: BaseException | None) -> None:
-        """The call is about to return a batch, or to raise an error; see `EpochCounters.left`."""
+    def left(self, now: int, answer: Answer | None, seq: int | None, error: BaseException | None) -> bool:
+        """The call is about to return a batch, or to raise an error; see `EpochCounters.left`. Returns
+        whether it is time to count: for an error always, which would keep all that its frames refer to."""
         answers, others = self.answers or (), self.others or ()  # an empty list is filled in the next call
         inside = self._entered, self._thread, self.drew, answers, others
         self._entered, self.drew = 0, None
@@ -103,9 +100,10 @@ class Notes:
         if others:
             self.others = []
         self._note((self._called, inside, now, answer, seq, error))
-        if now >= self._among.count_at or error is not None:  # which would keep all that its frames refer to
-            self._among.count_at = now + _EVERY
-            self._among.count()
+        if now < self._among.count_at and error is None:
+            return False
+        self._among.count_at = now + _EVERY
+        return True
 
     def flush(self) -> None:
         """Note by itself what has happened since the last call ended: the call under way is cut short or is

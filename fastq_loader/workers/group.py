@@ -20,7 +20,6 @@ from fastq_loader.errors import ProtocolError, describe_index
 from fastq_loader.ipc.claim_table import Busy, ClaimTable
 from fastq_loader.ipc.messages import (
     TOKEN_BYTES,
-    Answer,
     Epoch,
     Hello,
     Ping,
@@ -101,7 +100,7 @@ class WorkerGroup:
         self._processes.start(arena, folder, self.token, base_seed, shared_seed)
         # The context of zmq has threads, so it is made after the forks.
         self._socket = ConsumerSocket(folder, workers, self.token)
-        self.send_task = self._socket.send_task
+        self.send_frame, self.receive = self._socket.send_frame, self._socket.receive
         _in_use.add(self._socket)
         for descriptor in self._processes.descriptors:
             self._socket.watch(descriptor)
@@ -129,26 +128,16 @@ class WorkerGroup:
 
     # ---- one worker ---------------------------------------------------------------------------
 
-    def receive(self) -> tuple[int, Answer] | None:
-        """The next answer and who gave it; None if there is none now."""
-        socket = self._socket
-        assert socket is not None, "the group was started, and not closed"
-        while (received := socket.receive()) is not None:
-            worker, message = received
-            if type(message) is Answer:
-                return worker, message
-            if message is None:
-                self._counters.rejected_frames += socket.rejected
-                socket.rejected = 0
+    def heard(self, worker: int | None, message: Any) -> None:
+        """A worker has sent something else than an answer: see `ConsumerSocket.receive`."""
+        if worker is None or message is None:
+            self._counters.rejected_frames += 1
+            if worker is not None:
                 self.evict(worker)
-            elif type(message) is Ping:
-                self._pinged_back(worker)
-            else:
-                self._mark_ready(worker)
-        if socket.rejected:
-            self._counters.rejected_frames += socket.rejected
-            socket.rejected = 0
-        return None
+        elif type(message) is Ping:
+            self._pinged_back(worker)
+        else:
+            self._mark_ready(worker)
 
     def _pinged_back(self, worker: int) -> None:
         try:

@@ -73,7 +73,8 @@ def test_a_call_counts_every_ten_milliseconds() -> None:
     notes = Notes(counters)
     seen = []
     for now in (5, 6, 5_000_000, 10_000_004, 10_000_005, 10_000_006):
-        notes.left(now, None, None, None)
+        if notes.left(now, None, None, None):
+            notes.counted()
         seen.append(counters.batches)
     assert seen == [1, 1, 1, 1, 5, 5]
 
@@ -82,7 +83,8 @@ def test_an_error_is_not_kept() -> None:
     counters = EpochCounters(1, 0)
     notes = Notes(counters, among := NoteList())
     notes.left(5, None, None, None)
-    notes.left(6, None, 3, KeyError())
+    assert notes.left(6, None, 3, KeyError())
+    notes.counted()
     assert (counters.batches, among.notes) == (2, [])
 
 

@@ -37,19 +37,14 @@ class Claims(Table):
 
 
 class Socket:
-    """Notes what is sent, (worker, message or frames); what workers sent is in `received`."""
+    """Notes what is sent, (worker, message or frames)."""
 
     def __init__(self) -> None:
-        self.received: list[tuple[int, Any]] = []
         self.sent: list[tuple[int | None, Any]] = []
-        self.rejected = 0
         self.cut: list[int] = []  # workers whose connection has broken
 
     def broken(self, ready: Any) -> list[int]:
         return self.cut
-
-    def receive(self) -> tuple[int, Any] | None:
-        return self.received.pop(0) if self.received else None
 
     def send(self, worker: int, message: Any) -> None:
         self.sent.append((worker, message))
@@ -92,13 +87,12 @@ def group(shared_tasks: bool = True) -> tuple[WorkerGroup, Any, list[int]]:
     return made, made._socket, killed
 
 
-def test_answers_are_handed_on_and_a_worker_that_sends_garbage_is_ended() -> None:
-    workers, socket, killed = group()
-    socket.received = [(0, Hello(5)), (1, None), (1, None), (0, ANSWER), (1, ANSWER)]
-    socket.rejected = 2
-    assert [workers.receive(), workers.receive(), workers.receive()] == [(0, ANSWER), (1, ANSWER), None]
+def test_a_worker_that_sends_garbage_is_ended() -> None:
+    workers, _, killed = group()
+    for worker, message in ((0, Hello(5)), (1, None), (1, None), (None, None)):
+        workers.heard(worker, message)
     assert killed == [1]
-    assert (workers._counters.rejected_frames, socket.rejected) == (2, 0)
+    assert workers._counters.rejected_frames == 3, "one was of nobody"
     assert workers.is_ready(0)
     assert not workers.is_ready(1)
     assert workers.death(0) == ("was killed", "torch's text")
@@ -131,8 +125,8 @@ def test_a_ping_that_a_worker_was_not_sent_ends_it() -> None:
     workers.offer({1: b"a task"})
     pings = [worker for worker, message in socket.sent if message == Ping()]
     assert pings == [0, 1]
-    socket.received = [(0, Ping()), (1, Ping()), (0, Ping())]
-    assert workers.receive() is None
+    for worker in (0, 1, 0):
+        workers.heard(worker, Ping())
     assert killed == [0], "its second one"
     assert workers._counters.rejected_frames == 1
 
@@ -143,16 +137,14 @@ def test_a_worker_that_is_far_behind_is_passed_over_and_catches_up() -> None:
     workers.begin_epoch(epoch)
     assert socket.sent == [(0, [encode(epoch)]), (1, [encode(epoch)]), (0, Ping()), (1, Ping())]
     workers.offer({1: b"one"})
-    socket.received = [(1, Ping())]
-    workers.receive()
+    workers.heard(1, Ping())
     workers.claims.offer(2)
     workers.offer({2: b"two"})
     assert workers.behind == {0}
     socket.sent.clear()
     workers.catch_up()
     assert socket.sent == []
-    socket.received = [(0, Ping())]
-    workers.receive()
+    workers.heard(0, Ping())
     workers.catch_up()
     assert socket.sent[0] == (0, [b"two"])
     assert workers.behind == set()
@@ -195,7 +187,7 @@ def test_tasks_are_taken_back_as_far_as_they_are_unclaimed(monkeypatch: pytest.M
 
 
 def test_the_texts_name_the_worker_its_batch_and_its_stacks() -> None:
-    workers, socket, _ = group()
+    workers, _, _ = group()
     assert workers.report(1, "was killed", 7, [4, 5]) == (
         "DataLoader worker (pid(s) 701) exited unexpectedly: "
         "worker 1 was killed before it answered batch 7 (indices [4, 5])"
@@ -204,8 +196,7 @@ def test_the_texts_name_the_worker_its_batch_and_its_stacks() -> None:
     assert workers.report_late(None, 7, 3) == "no worker has come to batch 7 (indices 3) yet"
     late = "worker 0 (pid 700) has not answered batch 7 (indices 3). Its Python stacks:\n"
     assert workers.report_late(0, 7, 3) == late + "  (it is still starting)"
-    socket.received = [(0, Hello(5))]
-    workers.receive()
+    workers.heard(0, Hello(5))
     assert workers.report_late(0, 7, 3) == late + "  stacks of 0"
     assert workers.report(0, "was killed", None, None).endswith("worker 0 was killed between batches")
 
