@@ -82,8 +82,11 @@ def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop | Pi
     try:
         if kind == TASK:
             epoch, seq, attempt, index, grants, promises, ticket = fields
-            _check_counts((epoch, seq, attempt, ticket))
-            return Task(epoch, seq, attempt, index, _blocks(grants), _blocks(promises), ticket)
+            numbers = epoch, seq, attempt, ticket
+            if set(map(type, numbers)) != _INT or min(numbers) < 0 or max(numbers) > _LARGEST:
+                raise ProtocolError(f"{numbers!r:.80} where the numbers of a task should be")
+            blocks = ((), ()) if grants == promises == [] else (_blocks(grants), _blocks(promises))
+            return tuple.__new__(Task, (epoch, seq, attempt, index, *blocks, ticket))
         if kind == EPOCH:
             return _epoch(*fields)
         if kind == SPACE:

@@ -330,6 +330,7 @@ class WorkerSocket:
         self._context = zmq.Context(io_threads=1)
         self._frames: deque[bytes] = deque()  # received, or of a bundle, as far as they were not read
         self._socket = self._context.socket(zmq.DEALER)
+        self._send, self._recv = super(zmq.Socket, self._socket).send, super(zmq.Socket, self._socket).recv
         _configure(self._socket)
         for process in (consumer, self._pid):  # a sandbox may take each peer for the process that asks
             self._socket.setsockopt(zmq.IPC_FILTER_PID, process)
@@ -349,18 +350,18 @@ class WorkerSocket:
         self.send(Hello(self._pid))
 
     def send(self, message: Message) -> None:
-        process_id.stay_in(self._pid)
-        self._socket.send(encode(message))
+        if process_id.pid != self._pid:
+            process_id.stay_in(self._pid)
+        self._send(encode(message))
 
     def receive(self, block: bool) -> Task | Epoch | Space | Stop | Ping | None:
         """The next message; without `block` None if there is none now. A frame that is not a message is
         dropped."""
-        process_id.stay_in(self._pid)
+        if process_id.pid != self._pid:
+            process_id.stay_in(self._pid)
         while True:
             try:
-                frame = (
-                    self._frames.popleft() if self._frames else self._socket.recv(0 if block else _NOBLOCK)
-                )
+                frame = self._frames.popleft() if self._frames else self._recv(0 if block else _NOBLOCK)
                 message = decode_for_worker(frame)
             except zmq.Again:
                 return None

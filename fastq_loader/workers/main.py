@@ -167,7 +167,7 @@ class Worker:
             message = self._socket.receive(block=not self._tasks)
             if message is None:
                 return True
-            if isinstance(message, Task):
+            if type(message) is Task:
                 if self._can_load(message):
                     self._tasks.add(message)
                     if self._quick:
