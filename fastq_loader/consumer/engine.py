@@ -119,6 +119,11 @@ class Engine:
         self._check_epoch(epoch)
         self._enter(lambda loop: loop.next(into, finish))
 
+    def said(self) -> dict[int, bytes]:
+        """The states of workers whose part of an iterable dataset has ended in this epoch."""
+        loop = self._loop
+        return {} if loop is None else loop.said
+
     def poll(self, epoch: int) -> None:
         """Begin the copies of batches that have become ready; see `EventLoop.poll`.
 

@@ -34,6 +34,7 @@ class Receiver:
 
     Attributes:
         spent: where the time of the epoch goes; None before the first.
+        said: worker → its state, when its part of an iterable dataset had ended in this epoch.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Receiver:
         self._unpacker = unpacker
         self._counters = counters
         self.spent: Notes | None = None
+        self.said: dict[int, bytes] = {}
         self._iterable = plan.rules.iterable
         # Where only the sampler decides on the order, a second read of the socket is saved.
         self._one_by_one = plan.in_order and not plan.rules.iterable
@@ -121,6 +123,8 @@ class Receiver:
         if handle is None or outcome in _EMPTY:
             if (handle is None) != (outcome in _EMPTY):
                 raise ProtocolError(f"outcome {outcome} {'without' if handle is None else 'with'} a handle")
+            if answer.state and answer.epoch == self._scheduler.epoch:
+                self.said[worker] = unseal(answer.state, self._group.token)
             return answer
         state = unseal(answer.state, self._group.token) if answer.state else b""
         handle, used = self._unpacker.learn(worker, handle)

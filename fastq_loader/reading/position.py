@@ -63,6 +63,11 @@ def fetcher_at(place: dict[str, Any] | None, dataset: Any, **rules: Any) -> Fetc
     return fetcher
 
 
+def put_at_end(place: dict[str, Any], dataset: Any, **rules: Any) -> None:
+    """Put a dataset where it stood when an iteration of it was over: the next one begins from there."""
+    fetcher_at({**place, "ended": True}, dataset, **rules)
+
+
 def _set_dataset(dataset: Any, place: dict[str, Any]) -> None:
     if "dataset" in place:
         dataset.load_state_dict(place["dataset"])

@@ -25,6 +25,9 @@ from fastq_loader.scheduling.progress import START, Progress
 
 T = TypeVar("T")
 Snapshot = tuple[Any, Any]
+#: What was drawn: positions, whether the last batch is short, whether the sampler is exhausted (see `Beginning`),
+#: and the states of the loader's own generators after that.
+Drawn = tuple[int, bool, bool, dict[str, Any]]
 
 
 def _set_shared(states: dict[str, Any]) -> None:
@@ -78,6 +81,11 @@ class Order:
         progress: to be set with each batch that is handed out.
         own: the generators that belong to the loader, by name.
         beginning: what is noted.
+        drawn: what was drawn so far, as one immutable record, for whoever asks in the middle of a draw.
+        drawing: whether that is now.
+        pending: the states that shared generators had when the epoch began, if the first index is still to be
+            drawn from them; it is drawn from these if they are `fixed`.
+        fixed: whether a state says so.
         compared: see `samplers.compared`; before the epoch, in which samplers may count.
         batch_size: of a batch that is full, where torch's own batches are around a sampler that is asked.
         first: what is drawn first in a new epoch, if a sampler has to be told the epoch; else None.
@@ -102,6 +110,10 @@ class Order:
         self.batch_size = 0 if self._asked in (None, index_sampler) else index_sampler.batch_size
         self._watched = samplers.shared_generators(index_sampler)
         self.compared = samplers.compared(index_sampler)
+        self.drawing = self.fixed = False
+        self.pending: dict[str, Any] = {}
+        #: Samplers of torch's draw when they begin and at their end; of others, each index may be drawn.
+        self.quiet = not self.own or samplers.draw_once(index_sampler)
         told = None if resumed else samplers.told_epochs(index_sampler)
         self.first = None if told is None else FirstIndices(told)
         if resumed is None:
@@ -111,6 +123,29 @@ class Order:
         else:
             self.beginning = resumed
             samplers.set_epochs(index_sampler, resumed.epochs)
+        self.note_drawn()
+
+    def note_drawn(self) -> None:
+        """Replace what was drawn."""
+        noted = self.beginning
+        self.drawn = noted.drawn, noted.short, noted.exhausted, self._own_states()
+
+    def note_pending(self, moved: bool) -> None:
+        """The epoch has begun, and nothing was drawn: by whatever is drawn meanwhile, the first index does not
+        change once a state was told.
+
+        Args:
+            moved: whether it began from states that the generators do not keep.
+        """
+        self.pending = {name: generators.state_of(generators.GLOBAL[name]) for name in self._watched}
+        self.fixed = moved
+        self.note_drawn()
+
+    def seen(self) -> Drawn:
+        """What was drawn, and the states of the loader's own generators now, from which others may have drawn
+        as well. In the middle of a draw, on any thread or in a handler of a signal, those before it."""
+        drawn, states = self.drawn, self._own_states()
+        return drawn if self.drawing or self.drawn is not drawn else (*drawn[:3], states)
 
     def begin(self, packed: bool = False) -> IndexSource:
         """The indices. A new epoch with workers begins twice, as in torch; a resumed one goes on once.
@@ -148,6 +183,8 @@ class Order:
                     draw_base_seed(self._generator)
             _set_shared(resumed.first)
             source = self._source_of(drawn)
+            if not resumed.drawn:
+                self.pending, self.fixed = resumed.first, True
             source.draw_ahead(skip + min(head, 1), max(0, resumed.drawn - head) + resumed.exhausted)
         return source
 
@@ -184,6 +221,8 @@ class Order:
             if drawn is not self._asked:
                 has_set |= self._load(drawn, iterator_state)
             source = self._source_of(drawn, snapshot)
+            if not resumed.drawn:
+                self.pending, self.fixed = resumed.first, True
             if has_drawn and not has_set:
                 _set_shared(resumed.first)
                 source.draw_ahead(0, max(resumed.drawn - head, min(head, 1)) + resumed.exhausted)
@@ -262,26 +301,38 @@ class IndexSource(Iterator[Any]):
     def __next__(self) -> Any:
         if not self._plain:
             return self._next_noted()
+        order = self._order
+        order.drawing = True
         try:
             index = next(self.drawn)
         except StopIteration:
             self._beginning.exhausted = True
+            order.note_drawn()
             raise
         except Exception:  # it has its position
             self._beginning.drawn = self.position = self.position + 1
+            order.drawn = self.position, False, False, order.drawn[3]
             raise
-        self._beginning.drawn = self.position = self.position + 1
-        return index
+        else:
+            self._beginning.drawn = self.position = self.position + 1
+            order.drawn = self.position, False, False, order.drawn[3]
+            return index
+        finally:
+            order.drawing = False
 
     def _next_noted(self) -> Any:
         while True:
             passed_over = self.position in self._beyond
+            self._order.drawing = True
             try:
                 index, error, snapshot = self._ahead.popleft() if self._ahead else self._watched()
+                self._drew(index, snapshot)
             except StopIteration:
                 self._beginning.exhausted = True
                 raise
-            self._drew(index, snapshot)
+            finally:
+                self._order.note_drawn()
+                self._order.drawing = False
             if passed_over:
                 continue
             if error is None:
@@ -295,7 +346,8 @@ class IndexSource(Iterator[Any]):
         if not self._fresh:
             return self._draw()
         self._fresh = False
-        return self._order.watch(self._draw, self._beginning.first)
+        with generators.as_at(self._order.pending if self._order.fixed else {}):
+            return self._order.watch(self._draw, self._beginning.first)
 
     def _draw(self) -> tuple[Any, Exception | None, Snapshot | None]:
         """An index, or the error in its place; and what the sampler says then."""
@@ -318,6 +370,7 @@ class IndexSource(Iterator[Any]):
                 self._first = None
         self._plain = (
             self.snapshots is None
+            and order.quiet
             and self._first is None
             and not self._ahead
             and self.position > max(self._beyond, default=-1)

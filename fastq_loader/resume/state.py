@@ -8,9 +8,11 @@ over, `_index_sampler_state` is what the sampler said.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastq_loader import arguments
 from fastq_loader.reading import generators
@@ -20,6 +22,8 @@ from fastq_loader.resume.samplers import epochs, own_generators, said, stateful_
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
+
+T = TypeVar("T")
 
 VERSION = 1
 LIBRARY = "fastq_loader"
@@ -58,6 +62,44 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
+def now(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The state of a loader, for whoever asks: on any thread, or in a handler of a signal."""
+    resources = loader._resources
+    while True:  # once, unless another thread begins an epoch meanwhile
+        held, place = resources.held, resources.place
+        if held is None and place == (None, None):
+            resources.shared = resources.shared or _shared(loader)
+        state = _of_place(loader) if held is None else copy.deepcopy(held)
+        if resources.held is held and resources.place is place:
+            return state
+
+
+def begun(loader: DataLoader[Any], begin: Callable[[], T]) -> T:
+    """Begin an epoch. Meanwhile the state of the loader is that of before; and if it was told before the first
+    epoch, this draws what it would have drawn then."""
+    resources = loader._resources
+    with contextlib.suppress(Exception):  # of user code; whoever asks hears of it
+        resources.held = _of_place(loader)
+    try:
+        with generators.as_at(resources.shared):
+            iterator = begin()
+        resources.shared = {}
+        return iterator
+    finally:
+        resources.held = None
+
+
+def _of_place(loader: DataLoader[Any]) -> dict[str, Any]:
+    record, loaded = loader._resources.place
+    return state_of(loader, record) if loaded is None else copy.deepcopy(loaded.state)
+
+
+def _shared(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The states of the shared generators that an epoch draws from when it begins."""
+    names = {*samplers.shared_generators(loader._index_sampler), *(["torch"] if loader.generator is None else [])}
+    return {name: generators.state_of(generators.GLOBAL[name]) for name in names}
+
+
 def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, Any]:
     """The state of a loader, in a dict of its own.
 
@@ -68,28 +110,38 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
     if record is None:
         own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
         state = _state(describe(loader), {name: _text(generator) for name, generator in own.items()})
-        return {**state, **_between_epochs(loader)}
-    if record.over:
+        shared = {name: generators.dump(each) for name, each in loader._resources.shared.items()}
+        return {**state, **_between_epochs(loader), "workers": _before_first(loader), "shared": shared}
+    order_now, beginning = record.order, record.order.beginning
+    if not order_now.drawn[0]:
+        order_now.fixed = True
+    while True:  # once, unless another thread takes batches meanwhile
+        progress, (drawn, short, exhausted, own_states) = order_now.progress, order_now.seen()
+        snapshot = beginning.snapshots.get(progress.head)
+        if order_now.progress is progress:
+            break
+    if progress.over:
         state = {**_of_epoch(loader, record), "_iterator_finished": True}
+        workers = progress.workers if record.persistent else ()
+        state["workers"] = [_worker(*worker) for worker in workers]
         return {**state, **samplers.compared(loader._index_sampler), **_between_epochs(loader)}
-    progress, beginning = record.order.progress, record.order.beginning
-    if record.constant is None or len(record.constant["order"]["first"]) != len(beginning.first):
-        record.constant = {**_of_epoch(loader, record), "resumes": True, "order": _order(record)}
+    first = order_now.pending if drawn == 0 else beginning.first
+    if record.constant is None or record.constant["order"]["first"].keys() != first.keys():
+        record.constant = {**_of_epoch(loader, record), "resumes": True, "order": _order(record, dict(first))}
     # Called after every step, this must cost next to nothing: what stays is copied, what moves is set.
     state = record.constant.copy()
     state["_num_yielded"] = state["_sampler_iter_yielded"] = progress.delivered
     state["beyond"] = sorted(progress.beyond)
-    state["generators"] = record.texts_now()
+    state["generators"] = record.texts(own_states)
     state["order"] = order = state["order"].copy()
-    order["drawn"] = max(beginning.drawn, progress.head)
-    order["short"], order["exhausted"] = beginning.short, beginning.exhausted
+    order["drawn"] = max(drawn, progress.head)
+    order["short"], order["exhausted"] = short, exhausted
     for name in ("epochs", "states", "first"):
         order[name] = order[name].copy()
     if beginning.inner is not None:
         order["inner"] = _for_user(beginning.inner)
-    if beginning.snapshots:
-        snapshot = map(_for_user, beginning.snapshots[progress.head])
-        state["_index_sampler_state"], state["_sampler_iter_state"] = snapshot
+    if snapshot is not None:
+        state["_index_sampler_state"], state["_sampler_iter_state"] = map(_for_user, snapshot)
     state["workers"] = [_worker(*worker) for worker in progress.workers]
     return state
 
@@ -97,7 +149,8 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
 def _of_epoch(loader: DataLoader[Any], record: EpochRecord) -> dict[str, Any]:
     """What stays the same from batch to batch."""
     position = record.position
-    state = _state({**describe(loader), **record.order.compared}, record.texts_now())
+    texts = record.texts(record.order.seen()[3])
+    state = _state({**describe(loader), **record.order.compared}, texts)
     state["epoch"], state["batches"] = position.epoch, position.batches - position.batch
     state["_num_yielded"] = state["_sampler_iter_yielded"] = record.progress.delivered
     state["lives_on"], state["base_seed"] = record.lives_on, record.base_seed
@@ -105,14 +158,14 @@ def _of_epoch(loader: DataLoader[Any], record: EpochRecord) -> dict[str, Any]:
     return state
 
 
-def _order(record: EpochRecord) -> dict[str, Any]:
+def _order(record: EpochRecord, first: dict[str, Any]) -> dict[str, Any]:
     beginning = record.order.beginning
     return {
         "starts": beginning.starts,
         "seeded": beginning.seeded,
         "epochs": beginning.epochs,
         "states": {name: generators.dump(state) for name, state in beginning.states.items()},
-        "first": {name: generators.dump(state) for name, state in beginning.first.items()},
+        "first": {name: generators.dump(state) for name, state in first.items()},
     }
 
 
@@ -122,6 +175,14 @@ def _between_epochs(loader: DataLoader[Any]) -> dict[str, Any]:
         "order": {"epochs": epochs(sampler)},
         "_index_sampler_state": _for_user(said(stateful_sampler(sampler))),
     }
+
+
+def _before_first(loader: DataLoader[Any]) -> list[dict[str, Any]]:
+    """Without workers, where the dataset stands before the first epoch, if it says so without an iterator."""
+    said = samplers.said(loader.dataset) if loader.num_workers == 0 else None
+    if said is None or isinstance(said, Exception):
+        return []
+    return [{"delivered": 0, "position": {"ended": False, "dataset": said}}]
 
 
 def _for_user(said: Any) -> Any:

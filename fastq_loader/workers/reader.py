@@ -7,7 +7,8 @@ whether the random numbers that come after could tell.
 What a resumed epoch needs from a worker is its state: a dict with what `reading.position` says of the dataset
 and, where it was asked for, the states of its generators. It goes to the consumer with each batch and comes
 back with the epoch, with the number of this worker's batches that were handed out before. Those are passed
-over; where there is no position, they are read again.
+over; where there is no position, they are read again. A state that is "over" is of the end of the epoch
+before: the new one begins from there. One that has a "seed" knows of no generators.
 """
 
 from __future__ import annotations
@@ -98,6 +99,13 @@ class Reader:
             self._resume(epoch.resume)
             rules = vars(self._setup.plan.rules)
             place = self._resumed.get("position")
+            if "seed" in self._resumed:
+                seeding.seed_worker(self._resumed["seed"], self._setup.worker)
+            if self._resumed.get("over"):
+                if place is not None:
+                    position.put_at_end(place, self._dataset, collate=self._collate_fn, **rules)
+                place = None
+                self._set_generators()  # `iter(dataset)` may draw
             self._fetcher = position.fetcher_at(place, self._dataset, collate=self._collate_fn, **rules)
             self._set_generators()
         except Exception as error:
@@ -175,10 +183,13 @@ class Reader:
     def _say_state(self) -> bytes:
         """What the worker goes on from if this was the last batch."""
         assert self._fetcher is not None, "a batch was loaded"
-        states: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         if self._setup.plan.save_generators:
-            states = {name: generators.state_of(own) for name, own in self._generators().items()}
-        state = position.packed(self._fetcher, **({"generators": states} if states else {}))
+            own = self._generators().items()
+            more["generators"] = {name: generators.state_of(generator) for name, generator in own}
+        if self.ended and (more or position.is_known(self._fetcher)):
+            more["over"] = True
+        state = position.packed(self._fetcher, **more)
         return seal(state, self._setup.token) if state else b""
 
     def is_missed(self) -> bool:

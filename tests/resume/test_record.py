@@ -54,7 +54,7 @@ def test_positions_count_epochs_and_batches() -> None:
     assert record.position == Position(0, 0, 0)
     record.order.progress = Progress(10)
     assert record.position == Position(0, 10, 10)
-    record.over = True
+    record.end({})
     assert record.position == Position(1, 0, 10)
     broken_off = begun(loader(), record, None)
     assert broken_off.position == Position(1, 0, 10)
