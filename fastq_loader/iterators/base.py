@@ -154,8 +154,9 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def _epoch_has_begun(self, loader: DataLoader[Any]) -> None:
         """What was loaded is used up, unless the epoch could not be begun."""
         resources = loader._resources
-        if self._num_workers == 0 and not self._order.beginning.drawn and self._record.saved is None:
-            self._order.note_pending(bool(resources.shared))
+        self._order.note_drawn()
+        if resources.shared and not self._order.beginning.drawn:
+            self._order.pending = self._order.shared_now()
         self._hints = Hints(loader, resources.record, self._record, self._spent)
         resources.place = self._record, None
         if self._record.replayed:

@@ -138,7 +138,9 @@ class restored:
 def as_at(states: dict[str, Any]) -> restored:
     """A context in which shared generators are in these states. Those that are when it begins go on as they
     are drawn from in it; others are put back."""
-    moved = [(GLOBAL[name], state) for name, state in states.items() if not same(state, state_of(GLOBAL[name]))]
+    moved = [
+        (GLOBAL[name], state) for name, state in states.items() if not same(state, state_of(GLOBAL[name]))
+    ]
     return restored((generator for generator, _ in moved), moved)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from typing import Any, Protocol, TypeGuard
 
+from fastq_loader.reading import seeding
 from fastq_loader.reading.fetch import Fetcher, make_fetcher
 from fastq_loader.system.interrupts import refuse_interrupt
 
@@ -79,7 +80,9 @@ def _set_iterator(fetcher: Fetcher, place: dict[str, Any]) -> None:
     if place.get("ended"):
         fetcher.ended = True  # type: ignore[attr-defined]
         # It is asked once more: datasets note in their iterator that they were put somewhere.
-        if next(_iterator(fetcher), fetcher) is not fetcher:  # one that begins anew at its end
+        with seeding.put_back():
+            anew = next(_iterator(fetcher), fetcher) is not fetcher
+        if anew:  # at its end it begins again
             _set_dataset(fetcher.dataset, place)
             if "iterator" in place:
                 _iterator(fetcher).load_state_dict(place["iterator"])

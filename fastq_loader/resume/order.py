@@ -83,9 +83,8 @@ class Order:
         beginning: what is noted.
         drawn: what was drawn so far, as one immutable record, for whoever asks in the middle of a draw.
         drawing: whether that is now.
-        pending: the states that shared generators had when the epoch began, if the first index is still to be
-            drawn from them; it is drawn from these if they are `fixed`.
-        fixed: whether a state says so.
+        pending: states of shared generators that the first index is still to be drawn from, where a state
+            says so.
         compared: see `samplers.compared`; before the epoch, in which samplers may count.
         batch_size: of a batch that is full, where torch's own batches are around a sampler that is asked.
         first: what is drawn first in a new epoch, if a sampler has to be told the epoch; else None.
@@ -110,7 +109,7 @@ class Order:
         self.batch_size = 0 if self._asked in (None, index_sampler) else index_sampler.batch_size
         self._watched = samplers.shared_generators(index_sampler)
         self.compared = samplers.compared(index_sampler)
-        self.drawing = self.fixed = False
+        self.drawing = False
         self.pending: dict[str, Any] = {}
         #: Samplers of torch's draw when they begin and at their end; of others, each index may be drawn.
         self.quiet = not self.own or samplers.draw_once(index_sampler)
@@ -122,6 +121,7 @@ class Order:
                 self.beginning.inner = samplers.said(self._inner)
         else:
             self.beginning = resumed
+            self.pending = {} if resumed.drawn else resumed.first
             samplers.set_epochs(index_sampler, resumed.epochs)
         self.note_drawn()
 
@@ -130,16 +130,9 @@ class Order:
         noted = self.beginning
         self.drawn = noted.drawn, noted.short, noted.exhausted, self._own_states()
 
-    def note_pending(self, moved: bool) -> None:
-        """The epoch has begun, and nothing was drawn: by whatever is drawn meanwhile, the first index does not
-        change once a state was told.
-
-        Args:
-            moved: whether it began from states that the generators do not keep.
-        """
-        self.pending = {name: generators.state_of(generators.GLOBAL[name]) for name in self._watched}
-        self.fixed = moved
-        self.note_drawn()
+    def shared_now(self) -> dict[str, Any]:
+        """The states of the shared generators that the sampler may draw from."""
+        return {name: generators.state_of(generators.GLOBAL[name]) for name in self._watched}
 
     def seen(self) -> Drawn:
         """What was drawn, and the states of the loader's own generators now, from which others may have drawn
@@ -183,8 +176,6 @@ class Order:
                     draw_base_seed(self._generator)
             _set_shared(resumed.first)
             source = self._source_of(drawn)
-            if not resumed.drawn:
-                self.pending, self.fixed = resumed.first, True
             source.draw_ahead(skip + min(head, 1), max(0, resumed.drawn - head) + resumed.exhausted)
         return source
 
@@ -221,8 +212,6 @@ class Order:
             if drawn is not self._asked:
                 has_set |= self._load(drawn, iterator_state)
             source = self._source_of(drawn, snapshot)
-            if not resumed.drawn:
-                self.pending, self.fixed = resumed.first, True
             if has_drawn and not has_set:
                 _set_shared(resumed.first)
                 source.draw_ahead(0, max(resumed.drawn - head, min(head, 1)) + resumed.exhausted)
@@ -346,7 +335,7 @@ class IndexSource(Iterator[Any]):
         if not self._fresh:
             return self._draw()
         self._fresh = False
-        with generators.as_at(self._order.pending if self._order.fixed else {}):
+        with generators.as_at(self._order.pending):
             return self._order.watch(self._draw, self._beginning.first)
 
     def _draw(self) -> tuple[Any, Exception | None, Snapshot | None]:

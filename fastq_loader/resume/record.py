@@ -66,7 +66,6 @@ class EpochRecord:
         base_seed, shared_seed: see `seeding` and `datapipes`.
         continues_workers: it is the next epoch of workers that would have lived on.
         told: whether its readers have to be told where they stand.
-        drawn_once: its workers' generators are saved, so they follow from one seed in all epochs.
         persistent: its readers go on with the next epoch.
         lives_on: its workers go on with the next epoch, for which torch then draws no base seed.
         constant: the part of its `state_dict` that stays the same; None until somebody asks.
@@ -77,7 +76,7 @@ class EpochRecord:
         self.saved = saved
         self.base_seed = 0
         self.shared_seed: int | None = None
-        self.continues_workers = self.lives_on = self.drawn_once = self.persistent = False
+        self.continues_workers = self.lives_on = self.persistent = False
         self.told = saved is not None
         self.constant: dict[str, Any] | None = None
         self._texts: dict[str, tuple[Any, str]] = {}  # the generators' states, as they were asked for last
@@ -128,7 +127,7 @@ class EpochRecord:
         """The seed of an epoch for which torch draws none, because its workers live on: it follows from that
         of the epoch before."""
         if self.saved is None:
-            self.base_seed = seed if self.drawn_once else mixed(seed, self._began.epoch)
+            self.base_seed = mixed(seed, self._began.epoch)
         return self.base_seed
 
     @property
@@ -216,7 +215,6 @@ def begin(
         if saved is not None and saved.lives_on and loader.persistent_workers:
             record.continues_workers = loader.num_workers > 0 and not arguments.is_dynamic(loader)
             record.base_seed = saved.base_seed
-    record.drawn_once = arguments.saves_generators(loader)
     record.persistent = loader.persistent_workers or loader.num_workers == 0
     return record
 

@@ -95,11 +95,8 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
     delivered, over = fields.number("_sampler_iter_yielded"), fields.flag("_iterator_finished")
     if not fields.flag("resumes"):
         fields.present("_index_sampler_state")
-        workers = fields.sequence("workers") if "workers" in fields.values else []
         shared = fields.states("shared", generators.GLOBAL) if "shared" in fields.values else {}
-        if workers:
-            between = replace(between, progress=Progress(workers=_workers(fields, loader, ignored)))
-        return replace(between, shared=shared)
+        return replace(between, shared=shared, progress=_between_epochs(fields, loader, ignored))
     epoch, _, batches = between.position
     if over:  # Accelerate says it when the last batch was handed out
         return replace(between, position=Position(epoch + 1, 0, batches + delivered))
@@ -149,9 +146,12 @@ def _progress(fields: _Fields, drawn: int, loader: DataLoader[Any], ignored: fro
     return progress
 
 
-def _workers(
-    fields: _Fields, loader: DataLoader[Any], ignored: frozenset[str]
-) -> tuple[WorkerProgress, ...]:
+def _between_epochs(fields: _Fields, loader: DataLoader[Any], ignored: frozenset[str]) -> Progress:
+    known = "workers" in fields.values and fields.sequence("workers")
+    return Progress(workers=_workers(fields, loader, ignored)) if known else START
+
+
+def _workers(fields: _Fields, loader: DataLoader[Any], ignored: frozenset[str]) -> tuple[WorkerProgress, ...]:
     workers = tuple(
         _read_worker(number, worker, loader.dataset)
         for number, worker in enumerate(fields.sequence("workers"))
@@ -347,12 +347,10 @@ def _take_dataset(loaded: Saved, loader: DataLoader[Any]) -> None:
         if "position" not in state:
             continue
         if not state.get("over"):
-            loader.dataset.load_state_dict(state["position"]["dataset"])
+            loader.dataset.load_state_dict(state["position"]["dataset"])  # type: ignore[attr-defined]
         else:
             rules = {"auto_collation": loader._auto_collation, "drop_last": loader.drop_last}
-            put_at_end(
-                state["position"], loader.dataset, iterable=True, collate=loader.collate_fn, **rules
-            )
+            put_at_end(state["position"], loader.dataset, iterable=True, collate=loader.collate_fn, **rules)
 
 
 def _take_sampler(loaded: Saved, index_sampler: Any, own: dict[str, Any]) -> None:

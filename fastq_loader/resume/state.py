@@ -96,7 +96,10 @@ def _of_place(loader: DataLoader[Any]) -> dict[str, Any]:
 
 def _shared(loader: DataLoader[Any]) -> dict[str, Any]:
     """The states of the shared generators that an epoch draws from when it begins."""
-    names = {*samplers.shared_generators(loader._index_sampler), *(["torch"] if loader.generator is None else [])}
+    names = {
+        *samplers.shared_generators(loader._index_sampler),
+        *(["torch"] if loader.generator is None else []),
+    }
     return {name: generators.state_of(generators.GLOBAL[name]) for name in names}
 
 
@@ -113,21 +116,23 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
         shared = {name: generators.dump(each) for name, each in loader._resources.shared.items()}
         return {**state, **_between_epochs(loader), "workers": _before_first(loader), "shared": shared}
     order_now, beginning = record.order, record.order.beginning
-    if not order_now.drawn[0]:
-        order_now.fixed = True
     while True:  # once, unless another thread takes batches meanwhile
         progress, (drawn, short, exhausted, own_states) = order_now.progress, order_now.seen()
         snapshot = beginning.snapshots.get(progress.head)
-        if order_now.progress is progress:
+        first = dict(beginning.first) if drawn else order_now.pending or order_now.shared_now()
+        if order_now.progress is progress and (drawn or not order_now.drawn[0]):
             break
     if progress.over:
         state = {**_of_epoch(loader, record), "_iterator_finished": True}
         workers = progress.workers if record.persistent else ()
         state["workers"] = [_worker(*worker) for worker in workers]
         return {**state, **samplers.compared(loader._index_sampler), **_between_epochs(loader)}
-    first = order_now.pending if drawn == 0 else beginning.first
-    if record.constant is None or record.constant["order"]["first"].keys() != first.keys():
-        record.constant = {**_of_epoch(loader, record), "resumes": True, "order": _order(record, dict(first))}
+    if not drawn or record.constant is None or not record.constant["order"]["drawn"]:
+        record.constant = {
+            **_of_epoch(loader, record),
+            "resumes": True,
+            "order": _order(record, drawn, first),
+        }
     # Called after every step, this must cost next to nothing: what stays is copied, what moves is set.
     state = record.constant.copy()
     state["_num_yielded"] = state["_sampler_iter_yielded"] = progress.delivered
@@ -158,7 +163,7 @@ def _of_epoch(loader: DataLoader[Any], record: EpochRecord) -> dict[str, Any]:
     return state
 
 
-def _order(record: EpochRecord, first: dict[str, Any]) -> dict[str, Any]:
+def _order(record: EpochRecord, drawn: int, first: dict[str, Any]) -> dict[str, Any]:
     beginning = record.order.beginning
     return {
         "starts": beginning.starts,
@@ -166,6 +171,7 @@ def _order(record: EpochRecord, first: dict[str, Any]) -> dict[str, Any]:
         "epochs": beginning.epochs,
         "states": {name: generators.dump(state) for name, state in beginning.states.items()},
         "first": {name: generators.dump(state) for name, state in first.items()},
+        "drawn": drawn,
     }
 
 
