@@ -25,6 +25,7 @@ from fastq_loader.resume.record import UNKNOWN
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.system.interrupts import refuse_interrupt
+from fastq_loader.workers.config import Rules
 from fastq_loader.workers.options import Auto
 
 if TYPE_CHECKING:
@@ -68,10 +69,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         if iterable and not self._dynamic:  # what it draws is the user's, and drawn again if it is read again
             self._order.note_shared()
         rules = {
-            "iterable": iterable,
-            "auto_collation": self._auto_collation,
+            **vars(Rules(iterable, self._auto_collation, self._drop_last)),
             "collate": self._collate_fn,
-            "drop_last": self._drop_last,
         }
         if place is not None and "over" in state:
             position.put_at_end(place, self._dataset, **rules)
@@ -81,8 +80,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._read_again(delivered)
 
     def _note_place(self) -> None:
-        """Before the first batch, the dataset says where it stands. A stream that was read before may say where
-        it stopped until it is read again; then what is known of the epoch before holds."""
+        """Before the first batch, the dataset says where it stands. A stream that was read before may say
+        where it stopped until it is read again; then what is known of the epoch before holds."""
         progress = self._record.progress
         if not progress.workers or progress.delivered:
             return

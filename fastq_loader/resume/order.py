@@ -25,8 +25,8 @@ from fastq_loader.scheduling.progress import START, Progress
 
 T = TypeVar("T")
 Snapshot = tuple[Any, Any]
-#: What was drawn: positions, whether the last batch is short, whether the sampler is exhausted (see `Beginning`),
-#: and the states of the loader's own generators after that.
+#: What was drawn: positions, whether the last batch is short, whether the sampler is exhausted,
+#: and the states of the loader's own generators after that; see `Beginning`.
 Drawn = tuple[int, bool, bool, dict[str, Any]]
 
 

@@ -103,7 +103,11 @@ class EpochRecord:
 
     @property
     def position(self) -> Position:
-        began, progress = self._began, self.progress
+        return self.position_at(self.progress)
+
+    def position_at(self, progress: Progress) -> Position:
+        """Where the loader stands when the epoch has come that far."""
+        began = self._began
         batches = began.batches - began.batch + progress.delivered
         if progress.over:
             return Position(began.epoch + 1, 0, batches)

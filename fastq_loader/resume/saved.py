@@ -28,6 +28,7 @@ from fastq_loader.resume.samplers import (
 )
 from fastq_loader.resume.state import COMPARED, LIBRARY, VERSION, describe
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
+from fastq_loader.workers.config import Rules
 from fastq_loader.workers.options import Auto
 
 if TYPE_CHECKING:
@@ -266,8 +267,8 @@ def _read_worker(number: int, worker: Any, dataset: Any) -> WorkerProgress:
     delivered = told.number("delivered")
     if "unknown" in worker:
         raise ValueError(
-            f"field 'workers.{number}': the epoch before was broken off, and whoever reads for worker {number} "
-            "had not said yet where that left it. Use a state of before, or of after its first batch"
+            f"field 'workers.{number}': the epoch before was broken off, and worker {number} had not said "
+            "where that left it. Use a state that was saved before, or after its first batch"
         )
     if "over" in worker:
         state["over"] = told.flag("over")
@@ -344,13 +345,11 @@ def _take_dataset(loaded: Saved, loader: DataLoader[Any]) -> None:
     """Put the dataset where it stood between two epochs, so that the next one begins from there."""
     for worker in loaded.progress.workers:
         state = pickle.loads(worker.state) if worker.state else {}
-        if "position" not in state:
-            continue
-        if not state.get("over"):
+        if state.get("over"):
+            rules = vars(Rules(True, loader._auto_collation, loader.drop_last))
+            put_at_end(state["position"], loader.dataset, collate=loader.collate_fn, **rules)
+        elif state:
             loader.dataset.load_state_dict(state["position"]["dataset"])  # type: ignore[attr-defined]
-        else:
-            rules = {"auto_collation": loader._auto_collation, "drop_last": loader.drop_last}
-            put_at_end(state["position"], loader.dataset, iterable=True, collate=loader.collate_fn, **rules)
 
 
 def _take_sampler(loaded: Saved, index_sampler: Any, own: dict[str, Any]) -> None:

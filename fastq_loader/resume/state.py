@@ -19,6 +19,7 @@ from fastq_loader.reading import generators
 from fastq_loader.resume import samplers
 from fastq_loader.resume.record import EpochRecord
 from fastq_loader.resume.samplers import epochs, own_generators, said, stateful_sampler
+from fastq_loader.scheduling.progress import Progress
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
@@ -75,8 +76,8 @@ def now(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def begun(loader: DataLoader[Any], begin: Callable[[], T]) -> T:
-    """Begin an epoch. Meanwhile the state of the loader is that of before; and if it was told before the first
-    epoch, this draws what it would have drawn then."""
+    """Begin an epoch. Meanwhile the state of the loader is that of before; and if it was told before the
+    first epoch, this draws what it would have drawn then."""
     resources = loader._resources
     with contextlib.suppress(Exception):  # of user code; whoever asks hears of it
         resources.held = _of_place(loader)
@@ -123,18 +124,16 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
         if order_now.progress is progress and (drawn or not order_now.drawn[0]):
             break
     if progress.over:
-        state = {**_of_epoch(loader, record), "_iterator_finished": True}
+        state = {**_of_epoch(loader, record, progress, own_states), "_iterator_finished": True}
         workers = progress.workers if record.persistent else ()
         state["workers"] = [_worker(*worker) for worker in workers]
         return {**state, **samplers.compared(loader._index_sampler), **_between_epochs(loader)}
-    if not drawn or record.constant is None or not record.constant["order"]["drawn"]:
-        record.constant = {
-            **_of_epoch(loader, record),
-            "resumes": True,
-            "order": _order(record, drawn, first),
-        }
+    constant = record.constant
+    if constant is None or not (drawn and constant["order"]["drawn"]):
+        constant = {**_of_epoch(loader, record, progress, own_states), "resumes": True}
+        record.constant = constant = {**constant, "order": _order(record, drawn, first)}
     # Called after every step, this must cost next to nothing: what stays is copied, what moves is set.
-    state = record.constant.copy()
+    state = constant.copy()
     state["_num_yielded"] = state["_sampler_iter_yielded"] = progress.delivered
     state["beyond"] = sorted(progress.beyond)
     state["generators"] = record.texts(own_states)
@@ -151,13 +150,14 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
     return state
 
 
-def _of_epoch(loader: DataLoader[Any], record: EpochRecord) -> dict[str, Any]:
+def _of_epoch(
+    loader: DataLoader[Any], record: EpochRecord, progress: Progress, own_states: dict[str, Any]
+) -> dict[str, Any]:
     """What stays the same from batch to batch."""
-    position = record.position
-    texts = record.texts(record.order.seen()[3])
-    state = _state({**describe(loader), **record.order.compared}, texts)
+    position = record.position_at(progress)
+    state = _state({**describe(loader), **record.order.compared}, record.texts(own_states))
     state["epoch"], state["batches"] = position.epoch, position.batches - position.batch
-    state["_num_yielded"] = state["_sampler_iter_yielded"] = record.progress.delivered
+    state["_num_yielded"] = state["_sampler_iter_yielded"] = progress.delivered
     state["lives_on"], state["base_seed"] = record.lives_on, record.base_seed
     state["shared_seed"] = record.shared_seed
     return state

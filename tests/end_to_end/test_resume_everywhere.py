@@ -1,5 +1,5 @@
-"""A run that stops before, after and between batches and epochs goes on with the same bits, where the generators
-of workers are saved: configurations drawn from a seed.
+"""A run that stops before, after and between batches and epochs goes on with the same bits, where the
+generators of workers are saved: configurations drawn from a seed.
 
 More than the default seeds:
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -247,3 +248,84 @@ def test_a_drawn_run_goes_on_with_the_same_bits_from_everywhere(seed: int) -> No
             if len(chain) == 3 or draw.random() < 0.4:
                 break
             chain.append(draw.choice(on_the_way))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_states_that_other_threads_ask_for_meanwhile_are_those_of_one_moment(workers: int) -> None:
+    def loader(seed: int) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(seed)
+        return DataLoader(
+            Augmented(23),
+            2,
+            sampler=RandomSampler(range(23), replacement=True, num_samples=70, generator=generator),
+            num_workers=workers,
+            generator=generator,
+            schedule="dynamic",
+            persistent_workers=workers > 0,
+        )
+
+    def ask() -> None:
+        while not stopped.is_set():
+            told.add(json.dumps(first.state_dict()))
+
+    first, told, stopped = loader(1), set[str](), threading.Event()
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    epochs = [[batch[0].tolist() for batch in first] for _ in range(3)]
+    stopped.set()
+    for thread in threads:
+        thread.join()
+    epochs.append([batch[0].tolist() for batch in first])
+    first.close()
+    for state in sorted(told)[::3]:
+        second = loader(2)
+        second.load_state_dict(json.loads(state))
+        epoch, batch, _ = second.position
+        rest = [[batch[0].tolist() for batch in second] for _ in epochs[epoch : epoch + 2]]
+        assert rest == [epochs[epoch][batch:], *epochs[epoch + 1 : epoch + 2]], (epoch, batch)
+        second.close()
+
+
+def test_a_state_from_before_the_first_epoch_fixes_it() -> None:
+    for workers in (0, 2):
+        first = DataLoader(Counts(10), 2, shuffle=True, num_workers=workers, schedule="dynamic")
+        state = json.dumps(first.state_dict())
+        torch.rand(3)  # whatever is drawn meanwhile
+        batches = [batch[0].tolist() for batch in first]
+        second = DataLoader(Counts(10), 2, shuffle=True, num_workers=workers, schedule="dynamic")
+        second.load_state_dict(json.loads(state))
+        assert [batch[0].tolist() for batch in second] == batches
+
+
+def test_an_object_that_is_its_own_iterator_is_put_back_to_its_beginning() -> None:
+    class Own(Numbers, IterableDataset):  # type: ignore[type-arg]
+        pass
+
+    for begun in (False, True):
+        dataset = Own(range(6))
+        first = DataLoader(dataset, 2)
+        if begun:
+            iterator = iter(first)
+        state = first.state_dict()
+        if not begun:
+            iterator = iter(first)
+        batches = [batch[0].tolist() for batch in iterator]
+        assert len(batches) == 3
+        second = DataLoader(dataset, 2)
+        second.load_state_dict(state)
+        assert [batch[0].tolist() for batch in second] == batches
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_where_a_broken_epoch_has_left_a_stream_is_not_guessed(workers: int) -> None:
+    loader = DataLoader(Stays(9), 2, num_workers=workers, persistent_workers=workers > 0)
+    next(iter(loader))
+    iterator = iter(loader)
+    state = loader.state_dict()
+    with pytest.raises(ValueError, match=r"field 'workers\.0': the epoch before was broken off"):
+        DataLoader(Stays(9), 2, num_workers=workers).load_state_dict(state)
+    for _ in range(workers + 1):
+        next(iterator)
+    DataLoader(Stays(9), 2, num_workers=workers).load_state_dict(loader.state_dict())
+    loader.close()
