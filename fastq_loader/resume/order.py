@@ -9,6 +9,7 @@ draws on the way is put back, because it was drawn before the epoch was stopped.
 from __future__ import annotations
 
 import copy
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -83,6 +84,7 @@ class Order:
         beginning: what is noted.
         drawn: what was drawn so far, as one immutable record, for whoever asks in the middle of a draw.
         drawing: whether that is now.
+        last: the position from which on the loader's own generators may be drawn from.
         pending: states of shared generators that the first index is still to be drawn from, where a state
             says so.
         compared: see `samplers.compared`; before the epoch, in which samplers may count.
@@ -111,8 +113,11 @@ class Order:
         self.compared = samplers.compared(index_sampler)
         self.drawing = False
         self.pending: dict[str, Any] = {}
-        #: Samplers of torch's draw when they begin and at their end; of others, each index may be drawn.
-        self.quiet = not self.own or samplers.draw_once(index_sampler)
+        # Torch's samplers draw when they begin, and again at their end, which may be while the last batch is
+        # drawn. Others may draw for each index.
+        self.last = sys.maxsize
+        if self.own:
+            self.last = len(index_sampler) - 1 if samplers.draw_once(index_sampler) else 0
         told = None if resumed else samplers.told_epochs(index_sampler)
         self.first = None if told is None else FirstIndices(told)
         if resumed is None:
@@ -288,9 +293,9 @@ class IndexSource(Iterator[Any]):
                 self._ahead.append(drawn)
 
     def __next__(self) -> Any:
-        if not self._plain:
-            return self._next_noted()
         order = self._order
+        if not self._plain or self.position >= order.last:
+            return self._next_noted()
         order.drawing = True
         try:
             index = next(self.drawn)
@@ -359,7 +364,6 @@ class IndexSource(Iterator[Any]):
                 self._first = None
         self._plain = (
             self.snapshots is None
-            and order.quiet
             and self._first is None
             and not self._ahead
             and self.position > max(self._beyond, default=-1)
