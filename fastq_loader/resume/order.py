@@ -116,7 +116,7 @@ class Order:
         # Torch's samplers draw when they begin, and again at their end, which may be while the last batch is
         # drawn. Others may draw for each index.
         self.last = sys.maxsize
-        if self.own:
+        if self.own and self._watched:
             self.last = len(index_sampler) - 1 if samplers.draw_once(index_sampler) else 0
         told = None if resumed else samplers.told_epochs(index_sampler)
         self.first = None if told is None else FirstIndices(told)
