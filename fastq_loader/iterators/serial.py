@@ -153,8 +153,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._counters.batches += 1
         except EndOfStream:
             outcome = ENDED
-            said = position.packed(self._dataset_fetcher, over=True) if self._record.progress.workers else b""
-            self._record.end({0: said})
+            fetcher = self._dataset_fetcher
+            self._record.end({0: position.packed(fetcher, over=True)} if position.is_known(fetcher) else {})
         except BaseException as error:
             self._due = drawn  # before there is any call, at which the next interrupt may come
             if not isinstance(error, Exception):
