@@ -7,7 +7,6 @@ what its pool of workers is to do. What the arguments come to is in `arguments`,
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -28,9 +27,8 @@ from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.iterators.multiprocess import MultiprocessIterator
 from fastq_loader.iterators.serial import SerialIterator
 from fastq_loader.reading import datapipes
-from fastq_loader.resume import saved
+from fastq_loader.resume import saved, state
 from fastq_loader.resume.record import Position
-from fastq_loader.resume.state import state_of
 from fastq_loader.scheduling.options import Schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
 from fastq_loader.tracing.trace import Trace
@@ -134,7 +132,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     schedule: str | Schedule = "round_robin"
     workers: str | WorkerKind = "processes"
     device: str | int | torch.device | ToDevice | None = None
-    _state_of = state_of  # for a Prefetcher: with what that has asked for ahead
+    _state_of = state.state_of  # for a Prefetcher: with what that has asked for ahead
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in arguments.CHECKS:
@@ -149,6 +147,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         With `persistent_workers` that is called once, and every further epoch begins by a `_reset` of what it
         returned. An older iterator of ours ends then.
         """
+        return state.begun(self, self._begin)
+
+    def _begin(self) -> Any:
         if isinstance(self.num_workers, Auto):
             auto.choose(self)
         if not self.persistent_workers or self.num_workers == 0:
@@ -280,11 +281,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             Exception: whatever `state_dict` of a sampler raises.
             RuntimeError: that of the dataset, or of its iterator, raised; or it cannot be pickled.
         """
-        resources = self._resources
-        if resources.saved is not None:
-            return copy.deepcopy(resources.saved.state)
-        record = resources.record
-        return state_of(self, record) if record is None or record.shown is None else record.shown[0]()
+        return state.now(self)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, ignore: Iterable[str] = ()) -> None:
         """Go on from where another loader, or this one, stood: the next epoch is the rest of the one that was
@@ -309,20 +306,21 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         resources = self._resources
         if state_dict == {}:
-            resources.record = resources.saved = None
+            resources.place, resources.shared = (None, None), {}
             return
         loaded = saved.read(state_dict, self, ignore)
         saved.take(loaded, self)
-        resources.saved = loaded
+        resources.place, resources.shared = (resources.record, loaded), loaded.shared
+        vars(self)["_iterator"] = None  # what its workers have drawn is not what those that were saved have
 
     @property
     def position(self) -> Position:
         """How far this loader has come, for progress bars: epochs that are over, batches of the next one, and
         batches in all; those that raised count, too."""
-        resources = self._resources
-        if resources.saved is not None:
-            return resources.saved.position
-        return Position() if resources.record is None else resources.record.shown_position
+        record, loaded = self._resources.place
+        if loaded is not None:
+            return loaded.position
+        return Position() if record is None else record.shown_position
 
     def statistics(self) -> LoaderStatistics:
         """What this loader did so far, as an immutable snapshot."""

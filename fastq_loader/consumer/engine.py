@@ -137,6 +137,11 @@ class Engine:
             if self.usable and not nested and self._loop is not None and self._loop.scheduler.epoch == epoch:
                 self._admits = epoch
 
+    def said(self) -> dict[int, bytes]:
+        """The states of workers whose part of an iterable dataset has ended in this epoch."""
+        loop = self._loop
+        return {} if loop is None else loop.said
+
     def poll(self, epoch: int) -> None:
         """Begin the copies of batches that have become ready; see `EventLoop.poll`.
 

@@ -139,8 +139,7 @@ class EventLoop:
         done: Progress = START,
         resume: Resume = (),
     ) -> int:
-        """Begin an epoch, whose number is returned; whatever is left of the one before is dropped. See
-        `Engine.start_epoch`."""
+        """Begin an epoch; what is left of the one before is dropped. See `Engine.start_epoch`."""
         scheduler = self.scheduler
         self._accounting.begin_epoch(spent, self._group.pid)
         self._tidy_at = 0
@@ -149,6 +148,7 @@ class EventLoop:
         taken, claimed = self._group.take_back(scheduler.pending_tasks.tickets())
         self._epoch = Epoch(scheduler.epoch + 1, shared_seed, base_seed, self._group.sealed(resume))
         self._delivery.progress = done
+        self.said = self._receiver.said = dict[int, bytes]()
         # The tasks of an iterable dataset are given out anew, and workers pass over what was handed out.
         drawn = START if self.plan.rules.iterable else done
         started = events.EpochStarted(self._epoch.epoch, frozenset(taken), claimed, drawn)

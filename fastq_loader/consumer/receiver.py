@@ -35,6 +35,9 @@ class Receiver:
         counters: the loader's.
 
         accounting: of the epoch's time.
+
+    Attributes:
+        said: worker → its state, when its part of an iterable dataset had ended in this epoch.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Receiver:
         self._counters = counters
         self._accounting = accounting
         self._pool = scheduler.pool
+        self.said: dict[int, bytes] = {}
         self._iterable = plan.rules.iterable
         # Where only the sampler decides on the order, a second read of the socket is saved.
         self._one_by_one = plan.in_order and not plan.rules.iterable
@@ -130,6 +134,8 @@ class Receiver:
         if handle is None or outcome in _EMPTY:
             if (handle is None) != (outcome in _EMPTY):
                 raise ProtocolError(f"outcome {outcome} {'without' if handle is None else 'with'} a handle")
+            if answer.state and answer.epoch == self._scheduler.epoch:
+                self.said[worker] = unseal(answer.state, self._group.token)
             return answer
         learned, used = self._unpacker.learn(worker, handle)
         if used:

@@ -36,8 +36,10 @@ class Resources:
         engines: the pools of workers that its iterators use.
         session: its way to a device, once an iteration has begun, or None.
         idle: the staging of iterations without workers that are over, to be used again.
-        record: of the newest epoch, or None.
-        saved: what the next epoch goes on from, or None.
+        place: of the newest epoch the record, or None, and what the next one goes on from, or None; as one
+            immutable record, for whoever asks in another thread.
+        held: the state of the loader, while an epoch is being begun; else None.
+        shared: states of shared generators that the first epoch begins from, because a state says so.
         hinted: what the user was told of, and is not told again.
         seen: epochs whose number of workers was chosen.
         started: the number of workers that was seen in no epoch but that in which they were started.
@@ -49,11 +51,20 @@ class Resources:
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self.session: DeviceSession | None = None
         self.idle: list[SerialStaging] = []
-        self.record: EpochRecord | None = None
-        self.saved = saved
+        self.place: tuple[EpochRecord | None, Saved | None] = None, saved
+        self.held: dict[str, Any] | None = None
+        self.shared: dict[str, Any] = {}
         self.hinted: set[type[LoaderHint]] = set()
         self.seen: list[Seen] = []
         self.started: int | None = None
+
+    @property
+    def record(self) -> EpochRecord | None:
+        return self.place[0]
+
+    @property
+    def saved(self) -> Saved | None:
+        return self.place[1]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Resources, (None, self.saved)  # no loader's: a subclass copied all attributes

@@ -54,7 +54,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._dataset = loader.dataset
         self._pg = None
         self._index_sampler = loader._index_sampler
-        self._begin_record(loader)
+        self._begin_record(loader, same_readers=loader.num_workers == 0)
         self._share_seed(loader)
         self._dataset_kind = loader._dataset_kind
         self._IterableDataset_len_called = loader._IterableDataset_len_called
@@ -138,7 +138,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self.outcome = None
         if not first_iter:
             self._spent = self._begin_counting(loader)
-            self._begin_record(loader)
+            self._begin_record(loader, same_readers=True)
         self._restart_sampler()
         self._num_yielded = self._record.progress.delivered
         self._IterableDataset_len_called = loader._IterableDataset_len_called
@@ -147,17 +147,19 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     def _begin_counting(self, loader: DataLoader[Any]) -> Notes:
         return loader._resources.counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
 
-    def _begin_record(self, loader: DataLoader[Any]) -> None:
+    def _begin_record(self, loader: DataLoader[Any], same_readers: bool) -> None:
         """Of the epoch that begins or goes on; it counts when the epoch has begun."""
-        resources = loader._resources
-        self._record = begin(loader, self._index_sampler, resources.record, resources.saved)
+        self._record = begin(loader, self._index_sampler, *loader._resources.place, same_readers)
         self._order = self._record.order
 
     def _epoch_has_begun(self, loader: DataLoader[Any]) -> None:
         """What was loaded is used up, unless the epoch could not be begun."""
         resources = loader._resources
+        self._order.note_drawn()
+        if resources.shared and not self._order.beginning.drawn:
+            self._order.pending = self._order.shared_now()
         self._hints = Hints(loader, resources.record, self._record, self._spent)
-        resources.record, resources.saved = self._record, None
+        resources.place = self._record, None
         if self._record.replayed:
             warn_user(
                 f"Neither the dataset nor its iterator has state_dict and load_state_dict, so "

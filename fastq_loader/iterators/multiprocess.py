@@ -111,7 +111,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             self.outcome = self.outcome or ENDED
         if self.outcome is ENDED:
             self._exhausted = True
-            self._record.over = not self.engine.failed
+            if not (self.engine.failed or self._record.over):
+                self._record.end(self.engine.said())
             if not self._persistent_workers:
                 self.engine.close("it was exhausted")
         if running and self.engine.closed is not None:

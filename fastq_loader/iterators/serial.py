@@ -7,6 +7,7 @@ follow the same rules as with workers.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 import time
 from contextlib import nullcontext
@@ -20,9 +21,11 @@ from fastq_loader.errors import IteratorInvalid
 from fastq_loader.iterators.base import LoaderIterator
 from fastq_loader.reading import datapipes, position, seeding
 from fastq_loader.reading.fetch import EndOfStream
-from fastq_loader.scheduling.progress import Progress
+from fastq_loader.resume.record import UNKNOWN
+from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.system.interrupts import refuse_interrupt
+from fastq_loader.workers.config import Rules
 from fastq_loader.workers.options import Auto
 
 if TYPE_CHECKING:
@@ -52,27 +55,46 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             if self._dynamic:
                 seeding.seed_worker(self._base_seed, 0)  # for what iter(dataset) draws
             self._begin_reading()
+            self._note_place()
         self._epoch_has_begun(loader)
         self._spent.at_once(EpochCounters.started, time.monotonic_ns())
 
     def _begin_reading(self) -> None:
         """Make the fetcher, and come to where the epoch goes on."""
         record = self._record
-        delivered, state = record.resume[0] if record.resume else (0, None)
-        place = (state or {}).get("position")
+        delivered, known = record.resume[0] if record.resume else (0, None)
+        state: dict[str, Any] = known or {}
+        place = state.get("position")
         iterable = self._dataset_kind == _DatasetKind.Iterable
         if iterable and not self._dynamic:  # what it draws is the user's, and drawn again if it is read again
             self._order.note_shared()
-        self._dataset_fetcher = position.fetcher_at(
-            place,
-            self._dataset,
-            iterable=iterable,
-            auto_collation=self._auto_collation,
-            collate=self._collate_fn,
-            drop_last=self._drop_last,
-        )
+        rules = {
+            **vars(Rules(iterable, self._auto_collation, self._drop_last)),
+            "collate": self._collate_fn,
+        }
+        if place is not None and "over" in state:
+            position.put_at_end(place, self._dataset, **rules)
+            place = None
+        self._dataset_fetcher = position.fetcher_at(place, self._dataset, **rules)
         if place is None and iterable:
             self._read_again(delivered)
+
+    def _note_place(self) -> None:
+        """Before the first batch, the dataset says where it stands. A stream that was read before may say
+        where it stopped until it is read again; then what is known of the epoch before holds."""
+        progress = self._record.progress
+        if not progress.workers or progress.delivered:
+            return
+        said = position.packed(self._dataset_fetcher)
+        known, now = (
+            pickle.loads(state).get("position", {}) if state else {}
+            for state in (progress.workers[0].state, said)
+        )
+        if self._dataset_kind == _DatasetKind.Iterable and "iterator" not in now:
+            broken_off = progress.workers[0].state == UNKNOWN
+            if broken_off or pickle.dumps(known.get("dataset")) == pickle.dumps(now.get("dataset")):
+                return
+        self._order.progress = progress._replace(workers=(WorkerProgress(0, said),))
 
     def _read_again(self, count: int) -> None:
         """Come to where an iterable dataset goes on that cannot say it."""
@@ -132,7 +154,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._counters.batches += 1
         except EndOfStream:
             outcome = ENDED
-            self._record.over = True
+            fetcher = self._dataset_fetcher
+            self._record.end({0: position.packed(fetcher, over=True)} if position.is_known(fetcher) else {})
         except BaseException as error:
             self._due = drawn  # before there is any call, at which the next interrupt may come
             if not isinstance(error, Exception):
@@ -153,7 +176,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             index = self._next_index()
         except StopIteration as stop:
             self.outcome = Raised(stop)
-            self._record.over = True
+            self._record.end({})
         except Exception as error:
             refuse_interrupt(error)
             self.outcome = Raised(error, progress=self._progress_after(number))

@@ -142,6 +142,15 @@ class restored:
             set_state(generator, state)
 
 
+def as_at(states: dict[str, Any]) -> restored:
+    """A context in which shared generators are in these states. Those that are when it begins go on as they
+    are drawn from in it; others are put back."""
+    moved = [
+        (GLOBAL[name], state) for name, state in states.items() if not same(state, state_of(GLOBAL[name]))
+    ]
+    return restored((generator for generator, _ in moved), moved)
+
+
 # ---- states as text -------------------------------------------------------------------------------
 
 # torch's Mersenne twister in bytes: the words, each of 32 bits in 64, between a head and a tail.

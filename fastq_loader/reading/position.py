@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from typing import Any, Protocol, TypeGuard
 
+from fastq_loader.reading import seeding
 from fastq_loader.reading.fetch import Fetcher, make_fetcher
 from fastq_loader.system.interrupts import refuse_interrupt
 
@@ -66,6 +67,11 @@ def fetcher_at(place: dict[str, Any] | None, dataset: Any, **rules: Any) -> Fetc
     return fetcher
 
 
+def put_at_end(place: dict[str, Any], dataset: Any, **rules: Any) -> None:
+    """Put a dataset where it stood when an iteration of it was over: the next one begins from there."""
+    fetcher_at({**place, "ended": True}, dataset, **rules)
+
+
 def _set_dataset(dataset: Any, place: dict[str, Any]) -> None:
     if "dataset" in place:
         dataset.load_state_dict(place["dataset"])
@@ -77,7 +83,9 @@ def _set_iterator(fetcher: Fetcher, place: dict[str, Any]) -> None:
     if place.get("ended"):
         fetcher.ended = True
         # It is asked once more: datasets note in their iterator that they were put somewhere.
-        if next(fetcher.dataset_iter, fetcher) is not fetcher:  # one that begins anew at its end
+        with seeding.put_back():
+            anew = next(fetcher.dataset_iter, fetcher) is not fetcher
+        if anew:  # at its end it begins again
             _set_dataset(fetcher.dataset, place)
             if "iterator" in place:
                 fetcher.dataset_iter.load_state_dict(place["iterator"])

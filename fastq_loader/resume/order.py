@@ -9,6 +9,7 @@ draws on the way is put back, because it was drawn before the epoch was stopped.
 from __future__ import annotations
 
 import copy
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from fastq_loader.scheduling.progress import START, Progress
 
 T = TypeVar("T")
 Snapshot = tuple[Any, Any]
+#: What was drawn: positions, whether the last batch is short, whether the sampler is exhausted,
+#: and the states of the loader's own generators after that; see `Beginning`.
+Drawn = tuple[int, bool, bool, dict[str, Any]]
 
 
 def _set_shared(states: dict[str, Any]) -> None:
@@ -84,6 +88,11 @@ class Order:
         progress: to be set with each batch that is handed out.
         own: the generators that belong to the loader, by name.
         beginning: what is noted.
+        drawn: what was drawn so far, as one immutable record, for whoever asks in the middle of a draw.
+        drawing: whether that is now.
+        last: the position from which on the loader's own generators may be drawn from.
+        pending: states of shared generators that the first index is still to be drawn from, where a state
+            says so.
         compared: see `samplers.compared`; before the epoch, in which samplers may count.
         batch_size: of a batch that is full, where torch's own batches are around a sampler that is asked.
         by_permutation: what is digested is the permutations of a shuffle.
@@ -114,6 +123,13 @@ class Order:
         self.built = samplers.attributes(index_sampler) if built is None else built
         self._expected = None if resumed is None else resumed.digest
         self._differs = False  # what is drawn again is not what was expected
+        self.drawing = False
+        self.pending: dict[str, Any] = {}
+        # Torch's samplers draw when they begin, and again at their end, which may be while the last batch is
+        # drawn. Others may draw for each index.
+        self.last = sys.maxsize
+        if self.own and self._watched:
+            self.last = len(index_sampler) - 1 if samplers.draw_once(index_sampler) else 0
         told = None if resumed else samplers.told_epochs(index_sampler)
         self.first = None if told is None else FirstIndices(told)
         if resumed is None:
@@ -122,9 +138,26 @@ class Order:
                 self.beginning.inner = samplers.said(self._inner)
         else:
             self.beginning = resumed
+            self.pending = {} if resumed.drawn else resumed.first
             samplers.set_epochs(index_sampler, resumed.epochs)
             samplers.set_attributes(index_sampler, resumed.attributes)
         self.beginning.attributes = samplers.attributes(index_sampler)
+        self.note_drawn()
+
+    def note_drawn(self) -> None:
+        """Replace what was drawn."""
+        noted = self.beginning
+        self.drawn = noted.drawn, noted.short, noted.exhausted, self._own_states()
+
+    def shared_now(self) -> dict[str, Any]:
+        """The states of the shared generators that the sampler may draw from."""
+        return {name: generators.state_of(generators.GLOBAL[name]) for name in self._watched}
+
+    def seen(self) -> Drawn:
+        """What was drawn, and the states of the loader's own generators now, from which others may have drawn
+        as well. In the middle of a draw, on any thread or in a handler of a signal, those before it."""
+        drawn, states = self.drawn, self._own_states()
+        return drawn if self.drawing or self.drawn is not drawn else (*drawn[:3], states)
 
     def begin(self, packed: bool = False) -> IndexSource:
         """The indices. A new epoch with workers begins twice, as in torch; a resumed one goes on once.
@@ -327,30 +360,42 @@ class IndexSource(Iterator[Any]):
                 self._ahead.append(drawn)
 
     def __next__(self) -> Any:
-        if not self._plain:
+        order = self._order
+        if not self._plain or self.position >= order.last:
             return self._next_noted()
+        order.drawing = True
         try:
             index = next(self.drawn)
         except StopIteration:
             self._beginning.exhausted = True
+            order.note_drawn()
             raise
         except Exception:  # it has its position
             self._beginning.drawn = self.position = self.position + 1
+            order.drawn = self.position, False, False, order.drawn[3]
             raise
-        self._beginning.drawn = self.position = self.position + 1
-        if self.note is not None:
-            self.note(index)
-        return index
+        else:
+            self._beginning.drawn = self.position = self.position + 1
+            order.drawn = self.position, False, False, order.drawn[3]
+            if self.note is not None:
+                self.note(index)
+            return index
+        finally:
+            order.drawing = False
 
     def _next_noted(self) -> Any:
         while True:
             passed_over = self.position in self._beyond
+            self._order.drawing = True
             try:
                 index, error, snapshot = self._ahead.popleft() if self._ahead else self._watched()
+                self._drew(index, snapshot)
             except StopIteration:
                 self._beginning.exhausted = True
                 raise
-            self._drew(index, snapshot)
+            finally:
+                self._order.note_drawn()
+                self._order.drawing = False
             if passed_over:
                 continue
             if error is None:
@@ -364,7 +409,8 @@ class IndexSource(Iterator[Any]):
         if not self._fresh:
             return self._draw()
         self._fresh = False
-        return self._order.watch(self._draw, self._beginning.first)
+        with generators.as_at(self._order.pending):
+            return self._order.watch(self._draw, self._beginning.first)
 
     def _draw(self) -> tuple[Any, Exception | None, Snapshot | None]:
         """An index, or the error in its place; and what the sampler says then."""

@@ -10,7 +10,7 @@ import copy
 import hashlib
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,11 +20,15 @@ from fastq_loader.reading import generators
 from fastq_loader.reading.position import is_stateful
 from fastq_loader.reading.seeding import draw_base_seed
 from fastq_loader.resume.order import Order
-from fastq_loader.scheduling.progress import Progress, WorkerProgress
+from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
     from fastq_loader.resume.saved import Saved
+
+
+#: The state of a reader that nobody knows.
+UNKNOWN = pickle.dumps({"unknown": True})
 
 
 class Position(NamedTuple):
@@ -60,8 +64,9 @@ class EpochRecord:
     Attributes:
         order: of its indices; `order.progress` is how far it has come.
         base_seed, shared_seed: see `seeding` and `datapipes`.
-        over: it was exhausted.
         continues_workers: it is the next epoch of workers that would have lived on.
+        told: whether its readers have to be told where they stand.
+        persistent: its readers go on with the next epoch.
         lives_on: its workers go on with the next epoch, for which torch then draws no base seed.
         constant: the part of its `state_dict` that stays the same; None until somebody asks.
         shown: of one that a `Prefetcher` reads ahead: the state and the position of what that has handed out.
@@ -72,11 +77,11 @@ class EpochRecord:
         self.saved = saved
         self.base_seed = 0
         self.shared_seed: int | None = None
-        self.over = False
-        self.continues_workers = self.lives_on = False
+        self.continues_workers = self.lives_on = self.persistent = False
+        self.told = saved is not None
         self.constant: dict[str, Any] | None = None
         self.shown: tuple[Callable[[], dict[str, Any]], Position] | None = None
-        self._now: dict[str, tuple[Any, str]] = {}  # the generators' states, as they were asked for last
+        self._texts: dict[str, tuple[Any, str]] = {}  # the generators' states, as they were asked for last
         self._began = position
         progress = order.progress
         if saved is not None:
@@ -94,12 +99,21 @@ class EpochRecord:
         return frozenset() if self.saved is None else self.saved.progress.beyond
 
     @property
+    def over(self) -> bool:
+        """It was exhausted."""
+        return self.progress.over
+
+    @property
     def position(self) -> Position:
-        began, delivered = self._began, self.progress.delivered
-        batches = began.batches - began.batch + delivered
-        return (
-            Position(began.epoch + 1, 0, batches) if self.over else Position(began.epoch, delivered, batches)
-        )
+        return self.position_at(self.progress)
+
+    def position_at(self, progress: Progress) -> Position:
+        """Where the loader stands when the epoch has come that far."""
+        began = self._began
+        batches = began.batches - began.batch + progress.delivered
+        if progress.over:
+            return Position(began.epoch + 1, 0, batches)
+        return Position(began.epoch, progress.delivered, batches)
 
     @property
     def next_position(self) -> Position:
@@ -130,9 +144,10 @@ class EpochRecord:
     @property
     def pool_seed(self) -> int:
         """What new workers are seeded from. Not what they were seeded from before, if they do not go through
-        the same again: they would draw the same random numbers for other samples."""
+        the same again: they would draw the same random numbers for other samples. If it is known which of
+        them have handed out something, those are told a seed of their own."""
         progress = self.progress
-        if self.saved is None or not progress.delivered or self.replayed:
+        if self.saved is None or not progress.delivered or progress.workers:
             return self.base_seed
         return mixed(self.base_seed, progress.delivered)
 
@@ -146,27 +161,45 @@ class EpochRecord:
     @property
     def resume(self) -> list[tuple[int, dict[str, Any] | None]]:
         """What the workers are told: the number of batches that were handed out of each, and its state."""
-        if self.saved is None:
-            return []
-        return [
-            (worker.delivered, pickle.loads(worker.state) if worker.state else None)
-            for worker in self.progress.workers
-        ]
+        return [self._told(worker) for worker in self.progress.workers] if self.told else []
+
+    def _told(self, worker: WorkerProgress) -> tuple[int, dict[str, Any] | None]:
+        state = pickle.loads(worker.state) if worker.state else None
+        if state and worker.delivered and "generators" not in state:
+            state["seed"] = mixed(self.base_seed, self.progress.delivered)
+        return worker.delivered, state
+
+    def end(self, said: Mapping[int, bytes]) -> None:
+        """The epoch is over; see `Progress.at_end`."""
+        self.order.progress = self.progress.at_end(said)
+
+    def left(self) -> tuple[WorkerProgress, ...]:
+        """Where the readers stand that go on with the next epoch. If this one was broken off, they have read
+        more than was handed out, and nobody knows how much."""
+        workers = self.progress.workers
+        if self.over or not self.order.beginning.drawn:
+            return workers
+        return (WorkerProgress(0, UNKNOWN),) * len(workers)
 
     # ---- for state_dict() ---------------------------------------------------------------------
 
-    def texts_now(self) -> dict[str, str]:
+    def texts(self, states: dict[str, Any]) -> dict[str, str]:
         """The states of the loader's own generators, as text."""
-        for name, generator in self.order.own.items():
-            state = generators.state_of(generator)
-            known = self._now.get(name)
+        texts = {}
+        for name, state in states.items():
+            known = self._texts.get(name)
             if known is None or not generators.same(known[0], state):
-                self._now[name] = state, generators.dump(state)
-        return {name: text for name, (_, text) in self._now.items()}
+                self._texts[name] = known = state, generators.dump(state)
+            texts[name] = known[1]
+        return texts
 
 
 def begin(
-    loader: DataLoader[Any], index_sampler: Any, newest: EpochRecord | None, saved: Saved | None
+    loader: DataLoader[Any],
+    index_sampler: Any,
+    newest: EpochRecord | None,
+    saved: Saved | None,
+    same_readers: bool = False,
 ) -> EpochRecord:
     """The record of an epoch that begins.
 
@@ -175,6 +208,7 @@ def begin(
         index_sampler: its iterator's: one that is set later counts from the next iterator on, as in torch.
         newest: of the epoch before it; None: it is the first.
         saved: what was loaded for it, or None.
+        same_readers: whether those of the epoch before it go on.
     """
     parts = index_sampler, loader.generator, loader.dataset
     if newest is not None and saved is None and not newest.over and arguments.is_dynamic(loader):
@@ -184,14 +218,20 @@ def begin(
     if saved is not None and saved.resumes:
         noted = copy.deepcopy(saved.beginning)
         order = Order(*parts, saved.progress, noted, built)
-        return EpochRecord(order, saved.position, saved, _readers(loader))
-    position = Position() if newest is None else newest.next_position
-    if saved is not None:
-        position = saved.position
-    record = EpochRecord(Order(*parts, built=built), position, None, _readers(loader))
-    if saved is not None and saved.lives_on and loader.persistent_workers:
-        record.continues_workers = loader.num_workers > 0 and not arguments.is_dynamic(loader)
-        record.base_seed = saved.base_seed
+        record = EpochRecord(order, saved.position, saved, _readers(loader))
+    else:
+        position, workers = Position(), START.workers
+        if saved is not None:
+            position, workers = saved.position, saved.progress.workers
+        elif newest is not None:
+            position, workers = newest.next_position, newest.left() if same_readers else ()
+        order = Order(*parts, Progress(workers=workers), built=built)
+        record = EpochRecord(order, position, None, _readers(loader))
+        record.told = saved is not None and loader.num_workers > 0
+        if saved is not None and saved.lives_on and loader.persistent_workers:
+            record.continues_workers = loader.num_workers > 0 and not arguments.is_dynamic(loader)
+            record.base_seed = saved.base_seed
+    record.persistent = loader.persistent_workers or loader.num_workers == 0
     return record
 
 

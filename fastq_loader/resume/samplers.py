@@ -150,6 +150,16 @@ def cannot_begin_again(index_sampler: Any) -> str:
     )
 
 
+def draw_once(index_sampler: Any) -> bool:
+    """Whether its samplers draw only before the first index and after the last."""
+    return all(
+        not part.replacement and part.num_samples <= len(part.data_source)
+        if type(part) is RandomSampler
+        else type(part) in _DEAF + _TORCHS_OWN
+        for part in chain(index_sampler)
+    )
+
+
 def torchs_generators(index_sampler: Any, generator: torch.Generator | None, dataset: Any) -> list[str]:
     """Those of `own_generators` that the loader and torch's samplers were given."""
     given = [generator, *(part.generator for part in chain(index_sampler) if type(part) in _TORCHS_OWN)]

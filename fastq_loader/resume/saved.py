@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastq_loader import arguments
 from fastq_loader.errors import is_int
 from fastq_loader.reading import generators
-from fastq_loader.reading.position import is_stateful
+from fastq_loader.reading.position import is_stateful, put_at_end
 from fastq_loader.resume.order import Beginning, Snapshot
 from fastq_loader.resume.record import Position
 from fastq_loader.resume.samplers import (
@@ -30,6 +30,7 @@ from fastq_loader.resume.samplers import (
 )
 from fastq_loader.resume.state import COMPARED, LIBRARY, VERSION, describe
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
+from fastq_loader.workers.config import Rules
 from fastq_loader.workers.options import Auto
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Saved:
         resumes: whether the next epoch goes on in the middle.
         iterable: whether the dataset is one.
         progress, beginning, base_seed, shared_seed: of that epoch.
+        shared: states of shared generators that a first epoch begins from.
         generators: name → state that the loader's own generators had.
         built: the samplers' attributes before anything was loaded.
         lives_on: whether its workers would have gone on with the next epoch.
@@ -62,6 +64,7 @@ class Saved:
     progress: Progress = START
     beginning: Beginning = field(default_factory=Beginning)
     shared_seed: int | None = None
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Saved:
@@ -98,7 +101,8 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
     delivered, over = fields.number("_sampler_iter_yielded"), fields.flag("_iterator_finished")
     if not fields.flag("resumes"):
         fields.present("_index_sampler_state")
-        return between
+        shared = fields.states("shared", generators.GLOBAL) if "shared" in fields.values else {}
+        return replace(between, shared=shared, progress=_between_epochs(fields, loader, ignored))
     epoch, _, batches = between.position
     if over:  # Accelerate says it when the last batch was handed out
         return replace(between, position=Position(epoch + 1, 0, batches + delivered))
@@ -153,17 +157,26 @@ def _snapshots(fields: _Fields, loader: DataLoader[Any], head: int) -> dict[int,
 
 def _progress(fields: _Fields, drawn: int, loader: DataLoader[Any], ignored: frozenset[str]) -> Progress:
     beyond = frozenset(fields.whole("beyond", at) for at in fields.sequence("beyond"))
-    workers = tuple(
-        _read_worker(number, worker, loader.dataset)
-        for number, worker in enumerate(fields.sequence("workers"))
-    )
-    workers = _dealt(fields, workers, loader, ignored)
+    workers = _workers(fields, loader, ignored)
     progress = Progress(fields.number("_sampler_iter_yielded", 0, len(beyond) + drawn), beyond, workers)
     if not all(progress.head < position < drawn for position in beyond):
         raise ValueError(
             f"field 'beyond' is {sorted(beyond)!r:.60}, not batches from {progress.head + 1} to {drawn - 1}"
         )
     return progress
+
+
+def _between_epochs(fields: _Fields, loader: DataLoader[Any], ignored: frozenset[str]) -> Progress:
+    known = "workers" in fields.values and fields.sequence("workers")
+    return Progress(workers=_workers(fields, loader, ignored)) if known else START
+
+
+def _workers(fields: _Fields, loader: DataLoader[Any], ignored: frozenset[str]) -> tuple[WorkerProgress, ...]:
+    workers = tuple(
+        _read_worker(number, worker, loader.dataset)
+        for number, worker in enumerate(fields.sequence("workers"))
+    )
+    return _dealt(fields, workers, loader, ignored)
 
 
 def _names(ignore: Any) -> frozenset[str]:
@@ -272,6 +285,13 @@ def _read_worker(number: int, worker: Any, dataset: Any) -> WorkerProgress:
     told = _Fields(worker, where)
     state: dict[str, Any] = {}
     delivered = told.number("delivered")
+    if "unknown" in worker:
+        raise ValueError(
+            f"field 'workers.{number}': the epoch before was broken off, and worker {number} had not said "
+            "where that left it. Use a state that was saved before, or after its first batch"
+        )
+    if "over" in worker:
+        state["over"] = told.flag("over")
     if "position" in worker or (delivered and is_stateful(dataset)):
         state["position"] = told.mapping("position")
         place = _Fields(state["position"], f"{where}position.")
@@ -296,9 +316,9 @@ def _dealt(
     if not iterable and not any(worker.state for worker in workers):
         return ()  # any worker can load any batch
     reshard = getattr(loader.dataset, "reshard_state_dicts", None)
-    if iterable and callable(reshard):
+    if iterable and fields.flag("resumes") and callable(reshard):
         return _resharded(reshard, workers, wanted)
-    if not iterable and "num_workers" in ignored:
+    if "num_workers" in ignored and not (iterable and fields.flag("resumes")):
         return ()
     raise ValueError(
         f"field 'num_workers': {fields.number('num_workers')} was saved, and the loader has "
@@ -328,6 +348,8 @@ def take(loaded: Saved, loader: DataLoader[Any]) -> None:
     own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
     if not loaded.resumes:
         _take_sampler(loaded, loader._index_sampler, own)
+        if loader.num_workers == 0:
+            _take_dataset(loaded, loader)
     for name, state in loaded.generators.items():
         if name in own:
             generators.set_state(own[name], state)
@@ -338,6 +360,17 @@ def take(loaded: Saved, loader: DataLoader[Any]) -> None:
         told = {depth: max(epoch, told.get(depth, 0)) for depth, epoch in loaded.beginning.epochs.items()}
     set_epochs(loader._index_sampler, told)
     set_attributes(loader._index_sampler, loaded.beginning.attributes)
+
+
+def _take_dataset(loaded: Saved, loader: DataLoader[Any]) -> None:
+    """Put the dataset where it stood between two epochs, so that the next one begins from there."""
+    for worker in loaded.progress.workers:
+        state = pickle.loads(worker.state) if worker.state else {}
+        if state.get("over"):
+            rules = vars(Rules(True, loader._auto_collation, loader.drop_last))
+            put_at_end(state["position"], loader.dataset, collate=loader.collate_fn, **rules)
+        elif state:
+            loader.dataset.load_state_dict(state["position"]["dataset"])  # type: ignore[attr-defined]
 
 
 def _take_sampler(loaded: Saved, index_sampler: Any, own: dict[str, Any]) -> None:

@@ -8,18 +8,23 @@ over, `_index_sampler_state` is what the sampler said.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastq_loader import arguments
 from fastq_loader.reading import generators
 from fastq_loader.resume import samplers
 from fastq_loader.resume.record import EpochRecord
 from fastq_loader.resume.samplers import epochs, own_generators, said, stateful_sampler
+from fastq_loader.scheduling.progress import Progress
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
+
+T = TypeVar("T")
 
 VERSION = 1
 LIBRARY = "fastq_loader"
@@ -58,6 +63,49 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
+def now(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The state of a loader, for whoever asks: on any thread, or in a handler of a signal."""
+    resources = loader._resources
+    while True:  # once, unless another thread begins an epoch meanwhile
+        held, place = resources.held, resources.place
+        if held is None and place == (None, None):
+            resources.shared = resources.shared or _shared(loader)
+        state = _of_place(loader) if held is None else copy.deepcopy(held)
+        if resources.held is held and resources.place is place:
+            return state
+
+
+def begun(loader: DataLoader[Any], begin: Callable[[], T]) -> T:
+    """Begin an epoch. Meanwhile the state of the loader is that of before; and if it was told before the
+    first epoch, this draws what it would have drawn then."""
+    resources = loader._resources
+    with contextlib.suppress(Exception):  # of user code; whoever asks hears of it
+        resources.held = _of_place(loader)
+    try:
+        with generators.as_at(resources.shared):
+            iterator = begin()
+        resources.shared = {}
+        return iterator
+    finally:
+        resources.held = None
+
+
+def _of_place(loader: DataLoader[Any]) -> dict[str, Any]:
+    record, loaded = loader._resources.place
+    if loaded is not None:
+        return copy.deepcopy(loaded.state)
+    return state_of(loader, record) if record is None or record.shown is None else record.shown[0]()
+
+
+def _shared(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The states of the shared generators that an epoch draws from when it begins."""
+    names = {
+        *samplers.shared_generators(loader._index_sampler),
+        *(["torch"] if loader.generator is None else []),
+    }
+    return {name: generators.state_of(generators.GLOBAL[name]) for name in names}
+
+
 def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, Any]:
     """The state of a loader, in a dict of its own.
 
@@ -68,55 +116,67 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
     if record is None:
         own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
         state = _state(describe(loader), {name: _text(generator) for name, generator in own.items()})
-        return {**state, **_between_epochs(loader, {})}
-    moved = record.order.moved()
-    if record.over:
-        state = {**_of_epoch(loader, record), "_iterator_finished": True}
+        shared = {name: generators.dump(each) for name, each in loader._resources.shared.items()}
+        return {**state, **_between_epochs(loader, {}), "workers": _before_first(loader), "shared": shared}
+    order_now, beginning = record.order, record.order.beginning
+    while True:  # once, unless another thread takes batches meanwhile
+        # Before what was drawn, where another thread may draw: it has drawn at least what was digested.
+        moved, digest = order_now.moved(), beginning.digest
+        progress, (drawn, short, exhausted, own_states) = order_now.progress, order_now.seen()
+        snapshot = beginning.snapshots.get(progress.head)
+        first = dict(beginning.first) if drawn else order_now.pending or order_now.shared_now()
+        if order_now.progress is progress and (drawn or not order_now.drawn[0]):
+            break
+    if progress.over:
+        state = {**_of_epoch(loader, record, progress, own_states), "_iterator_finished": True}
+        workers = progress.workers if record.persistent else ()
+        state["workers"] = [_worker(*worker) for worker in workers]
         return {**state, **samplers.compared(loader._index_sampler), **_between_epochs(loader, moved)}
-    progress, beginning = record.order.progress, record.order.beginning
-    if record.constant is None or len(record.constant["order"]["first"]) != len(beginning.first):
-        record.constant = {**_of_epoch(loader, record), "resumes": True, "order": _order(record)}
+    constant = record.constant
+    if constant is None or not (drawn and constant["order"]["drawn"]):
+        constant = {**_of_epoch(loader, record, progress, own_states), "resumes": True}
+        record.constant = constant = {**constant, "order": _order(record, drawn, first)}
     # Called after every step, this must cost next to nothing: what stays is copied, what moves is set.
-    state = record.constant.copy()
+    state = constant.copy()
     state["_num_yielded"] = state["_sampler_iter_yielded"] = progress.delivered
     state["beyond"] = sorted(progress.beyond)
-    state["generators"] = record.texts_now()
+    state["generators"] = record.texts(own_states)
     state["order"] = order = state["order"].copy()
-    order["attributes"] = moved
-    # Read before `drawn`, where another thread may draw: it has drawn at least what was digested.
-    order["digest"] = beginning.digest and list(beginning.digest)
-    order["drawn"] = max(beginning.drawn, progress.head)
-    order["short"], order["exhausted"] = beginning.short, beginning.exhausted
+    order["attributes"], order["digest"] = moved, digest and list(digest)
+    order["drawn"] = max(drawn, progress.head)
+    order["short"], order["exhausted"] = short, exhausted
     for name in ("epochs", "states", "first"):
         order[name] = order[name].copy()
     if beginning.inner is not None:
         order["inner"] = _for_user(beginning.inner)
-    if beginning.snapshots:
-        snapshot = map(_for_user, beginning.snapshots[progress.head])
-        state["_index_sampler_state"], state["_sampler_iter_state"] = snapshot
+    if snapshot is not None:
+        state["_index_sampler_state"], state["_sampler_iter_state"] = map(_for_user, snapshot)
     state["workers"] = [_worker(*worker) for worker in progress.workers]
     return state
 
 
-def _of_epoch(loader: DataLoader[Any], record: EpochRecord) -> dict[str, Any]:
+def _of_epoch(
+    loader: DataLoader[Any], record: EpochRecord, progress: Progress, own_states: dict[str, Any]
+) -> dict[str, Any]:
     """What stays the same from batch to batch."""
-    position = record.position
-    state = _state({**describe(loader), **record.order.compared}, record.texts_now())
+    position = record.position_at(progress)
+    state = _state({**describe(loader), **record.order.compared}, record.texts(own_states))
     state["epoch"], state["batches"] = position.epoch, position.batches - position.batch
-    state["_num_yielded"] = state["_sampler_iter_yielded"] = record.progress.delivered
+    state["_num_yielded"] = state["_sampler_iter_yielded"] = progress.delivered
     state["lives_on"], state["base_seed"] = record.lives_on, record.base_seed
     state["shared_seed"] = record.shared_seed
     return state
 
 
-def _order(record: EpochRecord) -> dict[str, Any]:
+def _order(record: EpochRecord, drawn: int, first: dict[str, Any]) -> dict[str, Any]:
     beginning = record.order.beginning
     return {
         "starts": beginning.starts,
         "seeded": beginning.seeded,
         "epochs": beginning.epochs,
         "states": {name: generators.dump(state) for name, state in beginning.states.items()},
-        "first": {name: generators.dump(state) for name, state in beginning.first.items()},
+        "first": {name: generators.dump(state) for name, state in first.items()},
+        "drawn": drawn,
     }
 
 
@@ -126,6 +186,14 @@ def _between_epochs(loader: DataLoader[Any], moved: dict[str, Any]) -> dict[str,
         "order": {"epochs": epochs(sampler), "attributes": moved},
         "_index_sampler_state": _for_user(said(stateful_sampler(sampler))),
     }
+
+
+def _before_first(loader: DataLoader[Any]) -> list[dict[str, Any]]:
+    """Without workers, where the dataset stands before the first epoch, if it says so without an iterator."""
+    said = samplers.said(loader.dataset) if loader.num_workers == 0 else None
+    if said is None or isinstance(said, Exception):
+        return []
+    return [{"delivered": 0, "position": {"ended": False, "dataset": said}}]
 
 
 def _for_user(said: Any) -> Any:

@@ -6,6 +6,7 @@ an iterable dataset are counted for each worker, because each reads a part of it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -28,11 +29,13 @@ class Progress(NamedTuple):
         delivered: positions that were handed out.
         beyond: those past the first that was not; only without order.
         workers: of each worker, where that is of use.
+        over: the epoch was exhausted.
     """
 
     delivered: int = 0
     beyond: frozenset[int] = frozenset()
     workers: tuple[WorkerProgress, ...] = ()
+    over: bool = False
 
     @property
     def head(self) -> int:
@@ -42,7 +45,7 @@ class Progress(NamedTuple):
     def after(self, position: int) -> Progress:
         """A position of a dataset with indices is handed out as well."""
         if position == self.delivered and not self.beyond:  # as a rule; and quicker so
-            return tuple.__new__(Progress, (position + 1, self.beyond, self.workers))
+            return tuple.__new__(Progress, (position + 1, self.beyond, self.workers, False))
         beyond, head = self.beyond | {position}, self.head
         while head in beyond:
             beyond, head = beyond - {head}, head + 1
@@ -64,6 +67,13 @@ class Progress(NamedTuple):
         workers = list(self.workers)
         workers[worker] = WorkerProgress(workers[worker].delivered + 1, state or workers[worker].state)
         return Progress(after.delivered, after.beyond, tuple(workers))
+
+    def at_end(self, said: Mapping[int, bytes]) -> Progress:
+        """The epoch is over, at whose end workers `said` a state, by their numbers; others stand where they
+        stood after their last batch."""
+        workers = enumerate(self.workers)
+        left = tuple(WorkerProgress(0, said.get(number, worker.state)) for number, worker in workers)
+        return self._replace(workers=left, over=True)
 
 
 #: Nothing was handed out.

@@ -7,7 +7,8 @@ whether the random numbers that come after could tell.
 What a resumed epoch needs from a worker is its state: a dict with what `reading.position` says of the dataset
 and, where it was asked for, the states of its generators. It goes to the consumer with each batch and comes
 back with the epoch, with the number of this worker's batches that were handed out before. Those are passed
-over; where there is no position, they are read again.
+over; where there is no position, they are read again. A state that is "over" is of the end of the epoch
+before: the new one begins from there. One that has a "seed" knows of no generators.
 """
 
 from __future__ import annotations
@@ -97,6 +98,13 @@ class Reader:
             self._resume(epoch.resume)
             rules = vars(self._setup.plan.rules)
             place = self._resumed.get("position")
+            if "seed" in self._resumed:
+                seeding.seed_worker(self._resumed["seed"], self._setup.worker)
+            if self._resumed.get("over"):
+                if place is not None:
+                    position.put_at_end(place, self._dataset, collate=self._collate_fn, **rules)
+                place = None
+                self._set_generators()  # `iter(dataset)` may draw
             self._fetcher = position.fetcher_at(place, self._dataset, collate=self._collate_fn, **rules)
             self._set_generators()
         except Exception as error:
@@ -148,9 +156,7 @@ class Reader:
             raise
         finally:
             self.timing = fetcher.fetched, time.monotonic_ns(), fetcher.slowest, fetcher.slowest_at
-            more = {"generators": self._states()} if self._setup.plan.save_generators else {}
-            state = position.packed(fetcher, **more)
-            self.state = seal(state, self._setup.token) if state else b""
+            self._say(fetcher)
 
     def _number(self, seq: int) -> int:
         """What a batch is seeded by: its number. Of an iterable dataset it is the number that it has if no
@@ -171,8 +177,16 @@ class Reader:
         self._set_generators()
         raise HandedOutBefore
 
-    def _states(self) -> dict[str, Any]:
-        return {name: generators.state_of(own) for name, own in self._generators().items()}
+    def _say(self, fetcher: Fetcher) -> None:
+        """Keep what the worker goes on from if this was the last batch."""
+        more: dict[str, Any] = {}
+        if self._setup.plan.save_generators:
+            own = self._generators().items()
+            more["generators"] = {name: generators.state_of(generator) for name, generator in own}
+        if self.ended and (more or position.is_known(fetcher)):
+            more["over"] = True
+        state = position.packed(fetcher, **more)
+        self.state = seal(state, self._setup.token) if state else b""
 
     def is_missed(self) -> bool:
         """Whether a batch that nobody will get has to be loaded all the same. torch's workers load whatever

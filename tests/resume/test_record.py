@@ -54,7 +54,7 @@ def test_positions_count_epochs_and_batches() -> None:
     assert record.position == Position(0, 0, 0)
     record.order.progress = Progress(10)
     assert record.position == Position(0, 10, 10)
-    record.over = True
+    record.end({})
     assert record.position == Position(1, 0, 10)
     broken_off = begun(loader(), record, None)
     assert broken_off.position == Position(1, 0, 10)
@@ -73,11 +73,11 @@ def worker(delivered: int, **state: Any) -> WorkerProgress:
     ("iterable", "workers", "replayed", "same_seed"),
     [
         (False, (), 0, False),
-        (False, (worker(2, generators={}),), 0, False),
+        (False, (worker(2, generators={}),), 0, True),
         (True, (worker(3),), 3, True),
         (True, (worker(2), worker(1)), 3, True),
-        (True, (worker(3, position={"dataset": 1}),), 0, False),
-        (True, (worker(2, position={"dataset": 1}), worker(0)), 0, False),
+        (True, (worker(3, position={"dataset": 1}),), 0, True),
+        (True, (worker(2, position={"dataset": 1}), worker(0)), 0, True),
     ],
 )
 def test_workers_draw_the_same_again_only_where_they_go_through_the_same(
@@ -90,5 +90,7 @@ def test_workers_draw_the_same_again_only_where_they_go_through_the_same(
     assert record.replayed == replayed
     assert (record.pool_seed == 7) is same_seed
     assert [count for count, _ in record.resume] == [one.delivered for one in workers]
+    own = ["seed" in (state or {}) for _, state in record.resume]
+    assert own == [bool(one.state) and b"position" in one.state for one in workers]
     at_start = begun(of, None, saved(resumes=True, iterable=iterable, progress=Progress(0)))
     assert at_start.pool_seed == 7
