@@ -23,6 +23,7 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -63,7 +64,7 @@ _END = 2.0
 #: What an actor does at the same time: stay, say where it is, and start a host, which may take minutes.
 _METHODS = 4
 #: Seconds in which a Ray that was just started says whether it has an autoscaler.
-_MONITOR = 5.0
+_MONITOR = 15.0
 #: Characters of what Ray says.
 _LONGEST = 300
 
@@ -115,6 +116,8 @@ class RayPlacement(Placement):
             self._prepare(ray, spec)
         # At its exit Ray is shut down before the loaders close, because it was imported after them.
         atexit.register(self._stop)
+        atexit.unregister(_disarm)  # it is there once, and stays when this ends
+        atexit.register(_disarm)
         self._thread.start()
 
     def _prepare(self, ray: Any, spec: bytes) -> None:
@@ -297,11 +300,13 @@ class RayPlacement(Placement):
             ValueError: no machine could ever hold a worker.
         """
         takes, machines = self._takes(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if _fits(takes, machines):
+            return
         kinds, grows = _addable()
+        if _fits(takes, kinds):
+            return
         machines += kinds
         most = {name: max((one.get(name, 0) for one in machines), default=0) for name in takes}
-        if any(all(one.get(name, 0) >= takes[name] for name in takes) for one in machines):
-            return
         lacks = [name for name in takes if most[name] < takes[name]] or list(takes)
         names = dict.fromkeys({"CPU": "num_cpus", "GPU": "num_gpus"}.get(name, "resources") for name in lacks)
         asked = ", ".join(f"{name}={getattr(self._options, name)!r}" for name in names)
@@ -331,6 +336,17 @@ class RayPlacement(Placement):
             "(num_workers, num_cpus).",
             *(have, want, self._ray.get_runtime_context().gcs_address, ROOMLESS * _TICK, room or "nothing"),
         )
+
+
+def _disarm() -> None:
+    """The process is about to exit. Ray's handler of SIGTERM has set an alarm that aborts it after three
+    seconds, and workers may take longer for their sample; one that somebody handles is his own."""
+    if signal.getsignal(signal.SIGALRM) in (None, signal.SIG_DFL):
+        signal.alarm(0)
+
+
+def _fits(takes: dict[str, float], machines: list[dict[str, float]]) -> bool:
+    return any(all(one.get(name, 0) >= amount for name, amount in takes.items()) for one in machines)
 
 
 def _addable() -> tuple[list[dict[str, float]], bool]:

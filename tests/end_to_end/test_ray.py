@@ -292,6 +292,16 @@ def test_a_consumer_that_is_killed_leaves_nothing_in_the_cluster(cluster: Nodes)
         assert wait_until(lambda: not remote_processes(), 20), remote_processes()
 
 
+def test_a_consumer_that_is_terminated_may_take_its_time(cluster: Nodes) -> None:
+    cluster.resize(3)
+    slow = "import atexit, time; atexit.register(time.sleep, 4)"  # Ray's handler of SIGTERM waits for 3 s
+    with running_script(slow + CONSUMER.format(address=cluster.address)) as script:
+        script.wait_for("running", 100)
+        os.kill(script.pid, signal.SIGTERM)
+        result = script.finish(60)
+    assert result.returncode == signal.SIGTERM, result  # what Ray exits with, and no signal
+
+
 @pytest.mark.parametrize("end", ["break", "error", "close"])
 def test_an_epoch_that_is_left_leaves_nothing_in_the_cluster(cluster: Nodes, end: str) -> None:
     cluster.resize(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -347,7 +348,9 @@ def test_a_close_after_ray_was_shut_down_does_not_start_it(ray: Ray, placement: 
 
 def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     exits: list[Any] = []
-    played = SimpleNamespace(register=exits.append, unregister=exits.remove)
+    played = SimpleNamespace(
+        register=exits.append, unregister=lambda one: exits.remove(one) if one in exits else None
+    )
     monkeypatch.setattr(ray_placement, "atexit", played)
     placement = RayPlacement(RayWorkers())
     placement.start(b"spec")
@@ -355,7 +358,7 @@ def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch:
     acquire(placement, 3)
     placement.close()
     assert not ray.actors
-    assert not exits
+    assert exits == [ray_placement._disarm]
 
 
 @pytest.mark.parametrize(
@@ -414,6 +417,26 @@ def test_what_no_machine_could_ever_give_is_an_error_at_the_start(
         placement.start(b"spec")
     placement.close()
     assert not ray.actors
+
+
+@pytest.mark.parametrize(("handler", "ended"), [(None, [0]), (signal.SIG_DFL, [0]), (print, [])])
+def test_at_the_exit_the_alarm_that_would_abort_it_is_ended(
+    monkeypatch: pytest.MonkeyPatch, handler: Any, ended: list[int]
+) -> None:
+    alarms: list[int] = []
+    played = {"getsignal": lambda number: handler, "alarm": alarms.append}
+    monkeypatch.setattr(ray_placement, "signal", SimpleNamespace(**{**vars(signal), **played}))
+    ray_placement._disarm()
+    assert alarms == ended
+
+
+def test_where_a_machine_fits_nobody_waits_to_hear_of_others(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_placement, "_addable", None)
+    placement = RayPlacement(RayWorkers(num_cpus=8))
+    placement.start(b"spec")
+    placement.close()
 
 
 @pytest.mark.parametrize(
