@@ -161,14 +161,8 @@ class EventLoop:
         return self._epoch.epoch
 
     def next(self, into: OutcomeSlot, finish: Callable[[Any], Any] | None) -> bool:
-        """Put the next outcome down.
-
-        Args:
-            into: where.
-            finish: what a batch goes through last; None: nothing.
-
-        Returns:
-            Whether there is one; else the engine is closing.
+        """Put the next outcome down `into` its slot; a batch goes through `finish` before, if there is one.
+        Returns whether there is an outcome; else the engine is closing.
         """
         self.phase = BUSY
         if into.outcome is not None:  # of another thread, which has not taken it yet

@@ -76,8 +76,8 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
         ignore: fields of `COMPARED` that may differ.
 
     Raises:
-        ValueError: it is damaged or foreign, of a later version, or of a loader that iterates something else.
-            Names the field, what was saved and what is there. Or a name to ignore is unknown.
+        ValueError: it is damaged or foreign, of another version, or of a loader that iterates something else:
+            names the field, what was saved and what is there. Or a name to ignore is unknown.
         TypeError: `ignore` is no collection of names.
     """
     ignored = _names(ignore)
@@ -85,9 +85,8 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
     _compare(fields, describe(loader), ignored)
     own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
     torchs = own.keys() & str(fields.present("generator")).split("/")
-    for name in ("num_workers", "_num_yielded"):
-        fields.number(name)
-    noted = _Fields({"attributes": {}, "digest": None, **fields.mapping("order")}, "order.")  # older states
+    _ = fields.number("num_workers"), fields.number("_num_yielded")
+    noted = _Fields(fields.mapping("order"), "order.")
     told = {depth: noted.whole(f"epochs.{depth}", epoch) for depth, epoch in noted.mapping("epochs").items()}
     between = Saved(
         state=state,
