@@ -19,18 +19,10 @@ from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.ledger import BlockLedger
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling.events import (
-    Arrived,
-    Deliver,
-    Draw,
-    Drawn,
-    EpochStarted,
-    Exhausted,
-    Send,
-    Wanted,
-)
+from fastq_loader.scheduling.events import Draw, EpochStarted, Exhausted
 from fastq_loader.scheduling.in_flight import InFlight
 from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.scheduling.states import Batch
 from fastq_loader.scheduling.window import Window
 from tests.support.pair import LARGE, Pair, paired
 from tests.support.simulation import SimulatedArena
@@ -98,30 +90,38 @@ def scheduler(window: Window, **keywords: Any) -> Scheduler:
     return Scheduler(2, BlockPool(arena, 2), window, **keywords)
 
 
-def drawn(scheduler: Scheduler, instructions: list[Any], indices: Iterator[int]) -> list[Any]:
-    """Answer what of the instructions asks for indices; the tasks that were sent."""
-    sends: list[Any] = []
-    for _ in range(sum(one.times for one in instructions if type(one) is Draw)):
+def drawn(scheduler: Scheduler, times: int, indices: Iterator[int]) -> list[Batch]:
+    """Draw so many indices; the batches whose tasks are sent."""
+    sent: list[Batch] = []
+    for _ in range(times):
         index = next(indices, None)
-        sends += scheduler.handle(Exhausted() if index is None else Drawn(index))
-    return sends
+        batch = scheduler.handle(Exhausted()) if index is None else scheduler.drawn(index)
+        sent += [batch] if isinstance(batch, Batch) else []
+    return sent
 
 
-def batch_for(send: Send) -> Arrived:
-    task = send.task
-    return Arrived(send.worker or 0, Answer(task.epoch, task.seq, 0, BATCH, 0, 0, (), (), None))
+def begun(scheduler: Scheduler, indices: Iterator[int]) -> list[Batch]:
+    """The first batches of an epoch."""
+    (draw,) = scheduler.handle(EpochStarted(1))
+    assert isinstance(draw, Draw)
+    return drawn(scheduler, draw.times, indices)
+
+
+def load(scheduler: Scheduler, batch: Batch) -> None:
+    """The answer to a batch's task has come."""
+    answer = Answer(scheduler.epoch, batch.seq, 0, BATCH, 0, 0, (), (), None)
+    scheduler.arrived(batch, batch.worker or 0, answer)
 
 
 @pytest.mark.parametrize("shared_tasks", [False, True])
 def test_scheduling_a_batch_costs_the_same_all_epoch_long(shared_tasks: bool) -> None:
     one, indices = scheduler(Window(4), shared_tasks=shared_tasks), itertools.count()
-    sends = drawn(one, one.handle(EpochStarted(1)), indices)
+    sent = begun(one, indices)
 
     def step() -> None:
-        one.handle(batch_for(sends.pop(0)))
-        instructions = one.handle(Wanted())
-        assert type(instructions[-1]) is Deliver
-        sends.extend(drawn(one, instructions, indices))
+        load(one, sent.pop(0))
+        assert one.ready() is not None
+        sent.extend(drawn(one, one.to_draw, indices))
 
     costs = [calls(step) for _ in range(2000)]
     assert set(costs[10:]) == {costs[10]}
@@ -136,14 +136,14 @@ def test_an_epoch_in_one_wide_window_costs_what_its_batches_cost(in_order: bool)
         indices = iter(range(2 * batches))
 
         def play() -> None:
-            sends = drawn(one, one.handle(EpochStarted(1)), indices)
+            sent = begun(one, indices)
             handed_out = 0
             while handed_out < 2 * batches:
-                if sends:  # the last one first: all of them wait for the head of the line
-                    one.handle(batch_for(sends.pop()))
-                instructions = one.handle(Wanted())
-                sends += drawn(one, instructions, indices)
-                handed_out += sum(type(instruction) is Deliver for instruction in instructions)
+                if sent:  # the last one first: all of them wait for the head of the line
+                    load(one, sent.pop())
+                if isinstance(one.ready() or one.wanted(), Batch):
+                    handed_out += 1
+                    sent += drawn(one, one.to_draw, indices)
                 one.upcoming(2)
 
         return calls(play)
@@ -153,9 +153,10 @@ def test_an_epoch_in_one_wide_window_costs_what_its_batches_cost(in_order: bool)
 
 def test_what_goes_to_a_device_next_is_found_without_a_look_at_all_that_is_ready() -> None:
     answers = [Answer(1, seq, 0, BATCH, 0, 0, (), (), None) for seq in range(100)]
-    line, arrived = InFlight(100), (Arrived(0, answer) for answer in answers)
+    line = InFlight(100)
     for answer in answers:
         line.new(0, answer.seq).answer = answer
+    arrived = iter(list(line))
     assert line.upcoming(arrived, 3, in_order=True) == answers[:3]
     assert next(arrived).answer == answers[0], "in order nobody asks what has arrived"
     assert line.upcoming(arrived, 3, in_order=False) == answers[1:4]
