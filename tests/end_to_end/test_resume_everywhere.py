@@ -329,3 +329,86 @@ def test_where_a_broken_epoch_has_left_a_stream_is_not_guessed(workers: int) -> 
         next(iterator)
     DataLoader(Stays(9), 2, num_workers=workers).load_state_dict(loader.state_dict())
     loader.close()
+
+
+class DrawsAtFirst(IteratorSays):
+    """It draws when it is iterated."""
+
+    def __iter__(self) -> Any:
+        first = torch.rand(1).item()
+        return ((number, first) for number, _ in super().__iter__())
+
+
+@pytest.mark.parametrize("kind", [Augmented, DrawsAtFirst])
+def test_workers_that_live_on_begin_from_what_was_loaded(kind: Any) -> None:
+    def loader() -> DataLoader[Any]:
+        given: dict[str, Any] = {"schedule": RoundRobin(save_generators=True), "persistent_workers": True}
+        return DataLoader(kind(9), 2, num_workers=2, generator=torch.Generator().manual_seed(3), **given)
+
+    def epoch(of: Any) -> list[Any]:
+        return [[field.tolist() for field in batch] for batch in of]
+
+    first = loader()
+    iterator = iter(first)
+    states = [first.state_dict()]
+    epochs = [epoch(iterator)]
+    states.append(first.state_dict())
+    epochs.append(epoch(first))
+    for state, wanted in zip(states, epochs, strict=True):
+        first.load_state_dict(state)  # while its workers are there
+        assert epoch(first) == wanted
+        second = loader()
+        second.load_state_dict(state)
+        assert epoch(second) == wanted
+        second.close()
+    first.close()
+
+
+class Asks:
+    """An iterator, in the middle of whose draws somebody asks."""
+
+    def __init__(self, drawn: Any, ask: Any) -> None:
+        self.drawn, self.ask = drawn, ask
+
+    def __iter__(self) -> Asks:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.drawn)
+        finally:
+            self.ask()
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_a_state_from_the_middle_of_a_draw_is_that_of_before(replacement: bool) -> None:
+    def loader(seed: int) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(seed)
+        sampler = RandomSampler(range(9), replacement, 70 if replacement else None, generator)
+        return DataLoader(Augmented(9), 2, sampler=sampler, generator=generator)
+
+    first, states = loader(1), []
+    iterator = iter(first)
+    source = iterator._sampler_iter
+    source.drawn = Asks(source.drawn, lambda: states.append(json.dumps(first.state_dict())))
+    epochs = [[batch[0].tolist() for batch in epoch] for epoch in (iterator, first)]
+    for handed_out, state in enumerate(states):
+        second = loader(2)
+        second.load_state_dict(json.loads(state))
+        assert second.position.batch == handed_out
+        wanted = [epochs[0][handed_out:], epochs[1]]
+        assert [[batch[0].tolist() for batch in second] for _ in range(2)] == wanted, handed_out
+
+
+def test_while_an_epoch_begins_the_state_is_that_of_before() -> None:
+    class AsksAtFirst(IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            states.append(loader.state_dict())
+            return iter(range(3))
+
+    states: list[Any] = []
+    loader: DataLoader[Any] = DataLoader(AsksAtFirst(), generator=torch.Generator())
+    for _ in range(2):
+        before = loader.state_dict()
+        assert len(list(loader)) == 3
+        assert states.pop() == before
