@@ -85,9 +85,7 @@ def cases(options: Namespace, folder: Path) -> list[Case]:
     Raises:
         ValueError: there is no such revision, or one cannot be installed.
     """
-    commit = _run(
-        "git", "rev-parse", "--verify", "--short", "--end-of-options", f"{options.against}^{{commit}}"
-    )
+    commit = _commit(options.against)
     with worktree(commit, folder / "worktree") as old:
         _install(old, folder / OLD)
     # A build leaves files beside its source, and takes up what an earlier one has left.
@@ -96,18 +94,19 @@ def cases(options: Namespace, folder: Path) -> list[Case]:
     for file in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / file, here)
     _install(here, folder / NEW)
+    several = [(name, workers) for name in options.workloads[AXIS] for workers in options.workers[AXIS]]
+    method, rounds = options.start_method, options.blocks
     return [
-        Case(
-            AXIS,
-            name,
-            workers,
-            options.start_method,
-            options.blocks,
-            partial(_plan, name, workers, options, commit, folder),
-        )
-        for name in options.workloads[AXIS]
-        for workers in options.workers[AXIS]
+        Case(AXIS, *each, method, rounds, partial(_plan, *each, options, commit, folder)) for each in several
     ]
+
+
+def _commit(revision: str) -> str:
+    wanted = f"{revision}^{{commit}}"
+    try:
+        return _run("git", "rev-parse", "--verify", "--short", "--end-of-options", wanted)
+    except ValueError as error:
+        raise ValueError(f"{revision!r} is not a commit; name a hash, a branch or a tag: {error}") from error
 
 
 @contextmanager

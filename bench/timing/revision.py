@@ -100,11 +100,12 @@ def answers(trial: Trial) -> Iterator[Row]:
     """One when the loader runs, and one for every line of input, until one says why it is the last."""
     try:
         lane = lane_of(trial)
-        with lane.closing:
+        try:
             lane.start()
             yield {}
             for _ in sys.stdin:
                 yield lane.block("")[0]
+        finally:
             lane.close()
     except Exception as error:
         yield {"failure": reason(error)}
