@@ -23,6 +23,7 @@ from bench.output.tables import case_tables, summary_tables
 from bench.output.words import size
 from bench.peers import PEERS, peer_class
 from bench.peers.device import ARMS
+from bench.timing import against
 from bench.timing.device_clock import CudaDevice
 from bench.timing.rounds import Case, measure
 from bench.workloads import all_workloads
@@ -55,7 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = CudaDevice()
         return perform(options, here | device.describe(), run.device_cases(options, device, here["cores"]))
     with tempfile.TemporaryDirectory(prefix="fastq-bench-") as folder:
-        return perform(options, here, list(run.cases(options, Path(folder))))
+        try:
+            found = (run.cases if options.against is None else against.cases)(options, Path(folder))
+        except ValueError as error:
+            sys.exit(f"python -m bench --against: {error}")
+        return perform(options, here, list(found))
 
 
 def perform(options: argparse.Namespace, here: dict[str, Any], cases: Sequence[Case]) -> int:
@@ -103,7 +108,8 @@ def perform(options: argparse.Namespace, here: dict[str, Any], cases: Sequence[C
 
 def _distributions(options: argparse.Namespace) -> list[str]:
     """The packages of the peers that are there; the others say so when their turn comes."""
-    found = ["torch", "numpy", "fastq-loader"] if options.device is not None else []
+    alone = options.device is not None or options.against is not None
+    found = ["torch", "numpy", "fastq-loader"] if alone else []
     for name in () if found else options.peers:
         with suppress(ImportError):
             found += peer_class(name).distributions

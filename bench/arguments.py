@@ -12,6 +12,8 @@ from typing import TypeVar
 
 from bench.peers import PEERS
 from bench.peers.device import ARMS
+from bench.timing.against import AXIS as AGAINST
+from bench.timing.revision import NEW_WORKERS
 from bench.workloads import all_workloads
 from bench.workloads.ready_made import SHAPES
 
@@ -35,9 +37,13 @@ SHORT = ("jpeg", "csv", "large_u8", "rows", "tokens")
 # What an axis runs when no workload is named: bound by messages, by memory and by the dataset.
 FEW = ("rows", "large_u8", "jpeg")
 SIZES = tuple(f"bytes_{1 << power}" for power in range(10, 29, 3))  # 1 KiB to 256 MiB
+# What two revisions are compared by: the consumer's work, the workers', both, and starts of workers.
+COMPARED = ("rows", "tokens", "objects", "csv", "large_u8", "large_f32", "fields", NEW_WORKERS)
 WORKLOADS = {"steady": SHORT, "memory": SHORT, "workers": FEW, "start": ("rows",), "turns": FEW}
+WORKLOADS[AGAINST] = COMPARED
 WORKERS = {"workers": (0, 1, 2, 4), "start": (2, 8), "insight": (2, 4), "device": ()}
-USUAL_WORKERS = (2,)
+USUAL_WORKERS, USUAL_PREFETCH = (2,), 2
+LEAST_ROUNDS = 5  # of two revisions: two that are as fast agree in five rounds once in 16 times
 SHORT_BLOCKS, SHORT_SECONDS = 5, 0.5
 FULL_BLOCKS, FULL_SECONDS = 7, 0.8
 PIPED_WIDTH = 180  # rich assumes 80 columns when there is no terminal, and the tables are wider
@@ -54,10 +60,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
-    full, device = options.full, options.device
+    full, device, against = options.full, options.device, options.against
     everything, peers = (SHAPES, ARMS) if device else (all_workloads(), PEERS)
+    if against is None and (options.prefetch or options.schedule or options.ceiling):
+        parser.error("--prefetch, --schedule and --ceiling go with --against REVISION")
+    if against is not None and options.blocks and options.blocks < LEAST_ROUNDS:
+        parser.error(f"--against needs at least {LEAST_ROUNDS} rounds to tell noise, got {options.blocks}")
     for kind, given, known in (
-        ("a workload", options.workloads, everything),
+        ("a workload", options.workloads, [*everything, NEW_WORKERS] if against else everything),
         ("a peer", options.peers, peers),
         ("an axis", options.axes, AXES),
     ):
@@ -70,9 +80,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.workloads = {axis: tuple(options.workloads) or of for axis, of in usual.items()}
     options.workloads |= {} if device else {"bytes": SIZES}
     options.workers = {
-        axis: options.workers or WORKERS.get(axis, USUAL_WORKERS) for axis in (*AXES, "device")
+        axis: options.workers or WORKERS.get(axis, USUAL_WORKERS) for axis in (*AXES, AGAINST, "device")
     }
     options.peers = options.peers or tuple(name for name in peers if device or PEERS[name].usual)
+    options.prefetch = options.prefetch or USUAL_PREFETCH
     options.blocks = options.blocks or (FULL_BLOCKS if full else SHORT_BLOCKS)
     options.seconds = options.seconds or (
         DEVICE_SECONDS if device else FULL_SECONDS if full else SHORT_SECONDS
@@ -96,12 +107,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--full", action="store_true", help="every axis and workload, longer blocks")
     about = f"of {', '.join(AXES)} (default: steady)"
     add("--axis", dest="axes", type=_names, default=("steady",), metavar="A,B", help=about)
+    instead = parser.add_mutually_exclusive_group().add_argument
     about = "batches onto a GPU, in ten minutes; workloads are then shapes of batches, and peers ways there"
-    add("--device", choices=["cuda"], help=about)
+    instead("--device", choices=["cuda"], help=about)
+    about = "this tree's package beside that of another revision, and no other loader"
+    instead("--against", metavar="REVISION", help=f"{about} (default workloads: {' '.join(COMPARED)})")
+    about = f"with --against: prefetch_factor (default: {USUAL_PREFETCH})"
+    add("--prefetch", type=positive, metavar="N", help=about)
+    add("--schedule", metavar="NAME", help="with --against: schedule= of both (default: the loader's own)")
+    add("--ceiling", action="store_true", help="with --against: the ceiling takes turns with both")
     add("--peers", type=_names, default=(), metavar="A,B", help="who loads (default: nearly all of --list)")
     add("--workers", type=numbers, metavar="N,M", help="worker processes, also several numbers (default: 2)")
     about = f"timed blocks per peer (default: {SHORT_BLOCKS}; full: {FULL_BLOCKS})"
-    add("--blocks", type=positive, help=about)
+    add("--blocks", "--rounds", type=positive, help=about)
     add("--seconds", type=seconds, help=f"length of a block (default: {SHORT_SECONDS}; full: {FULL_SECONDS})")
     add("--start-method", choices=methods, default="fork", help="how workers are started (default: fork)")
     add("--json", type=file, metavar="FILE", help="write every block to this file, as a line of JSON")

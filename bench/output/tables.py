@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from bench.output import cluster, figures, insight
+from bench.output import against, cluster, figures, insight
 from bench.output.figures import (
     BASELINE,
     CEILING,
@@ -23,6 +23,7 @@ from bench.output.rows import CaseRows, Results
 from bench.output.words import NONE, number, percent, ranged, ratio, size, times, worker_count
 from bench.peers import PEERS
 from bench.peers.device import MEANINGS, RESIDENT
+from bench.timing.against import AXIS as AGAINST
 from bench.timing.cluster import AXIS as CLUSTER
 from bench.timing.device import AXIS as DEVICE
 from bench.timing.device import COPY, DRAIN, EPOCHS, LINK, READY, SUPPLY
@@ -65,6 +66,7 @@ def case_tables(case: CaseRows) -> list[Table]:
     makers: dict[str, tuple[Callable[[CaseRows], Table], ...]]
     makers = {"schedule": (_schedule,), RESUME: (_resume,), DEVICE: (_speed_onto_device, _cost_onto_device)}
     makers |= dict.fromkeys(STEADY, (_peers,)) | {INSIGHT: (insight.table,), CLUSTER: (cluster.table,)}
+    makers[AGAINST] = (lambda case: against.table([case]),)
     return [make(case) for make in makers.get(case.key[0], ())]
 
 
@@ -80,6 +82,8 @@ def summary_tables(results: Results) -> list[Table]:
     kills = list(map(_kills, results.cases("kills")))
     found.append(Table("What the death of a worker costs an epoch, with Processes(max_restarts=n)", kills))
     found.append(Table("Goals", list(_goals(results)), about=ABOUT_GOALS))
+    if len(compared_cases := results.cases(AGAINST)) > 1:
+        found.append(against.table(compared_cases))
     return [table for table in found if table.rows]
 
 

@@ -40,7 +40,12 @@ def ranged(value: Spread | None, scale: float = 1) -> str:
 
 def ratio(value: Spread | None) -> str:
     """The same, and whether the rounds agree on which of the two is larger."""
-    return ranged(value) + (", within noise" if value is not None and value.low <= 1 <= value.high else "")
+    return ranged(value) + noise(value)
+
+
+def noise(value: Spread | None) -> str:
+    """Said behind a ratio where the rounds do not agree."""
+    return ", within noise" if value is not None and value.low <= 1 <= value.high else ""
 
 
 def times(value: Spread | None) -> str:

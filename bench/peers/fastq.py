@@ -10,7 +10,6 @@ from bench.peers import LoaderSettings, Unsupported
 from bench.peers.torch_loader import TorchInline, TorchLoader
 from bench.workloads import Load
 from fastq_loader import DataLoader
-from fastq_loader.memory import nontemporal
 
 
 class FastqLoader(TorchLoader):
@@ -29,13 +28,16 @@ class FastqCached(FastqLoader):
     """With every batch written through the caches, however large: what stores past them gain."""
 
     def __init__(self, load: Load, settings: LoaderSettings) -> None:
+        from fastq_loader.memory import nontemporal  # here, because an older package may lack it
+
         if not nontemporal.AVAILABLE:
             raise Unsupported("this installation writes everything through the caches")
+        self._module = nontemporal
         super().__init__(load, settings)
 
     def epoch(self) -> Iterator[Any]:
-        usual, nontemporal.CACHED = nontemporal.CACHED, math.inf
+        usual, self._module.CACHED = self._module.CACHED, math.inf
         try:
             return super().epoch()  # the workers start here
         finally:
-            nontemporal.CACHED = usual
+            self._module.CACHED = usual

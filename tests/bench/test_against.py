@@ -1,0 +1,168 @@
+"""Two revisions of the package: what is asked for, where they come from, what is said of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("psutil", reason="the bench extra is not installed")
+
+from bench.arguments import COMPARED, parse
+from bench.output.rows import Results
+from bench.output.tables import case_tables, summary_tables
+from bench.timing import against
+from bench.timing.against import AXIS, NEW, OLD, RevisionLane
+from bench.timing.revision import NEW_WORKERS, Trial, answers
+from bench.timing.rounds import Case, Plan, measure
+from tests.conftest import ROOT
+from tests.support import bench_example as example
+
+
+def test_what_is_not_said_is_usual() -> None:
+    bare = parse(["--against", "HEAD~3"])
+    assert (bare.workloads[AXIS], bare.workers[AXIS], bare.blocks) == (COMPARED, (2,), 5)
+    assert (bare.prefetch, bare.schedule, bare.ceiling) == (2, None, False)
+    line = f"rows {NEW_WORKERS} --against HEAD~3 --rounds 9 --prefetch 16 --schedule dynamic --workers 0,2"
+    said = parse(line.split())
+    assert (said.workloads[AXIS], said.workers[AXIS]) == (("rows", NEW_WORKERS), (0, 2))
+    assert (said.blocks, said.prefetch, said.schedule) == (9, 16, "dynamic")
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--against HEAD --rounds 4", "at least 5 rounds to tell noise, got 4"),
+        ("--against HEAD --device cuda", "not allowed"),
+        ("--prefetch 16", "go with --against"),
+        (NEW_WORKERS, "is not a workload"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_wrong(
+    line: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(line.split())
+    assert named in capsys.readouterr().err
+
+
+def git(folder: Path, *arguments: str) -> str:
+    command = ("git", "-c", "user.name=a", "-c", "user.email=b", *arguments)
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One with a commit of a package, which has been changed since."""
+    root = tmp_path / "repository"
+    package = root / "fastq_loader" / "__init__.py"
+    package.parent.mkdir(parents=True)
+    for file in (package, root / "pyproject.toml", root / "README.md"):
+        file.write_text("committed")
+    git(root, "init", "--quiet")
+    git(root, "add", ".")
+    git(root, "commit", "--quiet", "-m", "first")
+    package.write_text("changed")
+    monkeypatch.setattr(against, "ROOT", root)
+    return root
+
+
+@pytest.mark.processes
+def test_the_packages_are_the_commit_s_and_the_working_tree_s(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {}
+
+    def install(source: Path, target: Path) -> None:
+        found[target.name] = (source / "fastq_loader" / "__init__.py").read_text()
+
+    monkeypatch.setattr(against, "_install", install)
+    cases = against.cases(parse(["rows", "--against", "HEAD", "--workers", "0,2"]), tmp_path)
+    assert found == {OLD: "committed", NEW: "changed"}
+    assert [(case.name, case.workers) for case in cases] == [("rows", 0), ("rows", 2)]
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+    with pytest.raises(ValueError, match="'nosuch' is not a commit; name"):
+        against.cases(parse(["--against", "nosuch"]), tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_interrupt_leaves_no_worktree(lost: bool, repository: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "worktree"
+
+    def interrupted() -> None:
+        with against.worktree("HEAD", folder) as tree:
+            assert (tree / "README.md").read_text() == "committed"
+            if lost:
+                tree.rename(tmp_path / "elsewhere")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not folder.exists()
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+
+
+@pytest.mark.processes
+def test_each_revision_is_timed_in_a_process_of_its_own(tmp_path: Path) -> None:
+    def lane(name: str, workload: str = "rows", **keywords: str) -> RevisionLane:
+        trial = Trial(str(ROOT), str(tmp_path), workload, 1, "fork", 2, keywords, 0.01)
+        return RevisionLane(name, name, trial=trial)
+
+    lanes = [lane(OLD), lane(NEW, NEW_WORKERS, schedule="dynamic")]
+    rows = measure(Case(AXIS, "rows", 1, "fork", 2, lambda: Plan({}, lanes)))
+    found = Results(rows).cases()[0].peers
+    assert [len(found[name].rows) for name in (OLD, NEW)] == [2, 2]
+    for row in found[OLD].rows + found[NEW].rows:
+        assert row["batches"] > 0
+        assert min(row["seconds"], row["consumer_cpu"], row["worker_cpu"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("folder", "keywords", "said"),
+    [
+        (ROOT, {"nosuch": 1}, "TypeError: .*unexpected keyword argument 'nosuch'"),
+        (ROOT / "nosuch", {}, f"RuntimeError: the package came from {ROOT}"),
+    ],
+)
+def test_what_a_revision_cannot_do_has_a_reason(
+    folder: Path, keywords: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    trial = Trial(str(folder), str(tmp_path), "rows", 1, "fork", 2, keywords, 0.01)
+    (answer,) = answers(trial)
+    assert re.match(said, answer["failure"])
+
+
+def compared(name: str, rates: dict[str, tuple[float, ...]], **failed: dict[str, Any]) -> list[example.Row]:
+    used = {"seconds": 1.0, "consumer_cpu": 0.01, "worker_cpu": 0.02, "switches": 10}
+    blocks = {peer: [{"batches": rate, **used} for rate in of] for peer, of in rates.items()}
+    facts = {"revision": "1234567", "settings": {"prefetch_factor": 2}}
+    return example.case(AXIS, name, facts, {peer: {} for peer in rates} | failed, blocks)
+
+
+def test_ratios_are_of_rounds() -> None:
+    results = Results(
+        [
+            example.run(),
+            *compared("faster", {OLD: (100, 200, 300), NEW: (150, 240, 390), "ceiling": (200, 400, 600)}),
+            *compared("unclear", {OLD: (100, 200, 300), NEW: (90, 240, 300)}),
+            *compared("failed", {NEW: (100,)}, **{OLD: {"label": "1234567", "failure": "no schedule"}}),
+        ]
+    )
+    (table,) = summary_tables(results)
+    rows = {row["workload"]: row for row in table.rows}
+    assert table.title == "The working tree against 1234567, prefetch_factor=2"
+    assert rows["faster"]["new ÷ old"] == "1.30 (1.20..1.50)", "that of the medians is 1.20"
+    assert (rows["faster"][OLD], rows["faster"][NEW], rows["faster"]["ceiling"]) == (
+        "200",
+        "240",
+        "50% → 60%",
+    )
+    assert (rows["faster"]["consumer CPU"], rows["faster"]["worker CPU"]) == ("50 → 42", "100 → 83")
+    assert rows["unclear"]["new ÷ old"] == "1.00 (0.90..1.20), within noise"
+    assert (rows["failed"][OLD], rows["failed"][NEW], rows["failed"]["new ÷ old"]) == ("–", "100", "–")  # noqa: RUF001
+    assert table.notes == ["failed: 1234567: not measured: no schedule"]
+    assert [len(case_tables(case)) for case in results.cases()] == [1, 1, 1]
