@@ -11,7 +11,7 @@ from typing import Any
 from fastq_loader.consumer.outcomes import Delivered, Raised
 from fastq_loader.device.staging import Staging
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import BATCH, BROKEN, Answer
+from fastq_loader.ipc.messages import BATCH, BROKEN, Answer, Handle
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.progress import START, Progress
@@ -56,10 +56,17 @@ class Delivery:
             outcome = self._error(batch.worker, answer)
         else:
             try:
-                value = self._unpack(answer) if self.staging is None else self.staging.deliver(answer)
+                handle = answer.handle
+                assert handle is not None, "it is a batch"
+                if self.staging is not None:
+                    value = self.staging.deliver(answer)
+                elif handle.segments:
+                    value = self._unpack(answer, handle)
+                else:
+                    value = self._unpacker.unpack(handle, b"")
                 outcome = Delivered(value)
                 self._counters.batches += 1
-                self._counters.bytes += answer.handle.spec.nbytes  # type: ignore[union-attr]
+                self._counters.bytes += handle.spec.nbytes
             except ProtocolError as fault:
                 self._counters.rejected_frames += 1
                 outcome = Raised(fault)
@@ -80,11 +87,7 @@ class Delivery:
         state = b"" if batch.answer is None else batch.answer.state
         return self.progress.after_worker(batch.worker, state, None if self._iterable else batch.seq)
 
-    def _unpack(self, answer: Answer) -> object:
-        handle = answer.handle
-        assert handle is not None
-        if not handle.segments:
-            return self._unpacker.unpack(handle, b"")
+    def _unpack(self, answer: Answer, handle: Handle) -> object:
         try:
             leased, copied, pickled = self._unpacker.open(handle)
         except ProtocolError:

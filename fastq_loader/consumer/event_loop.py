@@ -186,6 +186,8 @@ class EventLoop:
                 continue
             batch = batch or self._await_batch()
             if batch is not None:
+                if scheduler.to_draw:
+                    self._draw(scheduler.to_draw)
                 self._deliver(batch)
         outcome, self._outcome = self._outcome, None
         if outcome is CLOSED:
@@ -199,7 +201,7 @@ class EventLoop:
             if self._accounting.late is not None and answer is not None:
                 self._accounting.came_late(answer)
             if self._accounting.spent.left(time.monotonic_ns(), answer, seq, outcome.error):
-                self._accounting.spent.counted()
+                self._accounting.spent.count()
             del answer
         # One moment: there is no call in here, and only a call can be cut short.
         into.outcome = outcome
@@ -211,6 +213,7 @@ class EventLoop:
     def _tidy(self, now: int) -> None:
         """Do what need not be done for every batch."""
         self._tidy_at = now + _TIDY_EVERY
+        self.pool.collect()  # also what waits for the end of a forked child
         window, staging = self.scheduler.window.size, self._delivery.staging
         self._counters.window = window
         spare = _SPARE_BATCHES + (0 if staging is None else 2 * staging.ahead)
@@ -236,8 +239,6 @@ class EventLoop:
 
     def _deliver(self, batch: Batch) -> None:
         """Hand out a batch, when what is to be sent before it is sent."""
-        if self.scheduler.to_draw:
-            self._draw(self.scheduler.to_draw)
         if self._unsent or self._group.behind:
             self._flush()
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one

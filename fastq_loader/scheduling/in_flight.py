@@ -90,6 +90,7 @@ class InFlight:
     Args:
         capacity: how many there can be.
         head: the first one's number.
+        done: numbers that are passed over.
 
     Attributes:
         drawn: the next one's number.
@@ -97,7 +98,8 @@ class InFlight:
         ring: those that have come, and wait for others.
     """
 
-    def __init__(self, capacity: int, head: int = 0) -> None:
+    def __init__(self, capacity: int, head: int = 0, done: frozenset[int] = frozenset()) -> None:
+        self._done = done
         self.drawn = head
         self.batches: dict[int, Batch] = {}
         self.ring: ReorderRing[Batch] = ReorderRing(capacity, head)
@@ -125,6 +127,8 @@ class InFlight:
         return self.ring.filled
 
     def new(self, worker: int | None, index: Any) -> Batch:
+        while self.drawn in self._done:
+            self.drawn += 1
         batch = self.batches[self.drawn] = Batch(self.drawn, worker, index)
         self.drawn += 1
         return batch

@@ -103,10 +103,11 @@ class Scheduler:
         self._reset(START)
 
     def _reset(self, done: Progress) -> None:
-        self._done_beyond = done.beyond
         # A worker whose part of the dataset ends makes room for one more draw: up to `workers` batches beyond
         # the window may be waiting at once.
-        self._in_flight = InFlight(self.window.widest + self.workers + len(done.beyond), done.head)
+        self._in_flight = InFlight(
+            self.window.widest + self.workers + len(done.beyond), done.head, done.beyond
+        )
         self._arrivals: deque[Batch | Died] = deque()
         self._restarts_left = self._restarts
         self._deaths: dict[int, int] = {}  # seq → workers that died of it
@@ -186,7 +187,9 @@ class Scheduler:
             worker = self._worker_table.take_turn(None if self.in_order else self.window.size)
             if worker is None:  # no worker has room, or more to read: torch loses the index here too
                 return None
-        batch = self._new_batch(worker, index)
+        batch = self._in_flight.new(worker, index)
+        if self.shared_tasks and (under_way := len(self._in_flight.batches)) > self.window.size:
+            self.window.widen_to(under_way)
         if self._worker_table.some_dead and self._worker_table.is_dead(worker):
             batch.move("send_to_dead")
             batch.worker = worker or 0
@@ -215,21 +218,14 @@ class Scheduler:
     def _give_back(self, batch: Batch) -> None:
         self.pool.give_back(offset for offset, _ in batch.blocks)
 
-    def _new_batch(self, worker: int | None, index: Any) -> Batch:
-        if self._done_beyond:
-            while self._in_flight.drawn in self._done_beyond:
-                self._in_flight.drawn += 1
-        batch = self._in_flight.new(worker, index)
-        if self.shared_tasks and (under_way := len(self._in_flight.batches)) > self.window.size:
-            self.window.widen_to(under_way)
-        return batch
-
     def _exhausted(self, event: Exhausted) -> list[Instruction]:
         self.window.close()
         return []
 
     def _draw_failed(self, event: DrawFailed) -> list[Instruction]:
-        self._fail(self._new_batch(None, None), event.error)
+        self._fail(self._in_flight.new(None, None), event.error)
+        if self.shared_tasks:
+            self.window.widen_to(len(self._in_flight.batches))
         return []
 
     def _undeliverable(self, event: Undeliverable) -> list[Instruction]:

@@ -64,6 +64,7 @@ class Notes:
         drew, answers: of the call under way, see `EpochCounters.inside`.
         others: what else has happened in it: (method, *arguments), with one of the methods below.
         sent, waited, used_device, loaded: see `EpochCounters`.
+        count: see `NoteList.count`.
         thread: gives the id of the calling thread; 0 where nobody wants to know it.
         first_batches: see `EpochCounters`.
     """
@@ -74,7 +75,7 @@ class Notes:
         self.thread: Callable[[], int] = int
         self._counters = counters
         self._among = among or NoteList()
-        self._note = self._among.notes.append
+        self._note, self.count = self._among.notes.append, self._among.count
         self.sent, self.waited = counters.sent, counters.waited
         self.used_device, self.loaded = counters.used_device, counters.loaded
         self._inside, self._called = counters.inside, counters.called
