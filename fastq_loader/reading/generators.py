@@ -2,7 +2,7 @@
 
 Runs in the consumer and in workers. A generator is a `torch.Generator`, `random` or a `random.Random`,
 `numpy.random` or one of its `RandomState` and `Generator`. A state is kept as it was got until somebody wants
-it as text: JSON, with arrays in base64, of 7 kB for a Mersenne twister.
+it as text: JSON, with compressed arrays in base64, of 4 to 7 kB for a Mersenne twister.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import copyreg
 import json
 import random
+import zlib
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -151,7 +152,7 @@ def dump(state: Any) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return {"dtype": value.dtype.str, "base64": base64.b64encode(value.tobytes()).decode()}
+        return {"dtype": value.dtype.str, "zlib": base64.b64encode(zlib.compress(value.tobytes())).decode()}
     return value.item()  # a scalar of numpy's
 
 
@@ -165,7 +166,7 @@ def load(text: Any) -> Any:
         state = _from_plain(json.loads(text))
         if not len(state):
             raise ValueError("it is empty")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, zlib.error) as error:
         raise ValueError(f"{text!r:.60} is not the state of a generator: {error}") from error
     return state
 
@@ -175,8 +176,9 @@ def _from_plain(value: Any) -> Any:
         return tuple(map(_from_plain, value))
     if not isinstance(value, dict):
         return value
-    if value.keys() == {"dtype", "base64"}:
-        return np.frombuffer(base64.b64decode(value["base64"], validate=True), value["dtype"]).copy()
+    if value.keys() == {"dtype", "zlib"}:
+        data = zlib.decompress(base64.b64decode(value["zlib"], validate=True))
+        return np.frombuffer(data, value["dtype"]).copy()
     return {key: _from_plain(member) for key, member in value.items()}
 
 

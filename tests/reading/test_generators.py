@@ -69,7 +69,7 @@ def test_a_state_of_another_kind_is_told_before_it_is_set(kind: str, other: str)
 
 @pytest.mark.parametrize(
     "text",
-    ["", "zzz", "[]", "6", '{"dtype": "|u1", "base64": "=="}', '{"dtype": "O", "base64": ""}', 7, None],
+    ["", "zzz", "[]", "6", '{"dtype": "|u1", "zlib": "=="}', '{"dtype": "|u1", "zlib": "AAAA"}', 7, None],
 )
 def test_what_is_no_state_is_refused(text: Any) -> None:
     with pytest.raises(ValueError, match="is not the state of a generator"):
