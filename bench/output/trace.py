@@ -118,22 +118,20 @@ def _bars(axes: Axes, events: Sequence[Event], rows: dict[int, int], begin: floa
 
 def _arrows(axes: Axes, events: Sequence[Event], rows: dict[int, int], begin: float, end: float) -> None:
     """From each task to its fetch, and from where that was packed to where it was given."""
-    ends: dict[float, float] = {}  # a fetch's begin → the end of the pack
-    arrows: dict[int, list[Event]] = defaultdict(list)
-    fetch: dict[int, float] = {}
+    batches: dict[tuple[int, int], dict[str, Event]] = defaultdict(
+        dict
+    )  # by epoch and number, events by name
     for event in events:
-        if event["ph"] in "stf":
-            arrows[event["id"]].append(event)
-        elif event["ph"] == "X" and event["tid"] in rows:
-            if event["name"] == "fetch":
-                fetch[event["tid"]] = event["ts"]
-            elif event["name"] == "pack":
-                ends[fetch[event["tid"]]] = event["ts"] + event["dur"]
-    for task, began, given in arrows.values():
-        row = rows[began["tid"]]
+        if "batch" in event.get("args", {}):
+            batches[event["args"]["epoch"], event["args"]["batch"]][event["name"]] = event
+    for batch in batches.values():
+        if not {"batch", "fetch", "pack", "next"} <= batch.keys():
+            continue
+        fetch, pack, given = batch["fetch"], batch["pack"], batch["next"]
+        row = rows[fetch["tid"]]
         parts = (
-            (task["ts"], 0, began["ts"], row, LIGHT_ARROW),
-            (ends[began["ts"]], row, given["ts"], 0, DARK),
+            (batch["batch"]["ts"], 0, fetch["ts"], row, LIGHT_ARROW),
+            (pack["ts"] + pack["dur"], row, given["ts"] + given["dur"], 0, DARK),
         )
         for x0, y0, x1, y1, colour in parts:
             if begin <= x0 and x1 <= end:

@@ -1,14 +1,14 @@
-"""A diagnosis as a page: text of 80 columns for a terminal, HTML for a notebook.
+"""A diagnosis as a page of text of 80 columns.
 
-Pure. Names of classes and samples are the user's: they stand escaped in HTML, and cut where they are long.
+Pure. Names of classes and samples are the user's, and cut where they are long.
 """
 
 from __future__ import annotations
 
-import html as escaping
 from collections.abc import Sequence
+from statistics import fmean
 from textwrap import wrap
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fastq_loader.insight.advice import duration
 from fastq_loader.statistics.snapshots import CAUSES
@@ -46,29 +46,18 @@ _LABELS = {
 }
 
 
-class Marks(NamedTuple):
-    """What bars are made of.
-
-    Attributes:
-        eighths: a bar's last cell, from nothing to full.
-        levels: the points of a line, from the lowest to the highest.
-    """
-
-    eighths: str
-    levels: str
-
-
-UNICODE = Marks(" ▏▎▍▌▋▊▉█", "▁▂▃▄▅▆▇█")
-ASCII = Marks(" #", "_.-=#")
-_IN_ASCII = str.maketrans({"×": "x", "→": "->", "µ": "u", "…": "..."})
+#: A bar's last cell, from nothing to full, and the points of a line, from the lowest to the highest.
+_EIGHTHS, _LEVELS = " ▏▎▍▌▋▊▉█", "▁▂▃▄▅▆▇█"
+_IN_ASCII = str.maketrans("×µ▁▂▃▄▅▆▇█▌▋▊▉", "xu_..--==#####", "▏▎▍")
 
 
 def in_ascii(page: str) -> str:
     """A page for an encoding that has little else."""
-    return page.translate(_IN_ASCII).encode("ascii", "backslashreplace").decode()
+    page = page.translate(_IN_ASCII).replace("→", "->").replace("…", "...")
+    return page.encode("ascii", "backslashreplace").decode()
 
 
-def text(diagnosis: Diagnosis, marks: Marks = UNICODE) -> str:
+def text(diagnosis: Diagnosis) -> str:
     """The page, in lines of 80 columns."""
     lines = wrap(headline(diagnosis), _COLUMNS)
     if diagnosis.culprit:
@@ -76,12 +65,12 @@ def text(diagnosis: Diagnosis, marks: Marks = UNICODE) -> str:
     if diagnosis.epoch.batches:
         lines += ["", *wrap(_summary(diagnosis), _COLUMNS), ""]
         lines += [
-            f"  {label:<17} {duration(seconds):>7} {share:>4.0%}  {_bar(share, marks)}".rstrip()
+            f"  {label:<17} {duration(seconds):>7} {share:>4.0%}  {_bar(share)}".rstrip()
             for label, seconds, share in _rows(diagnosis)
         ]
-        lines += ["", *(f"  {line}" for line in _waits(diagnosis, marks))]
+        lines += ["", *(f"  {line}" for line in _waits(diagnosis))]
     if diagnosis.workers:
-        lines += ["", *(_cells(row) for row in _table(diagnosis))]
+        lines += ["", *_table(diagnosis)]
     if diagnosis.advice:
         lines += ["", "What would help:"]
         for line in diagnosis.advice:
@@ -96,32 +85,6 @@ def headline(diagnosis: Diagnosis) -> str:
     )
 
 
-def html(diagnosis: Diagnosis) -> str:
-    """The page for a notebook. Colours are the notebook's, but for the bars."""
-    parts = [f"<p><b>{_escaped(headline(diagnosis))}</b><br>{_escaped(diagnosis.culprit or '')}</p>"]
-    if diagnosis.epoch.batches:
-        parts.append(f"<p>{_escaped(_summary(diagnosis))}</p><table style='width:100%'>")
-        for cause, (label, seconds, share) in zip(_causes(diagnosis), _rows(diagnosis), strict=True):
-            bar = f"width:{share:.1%};height:1em;background:{_colour(diagnosis, cause)}"
-            row = f"<td>{label}</td><td>{duration(seconds)}</td><td>{share:.0%}</td>"
-            parts.append(f"<tr>{row}<td style='width:60%'><div style='{bar}'></div></td></tr>")
-        parts.append(f"</table><p>{'<br>'.join(map(_escaped, _waits(diagnosis, UNICODE)))}</p>")
-    if diagnosis.workers:
-        rows = ("".join(f"<td>{_escaped(cell)}</td>" for cell in row) for row in _table(diagnosis))
-        parts.append(f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>")
-    if diagnosis.advice:
-        lines = "".join(f"<li>{_escaped(line)}</li>" for line in diagnosis.advice)
-        parts.append(f"<p>What would help:</p><ul>{lines}</ul>")
-    return "\n".join(parts)
-
-
-_escaped = escaping.escape
-
-
-def _colour(diagnosis: Diagnosis, cause: str) -> str:
-    return "#d62728" if cause == diagnosis.limit else "#2ca02c" if cause == "consumer" else "#7f7f7f"
-
-
 def _summary(diagnosis: Diagnosis) -> str:
     epoch = diagnosis.epoch
     which = f"Epoch {epoch.epoch}" if epoch.epoch else "All epochs"
@@ -133,67 +96,51 @@ def _summary(diagnosis: Diagnosis) -> str:
     )
 
 
-def _causes(diagnosis: Diagnosis) -> list[str]:
-    """The causes that took any time that can be seen."""
-    return [cause for cause in CAUSES if diagnosis.epoch.spent_on(cause) >= diagnosis.epoch.seconds / 200]
-
-
 def _rows(diagnosis: Diagnosis) -> list[tuple[str, float, float]]:
+    """The causes that took any time that can be seen."""
     seconds = diagnosis.epoch.seconds or 1.0
-    spent = [(_LABELS[cause], diagnosis.epoch.spent_on(cause)) for cause in _causes(diagnosis)]
-    return [(label, took, took / seconds) for label, took in spent]
+    spent = [(_LABELS[cause], diagnosis.epoch.spent_on(cause)) for cause in CAUSES]
+    return [(label, took, took / seconds) for label, took in spent if took >= diagnosis.epoch.seconds / 200]
 
 
-def _bar(share: float, marks: Marks) -> str:
-    steps = len(marks.eighths) - 1
-    cells, rest = divmod(round(min(1.0, share) * _BAR * steps), steps)
-    return marks.eighths[-1] * cells + (marks.eighths[rest] if rest else "")
+def _bar(share: float) -> str:
+    cells, rest = divmod(round(min(1.0, share) * _BAR * 8), 8)
+    return "█" * cells + _EIGHTHS[rest].strip()
 
 
-def _waits(diagnosis: Diagnosis, marks: Marks) -> list[str]:
+def _waits(diagnosis: Diagnosis) -> list[str]:
     epoch = diagnosis.epoch
     waits = ((50, epoch.wait_p50), (95, epoch.wait_p95), (99, epoch.wait_p99))
     lines = ["next() took  " + "   ".join(f"p{percent} {duration(wait)}" for percent, wait in waits)]
     if max(epoch.ready, default=0) > 0:
-        points = _fewer(epoch.ready)
-        lines.append(f"ready ahead  {_line(points, marks)}  up to {max(epoch.ready):.2g} batches")
+        lines.append(f"ready ahead  {_line(epoch.ready)}  up to {max(epoch.ready):.2g} batches")
     return lines
 
 
-def _fewer(values: Sequence[float]) -> list[float]:
-    """As many values as there is room for, each the mean of its neighbours."""
+def _line(values: Sequence[float]) -> str:
+    """Points for values; of more than there is room for, each is the mean of its neighbours."""
     size = -(-len(values) // _POINTS)
-    groups = [values[at : at + size] for at in range(0, len(values), size)]
-    return [sum(group) / len(group) for group in groups]
+    points = [fmean(values[at : at + size]) for at in range(0, len(values), size)]
+    return "".join(_LEVELS[round(point / max(points) * 7)] for point in points)
 
 
-def _line(points: Sequence[float], marks: Marks) -> str:
-    highest, top = max(points), len(marks.levels) - 1
-    return "".join(marks.levels[round(point / highest * top)] for point in points)
-
-
-def _table(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
+def _table(diagnosis: Diagnosis) -> list[str]:
     """What workers did: shares of their time, and times of a batch; and where, if on other machines."""
     far = any(worker.node for worker in diagnosis.workers)
-    rows: list[tuple[str, ...]] = [("worker", "busy", "blocked", "idle", "fetch", "collate", "pack")]
-    rows[0] += ("node",) * far
+    head = ("busy", "blocked", "idle", "fetch", "collate", "pack")
+    lines = [_cells("worker", head, "node" if far else None)]
     for worker in diagnosis.workers[:_WORKERS]:
         whole = worker.work_seconds + worker.idle_seconds + worker.blocked_seconds or 1.0
         parts = (worker.work_seconds, worker.blocked_seconds, worker.idle_seconds)
         a_batch = (worker.fetch_seconds, worker.collate_seconds, worker.packing_seconds)
-        rows.append(
-            (
-                str(worker.id),
-                *(f"{seconds / whole:.0%}" for seconds in parts),
-                *(duration(seconds / max(1, worker.batches)) for seconds in a_batch),
-                *[(worker.node or "")[:_NODE]] * far,
-            )
-        )
+        cells = [f"{seconds / whole:.0%}" for seconds in parts]
+        cells += [duration(seconds / max(1, worker.batches)) for seconds in a_batch]
+        lines.append(_cells(str(worker.id), cells, (worker.node or "")[:_NODE] if far else None))
     if (more := len(diagnosis.workers) - _WORKERS) > 0:
-        rows.append((f"and {more} more",))
-    return rows
+        lines.append(f"  and {more} more")
+    return lines
 
 
-def _cells(row: Sequence[str]) -> str:
-    first, others, node = row[0], row[1:7], row[7:]
-    return f"  {first:<6}" + "".join([f"{cell:>9}" for cell in others] + [f"  {cell}" for cell in node])
+def _cells(first: str, others: Sequence[str], node: str | None) -> str:
+    cells = "".join(f"{cell:>9}" for cell in others)
+    return f"  {first:<6}{cells}" + ("" if node is None else f"  {node}")

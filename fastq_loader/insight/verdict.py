@@ -7,6 +7,7 @@ step limits; or nothing does, because the workers are busy all the time, too.
 
 from __future__ import annotations
 
+import html
 import sys
 from dataclasses import dataclass, field
 from reprlib import repr as short
@@ -25,7 +26,7 @@ _BUSY = 0.7
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What limits a run. `print` shows a page of text, a notebook HTML.
+    """What limits a run. `print` and notebooks show a page of text.
 
     Attributes:
         limit: what most of the time was lost to.
@@ -61,11 +62,11 @@ class Diagnosis:
         try:
             "×→█▁…".encode(getattr(sys.stdout, "encoding", None) or "ascii")
         except (UnicodeEncodeError, LookupError):
-            return report.in_ascii(report.text(self, report.ASCII))
+            return report.in_ascii(report.text(self))
         return report.text(self)
 
     def _repr_html_(self) -> str:
-        return report.html(self)
+        return f"<pre>{html.escape(report.text(self))}</pre>"
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:

@@ -6,23 +6,22 @@ text. A time is written as nanoseconds with the exponent of a microsecond, "1234
 a decimal fraction.
 
 Spans of one track never overlap in part: viewers drop what does. So a span is written when it has ended. A
-thread's steps lie between its own calls of `next()`, whatever they were for. A batch has a row to itself for
-as long as it is under way, and the next batch takes the row over.
+thread's steps lie between its own calls of `next()`, whatever they were for. Batches under way and copies may
+overlap, so they are asynchronous events, which viewers lay out themselves.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 
 from fastq_loader.errors import shorten
 from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, PASSED, SKIPPED, Answer
 
-#: Rows that are no threads have numbers above those of all threads: Linux's PID_MAX_LIMIT.
-_ROWS = 1 << 22
-#: And workers on other machines, whose process ids may be the same, have numbers above those of all rows.
-_FAR = 1 << 30
+#: Workers on other machines may have the process ids of some here: their tracks have numbers above those of
+#: all threads, which is Linux's PID_MAX_LIMIT.
+_FAR = 1 << 22
 #: Nanoseconds of a call of `next()` from which on it is marked as a stall.
 _STALL = 1_000_000_000
 #: See `statistics.counters.Source.far_worker`.
@@ -41,21 +40,16 @@ class _Batch:
 
     Attributes:
         sent, again: when its task was given out, and when it was given out for the last time.
-        thread: that gave it out.
-        row: where its spans are drawn.
         attempt: that was answered.
-        worker: the track of who answered; 0: nobody has.
-        times: when that began, had the samples, had the batch and had packed it.
+        loaded: when its worker began and ended; None: nobody answered.
     """
 
-    __slots__ = ("again", "attempt", "row", "sent", "thread", "times", "worker")
+    __slots__ = ("again", "attempt", "loaded", "sent")
 
-    def __init__(self, now: int, thread: int, row: int) -> None:
+    def __init__(self, now: int) -> None:
         self.sent = self.again = now
-        self.thread = thread
-        self.row = row
-        self.attempt = self.worker = 0
-        self.times = (0, 0, 0, 0)
+        self.attempt = 0
+        self.loaded: tuple[int, int] | None = None
 
 
 class _Epoch:
@@ -105,36 +99,16 @@ class Events:
         self._outside: dict[int, tuple[int, str]] = {}  # thread → when a call gave it a batch, and which one
         self._names: set[int] = set()  # threads that have one
         self._finished: dict[int, tuple[int, int]] = {}  # track → epoch and end of its last answer
-        self._free_rows: list[int] = []
-        self._row_ends: list[int] = []  # when what is drawn in a row has ended
-        self._flows = self._copies = 0
+        self._asynchronous = 0  # how many of these spans there were
         self._span = '{"ph":"X","pid":%d,"tid":%d,"name":"%s","ts":%de-3,"dur":%de-3%s}'
         self._ready = f'{{"ph":"C","pid":{pid},"name":"ready","ts":%de-3,"args":{{"batches":%d}}}}'
-        self._loaded = ",\n".join(
-            f'{{"ph":"X","pid":{pid},"tid":%d,"name":"{name}","ts":%de-3,"dur":%de-3%s}}'
-            for name in ("fetch", "collate", "pack")
-        )
-        self._life = ",\n".join(
-            f'{{"ph":"X","pid":{_ROWS},"tid":%d,"name":"{name}","ts":%de-3,"dur":%de-3%s}}'
-            for name in ("queued", "fetch", "collate", "pack", "ready")
-        )
-        self._flow = ",\n".join(
-            f'{{"ph":"{end}","pid":{pid},"tid":%d,"name":"batch","cat":"batch","id":%d,"ts":%de-3{more}}}'
-            for end, more in (("s", ""), ("t", ',"bp":"e"'), ("f", ""))
-        )
-        self._name_process(pid, f"DataLoader (pid {pid})", 0, f',"origin_ns":{origin}')
-        self._name_process(_ROWS, "batches under way", 1)
+        about = f'"name":"DataLoader (pid {pid})","origin_ns":{origin}'
+        self.lines.append(f'{{"ph":"M","pid":{pid},"name":"process_name","args":{{{about}}}}}')
 
     # ---- names ----------------------------------------------------------------------------------
 
-    def _name_process(self, pid: int, name: str, order: int, more: str = "") -> None:
-        self.lines += (
-            f'{{"ph":"M","pid":{pid},"name":"process_name","args":{{"name":"{name}"{more}}}}}',
-            f'{{"ph":"M","pid":{pid},"name":"process_sort_index","args":{{"sort_index":{order}}}}}',
-        )
-
-    def _name_thread(self, pid: int, thread: int, name: str, order: int) -> None:
-        about = f'"pid":{pid},"tid":{thread}'
+    def _name_thread(self, thread: int, name: str, order: int) -> None:
+        about = f'"pid":{self._pid},"tid":{thread}'
         self._names.add(thread)
         self.lines += (
             f'{{"ph":"M",{about},"name":"thread_name","args":{{"name":{json.dumps(name)}}}}}',
@@ -145,7 +119,7 @@ class Events:
         thread = thread or self.thread()
         if thread not in self._names:
             other = "" if thread == self._pid else f" (thread {thread})"
-            self._name_thread(self._pid, thread, f"consumer{other}", 0)
+            self._name_thread(thread, f"consumer{other}", 0)
         return thread
 
     def _track(self, worker: int, pid: int) -> int:
@@ -159,16 +133,8 @@ class Events:
             track = self._far_tracks.setdefault((pid, there, node), _FAR + len(self._far_tracks))
             name = f"pid {there} on {node}" if there else "not up yet"
         if track not in self._names:
-            self._name_thread(self._pid, track, f"worker {worker} ({name})", 1 + worker)
+            self._name_thread(track, f"worker {worker} ({name})", 1 + worker)
         return track
-
-    def _take_row(self, now: int) -> int:
-        if self._free_rows and self._row_ends[self._free_rows[-1]] <= now:
-            return self._free_rows.pop()
-        row = len(self._row_ends)
-        self._row_ends.append(0)
-        self._name_thread(_ROWS, _ROWS + 1 + row, f"row {row}", row)
-        return row
 
     # ---- marks and spans ------------------------------------------------------------------------
 
@@ -176,6 +142,20 @@ class Events:
         origin = self._origin
         if origin <= began <= ended:  # else the trace began in the middle of it
             self.lines.append(self._span % (self._pid, thread, name, began - origin, ended - began, more))
+
+    def _add_asynchronous(
+        self, name: str, began: int, ended: int, more: str, parts: Iterable[tuple[str, int, int]] = ()
+    ) -> None:
+        """A span that may overlap others of its name; its parts do not overlap."""
+        self._asynchronous += 1
+        origin, which = self._origin, f'"pid":{self._pid},"cat":"{name}","id":{self._asynchronous}'
+        self.lines.append(f'{{"ph":"b",{which},"name":"{name}","ts":{began - origin}e-3{more}}}')
+        for part, start, end in parts:
+            self.lines += (
+                f'{{"ph":"b",{which},"name":"{part}","ts":{start - origin}e-3}}',
+                f'{{"ph":"e",{which},"name":"{part}","ts":{end - origin}e-3}}',
+            )
+        self.lines.append(f'{{"ph":"e",{which},"name":"{name}","ts":{ended - origin}e-3}}')
 
     def _mark(self, thread: int, name: str, now: int, scope: str = "t", about: str = "") -> None:
         text, what = json.dumps(name), json.dumps({"about": about} if about else {})
@@ -249,8 +229,6 @@ class Events:
         if at is None:
             return
         self._mark(at.thread, f"epoch {epoch} {how}", now, "p")
-        for batch in at.batches.values():
-            self._free_rows.append(batch.row)
         at.batches.clear()
         self._tell_ready(at, now)
         if at.ready:
@@ -285,14 +263,8 @@ class Events:
 
     def copied(self, nbytes: int, began: int, ended: int) -> None:
         """A copy to the device was seen to have run."""
-        if began < self._origin:
-            return
-        self._copies += 1
-        about = f'"pid":{self._pid},"cat":"copy","name":"copy to the device","id":{self._copies}'
-        self.lines += (
-            f'{{"ph":"b",{about},"ts":{began - self._origin}e-3,"args":{{"bytes":{nbytes}}}}}',
-            f'{{"ph":"e",{about},"ts":{ended - self._origin}e-3}}',
-        )
+        if began >= self._origin:
+            self._add_asynchronous("copy to the device", began, ended, f',"args":{{"bytes":{nbytes}}}')
 
     # ---- batches --------------------------------------------------------------------------------
 
@@ -302,7 +274,7 @@ class Events:
         if seq in at.batches:
             at.batches[seq].again = now
         else:
-            at.batches[seq] = _Batch(now, at.thread, self._take_row(now))
+            at.batches[seq] = _Batch(now)
 
     def replaced(self, epoch: int, worker: int, pid: int, report: str, now: int) -> None:
         """Another process does the work of a worker from now on."""
@@ -313,62 +285,35 @@ class Events:
         at, seq = self._epoch(epoch), answer.seq
         pid = self._track(worker, pid)
         before, end = self._finished.get(pid, (0, 0))
-        times = started, fetched, collated, finished = _times(answer)
+        started, fetched, collated, finished = _times(answer)
         if before == epoch:
             self._add(pid, "wait", end, started)
         self._finished[pid] = epoch, finished
         if answer.outcome in _OTHERS:
             self._add(pid, _OTHERS[answer.outcome], started, finished)
-            if (batch := at.batches.pop(seq, None)) is not None:
-                self._free_rows.append(batch.row)
+            at.batches.pop(seq, None)
             return
-        origin, which = self._origin, f',"args":{{"epoch":{epoch},"batch":{seq}}}'
-        if started >= origin:
-            self.lines.append(
-                self._loaded
-                % (
-                    *(pid, started - origin, fetched - started, which),
-                    *(pid, fetched - origin, collated - fetched, which),
-                    *(pid, collated - origin, finished - collated, which),
-                )
-            )
+        which = f',"args":{{"epoch":{epoch},"batch":{seq}}}'
+        self._add(pid, "fetch", started, fetched, which)
+        self._add(pid, "collate", fetched, collated, which)
+        self._add(pid, "pack", collated, finished, which)
         if (batch := at.batches.get(seq)) is not None:
-            batch.worker, batch.attempt, batch.times = pid, answer.attempt, times
+            batch.attempt, batch.loaded = answer.attempt, (started, finished)
             heappush(at.changes, (finished, 1))
 
     def _draw_life(self, at: _Epoch, batch: _Batch, now: int, which: str) -> None:
-        """A batch was handed out: draw its row from its task to here, and its arrow."""
-        self._row_ends[batch.row] = now
-        self._free_rows.append(batch.row)
-        if not batch.worker:  # it is an error of this process
+        """A batch was handed out: draw its life from its task to here."""
+        if batch.loaded is None:  # it is an error of this process
             return
-        heappush(at.changes, (max(now, batch.times[3] + 1), -1))  # not before it was ready
-        sent, origin, row = batch.sent, self._origin, _ROWS + 1 + batch.row
-        started, fetched, collated, finished = batch.times
-        if not sent <= started <= finished <= now:  # clocks of other processes are the same, but who knows
-            started, fetched, collated, finished = (min(max(at, sent), now) for at in batch.times)
+        sent, (started, finished), parts = batch.sent, batch.loaded, []
+        heappush(at.changes, (max(now, finished + 1), -1))  # not before it was ready
+        # Clocks of other processes are the same, but who knows.
+        started, finished = (min(max(time, sent), now) for time in (started, finished))
         if batch.attempt and sent < batch.again <= started:
-            about = _ROWS, row, "lost with a worker", sent - origin, batch.again - sent, which
-            self.lines.append(self._span % about)
+            parts.append(("lost with a worker", sent, batch.again))
             sent = batch.again
-        self._flows += 1
-        flow = self._flows
-        self.lines += (
-            self._life
-            % (
-                *(row, sent - origin, started - sent, which),
-                *(row, started - origin, fetched - started, which),
-                *(row, fetched - origin, collated - fetched, which),
-                *(row, collated - origin, finished - collated, which),
-                *(row, finished - origin, now - finished, which),
-            ),
-            self._flow
-            % (
-                *(batch.thread, flow, sent - origin),
-                *(batch.worker, flow, started - origin),
-                *(at.thread, flow, now - 1 - origin),  # to the next span, which is the step
-            ),
-        )
+        parts += ("queued", sent, started), ("load", started, finished), ("ready", finished, now)
+        self._add_asynchronous("batch", batch.sent, now, which, parts)
 
     def _tell_ready(self, at: _Epoch, now: int) -> None:
         """Write down how many batches were ready, up to where it is known: a batch that was not handed out

@@ -52,13 +52,23 @@ def tracks(events: list[Event]) -> dict[str, list[Event]]:
     return found
 
 
+def asynchronous(events: list[Event], name: str) -> dict[int, list[Event]]:
+    """The spans that may overlap others, by number: of each, the begins and ends of itself and its parts."""
+    found: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event["ph"] in "be" and event["cat"] == name:
+            found[event["id"]].append(event)
+    return found
+
+
 def batches(events: list[Event]) -> dict[tuple[int, int], list[Event]]:
-    """The spans of each batch that was handed out, by epoch and number, in the order of time."""
-    rows = {event["tid"] for event in of(events, "M", "thread_name") if "row " in event["args"]["name"]}
-    found: dict[tuple[int, int], list[Event]] = defaultdict(list)
-    for span in of(events, "X"):
-        if span["tid"] in rows:
-            found[span["args"]["epoch"], span["args"]["batch"]].append(span)
+    """The parts of each batch that was handed out, by epoch and number, in the order of time."""
+    found = {}
+    for begin, *parts, _ in asynchronous(events, "batch").values():
+        found[begin["args"]["epoch"], begin["args"]["batch"]] = [
+            {**part, "ph": "X", "dur": end["ts"] - part["ts"]}
+            for part, end in zip(parts[::2], parts[1::2], strict=True)
+        ]
     return found
 
 
@@ -69,16 +79,25 @@ def check(events: list[Event]) -> None:
     for event in events:
         assert event["ph"] == "M" or event["ts"] >= 0, event
         assert event.get("dur", 0) >= 0, event
-    ends: dict[int, str] = defaultdict(str)
-    for event in events:
-        if event["ph"] in "stf":
-            ends[event["id"]] += event["ph"]
-    assert set(ends.values()) <= {"stf"}, "an arrow has no end"
-    copies = sorted((event["id"], event["ph"]) for event in events if event["ph"] in "be")
-    assert all(ph == "be"[at % 2] and number == 1 + at // 2 for at, (number, ph) in enumerate(copies))
+    for name in {event["cat"] for event in events if event["ph"] in "be"}:
+        for found in asynchronous(events, name).values():
+            _check_asynchronous(name, found)
     counts = sorted(of(events, "C"), key=lambda event: event["ts"])
     assert all(event["args"]["batches"] >= 0 for event in counts)
     _check_lives(events)
+
+
+def _check_asynchronous(name: str, events: list[Event]) -> None:
+    """What is begun is ended, the last first, and it is one span."""
+    stack: list[str] = []
+    for at, event in enumerate(events):
+        assert (event["name"] == name) == (at in (0, len(events) - 1))
+        assert not at or events[at - 1]["ts"] <= event["ts"]
+        if event["ph"] == "b":
+            stack.append(event["name"])
+        else:
+            assert stack.pop() == event["name"]
+    assert not stack
 
 
 def _check_nesting(name: str, spans: list[Event]) -> None:

@@ -36,6 +36,10 @@ def spans(found: list[Event], track: str) -> list[tuple[str, int, int]]:
     return [(span["name"], *interval(span)) for span in tracks(found)[track]]
 
 
+def parts(found: list[Event], batch: int, epoch: int = 1) -> list[tuple[str, int, int]]:
+    return [(span["name"], *interval(span)) for span in batches(found)[epoch, batch]]
+
+
 # ---- one batch ----------------------------------------------------------------------------------------
 
 
@@ -72,18 +76,10 @@ def test_each_track_shows_its_part_of_a_batch() -> None:
     ]
     loading = [("fetch", 70, 110), ("collate", 110, 150), ("pack", 150, 180)]
     assert spans(found, "worker 1 (pid 101)") == loading
-    assert spans(found, "row 0") == [("queued", 35, 70), *loading, ("ready", 180, 200)]
+    assert parts(found, 0) == [("queued", 35, 70), ("load", 70, 180), ("ready", 180, 200)]
     assert [event["name"] for event in of(found, "i")] == ["epoch 1 begins", "epoch 1 ends"]
     ready = [(event["ts"], event["args"]["batches"]) for event in of(found, "C")]
     assert ready == [(0.180, 1), (0.200, 0)]
-
-
-def test_an_arrow_leads_from_the_task_over_the_worker_to_the_step() -> None:
-    found = one_batch(events())
-    arrow = [(event["ph"], event["tid"], event["ts"]) for event in found if event["ph"] in "stf"]
-    # An end without "bp" belongs to the next span that begins on its track.
-    assert arrow == [("s", PID, 0.035), ("t", 101, 0.070), ("f", PID, 0.199)]
-    assert [event.get("bp") for event in found if event["ph"] in "stf"] == [None, "e", None]
 
 
 def test_workers_on_other_machines_have_tracks_of_their_own_whatever_their_process_ids() -> None:
@@ -124,7 +120,8 @@ def test_times_count_from_the_origin_and_what_began_before_it_is_left_out() -> N
     trace.left(1, 0, 140)
     check(parsed(trace))
     assert {track: spans(parsed(trace), track) for track in tracks(parsed(trace))} == {
-        "consumer": [("sampler", 20, 30)]
+        "consumer": [("sampler", 20, 30)],
+        "worker 0 (pid 100)": [("pack", 10, 20)],
     }
 
 
@@ -142,23 +139,19 @@ def test_times_that_are_missing_or_of_an_earlier_batch_leave_no_gap(
 ) -> None:
     found = one_batch(events(), **others)
     fetched, collated, finished = phases
-    assert [(span["name"], *interval(span)) for span in batches(found)[1, 0]] == [
-        ("queued", 35, 70),
-        ("fetch", 70, fetched),
-        ("collate", fetched, collated),
-        ("pack", collated, finished),
-        ("ready", 180, 200),
-    ]
+    loading = [("fetch", 70, fetched), ("collate", fetched, collated), ("pack", collated, finished)]
+    assert sorted(spans(found, "worker 1 (pid 101)")) == sorted(loading)
+    assert parts(found, 0) == [("queued", 35, 70), ("load", 70, 180), ("ready", 180, 200)]
 
 
 @pytest.mark.parametrize("outcome", [ENDED, SKIPPED, PASSED])
-def test_an_answer_without_a_batch_is_one_span_and_its_row_is_free(outcome: int) -> None:
+def test_an_answer_without_a_batch_is_one_span(outcome: int) -> None:
     trace = events()
     trace.sent(1, 0, 10)
     trace.answered(1, 0, 100, answer(0, 20, 20, 30, 40, outcome=outcome))
-    trace.sent(1, 1, 50)
     assert len(spans(parsed(trace), "worker 0 (pid 100)")) == 1
-    assert [event["tid"] for event in of(parsed(trace), "M", "thread_name")].count((1 << 22) + 1) == 1
+    trace.left(1, 0, 50)
+    assert not batches(parsed(trace))
 
 
 def test_a_batch_that_was_lost_with_its_worker_shows_it() -> None:
@@ -171,7 +164,7 @@ def test_a_batch_that_was_lost_with_its_worker_shows_it() -> None:
     trace.left(1, 0, 100)
     found = parsed(trace)
     check(found)
-    assert spans(found, "row 0")[:2] == [("lost with a worker", 10, 60), ("queued", 60, 80)]
+    assert parts(found, 0)[:2] == [("lost with a worker", 10, 60), ("queued", 60, 80)]
     (mark,) = of(found, "i")
     assert mark["name"] == "worker 0 was replaced"
     assert mark["args"] == {"about": "killed by SIGKILL: \ud800"}
@@ -202,7 +195,7 @@ def test_a_task_that_was_only_sent_again_was_not_lost() -> None:
     assert [next(span["name"] for span in spans) for spans in rows.values()] == ["queued"] * 2
 
 
-def test_a_task_that_could_not_be_sent_has_no_row_and_leaves_it() -> None:
+def test_a_task_that_could_not_be_sent_was_not_under_way() -> None:
     trace = events()
     trace.sent(1, 0, 10)
     trace.entered(1, 20)
@@ -210,19 +203,6 @@ def test_a_task_that_could_not_be_sent_has_no_row_and_leaves_it() -> None:
     trace.left(1, 0, 30)
     check(parsed(trace))
     assert not batches(parsed(trace))
-    trace.sent(1, 1, 40)
-    assert len(of(parsed(trace), "M", "thread_name")) == 2
-
-
-def test_a_row_is_not_taken_over_before_what_is_in_it_has_ended() -> None:
-    trace = events()
-    trace.sent(1, 0, 10)
-    trace.entered(1, 15)
-    trace.answered(1, 0, 100, answer(0, 20, 22, 24, 30))
-    trace.left(1, 0, 40)
-    trace.sent(2, 0, 39)  # on another thread
-    rows = [name for name in of(parsed(trace), "M", "thread_name") if "row" in name["args"]["name"]]
-    assert len(rows) == 2
 
 
 def test_times_of_a_worker_that_do_not_fit_to_ours_leave_no_gap() -> None:
@@ -396,24 +376,9 @@ class Loader:
 
 
 @given(seed=st.integers(0, 2**32))
-def test_whatever_happens_spans_nest_arrows_have_ends_and_batches_add_up(seed: int) -> None:
+def test_whatever_happens_spans_nest_and_batches_add_up(seed: int) -> None:
     found = Loader(seed).run()
     check(found)
-    for spans_of in batches(found).values():
-        edges = [interval(span) for span in spans_of]
+    for life in batches(found).values():
+        edges = [interval(part) for part in life]
         assert all(before[1] == after[0] for before, after in pairwise(edges))
-
-
-def test_the_rows_of_batches_are_as_many_as_were_under_way_at_once() -> None:
-    trace = events()
-    trace.began(1, 0)
-    for seq in range(100):
-        trace.sent(1, seq, 10 * seq + 1)
-        trace.entered(1, 10 * seq + 2)
-        trace.answered(1, 0, 100, answer(seq, *(10 * seq + at for at in (3, 4, 5, 6))))
-        trace.left(1, seq, 10 * seq + 8)
-    trace.sent(1, 100, 2000)
-    trace.dropped(1, 2001)
-    trace.sent(2, 0, 2002)
-    names = [event["args"]["name"] for event in of(parsed(trace), "M", "thread_name")]
-    assert sum(name.startswith("row") for name in names) == 1
