@@ -256,7 +256,8 @@ class EventLoop:
 
     def _draw(self, times: int) -> None:
         """Draw indices, and send their tasks."""
-        scheduler, spent, seqs, began = self.scheduler, self._accounting.spent, [], time.monotonic_ns()
+        scheduler, spent, began = self.scheduler, self._accounting.spent, time.monotonic_ns()
+        seqs: list[int] = []
         if spent.drew is not None:  # a worker's part has ended in this call
             spent.flush()
         for _ in range(times):
@@ -270,7 +271,7 @@ class EventLoop:
             else:
                 batch = scheduler.drawn(index)
                 if batch is not None and batch.task is not None:
-                    seqs.append(batch.seq)
+                    seqs += (batch.seq,)
                     self._send(batch.worker, batch.task)
         spent.drew = began, time.monotonic_ns(), seqs
 

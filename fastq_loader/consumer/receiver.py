@@ -78,7 +78,7 @@ class Receiver:
                 continue
             delivers, of_worker, fault = answer.outcome not in _EMPTY, self._counters.workers[worker], None
             if answer.epoch == scheduler.epoch:
-                self._accounting.spent.answers.append((worker, answer, delivers, of_worker))
+                self._accounting.spent.answers += ((worker, answer, delivers, of_worker),)
             else:
                 of_worker.answered(answer)
             try:

@@ -240,7 +240,7 @@ class BlockLedger:
     ) -> None:
         seen: set[int] = set()
         for offset, need in chain(used, zip(returned, repeat(None))):
-            size = fresh.get(offset)
+            size = fresh.get(offset) if fresh else None
             if size is None:
                 block = self._blocks.get(offset)
                 if block is None or block.writer != (worker, None):

@@ -33,6 +33,8 @@ WORKER_TRANSITIONS: dict[str, dict[str, str]] = {
 }
 
 EXHAUSTED = frozenset((DRY, DRY_DEAD))
+#: (state, event) → next state: the table of batches, for one look.
+_NEXT = {(state, event): to for state, moves in BATCH_TRANSITIONS.items() for event, to in moves.items()}
 
 
 class Batch:
@@ -71,10 +73,11 @@ class Batch:
         return () if self.task is None else self.task.grants + self.task.promises
 
     def move(self, event: str) -> None:
-        state = BATCH_TRANSITIONS[self.state].get(event)
-        if state is None:
-            raise InvalidTransition(f"batch {self.seq} is {self.state}: event {event!r} is not allowed")
-        self.state = state
+        try:
+            self.state = _NEXT[self.state, event]
+        except KeyError:
+            text = f"batch {self.seq} is {self.state}: event {event!r} is not allowed"
+            raise InvalidTransition(text) from None
 
     def __str__(self) -> str:
         return f"batch {self.seq} (indices {describe_index(decode_index(self.index))})"
