@@ -56,10 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = CudaDevice()
         return perform(options, here | device.describe(), run.device_cases(options, device, here["cores"]))
     with tempfile.TemporaryDirectory(prefix="fastq-bench-") as folder:
-        try:
-            found = (run.cases if options.against is None else against.cases)(options, Path(folder))
-        except ValueError as error:
-            sys.exit(f"python -m bench --against: {error}")
+        found = (run.cases if options.against is None else against.cases)(options, Path(folder))
         return perform(options, here, list(found))
 
 

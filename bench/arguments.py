@@ -12,8 +12,7 @@ from typing import TypeVar
 
 from bench.peers import PEERS
 from bench.peers.device import ARMS
-from bench.timing.against import AXIS as AGAINST
-from bench.timing.revision import NEW_WORKERS
+from bench.timing.against import AGAINST, NEW_WORKERS
 from bench.workloads import all_workloads
 from bench.workloads.ready_made import SHAPES
 
@@ -43,7 +42,6 @@ WORKLOADS = {"steady": SHORT, "memory": SHORT, "workers": FEW, "start": ("rows",
 WORKLOADS[AGAINST] = COMPARED
 WORKERS = {"workers": (0, 1, 2, 4), "start": (2, 8), "insight": (2, 4), "device": ()}
 USUAL_WORKERS, USUAL_PREFETCH = (2,), 2
-LEAST_ROUNDS = 5  # of two revisions: two that are as fast agree in five rounds once in 16 times
 SHORT_BLOCKS, SHORT_SECONDS = 5, 0.5
 FULL_BLOCKS, FULL_SECONDS = 7, 0.8
 PIPED_WIDTH = 180  # rich assumes 80 columns when there is no terminal, and the tables are wider
@@ -62,10 +60,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     full, device, against = options.full, options.device, options.against
     everything, peers = (SHAPES, ARMS) if device else (all_workloads(), PEERS)
-    if against is None and (options.prefetch or options.schedule or options.ceiling):
+    if against is None and (options.prefetch != USUAL_PREFETCH or options.schedule or options.ceiling):
         parser.error("--prefetch, --schedule and --ceiling go with --against REVISION")
-    if against is not None and options.blocks and options.blocks < LEAST_ROUNDS:
-        parser.error(f"--against needs at least {LEAST_ROUNDS} rounds to tell noise, got {options.blocks}")
+    # In five rounds the rounds of two revisions that are as fast agree once in 16 times.
+    if against is not None and options.blocks and options.blocks < SHORT_BLOCKS:
+        parser.error(f"--against needs at least {SHORT_BLOCKS} rounds to tell noise, got {options.blocks}")
     for kind, given, known in (
         ("a workload", options.workloads, [*everything, NEW_WORKERS] if against else everything),
         ("a peer", options.peers, peers),
@@ -83,7 +82,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         axis: options.workers or WORKERS.get(axis, USUAL_WORKERS) for axis in (*AXES, AGAINST, "device")
     }
     options.peers = options.peers or tuple(name for name in peers if device or PEERS[name].usual)
-    options.prefetch = options.prefetch or USUAL_PREFETCH
     options.blocks = options.blocks or (FULL_BLOCKS if full else SHORT_BLOCKS)
     options.seconds = options.seconds or (
         DEVICE_SECONDS if device else FULL_SECONDS if full else SHORT_SECONDS
@@ -112,8 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     instead("--device", choices=["cuda"], help=about)
     about = "this tree's package beside that of another revision, and no other loader"
     instead("--against", metavar="REVISION", help=f"{about} (default workloads: {' '.join(COMPARED)})")
-    about = f"with --against: prefetch_factor (default: {USUAL_PREFETCH})"
-    add("--prefetch", type=positive, metavar="N", help=about)
+    add("--prefetch", type=positive, default=USUAL_PREFETCH, help="with --against: prefetch_factor of both")
     add("--schedule", metavar="NAME", help="with --against: schedule= of both (default: the loader's own)")
     add("--ceiling", action="store_true", help="with --against: the ceiling takes turns with both")
     add("--peers", type=_names, default=(), metavar="A,B", help="who loads (default: nearly all of --list)")

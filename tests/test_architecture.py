@@ -40,7 +40,7 @@ ROOMS = {
     ),
     "insight": Room(
         "arguments workers device scheduling packing memory system errors statistics",
-        pure="model hints costs evidence advice verdict report search",
+        pure="model hints evidence advice verdict search",
     ),
     "resume": Room("arguments workers scheduling reading system errors"),
     "arguments": Room("remote workers device scheduling memory ipc errors"),

@@ -32,6 +32,4 @@ def table(cases: Sequence[CaseRows]) -> Table:
             row["ceiling"] = " → ".join(shares)
         rows.append(row)
         notes += [f"{case.name}: {remark}" for remark in remarks(case)]
-    revision, settings = (cases[0].facts[name] for name in ("revision", "settings"))
-    said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-    return Table(f"The working tree against {revision}, {said}", rows, 1, ABOUT, notes)
+    return Table(cases[0].facts["title"], rows, 1, ABOUT, notes)

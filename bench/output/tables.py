@@ -23,7 +23,7 @@ from bench.output.rows import CaseRows, Results
 from bench.output.words import NONE, number, percent, ranged, ratio, size, times, worker_count
 from bench.peers import PEERS
 from bench.peers.device import MEANINGS, RESIDENT
-from bench.timing.against import AXIS as AGAINST
+from bench.timing.against import AGAINST
 from bench.timing.cluster import AXIS as CLUSTER
 from bench.timing.device import AXIS as DEVICE
 from bench.timing.device import COPY, DRAIN, EPOCHS, LINK, READY, SUPPLY

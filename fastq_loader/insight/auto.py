@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from fastq_loader.insight import machine
-from fastq_loader.insight.costs import costs_of
+from fastq_loader.insight.evidence import costs_of
 from fastq_loader.insight.model import Costs, Setting, seconds_per_batch
 from fastq_loader.insight.search import NOISE, most_workers, numbers
 from fastq_loader.memory import arena

@@ -13,8 +13,7 @@ from torch.utils.data._utils.collate import default_collate, default_convert
 
 from fastq_loader import arguments
 from fastq_loader.device.options import read_device
-from fastq_loader.insight.costs import costs_of
-from fastq_loader.insight.evidence import Evidence, is_enough
+from fastq_loader.insight.evidence import Evidence, costs_of, is_enough
 from fastq_loader.insight.machine import cpus
 from fastq_loader.insight.model import Setting
 from fastq_loader.insight.verdict import Diagnosis

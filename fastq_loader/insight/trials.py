@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from fastq_loader.insight.costs import costs_of
+from fastq_loader.insight.evidence import costs_of
 from fastq_loader.insight.search import Candidate, Measured
 from fastq_loader.packing.exceptions import dump_exception, load_exception
 from fastq_loader.scheduling.options import Dynamic, read_schedule

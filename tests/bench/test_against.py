@@ -14,9 +14,9 @@ pytest.importorskip("psutil", reason="the bench extra is not installed")
 from bench.arguments import COMPARED, parse
 from bench.output.rows import Results
 from bench.output.tables import case_tables, summary_tables
+from bench.peers import LoaderSettings
 from bench.timing import against
-from bench.timing.against import AXIS, NEW, OLD, RevisionLane
-from bench.timing.revision import NEW_WORKERS, Trial, answers
+from bench.timing.against import AGAINST, NEW, NEW_WORKERS, OLD, RevisionLane, answers
 from bench.timing.rounds import Case, Plan, measure
 from tests.conftest import ROOT
 from tests.support import bench_example as example
@@ -24,11 +24,11 @@ from tests.support import bench_example as example
 
 def test_what_is_not_said_is_usual() -> None:
     bare = parse(["--against", "HEAD~3"])
-    assert (bare.workloads[AXIS], bare.workers[AXIS], bare.blocks) == (COMPARED, (2,), 5)
+    assert (bare.workloads[AGAINST], bare.workers[AGAINST], bare.blocks) == (COMPARED, (2,), 5)
     assert (bare.prefetch, bare.schedule, bare.ceiling) == (2, None, False)
     line = f"rows {NEW_WORKERS} --against HEAD~3 --rounds 9 --prefetch 16 --schedule dynamic --workers 0,2"
     said = parse(line.split())
-    assert (said.workloads[AXIS], said.workers[AXIS]) == (("rows", NEW_WORKERS), (0, 2))
+    assert (said.workloads[AGAINST], said.workers[AGAINST]) == (("rows", NEW_WORKERS), (0, 2))
     assert (said.blocks, said.prefetch, said.schedule) == (9, 16, "dynamic")
 
 
@@ -84,7 +84,7 @@ def test_the_packages_are_the_commit_s_and_the_working_tree_s(
     assert found == {OLD: "committed", NEW: "changed"}
     assert [(case.name, case.workers) for case in cases] == [("rows", 0), ("rows", 2)]
     assert len(git(repository, "worktree", "list").splitlines()) == 1
-    with pytest.raises(ValueError, match="'nosuch' is not a commit; name"):
+    with pytest.raises(SystemExit, match="invalid reference: nosuch"):
         against.cases(parse(["--against", "nosuch"]), tmp_path)
 
 
@@ -109,11 +109,12 @@ def test_an_interrupt_leaves_no_worktree(lost: bool, repository: Path, tmp_path:
 @pytest.mark.processes
 def test_each_revision_is_timed_in_a_process_of_its_own(tmp_path: Path) -> None:
     def lane(name: str, workload: str = "rows", **keywords: str) -> RevisionLane:
-        trial = Trial(str(ROOT), str(tmp_path), workload, 1, "fork", 2, keywords, 0.01)
+        settings = LoaderSettings(1, "fork", persistent=workload != NEW_WORKERS)
+        trial = (str(ROOT), str(tmp_path), workload, settings, keywords, 0.01)
         return RevisionLane(name, name, trial=trial)
 
     lanes = [lane(OLD), lane(NEW, NEW_WORKERS, schedule="dynamic")]
-    rows = measure(Case(AXIS, "rows", 1, "fork", 2, lambda: Plan({}, lanes)))
+    rows = measure(Case(AGAINST, "rows", 1, "fork", 2, lambda: Plan({}, lanes)))
     found = Results(rows).cases()[0].peers
     assert [len(found[name].rows) for name in (OLD, NEW)] == [2, 2]
     for row in found[OLD].rows + found[NEW].rows:
@@ -131,16 +132,15 @@ def test_each_revision_is_timed_in_a_process_of_its_own(tmp_path: Path) -> None:
 def test_what_a_revision_cannot_do_has_a_reason(
     folder: Path, keywords: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    trial = Trial(str(folder), str(tmp_path), "rows", 1, "fork", 2, keywords, 0.01)
-    (answer,) = answers(trial)
+    (answer,) = answers((str(folder), str(tmp_path), "rows", LoaderSettings(1, "fork"), keywords, 0.01))
     assert re.match(said, answer["failure"])
 
 
 def compared(name: str, rates: dict[str, tuple[float, ...]], **failed: dict[str, Any]) -> list[example.Row]:
     used = {"seconds": 1.0, "consumer_cpu": 0.01, "worker_cpu": 0.02, "switches": 10}
     blocks = {peer: [{"batches": rate, **used} for rate in of] for peer, of in rates.items()}
-    facts = {"revision": "1234567", "settings": {"prefetch_factor": 2}}
-    return example.case(AXIS, name, facts, {peer: {} for peer in rates} | failed, blocks)
+    facts = {"title": "The working tree against 1234567"}
+    return example.case(AGAINST, name, facts, {peer: {} for peer in rates} | failed, blocks)
 
 
 def test_ratios_are_of_rounds() -> None:
@@ -154,7 +154,7 @@ def test_ratios_are_of_rounds() -> None:
     )
     (table,) = summary_tables(results)
     rows = {row["workload"]: row for row in table.rows}
-    assert table.title == "The working tree against 1234567, prefetch_factor=2"
+    assert table.title == "The working tree against 1234567"
     assert rows["faster"]["new ÷ old"] == "1.30 (1.20..1.50)", "that of the medians is 1.20"
     assert (rows["faster"][OLD], rows["faster"][NEW], rows["faster"]["ceiling"]) == (
         "200",

@@ -16,7 +16,7 @@ import torch
 from fastq_loader import DataLoader
 from fastq_loader.statistics import notes
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.tracing import trace, writer
+from fastq_loader.tracing import trace
 from fastq_loader.tracing.trace import Trace
 from tests.support.traces import check, of, opened, read
 
@@ -153,7 +153,7 @@ def test_a_full_disk_ends_the_trace_and_is_said_at_its_end(
 
     def train() -> None:
         with ours.trace(tmp_path / "a.json"):
-            monkeypatch.setattr(writer.os, "write", full.write)
+            monkeypatch.setattr(trace.os, "write", full.write)
             assert len(list(ours)) == 4
             assert ours._resources.counters.observer is None
             if kind is not None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.tracing import writer
-from fastq_loader.tracing.writer import TraceFile
+from fastq_loader.tracing import trace
+from fastq_loader.tracing.trace import TraceFile
 from tests.conftest import run_script, running_script
 from tests.support.traces import opened
 
@@ -44,7 +44,7 @@ def test_what_the_system_takes_in_parts_is_written_in_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = os.write
-    monkeypatch.setattr(writer.os, "write", lambda fd, data: write(fd, data[:3]))
+    monkeypatch.setattr(trace.os, "write", lambda fd, data: write(fd, data[:3]))
     file = TraceFile(str(tmp_path / "a.json"))
     file.write(EVENTS)
     file.close()
@@ -58,7 +58,7 @@ def test_a_file_has_one_writer_also_of_other_processes(tmp_path: Path) -> None:
     file.write(EVENTS)
     with pytest.raises(ValueError, match=r"path='.*a\.json': another trace is being written to this file"):
         TraceFile(path)
-    result = run_script(f"from fastq_loader.tracing.writer import TraceFile; TraceFile({path!r})")
+    result = run_script(f"from fastq_loader.tracing.trace import TraceFile; TraceFile({path!r})")
     assert "give every loader, and every rank, a file of its own" in result.stderr
     file.close()
     assert len(json.loads(Path(path).read_text())) == 3, "the others have not touched it"
@@ -96,13 +96,13 @@ def test_a_file_system_without_locks_is_no_obstacle(
     def refuse(*_: Any) -> None:
         raise OSError(fault, os.strerror(fault))
 
-    monkeypatch.setattr(writer.fcntl, "flock", refuse)
+    monkeypatch.setattr(trace.fcntl, "flock", refuse)
     TraceFile(str(tmp_path / "a.json")).close()
     assert json.loads((tmp_path / "a.json").read_text()) == []
 
 
 def test_a_system_without_the_module_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "fcntl", None)
+    monkeypatch.setattr(trace, "fcntl", None)
     TraceFile(str(tmp_path / "a.json")).close()
     assert json.loads((tmp_path / "a.json").read_text()) == []
 
@@ -118,7 +118,7 @@ def test_what_a_killed_writer_leaves_can_be_opened(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     script = f"""
         import time
-        from fastq_loader.tracing.writer import TraceFile
+        from fastq_loader.tracing.trace import TraceFile
         file = TraceFile({str(path)!r})
         for at in range(100):
             file.write(['{{"n":%d}}' % at])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastq_loader.insight import report
+from fastq_loader.insight import verdict
 from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, WorkerStatistics
 
@@ -44,7 +44,7 @@ PAGE = Diagnosis(
 
 
 def test_a_page_as_it_is_printed() -> None:
-    assert report.text(PAGE).splitlines() == [
+    assert verdict.text(PAGE).splitlines() == [
         "Loading limits: 60% of the time was spent waiting for it.",
         "  pad: 4 s of 7.4 s",
         "",
@@ -89,30 +89,30 @@ def test_any_page_has_80_columns_and_fits_a_screen(
         ready=tuple(ready),
     )
     found = Diagnosis(limit, 0.5, culprit, tuple(advice), epoch, (WORKER,) * workers, "num_workers=40")
-    page = report.text(found)
+    page = verdict.text(found)
     assert all(len(line) <= 80 for line in page.split("\n"))
     assert page.count("\n") < 60
-    assert report.in_ascii(page).isascii()
+    assert verdict.in_ascii(page).isascii()
 
 
 def test_what_is_long_is_wrapped_and_what_is_much_is_averaged() -> None:
     epoch = replace(EPOCH, ready=(3.0,) * 63)
-    page = report.text(replace(PAGE, culprit="slow " * 40, advice=("words " * 40,), epoch=epoch))
+    page = verdict.text(replace(PAGE, culprit="slow " * 40, advice=("words " * 40,), epoch=epoch))
     assert max(map(len, page.split("\n"))) <= 80
     assert "  ready ahead  ████████████████████████████████  up to 3 batches" in page
 
 
 def test_without_anything_ready_there_is_no_line_for_it() -> None:
     for ready in ((), (0.0, 0.0)):
-        assert "ready" not in report.text(replace(PAGE, epoch=replace(EPOCH, ready=ready)))
+        assert "ready" not in verdict.text(replace(PAGE, epoch=replace(EPOCH, ready=ready)))
 
 
 def test_an_epoch_that_is_not_there_is_one_line() -> None:
-    assert report.text(Diagnosis("unknown", 0.0)) == "Nothing can be said yet: there is too little data."
+    assert verdict.text(Diagnosis("unknown", 0.0)) == "Nothing can be said yet: there is too little data."
 
 
 def test_all_epochs_together_have_no_number_and_workers_in_excess_no_line() -> None:
-    page = report.text(replace(PAGE, epoch=replace(EPOCH, epoch=0), workers=(WORKER,) * 10))
+    page = verdict.text(replace(PAGE, epoch=replace(EPOCH, epoch=0), workers=(WORKER,) * 10))
     assert "All epochs: 1,563 batches" in page
     assert page.count("90%") == 8
     assert "and 2 more" in page
@@ -122,31 +122,31 @@ def test_workers_on_other_machines_say_where_they_run() -> None:
     names = ("10.0.0.12", None, "a-name.that.is.long.example")
     workers = tuple(replace(WORKER, id=at, node=node) for at, node in enumerate(names))
     found = replace(PAGE, workers=workers)
-    table = [line for line in report.text(found).splitlines() if "blocked" in line or "90%" in line]
+    table = [line for line in verdict.text(found).splitlines() if "blocked" in line or "90%" in line]
     assert [line[62:] for line in table] == ["  node", "  10.0.0.12", "  ", "  a-name.that.is.l"]
 
 
 @pytest.mark.parametrize(("share", "bar"), [(0.0, ""), (0.5, "####"), (1.0, "########"), (1.2, "########")])
 def test_a_bar_is_as_long_as_its_share(share: float, bar: str) -> None:
-    assert report.in_ascii(report._bar(share)) == 5 * bar
+    assert verdict.in_ascii(verdict._bar(share)) == 5 * bar
 
 
 def test_ascii_keeps_what_it_can() -> None:
-    assert report.in_ascii("2 → 4: 1.8 ×, 3 µs, Größe …") == "2 -> 4: 1.8 x, 3 us, Gr\\xf6\\xdfe ..."
+    assert verdict.in_ascii("2 → 4: 1.8 ×, 3 µs, Größe …") == "2 -> 4: 1.8 x, 3 us, Gr\\xf6\\xdfe ..."
 
 
 def test_what_is_the_users_is_escaped_in_html() -> None:
     found = replace(PAGE, culprit="<script>alert('&')</script>")
-    assert found._repr_html_() == f"<pre>{html.escape(report.text(found))}</pre>"
+    assert found._repr_html_() == f"<pre>{html.escape(verdict.text(found))}</pre>"
     assert "<script>" not in found._repr_html_()
 
 
 def test_what_starts_is_named() -> None:
     without = Diagnosis("start_up", 0.5)
-    assert report.headline(without) == (
+    assert verdict.headline(without) == (
         "Starting and ending an epoch limits: 50% of the time was lost to it."
     )
     workers = (WorkerStatistics(0, 1),)
-    assert report.headline(replace(without, workers=workers)) == (
+    assert verdict.headline(replace(without, workers=workers)) == (
         "Starting and ending the workers limits: 50% of the time was lost to it."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastq_loader.insight.costs import costs_of
+from fastq_loader.insight.evidence import costs_of
 from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.statistics.counters import WorkerCounters
 from fastq_loader.statistics.epoch import EpochCounters
