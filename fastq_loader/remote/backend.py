@@ -79,8 +79,7 @@ class RemoteBackend(WorkerBackend):
         self._gateway.open()
         spec = pickle.dumps(HostSpec.of(self._plan, token, self._tls))
         self._places = Places(self._placement)
-        self._placement.start(spec)
-        self._places.start(self._plan.workers)
+        self._places.start(self._plan.workers, spec)
         while self._left() and len(self._children) < self._gateway.at_once:
             self.start_next()
 

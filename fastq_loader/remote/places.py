@@ -69,11 +69,12 @@ class Places:
         self._wake = calls.wake_up()
         self._thread = threading.Thread(target=self._run, name="fastq_loader: places", daemon=True)
 
-    def start(self, workers: int) -> None:
-        """Find places for as many workers."""
+    def start(self, workers: int, spec: bytes) -> None:
+        """Find places for as many workers, on hosts that are told this."""
+        self._placement.start(spec, self._found)
         for self._number in range(1, workers + 1):
             self._asked.add(self._number)
-            self._placement.acquire(self._number, self._found)
+            self._placement.acquire(self._number)
         with without_signals():  # they are for the main thread, which may keep them out of a start
             self._thread.start()
 
@@ -133,7 +134,7 @@ class Places:
             with self._lock:
                 for tie in list(self._ties):
                     self.read(tie)
-                self._lose()
+                self._sort()
                 for tie in self._ties:
                     self._serve(tie)
                 descriptors = [tie.pipe.fileno() for tie in self._ties]
@@ -164,22 +165,22 @@ class Places:
         with contextlib.suppress(OSError):  # it has ended; `read` finds that, too
             tie.pipe.send(message)
 
-    def _lose(self) -> None:
-        """Places that are gone: who has one is told, and one that nobody has yet is replaced."""
+    def _sort(self) -> None:
+        """Keep places that are found, until somebody waits for one. Of one that is gone, who has it is told;
+        one that nobody has yet is replaced."""
         while self._news:
-            self._ready.append(self._news.popleft())
-        had = {tie.number: tie for tie in self._ties}
-        ready = {found.number for found in self._ready if isinstance(found, Place)}
-        for found in [found for found in self._ready if isinstance(found, NoPlace)]:
+            found = self._news.popleft()
+            had = next((tie for tie in self._ties if tie.number == found.number), None)
+            kept = next((one for one in self._ready if one.number == found.number), None)
             if found.number not in self._asked:  # it was given back meanwhile
-                self._ready.remove(found)
-            elif (tie := had.get(found.number)) is not None:
-                self._ready.remove(found)
-                self._tell(tie, found)
-            elif found.number in ready:
-                for one in [one for one in self._ready if one.number == found.number]:
-                    self._ready.remove(one)
+                continue
+            if had is not None:
+                self._tell(had, found)
+            elif kept is not None and isinstance(found, NoPlace):
+                self._ready.remove(kept)
                 self._replace(found.number, found.why)
+            else:
+                self._ready.append(found)
 
     def _give_up(self, tie: Tie, why: str) -> None:
         """A stand-in does not have its place any more. Another one is found, for it or its successor."""
@@ -195,7 +196,7 @@ class Places:
         self._number += 1
         self._asked.add(self._number)
         try:
-            self._placement.acquire(self._number, self._found)
+            self._placement.acquire(self._number)
         except Exception as error:  # the one that waits for it says so
             self._found(NoPlace(self._number, f"{type(error).__name__}: {error}"))
 
