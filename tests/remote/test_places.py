@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Told, Up, Waiting
+from fastq_loader.remote.control import Dying, NoPlace, Place, Told, Up, Waiting
 from fastq_loader.remote.link import Address
 from fastq_loader.remote.placement import Found
 from fastq_loader.remote.places import Places, Tie
@@ -114,21 +114,17 @@ def test_for_one_that_dies_a_place_is_sought_for_its_successor(places: Places, p
     assert wait_until(lambda: (1, "of it") in played.released and 3 in played.asked, SECONDS)
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_when_the_pool_ends_no_place_is_sought(told: bool, places: Places, played: Played) -> None:
+def test_when_the_pool_ends_no_place_is_sought(places: Places, played: Played) -> None:
     played.find(1)
     pipe, _ = stand_in(places)
     received(pipe)
-    if told:
-        pipe.send(Leaving())
-    else:  # it is killed
-        places.stop()
+    places.stop()
     pipe.close()
     assert wait_until(lambda: played.released == [(1, "")], SECONDS)
     assert sorted(played.asked) == [2]
 
 
-def test_where_a_far_worker_is_and_what_its_host_said_at_last(places: Places, played: Played) -> None:
+def test_where_a_far_worker_is_and_was(places: Places, played: Played) -> None:
     pipe, tie = stand_in(places)
     assert places.where(tie) == (None, 0)
     place = played.find(1)
@@ -136,10 +132,8 @@ def test_where_a_far_worker_is_and_what_its_host_said_at_last(places: Places, pl
     assert places.where(tie) == (place, 0)
     pipe.send(Up(70))
     assert places.where(tie) == (place, 70)
-    pipe.send(Leaving(4))
     pipe.close()
     assert places.where(tie) == (place, 70)
-    assert tie.refused == 4
 
 
 def test_what_was_said_is_known_to_whoever_asks_before_the_thread_has_seen_it(played: Played) -> None:
