@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
 #: Seconds that a host has to write a worker's stacks, and to say what became of one.
 _STACKS, _DEATH = 2.0, 0.5
-#: Seconds in which hosts are asked once whom they have refused, however often somebody wants to know.
-_ASK_EVERY = 1.0
+#: Seconds in which hosts are asked once whom they have refused, however often somebody wants to know; and that
+#: all together have to say so.
+_ASK_EVERY, _REFUSED = 1.0, 0.5
 
 
 class RemoteBackend(WorkerBackend):
@@ -56,10 +57,10 @@ class RemoteBackend(WorkerBackend):
     def __init__(self, plan: Plan, placement: Placement, tls: Tls | None = None) -> None:
         super().__init__(plan)
         self._placement = placement
+        self._places = Places(placement)
         self._tls = tls
         self._versions = versions()
         self._token = b""
-        self._places: Places | None = None
         self._gateway: Gateway | None = None
         self._ties: dict[int, Tie] = {}  # of the workers, by number
         self._words: dict[Tie, str] = {}  # how far workers died
@@ -78,9 +79,7 @@ class RemoteBackend(WorkerBackend):
         self._gateway = Gateway([arena.fd, self._counted], folder)
         self._gateway.open()
         spec = pickle.dumps(HostSpec.of(self._plan, token, self._tls))
-        self._places = Places(self._placement)
-        self._placement.start(spec)
-        self._places.start(self._plan.workers)
+        self._places.start(self._plan.workers, spec)
         while self._left() and len(self._children) < self._gateway.at_once:
             self.start_next()
 
@@ -99,7 +98,6 @@ class RemoteBackend(WorkerBackend):
 
     def _launch(self, told: Told) -> popen_fork.Popen:
         assert self._gateway is not None, "the pool was started"
-        assert self._places is not None, "the pool was started"
         process, mine = self._gateway.start()
         self._ties[told.worker] = self._places.tie(mine, told)
         return process
@@ -118,8 +116,7 @@ class RemoteBackend(WorkerBackend):
         cause, torch_text = super().death(worker)
         tie = self._ties[worker]
         if tie not in self._words:
-            if self._places is not None:
-                self._places.read(tie)
+            self._places.read(tie)
             lost = tie.why or self._children[worker].process.exitcode == LOST
             self._words[tie] = self._how_lost(tie) if lost else cause
         return self._words[tie], torch_text
@@ -152,43 +149,37 @@ class RemoteBackend(WorkerBackend):
         counters.sources.add(self)
 
     def count(self) -> tuple[int, int]:
-        places, words = self._places, self._traffic
+        words = self._traffic
         assert words is not None, "the pool was started"
         hosts: set[Address] = set()
         for worker, tie in list(self._ties.items()):
-            place, pid = (tie.place, tie.pid) if places is None else places.where(tie)
+            place, pid = self._places.where(tie)
             shown = self._shown[worker]
             shown.far = pid, place and place.node
             shown.wire_bytes = words.of(worker)
-            if place is not None:
-                self._note_refused(place.address, tie.refused)
-                if tie.number is not None:
-                    hosts.add(place.address)
-        if places is not None:
-            self._ask_whom_they_refused(hosts)
+            if place is not None and not tie.waits and not tie.why:
+                hosts.add(place.address)
+        self._ask_whom_they_refused(hosts)
         return sum(shown.wire_bytes for shown in self._shown), sum(self._refused.values())
 
     def _ask_whom_they_refused(self, hosts: set[Address]) -> None:
-        """All together have half a second: those that were silent before come last."""
+        """Those that were silent before come last."""
         now = time.monotonic()
         if now < self._asked + _ASK_EVERY:
             return
-        self._asked, until = now, now + link.REFUSED
+        self._asked, until = now, now + _REFUSED
         for address in sorted(hosts, key=self._silent.__contains__):
             if (patience := until - time.monotonic()) <= 0:
                 return
             self._silent.add(address)
             with contextlib.suppress(Lost, ProtocolError):
-                self._note_refused(address, link.ask_refused(address, self._token, self._tls, patience))
+                self._refused[address] = link.ask_refused(address, self._token, self._tls, patience)
                 self._silent.discard(address)
-
-    def _note_refused(self, address: Address, refused: int) -> None:
-        self._refused[address] = max(refused, self._refused.get(address, 0))
 
     def far_worker(self, pid: int) -> tuple[int, str] | None:
         for worker, tie in list(self._ties.items()):
-            if self.pid(worker) == pid and (places := self._places) is not None:
-                place, far = places.where(tie)
+            if self.pid(worker) == pid:
+                place, far = self._places.where(tie)
                 return far, "" if place is None else place.node
         return None
 
@@ -204,15 +195,13 @@ class RemoteBackend(WorkerBackend):
     def stop(
         self, patience: Callable[[int], float], owner: object, after: Sequence[Callable[[], None]] = ()
     ) -> None:
-        if self._places is not None:
-            self._places.stop()
+        self._places.stop()
         super().stop(patience, owner, after)
 
     def _give_back(self) -> None:
-        places, self._places = self._places, None
-        if places is not None:
-            places.close()
+        self._places.close()
         if self._counters is not None:
+            self._asked = -_ASK_EVERY
             self._counters.ended(self)
         self._placement.close()
         gateway, self._gateway = self._gateway, None

@@ -90,13 +90,6 @@ class Up(NamedTuple):
     pid: int
 
 
-class Leaving(NamedTuple):
-    """The stand-in was told to stop, and the far worker has ended. `refused`: connections that its host has
-    refused, as far as is known."""
-
-    refused: int = 0
-
-
 class Dying(NamedTuple):
     """The stand-in is about to exit, because its far worker is lost or was not to be had."""
 

@@ -26,8 +26,6 @@ _ASK_AFTER, _ASK_EVERY, _ASKS = 1, 1, 4
 #: other system takes them as soon as they come. The kernel looks once a second, so a cable that is pulled is
 #: noticed within five. A worker's wait while the consumer's job is stopped, by Ctrl-Z perhaps.
 NOTICED_HERE, NOTICED_THERE = 4_000, 60_000
-#: Seconds that a host has to say whom it has refused.
-REFUSED = 0.5
 #: Buffers of one call; Linux takes 1024.
 _AT_ONCE = 512
 
@@ -233,7 +231,7 @@ def ask(address: Address, token: bytes, request: Request, tls: Tls | None, patie
     return wire.unpack(frame.payload)
 
 
-def ask_refused(address: Address, token: bytes, tls: Tls | None, patience: float = REFUSED) -> int:
+def ask_refused(address: Address, token: bytes, tls: Tls | None, patience: float) -> int:
     """How many connections a host has refused.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Protocol
 from fastq_loader.remote.control import NoPlace, Place
 
 #: Takes a place that has been found, or that there is none or none any more.
-Ready = Callable[[Place | NoPlace], None]
+Found = Callable[[Place | NoPlace], None]
 
 
 class Placement(Protocol):
@@ -21,21 +21,22 @@ class Placement(Protocol):
     `close`, which comes last.
     """
 
-    def start(self, spec: bytes) -> None:
-        """A pool starts. Hosts are to be started with `host.Host(spec, ...)`, one on each machine."""
+    def start(self, spec: bytes, found: Found) -> None:
+        """A pool starts. Hosts are to be started with `host.Host(spec, ...)`, one on each machine; places go
+        to `found`."""
 
-    def acquire(self, number: int, ready: Ready) -> None:
-        """Find a place for one worker, and call `ready` with it when its host listens: in here or later, on
+    def acquire(self, number: int) -> None:
+        """Find a place for one worker, and call `found` with it when its host listens: in here or later, on
         any thread. Until then the worker waits, for a machine that will join perhaps; with a `NoPlace` it
-        dies of it, and with the error that this may raise. The place has this number. A place that is gone
-        before it was given back is followed by a `NoPlace`.
+        dies of it, and with the error that this may raise. The place has this number. One that is gone is
+        followed by a `NoPlace`.
         """
 
     def release(self, number: int, why: str) -> None:
         """A place is not needed any more, or of no use. What ran there has ended, or will in a moment.
 
         Args:
-            number: of `acquire`. Each that `ready` was called with is given back once, before `close`.
+            number: of `acquire`. Each that `found` was called with is given back once, before `close`.
             why: the connection was lost or not to be had, in words; a machine that is suspected should not be
                 given out again at once. "" if it was simply not needed any more.
         """

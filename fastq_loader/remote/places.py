@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
-from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Told, Up, Waiting
+from fastq_loader.remote.control import Dying, NoPlace, Place, Told, Up, Waiting
 from fastq_loader.remote.placement import Placement
 from fastq_loader.system import calls
 from fastq_loader.system.interrupts import without_signals
@@ -32,10 +32,7 @@ class Tie:
         number: of that place, or of one that was not to be had; None once it was given back.
         pid: of its far worker; 0 until it is up.
         why: it said that it would die, and of what.
-        refused: connections that its host has refused, as it said when it left.
         waits: it waits for one.
-        open: it may still say something.
-        over: it needs no place any more, nor will anybody in its stead.
     """
 
     pipe: Pipe[Any, Any]
@@ -43,10 +40,7 @@ class Tie:
     number: int | None = None
     pid: int = 0
     why: str = ""
-    refused: int = 0
     waits: bool = False
-    open: bool = True
-    over: bool = False
 
 
 class Places:
@@ -66,14 +60,16 @@ class Places:
         self._ties: list[Tie] = []
         self._stopped = self._closed = False
         self._waking = threading.Lock()  # no wake-up is written to a descriptor that was closed
-        self._wake = calls.wake_up()
+        self._wake = -1
         self._thread = threading.Thread(target=self._run, name="fastq_loader: places", daemon=True)
 
-    def start(self, workers: int) -> None:
-        """Find places for as many workers."""
+    def start(self, workers: int, spec: bytes) -> None:
+        """Find places for as many workers, on hosts that are told this."""
+        self._wake = calls.wake_up()
+        self._placement.start(spec, self._found)
         for self._number in range(1, workers + 1):
             self._asked.add(self._number)
-            self._placement.acquire(self._number, self._found)
+            self._placement.acquire(self._number)
         with without_signals():  # they are for the main thread, which may keep them out of a start
             self._thread.start()
 
@@ -90,10 +86,10 @@ class Places:
         """Take note of what a stand-in has said by now. May be called on any thread."""
         with self._lock:
             try:
-                while tie.open and tie.pipe.poll():
+                while not tie.pipe.closed and tie.pipe.poll():
                     self._note(tie, tie.pipe.recv())
             except (EOFError, OSError):  # it has ended
-                tie.open = tie.waits = False
+                tie.waits = False
                 self._give_up(tie, tie.why)
                 self._ties.remove(tie)
                 tie.pipe.close()
@@ -119,7 +115,8 @@ class Places:
             self.read(tie)
         with self._waking:
             wake, self._wake = self._wake, -1
-        os.close(wake)
+        if wake >= 0:
+            os.close(wake)
 
     def _wake_up(self) -> None:
         with self._waking:
@@ -133,18 +130,16 @@ class Places:
             with self._lock:
                 for tie in list(self._ties):
                     self.read(tie)
-                self._lose()
+                self._sort()
                 for tie in self._ties:
                     self._serve(tie)
                 descriptors = [tie.pipe.fileno() for tie in self._ties]
             if self._wake in calls.readable([self._wake, *descriptors], None):
                 os.read(self._wake, 8)
 
-    def _note(self, tie: Tie, said: Waiting | Up | Leaving | Dying) -> None:
+    def _note(self, tie: Tie, said: Waiting | Up | Dying) -> None:
         if isinstance(said, Up):
             tie.pid = said.pid
-        elif isinstance(said, Leaving):
-            tie.over, tie.refused = True, said.refused
         elif isinstance(said, Dying):
             tie.why = said.why
         else:
@@ -164,38 +159,38 @@ class Places:
         with contextlib.suppress(OSError):  # it has ended; `read` finds that, too
             tie.pipe.send(message)
 
-    def _lose(self) -> None:
-        """Places that are gone: who has one is told, and one that nobody has yet is replaced."""
+    def _sort(self) -> None:
+        """Keep places that are found, until somebody waits for one. Of one that is gone, who has it is told;
+        one that nobody has yet is replaced."""
         while self._news:
-            self._ready.append(self._news.popleft())
-        had = {tie.number: tie for tie in self._ties}
-        ready = {found.number for found in self._ready if isinstance(found, Place)}
-        for found in [found for found in self._ready if isinstance(found, NoPlace)]:
+            found = self._news.popleft()
+            had = next((tie for tie in self._ties if tie.number == found.number), None)
+            kept = next((one for one in self._ready if one.number == found.number), None)
             if found.number not in self._asked:  # it was given back meanwhile
-                self._ready.remove(found)
-            elif (tie := had.get(found.number)) is not None:
-                self._ready.remove(found)
-                self._tell(tie, found)
-            elif found.number in ready:
-                for one in [one for one in self._ready if one.number == found.number]:
-                    self._ready.remove(one)
+                continue
+            if had is not None:
+                self._tell(had, found)
+            elif kept is not None and isinstance(found, NoPlace):
+                self._ready.remove(kept)
                 self._replace(found.number, found.why)
+            else:
+                self._ready.append(found)
 
     def _give_up(self, tie: Tie, why: str) -> None:
         """A stand-in does not have its place any more. Another one is found, for it or its successor."""
         number, tie.number = tie.number, None
         if number is not None:
-            self._replace(number, why, needed=not tie.over)
+            self._replace(number, why)
 
-    def _replace(self, number: int, why: str, needed: bool = True) -> None:
+    def _replace(self, number: int, why: str) -> None:
         self._asked.discard(number)
         self._placement.release(number, why)
-        if self._stopped or not needed:
+        if self._stopped:
             return
         self._number += 1
         self._asked.add(self._number)
         try:
-            self._placement.acquire(self._number, self._found)
+            self._placement.acquire(self._number)
         except Exception as error:  # the one that waits for it says so
             self._found(NoPlace(self._number, f"{type(error).__name__}: {error}"))
 

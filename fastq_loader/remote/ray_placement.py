@@ -28,27 +28,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
-from fastq_loader.remote.cluster import (
-    ROOMLESS,
-    Ask,
-    Cluster,
-    Complain,
-    Create,
-    Give,
-    Instruction,
-    Kill,
-    Lose,
-    StartHost,
-)
+from fastq_loader.remote.cluster import ROOMLESS, Cluster, Instructions
 from fastq_loader.remote.control import NoPlace, Place
 from fastq_loader.remote.link import Address
-from fastq_loader.remote.placement import Placement, Ready
+from fastq_loader.remote.placement import Found, Placement
 from fastq_loader.remote.seat import seat_class
 
 if TYPE_CHECKING:
@@ -70,10 +60,10 @@ _LONGEST = 300
 
 _log = logging.getLogger("fastq_loader")
 
-Event = Callable[[], list[Instruction]]
+Event = Callable[[], None]
 
 
-class RayPlacement(Placement):
+class RayPlacement(Placement, Instructions):
     """The actors of one pool.
 
     Args:
@@ -87,13 +77,12 @@ class RayPlacement(Placement):
         self._seat: Any = None  # makes actors
         self._spec: Any = None  # a reference to what hosts are told
         self._flexible = flexible
-        self._cluster = Cluster(flexible)
+        self._cluster = Cluster(self, flexible)
         self._actors: dict[int, Any] = {}
         self._devices: dict[int, dict[str, str]] = {}  # actor → variables that say which are its own
         self._starters: set[int] = set()  # actors that have, or had, a host
         self._unwatched: set[int] = set()  # actors whose end would not be noticed
-        self._asked: dict[int, Ready] = {}  # by the number of the place
-        self._deaths: dict[int, str] = {}  # the same → why it is gone
+        self._deaths: dict[int, str] = {}  # number of a place → why it is gone
         self._pending: dict[Any, tuple[int, str]] = {}  # references → actor and method that will answer
         self._lock: Any = None  # Ray's, which is private: one that hides it may end the process as described
         self._driver = ""  # Ray's name for this process, until Ray is shut down
@@ -102,11 +91,12 @@ class RayPlacement(Placement):
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="fastq_loader: Ray", daemon=True)
 
-    def start(self, spec: bytes) -> None:
+    def start(self, spec: bytes, found: Found) -> None:
         """
         Raises:
             Exception: Ray cannot be joined or started, or does not accept an option.
         """
+        self._found = found
         self._ray = ray = importlib.import_module("ray")
         private = importlib.import_module("ray._private.worker")
         self._lock = getattr(private, "_connect_or_shutdown_lock", None) or threading.RLock()
@@ -142,12 +132,10 @@ class RayPlacement(Placement):
 
     # ---- what the pool wants --------------------------------------------------------------------
 
-    def acquire(self, number: int, ready: Ready) -> None:
-        self._asked[number] = ready
+    def acquire(self, number: int) -> None:
         self._add(partial(self._cluster.acquire, number))
 
     def release(self, number: int, why: str) -> None:
-        self._asked.pop(number, None)
         self._add(partial(self._cluster.release, number, why))
 
     def death(self, number: int) -> str:
@@ -219,8 +207,7 @@ class RayPlacement(Placement):
             self._hear(self._ray)
         events = [self._events.popleft() for _ in range(len(self._events))]
         for event in events:
-            for instruction in event():
-                self._carry_out(instruction)
+            event()
         return bool(events)
 
     def _hear(self, ray: Any) -> None:
@@ -234,65 +221,85 @@ class RayPlacement(Placement):
                 answer = partial(self._failed, actor, method, error.with_traceback(None))
             self._events.append(answer)
 
-    def _carry_out(self, instruction: Instruction) -> None:
-        match instruction:
-            case Give(number, actor, address, port, node):
-                self._say(Place(number, Address(address, port), node, self._devices[actor]))
-            case Complain(have, want):
-                self._complain(have, want)
-            case Lose(number, why):
-                self._deaths[number] = why
-                self._say(NoPlace(number, why))
-            case Kill(actor):
-                seat = self._actors.pop(actor, None)
-                if seat is not None:
-                    self._ray.kill(seat)
-            case Create(actor) | Ask(actor) | StartHost(actor):
-                try:
-                    self._call(instruction, actor)
-                except Exception as error:
-                    self._add(partial(self._cluster.failed, actor, _text(error)))
+    # ---- what the cluster says ------------------------------------------------------------------
 
-    def _say(self, found: Place | NoPlace) -> None:
-        ready = self._asked.get(found.number)
-        if ready is not None:  # it was not given back meanwhile
-            ready(found)
-
-    def _call(self, instruction: Create | Ask | StartHost, actor: int) -> None:
-        """Call an actor; its answer is waited for."""
-        if isinstance(instruction, Create):
+    def create(self, actor: int) -> None:
+        with self._failing(actor):
             self._actors[actor] = self._seat.remote()
             self._unwatched.add(actor)
-        seat = self._actors[actor]
-        if isinstance(instruction, StartHost):
+            self.ask(actor)
+
+    def ask(self, actor: int) -> None:
+        with self._failing(actor):
+            seat = self._actors[actor]
+            self._pending[seat.where.remote()] = actor, "where"
+            if actor in self._unwatched:
+                self._unwatched.discard(actor)
+                self._pending[seat.stay.remote()] = actor, "stay"
+
+    def start_host(self, actor: int) -> None:
+        with self._failing(actor):
             self._starters.add(actor)
             first, last = self._options.ports or (0, 0)
             ports = list(range(first, last + 1))
-            self._pending[seat.listen.remote(self._spec, ports)] = actor, "listen"
-            return
-        self._pending[seat.where.remote()] = actor, "where"
-        if actor in self._unwatched:
-            self._unwatched.discard(actor)
-            self._pending[seat.stay.remote()] = actor, "stay"
+            self._pending[self._actors[actor].listen.remote(self._spec, ports)] = actor, "listen"
 
-    def _answered(self, actor: int, method: str, said: Any) -> list[Instruction]:
+    @contextmanager
+    def _failing(self, actor: int) -> Iterator[None]:
+        """What Ray raises of an actor is heard as if the actor had answered it."""
+        try:
+            yield
+        except Exception as error:
+            self._add(partial(self._cluster.failed, actor, _text(error)))
+
+    def kill(self, actor: int) -> None:
+        seat = self._actors.pop(actor, None)
+        if seat is not None:
+            self._ray.kill(seat)
+
+    def give(self, number: int, actor: int, address: str, port: int, node: str) -> None:
+        self._found(Place(number, Address(address, port), node, self._devices[actor]))
+
+    def lose(self, number: int, why: str) -> None:
+        self._deaths[number] = why
+        self._found(NoPlace(number, why))
+
+    def complain(self, have: int, want: int) -> None:
+        free, there = self._ray.available_resources(), self._ray.cluster_resources()
+        room = ", ".join(
+            f"{amount:g} {name} ({free.get(name, 0):g} of {there.get(name, 0):g} are free)"
+            for name, amount in self._takes().items()
+        )
+        _log.warning(
+            "%d of %d workers have room in the Ray cluster at %s, and the epoch has waited for more for %d "
+            "seconds. Each takes %s, on one machine. Add machines, end what uses them, or ask for less "
+            "(num_workers, num_cpus).",
+            *(have, want, self._ray.get_runtime_context().gcs_address, ROOMLESS * _TICK, room or "nothing"),
+        )
+
+    # ---- what Ray says --------------------------------------------------------------------------
+
+    def _answered(self, actor: int, method: str, said: Any) -> None:
         if method == "where":
             node, address, self._devices[actor] = said
-            return self._cluster.placed(actor, node, address)
-        return self._cluster.listens(actor, said)
+            self._cluster.placed(actor, node, address)
+        else:
+            self._cluster.listens(actor, said)
 
-    def _failed(self, actor: int, method: str, error: Exception) -> list[Instruction]:
+    def _failed(self, actor: int, method: str, error: Exception) -> None:
         exceptions = self._ray.exceptions
         if isinstance(error, exceptions.ActorUnavailableError):
             if method == "where":
-                return self._cluster.lost(actor, _text(error))
+                self._cluster.lost(actor, _text(error))
+                return
             if method == "stay":
                 self._unwatched.add(actor)
-            return self._cluster.unsure(actor)
-        if isinstance(error, exceptions.ActorDiedError) and not error.actor_init_failed:
+            self._cluster.unsure(actor)
+        elif isinstance(error, exceptions.ActorDiedError) and not error.actor_init_failed:
             self._actors.pop(actor, None)
-            return self._cluster.gone(actor, _text(error))
-        return self._cluster.failed(actor, _text(error))
+            self._cluster.gone(actor, _text(error))
+        else:
+            self._cluster.failed(actor, _text(error))
 
     def _look_for_room(self, ray: Any) -> None:
         """
@@ -323,19 +330,6 @@ class RayPlacement(Placement):
         options = self._options
         takes = {"CPU": options.num_cpus, "GPU": options.num_gpus, **options.resources}
         return {name: amount for name, amount in takes.items() if amount}
-
-    def _complain(self, have: int, want: int) -> None:
-        free, there = self._ray.available_resources(), self._ray.cluster_resources()
-        room = ", ".join(
-            f"{amount:g} {name} ({free.get(name, 0):g} of {there.get(name, 0):g} are free)"
-            for name, amount in self._takes().items()
-        )
-        _log.warning(
-            "%d of %d workers have room in the Ray cluster at %s, and the epoch has waited for more for %d "
-            "seconds. Each takes %s, on one machine. Add machines, end what uses them, or ask for less "
-            "(num_workers, num_cpus).",
-            *(have, want, self._ray.get_runtime_context().gcs_address, ROOMLESS * _TICK, room or "nothing"),
-        )
 
 
 def _disarm() -> None:

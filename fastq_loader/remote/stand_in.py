@@ -33,7 +33,7 @@ from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.remote import link, wire
-from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Told, Up, Waiting
+from fastq_loader.remote.control import Dying, NoPlace, Place, Told, Up, Waiting
 from fastq_loader.remote.link import Connection, Lost
 from fastq_loader.remote.traffic import Traffic
 from fastq_loader.remote.wire import Request
@@ -141,7 +141,7 @@ class StandIn:
         while True:
             self._read_messages()
             if self._stopping:
-                self._report(Leaving(self._see_off()))
+                self._see_off()
                 return
             ready: list[object] = []
             try:
@@ -225,22 +225,16 @@ class StandIn:
         at = min(self._heads, len(self._due) - 1)
         self._claims.begin(self._told.worker, self._due[at].ticket if self._due else None)
 
-    def _see_off(self) -> int:
-        """Let the far worker finish, and wait until it has ended. The consumer does not wait for ever. How
-        many connections the host has refused."""
+    def _see_off(self) -> None:
+        """Let the far worker finish, and wait until it has ended. The consumer does not wait for ever."""
         if self._link is None:
-            return 0
-        assert self._place is not None, "the connection leads there"
-        refused = 0
+            return
         with contextlib.suppress(Lost, ProtocolError):
             self._link.send(wire.MESSAGE, encode(Stop()))
-            with contextlib.suppress(Lost, ProtocolError):
-                refused = link.ask_refused(self._place.address, self._told.token, self._told.tls)
             scratch = memoryview(bytearray(SMALLEST))
             while (frame := self._link.receive()) is not None:
                 for begin in range(0, frame.body, SMALLEST):
                     self._link.receive_body(scratch[: frame.body - begin])
-        return refused
 
     # ---- from the far worker ------------------------------------------------------------------
 
@@ -322,7 +316,7 @@ class StandIn:
             self._greeted = True
             self._socket.say_hello()
 
-    def _report(self, message: Waiting | Up | Leaving | Dying) -> None:
+    def _report(self, message: Waiting | Up | Dying) -> None:
         with contextlib.suppress(OSError):  # the consumer is gone, and in a moment this process, too
             self._pipe.send(message)
 

@@ -248,7 +248,7 @@ def test_whoever_is_interrupted_at_the_start_leaves_nothing(number: signal.Signa
         from tests.support.hosts import LocalHosts, far
 
         class Interrupting(LocalHosts):
-            def start(self, spec):
+            def start(self, spec, found):
                 assert wait_until(lambda: all(map(is_python, descendants())), 10)
                 (os.killpg if {number:d} == signal.SIGINT else os.kill)(os.getpid(), {number:d})
 

@@ -100,8 +100,7 @@ class Counted:
         fd = traffic.create(4)
         self.pool._traffic = Traffic(fd, 4)
         os.close(fd)
-        self.pool._places = SimpleNamespace(where=lambda tie: (tie.place, tie.pid))  # type: ignore[assignment]
-        pipe: Any = None
+        pipe: Any = SimpleNamespace(closed=True)
         for worker in range(3):  # and the fourth was not started yet
             place = Place(worker, Address("10.0.0.2", 80 + worker % 2), f"node-{worker % 2}")
             self.pool._ties[worker] = Tie(pipe, place, worker, pid=812)
@@ -152,21 +151,27 @@ def test_a_host_that_hangs_takes_the_others_none_of_their_time_but_once(counted:
     counted.says[first] = None
     before = counted.now + 60
     assert counted.refused() == 21, "what is known stays"
-    assert counted.now == before + module.link.REFUSED, "all together have this time"
+    assert counted.now == before + module._REFUSED, "all together have this time"
     assert counted.asked == [first]
     counted.says[161 - first] = 30
     assert counted.refused() == 30 + (1 if first == 80 else 20)
     assert counted.asked == [161 - first, first]
 
 
-def test_a_host_that_is_gone_is_not_asked_and_one_that_says_so_at_last_need_not(counted: Counted) -> None:
-    for worker in (0, 2):
-        counted.pool._ties[worker].number = None
-    counted.pool._ties[2].refused = 7
-    assert counted.refused() == 27
+def test_a_host_whose_connection_is_lost_is_not_asked(counted: Counted) -> None:
+    counted.refused()
+    counted.pool._ties[0].waits = True
+    counted.pool._ties[2].why = "the connection broke"
+    counted.says[80] = 7
+    assert counted.refused() == 21, "what is known stays"
     assert counted.asked == [81]
-    counted.pool._places = None  # the pool has ended
-    counted.counters.ended(counted.pool)
+
+
+def test_when_the_pool_ends_hosts_are_asked_once_more(counted: Counted) -> None:
+    counted.refused()
+    counted.says[80] = 7
+    counted.pool._placement = SimpleNamespace(close=counted.says.clear)  # type: ignore[assignment]
+    counted.pool._give_back()
     assert counted.refused() == 27
     assert counted.asked == []
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Told, Up, Waiting
+from fastq_loader.remote.control import Dying, NoPlace, Place, Told, Up, Waiting
 from fastq_loader.remote.link import Address
 
 TOLD = Told(1, 0, "/tmp/f", None, 7, bytes(16), 5, 1 << 20, True, 6, 2, True, False, 3, None, {"torch": "2"})
@@ -22,7 +22,6 @@ TOLD = Told(1, 0, "/tmp/f", None, 7, bytes(16), 5, 1 << 20, True, 6, 2, True, Fa
         NoPlace(2, "all are gone"),
         Waiting(),
         Up(7),
-        Leaving(),
         Dying("of it"),
     ],
 )

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Told, Up, Waiting
+from fastq_loader.remote.control import Dying, NoPlace, Place, Told, Up, Waiting
 from fastq_loader.remote.link import Address
-from fastq_loader.remote.placement import Ready
+from fastq_loader.remote.placement import Found
 from fastq_loader.remote.places import Places, Tie
 from tests.conftest import wait_until
 from tests.remote.test_control import TOLD
@@ -25,22 +25,25 @@ class Played:
     """Notes what it is asked; places are found by `find`."""
 
     def __init__(self) -> None:
-        self.asked: dict[int, Ready] = {}
+        self.asked: set[int] = set()
         self.released: list[tuple[int, str]] = []
         self.fails = False
 
-    def acquire(self, number: int, ready: Ready) -> None:
+    def start(self, spec: bytes, found: Found) -> None:
+        self.found = found
+
+    def acquire(self, number: int) -> None:
         if self.fails:
             raise OSError("no machine is left")
-        self.asked[number] = ready
+        self.asked.add(number)
 
     def release(self, number: int, why: str) -> None:
         self.released.append((number, why))
 
     def find(self, number: int) -> Place:
         place = Place(number, Address("127.0.0.1", number), f"node-{number}")
-        self.ready = self.asked.pop(number)
-        self.ready(place)
+        self.asked.remove(number)
+        self.found(place)
         return place
 
 
@@ -52,7 +55,7 @@ def played() -> Played:
 @pytest.fixture
 def places(played: Played) -> Iterator[Places]:
     places = Places(played)  # type: ignore[arg-type]
-    places.start(2)
+    places.start(2, b"spec")
     yield places
     places.close()
 
@@ -111,21 +114,17 @@ def test_for_one_that_dies_a_place_is_sought_for_its_successor(places: Places, p
     assert wait_until(lambda: (1, "of it") in played.released and 3 in played.asked, SECONDS)
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_when_the_pool_ends_no_place_is_sought(told: bool, places: Places, played: Played) -> None:
+def test_when_the_pool_ends_no_place_is_sought(places: Places, played: Played) -> None:
     played.find(1)
     pipe, _ = stand_in(places)
     received(pipe)
-    if told:
-        pipe.send(Leaving())
-    else:  # it is killed
-        places.stop()
+    places.stop()
     pipe.close()
     assert wait_until(lambda: played.released == [(1, "")], SECONDS)
     assert sorted(played.asked) == [2]
 
 
-def test_where_a_far_worker_is_and_what_its_host_said_at_last(places: Places, played: Played) -> None:
+def test_where_a_far_worker_is_and_was(places: Places, played: Played) -> None:
     pipe, tie = stand_in(places)
     assert places.where(tie) == (None, 0)
     place = played.find(1)
@@ -133,10 +132,8 @@ def test_where_a_far_worker_is_and_what_its_host_said_at_last(places: Places, pl
     assert places.where(tie) == (place, 0)
     pipe.send(Up(70))
     assert places.where(tie) == (place, 70)
-    pipe.send(Leaving(4))
     pipe.close()
     assert places.where(tie) == (place, 70)
-    assert tie.refused == 4
 
 
 def test_what_was_said_is_known_to_whoever_asks_before_the_thread_has_seen_it(played: Played) -> None:
@@ -149,7 +146,7 @@ def test_what_was_said_is_known_to_whoever_asks_before_the_thread_has_seen_it(pl
 
 
 def test_where_there_is_no_place_the_one_that_waits_hears_why(places: Places, played: Played) -> None:
-    played.asked.pop(1)(NoPlace(1, "none is left"))
+    played.found(NoPlace(1, "none is left"))
     pipe, tie = stand_in(places)
     assert received(pipe) == NoPlace(1, "none is left")
     assert tie.place is None
@@ -166,12 +163,12 @@ def test_who_has_a_place_that_is_gone_is_told(places: Places, played: Played) ->
     pipe, _ = stand_in(places)
     received(pipe)
     other, _ = stand_in(places)
-    played.ready(NoPlace(1, "its actor died"))
+    played.found(NoPlace(1, "its actor died"))
     assert received(pipe) == NoPlace(1, "its actor died")
     assert not played.released
     pipe.send(Waiting("its actor died"))
     assert wait_until(lambda: played.released == [(1, "its actor died")], SECONDS)
-    played.ready(NoPlace(1, "again, too late"))
+    played.found(NoPlace(1, "again, too late"))
     found = played.find(2)
     assert received(pipe) == found
     assert wait_until(lambda: 3 in played.asked, SECONDS)
@@ -183,7 +180,7 @@ def test_who_has_a_place_that_is_gone_is_told(places: Places, played: Played) ->
 
 def test_a_place_that_is_gone_before_anybody_had_it_is_replaced(places: Places, played: Played) -> None:
     played.find(1)
-    played.ready(NoPlace(1, "its actor died"))
+    played.found(NoPlace(1, "its actor died"))
     assert wait_until(lambda: played.released == [(1, "its actor died")] and 3 in played.asked, SECONDS)
     pipe, _ = stand_in(places)
     found = played.find(3)
@@ -193,7 +190,7 @@ def test_a_place_that_is_gone_before_anybody_had_it_is_replaced(places: Places, 
 
 def test_a_place_that_is_found_when_all_is_over_is_of_no_use(played: Played) -> None:
     places = Places(played)  # type: ignore[arg-type]
-    places.start(1)
+    places.start(1, b"spec")
     places.close()
     played.find(1)
 
@@ -202,7 +199,7 @@ def test_what_a_placement_raises_at_the_start_is_raised(played: Played) -> None:
     played.fails = True
     places = Places(played)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="no machine"):
-        places.start(1)
+        places.start(1, b"spec")
     places.close()
 
 

@@ -31,6 +31,8 @@ class ActorUnavailableError(Exception):
     pass
 
 
+#: What was found, by the numbers of places.
+FOUND: dict[int, list[Place | NoPlace]] = {}
 #: Calls whose answers were heard.
 HEARD: set[Future[Any]] = set()
 
@@ -155,26 +157,30 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
 @pytest.fixture
 def placement(ray: Ray) -> Iterator[RayPlacement]:
     placement = RayPlacement(RayWorkers(ports=(5, 6)))
-    placement.start(b"spec")
+    placement.start(b"spec", note)
     yield placement
     placement.close()
 
 
+def note(found: Place | NoPlace) -> None:
+    FOUND[found.number].append(found)
+
+
 def acquire(placement: RayPlacement, number: int) -> list[Place | NoPlace]:
-    found: list[Place | NoPlace] = []
-    placement.acquire(number, found.append)
-    return found
+    FOUND[number] = []
+    placement.acquire(number)
+    return FOUND[number]
 
 
 def test_ray_that_runs_is_used_and_else_it_is_joined(ray: Ray) -> None:
     for expected in ([None], [None]):
         placement = RayPlacement(RayWorkers())
-        placement.start(b"spec")
+        placement.start(b"spec", note)
         placement.close()
         assert ray.joined == expected
     ray.running = False
     placement = RayPlacement(RayWorkers(address="auto"))
-    placement.start(b"spec")
+    placement.start(b"spec", note)
     placement.close()
     assert ray.joined == [None, "auto"]
     RayPlacement(RayWorkers()).close()  # it was not started
@@ -266,7 +272,6 @@ def test_a_place_that_was_given_back_is_not_spoken_of(ray: Ray, placement: RayPl
     actor.listen.answer(4711)
     assert wait_until(lambda: bool(other), SECONDS)
     assert not found
-    assert list(placement._asked) == [4]
 
 
 def test_where_no_host_starts_whoever_waits_hears_why(ray: Ray, placement: RayPlacement) -> None:
@@ -292,7 +297,7 @@ def test_an_actor_that_cannot_be_made_is_a_failure(ray: Ray, placement: RayPlace
 def test_a_machine_that_keeps_silent_is_done_without(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_placement, "_TICK", 0.01)
     placement = RayPlacement(RayWorkers(num_cpus=0))
-    placement.start(b"spec")
+    placement.start(b"spec", note)
     acquire(placement, 3)
     actor = ray.actor(0)
     actor.where.answer(("f", "10.0.0.7", {}))
@@ -353,7 +358,7 @@ def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch:
     )
     monkeypatch.setattr(ray_placement, "atexit", played)
     placement = RayPlacement(RayWorkers())
-    placement.start(b"spec")
+    placement.start(b"spec", note)
     exits[0]()
     acquire(placement, 3)
     placement.close()
@@ -380,7 +385,7 @@ def test_a_rank_asks_for_its_part_of_the_cluster(
     monkeypatch.setenv("WORLD_SIZE", ranks)
     ray.there = {"CPU": 7.0, "GPU": 2.0}
     placement = RayPlacement(RayWorkers(**given), flexible)
-    placement.start(b"spec")
+    placement.start(b"spec", note)
     for number in range(5):
         acquire(placement, number)
     placement.close()
@@ -414,7 +419,7 @@ def test_what_no_machine_could_ever_give_is_an_error_at_the_start(
 ) -> None:
     placement = RayPlacement(RayWorkers(**given))
     with pytest.raises(ValueError, match=lacks):
-        placement.start(b"spec")
+        placement.start(b"spec", note)
     placement.close()
     assert not ray.actors
 
@@ -435,7 +440,7 @@ def test_where_a_machine_fits_nobody_waits_to_hear_of_others(
 ) -> None:
     monkeypatch.setattr(ray_placement, "_addable", None)
     placement = RayPlacement(RayWorkers(num_cpus=8))
-    placement.start(b"spec")
+    placement.start(b"spec", note)
     placement.close()
 
 
@@ -452,7 +457,7 @@ def test_what_an_autoscaler_may_add_counts(
     )
     placement = RayPlacement(RayWorkers(resources={"decoder": 1}))
     with pytest.raises(ValueError, match="decoder") if raises else nullcontext():
-        placement.start(b"spec")
+        placement.start(b"spec", note)
     placement.close()
     assert not caplog.records
 
@@ -463,7 +468,7 @@ def test_where_ray_does_not_say_what_could_be_added_it_is_a_warning(
 ) -> None:
     ray.status = status
     placement = RayPlacement(RayWorkers(resources={"decoder": 1}))
-    placement.start(b"spec")
+    placement.start(b"spec", note)
     placement.close()
     [record] = caplog.records
     assert "no machine of the Ray cluster has 1 decoder (the most is 0)" in record.getMessage()
@@ -475,7 +480,7 @@ def test_who_waits_for_room_for_long_is_told_what_there_is(
     monkeypatch.setattr(ray_placement, "_TICK", 0.01)
     ray.available_resources = lambda: {"CPU": 1.0}  # type: ignore[attr-defined]
     placement = RayPlacement(RayWorkers(num_cpus=2))
-    placement.start(b"spec")
+    placement.start(b"spec", note)
     acquire(placement, 1)
     assert wait_until(lambda: bool(caplog.records), SECONDS)
     placement.close()

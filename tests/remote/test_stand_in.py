@@ -31,8 +31,8 @@ from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.remote import stand_in, traffic, wire
-from fastq_loader.remote.control import Dying, Leaving, NoPlace, Place, Up, Waiting
-from fastq_loader.remote.link import Address, Connection, Lost
+from fastq_loader.remote.control import Dying, NoPlace, Place, Up, Waiting
+from fastq_loader.remote.link import Address, Connection
 from fastq_loader.remote.stand_in import LOST, StandIn
 from fastq_loader.remote.traffic import Traffic
 from fastq_loader.system import calls
@@ -338,17 +338,7 @@ def test_it_greets_the_consumer_with_its_first_far_worker(
     assert scene.socket.greetings == 1
 
 
-@pytest.mark.parametrize("refused", [3, None])
-def test_it_leaves_when_the_far_worker_has_and_says_whom_the_host_refused(
-    refused: int | None, scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ask(address: Address, *_: Any) -> int:
-        assert address == Address("127.0.0.1", 1)
-        if refused is None:
-            raise Lost("it does not answer")
-        return refused
-
-    monkeypatch.setattr(stand_in.link, "ask_refused", ask)
+def test_it_leaves_when_the_far_worker_has(scene: Scene) -> None:
     scene.socket.messages = [EPOCH, task(0), Stop()]
     scene.claims.offer(100)
     running = threading.Thread(target=scene.stand_in.run)
@@ -361,7 +351,7 @@ def test_it_leaves_when_the_far_worker_has_and_says_whom_the_host_refused(
     scene.far.close()
     running.join()
     assert scene.socket.sent == []
-    assert scene.said() == [Waiting(), Leaving(refused or 0)]
+    assert scene.said() == [Waiting()]
 
 
 def test_a_lost_connection_is_noticed_by_the_loop(scene: Scene) -> None:

@@ -12,7 +12,7 @@ from fastq_loader.remote.control import Place
 from fastq_loader.remote.host_process import Host
 from fastq_loader.remote.link import Address
 from fastq_loader.remote.options import FarWorkers
-from fastq_loader.remote.placement import Ready
+from fastq_loader.remote.placement import Found
 from tests.conftest import descendants
 
 
@@ -33,12 +33,12 @@ class LocalHosts:
         self.addresses: dict[str, Address] = {}
         self.places: dict[int, Place] = {}
         self.released: list[tuple[int, str]] = []
-        self.waiting: list[tuple[int, Ready]] = []
+        self.waiting: list[int] = []
         self.spec = b""
         LocalHosts.made.append(self)
 
-    def start(self, spec: bytes) -> None:
-        self.spec = spec
+    def start(self, spec: bytes, found: Found) -> None:
+        self.spec, self.found = spec, found
         for _ in range(self.nodes):
             self.add_node()
 
@@ -46,10 +46,10 @@ class LocalHosts:
         """A machine joins; who waits gets its places."""
         self.hosts[f"node-{len(self.hosts)}"] = Host(self.spec, "127.0.0.1")
         waiting, self.waiting = self.waiting, []
-        for number, ready in waiting:
-            self.acquire(number, ready)
+        for number in waiting:
+            self.acquire(number)
 
-    def acquire(self, number: int, ready: Ready) -> None:
+    def acquire(self, number: int) -> None:
         taken = [place.node for place in self.places.values()]
         for node in sorted(self.hosts, key=taken.count):
             if taken.count(node) < self.room and self.hosts[node].alive:
@@ -57,9 +57,9 @@ class LocalHosts:
                     if node not in self.addresses:
                         self.addresses[node] = self.hosts[node].address()
                     self.places[number] = Place(number, self.addresses[node], node)
-                    ready(self.places[number])
+                    self.found(self.places[number])
                     return
-        self.waiting.append((number, ready))
+        self.waiting.append(number)
 
     def release(self, number: int, why: str) -> None:
         self.released.append((number, why))
