@@ -28,12 +28,21 @@ def _silent(kind: type[Any], *kept: str, **instead: Any) -> Any:
     return type(kind.__name__, (kind,), dict.fromkeys({*methods} - {*kept}, _nothing) | instead)
 
 
+class _Sink(list[Any]):
+    """Keeps nothing that is added."""
+
+    def __iadd__(self, added: Any) -> _Sink:  # type: ignore[misc]
+        return self
+
+    append = _nothing
+
+
 class _Notes(_silent(Notes)):  # type: ignore[misc]
     _counters: EpochCounters
 
     def __init__(self, counters: EpochCounters) -> None:
         super().__init__(counters)
-        self.note = _nothing
+        self.answers, self.others = _Sink(), _Sink()
 
     def counted(self) -> EpochCounters:
         return self._counters
@@ -47,6 +56,7 @@ class _Counters(Counters):
 
 _IN_PLACE: dict[str, Any] = {
     "consumer.resources.Counters": _Counters,
+    "consumer.accounting.Notes": _Notes,
     "consumer.event_loop.Accounting": _silent(Accounting),
     "consumer.event_loop.time": SimpleNamespace(monotonic=time.monotonic, monotonic_ns=int),
     "workers.backend.WorkerCounters": _silent(WorkerCounters, "replaced", "snapshot"),

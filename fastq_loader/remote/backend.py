@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 #: Seconds that a host has to write a worker's stacks, and to say what became of one.
 _STACKS, _DEATH = 2.0, 0.5
-#: Seconds in which hosts are asked once whom they have refused, however often somebody wants to know; and that
-#: all together have to say so.
+#: Seconds in which hosts are asked once whom they have refused, however often somebody wants to know; and
+#: that all together have to say so.
 _ASK_EVERY, _REFUSED = 1.0, 0.5
 
 

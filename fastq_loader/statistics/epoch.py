@@ -367,7 +367,11 @@ class EpochCounters:
 
     def _note_ready(self, since: int, now: int) -> None:
         """A batch was ready from `since` on."""
-        begin, end = since - self._began if since > self._began else 0, now - self._began
+        begin, end = since - self._began, now - self._began
+        if begin < 0:
+            begin = 0
+        elif begin > end:  # clocks of other processes are the same, but who knows
+            begin = end
         while end >= _PARTS * self._width:
             self._double_width()
         width, changes, rests = self._width, self._changes, self._rests

@@ -172,13 +172,13 @@ def test_what_counting_costs_is_measured_with_new_loaders(cases: Callable[..., d
 def test_nothing_is_counted_where_nothing_should_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = find_workload("tokens").load(tmp_path)
     answers: list[Answer] = []
-    count = Receiver._count
+    learn = Receiver._learn
 
-    def noted(receiver: Receiver, worker: int, answer: Answer) -> None:
+    def noted(receiver: Receiver, worker: int, answer: Answer) -> Answer:
         answers.append(answer)
-        count(receiver, worker, answer)
+        return learn(receiver, worker, answer)
 
-    monkeypatch.setattr(Receiver, "_count", noted)
+    monkeypatch.setattr(Receiver, "_learn", noted)
 
     def counted() -> list[float]:
         answers.clear()

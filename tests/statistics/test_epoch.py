@@ -208,6 +208,14 @@ def test_a_snapshot_may_be_taken_while_another_thread_counts() -> None:
     assert len(epoch.snapshot().ready) == 60
 
 
+def test_an_answer_may_have_finished_after_it_was_handed_out_by_another_clock() -> None:
+    epoch = EpochCounters(1, 0)
+    epoch.started(10)
+    epoch.entered(20)
+    epoch.left(10**8, answer(started=10**9, collated=10**9, finished=10**9))
+    assert epoch.snapshot().ready == (0.0,) * 6
+
+
 def test_what_ending_the_workers_takes_is_their_start_and_end() -> None:
     epoch = EpochCounters(1, 0)
     epoch.started(10)
