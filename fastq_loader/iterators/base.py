@@ -68,7 +68,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         if self._session is None:  # else batches are page-locked and transformed on their way to the device
             self._pin_memory, self._pin_memory_device = arguments.pinning(loader)
             self._on_host = read_device(loader.device)  # device="cpu"
-        self._finish = self._finished if self._pin_memory or self._on_host is not None else None
+        self._finishes = self._pin_memory or self._on_host is not None
         self._timeout = loader.timeout
         self._collate_fn = loader.collate_fn
         self._dynamic = arguments.is_dynamic(loader)

@@ -103,7 +103,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         running = self.engine.closed is None
         if not (self._exhausted or self.engine.failed):
             try:
-                self.engine.advance(self._epoch, self, self._finish)
+                self.engine.advance(self._epoch, self, self._finished if self._finishes else None)
             except IteratorInvalid:
                 if not self._exhausted:  # else another thread has come to the end meanwhile
                     raise

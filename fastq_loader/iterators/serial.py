@@ -206,7 +206,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
                 (self._spent.loaded, number, began, self._dataset_fetcher.fetched, ended)
             )
         if self._staging is None:
-            return batch if self._finish is None else self._finish(batch)
+            return self._finished(batch) if self._finishes else batch
         self._busy = True  # a copy to the device is under way
         batch = self._staging.stage(batch)
         self._spent.others.append((self._spent.used_device, ended, time.monotonic_ns()))
