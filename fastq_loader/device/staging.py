@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fastq_loader.device.attempts import Attempt
-from fastq_loader.device.copies import Copy, Memory
+from fastq_loader.device.copies import Memory
 from fastq_loader.device.pinning import Buffer, Source
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.errors import UnpicklableError
@@ -49,21 +49,6 @@ class _Stage:
         self._options = session.options
         self._beside = session.options.transform_stream == "side"
         self._copies, self._pinner = session.open(mapping)
-
-    def _begin(
-        self,
-        key: int,
-        buffer: Buffer,
-        nbytes: int,
-        blocks: tuple[int, ...],
-        build: Callable[[Memory], Any],
-        beside: bool,
-    ) -> Copy:
-        """Begin the copy of a batch, which `build` puts together, on the side stream if it can be `beside`
-        the step."""
-        then = partial(Attempt, build) if beside else None
-        buffer.copy = copy = self._copies.begin(key, buffer.memory, nbytes, blocks, then)
-        return copy
 
     def _finish(self, key: int, build: Callable[[Memory], Any]) -> Any:
         """The batch whose copy was begun."""
@@ -126,7 +111,8 @@ class Staging(_Stage):
 
     def _copy(self, answer: Answer, source: Source) -> None:
         buffer, build = self._pinner.prepare(source), partial(self._build, answer)
-        self._begin(answer.seq, buffer, source.nbytes, _blocks(answer), build, self._beside)
+        then = partial(Attempt, build) if self._beside else None
+        buffer.copy = self._copies.begin(answer.seq, buffer.memory, source.nbytes, _blocks(answer), then)
 
     def _build(self, answer: Answer, memory: torch.Tensor) -> Any:
         assert answer.handle is not None
@@ -274,7 +260,8 @@ class SerialStaging(_Stage):
         if not segments:
             return lambda: build(self._no_memory())
         self._batches += 1
-        copy = self._begin(self._batches, self._fill_buffer(nbytes, segments), nbytes, (), build, beside)
+        buffer, then = self._fill_buffer(nbytes, segments), partial(Attempt, build) if beside else None
+        buffer.copy = copy = self._copies.begin(self._batches, buffer.memory, nbytes, (), then)
         if ahead:
             self._session.stager.share(copy.memory, self._session.stager.side)
         return partial(self._finish, self._batches, build)

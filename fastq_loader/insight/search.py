@@ -284,10 +284,8 @@ class Search:
     def _rank(self, rows: Iterable[Row]) -> Callable[[Row], tuple[object, ...]]:
         """Sorts by speed, and those within the noise of the best by what they take."""
         enough = max((row.rate for row in rows), default=0.0) * (1 - NOISE)
-        return lambda row: (row.rate < enough, *((-row.rate,) if row.rate < enough else self._price(row)))
-
-    def _price(self, row: Row) -> tuple[object, ...]:
-        return price(row.candidate, self._own)
+        own = self._own
+        return lambda row: (True, -row.rate) if row.rate < enough else (False, *price(row.candidate, own))
 
 
 def price(candidate: Candidate, own: Candidate) -> tuple[int, int, bool, bool]:

@@ -116,24 +116,19 @@ def _received(child: Child, receiver: Connection, patience: float) -> Measured:
     if not in_time:
         _interrupt(child)  # it says what it has so far
         calls.readable(sources, _PATIENCE)
-    if not receiver.poll():
-        if in_time:
-            raise RuntimeError(f"the process of a trial {child.death()[0]} before it said anything")
-        raise _too_slow(patience)
+    answer: Measured | bytes | None = None
     try:
-        answer = receiver.recv()
+        if receiver.poll():
+            answer = receiver.recv()
+        elif in_time:
+            raise EOFError
     except EOFError:
         raise RuntimeError(f"the process of a trial {child.death()[0]} before it said anything") from None
     if isinstance(answer, bytes):
         raise load_exception(answer)
     if answer is None:
-        raise _too_slow(patience)
-    measured: Measured = answer
-    return measured
-
-
-def _too_slow(patience: float) -> TimeoutError:
-    return TimeoutError(f"too few batches in {patience:.0f} s to tell: give it more seconds")
+        raise TimeoutError(f"too few batches in {patience:.0f} s to tell: give it more seconds")
+    return answer
 
 
 def _interrupt(child: Child) -> None:

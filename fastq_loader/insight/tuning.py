@@ -11,7 +11,7 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -148,26 +148,22 @@ def tune(
     """
     own, limits = checked(loader, step_seconds, seconds, start_methods, schedules, max_workers)
     step = _own_step(loader) if step_seconds is None else float(step_seconds)
-    with _Progress(progress, seconds, time.monotonic) as told:
+    told, interrupted = _Progress(progress, seconds), False
 
-        def measure(candidate: Candidate, duration: float, patience: float) -> Measured:
-            told.trying(candidate)
-            return trials.measure(loader, candidate, step, duration, patience)
+    def measure(candidate: Candidate, duration: float, patience: float) -> Measured:
+        told.trying(candidate)
+        return trials.measure(loader, candidate, step, duration, patience)
 
-        search = Search(own, limits, measure, time.monotonic, seconds)
-        interrupted = not _runs(search)
-    return _result(loader, search.ranked(), own, step, interrupted)
-
-
-def _runs(search: Search) -> bool:
-    """Run it; whether it came to its end."""
+    search = Search(own, limits, measure, time.monotonic, seconds)
     try:
         search.run()
     except KeyboardInterrupt:
         if search.best is None:
             raise
-        return False
-    return True
+        interrupted = True
+    finally:
+        told.end()
+    return _result(loader, search.ranked(), own, step, interrupted)
 
 
 def _result(
@@ -272,44 +268,32 @@ class _Progress:
     Args:
         wanted: whether it tells anything.
         seconds: of the whole.
-        clock: the time, in seconds.
     """
 
-    def __init__(self, wanted: bool, seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, wanted: bool, seconds: float) -> None:
         self._stream = sys.stderr if wanted else None
         self._seconds = seconds
-        self._clock = clock
-        self._began = clock()
+        self._began = time.monotonic()
         self._told = -1
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._stream is not None and self._stream.isatty():
-            self._write("\r\x1b[K")
 
     def trying(self, candidate: Candidate) -> None:
         """A trial begins."""
-        passed = self._clock() - self._began
-        setting = candidate.setting
-        text = (
-            f"tune: {min(passed, self._seconds):.0f} of {self._seconds:.0f} s: {setting.num_workers} workers"
-        )
+        passed, setting = time.monotonic() - self._began, candidate.setting
+        text = f"tune: {min(passed, self._seconds):.0f} of {self._seconds:.0f} s"
+        text += f": {setting.num_workers} workers"
         if setting.num_workers:
             schedule = "dynamic" if setting.dynamic else "round_robin"
             text += f", prefetch_factor={setting.prefetch_factor}, {schedule}"
         tenth = int(10 * passed / self._seconds)
-        if self._stream is not None and self._stream.isatty():
-            self._write(f"\r{text}\x1b[K")
-        elif tenth > self._told:
-            self._told = tenth
-            self._write(f"{text}\n")
+        self._write(text, f"{text}\n" if tenth > self._told else "")
+        self._told = tenth
 
-    def _write(self, text: str) -> None:
-        if self._stream is not None:
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # it was closed: a measurement does not fail for it
-                self._stream.write(text)
+    def end(self) -> None:
+        """The line of a terminal goes away."""
+        self._write("", "")
+
+    def _write(self, line: str, elsewhere: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # it was closed: a measurement does not fail for it
+            if self._stream is not None:
+                self._stream.write(f"\r{line}\x1b[K" if self._stream.isatty() else elsewhere)
                 self._stream.flush()

@@ -136,47 +136,22 @@ def _limits(evidence: Evidence) -> tuple[list[str], float]:
 
 
 def _culprit(evidence: Evidence, limit: str) -> str | None:
-    find = _CULPRITS.get(limit)
-    found = None if find is None else find(evidence)
-    if found is None:
-        return None
-    name, seconds = found
-    return f"{name}: {duration(seconds)} of {duration(evidence.epoch.spent_on(limit))}"
-
-
-def _late_batch(evidence: Evidence) -> tuple[str, float] | None:
-    if not evidence.late:
-        return None
-    late = evidence.late[0]
-    sample = f", sample {short(late.sample)}" if 2 * late.sample_seconds > late.load_seconds > 0 else ""
-    return f"batch {late.batch}{sample}", late.seconds
-
-
-def _collating(evidence: Evidence) -> tuple[str, float] | None:
-    fetch = sum(worker.fetch_seconds for worker in evidence.workers)
-    collate = sum(worker.collate_seconds for worker in evidence.workers)
-    if collate <= fetch:
-        return None
-    share = collate / (fetch + collate)
-    return evidence.collate or "default_collate", share * evidence.epoch.workers_seconds
-
-
-def _sampler(evidence: Evidence) -> tuple[str, float] | None:
-    return (evidence.sampler, evidence.epoch.sampler_seconds) if evidence.sampler else None
-
-
-def _transform(evidence: Evidence) -> tuple[str, float] | None:
-    if not evidence.transform or evidence.staging is not None:
-        return None
-    return evidence.transform, evidence.epoch.device_copy_seconds
-
-
-_CULPRITS = {
-    "head_of_line": _late_batch,
-    "workers": _collating,
-    "sampler": _sampler,
-    "device_copy": _transform,
-}
+    epoch, name, seconds = evidence.epoch, "", 0.0
+    if limit == "head_of_line" and evidence.late:
+        late = evidence.late[0]
+        sample = f", sample {short(late.sample)}" if 2 * late.sample_seconds > late.load_seconds > 0 else ""
+        name, seconds = f"batch {late.batch}{sample}", late.seconds
+    elif limit == "workers":
+        fetch = sum(worker.fetch_seconds for worker in evidence.workers)
+        collate = sum(worker.collate_seconds for worker in evidence.workers)
+        if collate > fetch:
+            name = evidence.collate or "default_collate"
+            seconds = collate / (fetch + collate) * epoch.workers_seconds
+    elif limit == "sampler":
+        name, seconds = evidence.sampler, epoch.sampler_seconds
+    elif limit == "device_copy" and evidence.staging is None:
+        name, seconds = evidence.transform, epoch.device_copy_seconds
+    return f"{name}: {duration(seconds)} of {duration(epoch.spent_on(limit))}" if name else None
 
 
 def _settings(evidence: Evidence) -> str:

@@ -25,15 +25,8 @@ Span = tuple[int, int]
 Metas = tuple[tuple[Any, ...], ...]
 
 
-class _DtypeNames(dict[torch.dtype, str]):
-    """The name by which `torch` knows a dtype."""
-
-    def __missing__(self, dtype: torch.dtype) -> str:
-        name = self[dtype] = str(dtype).removeprefix("torch.")
-        return name
-
-
-_NAMES = _DtypeNames()
+#: The name by which `torch` knows a dtype.
+_NAMES = {it: str(it).removeprefix("torch.") for it in vars(torch).values() if isinstance(it, torch.dtype)}
 
 
 def segments_of(leaves: list[Any]) -> tuple[Metas, list[Span]]:

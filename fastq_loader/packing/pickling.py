@@ -64,10 +64,6 @@ def is_leaf(value: Any) -> bool:
     return dtype.kind in "biufcSUmM" and dtype.isnative and dtype.itemsize > 0
 
 
-def _require_grad(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.requires_grad_()
-
-
 def _identity(value: Any) -> Any:
     return value
 
@@ -151,7 +147,7 @@ class _Pickler(pickle.Pickler):
                 return reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
             if type(value) is torch.Tensor:
                 if value.requires_grad and not value.is_nested:
-                    return _require_grad, (value.detach(),)
+                    return torch.Tensor.requires_grad_, (value.detach(),)
                 if value.layout is not torch.strided:
                     return _reduce_sparse(value)
                 if value.is_conj() or value.is_neg():

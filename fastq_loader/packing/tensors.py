@@ -5,6 +5,7 @@ Runs in the consumer; owns nothing. No accelerator is touched for tensors on the
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -90,7 +91,5 @@ def _parts(value: Any) -> list[Any]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         parts += value
     parts += getattr(value, "__dict__", {}).values()
-    for kind in type(value).__mro__:
-        names = kind.__dict__.get("__slots__", ())
-        parts += [getattr(value, name, None) for name in ([names] if isinstance(names, str) else names)]
-    return parts
+    slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    return [*parts, *(getattr(value, name, None) for name in slots)]

@@ -25,7 +25,7 @@ def draw_shared_seed(dataset: Any, generator: torch.Generator | None) -> int | N
     if not isinstance(dataset, IterDataPipe):
         return None
     seed = torch.empty((), dtype=torch.int64).random_(generator=generator)
-    if dist.is_available() and dist.is_initialized():
+    if ranks()[0] > 1:
         dist.broadcast(seed, src=0)
     return int(seed.item())
 

@@ -82,16 +82,10 @@ def state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy()
     if generator is numpy_random or isinstance(generator, numpy_random.RandomState):
-        twister = isinstance(_bits(generator), numpy_random.MT19937)
-        return generator.get_state() if twister else generator.get_state(legacy=False)
+        return generator.get_state(legacy=False)
     if isinstance(generator, numpy_random.Generator):
         return generator.bit_generator.state
     return generator.getstate()
-
-
-def _bits(generator: Any) -> Any:
-    legacy = numpy_random.mtrand._rand if generator is numpy_random else generator
-    return legacy._bit_generator
 
 
 def set_state(generator: Any, state: Any) -> None:
@@ -206,5 +200,6 @@ def _twin(generator: Any) -> Any:
     if isinstance(generator, numpy_random.Generator):
         return numpy_random.Generator(type(generator.bit_generator)())
     if generator is numpy_random or isinstance(generator, numpy_random.RandomState):
-        return numpy_random.RandomState(type(_bits(generator))())
+        legacy: Any = numpy_random.mtrand._rand if generator is numpy_random else generator
+        return numpy_random.RandomState(type(legacy._bit_generator)())
     return random.Random()

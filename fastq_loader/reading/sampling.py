@@ -19,27 +19,19 @@ from fastq_loader.reading.permutation import CHUNK, PermutationSampler
 T = TypeVar("T")
 
 
-def iterate(index_sampler: Any, *, packed: bool = False) -> Iterator[Any]:
-    """`iter(index_sampler)`, faster where the sampler is torch's own shuffle, or ours.
+def iterate_from(
+    index_sampler: Any, skip: int, *, packed: bool = False, note: Callable[[torch.Tensor], Any] = id
+) -> tuple[Iterator[Any], int]:
+    """`iter(index_sampler)` without the first `skip` indices, where they need not be drawn one by one; faster
+    where the sampler is torch's own shuffle, or ours.
 
     A subclass may mean something else, and so may a class whose `__iter__` was replaced: those, and every
     other sampler, are iterated as they are.
 
     Args:
         index_sampler: yields indices, or lists of them.
-        packed: give a batch of a shuffle as `Indices`, as it goes into a message.
-    """
-    return iterate_from(index_sampler, 0, packed=packed)[0]
-
-
-def iterate_from(
-    index_sampler: Any, skip: int, *, packed: bool = False, note: Callable[[torch.Tensor], Any] = id
-) -> tuple[Iterator[Any], int]:
-    """The same without the first `skip` indices, where they need not be drawn one by one.
-
-    Args:
-        index_sampler, packed: as for `iterate`.
         skip: so many.
+        packed: give a batch of a shuffle as `Indices`, as it goes into a message.
         note: called with each permutation of a shuffle.
 
     Returns:

@@ -130,7 +130,7 @@ class Stopping:
                     self._after.pop()()
             finally:
                 if not self._after:
-                    self.forget = _forget_nobody  # it may be a method of whoever keeps this object
+                    self.forget = lambda: None  # it may be a method of whoever keeps this object
                     _active.discard(self)
                     self.over.set()
             return math.inf
@@ -175,10 +175,6 @@ class Stopping:
         wake, self._wake = self._wake, -1
         if wake >= 0:
             os.close(wake)
-
-
-def _forget_nobody() -> None:
-    """All have ended."""
 
 
 _active: set[Stopping] = set()  # those that a thread watches

@@ -1,4 +1,4 @@
-"""`sampling.iterate` beside `iter`: the same batches, and the same generator states at every step."""
+"""`sampling.iterate_from` beside `iter`: the same batches, and the same generator states at every step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from fastq_loader.ipc.messages import Indices, decode_index
 from fastq_loader.reading import sampling
+
+
+def iterate(index_sampler: Any, **options: Any) -> Iterator[Any]:
+    """All indices."""
+    return sampling.iterate_from(index_sampler, 0, **options)[0]
 
 
 def story(batches: Iterator[Any], generator: torch.Generator | None) -> list[Any]:
@@ -40,24 +45,22 @@ def test_a_shuffle_is_torchs(
     length: int, batch_size: int, drop_last: bool, num_samples: int | None, seed: int | None
 ) -> None:
     told = []
-    for iterate in (iter, sampling.iterate, lambda it: map(decode_index, sampling.iterate(it, packed=True))):
+    for way in (iter, iterate, lambda it: map(decode_index, iterate(it, packed=True))):
         torch.manual_seed(7)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         sampler = RandomSampler(range(length), num_samples=num_samples, generator=generator)
-        told.append(story(iterate(BatchSampler(sampler, batch_size, drop_last)), generator))
+        told.append(story(way(BatchSampler(sampler, batch_size, drop_last)), generator))
     assert told[0] == told[1] == told[2]
 
 
 def test_a_shuffle_is_cut_from_the_permutation() -> None:
     """The guard of the test above: it compares two things only if this is another iterator."""
-    batches = sampling.iterate(BatchSampler(RandomSampler(range(10)), 3, False))
+    batches = iterate(BatchSampler(RandomSampler(range(10)), 3, False))
     assert batches.__name__ == "_shuffled"  # type: ignore[attr-defined]
-    assert (
-        type(next(sampling.iterate(BatchSampler(RandomSampler(range(10)), 3, False), packed=True))) is Indices
-    )
+    assert type(next(iterate(BatchSampler(RandomSampler(range(10)), 3, False), packed=True))) is Indices
 
 
-@pytest.mark.parametrize("iterate", [iter, sampling.iterate])
+@pytest.mark.parametrize("iterate", [iter, iterate])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_batch_sampler_that_is_changed_while_it_runs(iterate: Any, drop_last: bool) -> None:
     sampler = BatchSampler(RandomSampler(range(13)), 2, drop_last)
@@ -79,15 +82,15 @@ class Doubled(BatchSampler):
 
 
 def sizes(sampler: Any) -> list[int]:
-    return [len(batch) for batch in sampling.iterate(sampler)]
+    return [len(batch) for batch in iterate(sampler)]
 
 
 def test_what_is_not_torchs_own_shuffle_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     again = RandomSampler(range(2), replacement=True, num_samples=40)
-    assert list(sampling.iterate(BatchSampler(Backwards(range(4)), 2, False))) == [[3, 2], [1, 0]]
-    assert list(sampling.iterate(BatchSampler(SequentialSampler(range(3)), 2, False))) == [[0, 1], [2]]
+    assert list(iterate(BatchSampler(Backwards(range(4)), 2, False))) == [[3, 2], [1, 0]]
+    assert list(iterate(BatchSampler(SequentialSampler(range(3)), 2, False))) == [[0, 1], [2]]
     assert sizes(Doubled(RandomSampler(range(4)), 2, False)) == [4, 4]
     assert sizes(BatchSampler(again, 8, True)) == [8] * 5
-    assert len(list(sampling.iterate(again))) == 40
+    assert len(list(iterate(again))) == 40
     monkeypatch.setattr(RandomSampler, "__iter__", lambda self: iter([1, 1, 1]))
-    assert list(sampling.iterate(BatchSampler(RandomSampler(range(9)), 2, False))) == [[1, 1], [1]]
+    assert list(iterate(BatchSampler(RandomSampler(range(9)), 2, False))) == [[1, 1], [1]]
