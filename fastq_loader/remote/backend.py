@@ -27,7 +27,7 @@ from fastq_loader.remote.gateway import Gateway
 from fastq_loader.remote.link import Address, Lost
 from fastq_loader.remote.placement import Placement
 from fastq_loader.remote.places import Places, Tie
-from fastq_loader.remote.spec import HostSpec, versions
+from fastq_loader.remote.spec import HostSpec
 from fastq_loader.remote.stand_in import LOST
 from fastq_loader.remote.traffic import Traffic
 from fastq_loader.remote.wire import Request
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 #: Seconds that a host has to write a worker's stacks, and to say what became of one.
 _STACKS, _DEATH = 2.0, 0.5
-#: Seconds in which hosts are asked once whom they have refused, however often somebody wants to know; and that
-#: all together have to say so.
+#: Seconds in which hosts are asked once whom they have refused, however often somebody wants to know; and
+#: that all together have to say so.
 _ASK_EVERY, _REFUSED = 1.0, 0.5
 
 
@@ -59,7 +59,6 @@ class RemoteBackend(WorkerBackend):
         self._placement = placement
         self._places = Places(placement)
         self._tls = tls
-        self._versions = versions()
         self._token = b""
         self._gateway: Gateway | None = None
         self._ties: dict[int, Tie] = {}  # of the workers, by number
@@ -78,7 +77,7 @@ class RemoteBackend(WorkerBackend):
         self._traffic = Traffic(self._counted, self._plan.workers)
         self._gateway = Gateway([arena.fd, self._counted], folder)
         self._gateway.open()
-        spec = pickle.dumps(HostSpec.of(self._plan, token, self._tls))
+        spec = pickle.dumps(HostSpec.of(self._plan, token, self._tls, base_seed, shared_seed))
         self._places.start(self._plan.workers, spec)
         while self._left() and len(self._children) < self._gateway.at_once:
             self.start_next()
@@ -91,7 +90,6 @@ class RemoteBackend(WorkerBackend):
             *(setup.descriptors["arena"], setup.arena_length, setup.arena_whole),
             self._counted,
             *(setup.plan.workers, setup.plan.shared_tasks, setup.plan.for_device),
-            *(setup.base_seed, setup.shared_seed, self._versions),
             tls=self._tls,
         )
         return LaunchedProcess(partial(self._launch, told))

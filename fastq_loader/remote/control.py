@@ -25,8 +25,6 @@ class Told(NamedTuple):
         traffic: descriptor of the words that count bytes; see there.
         workers: of the pool.
         shared_tasks, for_device: see `workers.config.Plan`.
-        base_seed, shared_seed: for the far worker.
-        versions: of what has to be the same on the other side.
         tls: encrypts connections, or None.
     """
 
@@ -43,9 +41,6 @@ class Told(NamedTuple):
     workers: int
     shared_tasks: bool
     for_device: bool
-    base_seed: int
-    shared_seed: int | None
-    versions: dict[str, str]
     tls: Tls | None = None
 
 

@@ -299,8 +299,7 @@ class StandIn:
             return
         self._place = place
         told = self._told
-        seeds = told.base_seed, told.shared_seed
-        request = Request(place.number, False, told.worker, *seeds, told.versions, place.environment)
+        request = Request(place.number, False, told.worker, place.environment)
         try:
             connection, frame = link.connect(
                 place.address, told.token, request, wire.WELCOME, wire.MESSAGE, tls=told.tls

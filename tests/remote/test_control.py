@@ -10,7 +10,7 @@ import pytest
 from fastq_loader.remote.control import Dying, NoPlace, Place, Told, Up, Waiting
 from fastq_loader.remote.link import Address
 
-TOLD = Told(1, 0, "/tmp/f", None, 7, bytes(16), 5, 1 << 20, True, 6, 2, True, False, 3, None, {"torch": "2"})
+TOLD = Told(1, 0, "/tmp/f", None, 7, bytes(16), 5, 1 << 20, True, 6, 2, True, False)
 
 
 @pytest.mark.parametrize(
