@@ -20,16 +20,14 @@ from typing import TYPE_CHECKING, Any
 from fastq_loader.errors import ProtocolError
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
-from fastq_loader.remote import link, traffic
-from fastq_loader.remote.control import Place, Told
+from fastq_loader.remote import link
+from fastq_loader.remote.control import Place, Told, Traffic, create_traffic
 from fastq_loader.remote.encryption import Tls
 from fastq_loader.remote.gateway import Gateway
 from fastq_loader.remote.link import Address, Lost
-from fastq_loader.remote.placement import Placement
-from fastq_loader.remote.places import Places, Tie
-from fastq_loader.remote.spec import HostSpec, versions
+from fastq_loader.remote.places import Placement, Places, Tie
+from fastq_loader.remote.spec import HostSpec
 from fastq_loader.remote.stand_in import LOST
-from fastq_loader.remote.traffic import Traffic
 from fastq_loader.remote.wire import Request
 from fastq_loader.workers.backend import WorkerBackend
 from fastq_loader.workers.children import LaunchedProcess
@@ -59,7 +57,6 @@ class RemoteBackend(WorkerBackend):
         self._placement = placement
         self._places = Places(placement)
         self._tls = tls
-        self._versions = versions()
         self._token = b""
         self._gateway: Gateway | None = None
         self._ties: dict[int, Tie] = {}  # of the workers, by number
@@ -74,11 +71,11 @@ class RemoteBackend(WorkerBackend):
     def start(self, arena: Arena, folder: str, token: bytes, base_seed: int, shared_seed: int | None) -> None:
         self._setup = self._make_setup(arena, folder, token, base_seed, shared_seed)
         self._token = token
-        self._counted = traffic.create(self._plan.workers)
+        self._counted = create_traffic(self._plan.workers)
         self._traffic = Traffic(self._counted, self._plan.workers)
         self._gateway = Gateway([arena.fd, self._counted], folder)
         self._gateway.open()
-        spec = pickle.dumps(HostSpec.of(self._plan, token, self._tls))
+        spec = pickle.dumps(HostSpec.of(self._plan, token, self._tls, base_seed, shared_seed))
         self._places.start(self._plan.workers, spec)
         while self._left() and len(self._children) < self._gateway.at_once:
             self.start_next()
@@ -91,7 +88,6 @@ class RemoteBackend(WorkerBackend):
             *(setup.descriptors["arena"], setup.arena_length, setup.arena_whole),
             self._counted,
             *(setup.plan.workers, setup.plan.shared_tasks, setup.plan.for_device),
-            *(setup.base_seed, setup.shared_seed, self._versions),
             tls=self._tls,
         )
         return LaunchedProcess(partial(self._launch, told))

@@ -94,7 +94,7 @@ class Serving:
         self.port: int = listener.getsockname()[1]
         self.refused: Counter[str] = Counter()
         self._spec = spec
-        self._versions = versions()
+        self._different = wire.difference(versions(), spec.versions)
         self._tls = None if spec.tls is None else spec.tls.context(server=True)
         self._listener = listener
         self._listener.setblocking(False)
@@ -174,14 +174,13 @@ class Serving:
         del self._guests[guest.sock.fileno()]
         guest.sock.setblocking(True)
         connection = Connection(guest.sock, wire.MESSAGE)
-        different = "" if request.asks else wire.difference(self._versions, request.versions)
         with contextlib.suppress(Lost):  # whoever it was has left
             link.configure(guest.sock, link.NOTICED_THERE)
-            if different:
-                self.refused["another version"] += 1
-                connection.send(wire.REFUSED, different.encode())
-            elif request.asks:
+            if request.asks:
                 connection.send(wire.REPORT, msgpack.packb(self._report(request.number)))
+            elif self._different:
+                self.refused["another version"] += 1
+                connection.send(wire.REFUSED, self._different.encode())
             else:
                 self._start_worker(guest.sock, connection, request)
                 return

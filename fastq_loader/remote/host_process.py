@@ -1,15 +1,19 @@
-"""A host as whoever starts it sees it; what it does is in `host`.
+"""A host as whoever starts it sees it, and an actor of Ray that does; what a host does is in `host`.
 
-Runs wherever somebody wants a host beside itself: in an actor on another machine, or in a test. Imports no
-torch, because an actor has no other use for it.
+Runs in the process of an actor on another machine, or in a test. Imports no torch, because an actor has no
+other use for it; one that starts no host needs not even this package there.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+import threading
+import types
 from collections.abc import Iterable
+from typing import Any
 
 from fastq_loader.remote.link import Address
 from fastq_loader.system import calls
@@ -74,3 +78,51 @@ class Host:
         except subprocess.TimeoutExpired:  # it is at its imports
             self._process.kill()
             self._process.wait()
+
+
+def seat_class() -> type:
+    """The class of the actors, which hold room for a worker, and start a machine's host if they are the first
+    ones there. Made in here, it is pickled as it stands."""
+
+    class Seat:
+        def __init__(self) -> None:
+            self.starting = threading.Lock()
+            self.host: Any = None
+            self.port = 0
+
+        def where(self) -> tuple[str, str, dict[str, str]]:
+            ray: Any = importlib.import_module("ray")
+            # Ray says so in this process alone: CUDA_VISIBLE_DEVICES, and what others have in its place.
+            devices = {
+                name: value
+                for name, value in os.environ.items()
+                if "_VISIBLE_" in name or name == "ONEAPI_DEVICE_SELECTOR"
+            }
+            return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), devices
+
+        def stay(self) -> None:
+            threading.Event().wait()
+
+        def listen(self, spec: bytes, ports: list[int]) -> int:
+            if "fastq_loader" not in sys.modules:
+                found = importlib.util.find_spec("fastq_loader")
+                if found is None:
+                    raise ModuleNotFoundError("fastq-loader[ray] is not installed on this machine")
+                # The package itself imports torch, and an actor needs none of it.
+                package = sys.modules["fastq_loader"] = types.ModuleType("fastq_loader")
+                package.__path__ = list(found.submodule_search_locations or ())
+            # By its name: what this module holds would be sent along.
+            starter: Any = importlib.import_module("fastq_loader.remote.host_process")
+            with self.starting:
+                if self.host is None or not self.host.alive:
+                    self.end()
+                    self.host = starter.Host(spec, self.where()[1], ports)
+                    self.port = self.host.address().port
+                return self.port
+
+        def end(self) -> None:
+            host, self.host = self.host, None
+            if host is not None:
+                host.close()
+
+    return Seat

@@ -205,7 +205,7 @@ def _introduce(
     sock: socket.socket, handshake: Connecting, kinds: tuple[int, ...]
 ) -> tuple[Connection, Frame]:
     """The handshake and its answer; see `connect`."""
-    sock.sendall(handshake.begin())
+    sock.sendall(handshake.first)
     while handshake.wanted:
         data = sock.recv(handshake.wanted)
         if not data:

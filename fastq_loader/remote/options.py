@@ -10,7 +10,7 @@ import importlib.metadata
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -19,7 +19,6 @@ from fastq_loader.workers.options import WorkerKind
 
 if TYPE_CHECKING:
     from fastq_loader.remote.encryption import Tls
-    from fastq_loader.remote.placement import Placement
     from fastq_loader.workers.backend import WorkerBackend
     from fastq_loader.workers.config import Plan
 
@@ -27,27 +26,6 @@ if TYPE_CHECKING:
 RAY = (2, 52)
 #: Machines of a cluster come and go, so the number is high; who dies again and again comes to an end.
 _RESTARTS = 100
-
-
-@dataclass(frozen=True)
-class FarWorkers(WorkerKind):
-    """Workers on other machines. `num_workers` is the most that are used; as many run as find a place.
-
-    Args:
-        placement: makes what starts hosts and finds places, for one pool.
-        max_restarts: see `Processes`.
-        tls: encrypts the connections; without it, batches travel as they are.
-    """
-
-    here: ClassVar[bool] = False
-    placement: Callable[[], Placement]
-    max_restarts: int = 0
-    tls: Tls | None = None
-
-    def backend(self, plan: Plan) -> WorkerBackend:
-        from fastq_loader.remote.backend import RemoteBackend  # some systems lack what it is made of
-
-        return RemoteBackend(plan, self.placement(), self.tls)
 
 
 @dataclass(frozen=True)
@@ -188,7 +166,7 @@ class RayWorkers(WorkerKind):
         return f"ray {RAY[0]}.{RAY[1]} or newer, which {found}: pip install 'fastq-loader[ray]'"
 
     def backend(self, plan: Plan) -> WorkerBackend:
-        from fastq_loader.remote.backend import RemoteBackend
+        from fastq_loader.remote.backend import RemoteBackend  # some systems lack what it is made of
         from fastq_loader.remote.ray_placement import RayPlacement
 
         return RemoteBackend(plan, RayPlacement(self, plan.shared_tasks), self._encryption())

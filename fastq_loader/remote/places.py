@@ -1,9 +1,9 @@
-"""Which stand-in has which place: the consumer's end of every stand-in's pipe.
+"""Where workers run: what somebody who starts hosts has to offer, and which stand-in has which place.
 
-Runs in the consumer, on a thread of its own, because places come and stand-ins lose them while the consumer
-is in a training step. Places are found for as many workers as there are, before any stand-in is up; a
-stand-in that waits gets the first that is ready. One that has lost its place gives it back, and another one
-is found.
+Runs in the consumer, at its end of every stand-in's pipe, on a thread of its own, because places come and
+stand-ins lose them while the consumer is in a training step. Places are found for as many workers as there
+are, before any stand-in is up; a stand-in that waits gets the first that is ready. One that has lost its
+place gives it back, and another one is found.
 """
 
 from __future__ import annotations
@@ -12,14 +12,53 @@ import contextlib
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
-from typing import Any
+from typing import Any, Protocol
 
 from fastq_loader.remote.control import Dying, NoPlace, Place, Told, Up, Waiting
-from fastq_loader.remote.placement import Placement
 from fastq_loader.system import calls
 from fastq_loader.system.interrupts import without_signals
+
+#: Takes a place that has been found, or that there is none or none any more.
+Found = Callable[[Place | NoPlace], None]
+
+
+class Placement(Protocol):
+    """Starts hosts, and finds places for workers on them, for one pool.
+
+    None of this may wait for long, but for `close`. It is called on several threads, one at a time but for
+    `close`, which comes last.
+    """
+
+    def start(self, spec: bytes, found: Found) -> None:
+        """A pool starts. Hosts are to be started with `host.Host(spec, ...)`, one on each machine; places go
+        to `found`."""
+
+    def acquire(self, number: int) -> None:
+        """Find a place for one worker, and call `found` with it when its host listens: in here or later, on
+        any thread. Until then the worker waits, for a machine that will join perhaps; with a `NoPlace` it
+        dies of it, and with the error that this may raise. The place has this number. One that is gone is
+        followed by a `NoPlace`.
+        """
+
+    def release(self, number: int, why: str) -> None:
+        """A place is not needed any more, or of no use. What ran there has ended, or will in a moment.
+
+        Args:
+            number: of `acquire`. Each that `found` was called with is given back once, before `close`.
+            why: the connection was lost or not to be had, in words; a machine that is suspected should not be
+                given out again at once. "" if it was simply not needed any more.
+        """
+
+    def death(self, number: int) -> str:
+        """What is known of why a place was lost ("node 10.0.0.2 was removed"); "" for nothing. Is asked when
+        the host does not answer."""
+
+    def close(self) -> None:
+        """All workers have ended: end the hosts; returns when they have. May be called after a `start` that
+        failed, or without one."""
 
 
 @dataclass(eq=False)

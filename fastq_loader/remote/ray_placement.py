@@ -37,9 +37,9 @@ from torch import distributed
 
 from fastq_loader.remote.cluster import ROOMLESS, Cluster, Instructions
 from fastq_loader.remote.control import NoPlace, Place
+from fastq_loader.remote.host_process import seat_class
 from fastq_loader.remote.link import Address
-from fastq_loader.remote.placement import Found, Placement
-from fastq_loader.remote.seat import seat_class
+from fastq_loader.remote.places import Found, Placement
 
 if TYPE_CHECKING:
     from fastq_loader.remote.options import RayWorkers

@@ -66,15 +66,27 @@ class HostSpec:
         token: the pool's, see `messages`.
         path: the consumer's `sys.path`. What is not the host's own comes at the end of the host's.
         tls: encrypts connections, or None.
+        base_seed, shared_seed: of the workers' generators, and of datapipe graphs.
+        versions: of what has to be the same where workers run.
     """
 
     plan: Plan
     token: bytes = field(repr=False)
     path: tuple[str, ...]
-    tls: Tls | None = None
+    tls: Tls | None
+    base_seed: int
+    shared_seed: int | None
+    versions: dict[str, str]
 
     @classmethod
-    def of(cls, plan: Plan, token: bytes, tls: Tls | None = None) -> HostSpec:
+    def of(
+        cls,
+        plan: Plan,
+        token: bytes,
+        tls: Tls | None = None,
+        base_seed: int = 0,
+        shared_seed: int | None = None,
+    ) -> HostSpec:
         """
         Raises:
             UnpicklableError: the dataset, or one of its functions, cannot be pickled.
@@ -82,7 +94,7 @@ class HostSpec:
         payload = SentPayload(_pickled(plan.payload.open()))
         # A far worker is sent the tasks that its stand-in has claimed; it claims none.
         sent = replace(plan, payload=payload, context=None, dynamic=False, backend=_nowhere)
-        return cls(sent, token, tuple(sys.path), tls)
+        return cls(sent, token, tuple(sys.path), tls, base_seed, shared_seed, versions())
 
 
 def _pickled(parts: dict[str, Any]) -> bytes:

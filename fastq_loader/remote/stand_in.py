@@ -33,9 +33,8 @@ from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.remote import link, wire
-from fastq_loader.remote.control import Dying, NoPlace, Place, Told, Up, Waiting
+from fastq_loader.remote.control import Dying, NoPlace, Place, Told, Traffic, Up, Waiting
 from fastq_loader.remote.link import Connection, Lost
-from fastq_loader.remote.traffic import Traffic
 from fastq_loader.remote.wire import Request
 from fastq_loader.system import calls
 from fastq_loader.workers import zygote
@@ -299,8 +298,7 @@ class StandIn:
             return
         self._place = place
         told = self._told
-        seeds = told.base_seed, told.shared_seed
-        request = Request(place.number, False, told.worker, *seeds, told.versions, place.environment)
+        request = Request(place.number, False, told.worker, place.environment)
         try:
             connection, frame = link.connect(
                 place.address, told.token, request, wire.WELCOME, wire.MESSAGE, tls=told.tls

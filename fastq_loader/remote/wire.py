@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import msgpack
@@ -30,7 +31,7 @@ MAGIC = b"FQLr1"
 NONCE_BYTES = 32
 _MAC_BYTES = 32
 _LENGTH = struct.Struct("<H")
-#: Bytes of a request: numbers and versions.
+#: Bytes of a request: numbers and names of devices.
 LONGEST_REQUEST = 1024
 
 _HEADER = struct.Struct("<BIQ")
@@ -78,22 +79,17 @@ class Request(NamedTuple):
         number: of the place that it was given; names the far worker.
         asks: it asks what became of that worker; else it is its stand-in, and the worker is to be started.
         worker: the worker's number in the pool.
-        base_seed, shared_seed: of its generators, and of datapipe graphs.
-        versions: of what has to be the same on both sides, by name.
         environment: variables for the worker, which say what devices it may use.
     """
 
     number: int
     asks: bool
     worker: int = 0
-    base_seed: int = 0
-    shared_seed: int | None = None
-    versions: dict[str, str] = {}  # noqa: RUF012 - nobody writes to it
     environment: dict[str, str] = {}  # noqa: RUF012 - nobody writes to it
 
     def pack(self) -> bytes:
         packed: bytes = msgpack.packb(tuple(self))
-        assert len(packed) <= LONGEST_REQUEST, "it is made of numbers and versions"
+        assert len(packed) <= LONGEST_REQUEST, "it is made of numbers and names of devices"
         return packed
 
 
@@ -106,11 +102,8 @@ def read_request(packed: bytes) -> Request:
         request = Request(*msgpack.unpackb(packed))
     except (ValueError, TypeError, msgpack.UnpackException):
         raise Refused("a request that cannot be read") from None
-    numbers = request.number, request.worker, request.base_seed, request.shared_seed or 0
-    named = all(
-        isinstance(texts, dict) and all(isinstance(text, str) for item in texts.items() for text in item)
-        for texts in (request.versions, request.environment)
-    )
+    numbers, texts = (request.number, request.worker), request.environment
+    named = isinstance(texts, dict) and all(isinstance(text, str) for item in texts.items() for text in item)
     if type(request.asks) is not bool or not named or any(type(n) is not int or n < 0 for n in numbers):
         raise Refused("a request that cannot be read")
     return request
@@ -129,6 +122,10 @@ def _mac(token: bytes, *parts: bytes) -> bytes:
     return hmac.new(token, b"".join(parts), hashlib.sha256).digest()
 
 
+#: What one side does: it takes what it wanted, and gives what is to be sent and how many bytes it wants next.
+_Steps = Generator[tuple[bytes, int], bytes, None]
+
+
 class _Handshake:
     """One side. `feed` takes what was received and returns what is to be sent.
 
@@ -137,6 +134,7 @@ class _Handshake:
         nonce: random bytes that were never used before.
 
     Attributes:
+        first: what is to be sent before anything is received.
         wanted: bytes to receive before anything can be said; no others may be given to `feed`. 0: it is over.
     """
 
@@ -145,11 +143,8 @@ class _Handshake:
         self._token = token
         self._nonce = nonce
         self._received = b""
-        self._expect = len(MAGIC)
-
-    @property
-    def wanted(self) -> int:
-        return self._expect - len(self._received)
+        self._steps = self._begin()
+        self.first, self.wanted = next(self._steps)
 
     def feed(self, data: bytes) -> bytes:
         """
@@ -158,15 +153,18 @@ class _Handshake:
         """
         assert len(data) <= self.wanted, "more was received than asked for"
         self._received += data
+        self.wanted -= len(data)
         if self.wanted:
             return b""
-        return self._line()
+        received, self._received = self._received, b""
+        said, self.wanted = self._steps.send(received)
+        return said
 
-    def _line(self) -> bytes:
+    def _begin(self) -> _Steps:
         raise NotImplementedError
 
-    def _check_magic(self) -> None:
-        if self._received != MAGIC:
+    def _check_magic(self, magic: bytes) -> None:
+        if magic != MAGIC:
             raise Refused("not this protocol")
 
     def _check_mac(self, mac: bytes, *parts: bytes) -> None:
@@ -183,27 +181,18 @@ class Accepting(_Handshake):
 
     request: Request | None = None
 
-    def _line(self) -> bytes:
-        magic, nonce = len(MAGIC), NONCE_BYTES
-        received = self._received
-        if len(received) == magic:
-            self._check_magic()
-            self._expect += nonce
-        elif len(received) == magic + nonce:
-            self._nonces = received[magic:] + self._nonce
-            self._expect += _MAC_BYTES + _LENGTH.size
-            return MAGIC + self._nonce + _mac(self._token, b"server", self._nonces)
-        elif len(received) == magic + nonce + _MAC_BYTES + _LENGTH.size:
-            (length,) = _LENGTH.unpack(received[-_LENGTH.size :])
-            if not 0 < length <= LONGEST_REQUEST:
-                raise Refused("a request of a forged size")
-            self._expect += length
-        else:
-            proof = received[magic + nonce :]
-            mac, request = proof[:_MAC_BYTES], proof[_MAC_BYTES + _LENGTH.size :]
-            self._check_mac(mac, b"client", self._nonces, request)
-            self.request = read_request(request)
-        return b""
+    def _begin(self) -> _Steps:
+        self._check_magic((yield b"", len(MAGIC)))
+        nonces = (yield b"", NONCE_BYTES) + self._nonce
+        mine = MAGIC + self._nonce + _mac(self._token, b"server", nonces)
+        proof = yield mine, _MAC_BYTES + _LENGTH.size
+        (length,) = _LENGTH.unpack(proof[_MAC_BYTES:])
+        if not 0 < length <= LONGEST_REQUEST:
+            raise Refused("a request of a forged size")
+        request = yield b"", length
+        self._check_mac(proof[:_MAC_BYTES], b"client", nonces, request)
+        self.request = read_request(request)
+        yield b"", 0
 
 
 class Connecting(_Handshake):
@@ -218,20 +207,13 @@ class Connecting(_Handshake):
         super().__init__(token, nonce)
         self._request = request.pack()
 
-    def begin(self) -> bytes:
-        """What is to be sent first."""
-        return MAGIC + self._nonce
-
-    def _line(self) -> bytes:
-        if len(self._received) == len(MAGIC):
-            self._check_magic()
-            self._expect += NONCE_BYTES + _MAC_BYTES
-            return b""
-        proof = self._received[len(MAGIC) :]
+    def _begin(self) -> _Steps:
+        self._check_magic((yield MAGIC + self._nonce, len(MAGIC)))
+        proof = yield b"", NONCE_BYTES + _MAC_BYTES
         nonces = self._nonce + proof[:NONCE_BYTES]
         self._check_mac(proof[NONCE_BYTES:], b"server", nonces)
         mac = _mac(self._token, b"client", nonces, self._request)
-        return mac + _LENGTH.pack(len(self._request)) + self._request
+        yield mac + _LENGTH.pack(len(self._request)) + self._request, 0
 
 
 def header(kind: int, payload: int, body: int = 0) -> bytes:

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from fastq_loader.remote import backend as module
-from fastq_loader.remote import traffic
 from fastq_loader.remote.backend import RemoteBackend
-from fastq_loader.remote.control import Place
+from fastq_loader.remote.control import Place, Traffic, create_traffic
 from fastq_loader.remote.link import Address, Lost
 from fastq_loader.remote.places import Tie
-from fastq_loader.remote.traffic import Traffic
 from fastq_loader.statistics.counters import Counters
 from tests.support.worker_setup import make_plan
 
@@ -97,7 +95,7 @@ class Counted:
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         placement: Any = None
         self.pool = RemoteBackend(make_plan(range(3), workers=4), placement)
-        fd = traffic.create(4)
+        fd = create_traffic(4)
         self.pool._traffic = Traffic(fd, 4)
         os.close(fd)
         pipe: Any = SimpleNamespace(closed=True)

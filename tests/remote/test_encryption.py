@@ -16,7 +16,7 @@ from fastq_loader.remote import link, wire
 from fastq_loader.remote.encryption import Tls
 from fastq_loader.remote.host_process import Host
 from fastq_loader.remote.link import Connection, Lost
-from fastq_loader.remote.spec import HostSpec, versions
+from fastq_loader.remote.spec import HostSpec
 from fastq_loader.remote.wire import Request
 from tests.support import certificates
 from tests.support.pair import TOKEN
@@ -88,7 +88,7 @@ def test_without_waiting_there_may_be_nothing_and_a_wait_may_be_limited(
 @pytest.mark.processes
 def test_a_host_lets_in_who_has_a_certificate_and_counts_the_others(tls: Tls, others: Tls) -> None:
     host = Host(pickle.dumps(HostSpec.of(make_plan([5, 6]), TOKEN, tls)), "127.0.0.1")
-    address, request = host.address(), Request(1, False, versions=versions())
+    address, request = host.address(), Request(1, False)
     for wrong in (None, others):
         with pytest.raises(Lost):
             link.connect(address, TOKEN, request, wire.WELCOME, tls=wrong)

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,9 +54,8 @@ def address(host: Host) -> Address:
     return host.address()
 
 
-def connect(address: Address, number: int, there: dict[str, str] | None = None) -> tuple[Connection, int]:
-    request = Request(number, False, versions=versions() if there is None else there)
-    connection, frame = link.connect(address, TOKEN, request, wire.WELCOME, wire.MESSAGE)
+def connect(address: Address, number: int) -> tuple[Connection, int]:
+    connection, frame = link.connect(address, TOKEN, Request(number, False), wire.WELCOME, wire.MESSAGE)
     return connection, wire.unpack(frame.payload)
 
 
@@ -104,10 +104,14 @@ def test_it_has_a_worker_write_its_stacks(address: Address) -> None:
     connection.close()
 
 
-def test_another_version_is_refused_with_what_differs(address: Address) -> None:
+def test_another_version_is_refused_with_what_differs() -> None:
+    spec = replace(HostSpec.of(make_plan(Asked()), TOKEN), versions={**versions(), "torch": "0.1"})
+    host = Host(pickle.dumps(spec), "127.0.0.1")
+    there = host.address()
     with pytest.raises(Refused, match=r"torch \S+ here and 0.1 there"):
-        connect(address, 5, {**versions(), "torch": "0.1"})
-    assert report(address)["refused"]["another version"] == 1
+        connect(there, 5)
+    assert report(there)["refused"]["another version"] == 1
+    host.close()
 
 
 @pytest.mark.parametrize(
@@ -179,7 +183,7 @@ def test_with_it_its_workers_end(address: Address) -> None:
 
 
 def test_a_worker_has_the_variables_that_its_stand_in_says(address: Address) -> None:
-    request = Request(6, False, versions=versions(), environment={"CUDA_VISIBLE_DEVICES": "3"})
+    request = Request(6, False, environment={"CUDA_VISIBLE_DEVICES": "3"})
     connection, _ = link.connect(address, TOKEN, request, wire.WELCOME, wire.MESSAGE)
     tell(connection, Epoch(1, None), Task(1, 0, 0, "CUDA_VISIBLE_DEVICES", (), ()))
     frame = connection.receive()

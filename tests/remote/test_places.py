@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import signal
 from collections.abc import Iterator
@@ -13,10 +14,10 @@ import pytest
 
 from fastq_loader.remote.control import Dying, NoPlace, Place, Told, Up, Waiting
 from fastq_loader.remote.link import Address
-from fastq_loader.remote.placement import Found
-from fastq_loader.remote.places import Places, Tie
+from fastq_loader.remote.places import Found, Placement, Places, Tie
 from tests.conftest import wait_until
 from tests.remote.test_control import TOLD
+from tests.support.hosts import LocalHosts
 
 SECONDS = 10  # against hanging
 
@@ -207,3 +208,12 @@ def test_its_thread_takes_no_signals(places: Places) -> None:
     status = Path(f"/proc/self/task/{places._thread.native_id}/status").read_text()
     blocked = int(re.findall(r"SigBlk:\s+(\w+)", status)[0], 16)
     assert blocked >> (signal.SIGINT - 1) & 1
+
+
+def test_the_placement_of_the_tests_is_one() -> None:
+    placement: Placement = LocalHosts()
+    for name, method in inspect.getmembers(Placement, inspect.isfunction):
+        if not name.startswith("_"):
+            ours = inspect.signature(getattr(LocalHosts, name))
+            assert list(ours.parameters) == list(inspect.signature(method).parameters)
+    placement.close()

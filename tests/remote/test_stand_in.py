@@ -30,11 +30,10 @@ from fastq_loader.ipc.messages import (
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
-from fastq_loader.remote import stand_in, traffic, wire
-from fastq_loader.remote.control import Dying, NoPlace, Place, Up, Waiting
+from fastq_loader.remote import stand_in, wire
+from fastq_loader.remote.control import Dying, NoPlace, Place, Traffic, Up, Waiting, create_traffic
 from fastq_loader.remote.link import Address, Connection
 from fastq_loader.remote.stand_in import LOST, StandIn
-from fastq_loader.remote.traffic import Traffic
 from fastq_loader.system import calls
 from tests.remote.test_control import TOLD
 from tests.support.simulation import Table
@@ -82,7 +81,7 @@ class Scene:
         self.pipe, its = Pipe()
         self.its = its
         told = TOLD._replace(shared_tasks=shared)
-        words = traffic.create(told.workers)
+        words = create_traffic(told.workers)
         self.traffic = Traffic(words, told.workers)
         os.close(words)
         self.stand_in = StandIn(told, its, self.socket, self.claims, self.blocks, self.traffic)  # type: ignore[arg-type]

@@ -6,13 +6,18 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from fastq_loader.remote.backend import RemoteBackend
 from fastq_loader.remote.control import Place
+from fastq_loader.remote.encryption import Tls
 from fastq_loader.remote.host_process import Host
 from fastq_loader.remote.link import Address
-from fastq_loader.remote.options import FarWorkers
-from fastq_loader.remote.placement import Found
+from fastq_loader.remote.places import Found, Placement
+from fastq_loader.workers.backend import WorkerBackend
+from fastq_loader.workers.config import Plan
+from fastq_loader.workers.options import WorkerKind
 from tests.conftest import descendants
 
 
@@ -77,6 +82,25 @@ class LocalHosts:
     def close(self) -> None:
         for host in self.hosts.values():
             host.close()
+
+
+@dataclass(frozen=True)
+class FarWorkers(WorkerKind):
+    """Workers on hosts of this machine.
+
+    Args:
+        placement: makes what starts hosts and finds places, for one pool.
+        max_restarts: see `Processes`.
+        tls: encrypts the connections; without it, batches travel as they are.
+    """
+
+    here: ClassVar[bool] = False
+    placement: Callable[[], Placement]
+    max_restarts: int = 0
+    tls: Tls | None = None
+
+    def backend(self, plan: Plan) -> WorkerBackend:
+        return RemoteBackend(plan, self.placement(), self.tls)
 
 
 def far(nodes: int = 1, room: int = 4, **options: Any) -> FarWorkers:
