@@ -134,10 +134,8 @@ def tune(
             was in the loader's own epochs so far, or 0 before the first.
         seconds: to spend on it, about.
         start_methods: to try: some of "fork", "spawn" and "forkserver"; None is the loader's own.
-        schedules: to try: "round_robin", "dynamic" or both; None: both, or the loader's own for an iterable
-            dataset. With another schedule the random numbers are others.
-        max_workers: the most to try; None: as many as the CPUs and the memory of this process's cgroup allow,
-            shared among the ranks of this machine (`LOCAL_WORLD_SIZE`).
+        schedules: to try, with other random numbers: "round_robin", "dynamic"; None: both, if map-style.
+        max_workers: the most to try; None: what this process's cgroup and its `LOCAL_WORLD_SIZE` allow.
         progress: tell on stderr how far it is.
 
     Raises:
