@@ -22,9 +22,8 @@ from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.remote import link
 from fastq_loader.remote.control import Place, Told, Traffic, create_traffic
-from fastq_loader.remote.encryption import Tls
 from fastq_loader.remote.gateway import Gateway
-from fastq_loader.remote.link import Address, Lost
+from fastq_loader.remote.link import Address, Lost, Tls
 from fastq_loader.remote.places import Placement, Places, Tie
 from fastq_loader.remote.spec import HostSpec
 from fastq_loader.remote.stand_in import LOST
@@ -75,7 +74,7 @@ class RemoteBackend(WorkerBackend):
         self._traffic = Traffic(self._counted, self._plan.workers)
         self._gateway = Gateway([arena.fd, self._counted], folder)
         self._gateway.open()
-        spec = pickle.dumps(HostSpec.of(self._plan, token, self._tls, base_seed, shared_seed))
+        spec = pickle.dumps(HostSpec.of(self._plan, token, self._tls, (base_seed, shared_seed)))
         self._places.start(self._plan.workers, spec)
         while self._left() and len(self._children) < self._gateway.at_once:
             self.start_next()

@@ -13,8 +13,7 @@ import os
 from typing import NamedTuple
 
 from fastq_loader.memory.blocks import Extents
-from fastq_loader.remote.encryption import Tls
-from fastq_loader.remote.link import Address
+from fastq_loader.remote.link import Address, Tls
 from fastq_loader.system import calls
 
 _WORD = 8

@@ -18,7 +18,7 @@ from fastq_loader.errors import is_int
 from fastq_loader.workers.options import WorkerKind
 
 if TYPE_CHECKING:
-    from fastq_loader.remote.encryption import Tls
+    from fastq_loader.remote.link import Tls
     from fastq_loader.workers.backend import WorkerBackend
     from fastq_loader.workers.config import Plan
 
@@ -180,7 +180,7 @@ class RayWorkers(WorkerKind):
                 self._refuse(
                     ValueError, "tls", f"must be a folder with cert.pem, key.pem and ca.pem: no {file}"
                 )
-        from fastq_loader.remote.encryption import Tls
+        from fastq_loader.remote.link import Tls
 
         return Tls(*files)
 

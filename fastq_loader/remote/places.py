@@ -106,9 +106,8 @@ class Places:
         """Find places for as many workers, on hosts that are told this."""
         self._wake = calls.wake_up()
         self._placement.start(spec, self._found)
-        for self._number in range(1, workers + 1):
-            self._asked.add(self._number)
-            self._placement.acquire(self._number)
+        for _ in range(workers):
+            self._seek()
         with without_signals():  # they are for the main thread, which may keep them out of a start
             self._thread.start()
 
@@ -226,12 +225,15 @@ class Places:
         self._placement.release(number, why)
         if self._stopped:
             return
-        self._number += 1
-        self._asked.add(self._number)
         try:
-            self._placement.acquire(self._number)
+            self._seek()
         except Exception as error:  # the one that waits for it says so
             self._found(NoPlace(self._number, f"{type(error).__name__}: {error}"))
+
+    def _seek(self) -> None:
+        self._number += 1
+        self._asked.add(self._number)
+        self._placement.acquire(self._number)
 
     def _found(self, found: Place | NoPlace) -> None:
         """On any thread: a place is ready, or there is none."""

@@ -17,7 +17,7 @@ import torch
 
 from fastq_loader.errors import UnpicklableError
 from fastq_loader.ipc.messages import VERSION
-from fastq_loader.remote.encryption import Tls
+from fastq_loader.remote.link import Tls
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.payload import Payload
 
@@ -66,7 +66,7 @@ class HostSpec:
         token: the pool's, see `messages`.
         path: the consumer's `sys.path`. What is not the host's own comes at the end of the host's.
         tls: encrypts connections, or None.
-        base_seed, shared_seed: of the workers' generators, and of datapipe graphs.
+        seeds: of the workers' generators, and of datapipe graphs.
         versions: of what has to be the same where workers run.
     """
 
@@ -74,18 +74,12 @@ class HostSpec:
     token: bytes = field(repr=False)
     path: tuple[str, ...]
     tls: Tls | None
-    base_seed: int
-    shared_seed: int | None
+    seeds: tuple[int, int | None]
     versions: dict[str, str]
 
     @classmethod
     def of(
-        cls,
-        plan: Plan,
-        token: bytes,
-        tls: Tls | None = None,
-        base_seed: int = 0,
-        shared_seed: int | None = None,
+        cls, plan: Plan, token: bytes, tls: Tls | None = None, seeds: tuple[int, int | None] = (0, None)
     ) -> HostSpec:
         """
         Raises:
@@ -94,7 +88,7 @@ class HostSpec:
         payload = SentPayload(_pickled(plan.payload.open()))
         # A far worker is sent the tasks that its stand-in has claimed; it claims none.
         sent = replace(plan, payload=payload, context=None, dynamic=False, backend=_nowhere)
-        return cls(sent, token, tuple(sys.path), tls, base_seed, shared_seed, versions())
+        return cls(sent, token, tuple(sys.path), tls, seeds, versions())
 
 
 def _pickled(parts: dict[str, Any]) -> bytes:

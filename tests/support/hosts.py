@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 
 from fastq_loader.remote.backend import RemoteBackend
 from fastq_loader.remote.control import Place
-from fastq_loader.remote.encryption import Tls
 from fastq_loader.remote.host_process import Host
-from fastq_loader.remote.link import Address
+from fastq_loader.remote.link import Address, Tls
 from fastq_loader.remote.places import Found, Placement
 from fastq_loader.workers.backend import WorkerBackend
 from fastq_loader.workers.config import Plan

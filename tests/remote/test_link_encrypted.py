@@ -13,9 +13,8 @@ import pytest
 
 from fastq_loader.ipc.messages import Epoch, Task, encode
 from fastq_loader.remote import link, wire
-from fastq_loader.remote.encryption import Tls
 from fastq_loader.remote.host_process import Host
-from fastq_loader.remote.link import Connection, Lost
+from fastq_loader.remote.link import Connection, Lost, Tls
 from fastq_loader.remote.spec import HostSpec
 from fastq_loader.remote.wire import Request
 from tests.support import certificates
