@@ -131,6 +131,16 @@ def attributes(index_sampler: Any) -> dict[str, Any]:
     return found
 
 
+def ranks(index_sampler: Any) -> str:
+    """Which part of the data samplers give, by their attributes: frameworks load one rank's state on all."""
+    return " ".join(
+        f"{depth}.{name}={getattr(part, name)}"
+        for depth, part in enumerate(chain(index_sampler))
+        for name in ("rank", "process_index")
+        if hasattr(part, name)
+    )
+
+
 def set_attributes(index_sampler: Any, values: dict[str, Any]) -> None:
     """Give the samplers these again."""
     for depth, part in enumerate(chain(index_sampler)):

@@ -23,6 +23,7 @@ from fastq_loader.resume.samplers import (
     epochs,
     let_end,
     own_generators,
+    ranks,
     said,
     set_attributes,
     set_epochs,
@@ -80,8 +81,7 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
             names the field, what was saved and what is there. Or a name to ignore is unknown.
         TypeError: `ignore` is no collection of names.
     """
-    ignored = _names(ignore)
-    fields = _Fields(_ours(state))
+    ignored, fields = _names(ignore), _Fields(_ours(state))
     _compare(fields, describe(loader), ignored)
     own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
     torchs = own.keys() & str(fields.present("generator")).split("/")
@@ -105,7 +105,8 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
     epoch, _, batches = between.position
     if over:  # Accelerate says it when the last batch was handed out
         return replace(between, position=Position(epoch + 1, 0, batches + delivered))
-    beginning = _beginning(noted, told, own, torchs, "order" in ignored)
+    part = None if "order" in ignored else ranks(loader._index_sampler)
+    beginning = _beginning(noted, told, own, torchs, part)
     progress = _progress(fields, beginning.drawn, loader, ignored)
     beginning.snapshots.update(_snapshots(fields, loader, progress.head))
     return replace(
@@ -120,7 +121,7 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
 
 
 def _beginning(
-    noted: _Fields, told: dict[str, int], own: dict[str, Any], torchs: Iterable[str], any_order: bool
+    noted: _Fields, told: dict[str, int], own: dict[str, Any], torchs: Iterable[str], part: str | None
 ) -> Beginning:
     return Beginning(
         starts=noted.number("starts", 1, 2),
@@ -132,7 +133,7 @@ def _beginning(
         states=noted.states("states", {**generators.GLOBAL, **own}, torchs),
         first=noted.states("first", generators.GLOBAL),
         attributes=_attributes(noted, 1),
-        digest=None if any_order else _digest(noted),
+        digest=_digest(noted, part),
         inner=copy.deepcopy(noted.values.get("inner")),
     )
 
@@ -142,9 +143,11 @@ def _attributes(noted: _Fields, which: int) -> dict[str, Any]:
     return {name: told.sequence(name)[which] for name in told.values if len(told.sequence(name)) > which}
 
 
-def _digest(noted: _Fields) -> tuple[int, int] | None:
+def _digest(noted: _Fields, part: str | None) -> tuple[int, int] | None:
+    """None: of another rank's part, or whoever loads it says that it may differ."""
     told = noted.get("digest", list, type(None))
-    return (noted.whole("digest", told[0]), noted.whole("digest", told[-1])) if told else None
+    found = (noted.whole("digest", told[0]), noted.whole("digest", told[1 % len(told)])) if told else None
+    return found if told and told[-1] == part else None
 
 
 def _snapshots(fields: _Fields, loader: DataLoader[Any], head: int) -> dict[int, Snapshot]:

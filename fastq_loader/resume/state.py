@@ -142,7 +142,7 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
     state["beyond"] = sorted(progress.beyond)
     state["generators"] = record.texts(own_states)
     state["order"] = order = state["order"].copy()
-    order["attributes"], order["digest"] = moved, digest and list(digest)
+    order["attributes"], order["digest"] = moved, digest and [*digest, samplers.ranks(loader._index_sampler)]
     order["drawn"] = max(drawn, progress.head)
     order["short"], order["exhausted"] = short, exhausted
     for name in ("epochs", "states", "first"):

@@ -181,6 +181,7 @@ for batch in loader:
     whole.append(plain(batch))
     if len(whole) == 2:
         accelerator.save_state({folder!r})
+accelerator.wait_for_everyone()  # one rank saves what all of them load
 accelerator, loader = made(2)
 accelerator.load_state({folder!r})
 print(json.dumps([whole, [plain(batch) for batch in loader]]))
