@@ -33,7 +33,6 @@ class Receiver:
         scheduler: knows which answers are due.
         unpacker: knows the specs that the workers have sent.
         counters: the loader's.
-
         accounting: of the epoch's time.
 
     Attributes:
