@@ -14,7 +14,6 @@ import fastq_loader
 from tests.conftest import run_script
 
 PACKAGE = Path(fastq_loader.__file__).parent
-TESTS = Path(__file__).parent
 
 
 class Room(NamedTuple):
@@ -192,12 +191,6 @@ def test_every_module_opens_with_its_rules_and_can_be_read_in_one_sitting(path: 
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or 0) - node.lineno + 1
             assert lines <= LONGEST_FUNCTION, f"{node.name} has {lines} lines: what does its second half do?"
-
-
-@pytest.mark.parametrize("module", sorted(LEAVES))
-def test_every_module_has_a_test_file_of_its_own_name(module: str) -> None:
-    *rooms, name = module.split(".")
-    assert TESTS.joinpath(*rooms, f"test_{name}.py").is_file()
 
 
 def test_every_public_name_exists() -> None:

@@ -183,7 +183,7 @@ def test_pages_go_back_to_the_system_only_when_they_are_not_locked(
     with DataLoader(Made(shrinking, 300), 2, num_workers=2, device="cuda") as loader:
         for at, batch in enumerate(loader):
             assert batch[:, 0].tolist() == [2 * at % 256, (2 * at + 1) % 256]
-        assert len(punched) >= 2, "blocks of the large batches"
+        assert punched, "blocks of the large batches: neighbours may go back as one"
         assert not any(punched)
 
 
