@@ -128,12 +128,11 @@ class WorkerGroup:
 
     # ---- one worker ---------------------------------------------------------------------------
 
-    def heard(self, worker: int | None, message: Any) -> None:
+    def heard(self, worker: int, message: Any) -> None:
         """A worker has sent something else than an answer: see `ConsumerSocket.receive`."""
-        if worker is None or message is None:
+        if message is None:
             self._counters.rejected_frames += 1
-            if worker is not None:
-                self.evict(worker)
+            self.evict(worker)
         elif type(message) is Ping:
             self._pinged_back(worker)
         else:
@@ -180,11 +179,11 @@ class WorkerGroup:
         alive = [worker for worker in range(len(self.processes())) if not self.is_dead(worker)]
         return min(alive, key=lambda w: (w not in late, claims.begun(w) is not None), default=None)
 
-    def ended(self, ready: Sequence[object]) -> list[int]:
+    def ended(self, ready: Sequence[int]) -> list[int]:
         """The workers that have ended, by what `socket.wait` found readable, and are not marked dead yet. One
         whose connection has broken is ended, unless it is about to end by itself."""
         descriptors = self._processes.descriptors
-        for worker in self.socket.broken(ready):
+        for worker in self.socket.broken():
             if not calls.readable([descriptors[worker]], BRIEF):
                 self.evict(worker, "its connection to this process broke")
         return [
