@@ -24,8 +24,8 @@ from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.device.staging import Staging
 from fastq_loader.ipc.claim_table import slots
+from fastq_loader.ipc.endpoints import expect_threads
 from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode_task
-from fastq_loader.ipc.probes import expect_threads
 from fastq_loader.ipc.sockets import THREADS
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.pool import BlockPool

@@ -24,7 +24,6 @@ import contextlib
 import os
 import select
 import socket as unix
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
@@ -35,6 +34,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.decoding import decode_for_consumer, decode_for_worker
+from fastq_loader.ipc.endpoints import endpoint, expect_descriptors, expect_threads, socket_name, way_back
 from fastq_loader.ipc.messages import (
     Answer,
     Bundle,
@@ -47,12 +47,9 @@ from fastq_loader.ipc.messages import (
     Task,
     encode,
 )
-from fastq_loader.ipc.probes import expect_descriptors, expect_threads
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
 
-#: sun_path of <sys/un.h> holds 108 bytes with the closing NUL.
-_LONGEST_PATH = 107
 #: Milliseconds between attempts to reach a worker that is not up yet, and their bound.
 _RECONNECT_MS, _RECONNECT_MAX_MS = 2, 100
 #: As numbers: the enum's own `|` takes a microsecond.
@@ -73,35 +70,6 @@ _LOOK_MS = 500
 _STOP = encode(Stop())
 
 
-def endpoint_folder() -> str:
-    """A fresh 0700 folder whose socket paths are short enough, whatever TMPDIR says.
-
-    Raises:
-        OSError: no folder could be made anywhere.
-    """
-    failure: OSError | None = None
-    parents = (_temp_folder(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/var/tmp", "/dev/shm")
-    for parent in parents:
-        # mkdtemp adds eight characters to the prefix; the socket's name is the longest there could be.
-        try:
-            # zmq takes endpoints as UTF-8.
-            if not parent or len(parent.encode()) + len("/fastq-12345678/w12345.123456") > _LONGEST_PATH:
-                continue
-            return tempfile.mkdtemp(prefix="fastq-", dir=parent)
-        except UnicodeEncodeError:
-            continue
-        except OSError as error:
-            failure = error
-    raise failure or OSError(f"no folder with a path short enough for a socket in any of {parents}")
-
-
-def _temp_folder() -> str | None:
-    try:
-        return tempfile.gettempdir()
-    except FileNotFoundError:  # no folder that can be written to: there are others to try
-        return None
-
-
 def _configure(socket: zmq.Socket[bytes]) -> None:
     for option in (
         zmq.LINGER,
@@ -110,29 +78,6 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
         zmq.HANDSHAKE_IVL,  # a process may be stopped for as long as it likes
     ):
         socket.setsockopt(option, 0)
-
-
-def endpoint(folder: str, name: str) -> str:
-    return f"ipc://{folder}/{name}"
-
-
-def socket_name(worker: int, generation: int) -> str:
-    """What the socket of a worker is called; `generation` counts those that had its number before."""
-    return f"w{worker}.{generation}"
-
-
-def _way_back(folder: str, name: str) -> str:
-    """Where the consumer listens for the answers of the worker with this socket."""
-    return os.path.join(folder, f"a{name}")
-
-
-def remove_folder(folder: str) -> None:
-    """Remove a folder of sockets, as far as that is possible."""
-    # Not shutil.rmtree: when a handler of a signal cuts it short, it closes a descriptor twice.
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            os.unlink(os.path.join(folder, name))
-        os.rmdir(folder)
 
 
 def _together(frames: Sequence[bytes]) -> bytes:
@@ -211,7 +156,7 @@ class ConsumerSocket:
         name = socket_name(worker, generation)
         # Descriptors and not sockets: those would warn where a forked child drops its copies.
         with unix.socket(unix.AF_UNIX, unix.SOCK_SEQPACKET) as listener:
-            listener.bind(_way_back(folder, name))
+            listener.bind(way_back(folder, name))
             listener.listen(1)
             self._listeners[listener.fileno()] = worker
             self._epoll.register(listener.detach(), select.EPOLLIN)
@@ -327,7 +272,7 @@ class ConsumerSocket:
     def _read_monitor(self) -> None:
         while self._monitor.poll(0):
             its = recv_monitor_message(self._monitor)["endpoint"].decode()
-            for worker in [worker for worker, endpoint in self._endpoints.items() if endpoint == its]:
+            for worker in [worker for worker, where in self._endpoints.items() if where == its]:
                 self._note_broken(worker)
 
     def _note_broken(self, worker: int) -> None:
@@ -415,7 +360,7 @@ class WorkerSocket:
         _configure(self._socket)
         for process in (consumer, self._pid):  # a sandbox may take each peer for the process that asks
             self._socket.setsockopt(zmq.IPC_FILTER_PID, process)
-        self._path, self._way_back = os.path.join(folder, name), _way_back(folder, name)
+        self._path, self._way_back = os.path.join(folder, name), way_back(folder, name)
         self._socket.bind(endpoint(folder, name))
         self._answers = unix.socket(unix.AF_UNIX, unix.SOCK_SEQPACKET)
         self._answers.setsockopt(unix.SOL_SOCKET, unix.SO_SNDBUF, _ROOM)

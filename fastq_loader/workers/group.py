@@ -18,6 +18,7 @@ from typing import Any
 
 from fastq_loader.errors import ProtocolError, describe_index
 from fastq_loader.ipc.claim_table import Busy, ClaimTable
+from fastq_loader.ipc.endpoints import endpoint_folder, remove_folder
 from fastq_loader.ipc.messages import (
     TOKEN_BYTES,
     Epoch,
@@ -28,7 +29,7 @@ from fastq_loader.ipc.messages import (
     encode,
     seal,
 )
-from fastq_loader.ipc.sockets import ConsumerSocket, endpoint_folder, remove_folder
+from fastq_loader.ipc.sockets import ConsumerSocket
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.backlog import Backlog
 from fastq_loader.scheduling.pending_tasks import PendingTasks

@@ -17,16 +17,10 @@ from unittest.mock import Mock
 import pytest
 import zmq
 
-from fastq_loader.ipc import sockets
+from fastq_loader.ipc import endpoints, sockets
+from fastq_loader.ipc.endpoints import endpoint, endpoint_folder, remove_folder, socket_name
 from fastq_loader.ipc.messages import TOKEN_BYTES, Answer, Bundle, Epoch, Hello, Ping, Stop, encode
-from fastq_loader.ipc.sockets import (
-    ConsumerSocket,
-    WorkerSocket,
-    endpoint,
-    endpoint_folder,
-    remove_folder,
-    socket_name,
-)
+from fastq_loader.ipc.sockets import ConsumerSocket, WorkerSocket
 from tests.conftest import open_descriptors, wait_until
 from tests.support.forking import end_of, fork
 
@@ -347,7 +341,7 @@ def test_a_folder_that_cannot_be_used_is_passed_over(parent: str, monkeypatch: p
     remove_folder(folder)
     assert os.path.dirname(folder) == "/tmp"
     longest = endpoint(folder, socket_name(12345, 123456)).removeprefix("ipc://")
-    assert len(longest) <= sockets._LONGEST_PATH
+    assert len(longest) <= endpoints._LONGEST_PATH
 
 
 def test_without_any_folder_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
