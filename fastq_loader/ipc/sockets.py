@@ -223,8 +223,8 @@ class ConsumerSocket:
                 self._send(frame, _NOBLOCK)
 
     def receive(self) -> tuple[int, Hello | Answer | Ping | None] | None:
-        """The worker that sent the next message, and it; None if there is none now. None for the message: it
-        is a frame that is not one."""
+        """The worker that sent the next message, and it; None if there is none now. None for the message:
+        something else came, and nothing more will be read from this worker."""
         while True:
             if not self._ready:
                 self._find(0)
@@ -251,6 +251,7 @@ class ConsumerSocket:
             try:
                 return worker, decode_for_consumer(frame)
             except ProtocolError:
+                self._drop(self._connections, descriptor)
                 return worker, None
 
     def _find(self, timeout: float | None) -> tuple[list[int], bool]:
@@ -363,6 +364,7 @@ class WorkerSocket:
         self._path, self._way_back = os.path.join(folder, name), way_back(folder, name)
         self._socket.bind(endpoint(folder, name))
         self._answers = unix.socket(unix.AF_UNIX, unix.SOCK_SEQPACKET)
+        self._answers.bind("")  # a name: a program that looks at its sockets finds this one like zmq's
         self._answers.setsockopt(unix.SOL_SOCKET, unix.SO_SNDBUF, _ROOM)
 
     def say_hello(self) -> None:

@@ -42,6 +42,7 @@ from fastq_loader.workers.stopping import BRIEF
 _FAILED_STARTS = 3
 #: Seconds to wait for a worker in the middle of a claim, which takes two microseconds unless it is stopped.
 _CLAIMING = 0.5
+_BROKE = "its connection to this process broke"
 #: Messages after which a worker is pinged, at least. One that waits to be read takes up to 5 kB, mostly
 #: zmq's.
 _UNREAD = 256
@@ -133,7 +134,7 @@ class WorkerGroup:
         """A worker has sent something else than an answer: see `ConsumerSocket.receive`."""
         if message is None:
             self._counters.rejected_frames += 1
-            self.evict(worker)
+            self.evict(worker, f"{_BROKE}: what came is not a message")
         elif type(message) is Ping:
             self._pinged_back(worker)
         else:
@@ -186,7 +187,7 @@ class WorkerGroup:
         descriptors = self._processes.descriptors
         for worker in self.socket.broken():
             if not calls.readable([descriptors[worker]], BRIEF):
-                self.evict(worker, "its connection to this process broke")
+                self.evict(worker, _BROKE)
         return [
             worker
             for worker, descriptor in enumerate(descriptors)

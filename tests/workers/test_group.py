@@ -96,7 +96,7 @@ def test_a_worker_that_sends_garbage_is_ended() -> None:
     assert workers.is_ready(0)
     assert not workers.is_ready(1)
     assert workers.death(0) == ("was killed", "torch's text")
-    assert workers.death(1)[0].startswith("was ended, because it sent what is no answer")
+    assert workers.death(1)[0].startswith("was ended, because its connection to this process broke")
 
 
 @pytest.mark.parametrize("leaves", [False, True])
