@@ -29,7 +29,7 @@ from fastq_loader.iterators.serial import SerialIterator
 from fastq_loader.reading import datapipes
 from fastq_loader.resume import saved, state
 from fastq_loader.resume.record import Position
-from fastq_loader.scheduling.options import Schedule
+from fastq_loader.scheduling.schedules import Schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
 from fastq_loader.tracing.trace import Trace
 from fastq_loader.workers.config import Plan, Rules

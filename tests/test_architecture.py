@@ -54,7 +54,7 @@ ROOMS = {
     "tracing": Room("ipc system statistics errors", pure="events"),
     "ipc": Room("system errors", pure="messages decoding"),
     "system": Room(""),
-    "statistics": Room("", pure="epoch histogram snapshots"),
+    "statistics": Room("", pure="epoch snapshots"),
     "errors": Room("", pure="*"),
 }
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}

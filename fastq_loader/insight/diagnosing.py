@@ -18,7 +18,7 @@ from fastq_loader.insight.machine import cpus
 from fastq_loader.insight.model import Setting
 from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.insight.verdict import diagnose as verdict
-from fastq_loader.scheduling.options import read_schedule
+from fastq_loader.scheduling.schedules import read_schedule
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.snapshots import EpochStatistics, LoaderStatistics
 from fastq_loader.system import calls

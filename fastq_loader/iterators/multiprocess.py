@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from fastq_loader.consumer.delivery import ENDED
 from fastq_loader.consumer.engine import Engine
-from fastq_loader.consumer.outcomes import ENDED
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.ipc.messages import decode_index
 from fastq_loader.iterators.base import LoaderIterator

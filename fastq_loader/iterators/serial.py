@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
-from fastq_loader.consumer.outcomes import ENDED, Delivered, Outcome, Raised
+from fastq_loader.consumer.delivery import ENDED, Delivered, Outcome, Raised
 from fastq_loader.device.staging import SerialStaging
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.iterators.base import LoaderIterator

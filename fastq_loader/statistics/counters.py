@@ -24,6 +24,7 @@ from fastq_loader.statistics.snapshots import (
 if TYPE_CHECKING:
     from fastq_loader.ipc.messages import Answer
 
+
 #: Batches that `statistics()` names as late.
 _LATE = 10
 #: Epochs that are kept one by one; their sums go on in what is kept of the older ones.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents
-from fastq_loader.scheduling.window import WindowLimits
+from fastq_loader.scheduling.schedules import WindowLimits
 from fastq_loader.workers.payload import Descriptors, Payload, PickledPayload
 
 if TYPE_CHECKING:

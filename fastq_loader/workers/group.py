@@ -32,7 +32,7 @@ from fastq_loader.ipc.messages import (
 from fastq_loader.ipc.sockets import ConsumerSocket
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.backlog import Backlog
-from fastq_loader.scheduling.pending_tasks import PendingTasks
+from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls
 from fastq_loader.workers.config import Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 
-from fastq_loader.consumer.outcomes import CLOSED, ENDED, Delivered, Outcome, Raised
+from fastq_loader.consumer.delivery import CLOSED, ENDED, Delivered, Outcome, Raised
 
 
 def test_each_outcome_says_what_to_raise_and_whether_the_iteration_is_over() -> None:

@@ -27,8 +27,8 @@ from fastq_loader.scheduling.events import (
     Wait,
 )
 from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
-from fastq_loader.scheduling.window import Window
 from tests.support.scheduler_machine import SchedulerMachine, arrive
 from tests.support.simulation import REGION, SimulatedArena
 

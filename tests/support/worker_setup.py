@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from fastq_loader.memory.arena import Arena
-from fastq_loader.scheduling.window import WindowLimits
+from fastq_loader.scheduling.schedules import WindowLimits
 from fastq_loader.workers.config import Plan, Rules, Setup
 from fastq_loader.workers.payload import Descriptors, Payload
 from fastq_loader.workers.pool import WorkerPool

@@ -10,7 +10,7 @@ import pytest
 
 from fastq_loader.ipc.claim_table import Busy
 from fastq_loader.ipc.messages import Answer, Epoch, Hello, Ping, Stop, encode
-from fastq_loader.scheduling.pending_tasks import PendingTasks
+from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers import group as module
