@@ -20,7 +20,6 @@ import torch
 from fastq_loader.reading import generators, sampling
 from fastq_loader.reading.first_indices import FirstIndices, digested
 from fastq_loader.reading.position import is_stateful
-from fastq_loader.reading.seeding import draw_base_seed
 from fastq_loader.resume import samplers
 from fastq_loader.scheduling.progress import START, Progress
 
@@ -215,7 +214,7 @@ class Order:
             # One that was skipped is drawn below: a shuffle does not draw before it is asked.
             drawn, skip = self._iterate_from(max(0, count - 1) if last else 0, packed)
             if start == 0 and beginning.seeded:
-                draw_base_seed(self._generator)
+                generators.draw_base_seed(self._generator)
         _set_shared(beginning.first)
         source = self._source_of(drawn)
         source.draw_ahead(skip + min(count, 1), 0)
@@ -268,7 +267,7 @@ class Order:
                 has_set |= self._load(self._asked, state)  # what it says may hold for one iteration
                 drawn = iter(self._sampler)
                 if start == 0 and resumed.seeded:
-                    draw_base_seed(self._generator)
+                    generators.draw_base_seed(self._generator)
             if drawn is not self._asked:
                 has_set |= self._load(drawn, iterator_state)
             source = self._source_of(drawn, snapshot)

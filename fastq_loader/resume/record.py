@@ -18,7 +18,6 @@ import torch
 from fastq_loader import arguments
 from fastq_loader.reading import generators
 from fastq_loader.reading.position import is_stateful
-from fastq_loader.reading.seeding import draw_base_seed
 from fastq_loader.resume.order import Order
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
 
@@ -63,7 +62,7 @@ class EpochRecord:
 
     Attributes:
         order: of its indices; `order.progress` is how far it has come.
-        base_seed, shared_seed: see `seeding` and `datapipes`.
+        base_seed, shared_seed: see `generators` and `datapipes`.
         continues_workers: it is the next epoch of workers that would have lived on.
         told: whether its readers have to be told where they stand.
         persistent: its readers go on with the next epoch.
@@ -131,7 +130,7 @@ class EpochRecord:
         """The seed of the iteration, drawn unless the epoch was resumed."""
         if self.saved is None:
             self.order.beginning.seeded = True
-            self.base_seed = draw_base_seed(generator)
+            self.base_seed = generators.draw_base_seed(generator)
         return self.base_seed
 
     def follow_base_seed(self, seed: int) -> int:

@@ -20,8 +20,8 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from fastq_loader.reading import generators
-from fastq_loader.reading.permutation import PermutationSampler
 from fastq_loader.reading.position import Stateful, is_stateful
+from fastq_loader.reading.sampling import PermutationSampler
 from fastq_loader.system.interrupts import refuse_interrupt
 
 #: Samplers whose order does not depend on any of the generators that a process shares.

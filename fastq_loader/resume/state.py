@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-VERSION = 1
+VERSION = 2
 LIBRARY = "fastq_loader"
 #: What was iterated, and must be the same when a state is loaded; `num_workers` only where it matters.
 COMPARED = (

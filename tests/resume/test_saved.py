@@ -48,7 +48,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "foreign": (lambda: {"model": 1}, "'library'"),
     "torchdata's": (lambda: {"_snapshot": {}, "_iterator_finished": False}, "torchdata's StatefulDataLoader"),
     "torchdata's without workers": (lambda: {"_sampler_iter_state": None}, "torchdata's StatefulDataLoader"),
-    "of a later version": (changed("version", to=2), "field 'version' is 2, and this release reads 1"),
+    "of a later version": (changed("version", to=3), "field 'version' is 3, and this release reads 2"),
     "without a field": (changed("base_seed", drop=True), "field 'base_seed' is missing"),
     "without a part": (changed("order", drop=True), "field 'order' is missing"),
     "a part of another type": (changed("order", "starts", to="two"), "field 'order.starts' is 'two'"),
