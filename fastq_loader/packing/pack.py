@@ -22,9 +22,8 @@ from fastq_loader.ipc.messages import Handle
 from fastq_loader.memory.allocator import Allocator, OpenBlock, Used
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST, device_aligned
 from fastq_loader.packing import pickling
-from fastq_loader.packing.aliasing import Span, device_bytes, device_segments, segments_of
 from fastq_loader.packing.spec import ALIGNMENT, SpecCache
-from fastq_loader.packing.walker import Walker
+from fastq_loader.packing.walker import Span, Walker, device_bytes, device_segments, segments_of
 
 #: A parcel up to this many bytes travels inside the message: zmq copies it twice, which is cheaper than
 #: a block's bookkeeping and page faults.

@@ -21,7 +21,7 @@ import torch
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import Handle, unseal
 from fastq_loader.memory.arena import Arena
-from fastq_loader.packing import exceptions, pickling
+from fastq_loader.packing import pickling
 from fastq_loader.packing.spec import Spec, SpecCache
 from fastq_loader.packing.tensors import moved
 
@@ -222,4 +222,4 @@ class Unpacker:
             return (MemoryError if out_of_memory else RuntimeError)(str(text))
         if spec.leaves or spec.values or spec.objects != 1:
             raise ProtocolError("a batch where an exception should be")
-        return exceptions.load_exception(self.open(handle)[2])
+        return pickling.load_exception(self.open(handle)[2])

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastq_loader.packing.aliasing import contiguous_strides, device_bytes, device_segments, segments_of
 from fastq_loader.packing.spec import Leaf
+from fastq_loader.packing.walker import contiguous_strides, device_bytes, device_segments, segments_of
 
 BASE = torch.zeros(64, dtype=torch.int64)
 VIEWS = st.builds(
@@ -31,7 +31,7 @@ def test_leaves_that_overlap_share_a_segment_and_others_do_not(views: list[torch
     for leaf, (start, end) in zip(leaves, of_views, strict=True):
         first, last = spans[leaf.segment]
         assert first <= start < end <= last
-        assert (leaf.into, leaf.into + leaf.reach) == (start - first, end - first)
+        assert (leaf.start, leaf.start + leaf.reach) == (start - first, end - first)
     neighbours = {number: {number} for number in range(len(views))}
     for one, (start, end) in enumerate(of_views):
         for other, (begin, last) in enumerate(of_views):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastq_loader.errors import WorkerTraceback
-from fastq_loader.packing.exceptions import dump_exception, load_exception
+from fastq_loader.packing.pickling import dump_exception, load_exception
 from tests.support.datasets import assert_same
 
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.memory.blocks import SMALLEST
-from fastq_loader.packing.spec import ALIGNMENT, DEEPEST, REMEMBERED, SPEC_BYTES, Spec, SpecCache, aligned
+from fastq_loader.packing.spec import ALIGNMENT, REMEMBERED, SPEC_BYTES, Spec, SpecCache, aligned
 
 Meta = tuple[Any, ...]
 
 
 def tensor(dtype: Any = "float32", shape: Any = (4,), strides: Any = None, **others: Any) -> Meta:
-    return (others.get("kind", "T"), dtype, shape, strides, others.get("segment", 0), others.get("into", 0))
+    return (others.get("kind", "T"), dtype, shape, strides, others.get("segment", 0), others.get("start", 0))
 
 
 def array(dtype: Any = "<f4", shape: Any = (4,), strides: Any = None, **others: Any) -> Meta:
@@ -51,7 +51,7 @@ def test_leaves_are_made_over_the_bytes_of_their_segment() -> None:
         assert type(leaf) is (np.ndarray if meta[0] == "A" else torch.Tensor)
         assert leaf.tolist() == values
         leaf[0] = 9
-    shared = spec_of(tensor("int64", (8,)), tensor("int16", (2,), into=8), sizes=(64,))
+    shared = spec_of(tensor("int64", (8,)), tensor("int16", (2,), start=8), sizes=(64,))
     whole, part = made(shared, bytearray(words))
     part[1] = 1
     assert whole.tolist() == [0, 1 + (1 << 16), 2, 3, 4, 5, 6, 7]
@@ -138,91 +138,29 @@ def test_the_oldest_specs_are_forgotten_and_each_counts_for_more_than_its_bytes(
     assert list(cache) == newest
 
 
-HUGE = 1 << 40
-#: Leaves, and the sizes of their segments. Many fit, and torch or numpy would refuse them later.
+#: Leaves, and the sizes of their segments.
 REFUSED: dict[str, tuple[tuple[Meta, ...], Any]] = {
     "more rows than its segment": ((tensor(shape=(5,)),), (16,)),
     "fewer rows than its segment": ((tensor(),), (20,)),
     "longer strides than its segment": ((tensor(strides=(2,)),), (16,)),
     "an array that runs backwards": ((array(strides=(-4,)),), (16,)),
-    "a leaf behind the start of its own segment": ((tensor(into=4),), (20,)),
-    "a negative shape": ((tensor(shape=(-1,)),), (4,)),
-    "a shape that is true": ((tensor(shape=(True,)),), (4,)),
-    "more strides than dimensions": ((tensor(strides=(1, 1)),), (16,)),
-    "fewer strides than dimensions": ((tensor(shape=(0, 1), strides=(1,)),), (0,)),
-    "nothing, in dimensions beyond 64 bits": ((tensor(shape=(0, HUGE, HUGE)),), (0,)),
-    "an array in too many dimensions": ((array(shape=(1,) * 65),), (4,)),
-    "a tensor of more dimensions than it has bytes": ((tensor(shape=(2,) * 65),), (4,)),
-    "dimensions that take long to multiply": ((tensor(shape=((1 << 64) - 1,) * 1_000_000),), (4,)),
-    "a stride beyond 64 bits": ((tensor(shape=(1,), strides=((1 << 63) - 1,)),), (4,)),
-    "as many elements as bits, in no memory": ((tensor("uint8", (1 << 62,), (0,)),), (1,)),
-    "a leaf between two elements": ((tensor(), tensor("int32", (1,), into=2)), (16,)),
-    "two leaves in no bytes": ((tensor(shape=(0,)), tensor(shape=(0,))), (0,)),
-    "an array beside a tensor": ((tensor(), array()), (16,)),
     "a segment that is not there": ((tensor(segment=9),), (16,)),
     "a segment without a leaf": ((tensor(),), (16, SMALLEST)),
-    "half a size": ((tensor(),), (16.0,)),
-    "an unknown kind": ((tensor(kind="Q"),), (16,)),
     "an unknown dtype": ((tensor("float31"),), (16,)),
-    "a dtype that would import a module": ((tensor("onnx"),), (16,)),
-    "a dtype that cannot be looked up": ((tensor(dtype=()),), (16,)),
-    "a quantized dtype": ((tensor("quint8"),), (4,)),
     "an array of an unknown dtype": ((array("<q7"),), (16,)),
-    "an array of pointers": ((array("|O", (1,)),), (8,)),
-    "an array of records": ((array("i4,i4", (1,)),), (8,)),
-    "an array of voids": ((array("|V8", (1,)),), (8,)),
-    "an array of a dtype without a size": ((array("|S0"),), (0,)),
-    "an array of a dtype by another name": ((array("f8", (2,)),), (16,)),
-    "an array of another byte order": ((array("=f4"),), (16,)),
     "a leaf cut short": ((tensor()[:5],), (16,)),
 }
 
 
 @pytest.mark.parametrize(("leaves", "sizes"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_spec_of_leaves_that_cannot_be_is_refused(leaves: tuple[Meta, ...], sizes: Any) -> None:
+def test_a_spec_whose_leaves_do_not_cover_their_segments_is_refused(
+    leaves: tuple[Meta, ...], sizes: Any
+) -> None:
     with pytest.raises(ProtocolError):
         spec_of(*leaves, sizes=sizes)
 
 
-def nested(depth: int) -> Any:
-    tree: Any = ("l", ())
-    for _ in range(depth):
-        tree = ("l", (tree,))
-    return tree
-
-
-TREES = [
-    ("L", 1), ("L", -1), ("L", True), ("L", 0.0), ("v", 2), ("x", ()),
-    3, "", ("l", "VV"), ("l", ["V", "V"]), ("t", {0: "V"}), ("d", (), (("L", 0),)), ("d", ({},), (("L", 0),)),
-    ("d", (0.5,), (("L", 0),)), nested(DEEPEST), nested(5000),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("tree", TREES, ids=range(len(TREES)))
-def test_a_tree_that_cannot_be_built_is_refused(tree: Any) -> None:
-    assert spec_of(tensor(), tree=nested(DEEPEST - 1), sizes=(16,)).build([], iter(()), ())
-    with pytest.raises(ProtocolError):
-        spec_of(tensor(), tree=tree, sizes=(16,))
-
-
-@pytest.mark.parametrize("offsets", [(8,), (-2,), (True,), (1 << 62,), ("0",), (), (0, 0)], ids=str)
-def test_a_part_for_a_device_that_cannot_be_is_refused(offsets: Any) -> None:
-    with pytest.raises(ProtocolError):
-        spec_of(tensor(), sizes=(16,), offsets=offsets)
-
-
-def test_an_array_for_a_device_and_a_spec_cut_short_are_refused() -> None:
-    with pytest.raises(ProtocolError, match="an array that goes to a device"):
-        spec_of(array(), sizes=(16,), offsets=(0,))
-    for short in ((), ("V",), ("V", ()), None, 3):
-        with pytest.raises(ProtocolError, match="malformed spec"):
-            Spec(short)  # type: ignore[arg-type]
-
-
-def test_a_dtype_is_not_looked_up_among_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(name: str) -> None:
-        raise AssertionError(f"torch was asked for {name}, and may import it")
-
-    monkeypatch.setattr(torch, "__getattr__", ask)
-    with pytest.raises(ProtocolError):
-        spec_of(tensor("not_imported"), sizes=(16,))
+@pytest.mark.parametrize("short", [(), ("V",), ("V", ()), None, 3], ids=str)
+def test_what_is_no_spec_is_refused(short: Any) -> None:
+    with pytest.raises(ProtocolError, match="malformed spec"):
+        Spec(short)

@@ -118,7 +118,6 @@ LIES: dict[str, Callable[[Handle], Handle]] = {
     "no segments": lambda h: h._replace(segments=()),
     "a value too few": lambda h: h._replace(values=h.values[:-1]),
     "a value too many": lambda h: h._replace(values=(*h.values, "c")),
-    "a list of values that is none": lambda h: h._replace(values=(1, "text")),
     "a spec that fits no batch": lambda h: spec_with(h, 3),
     "more objects than there are": lambda h: spec_with(h, ("l", ((h.spec or ())[0], "O"))),
     "a spec that was never sent": lambda h: h._replace(spec=None),
