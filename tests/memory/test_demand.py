@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastq_loader.memory.demand import EXPECTED, KINDS, PATIENCE, Demand
+from fastq_loader.memory.ledger import EXPECTED, KINDS, PATIENCE, Demand
 
 SIZES = st.lists(st.integers(1, 1000), max_size=4)
 
