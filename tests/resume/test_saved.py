@@ -66,7 +66,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "without its start": (changed("order", "states", to={}), "'order.states.generator' is missing"),
     "a flag that is none": (changed("resumes", to=1), "field 'resumes' is 1"),
-    "positions that are none": (changed("beyond", to=[2.5]), "field 'beyond' is 2.5"),
+    "positions that are none": (changed("beyond", to=[2.5]), "field 'beyond' is .2.5"),
     "a worker that is none": (changed("workers", to=[3]), "field 'workers.0' is 3"),
     "a worker without a count": (changed("workers", to=[{}]), "field 'workers.0.delivered' is missing"),
     "a state cut short": (
