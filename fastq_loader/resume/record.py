@@ -80,7 +80,6 @@ class EpochRecord:
         self.told = saved is not None
         self.constant: dict[str, Any] | None = None
         self.shown: tuple[Callable[[], dict[str, Any]], Position] | None = None
-        self._texts: dict[str, tuple[Any, str]] = {}  # the generators' states, as they were asked for last
         self._began = position
         progress = order.progress
         if saved is not None:
@@ -179,18 +178,6 @@ class EpochRecord:
         if self.over or not self.order.beginning.drawn:
             return workers
         return (WorkerProgress(0, UNKNOWN),) * len(workers)
-
-    # ---- for state_dict() ---------------------------------------------------------------------
-
-    def texts(self, states: dict[str, Any]) -> dict[str, str]:
-        """The states of the loader's own generators, as text."""
-        texts = {}
-        for name, state in states.items():
-            known = self._texts.get(name)
-            if known is None or not generators.same(known[0], state):
-                self._texts[name] = known = state, generators.dump(state)
-            texts[name] = known[1]
-        return texts
 
 
 def begin(
