@@ -418,9 +418,9 @@ class IndexSource(Iterator[Any]):
             index = next(self.drawn)
         except StopIteration:
             raise
-        except Exception as raised:  # it has its position
+        except Exception as raised:  # it has its position, and is not part of the digest
             error = raised
-        if self.note is not None:
+        if self.note is not None and error is None:
             self.note(index)
         return index, error, None if self.snapshots is None else self._order.ask(self.drawn)
 
