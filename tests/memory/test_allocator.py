@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -248,25 +247,6 @@ def test_of_a_block_that_is_mapped_by_itself_only_what_is_mapped_is_the_block(
     assert pair.allocator.block_at(block.address + SMALLEST + 1) is None
 
 
-def test_the_pages_of_a_new_block_are_mapped_and_those_of_a_granted_one_are_there(pair: Pair) -> None:
-    populated: list[tuple[int, int]] = []
-    mapping: Any = pair.allocator.mapping
-    really = mapping.populate
-    mapping.populate = lambda *where: (populated.append(where), really(*where))
-    try:
-        block = pair.allocator.take(100_000)
-        spent = pair.allocator.new_memory
-        assert populated == [(block.offset, 100_000)]
-        assert spent > 0
-        pair.allocator.finish(())
-        pair.allocator.begin([(block.offset, block.size)])
-        assert pair.allocator.take(100_000).offset == block.offset
-        assert len(populated) == 1
-        assert pair.allocator.new_memory == spent
-    finally:
-        del mapping.populate
-
-
 def test_new_blocks_are_made_in_space_that_came_back(pair: Pair) -> None:
     taken = [pair.allocator.take(SMALLEST) for _ in range(3)]
     pair.allocator.finish([(block.offset, SMALLEST) for block in taken])
@@ -289,11 +269,3 @@ def test_a_worker_makes_blocks_in_its_own_part_and_in_the_ranges_that_it_was_giv
         with pytest.raises(MemoryError, match="do not fit"):
             blocks.take(end - start)
         assert blocks.finish([])[0] == [(block.offset, block.size) for block in taken]
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_write_copies_from_any_address(whole: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair.arena.mapping, "whole", whole)
-    source = ctypes.create_string_buffer(b"some bytes")
-    pair.allocator.write(SMALLEST, ctypes.addressof(source), 10)
-    assert bytes(pair.arena.mapping.memory[SMALLEST : SMALLEST + 10]) == b"some bytes"

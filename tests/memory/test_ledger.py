@@ -1,10 +1,12 @@
-"""The ledger of blocks, against a model that keeps a dict of states and nothing else."""
+"""The ledger of blocks against a model that keeps a dict of states, and the pool with the memory behind it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from hypothesis import settings
@@ -26,6 +28,7 @@ from fastq_loader.memory.blocks import (
     size_class,
 )
 from fastq_loader.memory.ledger import KINDS, WORTH_A_PROMISE, BlockLedger
+from fastq_loader.memory.pool import BlockPool
 
 WORKERS = 3
 PATIENT = 12  # tasks, in place of a thousand
@@ -90,21 +93,6 @@ def after(state: str, event: str) -> str | None:
     return BLOCK_TRANSITIONS[state].get(event)
 
 
-@pytest.mark.parametrize("state", BLOCK_TRANSITIONS)
-@pytest.mark.parametrize("event", EVENTS)
-def test_every_event_in_every_state_is_as_the_table_says(state: str, event: str) -> None:
-    ledger, target = block_in(state), after(state, event)
-    if target is None:
-        with pytest.raises((InvalidTransition, ProtocolError), match=f"block at 0.* is {state}|no grant"):
-            EVENTS[event](ledger, 0)
-    else:
-        EVENTS[event](ledger, 0)
-    assert ledger.states() == {0: target or state}
-    with pytest.raises((InvalidTransition, ProtocolError), match=r"block at (offset )?4096"):
-        EVENTS[event](ledger, 4096)
-    ledger.check()
-
-
 # ---- what a worker says -----------------------------------------------------------------------------
 
 #: Answers of worker 0, which has a grant of B bytes at B: used, fresh, returned.
@@ -162,14 +150,6 @@ def test_a_worker_may_decline_a_promise_and_writes_to_the_block_only_when_it_is_
     ledger.release([0])
     ledger.accept(1, ((0, 1),), (), (), ((0, B),))
     assert ledger.demand.wanted == (B,)
-
-
-@pytest.mark.parametrize("state", BLOCK_TRANSITIONS)
-def test_only_a_grant_dies_with_its_writer(state: str) -> None:
-    for worker, expected in ((1, state), (0, BLOCK_TRANSITIONS[state].get("writer_dead", state))):
-        ledger = block_in(state)
-        ledger.mark_dead(worker)
-        assert ledger.states() == {0: expected}
 
 
 # ---- grants -----------------------------------------------------------------------------------------
@@ -475,3 +455,48 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(deadline=None, max_examples=80, stateful_step_count=50)
+
+
+# ---- with the memory behind it ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def arena() -> Any:
+    arena = Mock(retired=False)
+    arena.mapping.region = part
+    arena.released_blocks.return_value = []
+    return arena
+
+
+@pytest.fixture
+def pool(arena: Any) -> BlockPool:
+    return BlockPool(arena, 2)
+
+
+def test_pages_go_back_after_the_device_has_forgotten_them(pool: BlockPool, arena: Any) -> None:
+    pool.drop(write(pool, 0, B, B))
+    assert not pool.trim(1, arena.forget)
+    assert pool.trim(0, arena.forget)
+    forget, punch = call.forget, call.mapping.punch
+    assert arena.mock_calls == [forget(0), punch(0, B), forget(B), punch(B, B)]
+    assert (pool.space(0), pool.space(0), pool.space(1)) == (((0, B), (B, B)), (), ())
+    pool.drop(write(pool, 1, B))
+    assert pool.trim(0)
+    assert pool.usage() == (0, 0, 0)
+
+
+def test_what_a_dead_worker_wrote_in_no_block_goes_back(pool: BlockPool, arena: Any) -> None:
+    pool.deliver(write(pool, 1, B))
+    free = (REGION + B, REGION - B)
+    assert pool.clear_space(1) == (free,)
+    assert arena.mapping.punch.call_args_list == [call(*free)]
+
+
+def test_closing_keeps_only_what_users_hold_and_may_be_called_again(pool: BlockPool, arena: Any) -> None:
+    first, second, third, _ = write(pool, 0, B, B, B, B)
+    pool.deliver([first, second, third])
+    arena.released_blocks.return_value = [first]
+    pool.close()
+    arena.retired, arena.released_blocks.return_value = True, [second]  # this is for the arena, see there
+    pool.close()
+    assert arena.retire.call_args_list == [call([(second, B), (third, B)])] * 2
