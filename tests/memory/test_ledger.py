@@ -1,4 +1,4 @@
-"""The ledger of blocks against a model that keeps a dict of states, and the pool with the memory behind it."""
+"""The ledger of blocks, against a model that keeps a dict of states; the pool with the memory behind it."""
 
 from __future__ import annotations
 
