@@ -151,8 +151,8 @@ class Packer:
             self._specs.remember(key, spec_id, key)
             self._next_id += 1
         segments, used = [], []
-        for offset, size, into, need in placed.values():
-            segments.append((offset, size, into))
+        for offset, size, start, need in placed.values():
+            segments.append((offset, size, start))
             used.append((offset, need))
         return Handle(spec_id, spec, tuple(self._walker.values), parcel, tuple(segments)), used
 
@@ -168,11 +168,11 @@ class Packer:
     def _place_large(self, start: int, nbytes: int, others: dict[int, _Placed]) -> _Placed:
         block = self._allocator.block_at(start)
         if block is not None and block.offset not in others:
-            into = start - block.address
+            at = start - block.address
             # It lies in a block of this task already: no copy. But the batch would keep the whole of the
             # block, for which a small part is not enough.
-            if block.size // 4 <= nbytes <= block.size - into:
-                return block.offset, block.size, into, into + nbytes
+            if block.size // 4 <= nbytes <= block.size - at:
+                return block.offset, block.size, at, at + nbytes
         block = self._allocator.take(nbytes)
         self._allocator.write(block.offset, start, nbytes)
         return block.offset, block.size, 0, nbytes

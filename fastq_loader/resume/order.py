@@ -129,8 +129,8 @@ class Order:
         self.last = sys.maxsize
         if self.own and self._watched:
             self.last = len(index_sampler) - 1 if samplers.draw_once(index_sampler) else 0
-        told = None if resumed else samplers.told_epochs(index_sampler)
-        self.first = None if told is None else FirstIndices(told)
+        name = None if resumed else samplers.wants_epochs(index_sampler)
+        self.first = None if name is None else FirstIndices(name)
         if resumed is None:
             self.beginning = Beginning(states=self._own_states(), epochs=samplers.epochs(index_sampler))
             if self._inner is not None:
@@ -321,7 +321,7 @@ class IndexSource(Iterator[Any]):
 
     Args:
         drawn: yields an index, or `Indices` in place of a list of int.
-        order: is told what was drawn.
+        order: notes what was drawn.
         progress: what comes before, and positions that are left out.
 
     Attributes:

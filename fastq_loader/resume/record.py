@@ -64,7 +64,7 @@ class EpochRecord:
         order: of its indices; `order.progress` is how far it has come.
         base_seed, shared_seed: see `generators` and `datapipes`.
         continues_workers: it is the next epoch of workers that would have lived on.
-        told: whether its readers have to be told where they stand.
+        tells_readers: whether its readers have to hear where they stand.
         persistent: its readers go on with the next epoch.
         lives_on: its workers go on with the next epoch, for which torch then draws no base seed.
         constant: the part of its `state_dict` that stays the same; None until somebody asks.
@@ -77,7 +77,7 @@ class EpochRecord:
         self.base_seed = 0
         self.shared_seed: int | None = None
         self.continues_workers = self.lives_on = self.persistent = False
-        self.told = saved is not None
+        self.tells_readers = saved is not None
         self.constant: dict[str, Any] | None = None
         self.shown: tuple[Callable[[], dict[str, Any]], Position] | None = None
         self._began = position
@@ -143,7 +143,7 @@ class EpochRecord:
     def pool_seed(self) -> int:
         """What new workers are seeded from. Not what they were seeded from before, if they do not go through
         the same again: they would draw the same random numbers for other samples. If it is known which of
-        them have handed out something, those are told a seed of their own."""
+        them have handed out something, those get a seed of their own."""
         progress = self.progress
         if self.saved is None or not progress.delivered or progress.workers:
             return self.base_seed
@@ -158,10 +158,10 @@ class EpochRecord:
 
     @property
     def resume(self) -> list[tuple[int, dict[str, Any] | None]]:
-        """What the workers are told: the number of batches that were handed out of each, and its state."""
-        return [self._told(worker) for worker in self.progress.workers] if self.told else []
+        """For each worker: the number of its batches that were handed out, and its state."""
+        return [self._of_worker(worker) for worker in self.progress.workers] if self.tells_readers else []
 
-    def _told(self, worker: WorkerProgress) -> tuple[int, dict[str, Any] | None]:
+    def _of_worker(self, worker: WorkerProgress) -> tuple[int, dict[str, Any] | None]:
         state = pickle.loads(worker.state) if worker.state else None
         if state and worker.delivered and "generators" not in state:
             state["seed"] = mixed(self.base_seed, self.progress.delivered)
@@ -213,7 +213,7 @@ def begin(
             position, workers = newest.next_position, newest.left() if same_readers else ()
         order = Order(*parts, Progress(workers=workers), built=built)
         record = EpochRecord(order, position, None, _readers(loader))
-        record.told = saved is not None and loader.num_workers > 0
+        record.tells_readers = saved is not None and loader.num_workers > 0
         if saved is not None and saved.lives_on and loader.persistent_workers:
             record.continues_workers = loader.num_workers > 0 and not arguments.is_dynamic(loader)
             record.base_seed = saved.base_seed

@@ -15,7 +15,7 @@ from fastq_loader import arguments
 from fastq_loader.errors import is_int
 from fastq_loader.reading import generators
 from fastq_loader.reading.position import is_stateful, put_at_end
-from fastq_loader.resume.order import Beginning
+from fastq_loader.resume.order import Beginning, Snapshot
 from fastq_loader.resume.record import Position
 from fastq_loader.resume.samplers import (
     asked_sampler,
@@ -87,7 +87,6 @@ _OF_ORDER_IN_EPOCH: _Fields = {
     **dict.fromkeys(("states", "first"), dict),
     "digest": object,
 }
-_SAMPLER_STATES = "_index_sampler_state", "_sampler_iter_state"
 
 
 def _check(values: Any, fields: _Fields, where: str = "") -> dict[str, Any]:
@@ -122,10 +121,10 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
     own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
     torchs = own.keys() & str(fields["generator"]).split("/")
     order = _check(fields["order"], _OF_ORDER, "order.")
-    delivered, epoch, batches = (fields[name] for name in ("_sampler_iter_yielded", "epoch", "batches"))
+    position = Position(fields["epoch"], 0, fields["batches"])
     between = Saved(
         state=state,
-        position=Position(epoch, 0, batches),
+        position=position,
         base_seed=fields["base_seed"],
         generators=_states(fields["generators"], "generators.", own, torchs),
         lives_on=fields["lives_on"],
@@ -137,35 +136,22 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
         shared = _states(fields.get("shared", {}), "shared.", generators.GLOBAL)
         workers = _workers(fields, loader, ignored) if fields.get("workers") else ()
         return replace(between, shared=shared, progress=Progress(workers=workers))
+    delivered = fields["_sampler_iter_yielded"]
     if fields["_iterator_finished"]:  # Accelerate says it when the last batch was handed out
-        return replace(between, position=Position(epoch + 1, 0, batches + delivered))
-    _check(fields, _IN_EPOCH)
-    if fields["shared_seed"] is not None:
-        _check(fields, {"shared_seed": _WHOLE})
-    _check(order, _OF_ORDER_IN_EPOCH, "order.")
-    part = None if "order" in ignored else ranks(loader._index_sampler)
-    beginning = replace(
-        _beginning(order, 1),
-        **{name: order[name] for name in ("starts", "seeded", "drawn", "short", "exhausted")},
-        states=_states(order["states"], "order.states.", {**generators.GLOBAL, **own}, torchs),
-        first=_states(order["first"], "order.first.", generators.GLOBAL),
-        digest=_digest(order["digest"], part),
-        inner=copy.deepcopy(order.get("inner")),
-    )
+        return replace(between, position=Position(position.epoch + 1, 0, position.batches + delivered))
+    seed = _check(fields, _IN_EPOCH)["shared_seed"]
+    _check(fields, {} if seed is None else {"shared_seed": _WHOLE})
+    beginning = _beginning_of_epoch(order, loader, own, torchs, ignored)
     progress = _progress(fields, beginning.drawn, _workers(fields, loader, ignored))
-    if asked_sampler(loader._index_sampler) is not None or "_index_sampler_state" in fields:
-        _check(fields, dict.fromkeys(_SAMPLER_STATES, object))
-        beginning.snapshots[progress.head] = copy.deepcopy(
-            (fields[_SAMPLER_STATES[0]], fields[_SAMPLER_STATES[1]])
-        )
+    beginning.snapshots.update(_snapshots(fields, loader, progress.head))
     return replace(
         between,
-        position=Position(epoch, delivered, batches + delivered),
+        position=Position(position.epoch, delivered, position.batches + delivered),
         resumes=True,
         iterable=arguments.is_iterable(loader),
         progress=progress,
         beginning=beginning,
-        shared_seed=fields["shared_seed"],
+        shared_seed=seed,
     )
 
 
@@ -177,6 +163,24 @@ def _beginning(order: dict[str, Any], which: int) -> Beginning:
     return Beginning(epochs=epochs_told, attributes=values)
 
 
+def _beginning_of_epoch(
+    order: dict[str, Any],
+    loader: DataLoader[Any],
+    own: dict[str, Any],
+    torchs: Iterable[str],
+    ignored: Container[str],
+) -> Beginning:
+    _check(order, _OF_ORDER_IN_EPOCH, "order.")
+    return replace(
+        _beginning(order, 1),
+        **{name: order[name] for name in ("starts", "seeded", "drawn", "short", "exhausted")},
+        states=_states(order["states"], "order.states.", {**generators.GLOBAL, **own}, torchs),
+        first=_states(order["first"], "order.first.", generators.GLOBAL),
+        digest=_digest(order["digest"], None if "order" in ignored else ranks(loader._index_sampler)),
+        inner=copy.deepcopy(order.get("inner")),
+    )
+
+
 def _digest(digest: Any, part: str | None) -> tuple[int, int] | None:
     """None: of another rank's part, or the caller says that it may differ."""
     if digest is None:
@@ -184,6 +188,14 @@ def _digest(digest: Any, part: str | None) -> tuple[int, int] | None:
     if type(digest) is not list or len(digest) != 3 or not all(map(is_int, digest[:2])):
         raise ValueError(f"field 'order.digest' is {digest!r:.60}, and not two numbers and a text")
     return (digest[0], digest[1]) if digest[2] == part else None
+
+
+def _snapshots(fields: dict[str, Any], loader: DataLoader[Any], head: int) -> dict[int, Snapshot]:
+    names = "_index_sampler_state", "_sampler_iter_state"
+    if asked_sampler(loader._index_sampler) is None and names[0] not in fields:
+        return {}
+    _check(fields, dict.fromkeys(names, object))
+    return {head: copy.deepcopy((fields[names[0]], fields[names[1]]))}
 
 
 def _progress(fields: dict[str, Any], drawn: int, workers: tuple[WorkerProgress, ...]) -> Progress:
@@ -309,8 +321,8 @@ def _dealt(
 def _resharded(
     reshard: Callable[..., Any], workers: tuple[WorkerProgress, ...], wanted: int
 ) -> tuple[WorkerProgress, ...]:
-    told = [pickle.loads(worker.state).get("position") if worker.state else None for worker in workers]
-    parts = list(reshard(told, wanted))
+    states = [pickle.loads(worker.state).get("position") if worker.state else None for worker in workers]
+    parts = list(reshard(states, wanted))
     if len(parts) != wanted:
         raise ValueError(f"reshard_state_dicts gave {len(parts)} states for {wanted} workers")
     return tuple(
@@ -332,12 +344,11 @@ def take(loaded: Saved, loader: DataLoader[Any]) -> None:
     for name, state in loaded.generators.items():
         if name in own:
             generators.set_state(own[name], state)
-    told = epochs(loader._index_sampler)
-    if loaded.resumes:
-        told = loaded.beginning.epochs
-    else:  # the next one begins, of which the user may have told them already
-        told = {depth: max(epoch, told.get(depth, 0)) for depth, epoch in loaded.beginning.epochs.items()}
-    set_epochs(loader._index_sampler, told)
+    saved = loaded.beginning.epochs
+    if not loaded.resumes:  # the next one begins, which the user may have set already
+        now = epochs(loader._index_sampler)
+        saved = {depth: max(epoch, now.get(depth, 0)) for depth, epoch in saved.items()}
+    set_epochs(loader._index_sampler, saved)
     set_attributes(loader._index_sampler, loaded.beginning.attributes)
 
 

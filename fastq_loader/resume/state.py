@@ -77,8 +77,8 @@ def now(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def begun(loader: DataLoader[Any], begin: Callable[[], T]) -> T:
-    """Begin an epoch. Meanwhile the state of the loader is that of before; and if it was told before the
-    first epoch, this draws what it would have drawn then."""
+    """Begin an epoch. Meanwhile the state of the loader is that of before; and if it was asked for before
+    the first epoch, this draws what it would have drawn then."""
     resources = loader._resources
     with contextlib.suppress(Exception):  # of user code; whoever asks hears of it
         resources.held = _of_place(loader)

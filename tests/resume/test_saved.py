@@ -43,7 +43,7 @@ def changed(*path: str, to: Any = None, drop: bool = False) -> Callable[[], Any]
     return change
 
 
-WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+DAMAGED: dict[str, tuple[Callable[[], Any], str]] = {
     "no dict": (lambda: [state()], "the state is a list"),
     "foreign": (lambda: {"model": 1}, "'library'"),
     "torchdata's": (lambda: {"_snapshot": {}, "_iterator_finished": False}, "torchdata's StatefulDataLoader"),
@@ -76,7 +76,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "text"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("make", "text"), DAMAGED.values(), ids=DAMAGED)
 def test_what_is_wrong_with_a_state_is_named_and_nothing_is_taken(make: Any, text: str) -> None:
     other = loader(seed=3)
     before = generators.state_of(other.generator)
