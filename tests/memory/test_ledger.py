@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -27,7 +27,7 @@ from fastq_loader.memory.blocks import (
     Holder,
     size_class,
 )
-from fastq_loader.memory.ledger import KINDS, WORTH_A_PROMISE, BlockLedger
+from fastq_loader.memory.ledger import KINDS, WORTH_A_PROMISE, BlockLedger, Demand
 from fastq_loader.memory.pool import BlockPool
 
 WORKERS = 3
@@ -500,3 +500,54 @@ def test_closing_keeps_only_what_users_hold_and_may_be_called_again(pool: BlockP
     arena.retired, arena.released_blocks.return_value = True, [second]  # this is for the arena, see there
     pool.close()
     assert arena.retire.call_args_list == [call([(second, B), (third, B)])] * 2
+
+
+SIZES = st.lists(st.integers(1, 1000), max_size=4)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(SIZES, min_size=1, max_size=KINDS, unique_by=lambda kind: tuple(sorted(kind))))
+def test_a_task_gets_enough_for_any_recent_kind_of_batch(kinds: list[list[int]]) -> None:
+    demand = Demand()
+    for kind in kinds:
+        demand.learn(kind)
+    assert list(demand.wanted) == sorted(demand.wanted, reverse=True)
+    assert demand.wanted_bytes == sum(demand.wanted)
+    for kind in kinds:
+        left = sorted(demand.wanted)
+        for need in sorted(kind):
+            fitting = [size for size in left if need <= size <= 2 * need]
+            assert fitting, "a block of its own, at most twice as large"
+            left.remove(fitting[0])
+
+
+def test_a_kind_that_has_not_come_for_long_is_forgotten() -> None:
+    demand = Demand()
+    demand.learn([100])
+    assert demand.cold() is None
+    for demand.tasks in range(1, PATIENT + 1):
+        demand.learn([7])
+    assert demand.cold() == PATIENT - PATIENT
+    assert demand.wanted == (100, 7), "it came as many tasks ago as are waited for"
+    demand.tasks += PATIENT
+    assert demand.cold() == 2 * PATIENT - PATIENT
+    assert demand.wanted == (7,)
+    assert demand.cold() is None, "it is asked again after some more tasks"
+    demand.tasks += PATIENT
+    demand.cold()
+    assert (demand.wanted, demand.batch_bytes) == ((), 0)
+
+
+def test_the_oldest_of_many_kinds_gives_way() -> None:
+    demand = Demand()
+    for kind in range(KINDS + 1):
+        demand.learn([10**kind, 3 * 10**kind])
+    wanted = [size * 10**kind for kind in range(1, KINDS + 1) for size in (1, 3)]
+    assert demand.wanted == tuple(reversed(wanted))
+
+
+def test_the_bytes_of_a_batch_fade_slowly_from_their_maximum() -> None:
+    demand = Demand()
+    for kind, expected in (([600, 400], 1000), ([100], 990), ([200], 980.1), ([980, 1], 981)):
+        demand.learn(kind)
+        assert demand.batch_bytes == pytest.approx(expected)
