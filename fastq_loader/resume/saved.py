@@ -71,16 +71,15 @@ class Saved:
 #: Seeds and positions are int64 elsewhere.
 _WHOLE = range(2**63)
 #: The fields of a state, each of a type or a number in a range; `object` is anything.
-_Fields = dict[str, Any]
-_ALWAYS: _Fields = {
+_ALWAYS: dict[str, Any] = {
     **dict.fromkeys(("epoch", "batches", "_num_yielded", "_sampler_iter_yielded"), _WHOLE),
     **dict.fromkeys(("num_workers", "base_seed"), _WHOLE),
     **dict.fromkeys(("lives_on", "resumes", "_iterator_finished"), bool),
     **dict.fromkeys(("generators", "order"), dict),
 }
-_IN_EPOCH: _Fields = {"beyond": list, "workers": list, "shared_seed": object}
-_OF_ORDER: _Fields = {"epochs": dict, "attributes": dict}
-_OF_ORDER_IN_EPOCH: _Fields = {
+_IN_EPOCH: dict[str, Any] = {"beyond": list, "shared_seed": object}
+_OF_ORDER: dict[str, Any] = {"epochs": dict, "attributes": dict}
+_OF_ORDER_IN_EPOCH: dict[str, Any] = {
     "starts": range(1, 3),
     "drawn": _WHOLE,
     **dict.fromkeys(("seeded", "short", "exhausted"), bool),
@@ -89,17 +88,18 @@ _OF_ORDER_IN_EPOCH: _Fields = {
 }
 
 
-def _check(values: Any, fields: _Fields, where: str = "") -> dict[str, Any]:
+def _check(values: Any, fields: dict[Any, Any], where: str = "") -> dict[str, Any]:
     """The values, which must have these fields."""
     for name, kind in fields.items():
         if name not in values:
             raise ValueError(f"field '{where}{name}' is missing: the state was cut short")
-        found = f"field '{where}{name}' is {values[name]!r:.60}"
+        value = values[name]
         if isinstance(kind, range):
-            if not is_int(values[name]) or values[name] not in kind:
-                raise ValueError(f"{found}, and not a number from {kind.start} to {kind.stop - 1}")
-        elif kind is not object and type(values[name]) is not kind:
-            raise ValueError(f"{found}; it should be of type {kind.__name__}")
+            fits, wanted = is_int(value) and value in kind, f"a number from {kind.start} to {kind.stop - 1}"
+        else:
+            fits, wanted = kind in (object, type(value)), f"of type {kind.__name__}"
+        if not fits:
+            raise ValueError(f"field '{where}{name}' is {value!r:.60}; it should be {wanted}")
     return dict(values)
 
 
@@ -210,8 +210,9 @@ def _progress(fields: dict[str, Any], drawn: int, workers: tuple[WorkerProgress,
 def _workers(
     fields: dict[str, Any], loader: DataLoader[Any], ignored: frozenset[str]
 ) -> tuple[WorkerProgress, ...]:
-    _check(fields, {"workers": list})
-    workers = [_worker(number, worker, loader.dataset) for number, worker in enumerate(fields["workers"])]
+    said = dict(enumerate(_check(fields, {"workers": list})["workers"]))
+    _check(said, dict.fromkeys(said, dict), "workers.")
+    workers = [_worker(number, worker, loader.dataset) for number, worker in said.items()]
     return _dealt(fields, tuple(workers), loader, ignored)
 
 
@@ -270,9 +271,7 @@ def _compare(fields: dict[str, Any], now: dict[str, Any], ignored: frozenset[str
         )
 
 
-def _worker(number: int, worker: Any, dataset: Any) -> WorkerProgress:
-    if type(worker) is not dict:
-        raise ValueError(f"field 'workers.{number}' is {worker!r:.60}; it should be of type dict")
+def _worker(number: int, worker: dict[str, Any], dataset: Any) -> WorkerProgress:
     if "unknown" in worker:
         raise ValueError(
             f"field 'workers.{number}': the epoch before was broken off, and worker {number} had not said "
@@ -280,7 +279,7 @@ def _worker(number: int, worker: Any, dataset: Any) -> WorkerProgress:
         )
     where, needed = f"workers.{number}.", {"delivered": _WHOLE}
     delivered = _check(worker, needed, where)["delivered"]
-    state = {name: worker[name] for name in ("over", "position") if name in worker}
+    state: dict[str, Any] = {name: worker[name] for name in ("over", "position") if name in worker}
     if "position" in state or (delivered and is_stateful(dataset)):
         place, fields = _check(worker, {"position": dict}, where)["position"], {"ended": bool}
         says = "iterator" not in place and is_stateful(dataset)
