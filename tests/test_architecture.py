@@ -50,7 +50,7 @@ ROOMS = {
     "scheduling": Room("memory ipc errors", pure="*"),
     "packing": Room("memory ipc system errors"),
     "reading": Room("memory ipc system", pure="first_indices"),
-    "memory": Room("system errors", pure="pool ledger blocks demand free_ranges"),
+    "memory": Room("system errors", pure="pool ledger blocks"),
     "tracing": Room("ipc system statistics errors", pure="events"),
     "ipc": Room("system errors", pure="messages decoding"),
     "system": Room(""),

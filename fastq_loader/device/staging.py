@@ -28,11 +28,10 @@ from fastq_loader.ipc.messages import Answer
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing import pickling
-from fastq_loader.packing.aliasing import device_segments, segments_of
 from fastq_loader.packing.spec import Spec, SpecCache
 from fastq_loader.packing.tensors import cloned, moved, tensors_of
 from fastq_loader.packing.unpack import Unpacker
-from fastq_loader.packing.walker import Walker
+from fastq_loader.packing.walker import Walker, device_segments, segments_of
 from fastq_loader.system.interrupts import refuse_interrupt
 
 

@@ -29,7 +29,7 @@ import torch
 
 from fastq_loader.insight.evidence import costs_of
 from fastq_loader.insight.search import Candidate, Measured
-from fastq_loader.packing.exceptions import dump_exception, load_exception
+from fastq_loader.packing.pickling import dump_exception, load_exception
 from fastq_loader.scheduling.schedules import Dynamic, read_schedule
 from fastq_loader.system import calls
 from fastq_loader.system.interrupts import without_signals

@@ -82,7 +82,7 @@ class Setup:
         folder: where it binds its socket.
         space: ranges (offset, size) of its part of the arena in which it can make blocks; None is all of it.
         consumer: process id of the consumer.
-        base_seed, shared_seed: see `seeding` and `datapipes`.
+        base_seed, shared_seed: see `generators` and `datapipes`.
         token: the pool's, see `messages`.
         mapping: the arena as the consumer has mapped it, if the worker inherits that.
         arena_length: bytes of the arena.

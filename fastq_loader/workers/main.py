@@ -43,8 +43,8 @@ from fastq_loader.memory import nontemporal, results
 from fastq_loader.memory.allocator import Allocator, Used
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import PAGE, Extents, size_class
-from fastq_loader.packing.exceptions import dump_exception
 from fastq_loader.packing.pack import Packer
+from fastq_loader.packing.pickling import dump_exception
 from fastq_loader.reading import collate
 from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.system import calls

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader
 from fastq_loader.iterators import base
-from fastq_loader.reading.seeding import draw_base_seed
+from fastq_loader.reading.generators import draw_base_seed
 from tests.conftest import of_kind
 from tests.support.datasets import FaultyDataset, SizedStream
 from tests.support.loaders import torch_has

@@ -67,7 +67,7 @@ class Scene:
         self.stand_in.send(wire.MESSAGE, encode(message))
 
     def states(self) -> set[str]:
-        return set(self.blocks._pool._ledger.states().values())
+        return set(self.blocks._pool.states().values())
 
     def close(self) -> None:
         self.socket.finish()

@@ -73,7 +73,7 @@ def draw(scheduler: Scheduler, draws: Sequence[Instruction], indices: Iterable[i
 
 def states(scheduler: Scheduler) -> dict[int, str]:
     """The blocks by offset."""
-    return scheduler.pool._ledger.states()
+    return scheduler.pool.states()
 
 
 def answer(send: Send, outcome: int = BATCH, worker: int | None = None, nbytes: int = 0) -> Arrived:

@@ -122,7 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [worker for worker in self.workers if worker.alive]
 
     def states(self) -> dict[int, str]:
-        return self.pool._ledger.states()
+        return self.pool.states()
 
     # ---- the sampler --------------------------------------------------------------------------
 
