@@ -31,7 +31,7 @@ from fastq_loader.resume import saved, state
 from fastq_loader.resume.record import Position
 from fastq_loader.scheduling.options import Schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
-from fastq_loader.tracing.trace import Trace
+from fastq_loader.tracing.trace import traced
 from fastq_loader.workers.config import Plan, Rules
 from fastq_loader.workers.options import Auto, WorkerKind
 from fastq_loader.workers.payload import Payload
@@ -359,7 +359,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         Open the file with https://ui.perfetto.dev or chrome://tracing: tracks for the consumer, for each
         worker, for the batches that are under way and for copies to the device. It is written as it goes, so
-        what a crash leaves can be opened, too. A batch takes about 2 kB. See `fastq_loader/README.md`.
+        what a crash leaves can be opened, too. A batch takes about 1 kB. See `fastq_loader/README.md`.
 
         Args:
             path: of the file, which is overwritten.
@@ -369,7 +369,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             ValueError: another trace, of any process, is writing to it.
             RuntimeError: this loader is being traced.
         """
-        return Trace(path, self._resources.counters)
+        return traced(path, self._resources.counters)
 
     def __repr__(self) -> str:
         name = f"{type(self).__module__}.{type(self).__qualname__}"

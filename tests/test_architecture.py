@@ -51,7 +51,7 @@ ROOMS = {
     "packing": Room("memory ipc system errors"),
     "reading": Room("memory ipc system", pure="first_indices"),
     "memory": Room("system errors", pure="pool ledger blocks demand free_ranges"),
-    "tracing": Room("ipc system statistics errors", pure="events"),
+    "tracing": Room("ipc system statistics errors"),
     "ipc": Room("system errors", pure="messages decoding"),
     "system": Room(""),
     "statistics": Room("", pure="epoch histogram snapshots"),
