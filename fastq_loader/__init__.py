@@ -28,7 +28,6 @@ from fastq_loader.errors import (
     WorkerReplaced,
     WorkerTraceback,
 )
-from fastq_loader.insight.tuning import Tuning, TuningRow, tune
 from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory.results import empty
@@ -43,6 +42,7 @@ from fastq_loader.statistics.snapshots import (
     StagingStatistics,
     WorkerStatistics,
 )
+from fastq_loader.tuning import Tuning, TuningRow, tune
 from fastq_loader.workers.options import Processes
 
 __all__ = [
