@@ -6,7 +6,7 @@ and write the batch to shared memory (`packing`, `memory`). The answer comes bac
 hands the batch out, or `device` copies it on to an accelerator.
 """
 
-from fastq_loader.device.options import ToDevice
+from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.prefetcher import Prefetcher
 from fastq_loader.device.transforms import copy_into, normalize
 from fastq_loader.errors import (

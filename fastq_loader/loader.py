@@ -21,8 +21,8 @@ from torch.utils.data._utils.collate import default_collate, default_convert
 from fastq_loader import arguments
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.consumer.resources import Resources
-from fastq_loader.device.options import ToDevice, read_device
-from fastq_loader.device.session import DeviceSession
+from fastq_loader.device.accelerator import ToDevice, read_device
+from fastq_loader.device.staging import DeviceSession
 from fastq_loader.insight import auto, verdict
 from fastq_loader.insight.model import Evidence, Setting
 from fastq_loader.insight.verdict import Diagnosis

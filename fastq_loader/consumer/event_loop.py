@@ -21,8 +21,7 @@ from fastq_loader.consumer.deaths import Deaths, death
 from fastq_loader.consumer.delivery import Delivery, finished
 from fastq_loader.consumer.outcomes import CLOSED, ENDED, OutcomeSlot
 from fastq_loader.consumer.receiver import Receiver
-from fastq_loader.device.session import DeviceSession
-from fastq_loader.device.staging import Staging
+from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.ipc.claim_table import slots
 from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode_task
 from fastq_loader.ipc.probes import expect_threads

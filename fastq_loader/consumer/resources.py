@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastq_loader.consumer.engine import Engine
-from fastq_loader.device.session import DeviceSession
-from fastq_loader.device.staging import SerialStaging
+from fastq_loader.device.staging import DeviceSession, SerialStaging
 from fastq_loader.errors import LoaderHint
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers import stopping

@@ -1,8 +1,8 @@
 """Copies to the device: which are under way, who waits for whom, and when memory may be written again.
 
-Pure: streams, events and memory are opaque and belong to a `Stager` (`backend` has the real one, the tests a
-simulated one that runs copies late and in any order that streams allow). Used in the consumer, on the thread
-that calls `next()`; nothing here runs on a thread of its own.
+Pure: streams, events and memory are opaque and belong to a `Stager` (`accelerator` has the real one, the
+tests a simulated one that runs copies late and in any order that streams allow). Used in the consumer, on the
+thread that calls `next()`; nothing here runs on a thread of its own.
 
 The rules, each with the wait that keeps it:
 
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from fastq_loader.device.options import ToDevice
     from fastq_loader.statistics.counters import StagingCounters
 
 Stream = Hashable
@@ -138,15 +137,15 @@ class Copies:
 
     Args:
         stager: the device.
-        options: `prefetch` batches are copied before they are asked for.
+        prefetch: batches that are copied before they are asked for.
         statistics: the loader's.
     """
 
-    def __init__(self, stager: Stager, options: ToDevice, statistics: StagingCounters) -> None:
+    def __init__(self, stager: Stager, prefetch: int, statistics: StagingCounters) -> None:
         self._stager = stager
         self._statistics = statistics
         # A consumer that never waits for its device would run ahead of it for ever, and hold as many blocks.
-        self._most = 2 * options.prefetch
+        self._most = 2 * prefetch
         self._running: deque[Copy] = deque()  # not known to be over, in the order of the side stream
         self._staged: dict[int, Copy] = {}  # not handed out
         self._taken: list[Copy] = []  # handed out, and `reap` has not given their blocks back

@@ -183,17 +183,13 @@ def _parts(batch: Any) -> dict[Any, Any] | None:
 
 def _like(batch: Any, parts: dict[Any, Any]) -> Any:
     """A container like `batch` with other parts."""
-    if type(batch) is dict:
-        return parts
     if isinstance(batch, MutableMapping):
         like = copy.copy(batch)  # with its default factory or attributes
         like.update(parts)
         return like
     if isinstance(batch, Mapping):
         return type(batch)(parts)  # type: ignore[call-arg]
-    if hasattr(batch, "_fields"):
-        return type(batch)(*parts.values())
-    return type(batch)(parts.values())
+    return getattr(batch, "_make", type(batch))(parts.values())
 
 
 # ---- captured steps ---------------------------------------------------------------------------------

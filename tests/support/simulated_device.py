@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from fastq_loader.device.attempts import Attempt
+from fastq_loader.device.staging import Attempt
 from fastq_loader.errors import PinFailed
 
 SIDE, HOME, OTHER = "side", "home", "other"
