@@ -11,7 +11,6 @@ count of the devices without the runtime.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import time
@@ -237,20 +236,19 @@ class TorchStager:
             if before.device != self.device:
                 torch.accelerator.set_stream(before)
 
-    def record(self, stream: Any, event: Any = None) -> Any:
-        event = event or self._event()
+    def record(self, stream: Any) -> Any:
+        """With an event that lets this thread sleep while it waits, where there is a choice. On CUDA a
+        `torch.Event` takes the argument and spins (c10/cuda/impl/CUDAGuardImpl.h, torch 2.6 to 2.13)."""
+        event: Any
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        else:
+            event = torch.Event(device=self.device, blocking=True)
         event.record(self._own(stream))
         return event
 
-    def _event(self) -> Any:
-        """One that lets this thread sleep while it waits, where there is a choice. On CUDA a `torch.Event`
-        takes the argument and spins (c10/cuda/impl/CUDAGuardImpl.h, torch 2.6 to 2.13)."""
-        if self.device.type == "cuda":
-            return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        return torch.Event(device=self.device, blocking=True)
-
     def _own(self, stream: Any) -> Any:
-        """A stream as the events of `_event` take it: torch 2.6 reads whatever it gets for an event of CUDA
+        """A stream as the events of `record` take it: torch 2.6 reads whatever it gets for an event of CUDA
         as a stream of CUDA, unchecked."""
         if self.device.type != "cuda":
             return stream
@@ -330,10 +328,8 @@ class TorchStager:
         Raises:
             PinFailed: it cannot be registered, or what comes back is something else.
         """
-        shared = mmap.mmap(-1, _PROBE_BYTES)  # as the arena is
-        anchor = ctypes.c_char.from_buffer(shared)
-        address = ctypes.addressof(anchor)
-        host = self.view(address, _PROBE_BYTES)
+        host = torch.frombuffer(mmap.mmap(-1, _PROBE_BYTES), dtype=torch.uint8)  # as the arena is
+        address = host.data_ptr()
         pattern = (torch.arange(_PROBE_BYTES, device="cpu") * 31 % 251).to(torch.uint8)
         host.copy_(pattern)
         self.register(address, _PROBE_BYTES)

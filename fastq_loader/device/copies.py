@@ -54,9 +54,8 @@ class Stager(Protocol):
     def copy_async(self, memory: Memory, source: Memory, nbytes: int) -> None:
         """Queue a copy of the first `nbytes` on the side stream, from host memory or from the device's."""
 
-    def record(self, stream: Stream, event: Event | None = None) -> Event:
-        """An event that is over when everything that is queued on `stream` has run. `event` is used again:
-        nothing waits for it any more."""
+    def record(self, stream: Stream) -> Event:
+        """An event that is over when everything that is queued on `stream` has run."""
 
     def wait(self, stream: Stream, event: Event) -> None:
         """What is queued on `stream` from here on runs after the event."""
@@ -149,7 +148,6 @@ class Copies:
         self._running: deque[Copy] = deque()  # not known to be over, in the order of the side stream
         self._staged: dict[int, Copy] = {}  # not handed out
         self._taken: list[Copy] = []  # handed out, and `reap` has not given their blocks back
-        self._events: list[Event] = []  # to be used again
 
     def __contains__(self, key: int) -> bool:
         """Whether a batch was begun, and not handed out."""
@@ -186,7 +184,7 @@ class Copies:
         statistics.copied_bytes += nbytes
         if then is not None:
             copy.result = stager.on_side(lambda: then(memory))
-            copy.ready = self._record(stager.side)
+            copy.ready = stager.record(stager.side)
         return copy
 
     @property
@@ -221,7 +219,6 @@ class Copies:
         moved = self._queue(memory, stream, copy.memory, copy.nbytes)
         self._stager.wait(stream, moved)
         self._stager.wait(copy.home, moved)  # where the old memory is allocated again
-        self._events.append(moved)
         copy.memory, copy.home = memory, stream
 
     def reap(self) -> list[int]:
@@ -255,7 +252,7 @@ class Copies:
             The blocks of batches that were handed out; the others' may be written again as well.
         """
         # Not the copies' own events: an interrupt may have come between a copy and its entry here.
-        self._stager.synchronize(self._record(self._stager.side))
+        self._stager.synchronize(self._stager.record(self._stager.side))
         while self._running:
             self._arrived(self._running.popleft())
         self._staged.clear()
@@ -265,18 +262,11 @@ class Copies:
         left = [copy for copy in self._taken if copy.over]
         if left:
             self._taken = [copy for copy in self._taken if not copy.over]
-        for copy in left:
-            self._events += [copy.done] if copy.ready is copy.done else [copy.done, copy.ready]
         return [offset for copy in left for offset in copy.blocks]
-
-    def _record(self, stream: Stream) -> Event:
-        return self._stager.record(stream, self._events.pop() if self._events else None)
 
     def _queue(self, memory: Memory, home: Stream, source: Memory, nbytes: int) -> Event:
         """Queue a copy to memory that was allocated on `home` just now. Returns the copy's event."""
         stager = self._stager
-        fence = self._record(home)
-        stager.wait(stager.side, fence)
-        self._events.append(fence)  # a wait is for what the event was when the wait was queued
+        stager.wait(stager.side, stager.record(home))
         stager.copy_async(memory, source, nbytes)
-        return self._record(stager.side)
+        return stager.record(stager.side)

@@ -289,7 +289,7 @@ from fastq_loader.device.accelerator import TorchStager
 loader = DataLoader([1], device="late")
 stager = TorchStager(torch.device("late"))
 event = stager.record(stager.side)
-stager.wait(stager.current_stream(), stager.record(stager.side, event))
+stager.wait(stager.current_stream(), event)
 print(stager.device, stager.query(event), stager.capturing(), stager.current_stream() == stager.side)
 print(stager.on_side(lambda: torch.accelerator.current_stream() == stager.side))
 """

@@ -40,7 +40,6 @@ def test_no_run_breaks_a_rule(seed: int) -> None:
 
 #: Parts of a defect's name, and why no run finds it.
 HARMLESS = {
-    "_events": "events are used again only to save time",
     "if stager.shares: never": "batches are moved where sharing would do",
     "buffer.nbytes < nbytes and": "buffers are made anew where there is one",
     "buffer.copy is not None and (not buffer.copy.over), without not": "`wait_for` knows what is over",

@@ -75,10 +75,9 @@ class LateStager(TorchStager):
 
         self.queued.append(run)
 
-    def record(self, stream: Any, event: Any = None) -> Any:
-        event = Event() if event is None else event
+    def record(self, stream: Any) -> Any:
+        event = Event()
         if stream == self.side:
-            event = Event()  # a wait is for what the event was then
             event.over = False
             self.queued.append(lambda: setattr(event, "over", True))
         return event
