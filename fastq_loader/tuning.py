@@ -481,20 +481,17 @@ def promising(expected: Mapping[Candidate, float], own: Candidate, limit: int) -
 
     The model knows least about how workers get into each other's way, so different numbers come first.
     """
-    numbers: dict[int, dict[Candidate, float]] = {}
-    for candidate, rate in expected.items():
-        numbers.setdefault(candidate.setting.num_workers, {})[candidate] = rate
-    leaders = {_cheapest(rates, own): max(rates.values()) for rates in numbers.values()}
-    best = _cheapest(leaders, own)
-    ranked = sorted(leaders, key=lambda each: (each != best, -leaders[each], price(each, own)))
-    some = next((each for each in ranked if each.setting.num_workers), best)
-    variants = sorted(numbers[some.setting.num_workers], key=lambda each: price(each, own))
-    zero = [each for each in expected if each.setting.num_workers == 0]
-    first = ranked[:1] + [own] * (own in expected) + ranked[1:2] + zero
-    later = [each for pair in zip(ranked[2:], variants, strict=False) for each in pair]
-    return list(dict.fromkeys([*first, *later, *variants, *ranked]))[:limit]
-
-
-def _cheapest(rates: Mapping[Candidate, float], own: Candidate) -> Candidate:
-    enough = max(rates.values()) * (1 - NOISE)
-    return min((each for each, rate in rates.items() if rate >= enough), key=lambda each: price(each, own))
+    # Equal rates come one after the other, the cheapest first.
+    ranked = sorted(expected, key=lambda each: (-round(math.log(expected[each]) / NOISE), price(each, own)))
+    first_of = {each.setting.num_workers: each for each in reversed(ranked)}
+    leaders = sorted(first_of.values(), key=ranked.index)
+    some = next(filter(None, (each.setting.num_workers for each in leaders)), 0)
+    variants = [each for each in ranked if each.setting.num_workers == some]
+    first = [
+        leaders[0],
+        *({own} & expected.keys()),
+        *leaders[1:2],
+        *(each for each in leaders if not each.setting.num_workers),
+    ]
+    later = [each for pair in zip(leaders[2:], variants[1:], strict=False) for each in pair]
+    return list(dict.fromkeys([*first, *later, *variants, *leaders]))[:limit]

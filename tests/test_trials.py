@@ -215,17 +215,6 @@ def test_the_loader_and_all_that_is_its_stay_as_they_were(workers: int) -> None:
 
 
 @pytest.mark.processes
-def test_a_state_that_was_loaded_stays_for_the_loader() -> None:
-    loader: DataLoader[Any] = DataLoader(Made(float, 12), 4)
-    batches = iter(loader)
-    for _ in range(3):
-        next(batches)
-    loader.load_state_dict(loader.state_dict())
-    assert measure(loader, Candidate(Setting(0, 2))).batches > 0, "its epochs are whole ones"
-    assert len(list(loader)) == 0
-
-
-@pytest.mark.processes
 def test_batches_stay_on_the_host() -> None:
     to_device = ToDevice("cpu", transform=lambda batch: refuse())
     loader: DataLoader[Any] = DataLoader(Made(float, 12), 4, device=to_device, pin_memory=True)

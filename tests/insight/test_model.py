@@ -95,16 +95,6 @@ def test_dynamic_is_never_slower_than_taking_turns(costs: Costs, workers: int, p
     assert dynamic <= turns * ENDS
 
 
-@given(COSTS, WORKERS, st.floats(0.5, 8), st.floats(1.1, 8))
-def test_times_are_in_proportion(costs: Costs, workers: int, cpus: float, factor: float) -> None:
-    names = "pack", "overhead", "device", "draw", "step", "step_cpu"
-    more = {name: getattr(costs, name) * factor for name in names}
-    longer = replace(costs, loads=tuple(load * factor for load in costs.loads), **more)
-    for setting in (Setting(0), Setting(workers)):
-        found = seconds_per_batch(longer, setting, cpus)
-        assert found == pytest.approx(factor * seconds_per_batch(costs, setting, cpus))
-
-
 def test_turns_wait_for_a_slow_batch_and_dynamic_goes_on() -> None:
     costs = Costs((0.01,) * 9 + (0.2,))
     assert seconds_per_batch(costs, Setting(2), MANY) == pytest.approx(0.023, rel=0.1)
@@ -309,10 +299,3 @@ def test_on_a_busy_machine_loading_waits_for_a_cpu_and_not_for_a_disk(
     found = costs_of(serial(1), (), contention)
     assert found is not None
     assert found.load_cpu == pytest.approx(load_cpu)
-
-
-def test_of_nothing_nothing_is_known() -> None:
-    epoch = EpochCounters(1, 0)
-    assert costs_of(epoch, ()) is None
-    epoch.answered(0, answer(0, 0, 1, 2), True, WorkerCounters(0, 1))  # and not handed out
-    assert costs_of(epoch, ()) is None

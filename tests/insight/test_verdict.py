@@ -254,11 +254,6 @@ def test_any_page_has_80_columns_and_fits_a_screen(
     assert verdict.in_ascii(page).isascii()
 
 
-def test_without_anything_ready_there_is_no_line_for_it() -> None:
-    for ready in ((), (0.0, 0.0)):
-        assert "ready" not in verdict.text(replace(PAGE, epoch=replace(EPOCH, ready=ready)))
-
-
 def test_workers_on_other_machines_say_where_they_run() -> None:
     names = ("10.0.0.12", None, "a-name.that.is.long.example")
     found = replace(PAGE, workers=tuple(replace(WORKER, id=at, node=node) for at, node in enumerate(names)))
@@ -271,10 +266,6 @@ def test_all_epochs_together_have_no_number_and_workers_in_excess_no_line() -> N
     assert "All epochs: 1,563 batches" in page
     assert page.count("90%") == 8
     assert "and 2 more" in page
-
-
-def test_ascii_keeps_what_it_can() -> None:
-    assert verdict.in_ascii("2 → 4: 1.8 ×, 3 µs, Größe …") == "2 -> 4: 1.8 x, 3 us, Gr\\xf6\\xdfe ..."
 
 
 def test_what_is_the_users_is_escaped_in_html() -> None:
