@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data.dataloader import _DatasetKind
 
-from fastq_loader.device.options import read_device
+from fastq_loader.device.accelerator import read_device
 from fastq_loader.errors import warn_user
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena

@@ -20,8 +20,7 @@ from fastq_loader.consumer.accounting import Accounting
 from fastq_loader.consumer.deaths import Deaths, Timeout, death
 from fastq_loader.consumer.delivery import CLOSED, ENDED, Delivery, OutcomeSlot, finished
 from fastq_loader.consumer.receiver import Receiver
-from fastq_loader.device.session import DeviceSession
-from fastq_loader.device.staging import Staging
+from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.ipc.claim_table import slots
 from fastq_loader.ipc.endpoints import expect_threads
 from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode_task

@@ -27,7 +27,7 @@ from fastq_loader import (
     SameOrder,
     TinyBatches,
 )
-from fastq_loader.insight import hints as judgements
+from fastq_loader.insight import advice as judgements
 from fastq_loader.iterators import base, hints
 from tests.support.datasets import Stream
 from tests.support.loaders import WORKERS

@@ -6,8 +6,8 @@ were, also where the setting is to load without workers. The step is simulated b
 accelerator uses no CPU of this process. Batches stay on the host, and are not pinned: no context of an
 accelerator outlives a fork.
 
-The child starts as the loader's workers do: whoever chose "spawn" has a reason. It ends with all of its
-workers: in time by itself, on SIGINT when the consumer or Ctrl-C asks for it, and when the consumer dies.
+The child starts as the loader's workers do: whoever chose "spawn" has a reason. It ends by itself, after its
+time or with the consumer, or is killed; its workers end with it.
 """
 
 from __future__ import annotations
@@ -21,30 +21,58 @@ import signal
 import threading
 import time
 import warnings
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
-from fastq_loader.insight.evidence import costs_of
-from fastq_loader.insight.search import Candidate, Measured
+from fastq_loader.insight.model import Costs, Setting, costs_of
+from fastq_loader.loader import DataLoader
 from fastq_loader.packing.pickling import dump_exception, load_exception
 from fastq_loader.scheduling.schedules import Dynamic, read_schedule
 from fastq_loader.system import calls
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Child
 
-if TYPE_CHECKING:
-    from fastq_loader.loader import DataLoader
-
-Loader = TypeVar("Loader", bound="DataLoader[Any]")
-
-#: Seconds that a child which was told to end has for it: workers have 5 to finish their sample.
+#: Seconds that a child has to end after its time.
 _PATIENCE = 8.0
 
 
-def like(loader: Loader, candidate: Candidate) -> Loader:
+@dataclass(frozen=True)
+class Candidate:
+    """What is measured.
+
+    Attributes:
+        setting: workers, prefetch, schedule.
+        start_method: "fork", "spawn" or "forkserver"; None is the loader's own.
+    """
+
+    setting: Setting
+    start_method: str | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one measurement gave.
+
+    Attributes:
+        batches: that were counted.
+        seconds: wall time in which they came, with the steps.
+        costs: of its batches, for the model; None where no batch told.
+        batch_bytes: of a batch in shared memory.
+        worker_bytes: memory that a worker has for itself.
+    """
+
+    batches: float
+    seconds: float
+    costs: Costs | None = None
+    batch_bytes: float = 0.0
+    worker_bytes: float = 0.0
+
+
+def like(loader: DataLoader[Any], candidate: Candidate) -> DataLoader[Any]:
     """A new loader with a candidate's setting, and everything else as it is.
 
     Its attributes are such that the constructor would take them: without workers, none of what goes with them
@@ -96,117 +124,64 @@ def measure(
     object.__setattr__(trial, "pin_memory", False)
     context: Any = multiprocessing.get_context(candidate.start_method or start_method(loader))
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(sender, trial, step_seconds, seconds, os.getpid()))
-    child = Child(process)
-    try:
-        # A Ctrl-C between the fork and the child's own handler would print a traceback there.
-        with without_signals(signal.SIGINT):
-            child.start()
-        sender.close()
-        return _received(child, receiver, patience)
-    finally:
-        sender.close()
-        receiver.close()
-        _end(child)
-
-
-def _received(child: Child, receiver: Connection, patience: float) -> Measured:
-    sources = receiver.fileno(), child.descriptor
-    in_time = calls.readable(sources, patience)
-    if not in_time:
-        _interrupt(child)  # it says what it has so far
-        calls.readable(sources, _PATIENCE)
-    answer: Measured | bytes | None = None
-    try:
-        if receiver.poll():
-            answer = receiver.recv()
-        elif in_time:
-            raise EOFError
-    except EOFError:
-        raise RuntimeError(f"the process of a trial {child.death()[0]} before it said anything") from None
+    child = Child(context.Process(target=_run, args=(sender, trial, step_seconds, seconds, patience)))
+    with receiver, sender:
+        try:
+            # A Ctrl-C between the fork and the child's own handler would print a traceback there.
+            with without_signals(signal.SIGINT):
+                child.start()
+            sender.close()
+            calls.readable((receiver.fileno(), child.descriptor), patience + _PATIENCE)
+            answer = receiver.recv() if receiver.poll() else None
+        except EOFError:
+            raise RuntimeError(f"the process of a trial {child.death()[0]} before it said anything") from None
+        finally:
+            if child.pid:
+                child.kill()
+                child.release()
+            child.forget()
     if isinstance(answer, bytes):
         raise load_exception(answer)
     if answer is None:
         raise TimeoutError(f"too few batches in {patience:.0f} s to tell: give it more seconds")
-    return answer
-
-
-def _interrupt(child: Child) -> None:
-    """Tell a child to end. By SIGINT, which the loader knows to keep out of where an exception is lost."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child.pid, signal.SIGINT)
-
-
-def _end(child: Child) -> None:
-    """End a child, with its workers. Another interrupt ends it at once; the workers see that."""
-    if not child.pid:
-        child.forget()
-        return
-    try:
-        _interrupt(child)
-        calls.readable([child.descriptor], _PATIENCE)
-    finally:
-        child.kill()
-        child.release()
+    measured: Measured = answer
+    return measured
 
 
 # ---- in the child --------------------------------------------------------------------------------
 
 
-class _TimeIsOver(BaseException):
-    """The consumer wants the child to end."""
-
-
 def _run(
-    answers: Connection, loader: DataLoader[Any], step_seconds: float, seconds: float, consumer: int
+    answers: Connection, loader: DataLoader[Any], step_seconds: float, seconds: float, patience: float
 ) -> None:
     torch.set_num_threads(1)  # a pool of threads that was forked has no threads, and is waited for
     warnings.simplefilter("ignore")  # they come again in the user's own epochs
-    trial = _Trial(loader, step_seconds)
-    answer: Any = None
-    with contextlib.suppress(_TimeIsOver):
-        # First, while SIGINT is blocked: a thread that took it would bring it into the start of a worker.
-        threading.Thread(target=_leave_with, args=(consumer,), daemon=True).start()
-        _prepare_signals()
-        try:
-            with contextlib.suppress(_TimeIsOver):
-                trial.run(seconds)
-            _let_finish()  # what is left takes workers 5 s at most
-            answer = trial.measured()
-        except Exception as error:
-            answer = dump_exception(error, 0)
-        loader.close()
+    trial, answering = _Trial(loader, step_seconds), threading.Lock()
+    watch = threading.Thread(target=_watch, args=(answers, trial, answering, patience), daemon=True)
+    watch.start()  # while SIGINT is blocked, and so it stays for this thread
+    signal.set_wakeup_fd(-1)
+    # A handler rather than SIG_IGN, which programs started by user code would inherit.
+    signal.signal(signal.SIGINT, lambda signum, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    answer: Any
+    try:
+        trial.run(seconds)
+        answer = trial.measured()
+    except Exception as error:
+        answer = dump_exception(error, 0)
+    loader.close()
+    with answering:
         answers.send(answer)
 
 
-def _prepare_signals() -> None:
-    signal.signal(signal.SIGINT, _leave)
-    signal.set_wakeup_fd(-1)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _let_finish() -> None:
-    # A handler rather than SIG_IGN, which programs started by user code would inherit.
-    signal.signal(signal.SIGINT, lambda signum, frame: None)
-
-
-def _leave(signum: int, frame: object) -> None:
-    _let_finish()  # once is enough: what follows is the way out
-    raise _TimeIsOver
-
-
-def _leave_with(consumer: int) -> None:
-    """Wait for the consumer's death. The workers see this process end, and follow."""
-    try:
-        descriptor = calls.pidfd_open(consumer)
-    except ProcessLookupError:
-        os._exit(1)
-    except OSError:  # no pidfd in this kernel or sandbox
-        parent = multiprocessing.parent_process()
-        if parent is None:
-            return
-        descriptor = parent.sentinel
-    calls.readable([descriptor], None)
+def _watch(answers: Connection, trial: _Trial, answering: threading.Lock, patience: float) -> None:
+    """Leave with the consumer, or when it has no more patience: then with what there is. The workers see this
+    process end, and follow."""
+    consumer = multiprocessing.parent_process()
+    assert consumer is not None
+    if not calls.readable([consumer.sentinel], patience):
+        with answering, contextlib.suppress(OSError):
+            answers.send(trial.measured())
     os._exit(1)
 
 
@@ -258,7 +233,7 @@ class _Trial:
 
     def _weigh(self) -> None:
         """Note what a worker has of memory that it shares with nobody."""
-        for worker in self._loader._resources.counters.workers:
+        for worker in self._loader.statistics().workers:
             with contextlib.suppress(OSError):  # it has ended, or is not ours to look into
                 text = Path(f"/proc/{worker.pid}/smaps_rollup").read_text()
                 own = sum(map(int, re.findall(r"^Private_\w+: +(\d+)", text, re.MULTILINE)))
@@ -276,7 +251,7 @@ class _Trial:
         costs = costs_of(filled[-1], counters.workers) if filled else None
         return Measured(
             *found,
-            costs=costs and costs.with_step(self._step_seconds),
+            costs=costs and replace(costs, step=self._step_seconds, step_cpu=0.0),
             batch_bytes=statistics.bytes / max(1, statistics.batches),
             worker_bytes=self._worker_bytes,
         )

@@ -1,8 +1,8 @@
-"""The accelerator as torch offers it: its streams, events and page-locking behind the `Stager` protocol.
+"""The accelerator: what the argument `device` says of it, and what torch offers behind the `Stager` protocol.
 
 Runs in the consumer, on the thread that calls `next()`. What initialises the device is done when the first
 epoch begins, after its workers were started: forked workers inherit nothing of it. Nothing of an accelerator
-is touched at import; in a CPU build of torch its streams and events raise.
+is touched at import, or by options; in a CPU build of torch its streams and events raise.
 
 Every accelerator is used through what torch has for all of them: `torch.Stream`, `torch.Event` and
 `torch.accelerator`. Only for CUDA there is more: page-locking in place, events that let a thread sleep, and a
@@ -11,13 +11,12 @@ count of the devices without the runtime.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,12 +25,100 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.errors import PinFailed
+from fastq_loader.device.pinning import PIN_MODES
+from fastq_loader.errors import PinFailed, is_int
 from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing.tensors import accelerator, is_captured, tensors_of
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")  # one entry for each GPU that the driver knows
 _PROBE_BYTES = 64 * 1024
+_CHOICES = {"transform_stream": ("consumer", "side"), "pin": PIN_MODES}
+
+
+@dataclass(frozen=True)
+class ToDevice:
+    """Batches arrive on a device; `device="cuda"` is short for `ToDevice("cuda")`.
+
+    Args:
+        device: torch's accelerator ("cuda", "cuda:1", "xpu", a torch.device), whatever its kind, through
+            `torch.Stream` and `torch.Event`. "cpu" leaves batches on the host, and applies `transform` there.
+            It is initialised after the workers of the first epoch were started. `pin_memory` is not needed
+            with it.
+        prefetch: batches that are copied before they are asked for, at least 1.
+        transform: applied to every batch on the device, for example `normalize(mean, std)`.
+        transform_stream: "consumer" applies it on the stream that is current in `next()`; "side" on that of
+            the copies, beside the step before, and needs a device whose tensors have `record_stream`. Either
+            is called in the order of the batches. "side" also for some that come next and are never handed
+            out, where an epoch is broken off: how many depends on what has come.
+        pin: how host memory is page-locked. "register" locks the workers' blocks where they are; "bounce"
+            copies batches to a few locked buffers first; "pageable" locks nothing; "auto" takes the first of
+            these that works, with a `PinFallback` warning. `statistics()` says which it is and why.
+        pin_limit_bytes: bytes that may be page-locked; None is any number.
+
+    Attributes:
+        target: the accelerator; None: batches stay on the host.
+
+    Raises:
+        ValueError, TypeError: an argument, with its name, its value and what it may be; an unknown or absent
+            device.
+    """
+
+    device: str | int | torch.device
+    prefetch: int = 2
+    transform: Callable[[Any], Any] | None = None
+    transform_stream: str = "consumer"
+    pin: str = "auto"
+    pin_limit_bytes: int | None = None
+    target: torch.device | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.device is None:
+            raise TypeError("ToDevice(None): name a device; 'cpu' leaves batches on the host")
+        target = parse(self.device)
+        object.__setattr__(self, "target", target)
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                self._refuse(ValueError, name, f"use one of {', '.join(map(repr, allowed))}")
+        if not is_int(self.prefetch) or self.prefetch < 1:
+            self._refuse(ValueError, "prefetch", "it must be a number of batches, at least 1")
+        limit = self.pin_limit_bytes
+        if limit is not None and (not is_int(limit) or limit < 0):
+            self._refuse(ValueError, "pin_limit_bytes", "it must be a number of bytes, or None for any")
+        if self.transform is not None and not callable(self.transform):
+            self._refuse(TypeError, "transform", "it must be a function of a batch, or None")
+        if target is not None and self.transform_stream == "side" and not can_share(target):
+            self._refuse(
+                ValueError,
+                "transform_stream",
+                f"{target.type} tensors have no record_stream, which keeps what the side stream made while "
+                "another stream reads it; transform_stream='consumer' does not need it",
+            )
+
+    def _refuse(self, kind: type[Exception], name: str, why: str) -> None:
+        raise kind(f"ToDevice({self.device!r}, {name}={getattr(self, name)!r}): {why}")
+
+    def apply_transform(self, batch: Any) -> Any:
+        """The batch as the user's transform returns it, on the stream that is current.
+
+        Raises:
+            RuntimeError: it raised StopIteration, which out of `next()` would end the epoch silently.
+            Exception: whatever else it raises.
+        """
+        if self.transform is None:
+            return batch
+        try:
+            return self.transform(batch)
+        except StopIteration as stopped:
+            raise RuntimeError(f"the transform raised StopIteration: {stopped}") from stopped
+
+
+def read_device(device: Any) -> ToDevice | None:
+    """What `device=` means; None: batches stay on the host as they are.
+
+    Raises:
+        ValueError, TypeError: it is not a device, or an unknown or absent one.
+    """
+    return device if device is None or isinstance(device, ToDevice) else ToDevice(device)
 
 
 def parse(device: Any) -> torch.device | None:
@@ -79,25 +166,15 @@ def _absence(device: torch.device) -> str:
 
 def device_count(kind: str) -> int:
     """Devices of a kind. For NVIDIA's, /proc is read where the driver fills it: the runtime's own count opens
-    descriptors that forked workers would inherit."""
+    descriptors that forked workers would inherit. Of those that are shown CUDA stops at the first that is not
+    there."""
     if kind != "cuda":
         return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     asleep = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if asleep and not torch.version.hip and _NVIDIA.is_dir():
-        return visible(len(os.listdir(_NVIDIA)), os.environ)
+        count, shown = len(os.listdir(_NVIDIA)), list[Any](torch.cuda._parse_visible_devices())
+        return min(count, len([*takewhile(lambda each: isinstance(each, str) or each < count, shown)]))
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def visible(count: int, environment: Mapping[str, str]) -> int:
-    """How many of `count` GPUs CUDA_VISIBLE_DEVICES shows. CUDA reads a list of numbers, up to the first that
-    no GPU has; other forms (UUIDs) are counted."""
-    shown = environment.get("CUDA_VISIBLE_DEVICES")
-    if shown is None:
-        return count
-    names = [name.strip() for name in shown.split(",")]
-    if not all(re.fullmatch(r"-?\d+", name) for name in names):
-        return min(len([name for name in names if name]), count)
-    return len(list(takewhile(lambda name: 0 <= int(name) < count, names)))
 
 
 def can_share(device: torch.device) -> bool:
@@ -159,20 +236,19 @@ class TorchStager:
             if before.device != self.device:
                 torch.accelerator.set_stream(before)
 
-    def record(self, stream: Any, event: Any = None) -> Any:
-        event = event or self._event()
+    def record(self, stream: Any) -> Any:
+        """With an event that lets this thread sleep while it waits, where there is a choice. On CUDA a
+        `torch.Event` takes the argument and spins (c10/cuda/impl/CUDAGuardImpl.h, torch 2.6 to 2.13)."""
+        event: Any
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        else:
+            event = torch.Event(device=self.device, blocking=True)
         event.record(self._own(stream))
         return event
 
-    def _event(self) -> Any:
-        """One that lets this thread sleep while it waits, where there is a choice. On CUDA a `torch.Event`
-        takes the argument and spins (c10/cuda/impl/CUDAGuardImpl.h, torch 2.6 to 2.13)."""
-        if self.device.type == "cuda":
-            return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        return torch.Event(device=self.device, blocking=True)
-
     def _own(self, stream: Any) -> Any:
-        """A stream as the events of `_event` take it: torch 2.6 reads whatever it gets for an event of CUDA
+        """A stream as the events of `record` take it: torch 2.6 reads whatever it gets for an event of CUDA
         as a stream of CUDA, unchecked."""
         if self.device.type != "cuda":
             return stream
@@ -252,10 +328,8 @@ class TorchStager:
         Raises:
             PinFailed: it cannot be registered, or what comes back is something else.
         """
-        shared = mmap.mmap(-1, _PROBE_BYTES)  # as the arena is
-        anchor = ctypes.c_char.from_buffer(shared)
-        address = ctypes.addressof(anchor)
-        host = self.view(address, _PROBE_BYTES)
+        host = torch.frombuffer(mmap.mmap(-1, _PROBE_BYTES), dtype=torch.uint8)  # as the arena is
+        address = host.data_ptr()
         pattern = (torch.arange(_PROBE_BYTES, device="cpu") * 31 % 251).to(torch.uint8)
         host.copy_(pattern)
         self.register(address, _PROBE_BYTES)

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, RandomSampler, get_worker_info
 
-from fastq_loader import DataLoader, Dynamic, ToDevice
-from fastq_loader.insight import trials
+from fastq_loader import DataLoader, Dynamic, ToDevice, trials
 from fastq_loader.insight.model import Setting
-from fastq_loader.insight.search import Candidate, Measured
+from fastq_loader.trials import Candidate, Measured
 from tests.conftest import descendants, running_script, wait_until
 from tests.support.datasets import Made
 from tests.support.loaders import image
@@ -216,17 +215,6 @@ def test_the_loader_and_all_that_is_its_stay_as_they_were(workers: int) -> None:
 
 
 @pytest.mark.processes
-def test_a_state_that_was_loaded_stays_for_the_loader() -> None:
-    loader: DataLoader[Any] = DataLoader(Made(float, 12), 4)
-    batches = iter(loader)
-    for _ in range(3):
-        next(batches)
-    loader.load_state_dict(loader.state_dict())
-    assert measure(loader, Candidate(Setting(0, 2))).batches > 0, "its epochs are whole ones"
-    assert len(list(loader)) == 0
-
-
-@pytest.mark.processes
 def test_batches_stay_on_the_host() -> None:
     to_device = ToDevice("cpu", transform=lambda batch: refuse())
     loader: DataLoader[Any] = DataLoader(Made(float, 12), 4, device=to_device, pin_memory=True)
@@ -273,7 +261,7 @@ def test_ctrl_c_ends_it_with_its_workers(to_the_group: bool) -> None:
         import os
         from fastq_loader import DataLoader
         from tests.conftest import acquired, belongings
-        from tests.insight.test_trials import TWO, Sleeping, measure
+        from tests.test_trials import TWO, Sleeping, measure
         before = belongings()
         try:
             measure(DataLoader(Sleeping(), num_workers=2))
@@ -293,7 +281,7 @@ def test_the_consumers_death_ends_it_with_its_workers() -> None:
     with running_script(
         """
         from fastq_loader import DataLoader
-        from tests.insight.test_trials import Sleeping, measure
+        from tests.test_trials import Sleeping, measure
         measure(DataLoader(Sleeping(), num_workers=2))
         """
     ) as script:
