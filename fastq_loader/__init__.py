@@ -33,7 +33,7 @@ from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory.results import empty
 from fastq_loader.reading.permutation import PermutationSampler
-from fastq_loader.remote.options import RayWorkers
+from fastq_loader.remote.ray_workers import RayWorkers
 from fastq_loader.resume.record import Position
 from fastq_loader.scheduling.options import Dynamic, RoundRobin
 from fastq_loader.statistics.snapshots import (

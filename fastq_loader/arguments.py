@@ -18,7 +18,7 @@ from fastq_loader.device.options import read_device
 from fastq_loader.errors import warn_user
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
-from fastq_loader.remote.options import RayWorkers
+from fastq_loader.remote.ray_workers import RayWorkers
 from fastq_loader.scheduling.options import Dynamic, RoundRobin, Schedule, read_schedule
 from fastq_loader.scheduling.window import WindowLimits
 from fastq_loader.workers.options import Auto, Processes, WorkerKind, read_workers

@@ -85,6 +85,9 @@ class PickledPayload(Payload):
         self._data = data
         self._descriptors = carried
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PickledPayload, (self._data, self._descriptors)
+
     def open(self) -> dict[str, Any]:
         _Carried.descriptors = self._descriptors
         parts: dict[str, Any] = pickle.loads(self._data)

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from fastq_loader.memory.arena import Arena
+from fastq_loader.remote.far_worker import HostSpec
 from fastq_loader.scheduling.window import WindowLimits
 from fastq_loader.workers.config import Plan, Rules, Setup
 from fastq_loader.workers.payload import Descriptors, Payload
@@ -53,6 +54,14 @@ def make_setup(arena: Arena, dataset: Any, *, worker: int = 0, base_seed: int = 
         arena_whole=arena.mapping.whole,
         descriptors=Descriptors(arena=arena.fd, stacks=2),
     )
+
+
+def host_spec(dataset: Any, **fields: Any) -> HostSpec:
+    """What a host is told that has workers for this."""
+    arena = Arena(1)
+    setup = make_setup(arena, dataset, **fields)
+    arena.retire([])
+    return HostSpec.of(setup, None)
 
 
 def as_it_is(data: Any) -> Any:

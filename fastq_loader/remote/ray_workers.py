@@ -18,7 +18,7 @@ from fastq_loader.errors import is_int
 from fastq_loader.workers.options import WorkerKind
 
 if TYPE_CHECKING:
-    from fastq_loader.remote.link import Tls
+    from fastq_loader.remote.connection import Tls
     from fastq_loader.workers.backend import WorkerBackend
     from fastq_loader.workers.config import Plan
 
@@ -166,10 +166,10 @@ class RayWorkers(WorkerKind):
         return f"ray {RAY[0]}.{RAY[1]} or newer, which {found}: pip install 'fastq-loader[ray]'"
 
     def backend(self, plan: Plan) -> WorkerBackend:
-        from fastq_loader.remote.backend import RemoteBackend  # some systems lack what it is made of
+        from fastq_loader.remote.proxy_pool import ProxyPool  # some systems lack what it is made of
         from fastq_loader.remote.ray_placement import RayPlacement
 
-        return RemoteBackend(plan, RayPlacement(self, plan.shared_tasks), self._encryption())
+        return ProxyPool(plan, RayPlacement(self, plan.shared_tasks), self._encryption())
 
     def _encryption(self) -> Tls | None:
         if self.tls is None:
@@ -180,7 +180,7 @@ class RayWorkers(WorkerKind):
                 self._refuse(
                     ValueError, "tls", f"must be a folder with cert.pem, key.pem and ca.pem: no {file}"
                 )
-        from fastq_loader.remote.link import Tls
+        from fastq_loader.remote.connection import Tls
 
         return Tls(*files)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fastq_loader import DataLoader, RayWorkers, arguments
-from fastq_loader.remote.backend import RemoteBackend
+from fastq_loader.remote.proxy_pool import ProxyPool
 from fastq_loader.workers.options import read_workers
 from tests.support.hosts import LocalHosts, far
 from tests.support.worker_setup import make_plan
@@ -162,7 +162,7 @@ def test_a_ray_that_is_new_enough_is_not_complained_about(
 def test_they_are_a_kind_of_workers_and_make_their_own_backend() -> None:
     kind = far(max_restarts=3)
     assert read_workers(kind) is kind
-    assert isinstance(kind.backend(make_plan(range(3))), RemoteBackend)
+    assert isinstance(kind.backend(make_plan(range(3))), ProxyPool)
     assert isinstance(kind.placement(), LocalHosts)
 
 
