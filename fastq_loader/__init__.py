@@ -43,7 +43,7 @@ from fastq_loader.statistics.snapshots import (
     StagingStatistics,
     WorkerStatistics,
 )
-from fastq_loader.workers.options import Processes
+from fastq_loader.workers.kinds import Processes
 
 __all__ = [
     "DataLoader",

@@ -21,7 +21,7 @@ from fastq_loader.memory import arena
 from fastq_loader.remote.ray_workers import RayWorkers
 from fastq_loader.scheduling.options import Dynamic, RoundRobin, Schedule, read_schedule
 from fastq_loader.scheduling.window import WindowLimits
-from fastq_loader.workers.options import Auto, Processes, WorkerKind, read_workers
+from fastq_loader.workers.kinds import Auto, Processes, WorkerKind, read_workers
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader

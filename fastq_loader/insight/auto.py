@@ -22,7 +22,7 @@ from fastq_loader.insight.evidence import costs_of
 from fastq_loader.insight.model import Costs, Setting, seconds_per_batch
 from fastq_loader.insight.search import NOISE, most_workers, numbers
 from fastq_loader.memory import arena
-from fastq_loader.workers.options import Auto
+from fastq_loader.workers.kinds import Auto
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader

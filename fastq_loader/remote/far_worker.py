@@ -51,10 +51,9 @@ from fastq_loader.memory.pool import BlockPool
 from fastq_loader.reading import collate
 from fastq_loader.remote.connection import LONGEST, MESSAGE, WELCOME, Connection, Lost, Request, Tls
 from fastq_loader.system import process_id
-from fastq_loader.workers import stack_dumps
-from fastq_loader.workers.config import Plan, Setup
+from fastq_loader.workers import children
+from fastq_loader.workers.config import Descriptors, PickledPayload, Plan, Setup
 from fastq_loader.workers.main import Worker, prepare_signals
-from fastq_loader.workers.payload import Descriptors, PickledPayload
 
 #: Answers that may wait to be sent. One is on its way then, and one is loaded.
 _WAITING = 1
@@ -92,7 +91,7 @@ class HostSpec:
         """
         payload = PickledPayload(_pickled(setup.plan.payload.open()), Descriptors())
         # A far worker is sent the tasks that its proxy has claimed; it claims none.
-        plan = replace(setup.plan, payload=payload, dynamic=False, backend=_nowhere)
+        plan = replace(setup.plan, payload=payload, dynamic=False, make_pool=_nowhere)
         sent = replace(setup, plan=plan, folder="", mapping=None, descriptors=Descriptors())
         return cls(sent, tls, tuple(sys.path), versions())
 
@@ -140,7 +139,7 @@ def main(connection: Connection, spec: HostSpec, request: Request, stacks: int) 
     """
     gc.freeze()  # see `workers.main`
     prepare_signals()
-    stack_dumps.write_on_demand(stacks)
+    children.write_stacks(stacks)
     arena = Arena(1)
     blocks = SentBlocks(arena, spec.setup.plan.for_device)
     results.install(blocks)

@@ -32,9 +32,8 @@ from fastq_loader.remote import connection, far_worker
 from fastq_loader.remote.connection import MESSAGE, REFUSED, REPORT, Accepting, Connection, Lost, Request
 from fastq_loader.remote.far_worker import HostSpec
 from fastq_loader.system import calls
-from fastq_loader.workers.children import Child
-from fastq_loader.workers.payload import Payload
-from fastq_loader.workers.stack_dumps import Stacks
+from fastq_loader.workers.children import Child, Stacks
+from fastq_loader.workers.config import Payload
 
 #: Handshakes at a time. Each takes two round trips; more come from a scan of ports.
 _HANDSHAKES = 64
@@ -86,7 +85,8 @@ class Host:
 
     def __init__(self, spec: HostSpec, places: socket.socket, listener: socket.socket) -> None:
         self._spec = spec
-        self._different = _difference(far_worker.versions(), spec.versions)
+        here = far_worker.versions()
+        self._different = "" if here == spec.versions else f"it has {here}, and the consumer {spec.versions}"
         self._tls = None if spec.tls is None else spec.tls.context(server=True)
         self._giver = places
         self._listener = listener
@@ -253,12 +253,3 @@ class Host:
             self._ended(number, worker)
         pid, text = self._dead.get(number, (0, ""))
         return pid, False, text
-
-
-def _difference(here: dict[str, str], there: dict[str, str]) -> str:
-    """What is not the same on both sides, in words; "" if nothing is."""
-    return ", ".join(
-        f"{name} {here.get(name, '(none)')} here and {there.get(name, '(none)')} there"
-        for name in sorted({*here, *there})
-        if here.get(name) != there.get(name)
-    )

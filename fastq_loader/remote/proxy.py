@@ -36,7 +36,7 @@ from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import SMALLEST, Extents
 from fastq_loader.remote.connection import MESSAGE, WELCOME, Address, Connection, Lost, Request, Tls, connect
 from fastq_loader.system import calls
-from fastq_loader.workers import zygote
+from fastq_loader.workers import children
 from fastq_loader.workers.task_queue import TaskQueue
 
 #: The exit code of a proxy that has said why it dies (EX_UNAVAILABLE of <sysexits.h>).
@@ -130,7 +130,7 @@ def serve(connection: Pipe[Any, Any], consumer: int, folder: str) -> None:
         pipe: Pipe[Any, Any] = Pipe(reduction.recv_handle(connection))
         return fork.Process(target=main, args=(pipe,), daemon=True)  # drops the pipe when it has started
 
-    if not zygote.attend(connection, consumer, make):
+    if not children.attend(connection, consumer, make):
         remove_folder(folder)
     os._exit(0)
 

@@ -41,10 +41,9 @@ from fastq_loader.remote.far_worker import HostSpec
 from fastq_loader.remote.proxy import LOST, NoPlace, Place, ProxySetup, Status, traffic
 from fastq_loader.system import calls
 from fastq_loader.system.interrupts import without_signals
-from fastq_loader.workers.backend import WorkerBackend, cores
-from fastq_loader.workers.children import LaunchedProcess
+from fastq_loader.workers.children import Ended, Forked, LaunchedProcess, Zygote
 from fastq_loader.workers.config import Plan
-from fastq_loader.workers.zygote import Ended, Forked, Zygote
+from fastq_loader.workers.worker_pool import WorkerPool, cores
 
 if TYPE_CHECKING:
     from fastq_loader.statistics.counters import Counters
@@ -126,7 +125,7 @@ class _Proxy:
     death: str = ""
 
 
-class ProxyPool(WorkerBackend):
+class ProxyPool(WorkerPool):
     """The proxies of one pool.
 
     Args:
@@ -153,13 +152,14 @@ class ProxyPool(WorkerBackend):
         self._wake = -1
         self._thread = threading.Thread(target=self._run, name="fastq_loader: places", daemon=True)
 
-    def start(self, arena: Arena, folder: str, token: bytes, base_seed: int, shared_seed: int | None) -> None:
-        self._setup = setup = self._make_setup(arena, folder, token, base_seed, shared_seed)
-        self._token, workers = token, self._plan.workers
+    def _begin(self, arena: Arena) -> None:
+        setup, workers = self._setup, self._plan.workers
+        assert setup is not None, "it is made before"
+        self._token = setup.token
         self._words = calls.memfd_create("fastq_loader traffic")
         os.ftruncate(self._words, 8 * workers)
         self._traffic = traffic(self._words, workers)
-        self._launcher = Launcher([arena.fd, self._words], folder)
+        self._launcher = Launcher([arena.fd, self._words], setup.folder)
         self._launcher.open()
         spec = pickle.dumps(HostSpec.of(setup, self._tls))
         self._wake = calls.wake_up()

@@ -30,7 +30,7 @@ from fastq_loader import (
     WorkerReplaced,
     empty,
 )
-from fastq_loader.workers.options import WorkerKind
+from fastq_loader.workers.kinds import WorkerKind
 from tests.support import certificates
 from tests.support.crimes import CrimeAt, raise_os_error
 from tests.support.datasets import (

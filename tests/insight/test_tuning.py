@@ -16,7 +16,7 @@ from fastq_loader.insight import machine, trials, tuning
 from fastq_loader.insight.model import Costs, Setting, seconds_per_batch
 from fastq_loader.insight.search import Candidate, Limits, Measured
 from fastq_loader.memory import arena
-from fastq_loader.workers.options import Auto
+from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import Made, Stream
 
 # torch's, which counts the CPUs of the machine that the tests run on.

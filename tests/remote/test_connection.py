@@ -113,14 +113,6 @@ def test_before_the_token_is_shown_no_more_is_kept_than_a_request(said: bytes, s
     assert max(kept) <= module.LONGEST_REQUEST
 
 
-@given(st.integers(0, 200))
-def test_a_client_that_stops_in_the_middle_gets_nothing(length: int) -> None:
-    said, server = said_by_a_client(), Accepting(TOKEN, NONCES[1])
-    hear(server, said[: min(length, len(said) - 1)])
-    assert server.request is None
-    assert server.wanted > 0
-
-
 # ---- connections ----------------------------------------------------------------------------------------
 
 Served = Callable[..., Address]
@@ -326,9 +318,3 @@ def test_without_waiting_there_may_be_nothing_and_a_wait_may_be_limited(
     other.close()
     with pytest.raises(Lost):
         one.receive()
-
-
-@NEEDS_OPENSSL
-def test_a_file_that_is_not_there_is_an_error(tls: Tls) -> None:
-    with pytest.raises(OSError, match="No such file"):
-        tls._replace(certificate="/nonexistent").context(server=True)

@@ -19,7 +19,6 @@ from fastq_loader.ipc.messages import BATCH, Answer, Bundle, Epoch, Ping, Stop, 
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import FREE, SMALLEST
 from fastq_loader.packing.pack import Packer
-from fastq_loader.remote import far_worker
 from fastq_loader.remote.connection import LONGEST, MESSAGE, Connection
 from fastq_loader.remote.far_worker import HostSpec, ProxySocket, SentBlocks
 from tests.conftest import wait_until
@@ -132,16 +131,6 @@ def test_what_is_on_its_way_is_not_written_to(scene: Scene) -> None:
         assert part == bytes([at]) * nbytes
 
 
-def test_pages_that_are_of_no_use_any_more_go_back(scene: Scene) -> None:
-    scene.load(torch.zeros(200 * SMALLEST, dtype=torch.uint8))
-    scene.receive()
-    for _ in range(1200):
-        scene.load(torch.zeros(SMALLEST, dtype=torch.uint8))
-        scene.receive()
-    _, _, nbytes = scene.blocks._pool.usage()
-    assert nbytes <= 10 * SMALLEST
-
-
 def test_what_does_not_fit_into_a_message_raises_and_its_blocks_are_free(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +180,6 @@ def test_a_child_of_the_dataset_that_comes_back_leaves(scene: Scene) -> None:
 @pytest.mark.processes
 def test_an_answer_for_nobody_ends_the_process(scene: Scene) -> None:
     def answer() -> None:
-        far_worker.process_id._pid = scene.socket._pid  # as if it were the worker
         scene.ends[1].shutdown(socket.SHUT_RDWR)
         scene.socket._send((b"", [], []))
 

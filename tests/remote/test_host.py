@@ -165,7 +165,7 @@ def test_a_worker_ends_with_its_place(host: Host) -> None:
 
 def test_another_version_is_refused_with_what_differs() -> None:
     host = Host(versions={"torch": "0.1"})
-    with pytest.raises(Refused, match=r"Python \S+ here and \(none\) there, .*torch \S+ here and 0.1 there"):
+    with pytest.raises(Refused, match=r"it has .*'torch': '2.*, and the consumer \{'torch': '0.1'\}"):
         host.connect(host.first)
     host.close()
 
@@ -278,19 +278,6 @@ def test_one_that_does_not_get_up_is_told_of(capfd: Any) -> None:
     with pytest.raises(OSError, match="ended before it was up"):
         host_process.attach(b"no pickle", "127.0.0.1")
     host_process.hosts[0].wait(SECONDS)
-
-
-def test_its_starter_needs_no_torch() -> None:
-    result = run_script(
-        """
-        import sys, types
-        package = sys.modules["fastq_loader"] = types.ModuleType("fastq_loader")
-        package.__path__ = [folder + "/fastq_loader" for folder in sys.path]
-        import fastq_loader.remote.host_process
-        print({"torch", "numpy", "zmq"} & set(sys.modules))
-        """
-    )
-    assert result[:3] == (0, "set()\n", "")
 
 
 def test_an_actor_says_where_it_is_and_what_devices_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 import os
 import re
@@ -11,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import reduction
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,16 +22,14 @@ from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.remote import proxy_pool as module
 from fastq_loader.remote.connection import Address, Lost
 from fastq_loader.remote.proxy import NoPlace, Place, Status
-from fastq_loader.remote.proxy_pool import Launcher, Placement, Program, ProxyPool
+from fastq_loader.remote.proxy_pool import Launcher, ProxyPool
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls
-from fastq_loader.system.calls import readable
-from fastq_loader.workers.backend import cores
 from fastq_loader.workers.children import Child, LaunchedProcess
+from fastq_loader.workers.worker_pool import cores
 from tests.conftest import descendants, process_table, wait_until
 from tests.remote.test_proxy import SETUP
 from tests.support.forking import end_of, fork
-from tests.support.hosts import LocalHosts
 from tests.support.worker_setup import make_plan
 
 pytestmark = [
@@ -207,13 +203,6 @@ def test_one_that_was_never_started_can_be_stopped() -> None:
     assert played.closed
 
 
-def test_the_placement_of_the_tests_is_one() -> None:
-    for name, method in inspect.getmembers(Placement, inspect.isfunction):
-        if not name.startswith("_"):
-            ours = inspect.signature(getattr(LocalHosts, name))
-            assert list(ours.parameters) == list(inspect.signature(method).parameters)
-
-
 # ---- what is said of far workers ------------------------------------------------------------------------
 
 
@@ -363,28 +352,12 @@ def test_one_program_forks_all_proxies(launcher: Launcher, arena: Arena, tmp_pat
     assert list(descendants()) == [program]
 
 
-def test_one_that_is_told_nothing_leaves_quietly(
-    capfd: pytest.CaptureFixture[str], launcher: Launcher
-) -> None:
-    """Others that run do not hold its pipe."""
-    first, second = StandAlone(launcher), StandAlone(launcher)
-    first.pipe.close()
-    assert readable([first.child.descriptor], SECONDS)
-    assert first.child.death()[0] == "exited with code 0"
-    first.child.release()
-    second.child.process.kill()
-    assert second.pipe.poll(SECONDS)  # its end was closed in the launcher, too
-    second.end()
-    launcher.close()
-    assert capfd.readouterr().err == ""
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_when_the_launcher_is_gone_proxies_go_on_and_new_ones_are_programs(
     number: signal.Signals, launcher: Launcher, arena: Arena, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if number == signal.SIGSTOP:
-        monkeypatch.setattr("fastq_loader.workers.zygote._ANSWER", 0.1)
+        monkeypatch.setattr("fastq_loader.workers.children._ANSWER", 0.1)
     (program,) = descendants()
     old = StandAlone(launcher)
     os.kill(program, number)
@@ -395,32 +368,6 @@ def test_when_the_launcher_is_gone_proxies_go_on_and_new_ones_are_programs(
     assert program not in descendants()
     old.end()
     new.end()
-
-
-def test_a_signal_between_a_request_and_its_descriptor_comes_after_them(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (program,) = descendants()
-    send = reduction.send_handle
-
-    def interrupted(*arguments: Any) -> None:
-        signal.raise_signal(signal.SIGUSR1)
-        send(*arguments)
-
-    def interrupt(*_: object) -> None:
-        raise KeyError("interrupted")
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
-        monkeypatch.setattr(reduction, "send_handle", interrupted)
-        with pytest.raises(KeyError):
-            StandAlone(launcher)
-    finally:
-        monkeypatch.undo()
-        signal.signal(signal.SIGUSR1, before)
-    one = StandAlone(launcher)
-    assert one.parent == program
-    one.end()
 
 
 def test_without_process_descriptors_each_is_a_program(
@@ -452,23 +399,3 @@ def test_what_is_forked_has_neither_torch_nor_ray_and_no_second_thread() -> None
     assert {"fastq_loader.remote.proxy", "zmq", "numpy"} < set(output)
     assert not {"torch", "ray", "pandas"} & set(output)
     assert len([word for word in output if word.isdigit()]) == 1
-
-
-def test_a_program_is_a_process_like_any_other() -> None:
-    command: list[str | bytes] = [sys.executable, "-c", "import time; time.sleep(60)"]
-    child = Child(LaunchedProcess(lambda: Program(command, [])))
-    child.start()
-    assert child.process.is_alive()
-    assert child.process.daemon
-    assert readable([child.descriptor, child.process.sentinel], 0) == []
-    child.kill()
-    assert readable([child.process.sentinel], 5)
-    assert child.death()[0].startswith("was killed by SIGKILL")
-    child.release()
-
-
-def test_a_program_that_cannot_be_started_leaves_nothing() -> None:
-    child = Child(LaunchedProcess(lambda: Program(["/nowhere/python"], [])))
-    with pytest.raises(FileNotFoundError):
-        child.start()
-    child.release()

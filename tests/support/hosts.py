@@ -14,9 +14,9 @@ from fastq_loader.remote import host_process
 from fastq_loader.remote.connection import Address, Tls
 from fastq_loader.remote.proxy import Place
 from fastq_loader.remote.proxy_pool import Placement, ProxyPool
-from fastq_loader.workers.backend import WorkerBackend
 from fastq_loader.workers.config import Plan
-from fastq_loader.workers.options import WorkerKind
+from fastq_loader.workers.kinds import WorkerKind
+from fastq_loader.workers.worker_pool import WorkerPool
 from tests.conftest import descendants, wait_until
 
 
@@ -116,7 +116,7 @@ class FarWorkers(WorkerKind):
     max_restarts: int = 0
     tls: Tls | None = None
 
-    def backend(self, plan: Plan) -> WorkerBackend:
+    def make_pool(self, plan: Plan) -> WorkerPool:
         return ProxyPool(plan, self.placement(), self.tls)
 
 
