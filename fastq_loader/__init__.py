@@ -32,7 +32,7 @@ from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory.results import empty
 from fastq_loader.reading.sampling import PermutationSampler
-from fastq_loader.remote.options import RayWorkers
+from fastq_loader.remote.ray_workers import RayWorkers
 from fastq_loader.resume.record import Position
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin
 from fastq_loader.statistics.snapshots import (
@@ -43,7 +43,7 @@ from fastq_loader.statistics.snapshots import (
     WorkerStatistics,
 )
 from fastq_loader.tuning import Tuning, TuningRow, tune
-from fastq_loader.workers.options import Processes
+from fastq_loader.workers.kinds import Processes
 
 __all__ = [
     "DataLoader",

@@ -18,9 +18,9 @@ from fastq_loader.device.accelerator import read_device
 from fastq_loader.errors import warn_user
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
-from fastq_loader.remote.options import RayWorkers
+from fastq_loader.remote.ray_workers import RayWorkers
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Schedule, WindowLimits, read_schedule
-from fastq_loader.workers.options import Auto, Processes, WorkerKind, read_workers
+from fastq_loader.workers.kinds import Auto, Processes, WorkerKind, read_workers
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader

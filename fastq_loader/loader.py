@@ -34,9 +34,8 @@ from fastq_loader.resume.record import Position
 from fastq_loader.scheduling.schedules import Dynamic, Schedule, read_schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
 from fastq_loader.tracing.trace import traced
-from fastq_loader.workers.config import Plan, Rules
-from fastq_loader.workers.options import Auto, WorkerKind
-from fastq_loader.workers.payload import Payload
+from fastq_loader.workers.config import Payload, Plan, Rules
+from fastq_loader.workers.kinds import Auto, WorkerKind
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -212,7 +211,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         assert self.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
         kind = arguments.workers(self)
         return Plan(
-            backend=kind.backend,
+            make_pool=kind.make_pool,
             payload=Payload(
                 self.dataset,
                 self.collate_fn,

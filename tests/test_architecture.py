@@ -42,7 +42,7 @@ ROOMS = {
     "insight": Room("workers memory system statistics", pure="model advice"),
     "resume": Room("arguments workers scheduling reading system errors"),
     "arguments": Room("remote workers device scheduling memory ipc errors"),
-    "remote": Room("workers reading memory ipc system errors", pure="wire cluster"),
+    "remote": Room("workers reading memory ipc system errors"),
     "consumer": Room("workers device scheduling packing memory ipc system errors statistics"),
     "workers": Room("scheduling packing reading memory ipc system errors statistics"),
     "device": Room("packing memory ipc system errors statistics", pure="copies pinning"),

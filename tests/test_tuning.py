@@ -21,7 +21,7 @@ from fastq_loader.insight.model import NOISE, Costs, Setting, most_workers, numb
 from fastq_loader.memory import arena
 from fastq_loader.trials import Candidate, Measured
 from fastq_loader.tuning import Limits, Row, Search, price, promising
-from fastq_loader.workers.options import Auto
+from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import Made, Stream
 
 # torch's, which counts the CPUs of the machine that the tests run on.

@@ -59,7 +59,7 @@ _IN_PLACE: dict[str, Any] = {
     "consumer.accounting.Notes": _Notes,
     "consumer.event_loop.Accounting": _silent(Accounting),
     "consumer.event_loop.time": SimpleNamespace(monotonic=time.monotonic, monotonic_ns=int),
-    "workers.backend.WorkerCounters": _silent(WorkerCounters, "replaced", "snapshot"),
+    "workers.worker_pool.WorkerCounters": _silent(WorkerCounters, "replaced", "snapshot"),
     "workers.main.Worker._costs": lambda worker: (),
     "reading.fetch.monotonic_ns": int,
 }

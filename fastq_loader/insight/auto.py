@@ -29,7 +29,7 @@ from fastq_loader.insight.model import (
 )
 from fastq_loader.memory import arena
 from fastq_loader.statistics.counters import Counters
-from fastq_loader.workers.options import Auto
+from fastq_loader.workers.kinds import Auto
 
 #: The gain that more workers must promise.
 _GAIN = 0.05

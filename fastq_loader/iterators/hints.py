@@ -23,7 +23,7 @@ from fastq_loader.errors import (
 from fastq_loader.insight import advice
 from fastq_loader.insight.machine import memory_bytes
 from fastq_loader.reading.first_indices import KEPT
-from fastq_loader.workers.options import Auto
+from fastq_loader.workers.kinds import Auto
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader

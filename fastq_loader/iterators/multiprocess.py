@@ -19,7 +19,7 @@ from fastq_loader.ipc.messages import decode_index
 from fastq_loader.iterators.base import LoaderIterator
 from fastq_loader.reading import datapipes
 from fastq_loader.statistics.epoch import EpochCounters
-from fastq_loader.workers.options import Auto
+from fastq_loader.workers.kinds import Auto
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader

@@ -26,7 +26,7 @@ from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.workers.config import Rules
-from fastq_loader.workers.options import Auto
+from fastq_loader.workers.kinds import Auto
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader

@@ -229,9 +229,6 @@ class LoaderStatistics:
         stale_answers: answers that came after their epoch had been abandoned, and were dropped.
         staging: copies to the device; None without one.
         wire_bytes: bytes that workers on other machines sent; see `WorkerStatistics`.
-        refused_connections: connections that those machines refused: whoever it was had a wrong token or
-            another version, or only looked for open ports. As they said last: they are asked when a snapshot
-            is taken, once a second at most, and have half a second together; and when workers end.
     """
 
     epochs: int = 0
@@ -252,7 +249,6 @@ class LoaderStatistics:
     stale_answers: int = 0
     staging: StagingStatistics | None = None
     wire_bytes: int = 0
-    refused_connections: int = 0
 
     @property
     def head_of_line_seconds(self) -> float:

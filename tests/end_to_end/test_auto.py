@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, TinyBatches
 from fastq_loader.insight import auto
-from fastq_loader.workers.options import Auto
+from fastq_loader.workers.kinds import Auto
 from tests.support.loaders import PERSISTENT, Wrapped, seed_all
 
 pytestmark = pytest.mark.processes

@@ -18,7 +18,7 @@ from fastq_loader.insight.auto import Seen, decide, remember
 from fastq_loader.insight.auto import given as number_given
 from fastq_loader.insight.model import Costs, Setting, most_workers, numbers, seconds_per_batch
 from fastq_loader.memory import arena
-from fastq_loader.workers.options import Auto
+from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import Made, Stream
 
 EIGHT = Made(float, 8)

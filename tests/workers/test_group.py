@@ -75,8 +75,8 @@ def group(shared_tasks: bool = True) -> tuple[WorkerGroup, Any, list[int]]:
         stacks=lambda worker: f"  stacks of {worker}",
     )
     memory: Any = None
-    backend = {"backend": lambda plan: pool}
-    plan: Any = SimpleNamespace(workers=2, shared_tasks=shared_tasks, window=window, **backend)
+    made_by = {"make_pool": lambda plan: pool}
+    plan: Any = SimpleNamespace(workers=2, shared_tasks=shared_tasks, window=window, **made_by)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_UNREAD", 1)
         made: Any = WorkerGroup(plan, memory, Counters())

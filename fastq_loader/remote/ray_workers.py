@@ -12,19 +12,19 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastq_loader.errors import is_int
-from fastq_loader.workers.options import WorkerKind
+from fastq_loader.workers.kinds import WorkerKind
 
 if TYPE_CHECKING:
-    from fastq_loader.remote.link import Tls
-    from fastq_loader.workers.backend import WorkerBackend
+    from fastq_loader.remote.connection import Tls
     from fastq_loader.workers.config import Plan
+    from fastq_loader.workers.worker_pool import WorkerPool
 
 #: The oldest Ray that is tried.
 RAY = (2, 52)
-#: Machines of a cluster come and go, so the number is high; who dies again and again comes to an end.
+#: Machines of a cluster come and go, so the number is high; one that dies again and again comes to an end.
 _RESTARTS = 100
 
 
@@ -84,75 +84,57 @@ class RayWorkers(WorkerKind):
 
     def __post_init__(self) -> None:
         self._check_amounts()
-        self._check_strategy()
-        if self.runtime_env is not None and not isinstance(self.runtime_env, Mapping):
-            self._refuse(TypeError, "runtime_env", "must be a dict, as for ray.init(), or None")
-        self._check_address()
-        if self.ports is not None:
-            self._check_ports(self.ports)
-        if self.tls is not None and not isinstance(self.tls, str | os.PathLike):
-            self._refuse(TypeError, "tls", "must be the path of a folder, or None")
+        strategy, address, ports = self.strategy, self.address, self.ports
+        if isinstance(strategy, str):
+            self._must("strategy", strategy in ("SPREAD", "DEFAULT"), 'be "SPREAD" or "DEFAULT"')
+        else:
+            kinds = 'be "SPREAD", "DEFAULT" or an object of ray.util.scheduling_strategies'
+            self._must("strategy", type(strategy).__module__.startswith("ray."), kinds, TypeError)
+        known = self.runtime_env is None or isinstance(self.runtime_env, Mapping)
+        self._must("runtime_env", known, "be a dict, as for ray.init(), or None", TypeError)
+        if address is not None:
+            text = 'be "host:port", "auto" or None'
+            self._must("address", isinstance(address, str), text, TypeError)
+            client = (
+                "not be Ray's client, which is no member of the cluster, so batches could not reach this "
+            )
+            client += 'process: run it on a machine of the cluster, with address="auto"'
+            self._must("address", not address.startswith("ray://"), client)
+            self._must("address", address == "auto" or bool(re.fullmatch(r"\S+:\d+", address)), text)
+        if ports is not None:
+            pair = isinstance(ports, tuple) and len(ports) == 2 and all(map(is_int, ports))
+            self._must("ports", pair, "be (first, last), or None", TypeError)
+            text = "be (first, last) with 1 <= first <= last <= 65535"
+            self._must("ports", 1 <= ports[0] <= ports[1] <= 65535, text)
+        folder = self.tls is None or isinstance(self.tls, str | os.PathLike)
+        self._must("tls", folder, "be the path of a folder, or None", TypeError)
         if self.max_restarts is not None:
             self._check(self.max_restarts)
+
+    def _check_amounts(self) -> None:
+        for name in ("num_cpus", "num_gpus"):
+            amount = getattr(self, name)
+            self._must(name, _is_number(amount), "be a number", TypeError)
+            self._must(name, 0 <= amount < math.inf, "be 0 or more")
+        whole = self.num_gpus <= 1 or not self.num_gpus % 1
+        self._must("num_gpus", whole, "be a whole number, or a fraction below 1")
+        mapping = isinstance(self.resources, Mapping)
+        self._must("resources", mapping, 'be a dict of numbers, as in {"decoder": 1}', TypeError)
+        for name, amount in self.resources.items():
+            fits = isinstance(name, str) and _is_number(amount)
+            self._must("resources", fits, "have names as keys and numbers as values", TypeError)
+            own = name in ("CPU", "GPU")
+            self._must("resources", not own, f"not have {name!r}: use num_{name.lower()}s for it")
+            self._must("resources", 0 < amount < math.inf, f"say more than 0 of {name!r}, or leave it out")
+
+    def _must(self, name: str, holds: bool, text: str, error: type[Exception] = ValueError) -> None:
+        if not holds:
+            raise error(f"RayWorkers({name}={getattr(self, name)!r}): {name} must {text}")
 
     def restarts(self, iterable: bool) -> int:
         if self.max_restarts is None:
             return 0 if iterable else _RESTARTS
         return self.max_restarts
-
-    def _refuse(self, error: type[Exception], name: str, text: str) -> NoReturn:
-        raise error(f"RayWorkers({name}={getattr(self, name)!r}): {name} {text}")
-
-    def _check_amounts(self) -> None:
-        for name in ("num_cpus", "num_gpus"):
-            amount = getattr(self, name)
-            if not _is_number(amount):
-                self._refuse(TypeError, name, "must be a number")
-            if not 0 <= amount < math.inf:
-                self._refuse(ValueError, name, "must be 0 or more")
-        if self.num_gpus > 1 and self.num_gpus % 1:
-            self._refuse(ValueError, "num_gpus", "must be a whole number, or a fraction below 1")
-        if not isinstance(self.resources, Mapping):
-            self._refuse(TypeError, "resources", 'must be a dict of numbers, as in {"decoder": 1}')
-        for name, amount in self.resources.items():
-            if not isinstance(name, str) or not _is_number(amount):
-                self._refuse(TypeError, "resources", "must have names as keys and numbers as values")
-            if name in ("CPU", "GPU"):
-                self._refuse(ValueError, "resources", f"has {name!r}: use num_{name.lower()}s for it")
-            if not 0 < amount < math.inf:
-                self._refuse(ValueError, "resources", f"must say more than 0 of {name!r}, or leave it out")
-
-    def _check_strategy(self) -> None:
-        if isinstance(self.strategy, str):
-            if self.strategy not in ("SPREAD", "DEFAULT"):
-                self._refuse(ValueError, "strategy", 'must be "SPREAD" or "DEFAULT"')
-        elif not type(self.strategy).__module__.startswith("ray."):
-            self._refuse(
-                TypeError,
-                "strategy",
-                'must be "SPREAD", "DEFAULT" or an object of ray.util.scheduling_strategies',
-            )
-
-    def _check_address(self) -> None:
-        if self.address is None:
-            return
-        if not isinstance(self.address, str):
-            self._refuse(TypeError, "address", 'must be "host:port", "auto" or None')
-        if self.address.startswith("ray://"):
-            self._refuse(
-                ValueError,
-                "address",
-                "is Ray's client, which is no member of the cluster, so batches could not reach this "
-                'process: run it on a machine of the cluster, with address="auto"',
-            )
-        if self.address != "auto" and not re.fullmatch(r"\S+:\d+", self.address):
-            self._refuse(ValueError, "address", 'must be "host:port", "auto" or None')
-
-    def _check_ports(self, ports: Any) -> None:
-        if not isinstance(ports, tuple) or len(ports) != 2 or not all(map(is_int, ports)):
-            self._refuse(TypeError, "ports", "must be (first, last), or None")
-        if not 1 <= ports[0] <= ports[1] <= 65535:
-            self._refuse(ValueError, "ports", "must be (first, last) with 1 <= first <= last <= 65535")
 
     def missing(self) -> str:
         try:
@@ -165,22 +147,20 @@ class RayWorkers(WorkerKind):
             found = f"is {version} here"
         return f"ray {RAY[0]}.{RAY[1]} or newer, which {found}: pip install 'fastq-loader[ray]'"
 
-    def backend(self, plan: Plan) -> WorkerBackend:
-        from fastq_loader.remote.backend import RemoteBackend  # some systems lack what it is made of
+    def make_pool(self, plan: Plan) -> WorkerPool:
+        from fastq_loader.remote.proxy_pool import ProxyPool  # some systems lack what it is made of
         from fastq_loader.remote.ray_placement import RayPlacement
 
-        return RemoteBackend(plan, RayPlacement(self, plan.shared_tasks), self._encryption())
+        return ProxyPool(plan, RayPlacement(self, plan.shared_tasks), self._encryption())
 
     def _encryption(self) -> Tls | None:
         if self.tls is None:
             return None
         files = [os.path.join(self.tls, name) for name in ("cert.pem", "key.pem", "ca.pem")]
         for file in files:
-            if not os.path.isfile(file):
-                self._refuse(
-                    ValueError, "tls", f"must be a folder with cert.pem, key.pem and ca.pem: no {file}"
-                )
-        from fastq_loader.remote.link import Tls
+            text = f"be a folder with cert.pem, key.pem and ca.pem: no {file}"
+            self._must("tls", os.path.isfile(file), text)
+        from fastq_loader.remote.connection import Tls
 
         return Tls(*files)
 

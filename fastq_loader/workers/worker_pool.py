@@ -1,7 +1,7 @@
-"""What a group of workers needs of the processes behind its numbers, wherever the work itself is done.
+"""The processes behind the numbers of a group of workers, wherever the work itself is done.
 
-Runs in the consumer. Each kind of workers (see `options`) has a backend of its own: `pool` has processes of
-this machine, `remote.backend` one here for each worker on another machine. Either way the group deals with
+Runs in the consumer. Each kind of workers (see `kinds`) has a pool of its own: `local_pool` has processes of
+this machine, `remote.proxy_pool` one here for each worker on another machine. Either way the group deals with
 child processes, each under a worker's number. They are started, replaced and stopped here, and a worker
 counts as dead when its descriptor says so, and only then. So this is a base class and not only a protocol.
 """
@@ -21,12 +21,11 @@ from fastq_loader.memory.blocks import Extents
 from fastq_loader.statistics.counters import Counters, WorkerCounters
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Child
-from fastq_loader.workers.config import Plan, Setup
-from fastq_loader.workers.payload import Descriptors, Payload
+from fastq_loader.workers.config import Descriptors, Payload, Plan, Setup
 from fastq_loader.workers.stopping import Stopping
 
 
-class WorkerBackend(ABC):
+class WorkerPool(ABC):
     """The processes of one pool.
 
     Args:
@@ -45,25 +44,13 @@ class WorkerBackend(ABC):
         self._children: list[Child] = []
         self._generations: list[int] = []  # of the workers: how many had the number before
         self._stopping: Stopping | None = None
-        _backends.add(self)
+        _pools.add(self)
 
     # ---- what each kind does in its own way -----------------------------------------------------
 
     @abstractmethod
-    def start(self, arena: Arena, folder: str, token: bytes, base_seed: int, shared_seed: int | None) -> None:
-        """Start the first processes, and all of them where that is cheap. Whatever happens in here, `stop`
-        takes it back.
-
-        Args:
-            arena: the shared memory they write to.
-            folder: where they bind their sockets.
-            token: the pool's, see `messages`.
-            base_seed, shared_seed: of the workers' generators, and of datapipe graphs.
-
-        Raises:
-            TypeError, AttributeError, PicklingError: something of the plan cannot be pickled, and has to be;
-                the text names it.
-        """
+    def _begin(self, arena: Arena) -> None:
+        """Start the first processes, and all of them where that is cheap; see `start`."""
 
     @abstractmethod
     def stacks(self, worker: int) -> str:
@@ -86,17 +73,21 @@ class WorkerBackend(ABC):
 
     # ---- starting -------------------------------------------------------------------------------
 
-    def _make_setup(
-        self,
-        arena: Arena,
-        folder: str,
-        token: bytes,
-        base_seed: int,
-        shared_seed: int | None,
-        **descriptors: int,
-    ) -> Setup:
-        """What worker 0 is told, for `start`; besides the arena it gets these descriptors."""
-        return Setup(
+    def start(self, arena: Arena, folder: str, token: bytes, base_seed: int, shared_seed: int | None) -> None:
+        """Start the first processes, and all of them where that is cheap. Whatever happens in here, `stop`
+        takes it back.
+
+        Args:
+            arena: the shared memory they write to.
+            folder: where they bind their sockets.
+            token: the pool's, see `messages`.
+            base_seed, shared_seed: of the workers' generators, and of datapipe graphs.
+
+        Raises:
+            TypeError, AttributeError, PicklingError: something of the plan cannot be pickled, and has to be;
+                the text names it.
+        """
+        self._setup = Setup(
             plan=replace(self._plan, context=None),  # it need not survive a journey
             worker=0,
             generation=0,
@@ -106,11 +97,12 @@ class WorkerBackend(ABC):
             base_seed=base_seed,
             shared_seed=shared_seed,
             token=token,
-            mapping=arena.mapping if self.forks else None,
+            mapping=None,
             arena_length=arena.mapping.length,
             arena_whole=arena.mapping.whole,
-            descriptors=Descriptors(arena=arena.fd, **descriptors),
+            descriptors=Descriptors(arena=arena.fd),
         )
+        self._begin(arena)
 
     def count_in(self, counters: Counters) -> None:
         """What the workers do is counted there from now on."""
@@ -225,14 +217,14 @@ class WorkerBackend(ABC):
             child.forget()
 
 
-_backends: weakref.WeakSet[WorkerBackend] = weakref.WeakSet()
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
     # A child of the user's own os.fork() is no parent of our workers. multiprocessing does not know
     # that, and would end and join them when the child exits.
-    for backend in list(_backends):
-        backend.forget()
+    for pool in list(_pools):
+        pool.forget()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,4 +1,4 @@
-"""The loop of a stand-in, without its process: the far worker and the consumer are played by the tests."""
+"""The loop of a proxy, without its process: the far worker and the consumer are played by the tests."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ from fastq_loader.ipc.messages import (
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
-from fastq_loader.remote import stand_in, wire
-from fastq_loader.remote.control import Dying, NoPlace, Place, Traffic, Up, Waiting, create_traffic
-from fastq_loader.remote.link import Address, Connection
-from fastq_loader.remote.stand_in import LOST, StandIn
+from fastq_loader.remote import proxy as module
+from fastq_loader.remote.connection import MESSAGE, WELCOME, Address, Connection, Frame, header
+from fastq_loader.remote.proxy import LOST, NoPlace, Place, Proxy, ProxySetup, Status
 from fastq_loader.system import calls
-from tests.remote.test_control import TOLD
 from tests.support.simulation import Table
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
 EPOCH = Epoch(1, None, 5)
+SETUP = ProxySetup(1, 0, "/tmp/f", None, 7, bytes(16), 5, 1 << 20, True, 6, 2, True, False)
+PLACE = Place(Address("127.0.0.1", 1), 4, "node")
+WAITS = Status(waits=True)
 
 
 class PlayedSocket:
@@ -65,7 +66,7 @@ class PlayedSocket:
 
 
 class Scene:
-    """A stand-in and those around it.
+    """A proxy and those around it.
 
     Attributes:
         far: the far worker's end of the connection.
@@ -80,29 +81,29 @@ class Scene:
         self.pipe: PipeEnd[Any, Any]
         self.pipe, its = Pipe()
         self.its = its
-        told = TOLD._replace(shared_tasks=shared)
-        words = create_traffic(told.workers)
-        self.traffic = Traffic(words, told.workers)
+        words = calls.memfd_create("words")
+        os.ftruncate(words, 16)
+        setup = SETUP._replace(shared_tasks=shared, traffic=words)
+        self.proxy = Proxy(setup, its, self.socket, self.claims, self.blocks)  # type: ignore[arg-type]
+        self.traffic = module.traffic(words, 2)
         os.close(words)
-        self.stand_in = StandIn(told, its, self.socket, self.claims, self.blocks, self.traffic)  # type: ignore[arg-type]
-        self.stand_in._place = Place(9, Address("127.0.0.1", 1), "node")
         self.ends: list[socket.socket] = []
         self.connect()
 
     def connect(self) -> None:
         mine, other = socket.socketpair()
         self.ends += (mine, other)
-        self.stand_in._link = Connection(mine, wire.MESSAGE)
-        self.far = Connection(other, wire.MESSAGE)
+        self.proxy._far = Connection(mine, MESSAGE)
+        self.far = Connection(other, MESSAGE)
 
     def tell(self, *messages: Any) -> None:
-        """The consumer says something, and the stand-in does what it can without waiting."""
+        """The consumer says something, and the proxy does what it can without waiting."""
         for message in messages:
             if isinstance(message, Task):
                 self.claims.offer(message.ticket)
             self.socket.messages.append(message)
-        self.stand_in._read_messages()
-        self.stand_in._forward()
+        self.proxy._read_messages()
+        self.proxy._forward()
 
     def heard(self) -> list[Any]:
         """What the far worker has been told since it was asked last."""
@@ -113,8 +114,8 @@ class Scene:
 
     def answer(self, answer: Answer, *body: bytes) -> Any:
         """The far worker answers; what the consumer hears of it."""
-        self.far.send(wire.MESSAGE, encode(answer), body)
-        self.stand_in._receive(self.stand_in._link)  # type: ignore[arg-type]
+        self.far.send(MESSAGE, encode(answer), body)
+        self.proxy._receive(self.proxy._far)  # type: ignore[arg-type]
         return self.socket.sent.pop()
 
     def said(self) -> list[Any]:
@@ -164,9 +165,9 @@ def test_one_task_is_claimed_and_the_next_when_the_head_of_an_answer_has_come(sc
     assert [scene.claims.holder(100 + seq) for seq in range(3)] == [1, None, None]
     assert scene.claims.begun(1) == 100
     size = 3 * SMALLEST
-    whole = wire.header(wire.MESSAGE, len(encode(answer(0, (0, size, 0)))), size)
+    whole = header(MESSAGE, len(encode(answer(0, (0, size, 0)))), size)
     scene.far._socket.sendall(whole + encode(answer(0, (0, size, 0))))  # the head alone
-    receiving = threading.Thread(target=scene.stand_in._receive, args=(scene.stand_in._link,))
+    receiving = threading.Thread(target=scene.proxy._receive, args=(scene.proxy._far,))
     receiving.start()
     frame = scene.far.receive()
     assert frame is not None
@@ -204,18 +205,18 @@ def test_an_answer_without_a_batch_gives_its_blocks_back(scene: Scene) -> None:
 def test_bytes_of_whole_answers_are_counted_before_the_consumer_hears_of_them(scene: Scene) -> None:
     scene.tell(EPOCH, task(0), task(1))
     whole = answer(0, (0, 2 * SMALLEST, 0))
-    scene.socket.send = lambda message: counted.append(scene.traffic.of(1))  # type: ignore[method-assign]
+    scene.socket.send = lambda message: counted.append(scene.traffic[1])  # type: ignore[method-assign]
     counted: list[int] = []
     for seq in range(2):
         part = whole._replace(seq=seq)
-        scene.far.send(wire.MESSAGE, encode(part), [bytes(2 * SMALLEST)])
-        scene.stand_in._receive(scene.stand_in._link)  # type: ignore[arg-type]
-    each = len(wire.header(wire.MESSAGE, 0)) + len(encode(whole)) + 2 * SMALLEST
+        scene.far.send(MESSAGE, encode(part), [bytes(2 * SMALLEST)])
+        scene.proxy._receive(scene.proxy._far)  # type: ignore[arg-type]
+    each = len(header(MESSAGE, 0)) + len(encode(whole)) + 2 * SMALLEST
     assert counted == [each, 2 * each]
 
 
 def test_times_are_of_this_clock(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stand_in.time, "monotonic_ns", lambda: 90_000)
+    monkeypatch.setattr(module.time, "monotonic_ns", lambda: 90_000)
     scene.tell(EPOCH, task(0))
     sent = scene.answer(answer(0, fetched=2_000, collated=4_000, handle=None))
     assert (sent.started, sent.fetched, sent.collated, sent.finished) == (86_000, 87_000, 89_000, 90_000)
@@ -226,9 +227,9 @@ def test_times_are_of_this_clock(scene: Scene, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("wrong", "body", "reason"),
     [
-        (encode(answer(7)), 0, "no answer to its task"),
-        (encode(answer(0)._replace(attempt=1)), 0, "no answer to its task"),
-        (encode(Ping()), 0, "no answer to its task"),
+        (encode(answer(7)), 0, "did not send an answer to its task"),
+        (encode(answer(0)._replace(attempt=1)), 0, "did not send an answer to its task"),
+        (encode(Ping()), 0, "did not send an answer to its task"),
         (encode(answer(0, (0, 10, 0))), 9, "a body of 9 bytes"),
         (encode(answer(0)), 1, "a body of 1 bytes"),
         (b"garbage", 0, "not a"),
@@ -236,9 +237,9 @@ def test_times_are_of_this_clock(scene: Scene, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_what_is_no_answer_is_refused(wrong: bytes, body: int, reason: str, scene: Scene) -> None:
     scene.tell(EPOCH, task(0))
-    scene.far.send(wire.MESSAGE, wrong, [bytes(body)])
+    scene.far.send(MESSAGE, wrong, [bytes(body)])
     with pytest.raises(ProtocolError, match=reason):
-        scene.stand_in._receive(scene.stand_in._link)  # type: ignore[arg-type]
+        scene.proxy._receive(scene.proxy._far)  # type: ignore[arg-type]
     assert scene.socket.sent == []
 
 
@@ -250,7 +251,7 @@ def test_assigned_tasks_and_epochs_are_passed_on_as_they_come(assigned: Scene) -
     assert assigned.claims.begun(1) == 100
 
 
-def test_what_is_for_the_stand_in_is_not_passed_on(scene: Scene) -> None:
+def test_what_is_for_the_proxy_is_not_passed_on(scene: Scene) -> None:
     space = SMALLEST * 5
     start, _ = scene.arena.mapping.region(1)
     scene.blocks._space.take(1 << 20)
@@ -265,8 +266,8 @@ def test_what_is_for_the_stand_in_is_not_passed_on(scene: Scene) -> None:
 
 def test_without_a_claim_another_far_worker_is_waited_for_and_told_of_the_epoch(scene: Scene) -> None:
     scene.tell(EPOCH, EPOCH._replace(epoch=2))
-    scene.stand_in._lose("the cable was pulled")
-    assert scene.said() == [Waiting("the cable was pulled")]
+    scene.proxy._lose("the cable was pulled")
+    assert scene.said() == [WAITS]
     scene.connect()
     scene.tell(task(0)._replace(epoch=2))
     assert scene.heard() == [EPOCH._replace(epoch=2), forwarded(task(0))._replace(epoch=2)]
@@ -275,82 +276,71 @@ def test_without_a_claim_another_far_worker_is_waited_for_and_told_of_the_epoch(
 def test_with_a_claim_it_dies_and_says_of_what(scene: Scene) -> None:
     scene.tell(EPOCH, task(0))
     with pytest.raises(SystemExit) as raised:
-        scene.stand_in._lose("the cable was pulled")
+        scene.proxy._lose("the cable was pulled")
     assert raised.value.code == LOST
-    assert scene.said() == [Dying("the cable was pulled")]
+    assert scene.said() == [Status(why="the cable was pulled")]
 
 
 def test_where_another_worker_would_draw_other_numbers_it_dies_without_a_claim(assigned: Scene) -> None:
     assigned.tell(EPOCH)
     with pytest.raises(SystemExit):
-        assigned.stand_in._lose("the cable was pulled")
+        assigned.proxy._lose("the cable was pulled")
 
 
 def test_tasks_that_others_have_are_not_kept_while_there_is_no_far_worker(scene: Scene) -> None:
-    scene.stand_in._link = None
-    for seq in range(3 * stand_in._UNREAD):
+    scene.proxy._far = None
+    for seq in range(3 * module._UNREAD):
         scene.tell(task(seq % 900))
         scene.claims.claim(100 + seq % 900, 0)
-    assert len(scene.stand_in._tasks) <= stand_in._UNREAD
+    assert len(scene.proxy._tasks) <= module._UNREAD
 
 
 def test_places_where_nobody_listens_are_given_back_and_the_third_is_the_last(assigned: Scene) -> None:
-    assigned.stand_in._link = None
+    assigned.proxy._far = None
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    for number in range(2):
-        assigned.pipe.send(Place(number, Address("127.0.0.1", port), "node"))
-        assigned.stand_in._take_place()
-        (waiting,) = assigned.said()
-        assert "cannot be reached" in waiting.why
-    assigned.pipe.send(Place(2, Address("127.0.0.1", port), "node"))
+        address = Address(*listener.getsockname())
+    for _ in range(2):
+        assigned.pipe.send(PLACE._replace(address=address))
+        assigned.proxy._take_place()
+        assert assigned.said() == [WAITS]
+    assigned.pipe.send(PLACE._replace(address=address))
     with pytest.raises(SystemExit):
-        assigned.stand_in._take_place()
+        assigned.proxy._take_place()
+    assert "cannot be reached" in assigned.said()[0].why
 
 
 def test_where_there_is_no_place_it_dies(scene: Scene) -> None:
-    scene.pipe.send(NoPlace(1, "none is left"))
+    scene.pipe.send(NoPlace("none is left"))
     with pytest.raises(SystemExit):
-        scene.stand_in._take_place()
-    assert scene.said() == [Dying("none is left")]
-
-
-def test_a_place_that_is_gone_is_lost_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    welcome = scene.stand_in._link, wire.Frame(wire.WELCOME, b"\x07", 0)
-    monkeypatch.setattr(stand_in.link, "connect", lambda *arguments, tls: welcome)
-    for message in (Place(4, Address("127.0.0.1", 1), "node"), *[NoPlace(4, "its actor died")] * 2):
-        scene.pipe.send(message)
-        scene.stand_in._take_place()
-    assert scene.said() == [Up(7), Waiting("its actor died")]
+        scene.proxy._take_place()
+    assert scene.said() == [Status(why="none is left")]
 
 
 def test_it_greets_the_consumer_with_its_first_far_worker(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = scene.stand_in._link
-    frame = wire.Frame(wire.WELCOME, b"\x07", 0)
-    monkeypatch.setattr(stand_in.link, "connect", lambda *_, **__: (link, frame))
+    monkeypatch.setattr(module, "connect", lambda *_, **__: (scene.proxy._far, Frame(WELCOME, b"7", 0)))
     for _ in range(2):
-        scene.pipe.send(Place(1, Address("127.0.0.1", 1), "node"))
-        scene.stand_in._take_place()
-    assert scene.said() == [Up(7), Up(7)]
+        scene.pipe.send(PLACE)
+        scene.proxy._take_place()
+    assert scene.said() == [Status(pid=7)] * 2
     assert scene.socket.greetings == 1
 
 
 def test_it_leaves_when_the_far_worker_has(scene: Scene) -> None:
     scene.socket.messages = [EPOCH, task(0), Stop()]
     scene.claims.offer(100)
-    running = threading.Thread(target=scene.stand_in.run)
+    running = threading.Thread(target=scene.proxy.run)
     running.start()
     frame = scene.far.receive()
     assert frame is not None
     assert decode_for_worker(frame.payload) == Stop()
-    scene.far.send(wire.MESSAGE, b"late", [bytes(3 * SMALLEST + 5)])
+    scene.far.send(MESSAGE, b"late", [bytes(3 * SMALLEST + 5)])
     assert running.is_alive()
     scene.far.close()
     running.join()
     assert scene.socket.sent == []
-    assert scene.said() == [Waiting()]
+    assert scene.said() == [WAITS]
 
 
 def test_a_lost_connection_is_noticed_by_the_loop(scene: Scene) -> None:
@@ -358,13 +348,13 @@ def test_a_lost_connection_is_noticed_by_the_loop(scene: Scene) -> None:
     scene.heard()
     scene.far.close()
     with pytest.raises(SystemExit):
-        scene.stand_in.run()
-    assert scene.said() == [Waiting(), Dying("the other side closed the connection")]
+        scene.proxy.run()
+    assert scene.said() == [WAITS, Status(why="the other side closed the connection")]
 
 
 def test_one_whose_consumer_is_gone_leaves_without_a_word(assigned: Scene) -> None:
-    assigned.stand_in._link = None
+    assigned.proxy._far = None
     assigned.pipe.close()
-    assigned.stand_in.run()
+    assigned.proxy.run()
     with pytest.raises(SystemExit):
-        assigned.stand_in._lose("the cable was pulled", final=True)
+        assigned.proxy._lose("the cable was pulled", final=True)

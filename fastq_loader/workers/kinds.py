@@ -8,12 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastq_loader.errors import is_int
-from fastq_loader.workers.backend import WorkerBackend
 from fastq_loader.workers.config import Plan
-from fastq_loader.workers.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from fastq_loader.workers.worker_pool import WorkerPool
 
 
 class WorkerKind(ABC):
@@ -48,8 +49,8 @@ class WorkerKind(ABC):
         return ""
 
     @abstractmethod
-    def backend(self, plan: Plan) -> WorkerBackend:
-        """What starts the processes of a pool of this kind."""
+    def make_pool(self, plan: Plan) -> WorkerPool:
+        """A pool of this kind."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,10 @@ class Processes(WorkerKind):
     short_form: ClassVar[str | None] = "processes"
     max_restarts: int = 0
 
-    def backend(self, plan: Plan) -> WorkerBackend:
-        return WorkerPool(plan)
+    def make_pool(self, plan: Plan) -> WorkerPool:
+        from fastq_loader.workers.local_pool import LocalPool  # some systems lack what it is made of
+
+        return LocalPool(plan)
 
 
 class Auto(int):
