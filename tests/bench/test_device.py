@@ -7,7 +7,7 @@ import pickle
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, call
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -25,12 +25,8 @@ from bench.peers.device import (
     PAGEABLE,
     REGISTER,
     RESIDENT,
-    SIDE_STREAM,
     TORCH,
     Arm,
-    Batches,
-    make,
-    prefetched,
 )
 from bench.timing import device
 from bench.timing.device import COPY, LENGTHS, LINK, PARTS
@@ -66,9 +62,6 @@ class HostDevice(CudaDevice):
     def copy_seconds(self, memory: str, nbytes: int, pieces: int) -> float:
         return nbytes / 50e9 * (2 if memory == PAGEABLE else 1)
 
-    def reserved(self) -> int:
-        return 1 << 21
-
     def describe(self) -> dict[str, str]:
         return {"device": "a host", "driver": "none", "cuda": "none"}
 
@@ -86,60 +79,13 @@ def test_samples_are_made_in_the_worker_and_no_two_fields_are_alike(shape: Shape
     assert_same(pickle.loads(pickle.dumps(dataset)).batch(), dataset.batch())
 
 
-def test_an_epoch_is_as_long_as_it_is_told_or_until_it_is_stopped() -> None:
-    batches = Batches(3)
-    endless = iter(batches)
-    assert list(itertools.islice(endless, 5)) == [[0, 1, 2]] * 5
-    batches.stopped = True
-    assert list(endless) == []
-    batches.stopped, batches.length = False, 2
-    assert len(list(batches)) == 2
-
-
-def test_the_prefetcher_copies_the_next_batch_before_it_hands_one_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    story = MagicMock()
-    monkeypatch.setattr(torch.cuda, "stream", story.on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: story.consumer)
-    monkeypatch.setattr("bench.peers.device.to_device", lambda batch, device: story.copy(batch) and batch)
-    first, second = torch.zeros(1), torch.ones(1)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda leaf, stream: story.record_stream(leaf, stream))
-    batches = prefetched([first, second], torch.device("cpu"), story.side)
-    assert next(batches) is first
-    copied = [call.on(story.side), call.copy(first), call.side.record_event()]
-    waited = call.consumer.wait_event(story.side.record_event())
-    told = [each for each in story.mock_calls if "__" not in str(each)][:-1]
-    handed = [waited, call.record_stream(first, story.consumer)]
-    assert told == [*copied, *handed, copied[0], call.copy(second), copied[2]]
-    story.reset_mock()
-    assert list(batches) == [second]
-    assert story.mock_calls == [waited, call.record_stream(second, story.consumer)]
-
-
-@pytest.mark.processes
-def test_epochs_follow_the_one_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    with late_device(monkeypatch):
-        arm = make(REGISTER, SMALL, torch.device("cpu"), 1, "fork")
-        try:
-            for _ in range(5):
-                arm.next()
-            before = arm.staging()["copies"]
-            arm.epochs(2, 3)
-            # The epoch before is taken to its end first: what was asked for already, and no more.
-            assert 6 <= arm.staging()["copies"] - before <= 6 + arm.ahead
-            arm.next()
-        finally:
-            arm.close()
-
-
 def slow_arm(seconds: float, ahead: int = 0) -> Arm:
     def begin() -> Any:
         for number in itertools.count():
             time.sleep(seconds)
             yield number
 
-    return Arm(Batches(1), begin, ahead)
+    return Arm(begin, ahead)
 
 
 def test_a_block_knows_steps_from_what_is_between_them() -> None:
@@ -216,7 +162,6 @@ def test_steps_are_cycles_and_copies_are_timed_in_pieces(
 @pytest.fixture
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "SHAPES", {LARGE: ONE, "fields_32": SMALL})
-    monkeypatch.setattr(device, "EPOCH_BATCHES", 2)
     monkeypatch.setattr(device, "PAUSE_S", 0.001)
     monkeypatch.setattr("bench.timing.rounds.wait_until_quiet", lambda: None)
 
@@ -239,8 +184,6 @@ def test_a_whole_run_in_miniature(
         assert command.perform(options, here, cases("large fields_32 --blocks 2")) == 0
     for shape in rows.read(written).cases():
         assert "left_out" not in shape.facts
-        # There is no side stream without CUDA: that arm has a reason, and the others have figures.
-        assert "CUDA" in str(shape.peers[SIDE_STREAM].failure)
         asked = {LINK: [COPY], RESIDENT: LENGTHS, TORCH: PARTS, **dict.fromkeys(OURS, PARTS)}
         for name, parts in asked.items():
             peer = shape.peers[name]
@@ -248,7 +191,6 @@ def test_a_whole_run_in_miniature(
             assert [len(peer.part(part)) for part in parts] == [2] * len(parts)
             assert len(peer.rows) == 2 * len(parts)
             assert ("first_batch" in peer.about) == (name in (TORCH, *OURS))
-            assert ("reserved_20" in peer.about) == (name in OURS)
         for name in OURS:
             assert shape.peers[name].about["staging"]["pin"] == name
             assert shape.peers[name].about["staging"]["copied_bytes"] > 0

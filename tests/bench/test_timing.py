@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import sys
 import time
@@ -26,11 +25,11 @@ pytest.importorskip("psutil", reason="the bench extra is not installed")
 from bench.output.rows import CaseRows, Results
 from bench.peers import PEERS, Entry, LoaderSettings, Unsupported
 from bench.peers.torch_loader import TorchInline
-from bench.timing import alone, kills, rounds, schedule, schedule_cases, steady, turns
+from bench.timing import alone, kills, rounds, schedule, steady, turns
 from bench.timing.batches import compare, nbytes
 from bench.timing.ceiling import SMALLEST_BUFFER, WarmBuffers, first_batch
 from bench.timing.rounds import Case, Lane, Plan, measure, reason
-from bench.timing.schedule_cases import BOUND, CONTENDERS, Goal, ScheduleCase, bound
+from bench.timing.schedule import BOUND, CONTENDERS, Goal, ScheduleCase, bound
 from bench.workloads import Load, slow
 from bench.workloads.slow import Step, TracedSamples
 
@@ -209,13 +208,8 @@ def test_the_ceiling_makes_the_batches_that_torch_makes(
 
 
 def test_what_batches_cost_and_how_soon_they_could_be_there() -> None:
-    stalls = [0.24, *[0.03] * 7] * 8
-    assert slow.ideal(stalls, 4) == pytest.approx(0.9)
-    assert slow.list_schedule(stalls, 4) == pytest.approx(0.99)
+    assert slow.ideal([0.24, *[0.03] * 7] * 8, 4) == pytest.approx(0.9)
     assert slow.ideal([1.0, 0.1, 0.1], 4) == 1.0, "no batch is divided"
-    assert slow.list_schedule([3, 1, 1, 1, 2], 2) == 5
-    assert slow.list_schedule([1, 1, 1, 1], 1, Step(10, 2)) == 2 + 10 + 10
-    assert slow.list_schedule([5, 1, 1, 1], 2, Step(1, 1)) == 5 + 4, "in order"
     assert slow.of_batches([1, 2, 3, 4, 5], 2) == [3, 7, 5]
     drawn = slow.log_normal(0.01, 1.0, 1000)
     assert drawn == slow.log_normal(0.01, 1.0, 1000)
@@ -223,7 +217,7 @@ def test_what_batches_cost_and_how_soon_they_could_be_there() -> None:
 
 
 def test_cases_name_contenders_that_there_are() -> None:
-    for case in schedule_cases.schedule_cases():
+    for case in schedule.schedule_cases():
         assert set(case.contenders) <= set(CONTENDERS)
         assert case.goal.of in case.contenders
         assert case.goal.base in (*case.contenders, BOUND)
@@ -245,25 +239,10 @@ SMALL = ScheduleCase(
 def test_steps_are_a_bound_too() -> None:
     case = replace(SMALL, batches=64, batch_size=1, workers=4)
     dataset = TracedSamples([0.1] * 64)
-    assert bound(case, dataset) == (pytest.approx(1.6), "sum of costs / 4", pytest.approx(1.6))
-    # The first step waits for its batches, and the last one follows all of them.
-    for every, seconds, listed in ((8, 8 * 0.5, 0.2 + 8 * 0.5), (32, 1.6, 1.6 + 0.5)):
-        words = "max(steps, sum of costs / 4)"
+    assert bound(case, dataset) == (pytest.approx(1.6), "sum of costs / 4")
+    for every, seconds in ((8, 8 * 0.5), (32, 1.6)):
         found = bound(replace(case, step=Step(0.5, every)), dataset)
-        assert found == (pytest.approx(seconds), words, pytest.approx(listed))
-
-
-def test_a_timeline_is_by_batch_and_from_the_start_of_the_clock() -> None:
-    rows = [[[2, 1, 10.5, 10.6], [3, 1, 10.6, 10.75]], [[0, 0, 10.0, 10.1], [1, 0, 10.1, 11.0]]]
-    line = schedule.timeline_of(torch.tensor(rows, dtype=torch.float64), [0.8, 1.0], began=10.0)
-    assert (line["batch"], line["worker"], line["delivered"]) == ([0, 1], [0, 1], [0.8, 1.0])
-    assert (line["start"][1], line["end"][1]) == (pytest.approx(0.5), pytest.approx(0.75))
-
-
-def test_kills_are_spread_over_the_epoch_and_the_same_in_every_run() -> None:
-    found = kills.moments(random.Random(0), 4, 2.0)
-    assert found == kills.moments(random.Random(0), 4, 2.0)
-    assert [int(moment / 0.5) for moment in found] == [0, 1, 2, 3]
+        assert found == (pytest.approx(seconds), "max(steps, sum of costs / 4)")
 
 
 def steady_case(peers: list[str], folder: Path, name: str = "rows") -> Case:
@@ -363,7 +342,7 @@ def test_a_peer_alone_in_a_fresh_process(axis: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.processes
 def test_contenders_take_turns_over_the_same_batches() -> None:
-    case = replace(SMALL, step=Step(0.001, 4), picture=True)
+    case = replace(SMALL, step=Step(0.001, 4))
     found = measured(schedule.case(case, ["torch", "fastq_loader"], "fork", 2))
     assert list(found.peers) == ["torch", "torch_unordered", "dynamic"]
     for name, peer in found.peers.items():
@@ -371,10 +350,6 @@ def test_contenders_take_turns_over_the_same_batches() -> None:
         for row in peer.rows:
             assert row["seconds"] > max(row["waited"], 3 * 0.001)
             assert ("window" in row) == (name == "dynamic")
-        line = peer.about["timeline"]
-        assert line["batch"] == list(range(12))
-        assert set(line["worker"]) <= {0, 1}
-        assert len(line["delivered"]) == 12
 
 
 @pytest.mark.processes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.workloads.limited import CASES, Naps, play
 from fastq_loader import DataLoader, empty
+from tests.support.limited import CASES, Naps, play
 
 RUNS = [
     *((name, workers, "fork") for workers in (2, 4) for name in CASES),

@@ -10,12 +10,12 @@ import pytest
 from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
 import fastq_loader
-from bench.workloads.limited import Naps
 from fastq_loader import DataLoader, Dynamic, RoundRobin, ToDevice
 from fastq_loader.insight import diagnosing
 from fastq_loader.insight.model import Setting
 from fastq_loader.statistics.snapshots import StagingStatistics
 from tests.support.datasets import Stream
+from tests.support.limited import Naps
 
 
 @pytest.fixture
