@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("psutil", reason="the bench extra is not installed")
 
@@ -30,7 +27,7 @@ from bench.timing.bare_tcp import BareLane
 from bench.timing.cluster import BARE, LABELS, LOCAL, LOOPBACK, REMOTE, TURN, TurnLane
 from bench.timing.resume import FRESH, INLINE, OURS, PERMUTED, RESUMED, SHUFFLE, THEIRS, WITH, WITHOUT
 from bench.timing.rounds import Case, measure
-from bench.timing.tuning import AUTO, TUNED, Setting, Tuned, named, settings
+from bench.timing.tuning import AUTO, TUNED, Setting, Tuned, settings
 from bench.workloads import Load
 from bench.workloads.slow import Naps, naps
 from fastq_loader import DataLoader, RayWorkers
@@ -61,12 +58,6 @@ def measured(case: Case) -> CaseRows:
 
 
 # ---- exact resume -----------------------------------------------------------------------------------
-
-
-def test_a_state_is_weighed_as_json_or_else_pickled() -> None:
-    plain, tensors = {"batch": 17}, {"batch": torch.arange(17)}
-    assert resume.state_bytes(plain) == len(json.dumps(plain))
-    assert resume.state_bytes(tensors) == len(pickle.dumps(tensors))
 
 
 @pytest.mark.processes
@@ -125,17 +116,6 @@ def test_settings_are_all_that_there_are(cpus: float, waits: bool) -> None:
         assert others == {(ahead, how) for ahead in tuning.PREFETCH for how in tuning.SCHEDULES}
     assert numbers[0] <= tuning.MOST
     assert all(larger <= 2 * smaller for larger, smaller in pairwise(numbers[:-1]))
-
-
-def test_only_other_numbers_of_workers_are_what_auto_could_come_to() -> None:
-    assert all(each.fixed for each in (Setting(0), Setting(0, 8, "round_robin"), Setting(4)))
-    assert not Setting(4, 8).fixed
-    assert not Setting(4, 2, "round_robin").fixed
-    assert [str(Setting(0)), str(Setting(1)), named(2, 8, "dynamic")] == [
-        "0 workers",
-        "1 worker, prefetch 2, dynamic",
-        "2 workers, prefetch 8, dynamic",
-    ]
 
 
 @pytest.mark.processes

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("pandas", reason="the bench extra is not installed")
 
@@ -30,11 +27,10 @@ from bench.peers.device import (
 )
 from bench.timing import device
 from bench.timing.device import COPY, LENGTHS, LINK, PARTS
-from bench.timing.device_clock import AHEAD, COPIES, CudaDevice, Pace, timed_block
+from bench.timing.device_clock import AHEAD, CudaDevice, Pace, timed_block
 from bench.timing.rounds import measure
-from bench.workloads.ready_made import LARGE, SHAPES, ReadyMade, Shape
+from bench.workloads.ready_made import LARGE, Shape
 from tests.support.bench_example import MACHINE
-from tests.support.datasets import assert_same
 from tests.support.late_device import late_device
 
 NO_PINNING = "ignore:'pin_memory' argument is set as true but no accelerator is found"
@@ -66,19 +62,6 @@ class HostDevice(CudaDevice):
         return {"device": "a host", "driver": "none", "cuda": "none"}
 
 
-@pytest.mark.parametrize("shape", [SMALL, ONE])
-def test_samples_are_made_in_the_worker_and_no_two_fields_are_alike(shape: Shape) -> None:
-    dataset = ReadyMade(shape)
-    fresh = len(pickle.dumps(dataset))
-    leaves = tree_leaves(dataset.batch())
-    assert len({tuple(leaf.flatten().tolist()) for leaf in leaves}) == shape.fields
-    assert sum(leaf.nbytes for leaf in leaves) == shape.nbytes
-    expected = (shape.samples, *shape.sample_shape), shape.dtype
-    assert {(leaf.shape, leaf.dtype) for leaf in leaves} == {expected}
-    assert len(pickle.dumps(dataset)) == fresh
-    assert_same(pickle.loads(pickle.dumps(dataset)).batch(), dataset.batch())
-
-
 def slow_arm(seconds: float, ahead: int = 0) -> Arm:
     def begin() -> Any:
         for number in itertools.count():
@@ -107,56 +90,6 @@ def test_what_was_ready_before_a_block_is_not_counted() -> None:
     done = timed_block(arm, HostDevice(), Pace(), 0.01)
     assert arm.next() == 4 + 7 + done["batches"]
     assert (done["steps"], done["gaps"]) == (0, 0)
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Torch's CUDA, so far as it is called by name, over host memory.
-
-    `now` counts the milliseconds of a GPU whose cycles are two in a nanosecond.
-    """
-    fake = MagicMock(now=0.0, registered=[])
-
-    def event(enable_timing: bool, blocking: bool) -> Any:
-        assert enable_timing
-        assert blocking, "a wait that spins is CPU time"
-        made = MagicMock()
-        made.record.side_effect = lambda stream: setattr(made, "at", fake.now)
-        made.elapsed_time.side_effect = lambda later: later.at - made.at
-        return made
-
-    fake.Event.side_effect = event
-    fake._sleep.side_effect = lambda count: setattr(fake, "now", fake.now + count / 2e6)
-    runtime = fake.cudart.return_value
-    runtime.cudaHostRegister.side_effect = lambda address, nbytes, flags: fake.registered.append(address) or 0
-    runtime.cudaHostUnregister.side_effect = lambda address: fake.registered.remove(address) or 0
-    for name in ("Event", "_sleep", "cudart", "current_stream", "current_device", "check_error"):
-        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
-    fake.current_device.return_value = 0
-    fake.device = CudaDevice()
-    fake.device.torch = torch.device("cpu")
-    return fake
-
-
-@pytest.mark.parametrize("memory", [PAGEABLE, REGISTER])
-def test_steps_are_cycles_and_copies_are_timed_in_pieces(
-    memory: str, cuda: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = cuda.device.mark()
-    cuda.device.step(0.003)
-    assert cuda.device.between(start, cuda.device.mark()) == pytest.approx(0.003)
-    pieces: list[int] = []
-
-    def timed(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
-        assert non_blocking
-        assert bool(cuda.registered) == (memory == REGISTER)
-        pieces.append(source.nbytes)
-        cuda.now += 0.5
-
-    monkeypatch.setattr(torch.Tensor, "copy_", timed)
-    assert cuda.device.copy_seconds(memory, 4096, 4) == pytest.approx(4 * 0.5e-3)
-    assert pieces == [1024] * 4 * (2 + COPIES)
-    assert cuda.registered == []
 
 
 @pytest.fixture
@@ -200,13 +133,6 @@ def test_a_whole_run_in_miniature(
     assert text.startswith("a host, driver none")
     assert "fields_32: a few fields" in text
     assert "large: GB/s of a full drain / peak" in text
-
-
-def test_there_are_as_many_workers_as_cores_but_two() -> None:
-    for line, cores, workers in ((["--workers", "0,6"], 16, 6), ([], 16, 14), ([], 1, 1)):
-        options = parse(["--device", "cuda", *line])
-        found = run.device_cases(options, HostDevice(), cores)
-        assert [(case.name, case.workers) for case in found] == [(name, workers) for name in SHAPES]
 
 
 @pytest.mark.processes

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from bench.__main__ import main, perform
 from bench.arguments import parse
-from bench.output import figures, pictures, readme, rows
+from bench.output import pictures, readme, rows
 from bench.output.figures import Spread, ratio
 from bench.output.goals import Goal, goals
-from bench.output.layout import Table, in_markdown, number, size
-from bench.output.rows import CaseRows, Results
+from bench.output.layout import Table, in_markdown
+from bench.output.rows import Results
 from bench.output.tables import case_tables, summary_tables
 from bench.peers.device import REGISTER, TORCH
-from bench.timing.device import DRAIN, LENGTHS, step_unit
+from bench.timing.device import DRAIN
 from bench.timing.rounds import Case, Lane, Plan
 from bench.timing.steady import latency
 from tests.support import bench_example as example
@@ -88,12 +88,6 @@ def test_a_resumed_run_measures_only_what_is_left_and_says_when(
 # ---- figures --------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=9), st.floats(0.1, 10))
-def test_a_machine_that_drifts_is_no_noise(rates: list[float], faster: float) -> None:
-    base = pd.Series(rates)
-    assert ratio(base * faster, base) == pytest.approx((faster, faster, faster))
-
-
 def test_a_ratio_is_of_medians_and_its_range_is_within_rounds() -> None:
     assert ratio(pd.Series([40, 20, 44]), pd.Series([20, 10, 20])) == pytest.approx((2.0, 2.0, 2.2))
     assert ratio(pd.Series([40, 20]), None) is None
@@ -110,13 +104,6 @@ def test_percentiles_are_waits_that_occurred(waits: list[float]) -> None:
         assert found[f"p{percent}"] in waits
 
 
-def test_numbers_and_sizes() -> None:
-    values = (0, 0.0512, 0.704, 0.996, 9.94, 9.96, 12_345.6, -12_345.6, None)
-    assert list(map(number, values)) == ["0", "0.051", "0.70", "1.0", "9.9", "10", "12,346", "-12,346", "–"]  # noqa: RUF001
-    assert [size(999), size(2560), size(38.5e6)] == ["999 B", "2.56 kB", "38.5 MB"]
-    assert [size(1 << 10, 1024), size(1 << 28, 1024)] == ["1 KiB", "256 MiB"]
-
-
 @pytest.mark.parametrize(
     ("figure", "at_most", "said"),
     [
@@ -131,33 +118,6 @@ def test_numbers_and_sizes() -> None:
 )
 def test_verdicts(figure: Spread | None, at_most: bool, said: str) -> None:
     assert Goal("", 1.2, figure, at_most=at_most).verdict == said
-
-
-@pytest.mark.parametrize(("supply", "enough"), [(5000.0, LENGTHS[2:]), (100.0, LENGTHS[1:])])
-def test_enough_is_supplied_when_workers_and_link_have_a_fifth_to_spare(
-    supply: float, enough: tuple[str, ...]
-) -> None:
-    unit = step_unit(0.001, supply)
-    assert unit == pytest.approx(0.001 if supply > 1000 else 0.012), "of a copy, unless workers are slower"
-    shape = CaseRows({"copy_seconds": 0.001, "supply": supply, "unit": unit})
-    assert tuple(length for length in LENGTHS if figures.supplied(shape, length)) == enough
-
-
-@pytest.mark.parametrize(("chosen", "said"), [(0, "met"), (2, "missed")])
-def test_no_workers_are_to_be_chosen_unless_workers_win(chosen: int, said: str) -> None:
-    found = example.insight()
-    for row in found:
-        if row["row"] == "peer" and row["peer"] == "tune":
-            row["num_workers"] = chosen
-
-    def verdict() -> list[str]:
-        return [goal.verdict for goal in goals(Results(found)) if "where none are as fast" in goal.measure]
-
-    assert verdict() == [said]
-    for row in found:
-        if row["row"] == "block" and row["peer"] == "0 workers":
-            row["batches"] *= 0.8
-    assert verdict() == []
 
 
 def test_goals_of_a_device() -> None:
@@ -273,21 +233,6 @@ def test_ratios_of_two_revisions_are_of_rounds() -> None:
     assert found.notes == ["failed: 1234567: not measured: no schedule"]
 
 
-def test_a_shape_is_shown() -> None:
-    results = example.device_run(torch_side_stream={"failure": "no stream"})
-    results.cases()[0].facts["left_out"] = ["round 3: torch drain", "round 3: torch 4"]
-    speed = table(results, "large: what large loads; 38.5 MB a batch")
-    costs = table(results, "large: what it costs")
-    assert {"stall, 1", "stall, 2*"} <= set(speed.frame.columns)
-    assert cells(speed, "fastq_loader, register")[2:4] == ["0.97 (0.97..0.97)", "0.99 (0.99..0.99)"]
-    assert cells(costs, "fastq_loader, register")[-3:] == ["1.7", "0.10", "1 GiB"]
-    assert costs.notes[0].endswith("steps in units of 786 µs: the copy of a batch")
-    assert costs.notes[1:] == [
-        "torch, side stream: not measured: no stream",
-        "no time was left for 2 blocks, the first of them round 3: torch drain",
-    ]
-
-
 # ---- READMEs --------------------------------------------------------------------------------------
 
 
@@ -334,12 +279,6 @@ def test_a_readme_without_exactly_one_section_is_refused(count: int, project: Pa
     (project / "README.md").write_text(EMPTY * count)
     with pytest.raises(ValueError, match=f"has {count} sections"):
         readme.texts(Results([example.run(), *example.steady()]), SOURCE, project)
-
-
-def test_results_without_the_two_that_are_compared_are_refused(project: Path) -> None:
-    results = Results([example.run(), *(row for row in example.steady() if row.get("peer") != "torch")])
-    with pytest.raises(ValueError, match="'rows' was measured without torch"):
-        readme.texts(results, SOURCE, project)
 
 
 @pytest.mark.parametrize("more", [{}, {"torch": {"failure": "no"}}])

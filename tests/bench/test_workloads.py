@@ -79,14 +79,6 @@ def test_objects_hold_no_tensor_and_what_torch_refuses_to_collate(tmp_path: Path
     assert text.columns([{"a": 1}, {"a": None}]) == {"a": [1, None]}
 
 
-def test_ragged_batches_are_padded_to_their_longest(tmp_path: Path) -> None:
-    load = built("ragged", tmp_path)
-    for batch in islice(batches(load), 3):
-        assert batch["tokens"].shape == (32, batch["lengths"].max())
-        padding = torch.arange(batch["tokens"].shape[1]) >= batch["lengths"][:, None]
-        assert not batch["tokens"][padding].any()
-
-
 @pytest.mark.parametrize("workers", [1, 2, 3, 16])
 def test_a_worker_streams_every_so_manieth_record(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,17 +90,3 @@ def test_a_worker_streams_every_so_manieth_record(
     for worker in range(workers):
         with as_worker(worker, workers, dataset):
             assert_same(list(dataset), everything[worker::workers])
-
-
-def test_the_tail_is_as_heavy_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(slow, "time", SimpleNamespace(sleep=slept.append))
-    dataset = slow.SlowSamples()
-    for index in range(slow.SAMPLES):
-        dataset[index]
-    seconds = torch.tensor(slept)
-    assert 0.0004 < seconds.median() < 0.0006
-    assert 0.012 < seconds.quantile(0.99) < 0.022
-    assert seconds.max() <= slow.LONGEST_S
-    late = (seconds.reshape(-1, slow.BATCH) > 0.016).any(dim=1).float().mean()
-    assert 0.1 < late < 0.2
