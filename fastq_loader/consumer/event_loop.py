@@ -24,8 +24,8 @@ from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.session import DeviceSession
 from fastq_loader.device.staging import Staging
 from fastq_loader.ipc.claim_table import slots
+from fastq_loader.ipc.endpoints import expect_threads
 from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode_task
-from fastq_loader.ipc.probes import expect_threads
 from fastq_loader.ipc.sockets import THREADS
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.pool import BlockPool
@@ -47,12 +47,8 @@ Resume = Sequence[tuple[int, dict[str, Any] | None]]
 
 IDLE, BUSY, WAITING = "idle", "busy", "waiting"
 
-#: Seconds without a message after which a dead worker's socket counts as empty: what it sent before its death
-#: is in this process's buffers already, and needs a turn of zmq's own thread. A batch that would only be
-#: loaded again is not worth as long a wait.
-_LAST_ANSWERS, _LAST_ANSWERS_IF_REPLACED = 0.02, 0.002
 #: Seconds beyond the timeout. A consumer that was stopped for longer than the timeout wakes up together with
-#: the thread of zmq that has its messages.
+#: its workers.
 _GRACE = 0.05
 #: Threads that count against a limit of processes: a worker's own, one that watches this process, and zmq's.
 _PER_WORKER = 2 + THREADS
@@ -362,16 +358,16 @@ class EventLoop:
         seconds = self._timeout.seconds(wait.seq, wait.attempt, time.monotonic())
         began = time.monotonic_ns()
         self.phase = WAITING
-        ready = self._group.socket.wait(seconds)
+        ended, heard = self._group.socket.wait(seconds)
         self.phase = BUSY  # a handler of a signal may have called meanwhile
         self._accounting.waited(wait, began)
         if self._group.socket.woken:
             self._outcome = CLOSED
             return
-        if not ready and self._timeout.is_over(self._group.socket.wait_for_message(_GRACE)):
+        if not heard and self._timeout.is_over(self._group.socket.wait_for_message(_GRACE)):
             self._give_up(wait)
         self._receive()
-        for worker in self._group.ended(ready):
+        for worker in self._group.ended(ended):
             if self._outcome is None:
                 self._handle_death(worker, self._group.death(worker)[0])
 
@@ -392,9 +388,8 @@ class EventLoop:
 
     def _handle_death(self, worker: int, cause: str, stacks: str = "") -> None:
         """A worker has ended. What it answered before counts; the rest is lost, or loaded by another."""
-        patience = _LAST_ANSWERS_IF_REPLACED if self.scheduler.can_replace else _LAST_ANSWERS
-        while self._group.socket.wait_for_message(patience):
-            self._receive()
+        while self._receive():
+            continue
         pending = self.scheduler.pending_tasks
         seq, claimed = self._group.claimed_by(worker, pending, self.scheduler.epoch)
         report = self._deaths.report(worker, cause, seq)

@@ -112,7 +112,7 @@ def _epoch(epoch: Any, shared_seed: Any, base_seed: Any, resume: Any) -> Epoch:
     return Epoch(epoch, shared_seed, base_seed, resume)
 
 
-def decode_for_consumer(frame: bytes) -> Hello | Answer | Ping:
+def decode_for_consumer(frame: bytes | bytearray | memoryview) -> Hello | Answer | Ping:
     """The message in a frame that a worker sent.
 
     Raises:
@@ -160,7 +160,7 @@ def _answer(fields: list[Any]) -> Answer:
     return tuple.__new__(Answer, (*head, (), state, *costs))
 
 
-def _unpack(frame: bytes, *, use_list: bool) -> Any:
+def _unpack(frame: bytes | bytearray | memoryview, *, use_list: bool) -> Any:
     """The fields of a frame from the kind on."""
     try:
         # Lengths that a frame declares are bounded by its own.

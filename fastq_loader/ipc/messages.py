@@ -241,7 +241,7 @@ def encode_task(task: Task, token: bytes) -> bytes:
     """One frame for a task; see `encode`. A plain value, and a list of plain values, travels as msgpack."""
     epoch, seq, attempt, index, *others = task
     if type(index) is Indices:
-        opaque = msgpack.ExtType(INTEGERS, index.data)
+        opaque = tuple.__new__(msgpack.ExtType, (INTEGERS, index[0]))  # as `ExtType()`, without its checks
         return _pack((VERSION, TASK, epoch, seq, attempt, opaque, *others))
     if _PLAIN.issuperset(map(type, index)) if type(index) is list else type(index) in _PLAIN:
         try:

@@ -1,23 +1,29 @@
-"""Sockets: one ROUTER in the consumer, one DEALER in each worker, and the folder where they meet.
+"""Sockets: tasks go out over ZeroMQ, answers come back over a connection of the kernel's own.
 
 `ConsumerSocket` runs in the consumer, `WorkerSocket` in a worker; both on one thread each. Each worker binds
-an ipc endpoint of its own and the consumer connects to it under the worker's number as routing id, so tasks
-can be queued before the worker is up. A worker that replaces a dead one has a new endpoint and routing id, so
-nothing that was meant for the dead one reaches it. The folder is private to the user (0700), and is removed
-as soon as every worker is connected.
+an ipc endpoint of its own, and the consumer's ROUTER connects to it under the worker's number as routing id,
+so tasks can be queued before the worker is up. A worker that replaces a dead one has a new endpoint and
+routing id, so nothing that was meant for the dead one reaches it. The folder is private to the user (0700),
+and is removed as soon as every worker is connected.
 
-A worker accepts a connection from the consumer's process and from no other. A connection is made once: zmq
-tells the consumer when it breaks, and what was under way is lost then.
+For the way back the consumer listens in the same folder, once for each worker, which connects when it is up.
+A ZeroMQ message passes two more threads, one at each end, which cost a small batch as much as loading half of
+its samples. Here a worker writes its answer where the consumer reads it (`SOCK_SEQPACKET`: in order, each
+message whole). A worker never waits for room there: what does not fit is sent later. The connection breaks
+when the worker has ended, and what it sent before can still be read.
 
-One `wait` serves everything: the socket, its broken connections, the workers' process descriptors, a wake-up.
+A worker accepts a connection from the consumer's process and from no other. Each connection is made once: the
+consumer finds out when one breaks, and what was under way is lost then.
+
+One `wait` serves everything: answers, broken connections, the workers' process descriptors, a wake-up.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import tempfile
+import select
+import socket as unix
 import threading
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
@@ -28,6 +34,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.decoding import decode_for_consumer, decode_for_worker
+from fastq_loader.ipc.endpoints import endpoint, expect_descriptors, expect_threads, socket_name, way_back
 from fastq_loader.ipc.messages import (
     Answer,
     Bundle,
@@ -40,55 +47,27 @@ from fastq_loader.ipc.messages import (
     Task,
     encode,
 )
-from fastq_loader.ipc.probes import expect_descriptors, expect_threads
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
 
-#: sun_path of <sys/un.h> holds 108 bytes with the closing NUL.
-_LONGEST_PATH = 107
 #: Milliseconds between attempts to reach a worker that is not up yet, and their bound.
 _RECONNECT_MS, _RECONNECT_MAX_MS = 2, 100
 #: As numbers: the enum's own `|` takes a microsecond.
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_RCVMORE = int(zmq.RCVMORE)
-#: Descriptors that zmq takes (its threads' epolls and mailboxes; a connection and an attempt at one for each
-#: worker). Without them it ends the process, or tries to connect in silence for ever.
-_OWN_DESCRIPTORS, _DESCRIPTORS_PER_WORKER = 14, 2
+#: Descriptors that zmq needs (its threads' epolls and mailboxes; a connection and an attempt at one for each
+#: worker; without them it ends the process, or tries to connect in silence for ever), and the way back.
+_OWN_DESCRIPTORS, _DESCRIPTORS_PER_WORKER = 14, 3
+#: Bytes of the pieces of a long answer. Each begins with a byte that no msgpack frame begins with, and one
+#: that says whether it is the last.
+_PIECE, _MORE, _LAST = 1 << 16, b"\xc1\0", b"\xc1\1"
+#: Bytes of answers that may wait to be read, so far as the system allows it (mostly 416 KiB with overhead).
+_ROOM = 1 << 20
 #: Threads of a context of zmq.
 THREADS = 2
 #: Milliseconds after which a worker to which nobody has connected looks for its socket's file.
 _LOOK_MS = 500
 
 _STOP = encode(Stop())
-
-
-def endpoint_folder() -> str:
-    """A fresh 0700 folder whose socket paths are short enough, whatever TMPDIR says.
-
-    Raises:
-        OSError: no folder could be made anywhere.
-    """
-    failure: OSError | None = None
-    parents = (_temp_folder(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/var/tmp", "/dev/shm")
-    for parent in parents:
-        # mkdtemp adds eight characters to the prefix; the socket's name is the longest there could be.
-        try:
-            # zmq takes endpoints as UTF-8.
-            if not parent or len(parent.encode()) + len("/fastq-12345678/w12345.123456") > _LONGEST_PATH:
-                continue
-            return tempfile.mkdtemp(prefix="fastq-", dir=parent)
-        except UnicodeEncodeError:
-            continue
-        except OSError as error:
-            failure = error
-    raise failure or OSError(f"no folder with a path short enough for a socket in any of {parents}")
-
-
-def _temp_folder() -> str | None:
-    try:
-        return tempfile.gettempdir()
-    except FileNotFoundError:  # no folder that can be written to: there are others to try
-        return None
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:
@@ -101,36 +80,8 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(option, 0)
 
 
-def _milliseconds(seconds: float) -> int:
-    return math.ceil(seconds * 1000)
-
-
-def endpoint(folder: str, name: str) -> str:
-    return f"ipc://{folder}/{name}"
-
-
-def socket_name(worker: int, generation: int) -> str:
-    """What the socket of a worker is called; `generation` counts those that had its number before."""
-    return f"w{worker}.{generation}"
-
-
-def remove_folder(folder: str) -> None:
-    """Remove a folder of sockets, as far as that is possible."""
-    # Not shutil.rmtree: when a handler of a signal cuts it short, it closes a descriptor twice.
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            os.unlink(os.path.join(folder, name))
-        os.rmdir(folder)
-
-
 def _together(frames: Sequence[bytes]) -> bytes:
     return frames[0] if len(frames) == 1 else encode(Bundle(tuple(frames)))
-
-
-def _drop_rest(socket: zmq.Socket[bytes]) -> None:
-    """Receive the rest of a message that has more parts than ours."""
-    while socket.getsockopt(_RCVMORE):
-        socket.recv()
 
 
 @contextlib.contextmanager
@@ -169,20 +120,27 @@ class ConsumerSocket:
         self._waking = threading.RLock()  # no wake-up is written to a descriptor that was closed
         self._wake = calls.wake_up()
         self._context = zmq.Context(io_threads=1)
-        # A message that comes while all cores are busy should not interrupt a worker or a training step.
-        # zmq's thread finds several at once later, with half as many switches. (A worker's socket has to be
-        # quick: its answer would be sent after the next batch.)
+        # A task that is sent while all cores are busy should not interrupt a worker or a training step.
+        # zmq's thread finds several at once later, with half as many switches.
         with _yielding_threads():
             self._socket = self._context.socket(zmq.ROUTER)
         # pyzmq's core: its subclass passes every call on.
-        self._send, self._recv = super(zmq.Socket, self._socket).send, super(zmq.Socket, self._socket).recv
+        self._send = super(zmq.Socket, self._socket).send
         with without_signals():  # pyzmq gives the call up when one interrupts it
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._poller = zmq.Poller()
-        self._newest = 0  # the worker that has sent something last
+        self._monitor.poll(0)  # its descriptor says only what comes after a look
         self._names: dict[int, bytes] = {}  # worker → its routing id
-        self._numbers: dict[bytes, int] = {}
         self._endpoints: dict[int, str] = {}
+        self._epoll = select.epoll()
+        for source in (self._wake, self._monitor):
+            self._epoll.register(source, select.EPOLLIN)
+        self._listeners: dict[int, int] = {}  # descriptor → the worker that is expected there
+        self._connections: dict[int, int] = {}  # descriptor → worker
+        self._ready: list[int] = []  # descriptors that were found readable
+        self._broken: list[int] = []  # workers whose connection has ended, one way or the other
+        self._named: set[int] = set()  # of these, those that were named
+        self._pieces: dict[int, bytearray] = {}  # descriptor → the pieces of an answer that have come
+        self._buffer = memoryview(bytearray(_PIECE))
         try:
             _configure(self._socket)
             self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -192,23 +150,51 @@ class ConsumerSocket:
         except BaseException:
             self.close()
             raise
-        for source in (self._socket, self._monitor, self._wake):
-            self._poller.register(source, zmq.POLLIN)
 
     def connect(self, folder: str, worker: int, generation: int) -> None:
         """Expect a worker. What is sent to it before it is up waits."""
         name = socket_name(worker, generation)
+        # Descriptors and not sockets: those would warn where a forked child drops its copies.
+        with unix.socket(unix.AF_UNIX, unix.SOCK_SEQPACKET) as listener:
+            listener.bind(way_back(folder, name))
+            listener.listen(1)
+            self._listeners[listener.fileno()] = worker
+            self._epoll.register(listener.detach(), select.EPOLLIN)
+        self._named.discard(worker)
         self._endpoints[worker] = endpoint(folder, name)
         self._names[worker] = name.encode()
-        self._numbers[self._names[worker]] = worker
         self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, self._names[worker])
         self._socket.connect(self._endpoints[worker])
 
+    def _accept(self, descriptor: int) -> None:
+        """A worker has connected."""
+        with without_signals(), unix.socket(fileno=os.dup(descriptor)) as listener:
+            worker = self._listeners[descriptor]
+            try:
+                connection = listener.accept()[0].detach()
+            except OSError:  # it is gone again
+                return
+            os.set_blocking(connection, False)
+            self._connections[connection] = worker
+            self._epoll.register(connection, select.EPOLLIN)
+            self._ready.append(connection)
+            self._drop(self._listeners, descriptor)
+
+    def _drop(self, descriptors: dict[int, int], descriptor: int) -> None:
+        del descriptors[descriptor]
+        self._pieces.pop(descriptor, None)
+        self._epoll.unregister(descriptor)  # a forked child may hold it, too
+        os.close(descriptor)
+
     def disconnect(self, worker: int) -> None:
         """`worker` is dead: nothing is sent to it any more, and nothing that it sent is received."""
-        del self._numbers[self._names.pop(worker)]
+        del self._names[worker]
         with contextlib.suppress(zmq.ZMQError):  # zmq has noticed its end already
             self._socket.disconnect(self._endpoints.pop(worker))
+        for descriptors in (self._listeners, self._connections):
+            for descriptor in [one for one, its in descriptors.items() if its == worker]:
+                self._drop(descriptors, descriptor)
+        self._ready, self._broken = [], [other for other in self._broken if other != worker]
 
     def send(self, worker: int, message: Message) -> None:
         """Queue a message.
@@ -236,54 +222,91 @@ class ConsumerSocket:
                 self._send(name, _NOBLOCK_MORE)
                 self._send(frame, _NOBLOCK)
 
-    def receive(self) -> tuple[Any, Hello | Answer | Ping | None] | None:
-        """The worker that sent the next message, and it; None if there is none now. None stands for a frame
-        that is not a message, and for a worker that is dead."""
-        try:
-            name = self._recv(_NOBLOCK)
-        except zmq.Again:
-            return None
-        worker = self._numbers.get(name)
-        if worker is not None:
-            self._newest = worker
+    def receive(self) -> tuple[int, Hello | Answer | Ping | None] | None:
+        """The worker that sent the next message, and it; None if there is none now. None for the message:
+        something else came, and nothing more will be read from this worker."""
+        while True:
+            if not self._ready:
+                self._find(0)
+                if not self._ready:
+                    return None
+            descriptor = self._ready.pop()
+            worker = self._connections[descriptor]
             try:
-                return worker, decode_for_consumer(self._recv())
+                size = os.readv(descriptor, [self._buffer])
+            except BlockingIOError:
+                continue
+            except ConnectionError:
+                size = 0
+            frame: Any = self._buffer[:size]
+            if not size:
+                self._drop(self._connections, descriptor)
+                self._note_broken(worker)
+                continue
+            if frame[0] == _MORE[0]:
+                self._pieces.setdefault(descriptor, bytearray()).extend(frame[2:])
+                if frame[:2] == _MORE:
+                    continue
+                frame = self._pieces.pop(descriptor)
+            try:
+                return worker, decode_for_consumer(frame)
             except ProtocolError:
+                self._drop(self._connections, descriptor)
                 return worker, None
-        # Looked for here, and not after every frame: a message with more parts than ours.
-        if not self._socket.getsockopt(_RCVMORE):
-            return self._newest, None
-        _drop_rest(self._socket)
-        return None, None
 
-    def broken(self, ready: Sequence[object]) -> list[int]:
-        """The workers whose connection has broken, by what `wait` found readable; each is named once."""
-        found: list[int] = []
-        while self._monitor in ready and self._monitor.poll(0):
-            endpoint = recv_monitor_message(self._monitor)["endpoint"].decode()
-            found += [worker for worker, its in self._endpoints.items() if its == endpoint]
-        return found
+    def _find(self, timeout: float | None) -> tuple[list[int], bool]:
+        """Wait until something can be read. Returns what is not ours, and whether anything has happened."""
+        others: list[int] = []
+        self._ready = ready = []
+        events = self._epoll.poll(timeout)
+        for descriptor, _ in events:
+            if descriptor in self._connections:
+                ready.append(descriptor)
+            elif descriptor in self._listeners:
+                self._accept(descriptor)
+            elif descriptor == self._monitor.fileno():
+                self._read_monitor()
+            else:
+                others.append(descriptor)
+        return others, bool(events)
+
+    def _read_monitor(self) -> None:
+        while self._monitor.poll(0):
+            its = recv_monitor_message(self._monitor)["endpoint"].decode()
+            for worker in [worker for worker, where in self._endpoints.items() if where == its]:
+                self._note_broken(worker)
+
+    def _note_broken(self, worker: int) -> None:
+        if worker not in self._named:
+            self._named.add(worker)
+            self._broken.append(worker)
+
+    def broken(self) -> list[int]:
+        """The workers whose connection has broken; each is named once."""
+        broken, self._broken = self._broken, []
+        return broken
 
     def watch(self, descriptor: int) -> None:
         """Let `wait` return when `descriptor` becomes readable (a process descriptor: has ended)."""
-        self._poller.register(descriptor, zmq.POLLIN)
+        self._epoll.register(descriptor, select.EPOLLIN)
 
     def unwatch(self, descriptor: int) -> None:
-        with contextlib.suppress(KeyError):
-            self._poller.unregister(descriptor)
+        with contextlib.suppress(OSError):
+            self._epoll.unregister(descriptor)
 
-    def wait(self, timeout: float | None) -> Sequence[object]:
+    def wait(self, timeout: float | None) -> tuple[list[int], bool]:
         """Sleep until a message, a watched descriptor or `wake`, at most `timeout` seconds.
 
         Returns:
-            What is readable: the watched descriptors among it as numbers. Empty after the timeout.
+            The watched descriptors that are readable, and whether anything has happened at all.
         """
-        milliseconds = None if timeout is None else _milliseconds(timeout)
-        return [ready for ready, _ in self._poller.poll(milliseconds)]
+        nothing_known = not (self._ready or self._broken)
+        others, happened = self._find(timeout if nothing_known else 0)
+        return others, happened or not nothing_known
 
     def wait_for_message(self, timeout: float) -> bool:
         """Sleep until a message has come, at most `timeout` seconds."""
-        return bool(self._socket.poll(_milliseconds(timeout)))
+        return bool(calls.readable(list(self._connections), timeout))
 
     def wake(self) -> None:
         """Let `wait` return now and from now on; may be called on any thread."""
@@ -295,7 +318,10 @@ class ConsumerSocket:
     def close(self) -> None:
         # Not left to the context: it finds its sockets through weak references. These are dead when the
         # garbage collector ends a loader, and the context would wait for the socket for ever.
-        self._poller = zmq.Poller()
+        for descriptors in (self._listeners, self._connections):
+            while descriptors:
+                os.close(descriptors.popitem()[0])
+        self._epoll.close()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
         with without_signals():  # else it is given up, and the context's thread and descriptors are left
@@ -329,13 +355,17 @@ class WorkerSocket:
         self._pid = process_id.current()
         self._context = zmq.Context(io_threads=1)
         self._frames: deque[bytes] = deque()  # received, or of a bundle, as far as they were not read
+        self._unsent: deque[bytes] = deque()  # for which there was no room
         self._socket = self._context.socket(zmq.DEALER)
-        self._send, self._recv = super(zmq.Socket, self._socket).send, super(zmq.Socket, self._socket).recv
+        self._recv = super(zmq.Socket, self._socket).recv
         _configure(self._socket)
         for process in (consumer, self._pid):  # a sandbox may take each peer for the process that asks
             self._socket.setsockopt(zmq.IPC_FILTER_PID, process)
-        self._path = os.path.join(folder, name)
+        self._path, self._way_back = os.path.join(folder, name), way_back(folder, name)
         self._socket.bind(endpoint(folder, name))
+        self._answers = unix.socket(unix.AF_UNIX, unix.SOCK_SEQPACKET)
+        self._answers.bind("")  # a name: a program that looks at its sockets finds this one like zmq's
+        self._answers.setsockopt(unix.SOL_SOCKET, unix.SO_SNDBUF, _ROOM)
 
     def say_hello(self) -> None:
         """Wait for the consumer to connect, and say that this worker is up. If the socket's file is removed
@@ -343,23 +373,59 @@ class WorkerSocket:
 
         Raises:
             ZMQError: the folder is gone, too.
+            SystemExit: nobody listens for answers any more.
         """
         while not self._socket.poll(_LOOK_MS, zmq.POLLOUT):
             if not os.path.exists(self._path):
                 self._socket.bind(f"ipc://{self._path}")
+        try:
+            self._answers.connect(self._way_back)
+        except OSError:
+            raise SystemExit(1) from None
+        self._answers.setblocking(False)
         self.send(Hello(self._pid))
 
     def send(self, message: Message) -> None:
         if process_id.pid != self._pid:
             process_id.stay_in(self._pid)
-        self._send(encode(message))
+        frame = encode(message)
+        if len(frame) > _PIECE:
+            step = _PIECE - len(_MORE)
+            rest = [frame[start : start + step] for start in range(0, len(frame), step)]
+            frame = _LAST + rest.pop()
+            self._unsent.extend([_MORE + piece for piece in rest])
+        if self._unsent:
+            self._unsent.append(frame)
+            self._send_rest()
+            return
+        try:
+            self._answers.send(frame)
+        except BlockingIOError:
+            self._unsent.append(frame)
+        except ConnectionError:  # the consumer is gone, and in a moment this process, too
+            return
+
+    def _send_rest(self) -> bool:
+        """Send what there was no room for; False: there still is none."""
+        with contextlib.suppress(ConnectionError):
+            while self._unsent:
+                try:
+                    self._answers.send(self._unsent[0])
+                except BlockingIOError:
+                    return False
+                self._unsent.popleft()
+        self._unsent.clear()
+        return True
 
     def receive(self, block: bool) -> Task | Epoch | Space | Stop | Ping | None:
-        """The next message; without `block` None if there is none now. A frame that is not a message is
-        dropped."""
+        """The next message; None if there is none now: without `block`, or when answers were sent for which
+        there was no room before. A frame that is not a message is dropped."""
         if process_id.pid != self._pid:
             process_id.stay_in(self._pid)
         while True:
+            if self._unsent:
+                self.wait((), block)
+                block = False
             try:
                 frame = self._frames.popleft() if self._frames else self._recv(0 if block else _NOBLOCK)
                 message = decode_for_worker(frame)
@@ -372,11 +438,14 @@ class WorkerSocket:
             self._frames.extendleft(reversed(message.frames))
 
     def wait(self, descriptors: Sequence[int], block: bool) -> list[object]:
-        """Sleep until a message has come or a descriptor is readable, or only look without `block`; the
-        descriptors that are."""
+        """Sleep until a message has come, a descriptor is readable, or there is room for answers that were
+        not sent; or only look without `block`. Returns the descriptors that are readable."""
         sources: list[Any] = [(source, zmq.POLLIN) for source in (self._socket, *descriptors)]
+        if self._unsent:
+            sources.append((self._answers.fileno(), zmq.POLLOUT))
         ready = zmq.zmq_poll(sources, -1 if block and not self._frames else 0)
-        return [source for source, _ in ready if source is not self._socket]
+        self._send_rest()
+        return [source for source, _ in ready if source in descriptors]
 
     def told_to_stop(self) -> bool:
         """Whether a Stop has come and was not read; it stays there."""
@@ -388,6 +457,7 @@ class WorkerSocket:
 
     def close(self) -> None:
         if self._pid == process_id.current():
+            self._answers.close()
             self._socket.close(linger=0)
             self._context.term()
         else:

@@ -22,6 +22,7 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 
 from fastq_loader.memory import nontemporal
+from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.memory.results import TYPESTR, out_array, out_tensor, use_nontemporal
 
@@ -85,7 +86,7 @@ def stack_tensors(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     if first.device.type != "cpu" or first.is_quantized or first.requires_grad:
         return torch.stack(batch, 0)
     shape = (len(batch), *first.shape)
-    out = out_tensor(shape, first.dtype)
+    out = out_tensor(shape, first.dtype) if first.nbytes * len(batch) >= SMALLEST else None
     if out is None:
         stacked = torch.stack(batch, 0)
         if stacked.dtype is first.dtype and stacked.is_contiguous():

@@ -27,8 +27,9 @@ from typing import Any, NoReturn
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.decoding import decode_for_consumer
+from fastq_loader.ipc.endpoints import remove_folder, socket_name
 from fastq_loader.ipc.messages import Answer, Epoch, Handle, Ping, Space, Stop, Task, encode, pass_on
-from fastq_loader.ipc.sockets import WorkerSocket, remove_folder, socket_name
+from fastq_loader.ipc.sockets import WorkerSocket
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import SMALLEST

@@ -5,7 +5,7 @@ Pure. The scheduler moves its records by these tables; a step that no table list
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from fastq_loader.errors import InvalidTransition, describe_index
 from fastq_loader.ipc.messages import Answer, Task, decode_index
@@ -33,8 +33,17 @@ WORKER_TRANSITIONS: dict[str, dict[str, str]] = {
 }
 
 EXHAUSTED = frozenset((DRY, DRY_DEAD))
+
+
+class _Table(dict[tuple[str, str], str]):
+    def __missing__(self, step: tuple[str, str]) -> NoReturn:
+        raise InvalidTransition("a batch is {}: event {!r} is not allowed".format(*step))
+
+
 #: (state, event) → next state: the table of batches, for one look.
-_NEXT = {(state, event): to for state, moves in BATCH_TRANSITIONS.items() for event, to in moves.items()}
+NEXT = _Table(
+    {(state, event): to for state, moves in BATCH_TRANSITIONS.items() for event, to in moves.items()}
+)
 
 
 class Batch:
@@ -73,11 +82,7 @@ class Batch:
         return () if self.task is None else self.task.grants + self.task.promises
 
     def move(self, event: str) -> None:
-        try:
-            self.state = _NEXT[self.state, event]
-        except KeyError:
-            text = f"batch {self.seq} is {self.state}: event {event!r} is not allowed"
-            raise InvalidTransition(text) from None
+        self.state = NEXT[self.state, event]
 
     def __str__(self) -> str:
         return f"batch {self.seq} (indices {describe_index(decode_index(self.index))})"

@@ -115,17 +115,17 @@ class Window:
             self.size = under_way
             self._calm = 0
 
-    def refill(self, under_way: int) -> int:
-        """How many batches to ask for now that one was handed out; 0 until it is a group, and when
-        the sampler has nothing more."""
+    def delivered(self, under_way: int) -> int:
+        """A batch was handed out. Returns how many to ask for now; 0 until it is a group, and when the
+        sampler has nothing more.
+
+        Args:
+            under_way: batches asked for and not handed out.
+        """
+        if self.size != self.least:
+            self._calm += 1
+            if self._calm >= _CALM_WINDOWS * self.size:
+                self._calm = 0
+                self.size -= -(-(self.size - self.least) // 4)
         room = self.size - under_way
         return room if room >= self.group and not self.closed else 0
-
-    def delivered(self) -> None:
-        """A batch was handed out."""
-        if self.size == self.least:
-            return
-        self._calm += 1
-        if self._calm >= _CALM_WINDOWS * self.size:
-            self._calm = 0
-            self.size -= -(-(self.size - self.least) // 4)

@@ -18,6 +18,7 @@ from typing import Any
 
 from fastq_loader.errors import ProtocolError, describe_index
 from fastq_loader.ipc.claim_table import Busy, ClaimTable
+from fastq_loader.ipc.endpoints import endpoint_folder, remove_folder
 from fastq_loader.ipc.messages import (
     TOKEN_BYTES,
     Epoch,
@@ -28,7 +29,7 @@ from fastq_loader.ipc.messages import (
     encode,
     seal,
 )
-from fastq_loader.ipc.sockets import ConsumerSocket, endpoint_folder, remove_folder
+from fastq_loader.ipc.sockets import ConsumerSocket
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.backlog import Backlog
 from fastq_loader.scheduling.pending_tasks import PendingTasks
@@ -41,6 +42,7 @@ from fastq_loader.workers.stopping import BRIEF
 _FAILED_STARTS = 3
 #: Seconds to wait for a worker in the middle of a claim, which takes two microseconds unless it is stopped.
 _CLAIMING = 0.5
+_BROKE = "its connection to this process broke"
 #: Messages after which a worker is pinged, at least. One that waits to be read takes up to 5 kB, mostly
 #: zmq's.
 _UNREAD = 256
@@ -128,12 +130,11 @@ class WorkerGroup:
 
     # ---- one worker ---------------------------------------------------------------------------
 
-    def heard(self, worker: int | None, message: Any) -> None:
+    def heard(self, worker: int, message: Any) -> None:
         """A worker has sent something else than an answer: see `ConsumerSocket.receive`."""
-        if worker is None or message is None:
+        if message is None:
             self._counters.rejected_frames += 1
-            if worker is not None:
-                self.evict(worker)
+            self.evict(worker, f"{_BROKE}: what came is not a message")
         elif type(message) is Ping:
             self._pinged_back(worker)
         else:
@@ -180,13 +181,13 @@ class WorkerGroup:
         alive = [worker for worker in range(len(self.processes())) if not self.is_dead(worker)]
         return min(alive, key=lambda w: (w not in late, claims.begun(w) is not None), default=None)
 
-    def ended(self, ready: Sequence[object]) -> list[int]:
+    def ended(self, ready: Sequence[int]) -> list[int]:
         """The workers that have ended, by what `socket.wait` found readable, and are not marked dead yet. One
         whose connection has broken is ended, unless it is about to end by itself."""
         descriptors = self._processes.descriptors
-        for worker in self.socket.broken(ready):
+        for worker in self.socket.broken():
             if not calls.readable([descriptors[worker]], BRIEF):
-                self.evict(worker, "its connection to this process broke")
+                self.evict(worker, _BROKE)
         return [
             worker
             for worker, descriptor in enumerate(descriptors)

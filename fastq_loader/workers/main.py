@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from fastq_loader.ipc.claim_table import ClaimTable
+from fastq_loader.ipc.endpoints import remove_folder, socket_name
 from fastq_loader.ipc.messages import (
     BATCH,
     BROKEN,
@@ -37,7 +38,7 @@ from fastq_loader.ipc.messages import (
     Task,
     load_index,
 )
-from fastq_loader.ipc.sockets import WorkerSocket, remove_folder, socket_name
+from fastq_loader.ipc.sockets import WorkerSocket
 from fastq_loader.memory import nontemporal, results
 from fastq_loader.memory.allocator import Allocator, Used
 from fastq_loader.memory.arena import Mapping

@@ -17,16 +17,10 @@ from unittest.mock import Mock
 import pytest
 import zmq
 
-from fastq_loader.ipc import sockets
+from fastq_loader.ipc import endpoints, sockets
+from fastq_loader.ipc.endpoints import endpoint, endpoint_folder, remove_folder, socket_name
 from fastq_loader.ipc.messages import TOKEN_BYTES, Answer, Bundle, Epoch, Hello, Ping, Stop, encode
-from fastq_loader.ipc.sockets import (
-    ConsumerSocket,
-    WorkerSocket,
-    endpoint,
-    endpoint_folder,
-    remove_folder,
-    socket_name,
-)
+from fastq_loader.ipc.sockets import ConsumerSocket, WorkerSocket
 from tests.conftest import open_descriptors, wait_until
 from tests.support.forking import end_of, fork
 
@@ -57,7 +51,11 @@ def end_of_worker(folder: str, worker: int, generation: int = 0) -> WorkerSocket
 def connected(folder: str, workers: int = 1) -> Iterator[tuple[ConsumerSocket, list[WorkerSocket]]]:
     with ExitStack() as stack:
         ends = [stack.enter_context(closing(end_of_worker(folder, worker))) for worker in range(workers)]
-        yield stack.enter_context(closing(ConsumerSocket(folder, workers, TOKEN))), ends
+        consumer = stack.enter_context(closing(ConsumerSocket(folder, workers, TOKEN)))
+        for number, end in enumerate(ends):
+            end.say_hello()
+            assert received(consumer) == (number, Hello(os.getpid()))
+        yield consumer, ends
 
 
 @contextmanager
@@ -68,11 +66,22 @@ def raw_socket() -> Iterator[zmq.Socket[bytes]]:
 
 
 def received(consumer: ConsumerSocket) -> tuple[int, Any]:
-    while consumer.wait_for_message(5):
-        message = consumer.receive()
-        if message is not None:  # else it was dropped
-            return message
-    pytest.fail("no message has come")
+    while (message := consumer.receive()) is None:
+        assert consumer.wait(5)[1], "no message has come"
+    return message
+
+
+def broken(consumer: ConsumerSocket, timeout: float) -> list[int]:
+    found: list[int] = []
+
+    def look() -> bool:
+        consumer.wait(0)
+        assert consumer.receive() is None
+        found.extend(consumer.broken())
+        return bool(found)
+
+    wait_until(look, timeout)
+    return found
 
 
 # ---- there and back ---------------------------------------------------------------------------------
@@ -114,8 +123,6 @@ def test_a_stop_is_seen_before_what_stands_in_front_of_it(folder: str) -> None:
 @pytest.mark.processes
 def test_nothing_reaches_the_process_that_replaces_a_worker_but_what_is_its_own(folder: str) -> None:
     with connected(folder) as (consumer, (dead,)):
-        dead.send(Hello(1))
-        assert received(consumer) == (0, Hello(1))
         dead.send(ANSWER)
         assert consumer.wait_for_message(5)
         consumer.disconnect(0)
@@ -124,40 +131,37 @@ def test_nothing_reaches_the_process_that_replaces_a_worker_but_what_is_its_own(
         consumer.send(0, Ping())
         with closing(end_of_worker(folder, 0, 1)) as successor:
             assert successor.receive(block=True) == Ping()
-            successor.send(Hello(2))
-            while (came := received(consumer)) == (None, None):
-                continue  # what the dead one sent is nobody's
-            assert came == (0, Hello(2))
-            assert consumer.broken(consumer.wait(0.05)) == [], "the dead one's connection is nobody's"
+            successor.say_hello()
+            assert received(consumer) == (0, Hello(os.getpid())), "what the dead one sent is nobody's"
+            assert broken(consumer, 0.05) == [], "the dead one's connection is nobody's"
 
 
 @pytest.mark.processes
 def test_one_wait_serves_messages_descriptors_and_a_wake_up(folder: str) -> None:
     with connected(folder) as (consumer, (worker,)):
-        assert consumer.wait(0) == []
+        assert consumer.wait(0) == ([], False)
         read_end, write_end = os.pipe()
         consumer.watch(read_end)
         os.write(write_end, b"!")
-        assert consumer.wait(None) == [read_end]
+        assert consumer.wait(None) == ([read_end], True)
         consumer.unwatch(read_end)
         consumer.unwatch(read_end)
         os.close(read_end)
         os.close(write_end)
         worker.send(Hello(1))
-        assert len(consumer.wait(5)) == 1
+        assert consumer.wait(5) == ([], True)
         consumer.receive()
         thread = threading.Thread(target=consumer.wake)
         thread.start()
-        assert consumer.wait(None)
+        assert consumer.wait(None)[1]
         thread.join()
         assert consumer.woken
-        assert consumer.wait(None), "from now on"
+        assert consumer.wait(None)[1], "from now on"
     consumer.wake()  # it is closed, and its descriptor may be another's
 
 
 def test_a_worker_can_wait_for_more_than_messages(folder: str) -> None:
     with connected(folder) as (consumer, (worker,)):
-        worker.say_hello()
         read, write = os.pipe()
         assert worker.wait([read], block=False) == []
         os.write(write, b"!")
@@ -204,21 +208,51 @@ def test_a_signal_while_sockets_are_closed_leaves_nothing() -> None:
 
 
 #: Not messages of a worker's, nor of a consumer's.
-GARBAGE = [b"", b"\xc1", b"junk", encode(Bundle(()))[:-1], encode(ANSWER)[1:]]
+GARBAGE = [b"junk", encode(Bundle(()))[:-1], encode(ANSWER)[1:], b"\xc1half a message"]
 
 
 @pytest.mark.processes
-def test_garbage_from_a_worker_is_counted_and_named(folder: str) -> None:
-    with raw_socket() as worker:
-        worker.bind(endpoint(folder, "w0.0"))
-        with closing(ConsumerSocket(folder, 1, TOKEN)) as consumer:
-            for frame in GARBAGE:
-                worker.send(frame)
-            worker.send_multipart([encode(ANSWER), encode(ANSWER)])
-            worker.send(encode(ANSWER))
-            found = [received(consumer) for _ in range(8)]
-            # Of a message with two parts the first is taken for what it is.
-            assert found == [(0, None)] * 5 + [(0, ANSWER), (0, None), (0, ANSWER)]
+@pytest.mark.parametrize("garbage", [*GARBAGE, b""])
+def test_garbage_from_a_worker_is_named_and_the_last_that_is_read(garbage: bytes, folder: str) -> None:
+    with (
+        closing(ConsumerSocket(folder, 1, TOKEN)) as consumer,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker,
+    ):
+        worker.connect(f"{folder}/aw0.0")
+        for frame in [encode(ANSWER), garbage, encode(ANSWER)]:
+            worker.send(frame)
+        assert received(consumer) == (0, ANSWER)
+        if garbage:
+            assert received(consumer) == (0, None)
+        assert broken(consumer, 0.05) == ([] if garbage else [0]), "an empty one is the end"
+
+
+@pytest.mark.processes
+def test_answers_wait_in_the_worker_while_there_is_no_room_and_stay_in_order(folder: str) -> None:
+    """However many and however long they are; and it reads its messages meanwhile."""
+    with connected(folder, 2) as (consumer, (worker, other)):
+        answers = [ANSWER._replace(seq=seq, state=bytes([seq]) * (seq % 3 * 70_000)) for seq in range(200)]
+        for answer in answers:
+            worker.send(answer)
+        consumer.send(0, EPOCHS[0])
+        assert worker.receive(block=True) == EPOCHS[0]
+        other.send(ANSWER._replace(state=bytes(100_000)))
+        consumer.send(0, Stop())
+
+        def read_on() -> None:
+            while worker.receive(block=True) != Stop():
+                continue
+            while worker._unsent:
+                worker.wait([], block=True)
+
+        found: dict[int, list[Any]] = {0: [], 1: []}
+        thread = threading.Thread(target=read_on)
+        thread.start()
+        while len(found[0]) < len(answers) or not found[1]:
+            number, answer = received(consumer)
+            found[number].append(answer)
+        thread.join()
+        assert found == {0: answers, 1: [ANSWER._replace(state=bytes(100_000))]}
 
 
 @pytest.mark.processes
@@ -309,7 +343,7 @@ def test_a_folder_that_cannot_be_used_is_passed_over(parent: str, monkeypatch: p
     remove_folder(folder)
     assert os.path.dirname(folder) == "/tmp"
     longest = endpoint(folder, socket_name(12345, 123456)).removeprefix("ipc://")
-    assert len(longest) <= sockets._LONGEST_PATH
+    assert len(longest) <= endpoints._LONGEST_PATH
 
 
 def test_without_any_folder_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,16 +369,14 @@ def scribble(path: str) -> None:
 def test_a_broken_connection_is_named_once(junk: bool, folder: str) -> None:
     with connected(folder, 2) as (consumer, ends):
         for end in ends:
-            end.say_hello()
-            received(consumer)
             assert end._socket.getsockopt(zmq.HANDSHAKE_IVL) == 0, (
                 "it may be stopped for longer while it starts"
             )
         assert consumer._socket.getsockopt(zmq.HANDSHAKE_IVL) == 0
-        assert consumer.broken(consumer.wait(0)) == []
+        assert broken(consumer, 0) == []
         scribble(f"{folder}/w1.0") if junk else ends[1].close()
-        assert consumer.broken(consumer.wait(5)) == [1]
-        assert consumer.broken(consumer.wait(0)) == []
+        assert broken(consumer, 5) == [1]
+        assert broken(consumer, 0.1) == []
         ends[0].send(ANSWER)
         assert received(consumer) == (0, ANSWER)
 

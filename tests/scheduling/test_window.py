@@ -31,8 +31,7 @@ class InFlight:
     def hand_out(self) -> None:
         self.under_way -= 1
         self.unanswered = min(self.unanswered, self.under_way)
-        self.window.delivered()
-        self.ask(self.window.refill(self.under_way))
+        self.ask(self.window.delivered(self.under_way))
 
 
 STEPS = st.lists(

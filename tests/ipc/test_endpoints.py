@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from fastq_loader.ipc.probes import expect_descriptors, expect_threads
+from fastq_loader.ipc.endpoints import expect_descriptors, expect_threads
 from tests.conftest import open_descriptors
 from tests.support.alarms import Alarm, alarm_after, ring
 

@@ -1,4 +1,4 @@
-"""Whether this process may still open and start what the loader needs.
+"""What sockets need of the system: a private folder to meet in, and descriptors and threads for zmq.
 
 Runs in the consumer and in the workers, before a context of zmq is made: it ends the process that has too few
 descriptors or threads for it.
@@ -9,10 +9,66 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import tempfile
 import threading
 import time
 
 from fastq_loader.system.interrupts import without_signals
+
+#: sun_path of <sys/un.h> holds 108 bytes with the closing NUL.
+_LONGEST_PATH = 107
+
+
+def endpoint_folder() -> str:
+    """A fresh 0700 folder whose socket paths are short enough, whatever TMPDIR says.
+
+    Raises:
+        OSError: no folder could be made anywhere.
+    """
+    failure: OSError | None = None
+    parents = (_temp_folder(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/var/tmp", "/dev/shm")
+    for parent in parents:
+        # mkdtemp adds eight characters to the prefix; the socket's name is the longest there could be.
+        try:
+            # zmq takes endpoints as UTF-8.
+            if not parent or len(parent.encode()) + len("/fastq-12345678/w12345.123456") > _LONGEST_PATH:
+                continue
+            return tempfile.mkdtemp(prefix="fastq-", dir=parent)
+        except UnicodeEncodeError:
+            continue
+        except OSError as error:
+            failure = error
+    raise failure or OSError(f"no folder with a path short enough for a socket in any of {parents}")
+
+
+def _temp_folder() -> str | None:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:  # no folder that can be written to: there are others to try
+        return None
+
+
+def endpoint(folder: str, name: str) -> str:
+    return f"ipc://{folder}/{name}"
+
+
+def socket_name(worker: int, generation: int) -> str:
+    """What the socket of a worker is called; `generation` counts those that had its number before."""
+    return f"w{worker}.{generation}"
+
+
+def way_back(folder: str, name: str) -> str:
+    """Where the consumer listens for the answers of the worker with this socket."""
+    return os.path.join(folder, f"a{name}")
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder of sockets, as far as that is possible."""
+    # Not shutil.rmtree: when a handler of a signal cuts it short, it closes a descriptor twice.
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
 
 
 def expect_descriptors(count: int) -> None:
