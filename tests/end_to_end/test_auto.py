@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader, TinyBatches
+from fastq_loader import DataLoader
 from fastq_loader.insight import auto
 from fastq_loader.workers.kinds import Auto
 from tests.support.loaders import PERSISTENT, Wrapped, seed_all
@@ -144,12 +144,6 @@ def test_the_real_decision_is_made_from_what_was_counted() -> None:
         assert len(seen) == 4
         iter(loader)
         assert len(seen) == 4, "one batch is too little to tell"
-
-
-def test_nobody_is_told_to_use_no_workers() -> None:
-    with loader_of() as chosen, loader_of(1) as fixed:
-        assert TinyBatches not in iter(chosen)._hints._kinds
-        assert TinyBatches in iter(fixed)._hints._kinds
 
 
 @pytest.mark.parametrize("dataset", [Drawn, Stateful])

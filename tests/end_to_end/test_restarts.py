@@ -107,7 +107,7 @@ def indices_of(loader: Any, found: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("method", "what"),
-    [("fork", die), ("fork", crash), ("fork", leave), ("spawn", die), ("forkserver", leave)],
+    [("fork", die), ("fork", crash), ("fork", leave), ("forkserver", leave)],
 )
 def test_the_batches_of_a_dead_worker_come_with_the_same_bits(
     method: str, what: Callable[[], None], tmp_path: Path, undisturbed: list[Any], capfd: Any

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
+from bench.workloads import Order
 from fastq_loader import DataLoader, RoundRobin, ToDevice
 
 
@@ -76,22 +77,17 @@ class Naps(Dataset[int]):
         return index
 
 
-@dataclass(eq=False)
-class Range(Sampler[int]):
-    """The indices up to `length`, which may change from epoch to epoch; each takes so long to draw."""
+class SlowOrder(Order):
+    """Each index takes long to draw."""
 
-    length: int
-    watch: Stopwatch | None = None
-    seconds: float = 0.0
+    def __init__(self, watch: Stopwatch) -> None:
+        super().__init__()
+        self.watch = watch
 
     def __iter__(self) -> Iterator[int]:
-        for index in range(self.length):
-            if self.watch is not None:
-                self.watch.sleep(self.seconds)
+        for index in super().__iter__():
+            self.watch.sleep(0.02)
             yield index
-
-    def __len__(self) -> int:
-        return self.length
 
 
 class Transform:
@@ -190,7 +186,7 @@ CASES = {
         "sampler",
         20,
         lambda watch: watch.inside,
-        lambda workers, watch: {"dataset": Naps(), "sampler": Range(0, watch, 0.02)},
+        lambda workers, watch: {"dataset": Naps(), "sampler": SlowOrder(watch)},
         0.005,
     ),
     "device_copy": Case(
@@ -221,15 +217,15 @@ CASES = {
 def play(case: Case, workers: int, context: str | None) -> tuple[DataLoader[Any], Stopwatch]:
     """Run a case. The loader's newest epoch is the one that was measured."""
     watch = Stopwatch(workers=workers)
-    arguments: dict[str, Any] = {"sampler": Range(0), "persistent_workers": case.warm and workers > 0}
+    arguments: dict[str, Any] = {"sampler": Order(), "persistent_workers": case.warm and workers > 0}
     arguments |= case.arguments(workers, watch)
     loader: DataLoader[Any] = DataLoader(
         num_workers=workers, multiprocessing_context=context if workers else None, **arguments
     )
     if case.warm:
-        arguments["sampler"].length = 2 * workers
+        arguments["sampler"].samples = 2 * workers
         for _ in loader:
             pass
-    arguments["sampler"].length = case.batches
+    arguments["sampler"].samples = case.batches
     watch.run(loader, case.step)
     return loader, watch
