@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fastq_loader.scheduling import invariants
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.states import DEAD, GONE, READY
 from tests.scheduling.test_scheduler import answer, started
@@ -30,7 +31,7 @@ BREAKAGES: dict[str, Callable[[Scheduler], Any]] = {
 def test_the_check_finds_what_is_wrong(breakage: str) -> None:
     scheduler, sends = started()
     arrive(scheduler, *answer(sends[0], nbytes=100_000))
-    scheduler.check()
+    invariants.check(scheduler)
     BREAKAGES[breakage](scheduler)
     with pytest.raises(AssertionError):
-        scheduler.check()
+        invariants.check(scheduler)

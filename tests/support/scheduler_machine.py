@@ -18,6 +18,7 @@ from fastq_loader.errors import PoisonousBatch, ProtocolError
 from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, SKIPPED, Answer, Epoch, Space, Task
 from fastq_loader.memory.blocks import GRANTED, HELD, PROMISED, Extents
 from fastq_loader.memory.pool import BlockPool
+from fastq_loader.scheduling import invariants
 from fastq_loader.scheduling.events import (
     Break,
     Died,
@@ -526,7 +527,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def invariants_hold(self) -> None:
-        self.scheduler.check()
+        invariants.check(self.scheduler)
         states = self.states()
         of = {state: {o for o, s in states.items() if s == state} for state in (GRANTED, HELD, PROMISED)}
         assert of[PROMISED] == set(self.promised)
