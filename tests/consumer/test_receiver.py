@@ -29,13 +29,13 @@ from fastq_loader.ipc.messages import (
     Hello,
 )
 from fastq_loader.memory.blocks import GRANTED, SMALLEST
-from fastq_loader.scheduling import invariants
 from fastq_loader.scheduling.events import Send
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.workers import WorkerCounters
 from tests.scheduling.test_scheduler import begin, started, states
+from tests.support import invariants
 from tests.support.simulation import REGION
 
 B = SMALLEST

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.scheduling import invariants
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.states import DEAD, GONE, READY
 from tests.scheduling.test_scheduler import answer, started
+from tests.support import invariants
 from tests.support.scheduler_machine import arrive
 
 BREAKAGES: dict[str, Callable[[Scheduler], Any]] = {

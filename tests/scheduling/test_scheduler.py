@@ -15,7 +15,6 @@ from fastq_loader.errors import InvalidTransition, PoisonousBatch
 from fastq_loader.ipc.messages import BATCH, ENDED, Answer
 from fastq_loader.memory.blocks import size_class
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling import invariants
 from fastq_loader.scheduling.events import (
     Break,
     Died,
@@ -33,6 +32,7 @@ from fastq_loader.scheduling.events import (
 from fastq_loader.scheduling.scheduler import _HANDLERS, Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
+from tests.support import invariants
 from tests.support.scheduler_machine import SchedulerMachine, arrive
 from tests.support.simulation import REGION, SimulatedArena
 

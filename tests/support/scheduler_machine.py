@@ -18,7 +18,6 @@ from fastq_loader.errors import PoisonousBatch, ProtocolError
 from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, SKIPPED, Answer, Epoch, Space, Task
 from fastq_loader.memory.blocks import GRANTED, HELD, PROMISED, Extents
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling import invariants
 from fastq_loader.scheduling.events import (
     Break,
     Died,
@@ -36,6 +35,7 @@ from fastq_loader.scheduling.events import (
 from fastq_loader.scheduling.scheduler import DEADLY, Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
+from tests.support import invariants
 from tests.support.simulation import REGION, SimulatedArena, SimulatedWorker, Table
 
 ASSIGNED, SHARED, ITERABLE = "assigned", "shared", "iterable"
