@@ -99,7 +99,8 @@ class Child:
         child; it starts at the first use, when workers that are forked together have been. A child of a fork
         server is not ours to wait for: it has a pipe of multiprocessing's, and nobody else holds that."""
         if self._descriptor < 0:
-            with contextlib.suppress(OSError, RuntimeError):  # descriptors or threads are used up
+            # What a handler raises in the middle of `Thread.start` would come out as another error.
+            with without_signals(), contextlib.suppress(OSError, RuntimeError):  # they are used up
                 self._descriptor = _end_of(self.pid)
         return self.process.sentinel if self._descriptor < 0 else self._descriptor
 
