@@ -28,7 +28,7 @@ _CODE = (
     "import sys; sys.path[:] = sys.argv.pop(1).split(':'); from fastq_loader.remote.host import main; main()"
 )
 
-#: Hosts that this process has started.
+#: Hosts that this process has started, and not reaped.
 hosts: list[subprocess.Popen[bytes]] = []
 
 
@@ -74,6 +74,7 @@ def attach(
 
 
 def _start(spec: bytes, listener: int, address: str, ports: Sequence[int]) -> None:
+    hosts[:] = [host for host in hosts if host.poll() is None]  # reaps the others
     with open(calls.memfd_create("fastq_loader host"), "w+b") as told:
         told.write(spec)
         told.seek(0)

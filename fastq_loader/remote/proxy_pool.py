@@ -183,10 +183,11 @@ class ProxyPool(WorkerPool):
     def _launch(self, told: ProxySetup) -> popen_fork.Popen:
         assert self._launcher is not None, "the pool was started"
         process, mine = self._launcher.start()
-        proxy = self._proxies[told.worker] = _Proxy(mine)
+        proxy = _Proxy(mine)
         _tell(proxy, told)
         with self._lock:
             self._open.append(proxy)
+            self._proxies[told.worker] = proxy
         self._wake_up()
         return process
 
