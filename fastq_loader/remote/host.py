@@ -53,6 +53,7 @@ def main() -> None:
         opened = replace(plan, payload=Payload(*plan.payload.open().values()))
         spec = replace(spec, setup=replace(spec.setup, plan=opened))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its places
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a thread that starts it may keep signals out
     Host(spec, socket.socket(fileno=int(places)), connection.listen(address, map(int, ports))).run()
     os._exit(0)  # what Python does at its end takes longer, and nothing is left to do
 
