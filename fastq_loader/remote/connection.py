@@ -162,7 +162,7 @@ class Accepting:
         _, self.wanted = next(self._steps)
 
     def feed(self, data: bytes) -> bytes:
-        """Take what was received; what is to be sent.
+        """Take received bytes; the bytes to send.
 
         Raises:
             Refused: the other side does not belong to this pool.
@@ -177,7 +177,7 @@ class Accepting:
         return said
 
     def _run(self) -> Generator[tuple[bytes, int], bytes, None]:
-        """Give what is to be sent and how many bytes are wanted; take these."""
+        """Give bytes to send, and how many are wanted next; take these."""
         _check_magic((yield b"", len(MAGIC)))
         nonces = (yield b"", NONCE_BYTES) + self._nonce
         mine = MAGIC + self._nonce + _mac(self._token, b"server", nonces)
@@ -419,12 +419,12 @@ def connect(
     tls: Tls | None = None,
     patience: float = PATIENCE,
 ) -> tuple[Connection, Frame]:
-    """Connect to a host, and say what is wanted.
+    """Connect to a host with a request.
 
     Args:
         address: where it listens.
         token: the pool's.
-        request: what is wanted.
+        request: see there.
         kinds: of the frames that may come.
         tls: encrypts the connection.
         patience: seconds until it has answered.

@@ -153,7 +153,7 @@ class Host:
             worker.child.kill()
             self._release(worker)
 
-    # ---- who gets in --------------------------------------------------------------------------
+    # ---- connections --------------------------------------------------------------------------
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # the other side has left
@@ -216,7 +216,7 @@ class Host:
             sock.close()
 
     def _work(self, client: Connection, request: Request, host: int) -> None:
-        """In a worker: leave what is the host's behind, and work."""
+        """In a worker: close the sockets of the host, and work."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != host:
             return

@@ -4,7 +4,7 @@ Runs in the consumer; `find` on the thread of the pool. `host_process.actor_clas
 Ray is imported only here, and only when a pool starts.
 
 An actor has a place at its machine's host, and its end is the end of the place. Ray does not start it again
-(`max_restarts=0`): that would be noticed by nobody here. An actor that waits for room is what an autoscaler
+(`max_restarts=0`): it would not be noticed here. An actor that waits for room is what an autoscaler
 sees. When the place of an actor is lost, the actor is asked for another one, on a host that is started anew
 if need be. One that has died, or does not answer in time, makes way for a new actor. User code does not run
 beside Ray's threads: it runs in the host, and in the workers that the host forks.
@@ -163,7 +163,7 @@ class RayPlacement(Placement):
             self._lock.release()
 
     def _step(self) -> None:
-        """Hear what is new, and do what is to be done about it."""
+        """Read answers, and act on them."""
         if not self._is_there():
             self._forget()
             self._failures, self._why = _TRIES, "Ray was shut down"

@@ -85,7 +85,7 @@ class LocalPool(WorkerPool):
         at_once = plan.workers if self._late is None else cores()
         while self._left() and (len(self._children) < at_once or not self._payload.sealed):
             self.start_next()
-        if self._late is not None:  # whoever starts from here on is late
+        if self._late is not None:  # those that start from here on are late
             self._make = self._late.process
 
     def _prepare(self, context: Any, method: str) -> None:
@@ -141,7 +141,7 @@ class LocalPool(WorkerPool):
 
 
 def _preload(context: Any) -> None:
-    """Let the fork server import torch, unless it runs already or somebody chose for it.
+    """Let the fork server import torch, unless it runs already, or its modules were chosen.
 
     Not numpy.random, which our own modules need: other children of the server would inherit one state of
     its global generator, where each seeds its own now.
@@ -214,7 +214,7 @@ class LateStart:
 
     def _way(self, popen: Any) -> type[popen_fork.Popen]:
         """multiprocessing's own way to start a process, as it would have been then. Its code runs with other
-        names for the two functions that read today's surroundings; nobody else's is touched."""
+        names for the two functions that read today's surroundings; theirs stay as they are."""
         spawned = popen is popen_spawn_posix.Popen
 
         def preparation(name: str) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class WorkerPool(ABC):
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._payload: Payload = plan.payload
-        self._setup: Setup | None = None  # of worker 0; the others differ in what is their own
+        self._setup: Setup | None = None  # of worker 0, for all
         self._children: list[Child] = []
         self._generations: list[int] = []  # of the workers: how many had the number before
         self._stopping: Stopping | None = None
@@ -182,13 +182,13 @@ class WorkerPool(ABC):
     ) -> None:
         """Let the workers leave, and end those that do not; returns before that, see `stopping`.
 
-        Whoever wants them to leave on their own has told them before. May be called again, also when an
+        Workers that may leave on their own were told before. May be called again, also when an
         interrupt cut it short.
 
         Args:
             patience: seconds that a worker has to leave on its own, by its number.
-            owner: for whoever waits until they have ended.
-            after: what is done then, on any thread.
+            owner: see `stopping.wait`.
+            after: called then, on any thread.
         """
         self._setup = None
         if self._stopping is None:
