@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import multiprocessing
 import os
 import pickle
@@ -23,6 +24,7 @@ import struct
 import sys
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgpack
 import torch
@@ -67,6 +69,13 @@ class _Handshake:
         self.deadline = time.monotonic() + connection.PATIENCE
 
 
+class _Place(NamedTuple):
+    """A connection, and variables for the worker that runs as long as it lasts."""
+
+    sock: socket.socket
+    environment: dict[str, str]
+
+
 class _Worker:
     """A far worker, and this process's end of its connection."""
 
@@ -96,7 +105,7 @@ class Host:
             sock.set_inheritable(False)
         self._stacks = Stacks()
         self._given = 0
-        self._places: dict[int, socket.socket] = {}  # by number
+        self._places: dict[int, _Place] = {}  # by number
         self._handshakes: dict[int, _Handshake] = {}  # by descriptor
         self._workers: dict[int, _Worker] = {}  # by the number of the place
         self._dead: dict[int, tuple[int, str]] = {}  # the same → process id, and how it died
@@ -106,7 +115,7 @@ class Host:
         while self._places or not self._given:
             ready = self._wait()
             for number, place in list(self._places.items()):
-                if place.fileno() in ready:
+                if place.sock.fileno() in ready:
                     self._end_place(number)
             for number, worker in list(self._workers.items()):
                 if worker.child.descriptor in ready:
@@ -126,7 +135,7 @@ class Host:
     def _wait(self) -> set[int]:
         """What there is to do, by descriptors."""
         poller = select.poll()
-        for sock in (self._giver, self._listener, *self._places.values()):
+        for sock in (self._giver, self._listener, *(place.sock for place in self._places.values())):
             poller.register(sock, select.POLLIN)
         for descriptor in self._handshakes:
             poller.register(descriptor, select.POLLIN)
@@ -138,16 +147,19 @@ class Host:
     # ---- places -------------------------------------------------------------------------------
 
     def _give_place(self) -> None:
-        place, _ = self._giver.accept()
+        sock, _ = self._giver.accept()
         self._given += 1
-        _, user, _ = struct.unpack("3i", place.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user == os.getuid():
-            self._places[self._given] = place
-            with contextlib.suppress(OSError):  # it is gone, and noticed as such
-                place.send(b"%d %d" % (self._listener.getsockname()[1], self._given))
+        _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.getuid():
+            sock.close()
+            return
+        with contextlib.suppress(OSError, ValueError), sock.makefile() as file:  # else it is gone already
+            environment = json.loads(file.readline())
+            sock.send(b"%d %d" % (self._listener.getsockname()[1], self._given))
+            self._places[self._given] = _Place(sock, environment)
 
     def _end_place(self, number: int) -> None:
-        self._places.pop(number).close()
+        self._places.pop(number).sock.close()
         worker = self._workers.pop(number, None)
         if worker is not None:  # why it has ended is known where the place came from
             worker.child.kill()
@@ -223,10 +235,11 @@ class Host:
         mine = self._workers.pop(request.number)
         others = [worker.sock for worker in self._workers.values()]
         others += [handshake.sock for handshake in self._handshakes.values()]
-        for sock in [self._giver, self._listener, *self._places.values(), *others]:
+        others += [place.sock for place in self._places.values()]
+        for sock in [self._giver, self._listener, *others]:
             sock.close()  # it would keep the connection open
+        os.environ.update(self._places[request.number].environment)
         self._workers, self._handshakes, self._places = {request.number: mine}, {}, {}
-        os.environ.update(request.environment)
         far_worker.main(client, self._spec, request, self._stacks.write_end)
 
     def _ended(self, number: int, worker: _Worker) -> None:

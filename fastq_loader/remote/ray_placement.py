@@ -97,7 +97,7 @@ class RayPlacement(Placement):
         self._spec: Any = None  # a reference to what hosts are told
         self._most = 0  # actors that this pool may have
         self._actors: list[_Actor] = []
-        self._deaths: dict[tuple[Address, int], str] = {}  # place → why it is gone
+        self._deaths: dict[Place, str] = {}  # why they are gone
         self._lost: list[Place] = []
         self._failures = 0
         self._why = ""  # of the last one
@@ -206,12 +206,12 @@ class RayPlacement(Placement):
         for reference in self._ray.wait(list(pending), num_returns=len(pending), timeout=0)[0]:
             actor = pending[reference]
             try:
-                node, address, port, number, devices = self._ray.get(reference)
+                node, address, port, number = self._ray.get(reference)
             except Exception as error:
                 self._failed(actor, error)
             else:
                 name = f"{address} (Ray's node {node[:12]})"
-                actor.place = Place(Address(address, port), number, name, devices)
+                actor.place = Place(Address(address, port), number, name)
                 actor.asked, actor.deadline, actor.given = None, math.inf, False
                 self._failures = 0
 
@@ -230,7 +230,7 @@ class RayPlacement(Placement):
         """An actor is of no use any more."""
         self._actors.remove(actor)
         if actor.place is not None:
-            self._deaths[actor.place[:2]] = why
+            self._deaths[actor.place] = why
         with suppress(Exception):  # it has died
             self._ray.kill(actor.handle)
 
@@ -256,7 +256,7 @@ class RayPlacement(Placement):
                         return ""
                     except Exception as error:
                         return _text(error)
-            return self._deaths.get(place[:2], "")
+            return self._deaths.get(place, "")
 
     def _stop(self) -> None:
         """Call Ray no more from the thread."""
