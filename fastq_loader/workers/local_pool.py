@@ -98,16 +98,14 @@ class LocalPool(WorkerPool):
             self._zygote = Zygote.forked(context, self._process)
 
     def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
+        if generation and self._zygote is not None:  # which has none
+            return self._zygote.process(worker, generation, folder, space)
         assert self._setup is not None, "the pool was started"
         setup = replace(self._setup, worker=worker, generation=generation, folder=folder, space=space)
         process: BaseProcess = self._make(target=main, args=(setup,), daemon=True)
         if self._plan.context is None:  # torch's name for it, which logs show
             process.name = f"Process-{process.name.rpartition('-')[2]}"
         return process
-
-    def _make_successor(self, worker: int, generation: int, folder: str, space: Extents) -> BaseProcess:
-        make = self._process if self._zygote is None else self._zygote.process
-        return make(worker, generation, folder, space)
 
     def _start(self, child: Child) -> None:
         try:

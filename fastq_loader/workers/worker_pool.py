@@ -60,10 +60,6 @@ class WorkerPool(ABC):
     def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
         """A process to be started; see `replace`."""
 
-    def _make_successor(self, worker: int, generation: int, folder: str, space: Extents) -> BaseProcess:
-        """The same for one that takes the place of another."""
-        return self._process(worker, generation, folder, space)
-
     def _start(self, child: Child) -> None:
         child.start()
 
@@ -141,7 +137,7 @@ class WorkerPool(ABC):
         """
         generation = self._generations[worker] + 1
         with without_signals(signal.SIGINT):
-            child = Child(self._make_successor(worker, generation, folder, space))
+            child = Child(self._process(worker, generation, folder, space))
             self._start(child)
             self._children[worker].release()
             self._children[worker], self._generations[worker] = child, generation
