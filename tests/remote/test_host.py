@@ -6,7 +6,6 @@ import base64
 import importlib
 import os
 import pickle
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -133,15 +132,6 @@ def test_a_worker_for_each_connection_answers_and_ends_when_it_is_told(host: Hos
     for connection in (first, second):
         connection.close()
     assert wait_until(lambda: not descendants(host.process.pid), SECONDS), "its proxy is gone"
-
-
-def test_of_a_worker_that_is_killed_it_says_so_when_its_connection_ends(host: Host) -> None:
-    connection, pid = host.connect(place := host.place())
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(Lost):
-        connection.receive()
-    assert "killed by SIGKILL" in host.report(place)[2]
-    connection.close()
 
 
 def test_it_has_a_worker_write_its_stacks(host: Host) -> None:
