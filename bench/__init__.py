@@ -8,6 +8,6 @@ Its parts:
     workloads/     what is loaded: a dataset, a batch size, sometimes a training step
     peers/         who loads it: one loader each, all behind the same three calls; `device`: loops onto a GPU
     timing/        what is timed: a module for each axis makes cases, and `rounds` measures every case
-    output/        what is written: rows, one for each block; figures, goals, tables and pictures of them
-    results/       rows of runs, with their pictures
+    output/        what is written: rows, one for each block; figures, goals, tables and the picture of them
+    results/       rows of runs, with their tables and pictures
 """

@@ -7,21 +7,18 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from bench import machine, run
-from bench.arguments import AXES, PIPED_WIDTH, parse
+from bench.arguments import AXES, parse
 from bench.output import rows
-from bench.output.layout import Table, on_console
+from bench.output.layout import Table, in_markdown, size
 from bench.output.rows import Results
 from bench.output.tables import case_tables, summary_tables
-from bench.output.words import size
-from bench.peers import PEERS, peer_class
+from bench.peers import PEERS
 from bench.peers.device import ARMS
 from bench.timing import against
 from bench.timing.device_clock import CudaDevice
@@ -51,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine.use_one_thread()
     # More workers than cores are what the axis of workers is for.
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-    here = machine.describe(_distributions(options))
+    here = machine.describe()
     if options.device is not None:
         device = CudaDevice()
         return perform(options, here | device.describe(), run.device_cases(options, device, here["cores"]))
@@ -74,8 +71,7 @@ def perform(options: argparse.Namespace, here: dict[str, Any], cases: Sequence[C
 
     given = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
     keep([rows.run_row(here, given)])
-    output = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
-    output.print(_machine_lines(here), highlight=False, soft_wrap=True)
+    print(_machine_lines(here), end="\n\n")
     told: list[Table] = []
     todo = [case for case in cases if tuple(case.key.values()) not in results]
     status = 0
@@ -85,32 +81,20 @@ def perform(options: argparse.Namespace, here: dict[str, Any], cases: Sequence[C
                 title = f"{case.axis}, {case.name}, {case.workers} workers, {case.start_method}"
                 print(f"[{number} of {len(todo)}] {title}", file=sys.stderr)
             keep(measure(case))
-            tables = case_tables(results.cases()[-1])
-            told += tables
-            for table in tables:
-                output.print(on_console(table))
+            told += _shown(case_tables(results.cases()[-1]))
     except KeyboardInterrupt:
         print("interrupted: what follows is what was measured until then", file=sys.stderr)
         status = INTERRUPTED
-    for table in (summaries := summary_tables(results)):
-        output.print(on_console(table))
-    for about in dict.fromkeys(table.about for table in (*told, *summaries) if table.about):
-        output.print(" ".join(about.split()), highlight=False)
-    if options.plot is not None and not status:
-        from bench.output import pictures  # brings matplotlib, which the loaders' processes need not inherit
-
-        pictures.write(results, options.plot)
+    told += _shown(summary_tables(results))
+    for about in dict.fromkeys(table.about for table in told if table.about):
+        print(" ".join(about.split()))
     return status
 
 
-def _distributions(options: argparse.Namespace) -> list[str]:
-    """The packages of the peers that are there; the others say so when their turn comes."""
-    alone = options.device is not None or options.against is not None
-    found = ["torch", "numpy", "fastq-loader"] if alone else []
-    for name in () if found else options.peers:
-        with suppress(ImportError):
-            found += peer_class(name).distributions
-    return found
+def _shown(tables: list[Table]) -> list[Table]:
+    for table in tables:
+        print(in_markdown(table._replace(about="")), end="\n\n", flush=True)
+    return tables
 
 
 def _machine_lines(here: dict[str, Any]) -> str:
@@ -133,7 +117,7 @@ def _write_readmes(file: Path) -> int:
 def _list() -> int:
     tables = {
         "workloads": {each.name: each.description for each in all_workloads().values()},
-        "peers": {name: f"{of.label}{'' if of.usual else ' (if it is named)'}" for name, of in PEERS.items()},
+        "peers": {name: of.label for name, of in PEERS.items()},
         "axes": AXES,
         "workloads with --device cuda": {shape.name: shape.description for shape in SHAPES.values()},
         "peers with --device cuda": ARMS,

@@ -28,7 +28,7 @@ AXES = {
     "schedule": "order without the stall: slow samples, a slow consumer; 2 and 4 workers",
     "kills": "what the death of a worker costs; 1 and 4 workers",
     "resume": "state_dict(), a loop that calls it, first batch after a resume, torchdata beside it",
-    "insight": "verdicts beside a stopwatch, tune() beside all settings, what counting and tracing cost",
+    "insight": 'tune() and num_workers="auto" beside all settings that they could have chosen',
     "cluster": "workers on other machines, over loopback and limited links, beside Ray's own ways",
 }
 # One of each kind, for a run of a few minutes; --full takes all.
@@ -40,11 +40,10 @@ SIZES = tuple(f"bytes_{1 << power}" for power in range(10, 29, 3))  # 1 KiB to 2
 COMPARED = ("rows", "tokens", "objects", "csv", "large_u8", "large_f32", "fields", NEW_WORKERS)
 WORKLOADS = {"steady": SHORT, "memory": SHORT, "workers": FEW, "start": ("rows",), "turns": FEW}
 WORKLOADS[AGAINST] = COMPARED
-WORKERS = {"workers": (0, 1, 2, 4), "start": (2, 8), "insight": (2, 4), "device": ()}
+WORKERS = {"workers": (0, 1, 2, 4), "start": (2, 8), "device": ()}
 USUAL_WORKERS, USUAL_PREFETCH = (2,), 2
 SHORT_BLOCKS, SHORT_SECONDS = 5, 0.5
 FULL_BLOCKS, FULL_SECONDS = 7, 0.8
-PIPED_WIDTH = 180  # rich assumes 80 columns when there is no terminal, and the tables are wider
 DEVICE_SECONDS = 0.4  # some 500 blocks have to fit into nine minutes
 
 
@@ -81,7 +80,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.workers = {
         axis: options.workers or WORKERS.get(axis, USUAL_WORKERS) for axis in (*AXES, AGAINST, "device")
     }
-    options.peers = options.peers or tuple(name for name in peers if device or PEERS[name].usual)
+    options.peers = options.peers or tuple(peers)
     options.blocks = options.blocks or (FULL_BLOCKS if full else SHORT_BLOCKS)
     options.seconds = options.seconds or (
         DEVICE_SECONDS if device else FULL_SECONDS if full else SHORT_SECONDS
@@ -97,7 +96,6 @@ def _parser() -> argparse.ArgumentParser:
     positive = checked("a whole number of at least 1", int, lambda value: value >= 1)
     seconds = checked("a number of seconds above 0", float, lambda value: 0 < value < math.inf)
     file = checked("a file in a folder that exists", Path, lambda it: it.parent.is_dir() and not it.is_dir())
-    folder = checked("a folder that exists", Path, Path.is_dir)
     methods = multiprocessing.get_all_start_methods()
     add = parser.add_argument
     add("workloads", nargs="*", metavar="workload", help=f"what to load (default: {' '.join(SHORT)})")
@@ -113,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefetch", type=positive, default=USUAL_PREFETCH, help="with --against: prefetch_factor of both")
     add("--schedule", metavar="NAME", help="with --against: schedule= of both (default: the loader's own)")
     add("--ceiling", action="store_true", help="with --against: the ceiling takes turns with both")
-    add("--peers", type=_names, default=(), metavar="A,B", help="who loads (default: nearly all of --list)")
+    add("--peers", type=_names, default=(), metavar="A,B", help="who loads (default: all of --list)")
     add("--workers", type=numbers, metavar="N,M", help="worker processes, also several numbers (default: 2)")
     about = f"timed blocks per peer (default: {SHORT_BLOCKS}; full: {FULL_BLOCKS})"
     add("--blocks", "--rounds", type=positive, help=about)
@@ -121,8 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--start-method", choices=methods, default="fork", help="how workers are started (default: fork)")
     add("--json", type=file, metavar="FILE", help="write every block to this file, as a line of JSON")
     add("--resume", action="store_true", help="keep what FILE holds already, and measure only the rest")
-    add("--plot", type=folder, metavar="FOLDER", help="draw pictures into this folder")
-    about = "measure nothing: write the figures and pictures of the READMEs from FILE"
+    about = "measure nothing: write the READMEs' figures, all tables and the picture from FILE"
     add("--readme", type=Path, metavar="FILE", help=about)
     return parser
 

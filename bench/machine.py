@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 import psutil
 import torch
 
+DISTRIBUTIONS = ("torch", "numpy", "fastq-loader", "pyzmq", "torchdata", "spdl-core", "grain", "ray")
 
-def describe(distributions: list[str]) -> dict[str, Any]:
-    """CPU, cores, memory, load, versions of Python and of these packages, and the date."""
+
+def describe() -> dict[str, Any]:
+    """CPU, cores, memory, load, versions of Python and of the packages that are there, and the date."""
     # ARM kernels name no model.
     model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     return {
@@ -24,7 +27,7 @@ def describe(distributions: list[str]) -> dict[str, Any]:
         "memory": psutil.virtual_memory().total,
         "load_average": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in distributions},
+        "versions": {"python": platform.python_version()} | _versions(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -40,8 +43,9 @@ def use_one_thread() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # for processes that loaders spawn: only torch and we set it there
 
 
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "from the source tree"
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from bench.peers import LoaderSettings
 from bench.peers.device import START_METHOD
-from bench.timing import alone, cluster, device, insight, kills, resume, schedule, steady, turns
+from bench.timing import alone, cluster, device, kills, resume, schedule, steady, tuning, turns
 from bench.timing.device_clock import CudaDevice
 from bench.timing.rounds import Case
-from bench.timing.schedule_cases import CONTENDERS, schedule_cases
 
 MOST_STARTS = 3  # repetitions in fresh processes, each of which takes seconds
 START_METHODS = ("fork", "spawn", "forkserver")
@@ -23,8 +22,8 @@ def cases(options: Namespace, folder: Path) -> Iterator[Case]:
     """All cases of a run on the host; workloads keep their files in `folder`."""
     for axis in options.axes:
         if axis == "schedule":
-            for each in schedule_cases():
-                if any(CONTENDERS[name].peer in options.peers for name in each.contenders):
+            for each in schedule.schedule_cases():
+                if any(schedule.CONTENDERS[name].peer in options.peers for name in each.contenders):
                     yield schedule.case(each, options.peers, options.start_method, options.blocks)
         elif axis == "kills":
             for workers in kills.KILLS if "fastq_loader" in options.peers else ():
@@ -32,8 +31,8 @@ def cases(options: Namespace, folder: Path) -> Iterator[Case]:
         elif axis == resume.AXIS:
             for workers in filter(None, options.workers[axis] if "fastq_loader" in options.peers else ()):
                 yield from resume.cases(options, workers, folder)
-        elif axis == insight.AXIS:
-            yield from insight.cases(options, folder) if "fastq_loader" in options.peers else ()
+        elif axis == tuning.AXIS:
+            yield from tuning.cases(options, folder) if "fastq_loader" in options.peers else ()
         elif axis == cluster.AXIS:
             yield from cluster.cases(options, folder) if "fastq_loader" in options.peers else ()
         else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from bench.output.rows import CaseRows
@@ -36,7 +35,6 @@ MEASURES: dict[str, Callable[[pd.DataFrame], Series]] = {
     "copy_rate": lambda blocks: blocks["bytes"] / blocks["seconds"],
     "call": lambda blocks: blocks["seconds"] / blocks["calls"],
     "stall": lambda blocks: 100 * blocks["gaps"] / (blocks["steps"] + blocks["gaps"]),
-    "apart": lambda blocks: (blocks["share"] - blocks["expected"]).abs(),
     "descriptors": lambda blocks: blocks["consumer_descriptors"] + blocks["worker_descriptors"],
 }
 """What blocks come to: batches per second, bytes per second, seconds and switches for a batch, seconds
@@ -94,17 +92,6 @@ def compared(case: CaseRows, peer: str, base: str, measure: str = "rate", part: 
     return ratio(series(case, peer, measure, part), series(case, base, measure, part))
 
 
-def paired(case: CaseRows, peer: str, base: str, measure: str = "rate") -> Spread | None:
-    """How many times another peer's, of many rounds: the median of their ratios, and between which two of
-    them it lies with 95 % certainty. By order statistics, whatever the distribution."""
-    values, others = (series(case, name, measure) for name in (peer, base))
-    ratios = None if values is None or others is None else sorted((values / others).dropna())
-    if not ratios:
-        return None
-    beyond = max(0, int((len(ratios) - 1.96 * len(ratios) ** 0.5) / 2) - 1)
-    return Spread(float(np.median(ratios)), ratios[beyond], ratios[-1 - beyond])
-
-
 def between_parts(case: CaseRows, peer: str, measure: str, part: str, base: str) -> Spread | None:
     """How many times what it is in another part of the same rounds."""
     return ratio(series(case, peer, measure, part), series(case, peer, measure, base))
@@ -115,12 +102,6 @@ def best_other(case: CaseRows) -> str | None:
     others = [name for name in case.peers if name in PEERS and name not in (BASELINE, OURS, *INLINE)]
     found = {name: rate for name in others if (rate := median(case, name, "rate")) is not None}
     return max(found, key=lambda name: found[name]) if found else None
-
-
-def share_of_links(case: CaseRows, peer: str) -> Spread | None:
-    """Bytes of batches per second, as a share of what the links of the case carry beside headers."""
-    rate, facts = figure(case, peer, "rate"), case.facts
-    return rate and rate.scaled(facts["batch_bytes"] / facts["links"] / facts["link_payload"])
 
 
 # ---- onto a device ------------------------------------------------------------------------------

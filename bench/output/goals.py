@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import pandas as pd
-
 from bench.output import figures
 from bench.output.figures import (
     BASELINE,
@@ -15,30 +13,26 @@ from bench.output.figures import (
     between_parts,
     compared,
     figure,
-    paired,
     ratio,
     series,
-    share_of_links,
     share_of_peak,
     spread,
 )
+from bench.output.layout import worker_count
 from bench.output.rows import CaseRows, Results
-from bench.output.words import worker_count
-from bench.peers.device import OURS, REGISTER, TORCH
-from bench.timing.cluster import ACTORS, BARE, LINKED, LOCAL, LOOPBACK, REMOTE, TURN
+from bench.peers.device import REGISTER, TORCH
+from bench.timing.cluster import ACTORS, BARE, LOCAL, LOOPBACK, REMOTE, TURN
 from bench.timing.cluster import AXIS as CLUSTER
 from bench.timing.cluster import JUDGED as WORK
-from bench.timing.device import AXIS, COPY, DRAIN, EPOCHS, READY
-from bench.timing.insight import AXIS as INSIGHT
-from bench.timing.insight import COST, TRACED, UNCOUNTED, VERDICTS
+from bench.timing.device import AXIS, COPY, DRAIN, READY
 from bench.timing.kills import KILLED, START, UNDISTURBED
 from bench.timing.resume import AXIS as RESUME
 from bench.timing.resume import FRESH, PERMUTED, RESUMED, SHUFFLE, STATE, STEPS, WITH, WITHOUT
-from bench.timing.schedule_cases import BOUND
+from bench.timing.schedule import BOUND
 from bench.timing.tuning import AUTO, INLINE, TUNED
+from bench.timing.tuning import AXIS as INSIGHT
 from bench.workloads.ready_made import LARGE
 
-LINKED_SHARES = {"links_large": 0.95, "links_small": 0.85}
 NOISE = 0.03
 """Settings that differ by no more are as fast."""
 
@@ -147,34 +141,20 @@ def best_of(case: CaseRows, having: str = "") -> str:
     rates = {
         name: rate.median
         for name, peer in case.peers.items()
-        if "tried" in peer.about and (not having or peer.about[having])
+        if "fixed" in peer.about and (not having or peer.about[having])
         if (rate := figure(case, name, "rate"))
     }
     return max(rates, key=lambda name: rates[name], default="")
 
 
 def _insight(case: CaseRows) -> Iterator[Goal]:
-    if case.name == VERDICTS:
-        run = f"verdicts, {worker_count(case.facts['workers'])}, {case.facts['start_method']}"
-        blocks = pd.DataFrame([row for peer in case.peers.values() for row in peer.rows])
-        right = None if blocks.empty else Spread(*[100 * float(blocks["right"].mean())] * 3)
-        yield Goal(f"{run}: the right limit", 100, right, unit=" %", at_most=False)
-        worst = None if blocks.empty else figures.MEASURES["apart"](blocks).groupby(blocks["block"]).max()
-        yield Goal(f"{run}: the share that is farthest from the stopwatch's", 5, spread(worst), " points")
-    elif case.name == COST:
-        for what, wanted, names in (
-            ("as it is / nothing counted", 0.99, (figures.OURS, UNCOUNTED)),
-            ("with trace() / as it is", 0.95, (TRACED, figures.OURS)),
-        ):
-            yield Goal(f"tokens: batches per second {what}", wanted, paired(case, *names), at_most=False)
-    else:
-        for name, wanted, what, base in (
-            (TUNED, 0.9, "what tune() chose / the best setting", best_of(case)),
-            (AUTO, 0.85, 'num_workers="auto" / the best number', best_of(case, "fixed")),
-        ):
-            measure = f"{case.name}: batches per second of {what}"
-            yield Goal(measure, wanted, compared(case, name, base), at_most=False)
-        yield from _no_workers(case)
+    for name, wanted, what, base in (
+        (TUNED, 0.9, "what tune() chose / the best setting", best_of(case)),
+        (AUTO, 0.85, 'num_workers="auto" / the best number', best_of(case, "fixed")),
+    ):
+        measure = f"{case.name}: batches per second of {what}"
+        yield Goal(measure, wanted, compared(case, name, base), at_most=False)
+    yield from _no_workers(case)
 
 
 def _no_workers(case: CaseRows) -> Iterator[Goal]:
@@ -196,11 +176,7 @@ def _cluster(case: CaseRows) -> Iterator[Goal]:
         if case.name == name:
             measure = f"{name}: batches per second of RayWorkers / {name_of(case, base)}"
             yield Goal(measure, wanted, compared(case, REMOTE, base), at_most=False)
-    if case.name in LINKED:
-        wanted = LINKED_SHARES[case.name]
-        share = share_of_links(case, REMOTE)
-        yield Goal(f"{case.name}: share of the links", wanted, share, unit="", at_most=False)
-    elif case.name == TURN:
+    if case.name == TURN:
         longer = compared(case, REMOTE, LOCAL, "seconds")
         yield Goal("turn between epochs, RayWorkers / workers here", 3, longer)
 
@@ -225,10 +201,4 @@ def _device(shape: CaseRows) -> list[Goal]:
         own, torch = (figures.stall_points(shape, arm, length) for arm in (REGISTER, BASELINE))
         measure = f"{name}: stall beyond the resident arm, steps of {length} x the unit"
         found.append(Goal(measure, 2.0, own, unit=" points", beside=torch))
-    for arm in OURS:
-        about = shape.peers[arm].about if arm in shape.peers else {}
-        few, many = (about.get(f"reserved_{epochs}") for epochs in EPOCHS)
-        grown = Spread(*[many / few] * 3) if few and many else None
-        measure = f"{name}, {arm}: memory reserved after {EPOCHS[1]} epochs / after {EPOCHS[0]}"
-        found.append(Goal(measure, 1.0, grown))
     return found

@@ -1,4 +1,4 @@
-"""What a table is, how it looks on the console and in a README, and what all tables of a case say."""
+"""Figures as text, and tables as Markdown: the same on the console and in a file."""
 
 from __future__ import annotations
 
@@ -6,13 +6,66 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import pandas as pd
-from rich import box
-from rich.console import Group
-from rich.table import Table as Grid
-from rich.text import Text
 
+from bench.output.figures import Spread
 from bench.output.rows import CaseRows, PeerRows
-from bench.output.words import size, worker_count
+
+NONE = "–"  # noqa: RUF001 - a dash in a table, where there is no figure
+
+# ---- figures ------------------------------------------------------------------------------------
+
+
+def number(value: float | None) -> str:
+    """Whole from 10 on, two digits that count below; never a power of ten."""
+    if value is None:
+        return NONE
+    size = abs(value)
+    small = ".2f" if size >= 0.0995 else ".2g"
+    digits = ",.0f" if size >= 9.95 or not size else ".1f" if size >= 0.995 else small
+    return f"{value:{digits}}"
+
+
+def size(count: float, step: int = 1000) -> str:
+    """Bytes in steps of 1000 (kB) or of 1024 (KiB)."""
+    units = ("B", "kB", "MB", "GB") if step == 1000 else ("B", "KiB", "MiB", "GiB")
+    place = 0
+    while count >= step and place < len(units) - 1:
+        count, place = count / step, place + 1
+    return f"{count:.3g} {units[place]}"
+
+
+def worker_count(workers: int) -> str:
+    return f"{workers} worker" if workers == 1 else f"{workers} workers"
+
+
+def ranged(value: Spread | None, scale: float = 1) -> str:
+    """The median with its range."""
+    if value is None:
+        return NONE
+    median, low, high = (number(each * scale) for each in value)
+    return f"{median} ({low}..{high})"  # a dash would stand beside a minus
+
+
+def ratio(value: Spread | None) -> str:
+    """The same, and whether the rounds agree on which of the two is larger."""
+    return ranged(value) + noise(value)
+
+
+def noise(value: Spread | None) -> str:
+    """Said behind a ratio where the rounds do not agree."""
+    return ", within noise" if value is not None and value.low <= 1 <= value.high else ""
+
+
+def times(value: Spread | None) -> str:
+    """Multiples of something close to 1, where the second digit after the point counts."""
+    return NONE if value is None else f"{value.median:.2f} ({value.low:.2f}..{value.high:.2f})"
+
+
+def percent(value: Spread | None) -> str:
+    return NONE if value is None else f"{value.median:.0%} ({value.low:.0%}..{value.high:.0%})"
+
+
+# ---- tables -------------------------------------------------------------------------------------
 
 
 class Table(NamedTuple):
@@ -35,21 +88,17 @@ class Table(NamedTuple):
         return pd.DataFrame(self.rows).fillna("")
 
 
-def on_console(table: Table) -> Group:
-    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for place, name in enumerate(table.frame.columns):
-        grid.add_column(name, justify="left" if place < table.names else "right", no_wrap=place == 0)
-    for row in table.frame.itertuples(index=False):
-        grid.add_row(*row)
-    return Group(Text(table.title, style="bold"), grid, *map(Text, table.notes), Text())
-
-
 def in_markdown(table: Table, heading: str = "") -> str:
     """Title, table and notes; `heading` goes before the title."""
     frame = table.frame
-    rules = ["---"] * table.names + ["---:"] * (len(frame.columns) - table.names)
-    lines = [frame.columns, rules, *frame.itertuples(index=False)]
-    grid = "\n".join(f"| {' | '.join(line)} |" for line in lines if table.rows)
+    columns = []
+    for place, name in enumerate(frame.columns):
+        cells = [name, *frame[name]]
+        width = max(3, *map(len, cells))
+        left = place < table.names
+        cells.insert(1, "-" * width if left else f"{'-' * (width - 1)}:")
+        columns.append([f"{cell:{'<' if left else '>'}{width}}" for cell in cells])
+    grid = "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
     title, notes = heading + table.title, "\n".join(f"- {note}" for note in table.notes)
     return "\n\n".join(filter(None, (title, table.about, grid, notes)))
 

@@ -1,23 +1,23 @@
-"""The figures in `bench/README.md` and in the project's own README, written from a file of results.
+"""The figures of the READMEs, and the file of all tables, written from a file of results.
 
-Rewrites what stands between two markers, and draws the pictures that are linked to into a folder beside the
-file. The first marker names the file, so that a test can see that nobody typed there.
+`results/NAME.md` has every table of `results/NAME.jsonl`, and a folder beside it the pictures. In the
+project's own README and in `bench/README.md` it rewrites what stands between two markers: what was reached,
+and which goals were missed. The first marker names the file, so that a test can see that nobody typed there.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 
 from bench.arguments import SHORT
 from bench.output import pictures, rows
-from bench.output.drawing import Picture
 from bench.output.figures import BASELINE, OURS
-from bench.output.layout import Table, in_markdown
+from bench.output.layout import in_markdown
 from bench.output.rows import Results, Row
-from bench.output.tables import STEADY, case_tables, short_table, summary_tables
+from bench.output.tables import case_tables, missed_table, short_table, summary_tables
 
 BEGIN = "<!-- bench:begin: written by `python -m bench --readme {source}` -->"
 END = "<!-- bench:end -->"
@@ -44,63 +44,58 @@ def source_of(readme: str) -> str | None:
     return found[0] or None
 
 
-def _short(results: Results, source: str) -> Iterator[str]:
-    """What the project's own README shows: five workloads and one picture."""
+def _short(results: Results, source: PurePosixPath) -> Iterator[str]:
+    """What the project's own README shows: five workloads and a picture."""
     yield in_markdown(short_table(results, SHORT))
-    yield f"{pictures.caption(results)}. All tables, and what they say: [bench/README.md](bench/README.md)."
-    yield from _linked(PurePosixPath(source), pictures.pictures(results)[:1])
+    yield f"{pictures.caption(results)}. What they say: [bench/README.md](bench/README.md)."
+    for each in pictures.pictures(results)[:1]:
+        yield f"![{each.title}]({source.with_suffix('') / each.name})"
 
 
-def _long(results: Results, source: str) -> Iterator[str]:
-    """What `bench/README.md` shows: everything."""
-    file = PurePosixPath(source).relative_to("bench")
-    machine = results.machine
+def _missed(results: Results, source: PurePosixPath) -> Iterator[str]:
+    """What `bench/README.md` shows: the goals that were not reached."""
+    yield in_markdown(missed_table(results))
+    file = source.relative_to("bench").with_suffix(".md")
+    yield f"{pictures.caption(results)}. All goals and tables: [{file}]({file})."
+
+
+def _everything(results: Results, source: PurePosixPath) -> Iterator[str]:
+    """All tables."""
+    machine, file = results.machine, source.name
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     rounds = max((len(case.part(BASELINE)) for case in results.cases("steady")), default=0)
-    yield f"""{_place(machine)}, {machine["system"]}, {results.days}; {versions}. Loaders
-in turn in one run, medians of {rounds} blocks; in brackets the range over the rounds. Every block is a row of
-[`{file}`]({file}); `python -m bench --json FILE` writes such rows."""
+    yield f"# All tables of {file}\n\nWritten by `python -m bench --readme {source}`."
+    yield f"""{_place(machine)}, {machine["system"]}, {results.days}; {versions}. Loaders in turn in one run,
+medians of {rounds} blocks; in brackets the range over the rounds. Each block is a row of [{file}]({file})."""
     for table in summary_tables(results):
-        yield in_markdown(table, "### ")
+        yield in_markdown(table, "## ")
     for axis, of_axis in groupby(results.cases(), key=lambda case: str(case.key[0])):
-        cases = list(of_axis)
-        if tables := [table for case in cases for table in case_tables(case)]:
-            yield f"### {HEADINGS[axis]}"
-            if places := sorted({_place(case.machine) for case in cases} - {_place(machine)}):
-                yield f"Measured on {' and '.join(places)}."
-            yield from _told_once(tables, folded=axis in STEADY)
-    yield "### Pictures"
-    yield from _linked(file, pictures.pictures(results))
+        cases, told = list(of_axis), set[str]()
+        for table in (tables := [table for case in cases for table in case_tables(case)]):
+            if table is tables[0]:
+                yield f"## {HEADINGS[axis]}"
+                if places := sorted({_place(case.machine) for case in cases} - {_place(machine)}):
+                    yield f"Measured on {' and '.join(places)}."
+            if table.about not in told:  # what the columns are stands before the first one of its kind
+                yield table.about
+            told.add(table.about)
+            yield in_markdown(table._replace(about=""), "### ")
+    yield "## Pictures"
+    for each in pictures.pictures(results):
+        yield f"![{each.title}]({source.stem}/{each.name})"
 
 
 def _place(machine: Row) -> str:
     return f"{machine['cpu']}, {machine['cores']} cores"
 
 
-def _told_once(tables: Sequence[Table], folded: bool) -> Iterator[str]:
-    """The tables; what the columns are stands before the first one of its kind."""
-    told: set[str] = set()
-    for table in tables:
-        if table.about not in told:
-            yield table.about
-        if folded and not told:
-            yield "<details><summary>tables</summary>"
-        told.add(table.about)
-        yield in_markdown(table._replace(about=""), "#### ")
-    if folded:
-        yield "</details>"
-
-
-def _linked(file: PurePosixPath, several: Sequence[Picture]) -> Iterator[str]:
-    for each in several:
-        yield f"![{each.title}]({file.with_suffix('') / each.name})"
-
-
-SECTIONS = {"README.md": _short, "bench/README.md": _long}
+Section = Callable[[Results, PurePosixPath], Iterator[str]]
+SECTIONS: dict[str, Section] = {"README.md": _short, "bench/README.md": _missed}
 
 
 def texts(results: Results, source: str, root: Path = Path()) -> dict[Path, str]:
-    """The READMEs below `root` with the figures of these results; `source` is their file, seen from there.
+    """The READMEs below `root` with the figures of these results, and the file of all tables; `source` is the
+    results' file, seen from there.
 
     Raises:
         ValueError: a README has not exactly one section, or torch's loader or ours was not measured.
@@ -108,17 +103,18 @@ def texts(results: Results, source: str, root: Path = Path()) -> dict[Path, str]
     for case in results.cases("steady", "start", "turns"):
         for name in {BASELINE, OURS} - case.peers.keys():
             raise ValueError(f"{case.name!r} was measured without {name}, and it is compared")
-    found = {}
+    file = PurePosixPath(source)
+    found = {root / file.with_suffix(".md"): "\n\n".join(_everything(results, file)) + "\n"}
     for name, section in SECTIONS.items():
         readme = (root / name).read_text()
         source_of(readme)
-        text = "\n\n".join([BEGIN.format(source=source), *section(results, source), END])
+        text = "\n\n".join([BEGIN.format(source=source), *section(results, file), END])
         found[root / name] = _SECTION.sub(lambda _, text=text: text, readme)  # type: ignore[misc]
     return found
 
 
 def write(file: Path) -> list[Path]:
-    """Write both READMEs of the current folder from a file of results, and draw the pictures."""
+    """Write both READMEs below the current folder and the tables of a file of results; draw the pictures."""
     results = rows.read(file)
     written = texts(results, file.resolve().relative_to(Path.cwd()).as_posix())
     for path, text in written.items():

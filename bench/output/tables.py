@@ -1,11 +1,11 @@
-"""The tables of a run, the same on the console and in a README: text in data frames, made of rows alone."""
+"""The tables of a run, the same on the console and in a file: text in rows of cells, made of rows alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from bench.output import against, cluster, figures, insight
+from bench.output import figures
 from bench.output.figures import (
     BASELINE,
     CEILING,
@@ -15,23 +15,50 @@ from bench.output.figures import (
     compared,
     figure,
     median,
+    series,
     share_of_peak,
+    spread,
 )
-from bench.output.goals import goals, kill_limit, name_of, seconds_beyond_fresh, seconds_per_kill, times_of
-from bench.output.layout import Table, measured, remarks, title_of
-from bench.output.rows import CaseRows, Results
-from bench.output.words import NONE, number, percent, ranged, ratio, size, times, worker_count
-from bench.peers import PEERS
+from bench.output.goals import (
+    Goal,
+    best_of,
+    goals,
+    kill_limit,
+    name_of,
+    seconds_beyond_fresh,
+    seconds_per_kill,
+    times_of,
+)
+from bench.output.layout import (
+    NONE,
+    Table,
+    measured,
+    noise,
+    number,
+    percent,
+    ranged,
+    ratio,
+    remarks,
+    size,
+    times,
+    title_of,
+    worker_count,
+)
+from bench.output.rows import CaseRows, PeerRows, Results
 from bench.peers.device import MEANINGS, RESIDENT
-from bench.timing.against import AGAINST
+from bench.timing.against import AGAINST, NEW, OLD
 from bench.timing.cluster import AXIS as CLUSTER
+from bench.timing.cluster import LOCAL, REMOTE, TURN
 from bench.timing.device import AXIS as DEVICE
-from bench.timing.device import COPY, DRAIN, EPOCHS, LINK, READY, SUPPLY
-from bench.timing.insight import AXIS as INSIGHT
+from bench.timing.device import COPY, DRAIN, LINK, READY, SUPPLY
 from bench.timing.kills import KILLED, START, UNDISTURBED
 from bench.timing.resume import AXIS as RESUME
 from bench.timing.resume import FRESH, RESUMED, SHUFFLE, STATE, STEPS, WITH, WITHOUT
-from bench.timing.schedule_cases import BOUND
+from bench.timing.schedule import BOUND
+from bench.timing.tuning import AXIS as INSIGHT
+from bench.timing.tuning import TUNED
+
+Cells = dict[str, str]
 
 STEADY = ("steady", "bytes", "workers")
 
@@ -39,34 +66,45 @@ ABOUT_PEERS = """batches/s: the median block (slowest..fastest). ceiling: share 
 fetch and collate without delivering it. ÷ torch: ratio of the medians (lowest..highest in a round), 'within
 noise' when the rounds disagree on which is faster. p50, p95, p99: of next(), in ms. CPU: ms for a batch,
 consumer + workers. switches: context switches for a batch."""
-ABOUT_COST = """Each as torch's / ours. PSS: peak of consumer and workers. shared: peak of the machine's
+ABOUT_COSTS = """Each as torch's / ours. PSS: peak of consumer and workers. shared: peak of the machine's
 shared memory, with what waits there and is mapped by nobody."""
 ABOUT_SCHEDULE = """Seconds of an epoch whose workers were up. bound: what no order of loading can do
-without. list schedule: whoever is free takes the next batch, and nothing else takes time. next(): seconds
-of it within next(). busy: share of all workers' time that went into samples. late head: seconds of waiting
-while later batches were ready. window: batches that could be under way at the end."""
+without. next(): seconds of it within next(). busy: share of all workers' time that went into samples.
+late head: seconds of waiting while later batches were ready. window: batches that could be under way in the
+end."""
 ABOUT_RESUME = """µs: of state_dict(), called after each batch; bytes: of the state as JSON, or pickled where
 that fails. with, without: batches/s with such calls and without; StatefulDataLoader notes its state in every
 step of either. fresh: seconds from the loader's constructor to its first batch; resumed: the same with
 load_state_dict(). shuffle: seconds of torch.randperm alone. Ratios and differences are of the same round."""
 ABOUT_GOALS = "A goal is met or missed 'within noise' when the rounds disagree."
+ABOUT_AGAINST = """old, new: batches/s, the median block. new ÷ old: median of the ratios within each round
+(lowest..highest), 'within noise' when the rounds disagree on which is faster. CPU: µs for a batch, old → new.
+ceiling: share of what as many processes fetch and collate without delivering it, old → new."""
+ABOUT_CLUSTER = """Other machines are nodes of a Ray cluster on this one. RayWorkers ÷ it: ratio of the
+medians (lowest..highest in a round). actors: as many as workers, with as many batches asked for ahead as a
+loader prefetches, handed out in order. recv_into: as many TCP connections as workers, into memory that is
+used again; nobody makes the batches, or puts them in order. p50, p95: of next()."""
+ABOUT_TURN = """From asking for what comes after the last batch to the first batch of the next epoch, with
+persistent workers."""
+ABOUT_TUNING = """÷ best: of all settings; ÷ best number: of those with schedule="dynamic" and the usual
+prefetch. "auto" has its third epoch first, and its numbers of workers are those of all its epochs. Steps
+sleep."""
 ABOUT_SPEED = f"""{MEANINGS} eta: bytes per second as a share of the peak of a 256 MiB copy from pinned
 memory; copies: the arm's kind of copy alone; drain: the whole loader. stall: share of the device's time
 between the end of a step and the start of the next, in percentage points beyond the resident arm (whose row
 has its own share, %); *: workers and link supply {SUPPLY:g} x what such steps need. At most two steps are
 queued ahead."""
-ABOUT_ARMS = f"""ready: next() after a pause, when the batch is there; behind: next() at the longest steps.
+ABOUT_ARMS = """ready: next() after a pause, when the batch is there; behind: next() at the longest steps.
 CPU: the consumer's seconds per GB of a full drain. first: seconds until the first batch, the workers' start
-included. populate, register: seconds until all pages were mapped and locked. reserved: device memory after
-{EPOCHS[0]} and {EPOCHS[1]} epochs."""
+included. populate, register: seconds until all pages were mapped and locked."""
 
 
 def case_tables(case: CaseRows) -> list[Table]:
     """What is shown of a case as soon as it is measured; nothing where it is a row of a summary."""
     makers: dict[str, tuple[Callable[[CaseRows], Table], ...]]
     makers = {"schedule": (_schedule,), RESUME: (_resume,), DEVICE: (_speed_onto_device, _cost_onto_device)}
-    makers |= dict.fromkeys(STEADY, (_peers,)) | {INSIGHT: (insight.table,), CLUSTER: (cluster.table,)}
-    makers[AGAINST] = (lambda case: against.table([case]),)
+    makers |= dict.fromkeys(STEADY, (_peers,)) | {INSIGHT: (_tuning,), CLUSTER: (_cluster,)}
+    makers[AGAINST] = (lambda case: _against([case]),)
     return [make(case) for make in makers.get(case.key[0], ())]
 
 
@@ -75,57 +113,85 @@ def summary_tables(results: Results) -> list[Table]:
     found = []
     for (workers, method), cases in results.by_workers("steady").items():
         several = f"{worker_count(workers)} ({method})"
-        costs = [_cost(case, results.case("memory", case)) for case in cases]
+        costs = [_costs(case, results.case("memory", case)) for case in cases]
         found.append(Table(f"Speed with {several}, in batches per second", list(map(_speed, cases))))
-        found.append(Table(f"Cost with {several}", costs, about=ABOUT_COST))
+        found.append(Table(f"Cost with {several}", costs, about=ABOUT_COSTS))
     found.append(Table("Moments in a loader's life, in milliseconds", list(_moments(results)), 3))
     kills = list(map(_kills, results.cases("kills")))
     found.append(Table("What the death of a worker costs an epoch, with Processes(max_restarts=n)", kills))
-    found.append(Table("Goals", list(_goals(results)), about=ABOUT_GOALS))
-    if len(compared_cases := results.cases(AGAINST)) > 1:
-        found.append(against.table(compared_cases))
+    found.append(Table("Goals", list(map(_goal, goals(results))), about=ABOUT_GOALS))
+    if len(revisions := results.cases(AGAINST)) > 1:
+        found.append(_against(revisions))
     return [table for table in found if table.rows]
 
 
-def _goals(results: Results) -> Iterator[dict[str, str]]:
-    for goal in goals(results):
-        text = times if goal.wanted < 10 else ranged
-        yield {
-            "goal": goal.measure,
-            "wanted": f"at {'most' if goal.at_most else 'least'} {goal.wanted:.3g}{goal.unit}",
-            "measured": text(goal.figure),
-            "verdict": goal.verdict,
-            "torch": text(goal.beside) if goal.beside else "",
-        }
+def missed_table(results: Results) -> Table:
+    """The goals that were not reached."""
+    missed = [goal for goal in goals(results) if goal.verdict.startswith("missed")]
+    return Table("", list(map(_goal, missed)))
 
 
-# ---- the steady state ---------------------------------------------------------------------------
+def short_table(results: Results, names: Iterable[str]) -> Table:
+    """The table of the project's own README: the fastest of each kind on these workloads."""
+    rows = []
+    for case in results.cases("steady"):
+        if case.name in names:
+            best, full = figures.best_other(case), _speed(case)
+            row = {"batches per second": f"{case.name}: {case.facts['description']}", "torch": full["torch"]}
+            rate = best and number(median(case, best, "rate"))
+            row["best other"] = f"{rate} ({case.peers[best].label})" if best else NONE
+            rows.append(row | {name: full[name] for name in (OURS, "÷ torch")})
+    return Table("", rows)
+
+
+def _goal(goal: Goal) -> Cells:
+    text = times if goal.wanted < 10 else ranged
+    return {
+        "goal": goal.measure,
+        "wanted": f"at {'most' if goal.at_most else 'least'} {goal.wanted:.3g}{goal.unit}",
+        "measured": text(goal.figure),
+        "verdict": goal.verdict,
+        "torch": text(goal.beside) if goal.beside else "",
+    }
+
+
+def _table(case: CaseRows, about: str, cells: Callable[[CaseRows, str, PeerRows], Cells]) -> Table:
+    """A row for every contender with figures."""
+    rows = [{"loader": peer.label} | cells(case, name, peer) for name, peer in measured(case).items()]
+    return Table(title_of(case), rows, about=about, notes=remarks(case))
+
+
+def _waits(peer: PeerRows, *percentiles: str) -> Cells:
+    found = {f"{each}, ms": peer.about.get(each) for each in percentiles}
+    return {name: "" if wait is None else number(1e3 * wait) for name, wait in found.items()}
+
+
+# ---- the steady state, one revision against another -----------------------------------------------
 
 
 def _peers(case: CaseRows) -> Table:
-    rows = []
-    for name, peer in measured(case).items():
+    def cells(case: CaseRows, name: str, peer: PeerRows) -> Cells:
         cpu = (median(case, name, each, 1e3) for each in ("consumer_cpu", "worker_cpu"))
         bytes_of = median(case, name, "rate", case.facts["batch_bytes"])
-        waits = {each: peer.about.get(each) for each in ("p50", "p95", "p99")}
-        rows.append(
-            {
-                "loader": peer.label,
-                "batches/s": ranged(figure(case, name, "rate")),
-                "bytes/s": NONE if bytes_of is None else size(bytes_of),
-                "ceiling": "" if name == CEILING else percent(compared(case, name, CEILING)).split(" ")[0],
-                "÷ torch": "" if name in (CEILING, BASELINE) else ratio(compared(case, name, BASELINE)),
-                **{f"{each}, ms": "" if wait is None else number(1e3 * wait) for each, wait in waits.items()},
-                "CPU, ms": " + ".join(map(number, cpu)),
-                "switches": number(median(case, name, "switches")),
-            }
-        )
-    return Table(title_of(case), rows, about=ABOUT_PEERS, notes=remarks(case))
+        return {
+            "batches/s": ranged(figure(case, name, "rate")),
+            "bytes/s": NONE if bytes_of is None else size(bytes_of),
+            "ceiling": "" if name == CEILING else _share_of_ceiling(case, name),
+            "÷ torch": "" if name in (CEILING, BASELINE) else ratio(compared(case, name, BASELINE)),
+            **_waits(peer, "p50", "p95", "p99"),
+            "CPU, ms": " + ".join(map(number, cpu)),
+            "switches": number(median(case, name, "switches")),
+        }
+
+    return _table(case, ABOUT_PEERS, cells)
 
 
-def _speed(case: CaseRows) -> dict[str, str]:
+def _share_of_ceiling(case: CaseRows, peer: str) -> str:
+    return percent(compared(case, peer, CEILING)).split(" ")[0]
+
+
+def _speed(case: CaseRows) -> Cells:
     rates = {name: number(median(case, name, "rate")) for name in (*case.peers, BASELINE, OURS, *INLINE)}
-    by_hand = [f"{name}: {rates[name]}" for name in case.peers if name not in PEERS and name != CEILING]
     best = figures.best_other(case)
     other = best and f"{case.peers[best].label} {rates[best]}; {ratio(compared(case, OURS, best))}"
     return {
@@ -135,11 +201,11 @@ def _speed(case: CaseRows) -> dict[str, str]:
         "÷ torch": ratio(compared(case, OURS, BASELINE)),
         "share of the ceiling": percent(compared(case, OURS, CEILING)),
         "best other loader; ours ÷ it": other or NONE,
-        "0 workers: torch / ours": "; ".join([" / ".join(rates[name] for name in INLINE), *by_hand]),
+        "0 workers: torch / ours": " / ".join(rates[name] for name in INLINE),
     }
 
 
-def _cost(case: CaseRows, memory: CaseRows | None) -> dict[str, str]:
+def _costs(case: CaseRows, memory: CaseRows | None) -> Cells:
     def both(of: CaseRows, measure: str, scale: float = 1) -> str:
         return " / ".join(number(median(of, name, measure, scale)) for name in (BASELINE, OURS))
 
@@ -159,23 +225,29 @@ def _cost(case: CaseRows, memory: CaseRows | None) -> dict[str, str]:
     return costs
 
 
-def short_table(results: Results, names: Iterable[str]) -> Table:
-    """The table of the project's own README: the fastest of each kind on these workloads."""
-    rows = []
-    for case in results.cases("steady"):
-        if case.name in names:
-            best, full = figures.best_other(case), _speed(case)
-            row = {"batches per second": f"{case.name}: {case.facts['description']}", "torch": full["torch"]}
-            rate = best and number(median(case, best, "rate"))
-            row["best other"] = f"{rate} ({case.peers[best].label})" if best else NONE
-            rows.append(row | {name: full[name] for name in (OURS, "÷ torch")})
-    return Table("", rows)
+def _against(cases: Sequence[CaseRows]) -> Table:
+    """All cases of two revisions: a row for each workload."""
+    rows, notes = [], []
+    for case in cases:
+        old, new = (series(case, name, "rate") for name in (OLD, NEW))
+        ratios = None if old is None or new is None else spread(new / old)
+        row = {"workload": case.name, "workers": str(case.facts["workers"])}
+        row |= {name: number(median(case, name, "rate")) for name in (OLD, NEW)}
+        row["new ÷ old"] = times(ratios) + noise(ratios)
+        for column in ("consumer", "worker"):
+            cpu = (median(case, name, f"{column}_cpu", 1e6) for name in (OLD, NEW))
+            row[f"{column} CPU"] = " → ".join(map(number, cpu))
+        if CEILING in case.peers:
+            row["ceiling"] = " → ".join(_share_of_ceiling(case, name) for name in (OLD, NEW))
+        rows.append(row)
+        notes += [f"{case.name}: {remark}" for remark in remarks(case)]
+    return Table(cases[0].facts["title"], rows, 1, ABOUT_AGAINST, notes)
 
 
-# ---- moments, the schedule, kills ---------------------------------------------------------------
+# ---- moments, the schedule, kills, a resume -------------------------------------------------------
 
 
-def _moments(results: Results) -> Iterator[dict[str, str]]:
+def _moments(results: Results) -> Iterator[Cells]:
     """A row for every moment, whose figures are times: shorter is better."""
     for case in results.cases("start", "turns"):
         run = {"workload": case.name, "workers": f"{case.facts['workers']}, {case.facts['start_method']}"}
@@ -189,57 +261,32 @@ def _moments(results: Results) -> Iterator[dict[str, str]]:
 
 
 def _schedule(case: CaseRows) -> Table:
-    """The bounds, and a row for every contender."""
+    """The bound, and a row for every contender."""
     facts, base = case.facts, case.facts["goal"]["base"]
-    bounds = {f"bound: {facts['bounded_by']}": facts["bound"], "list schedule": facts["list_schedule"]}
-    rows = [
-        {"loader": label, "s": f"{seconds:.2f}", "÷ bound": f"{seconds / facts['bound']:.2f}"}
-        for label, seconds in bounds.items()
-        if seconds is not None
-    ]
+    rows = []
+    if facts["bound"] is not None:
+        rows.append({"loader": f"bound: {facts['bounded_by']}", "s": f"{facts['bound']:.2f}"})
     titles = {base: f"÷ {name_of(case, base)}"} | {BOUND: "÷ bound"}
-    for name, peer in measured(case).items():
+
+    def cells(case: CaseRows, name: str, peer: PeerRows) -> Cells:
         found = {each: times_of(case, name, each) for each in dict.fromkeys((BOUND, base)) if each != name}
-        worked = figures.ratio(figures.series(case, name, "worked"), figures.series(case, name, "seconds"))
+        worked = figures.ratio(series(case, name, "worked"), series(case, name, "seconds"))
         late, window = (figure(case, name, each) for each in ("head_of_line", "window"))
-        row = {"loader": peer.label, "s": times(figure(case, name, "seconds"))}
-        row |= {titles[each]: times(value) for each, value in found.items() if value}
-        row["batches/s"] = ranged(figure(case, name, "rate"))
-        row["next(), s"] = times(figure(case, name, "waited"))
-        row["busy"] = f"{worked.median / facts['workers']:.0%}" if worked else ""
-        row["late head, s"] = f"{late.median:.2f}" if late else ""
-        row["window"] = ranged(window) if window else ""
-        rows.append(row)
-    return Table(title_of(case), rows, about=ABOUT_SCHEDULE, notes=remarks(case))
+        return {
+            "s": times(figure(case, name, "seconds")),
+            **{titles[each]: times(value) for each, value in found.items() if value},
+            "batches/s": ranged(figure(case, name, "rate")),
+            "next(), s": times(figure(case, name, "waited")),
+            "busy": f"{worked.median / facts['workers']:.0%}" if worked else "",
+            "late head, s": f"{late.median:.2f}" if late else "",
+            "window": ranged(window) if window else "",
+        }
+
+    found = _table(case, ABOUT_SCHEDULE, cells)
+    return found._replace(rows=[*rows, *found.rows])
 
 
-def _resume(case: CaseRows) -> Table:
-    """A row for every contender, with the columns of the case."""
-    columns = {STATE: _state, STEPS: _steps}.get(case.name, _first_batches)
-    rows = [{"loader": peer.label} | columns(case, name) for name, peer in measured(case).items()]
-    return Table(title_of(case), rows, about=ABOUT_RESUME, notes=remarks(case))
-
-
-def _state(case: CaseRows, peer: str) -> dict[str, str]:
-    held = figure(case, peer, "bytes", STATE)
-    call = figure(case, peer, "call", STATE, 1e6)
-    return {"µs": ranged(call), "bytes": size(held.median) if held else NONE}
-
-
-def _steps(case: CaseRows, peer: str) -> dict[str, str]:
-    rates = {part: ranged(figure(case, peer, "rate", part)) for part in (WITHOUT, WITH)}
-    return rates | {"with ÷ without": times(between_parts(case, peer, "rate", WITH, WITHOUT))}
-
-
-def _first_batches(case: CaseRows, peer: str) -> dict[str, str]:
-    return {
-        **{f"{part}, s": times(figure(case, peer, "seconds", part)) for part in (FRESH, RESUMED, SHUFFLE)},
-        "resumed - fresh, s": times(seconds_beyond_fresh(case, peer)),
-        "resumed ÷ shuffle": times(between_parts(case, peer, "seconds", RESUMED, SHUFFLE)),
-    }
-
-
-def _kills(case: CaseRows) -> dict[str, str]:
+def _kills(case: CaseRows) -> Cells:
     seconds = {part: figure(case, OURS, "seconds", part) for part in (UNDISTURBED, KILLED, START)}
     return {
         "epoch": "; ".join([f"{case.facts['batches']} batches, {title_of(case)}", *remarks(case)]),
@@ -250,6 +297,69 @@ def _kills(case: CaseRows) -> dict[str, str]:
         "a worker's start, ms": ranged(seconds[START], 1e3),
         "start and one batch, ms": number(1e3 * kill_limit(case) if seconds[START] else None),
     }
+
+
+def _resume(case: CaseRows) -> Table:
+    return _table(case, ABOUT_RESUME, {STATE: _state, STEPS: _steps}.get(case.name, _first_batches))
+
+
+def _state(case: CaseRows, name: str, peer: PeerRows) -> Cells:
+    held = figure(case, name, "bytes", STATE)
+    call = figure(case, name, "call", STATE, 1e6)
+    return {"µs": ranged(call), "bytes": size(held.median) if held else NONE}
+
+
+def _steps(case: CaseRows, name: str, peer: PeerRows) -> Cells:
+    rates = {part: ranged(figure(case, name, "rate", part)) for part in (WITHOUT, WITH)}
+    return rates | {"with ÷ without": times(between_parts(case, name, "rate", WITH, WITHOUT))}
+
+
+def _first_batches(case: CaseRows, name: str, peer: PeerRows) -> Cells:
+    return {
+        **{f"{part}, s": times(figure(case, name, "seconds", part)) for part in (FRESH, RESUMED, SHUFFLE)},
+        "resumed - fresh, s": times(seconds_beyond_fresh(case, name)),
+        "resumed ÷ shuffle": times(between_parts(case, name, "seconds", RESUMED, SHUFFLE)),
+    }
+
+
+# ---- other machines -------------------------------------------------------------------------------
+
+
+def _cluster(case: CaseRows) -> Table:
+    return _table(case, *((ABOUT_TURN, _turns) if case.name == TURN else (ABOUT_CLUSTER, _rates)))
+
+
+def _rates(case: CaseRows, name: str, peer: PeerRows) -> Cells:
+    return {
+        "batches/s": ranged(figure(case, name, "rate")),
+        "MB/s": ranged(figure(case, name, "rate", scale=case.facts["batch_bytes"] / 1e6)),
+        "RayWorkers ÷ it": "" if name == REMOTE else times(compared(case, REMOTE, name)),
+        **_waits(peer, "p50", "p95"),
+    }
+
+
+def _turns(case: CaseRows, name: str, peer: PeerRows) -> Cells:
+    return {
+        "turn, ms": ranged(figure(case, name, "seconds", scale=1e3)),
+        "÷ workers here": "" if name == LOCAL else times(compared(case, name, LOCAL, "seconds")),
+    }
+
+
+# ---- what tune() and "auto" choose ----------------------------------------------------------------
+
+
+def _tuning(case: CaseRows) -> Table:
+    bases = {"÷ best": best_of(case), "÷ best number": best_of(case, "fixed")}
+
+    def cells(case: CaseRows, name: str, peer: PeerRows) -> Cells:
+        ratios = {column: times(compared(case, name, base)) for column, base in bases.items()}
+        return {"batches/s": ranged(figure(case, name, "rate"))} | ratios
+
+    found = _table(case, ABOUT_TUNING, cells)
+    kept = [row for row in found.rows if row["batches/s"] != NONE]
+    took = case.peers[TUNED].about.get("took")
+    notes = [f"tune() took {number(took)} s"] if took else []
+    return found._replace(rows=kept, notes=[*notes, *found.notes])
 
 
 # ---- onto a device ------------------------------------------------------------------------------
@@ -280,9 +390,6 @@ def _cost_onto_device(shape: CaseRows) -> Table:
         staging: dict[str, Any] = arm.about.get("staging", {})
         row |= {f"{each}, s": number(staging.get(f"{each}_seconds")) for each in ("populate", "register")}
         row["pinned"] = size(staging["pinned_bytes"], 1024) if staging else NONE
-        for epochs in EPOCHS:
-            reserved = arm.about.get(f"reserved_{epochs}")
-            row[f"reserved, {epochs}"] = size(reserved, 1024) if reserved else NONE
         rows.append(row)
     source = (
         "the copy of a batch" if facts["unit"] == facts["copy_seconds"] else f"{SUPPLY:g} x the workers' time"

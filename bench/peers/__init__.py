@@ -11,9 +11,9 @@ import importlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-from bench.workloads import Load, Loop
+from bench.workloads import Load
 
 # Grain's absl warns on import that jax is not installed. This silences the consumer; its workers import Grain
 # before anything of ours.
@@ -21,12 +21,11 @@ logging.getLogger("absl").setLevel(logging.ERROR)
 
 
 class Entry(NamedTuple):
-    """Where a peer is to be found, its name in tables, and whether it is measured when no peers are named."""
+    """Where a peer is to be found, and its name in tables."""
 
     module: str
     class_name: str
     label: str
-    usual: bool = True
 
 
 PEERS = {
@@ -38,7 +37,6 @@ PEERS = {
     "grain": Entry("grain_processes", "GrainProcesses", "Grain"),
     "torch_0": Entry("torch_loader", "TorchInline", "torch, 0 workers"),
     "fastq_loader_0": Entry("fastq", "FastqInline", "fastq_loader, 0 workers"),
-    "fastq_loader_cached": Entry("fastq", "FastqCached", "fastq_loader, through caches", usual=False),
 }
 
 
@@ -59,13 +57,11 @@ class Peer(ABC):
     """One loader over one load. Workers start with the first epoch and live until `close`, if they can.
 
     Attributes:
-        distributions: the packages whose versions are reported.
         own_order: it shuffles by a way of its own, so that its batches hold other samples than torch's.
         prefetched: at most so many batches are ready before they are asked for.
         shards: among how many workers it divides an iterable dataset; 0 is none.
     """
 
-    distributions: ClassVar[tuple[str, ...]]
     own_order: bool = False
     prefetched: int = 0
     shards: int = 0
@@ -81,21 +77,6 @@ class Peer(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop the workers, also in the middle of an epoch. The caller drops its iterator first."""
-
-
-class ByHand(Peer):
-    """A workload's own loop: batches made without any loader."""
-
-    distributions = ()
-
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-
-    def epoch(self) -> Iterator[Any]:
-        return self._loop()
-
-    def close(self) -> None:
-        """Nothing runs that would have to be stopped."""
 
 
 def peer_class(name: str) -> type[Peer]:

@@ -28,8 +28,6 @@ MIN_SHM_SIZE = 64 << 10
 
 
 class GrainProcesses(Peer):
-    distributions = ("grain",)
-
     def __init__(self, load: Load, settings: LoaderSettings) -> None:
         if load.iterable:
             raise Unsupported("Grain's sources are random access; an IterableDataset is not one")

@@ -26,8 +26,6 @@ LEAST_EPOCH = 32  # batches
 
 
 class SpdlProcesses(Peer):
-    distributions = ("spdl-core",)
-
     def __init__(self, load: Load, settings: LoaderSettings) -> None:
         if load.iterable:
             raise Unsupported("IterableDataset is not supported (its own words)")
@@ -65,8 +63,6 @@ class SpdlProcesses(Peer):
 
 
 class SpdlThreads(Peer):
-    distributions = ("spdl-core",)
-
     def __init__(self, load: Load, settings: LoaderSettings) -> None:
         if settings.num_workers == 0:
             raise Unsupported("needs threads")

@@ -13,5 +13,4 @@ warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
 
 
 class Stateful(TorchLoader):
-    distributions = ("torchdata",)
     loader_class = StatefulDataLoader

@@ -31,7 +31,6 @@ def loader_arguments(load: Load, settings: LoaderSettings) -> dict[str, Any]:
 class TorchLoader(Peer):
     """`loader`: what is measured, until it is closed."""
 
-    distributions: ClassVar[tuple[str, ...]] = ("torch", "numpy")
     loader_class: ClassVar[Any] = DataLoader
 
     def __init__(self, load: Load, settings: LoaderSettings) -> None:

@@ -9,24 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from rich.console import Console
-
-from bench.arguments import PIPED_WIDTH, checked, numbers
-from bench.output.layout import Table, in_markdown, on_console
-from bench.output.words import worker_count
+from bench.arguments import checked, numbers
+from bench.output.layout import Table, in_markdown, worker_count
 from bench.programs import PROGRAMS, Program, data
 from bench.programs.limits import Limited
 from bench.programs.report import ABOUT, Run, agree, table
 
-README = Path("bench/README.md")
-SECTION = re.compile(r"(<!-- programs:begin -->\n).*?(<!-- programs:end -->)", re.S)
+TABLES = Path("bench/results/programs.md")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -53,13 +48,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--limit", type=megabytes, metavar="MB", help="memory (default: 400 for image_table; 0: any number)")
     about = "make a cgroup with that limit below this one, as root (default: RLIMIT_DATA for each process)"
     add("--cgroup", type=folder, metavar="FOLDER", help=about)
-    add("--readme", action="store_true", help=f"write the tables to {README}")
+    add("--readme", action="store_true", help=f"write the tables to {TABLES}")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    output = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
     tables, status = [], 0
     with ExitStack() as stack:
         folder = options.data or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastq-bench-")))
@@ -69,10 +63,10 @@ def main(arguments: Sequence[str]) -> int:
             runs = list(_runs(name, PROGRAMS[name], options, folder))
             status |= not agree(runs)
             tables.append(table(name, runs))
-            output.print(on_console(tables[-1]))
-    output.print(" ".join(ABOUT.split()), highlight=False)
+            print(in_markdown(tables[-1]), end="\n\n")
+    print(" ".join(ABOUT.split()))
     if options.readme:
-        write_readme(tables, README)
+        TABLES.write_text(as_file(tables))
     return status
 
 
@@ -119,13 +113,7 @@ def run(arguments: Sequence[str], limited: Limited) -> Run:
         return {**json.loads(Path(result.name).read_text()), "limit": limited.said}
 
 
-def write_readme(tables: Sequence[Table], file: Path) -> None:
-    """Put the tables between the markers; ValueError where there are none."""
-    text = "\n\n".join(in_markdown(each, "### ") for each in tables)
-    about = " ".join(ABOUT.split())
-    written, found = SECTION.subn(
-        lambda marks: f"{marks[1]}\n{about}\n\n{text}\n\n{marks[2]}", file.read_text()
-    )
-    if found != 1:
-        raise ValueError(f"{file} has {found} sections between the markers of programs, not one")
-    file.write_text(written)
+def as_file(tables: Sequence[Table]) -> str:
+    """The tables as a file of their own."""
+    title = "# Programs with torch's loader and ours\n\nWritten by `python -m bench program all --readme`."
+    return "\n\n".join([title, ABOUT, *(in_markdown(each, "## ") for each in tables)]) + "\n"

@@ -8,8 +8,7 @@ from typing import Any
 import pandas as pd
 
 from bench.output.figures import Spread, ratio, spread
-from bench.output.layout import Table
-from bench.output.words import number, ranged, worker_count
+from bench.output.layout import Table, number, ranged, worker_count
 from bench.programs import PROGRAMS
 
 Run = dict[str, Any]

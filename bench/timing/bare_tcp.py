@@ -9,26 +9,13 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
 
 from bench.timing.ceiling import WARM_UP
 from bench.timing.rounds import Lane, Row
-
-
-class Spot(NamedTuple):
-    """Where a sender runs: its address, and what its command begins with."""
-
-    address: str
-    prefix: tuple[str, ...] = ()
-
-
-HERE = Spot("127.0.0.1")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -37,17 +24,13 @@ class BareLane(Lane):
 
     Attributes:
         batch_bytes: that a batch has.
-        surroundings: what the senders need.
-        spots: where they run, one for each connection.
     """
 
     batch_bytes: int
-    surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
-    spots: Callable[[], Sequence[Spot]]
+    connections: int
 
     def start(self) -> None:
-        self.closing.enter_context(self.surroundings())
-        self._senders = [self._sender(spot) for spot in self.spots()]
+        self._senders = [self._sender() for _ in range(self.connections)]
         self._memory = [memoryview(bytearray(self.batch_bytes)) for _ in self._senders]
         self._threads = self.closing.enter_context(ThreadPoolExecutor(len(self._senders)))
         self._timed(self.seconds * WARM_UP)
@@ -55,14 +38,13 @@ class BareLane(Lane):
     def block(self, part: str) -> list[Row]:
         return [self._timed(self.seconds)]
 
-    def _sender(self, spot: Spot) -> tuple[str, int]:
+    def _sender(self) -> tuple[str, int]:
         """Start one; where it listens."""
-        command = [*spot.prefix, sys.executable, "-m", "bench.timing.tcp_sender"]
-        command += [spot.address, str(self.batch_bytes)]
+        command = [sys.executable, "-m", "bench.timing.tcp_sender", str(self.batch_bytes)]
         sender = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.closing.enter_context(sender)  # which closes its standard input, and waits
         assert sender.stdout is not None, "it was started with a pipe"
-        return spot.address, int(sender.stdout.readline())
+        return "127.0.0.1", int(sender.stdout.readline())
 
     def _timed(self, seconds: float) -> Row:
         """Receive on all connections for about so long; their rates are added up."""
@@ -74,7 +56,7 @@ class BareLane(Lane):
 
 def _receive(sender: tuple[str, int], into: memoryview, seconds: float) -> tuple[int, float]:
     """Whole batches, and the seconds that they took. The connection is made for this, and warmed up: one that
-    stayed would fill the system's buffers meanwhile, over links that others use."""
+    stayed would fill the system's buffers meanwhile."""
     with socket.create_connection(sender) as connection:
         _take(connection, into, seconds * WARM_UP)
         return _take(connection, into, seconds)

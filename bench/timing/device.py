@@ -35,13 +35,9 @@ PARTS = (DRAIN, *LENGTHS, READY, COPY)
 PEAK_BYTES = 256 << 20  # long enough that neither the launch nor the first pages count
 SUPPLY = 1.2
 """So many times what the steps need is enough of a supply for the goal of the stall to hold."""
-EPOCHS = (2, 20)
-"""After so many epochs one looks at the memory that is reserved on the device."""
-EPOCH_BATCHES = 32
 SUPPLY_BLOCKS = 3
 STARTING_S = 60.0
 WARM_UP_S = 6.0  # at most, to use every block and buffer once: the system makes a gigabyte of pages in 2 s
-ENDING_S = 15.0  # beyond the time for blocks; the epochs take a second or two for each arm
 LIMIT_S = 540.0  # no block starts after it: what is left to do then fits into the rest of ten minutes
 DESCRIPTORS = 65_536  # torch sends each field through one of its own
 
@@ -62,14 +58,13 @@ class ArmLane(Lane):
 
     Attributes:
         make: makes the arm of that name, as late as the lane starts.
-        unit: a step of length 1, in seconds. `until`: as of a plan.
+        unit: a step of length 1, in seconds.
     """
 
     make: Callable[[str], Arm]
     shape: Shape
     device: CudaDevice
     unit: float
-    until: float
 
     def start(self) -> None:
         self._about: Row = {}
@@ -100,19 +95,7 @@ class ArmLane(Lane):
         return [{"bytes": self.shape.nbytes, "seconds": seconds}]
 
     def finish(self) -> Row:
-        """Counters, and the device's memory after many epochs."""
-        if self.peer not in OURS:
-            return self._about
-        self._about["staging"] = self._arm.staging()
-        if time.monotonic() > self.until + ENDING_S:
-            self.notes.append(f"no time was left to look at its memory after {EPOCHS[1]} epochs")
-            return self._about
-        torch.cuda.empty_cache()
-        done = 0
-        for epochs in EPOCHS:
-            self._arm.epochs(epochs - done, EPOCH_BATCHES)
-            self._about[f"reserved_{epochs}"], done = self.device.reserved(), epochs
-        return self._about
+        return self._about | ({"staging": self._arm.staging()} if self.peer in OURS else {})
 
     def close(self) -> None:
         super().close()
@@ -141,7 +124,7 @@ def cases(options: Namespace, device: CudaDevice, workers: int, start_method: st
         unit = step_unit(copy_seconds, supply)
         facts = {"description": shape.description, "batch_bytes": shape.nbytes, "fields": shape.fields}
         facts |= {"copy_seconds": copy_seconds, "supply": supply, "unit": unit}
-        common: dict[str, Any] = {"shape": shape, "device": device, "unit": unit, "until": until}
+        common: dict[str, Any] = {"shape": shape, "device": device, "unit": unit}
         common |= {"make": maker, "seconds": options.seconds}
         lanes: list[Lane] = [LinkLane(LINK, "peak of a pinned copy", parts=(COPY,), device=device)]
         lanes += [

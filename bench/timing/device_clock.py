@@ -81,10 +81,6 @@ class CudaDevice:
                 self.wait(end)
             return self.between(start, end) / COPIES
 
-    def reserved(self) -> int:
-        """Bytes of the device's memory that are reserved, in use or not."""
-        return torch.cuda.memory_reserved(self.torch)
-
     def describe(self) -> dict[str, str]:
         return {
             "device": torch.cuda.get_device_name(self.torch),

@@ -1,8 +1,7 @@
 """What the death of a worker costs: epochs in which workers are killed, beside ones in which they are not.
 
-The kills come from a thread, at random moments that are the same in every run: one in each of as many equal
-parts of the time that an undisturbed epoch took, so that they are neither all at once nor in step with the
-batches. What is delivered is compared with what was asked for.
+The kills come at random batches, which are the same in every run: one in each of as many equal parts of the
+epoch. What is delivered is compared with what was asked for.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,30 +55,20 @@ class KillsLane(Lane):
             warnings.simplefilter("ignore", WorkerReplaced)
             if part == KILLED:
                 return [self._killed()]
-            self._undisturbed = _epoch(self._loader)
-            return [{"seconds": self._undisturbed}]
+            return [{"seconds": _epoch(self._loader)}]
 
     def _killed(self) -> Row:
-        loader = self._loader
-        before, over = loader.statistics().worker_restarts, threading.Event()
-        times = moments(self.chance, self.kills, self._undisturbed)
-        began = time.monotonic()
+        loader, batches = self._loader, self.workers * self.per_worker
+        before = loader.statistics().worker_restarts
+        moments = {int(batches * (part + self.chance.random()) / self.kills) for part in range(self.kills)}
 
-        def kill() -> None:
-            for moment in times:
-                if over.wait(max(0, began + moment - time.monotonic())):
-                    return
+        def kill(batch: int) -> None:
+            if batch in moments:
                 worker = self.chance.choice(loader.statistics().workers)
                 with suppress(ProcessLookupError):  # it is dead already, and the next one is not there yet
                     os.kill(worker.pid, signal.SIGKILL)
 
-        thread = threading.Thread(target=kill, name="kills")
-        thread.start()
-        try:
-            seconds = _epoch(loader)
-        finally:
-            over.set()
-            thread.join()
+        seconds = _epoch(loader, kill)
         return {"seconds": seconds, "kills": loader.statistics().worker_restarts - before}
 
     def _make(self, workers: int, costs: list[float]) -> DataLoader[Any]:
@@ -104,18 +93,14 @@ def case(workers: int, start_method: str, blocks: int, **setting: Any) -> Case:
     return Case("kills", "kills", workers, start_method, blocks, lambda: Plan(facts, [lane], PARTS))
 
 
-def moments(chance: random.Random, kills: int, seconds: float) -> list[float]:
-    """Ascending, in seconds: one in each of `kills` equal parts of the time."""
-    return [seconds * (part + chance.random()) / kills for part in range(kills)]
-
-
-def _epoch(loader: DataLoader[Any]) -> float:
+def _epoch(loader: DataLoader[Any], step: Callable[[int], None] = lambda batch: None) -> float:
     """Seconds from `iter()` to the last batch; RuntimeError unless every batch comes once and in order."""
     began = came = time.monotonic()
     indices = []
     for batch in loader:
         came = time.monotonic()
         indices.append(int(batch[0, INDEX]))
+        step(indices[-1])
     if indices != list(range(len(loader))):
         raise RuntimeError("batches were lost, came twice or out of order")
     return came - began

@@ -21,9 +21,8 @@ import torch
 
 from bench.peers import PEERS, LoaderSettings, make_peer, peer_class
 from bench.peers.torch_loader import TorchLoader
-from bench.timing.processes import Owners
 from bench.timing.rounds import Case, Lane, Plan, Row
-from bench.timing.steady import PeerLane
+from bench.timing.steady import PeerLane, peer_lanes
 from bench.workloads import find_workload
 from fastq_loader import PermutationSampler
 
@@ -151,20 +150,10 @@ def _steps(options: Namespace, names: Sequence[str], settings: LoaderSettings, f
     workload = find_workload("tokens")
 
     def plan() -> Plan:
-        load, owners = workload.load(folder), Owners()
-        lanes = [
-            StepsLane(
-                name,
-                PEERS[name].label,
-                options.seconds,
-                make=partial(make_peer, name, load, settings),
-                workload=workload,
-                load=load,
-                burst=settings.num_workers,
-                owners=owners,
-            )
-            for name in names
-        ]
+        load = workload.load(folder)
+        makers = {name: partial(make_peer, name, load, settings) for name in names}
+        fields: dict[str, Any] = {"workload": workload, "load": load, "burst": settings.num_workers}
+        lanes = peer_lanes(makers, StepsLane, seconds=options.seconds, **fields)
         return Plan({"description": f"tokens: {workload.description}"}, lanes, (WITHOUT, WITH))
 
     return Case(AXIS, STEPS, *settings[:2], options.blocks, plan)

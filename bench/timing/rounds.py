@@ -72,13 +72,14 @@ class Plan(NamedTuple):
     """A case that is about to be measured: what is known of it, and its lanes in the order of the report.
 
     All lanes take a part of a round before the next one begins. No block starts after the moment `until` of
-    `time.monotonic`.
+    `time.monotonic`. `around`: what lanes share, and what is closed after all of them.
     """
 
     facts: Row
     lanes: Sequence[Lane]
     parts: Sequence[str] = ("",)
     until: float = float("inf")
+    around: ExitStack | None = None
 
 
 class Case(NamedTuple):
@@ -127,6 +128,8 @@ def measure(case: Case) -> list[Row]:
     finally:
         for lane in plan.lanes:
             _close(lane)
+        if plan.around is not None:
+            plan.around.close()
     facts = plan.facts | ({"left_out": left_out} if left_out else {})
     kinds = {"case": [facts], "peer": peers, "block": [row for lane in plan.lanes for row in lane.rows]}
     return [{"row": kind} | case.key | row for kind, found in kinds.items() for row in found]

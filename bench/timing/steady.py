@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from bench.peers import PEERS, ByHand, LoaderSettings, Peer, make_peer
+from bench.peers import PEERS, LoaderSettings, Peer, make_peer
 from bench.timing.batches import compare, nbytes
 from bench.timing.ceiling import CEILING, WARM_UP, CeilingLane, first_batch
 from bench.timing.processes import USAGE, Owners, named, usage
@@ -136,6 +136,14 @@ class PeerLane(Lane):
             self.notes.append("an order of its own: values not compared")
 
 
+def peer_lanes(
+    makers: Mapping[str, Callable[[], Peer]], kind: type[PeerLane] = PeerLane, **fields: Any
+) -> list[Lane]:
+    """A lane for each of these loaders; `fields`: what they have in common."""
+    common = {"owners": Owners()} | fields
+    return [kind(name, PEERS[name].label, make=make, **common) for name, make in makers.items()]
+
+
 def latency(waits: Sequence[float]) -> Row:
     """Percentiles of these waits in seconds, at least one: each is one that occurred (nearest rank)."""
     found = np.percentile(waits, (50, 95, 99, 100), method="inverted_cdf").tolist()
@@ -158,21 +166,9 @@ def case(axis: str, name: str, workers: int, options: Namespace, folder: Path) -
         fitting = int(psutil.virtual_memory().total / 2 / max(1, max(sizes) * BATCHES_ALIVE))
         if left := [PEERS[peer].label for peer in peers[fitting:]]:
             facts["notes"] = [f"not measured, for want of memory for all at once: {'; '.join(left)}"]
-        makers: dict[str, Callable[[], Peer]]
         makers = {peer: partial(make_peer, peer, load, settings) for peer in peers[:fitting]}
-        makers |= {loop: partial(ByHand, make) for loop, make in workload.loops(load).items()}
         common: dict[str, Any] = {"load": load, "owners": Owners(), "seconds": options.seconds}
-        lanes = [
-            PeerLane(
-                peer,
-                PEERS[peer].label if peer in PEERS else peer,
-                make=make,
-                workload=workload,
-                burst=max(1, workers),
-                **common,
-            )
-            for peer, make in makers.items()
-        ]
+        lanes = peer_lanes(makers, workload=workload, burst=max(1, workers), **common)
         # The ceiling comes first, so that it is forked from a process without threads.
         return Plan(facts, [CeilingLane(CEILING, "the ceiling", workers=workers, **common), *lanes])
 

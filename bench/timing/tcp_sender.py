@@ -1,6 +1,6 @@
 """The other side of a bare `recv_into`: sends the same bytes again and again, to one connection at a time.
 
-A program of its own (`python -m bench.timing.tcp_sender ADDRESS BYTES`), which prints the port that it
+A program of its own (`python -m bench.timing.tcp_sender BYTES`), which prints the port that it
 listens at, and ends with its standard input. Imports the standard library alone, so that it is there at once.
 """
 
@@ -13,9 +13,9 @@ from contextlib import suppress
 
 
 def main() -> None:
-    address, size = sys.argv[1:]
-    batch = memoryview(bytes(range(256)) * (int(size) // 256 + 1))[: int(size)]
-    with socket.create_server((address, 0)) as server:
+    size = int(sys.argv[1])
+    batch = memoryview(bytes(range(256)) * (size // 256 + 1))[:size]
+    with socket.create_server(("127.0.0.1", 0)) as server:
         print(server.getsockname()[1], flush=True)
         while sys.stdin not in select.select([server, sys.stdin], [], [])[0]:
             connection, _ = server.accept()

@@ -1,7 +1,7 @@
 """`tune` and `num_workers="auto"` beside all settings that they could have chosen, measured in the same run.
 
-First `tune` chooses. Then every setting is tried for a moment, and the best of them stay. These, what `tune`
-chose and `num_workers="auto"` take turns, epoch by epoch. A training step is simulated by sleeping.
+First `tune` chooses, and says how long an epoch is. Then what it chose, every setting and "auto" take turns,
+epoch by epoch; a setting has new workers in each. A training step is simulated by sleeping.
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.utils.data import Sampler
-
 from bench.peers import LoaderSettings
 from bench.peers.torch_loader import loader_arguments
 from bench.timing.processes import wait_until_quiet
 from bench.timing.rounds import Case, Lane, Plan, Row
-from bench.workloads import ENDLESS, Load, find_workload
-from bench.workloads.limited import Naps
+from bench.workloads import ENDLESS, Load, Order, find_workload
+from bench.workloads.slow import Naps
 from fastq_loader import DataLoader, tune
 from fastq_loader.insight.machine import cpus
 
@@ -32,15 +30,11 @@ SCHEDULES = ROUND_ROBIN, DYNAMIC = ("round_robin", "dynamic")
 
 OWN_WORKERS = 2  # of the loader that `tune` is given
 TUNING, SHORTEST = 30.0, 1.0  # seconds of `tune` for each one of a block, and the least that it takes
-EPOCH, TRIED = 2.0, 0.6  # seconds of an epoch, and of a setting that is tried, for each one of a block
 MOST_ROUNDS = 3
 PREFETCH = (2, 8)
 USUAL_PREFETCH = PREFETCH[0]
 PER_CPU, PER_CPU_WAITING, MOST = 2, 16, 64
 """Workers for each CPU, of samples that compute and of ones that sleep, and in all."""
-KEPT = {"": 3, "fixed": 2}
-"""So many of the settings that were tried take turns: of all, and of those that `num_workers="auto"` is
-compared to."""
 WARM_BATCHES = 2  # for each worker
 LEAST_BATCHES = 8  # of an epoch: with fewer, "auto" learns nothing from it
 
@@ -74,7 +68,7 @@ def loads() -> dict[str, Tuned]:
     return {
         "csv": _of_workload("csv"),
         "jpeg": _of_workload("jpeg"),
-        "sleep": Tuned("4 samples that sleep 5 ms each", lambda folder: Load(Naps(0.005), 4), waits=True),
+        "sleep": Tuned("4 samples that sleep 5 ms each", lambda folder: Load(Naps(0.005, 1), 4), waits=True),
         "heavy_tail": _of_workload("heavy_tail", waits=True),
         "step": _of_workload("jpeg", step=0.2),
     }
@@ -110,19 +104,6 @@ def settings(machine_cpus: float, waits: bool) -> list[Setting]:
     return [*found, Setting(0)]
 
 
-class Order(Sampler[int]):
-    """The samples in turn, again and again, in an epoch of so many, which may change."""
-
-    def __init__(self, population: int) -> None:
-        self.population, self.samples = population, ENDLESS
-
-    def __iter__(self) -> Iterator[int]:
-        return map(self.population.__rmod__, range(self.samples))
-
-    def __len__(self) -> int:
-        return self.samples
-
-
 @dataclass
 class Race:
     """What the lanes of a case know of each other.
@@ -130,7 +111,6 @@ class Race:
     Attributes:
         seconds: of a block, as the run asks for it.
         batches: in an epoch.
-        tried: setting → batches per second when it was tried.
     """
 
     load: Load
@@ -138,13 +118,6 @@ class Race:
     start_method: str
     seconds: float
     batches: int = LEAST_BATCHES
-    tried: dict[Setting, float] = field(default_factory=dict)
-
-    def goes_on(self, setting: Setting) -> bool:
-        """Whether it is among the best so far."""
-        of_kind = {"": list(self.tried), "fixed": [each for each in self.tried if each.fixed]}
-        ranked = {kind: sorted(of, key=lambda each: -self.tried[each]) for kind, of in of_kind.items()}
-        return any(setting in ranked[kind][:most] for kind, most in KEPT.items())
 
 
 @dataclass(eq=False, kw_only=True)
@@ -164,22 +137,19 @@ class EpochLane(Lane):
     def make(self, workers: int, prefetch: int = USUAL_PREFETCH, **arguments: Any) -> None:
         """Make one."""
         load, settings = self.race.load, LoaderSettings(workers, self.race.start_method, prefetch)
-        order = Order(len(load.dataset))  # type: ignore[arg-type]
+        order = Order(len(load.dataset), ENDLESS)  # type: ignore[arg-type]
         usual = loader_arguments(load, settings)
         self.open(DataLoader(**usual | {"sampler": order} | arguments), order)
 
-    def epoch(self, batches: int, seconds: float = float("inf")) -> Row:
-        """Iterate an epoch of so many batches, or its beginning."""
-        self._order.samples, taken = batches * self.race.load.batch_size, 0
+    def epoch(self, batches: int) -> Row:
+        """Iterate an epoch of so many batches."""
+        self._order.samples = batches * self.race.load.batch_size
         began = time.monotonic()
         for _ in self._loader:
-            taken += 1
             if self.race.step:
                 time.sleep(self.race.step)
-            if time.monotonic() - began > seconds:
-                break
         took, workers = time.monotonic() - began, int(self._loader.num_workers)
-        return {"batches": taken, "seconds": took, "num_workers": workers}
+        return {"batches": batches, "seconds": took, "num_workers": workers}
 
     def warm_up(self) -> None:
         """Start the workers, all of them; nothing is trained meanwhile."""
@@ -202,7 +172,7 @@ class TunedLane(EpochLane):
         began = time.monotonic()
         tuned = tune(self._loader, race.step, max(SHORTEST, TUNING * race.seconds), progress=False)
         self._took = time.monotonic() - began
-        race.batches = max(LEAST_BATCHES, round(tuned.rows[0].batches_per_second * EPOCH * race.seconds))
+        race.batches = max(LEAST_BATCHES, round(tuned.rows[0].batches_per_second * race.seconds))
         self.label = f"tune: {named(*tuned.settings.values())}"
         self._chosen = tuned.settings
         self.open(tuned.loader, self._order)
@@ -230,27 +200,21 @@ class AutoLane(EpochLane):
 
 @dataclass(eq=False, kw_only=True)
 class SettingLane(EpochLane):
-    """One setting, which is tried, and goes on if it is among the best."""
+    """One setting, whose workers live for a block: those of all settings together would be hundreds."""
 
     setting: Setting
 
-    def start(self) -> None:
-        race, (workers, prefetch, schedule) = self.race, self.setting
-        self.make(workers, prefetch, schedule=schedule)
-        self.warm_up()
-        row = self.epoch(ceil(race.batches * TRIED / EPOCH), race.seconds * TRIED)
-        race.tried[self.setting] = self._tried = row["batches"] / row["seconds"]
-        if not race.goes_on(self.setting):
+    def block(self, part: str) -> list[Row]:
+        workers, prefetch, schedule = self.setting
+        try:
+            self.make(workers, prefetch, schedule=schedule)
+            self.warm_up()
+            return super().block(part)
+        finally:
             self.close()
 
-    def block(self, part: str) -> list[Row]:
-        if self.race.goes_on(self.setting):
-            return super().block(part)
-        self.close()
-        return []
-
     def finish(self) -> Row:
-        return {**self.setting._asdict(), "fixed": self.setting.fixed, "tried": self._tried}
+        return {**self.setting._asdict(), "fixed": self.setting.fixed}
 
 
 def cases(options: Namespace, folder: Path) -> Iterator[Case]:
@@ -263,9 +227,7 @@ def cases(options: Namespace, folder: Path) -> Iterator[Case]:
 
 def _plan(name: str, tuned: Tuned, options: Namespace, folder: Path) -> Plan:
     race = Race(tuned.build(folder), tuned.step, options.start_method, options.seconds)
-    seconds = EPOCH * options.seconds
-    tried = settings(cpus(), tuned.waits)
-    lanes: list[Lane] = [TunedLane(TUNED, TUNED, seconds, race=race)]
-    lanes += [SettingLane(str(each), str(each), seconds, race=race, setting=each) for each in tried]
-    lanes.append(AutoLane(AUTO, AUTO, seconds, race=race))
-    return Plan({"description": tuned.description, "step": tuned.step, "tried": len(tried)}, lanes)
+    seconds, tried = options.seconds, settings(cpus(), tuned.waits)
+    lanes = [SettingLane(str(each), str(each), seconds, race=race, setting=each) for each in tried]
+    first, last = TunedLane(TUNED, TUNED, seconds, race=race), AutoLane(AUTO, AUTO, seconds, race=race)
+    return Plan({"description": tuned.description, "step": tuned.step}, [first, *lanes, last])

@@ -52,9 +52,9 @@ class TurnsLane(Lane):
             for _ in range(EPOCH - 1):
                 held = next(batches)
             last = perf_counter()
-            turn = _turn(peer, batches)
+            seconds, _ = turn(peer, batches, EPOCH)
             del held, batches
-        return {FIRST_BATCH: first - started, FIRST_EPOCH: last - first, TURN_PERSISTENT: turn}
+        return {FIRST_BATCH: first - started, FIRST_EPOCH: last - first, TURN_PERSISTENT: seconds}
 
     def new_workers(self) -> dict[str, float]:
         turns = {}
@@ -64,7 +64,7 @@ class TurnsLane(Lane):
                 for _ in range(EPOCH):
                     next(batches)
                 sleep(step)
-                turns[moment] = _turn(peer, batches)
+                turns[moment], _ = turn(peer, batches, EPOCH)
                 del batches
         return turns
 
@@ -108,11 +108,12 @@ def case(name: str, peers: Sequence[str], settings: LoaderSettings, blocks: int,
     return Case("turns", name, settings.num_workers, settings.start_method, blocks, plan)
 
 
-def _turn(peer: Peer, batches: Iterator[Any]) -> float:
-    """Seconds from asking for what comes after the last batch to the first batch of the next epoch."""
+def turn(peer: Peer, batches: Iterator[Any], length: int) -> tuple[float, Iterator[Any]]:
+    """Seconds from asking for what comes after the last of `length` batches to the first batch of the next
+    epoch, and the rest of that."""
     started = perf_counter()
     if next(batches, None) is not None:
-        raise RuntimeError(f"an epoch of {EPOCH} batches went on")
+        raise RuntimeError(f"an epoch of {length} batches went on")
     following = peer.epoch()
     next(following)
-    return perf_counter() - started  # before `following` goes, and its workers with it
+    return perf_counter() - started, following

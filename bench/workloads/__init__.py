@@ -6,18 +6,17 @@ batch size and an order, and each peer turns these into its own arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, default_collate
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler, default_collate
 
 Step = Callable[[Any], None]
 Collate = Callable[[Any], Any]
-Loop = Callable[[], Iterator[Any]]
 
 # Longer than any run: 20,000 batches of 64 a second would take 14 minutes to end the epoch. A sequential
 # sampler over it is a `range`, which costs nothing to start.
@@ -99,6 +98,19 @@ def whole_batches(items: Iterable[Any], batch_size: int) -> Iterator[list[Any]]:
     return (list(piece) for piece in zip(*pieces, strict=False))
 
 
+class Order(Sampler[int]):
+    """The samples of a dataset in turn, again and again: so many in an epoch, which may change."""
+
+    def __init__(self, population: int = ENDLESS, samples: int = 0) -> None:
+        self.population, self.samples = population, samples
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.population.__rmod__, range(self.samples))
+
+    def __len__(self) -> int:
+        return self.samples
+
+
 class Endless(Dataset[Any]):
     """A dataset whose epoch is longer than any run; its samples come again and again."""
 
@@ -127,8 +139,6 @@ class Workload:
         build: makes the dataset, of what `prepare` wrote into the folder.
         random: samples depend on random generators, so that two loaders' batches have equal shapes only.
         new_step: makes a function to call with every batch; each peer trains a model of its own.
-        loops: ways to make these batches by hand, without any loader: name → a function that begins an epoch.
-            They are measured beside the loaders, and have to give the same batches.
     """
 
     name: str
@@ -137,7 +147,6 @@ class Workload:
     prepare: Callable[[Path], None] = lambda folder: None
     random: bool = False
     new_step: Callable[[], Step] = lambda: lambda batch: None
-    loops: Callable[[Load], Mapping[str, Loop]] = lambda load: {}
 
     def files(self, folder: Path) -> Path:
         """Where its files are, below the run's folder; they are written once."""

@@ -1,20 +1,19 @@
 """Samples that sleep: what a loader does while one worker is late.
 
 A sleep stands for the latency of a disk or an object store: what is measured is who waits for whom, not how
-many cores are free. `heavy_tail` is one of the workloads; `TracedSamples` tell who made them and when, for
-the cases of the schedule, with how soon so many workers could have them all.
+many cores are free. `heavy_tail` is one of the workloads; `TracedSamples` tell when they were made, for the
+cases of the schedule.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from bench.workloads import Cycled, Endless, Load, Workload
 
@@ -23,7 +22,7 @@ MEDIAN_S, SIGMA = 0.0005, 1.5  # one sample in a hundred takes 16 ms, every seve
 LONGEST_S = 0.1  # a stall that a single draw could stretch over a whole block would be noise
 BATCH = 16
 NAP_SAMPLES, NAP_BYTES = 16, 1 << 19
-INDEX, WORKER, START, END = range(4)
+INDEX, START, END = range(3)
 """Columns of a traced sample."""
 
 
@@ -55,13 +54,13 @@ HEAVY_TAIL = Workload(
 
 
 class Naps(Cycled):
-    """`dataset[i]` is uint8[524288], after a sleep of so many seconds: work that takes no CPU here.
+    """`dataset[i]` is uint8[nbytes], after a sleep of so many seconds: work that takes no CPU here.
 
     There are a few samples only, because other machines get the dataset, too.
     """
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__(torch.randint(256, (NAP_SAMPLES, NAP_BYTES), dtype=torch.uint8))
+    def __init__(self, seconds: float, nbytes: int = NAP_BYTES) -> None:
+        super().__init__(torch.randint(256, (NAP_SAMPLES, nbytes), dtype=torch.uint8))
         self.seconds = seconds
 
     def __getitem__(self, index: int) -> Tensor:
@@ -79,8 +78,8 @@ def naps(milliseconds: float, batches: int | None = None) -> Workload:
 
 
 class TracedSamples(Dataset[Tensor]):
-    """`dataset[i]` is float64[4] after a sleep of `costs[i]` seconds: `i`, the worker's number, and the
-    readings of `time.monotonic` before and after, which all processes of a machine share."""
+    """`dataset[i]` is float64[3] after a sleep of `costs[i]` seconds: `i`, and `time.monotonic` before and
+    after, which all processes of a machine share."""
 
     def __init__(self, costs: Sequence[float]) -> None:
         self.costs = list(costs)
@@ -89,12 +88,10 @@ class TracedSamples(Dataset[Tensor]):
         return len(self.costs)
 
     def __getitem__(self, index: int) -> Tensor:
-        worker = get_worker_info()
         start = time.monotonic()
         if self.costs[index]:
             time.sleep(self.costs[index])
-        numbers = (index, -1 if worker is None else worker.id, start, time.monotonic())
-        return torch.tensor(numbers, dtype=torch.float64)
+        return torch.tensor((index, start, time.monotonic()), dtype=torch.float64)
 
 
 class Step(NamedTuple):
@@ -115,15 +112,3 @@ def of_batches(costs: Sequence[float], batch_size: int) -> list[float]:
 def ideal(costs: Sequence[float], workers: int) -> float:
     """Seconds that nobody can do without: all workers are busy all the time, and no batch is divided."""
     return max(sum(costs) / workers, *costs)
-
-
-def list_schedule(costs: Sequence[float], workers: int, step: Step = NO_STEP) -> float:
-    """Seconds of a list schedule, which needs no knowledge of costs: whoever is free takes the next batch,
-    however far ahead that is, the consumer takes batches in order, and nothing else takes time."""
-    free = [0.0] * workers
-    now = 0.0
-    for number, cost in enumerate(costs, 1):
-        ready = free[0] + cost
-        heapq.heapreplace(free, ready)
-        now = max(now, ready) + (step.seconds if number % step.every == 0 else 0.0)
-    return now

@@ -3,21 +3,20 @@
 `csv`: a small table in a real training loop, whose step is part of what is timed: here a loader shows what it
 is worth to a training loop. `rows`: 2.6 KB a batch. `fields`: 50 tensors of a few hundred bytes a batch, as
 recommenders read them; whoever sends them one by one pays 50 times. `vectorised`: `__getitems__` indexes the
-tensor once and returns the batch; beside it stands the loop that needs no loader at all.
+tensor once and returns the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, RandomSampler
+from torch.utils.data import Dataset
 
-from bench.workloads import Endless, Load, Loop, Workload
+from bench.workloads import Endless, Load, Workload
 
 CSV_BATCHES = 3536  # in an epoch, which are 512 passes over 442 patients: six would be over at once
 LABELLED_ROWS, FIELD_ROWS, ALL_ROWS = 4096, 1024, 1_000_000
@@ -151,24 +150,8 @@ def as_it_is(batch: T) -> T:
     return batch
 
 
-def slicing(load: Load) -> Mapping[str, Loop]:
-    dataset, sampler = load.dataset, load.sampler()
-    assert isinstance(dataset, VectorisedRows)
-    assert isinstance(sampler, RandomSampler)
-
-    def by_hand() -> Iterator[Tensor]:
-        # The sampler's own draw and order, so that the batches are the same.
-        order = torch.randperm(ALL_ROWS, generator=sampler.generator)
-        whole = sampler.num_samples // BATCH * BATCH
-        for indices in torch.split(order[:whole], BATCH):
-            yield dataset.rows[indices]
-
-    return {"slicing by hand": by_hand}
-
-
 VECTORISED = Workload(
     "vectorised",
     "4096 shuffled rows of 1,000,000 x 16 float32, fetched by one vectorised call",
     lambda folder: Load(VectorisedRows(), batch_size=BATCH, shuffle=True, collate_fn=as_it_is),
-    loops=slicing,
 )

@@ -47,12 +47,10 @@ from fastq_loader.scheduling.events import (
     Undeliverable,
     Wait,
 )
-from fastq_loader.scheduling.in_flight import InFlight
-from fastq_loader.scheduling.pending_tasks import PendingTasks
+from fastq_loader.scheduling.in_flight import InFlight, PendingTasks
 from fastq_loader.scheduling.progress import START, Progress
-from fastq_loader.scheduling.states import LOST, Batch
-from fastq_loader.scheduling.window import Window
-from fastq_loader.scheduling.worker_table import WorkerTable
+from fastq_loader.scheduling.schedules import Window
+from fastq_loader.scheduling.states import LOST, NEXT, Batch, WorkerTable
 
 #: A batch that has cost so many workers their lives is given up.
 DEADLY = 3
@@ -151,7 +149,6 @@ class Scheduler:
             if batch.worker is None and batch.ticket in event.taken_back:
                 self._give_back(self.pending_tasks.settle(epoch, seq))
             elif batch.worker is None and batch.ticket in event.claimed:
-                self.pending_tasks.free_slot(batch)
                 self._claimed(batch, event.claimed[batch.ticket])
         self.abandon()
         self.epoch = event.epoch
@@ -194,7 +191,7 @@ class Scheduler:
             batch.move("send_to_dead")
             batch.worker = worker or 0
             return None
-        batch.move("send")
+        batch.state = NEXT[batch.state, "send"]
         self._make_task(batch)
         return batch
 
@@ -209,11 +206,11 @@ class Scheduler:
         return task
 
     def _claimed(self, batch: Batch, worker: int) -> None:
-        if batch.worker is None:
-            task = batch.task
-            if task is not None and (task.grants or task.promises):
-                self.pool.hand_over(batch.holder, worker, batch.blocks)
-            batch.worker = worker
+        self.pending_tasks.free_slot(batch)
+        task = batch.task
+        if task is not None and (task.grants or task.promises):
+            self.pool.hand_over(batch.holder, worker, batch.blocks)
+        batch.worker = worker
 
     def _give_back(self, batch: Batch) -> None:
         self.pool.give_back(offset for offset, _ in batch.blocks)
@@ -255,7 +252,6 @@ class Scheduler:
         """
         del self.pending_tasks[answer.epoch, answer.seq]
         if batch.worker is None:
-            self.pending_tasks.free_slot(batch)
             self._claimed(batch, worker)
         task = batch.task
         assert task is not None, "it was sent"
@@ -276,7 +272,7 @@ class Scheduler:
             if self._arrivals or not self.in_order or answer.outcome == ENDED:
                 self._arrivals.append(batch)
             else:  # torch would take it off its queue later, and nothing would come of that
-                batch.move("answer")
+                batch.state = NEXT[batch.state, "answer"]
                 self._in_flight.ring.push(batch.seq, batch)
 
     def _refuse(self, batch: Batch, fault: ProtocolError) -> None:
@@ -391,11 +387,10 @@ class Scheduler:
         return self._hand_out(arrival)
 
     def _hand_out(self, batch: Batch) -> Batch:
-        self._in_flight.leave(batch, "deliver")
+        batch.state = NEXT[batch.state, "deliver"]
+        del self._in_flight.batches[batch.seq]
         if self.shared_tasks:
-            if self.window.size != self.window.least:
-                self.window.delivered()
-            self.to_draw = self.window.refill(len(self._in_flight.batches))
+            self.to_draw = self.window.delivered(len(self._in_flight.batches))
         else:
             self.to_draw = 1  # torch asks a sampler again that has nothing more
             if batch.worker is not None:

@@ -11,42 +11,13 @@ import pytest
 
 pytest.importorskip("psutil", reason="the bench extra is not installed")
 
-from bench.arguments import COMPARED, parse
+from bench.arguments import parse
 from bench.output.rows import Results
-from bench.output.tables import case_tables, summary_tables
 from bench.peers import LoaderSettings
 from bench.timing import against
 from bench.timing.against import AGAINST, NEW, NEW_WORKERS, OLD, RevisionLane, answers
 from bench.timing.rounds import Case, Plan, measure
 from tests.conftest import ROOT
-from tests.support import bench_example as example
-
-
-def test_what_is_not_said_is_usual() -> None:
-    bare = parse(["--against", "HEAD~3"])
-    assert (bare.workloads[AGAINST], bare.workers[AGAINST], bare.blocks) == (COMPARED, (2,), 5)
-    assert (bare.prefetch, bare.schedule, bare.ceiling) == (2, None, False)
-    line = f"rows {NEW_WORKERS} --against HEAD~3 --rounds 9 --prefetch 16 --schedule dynamic --workers 0,2"
-    said = parse(line.split())
-    assert (said.workloads[AGAINST], said.workers[AGAINST]) == (("rows", NEW_WORKERS), (0, 2))
-    assert (said.blocks, said.prefetch, said.schedule) == (9, 16, "dynamic")
-
-
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("--against HEAD --rounds 4", "at least 5 rounds to tell noise, got 4"),
-        ("--against HEAD --device cuda", "not allowed"),
-        ("--prefetch 16", "go with --against"),
-        (NEW_WORKERS, "is not a workload"),
-    ],
-)
-def test_a_wrong_command_line_says_what_is_wrong(
-    line: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse(line.split())
-    assert named in capsys.readouterr().err
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -134,35 +105,3 @@ def test_what_a_revision_cannot_do_has_a_reason(
 ) -> None:
     (answer,) = answers((str(folder), str(tmp_path), "rows", LoaderSettings(1, "fork"), keywords, 0.01))
     assert re.match(said, answer["failure"])
-
-
-def compared(name: str, rates: dict[str, tuple[float, ...]], **failed: dict[str, Any]) -> list[example.Row]:
-    used = {"seconds": 1.0, "consumer_cpu": 0.01, "worker_cpu": 0.02, "switches": 10}
-    blocks = {peer: [{"batches": rate, **used} for rate in of] for peer, of in rates.items()}
-    facts = {"title": "The working tree against 1234567"}
-    return example.case(AGAINST, name, facts, {peer: {} for peer in rates} | failed, blocks)
-
-
-def test_ratios_are_of_rounds() -> None:
-    results = Results(
-        [
-            example.run(),
-            *compared("faster", {OLD: (100, 200, 300), NEW: (150, 240, 390), "ceiling": (200, 400, 600)}),
-            *compared("unclear", {OLD: (100, 200, 300), NEW: (90, 240, 300)}),
-            *compared("failed", {NEW: (100,)}, **{OLD: {"label": "1234567", "failure": "no schedule"}}),
-        ]
-    )
-    (table,) = summary_tables(results)
-    rows = {row["workload"]: row for row in table.rows}
-    assert table.title == "The working tree against 1234567"
-    assert rows["faster"]["new ÷ old"] == "1.30 (1.20..1.50)", "that of the medians is 1.20"
-    assert (rows["faster"][OLD], rows["faster"][NEW], rows["faster"]["ceiling"]) == (
-        "200",
-        "240",
-        "50% → 60%",
-    )
-    assert (rows["faster"]["consumer CPU"], rows["faster"]["worker CPU"]) == ("50 → 42", "100 → 83")
-    assert rows["unclear"]["new ÷ old"] == "1.00 (0.90..1.20), within noise"
-    assert (rows["failed"][OLD], rows["failed"][NEW], rows["failed"]["new ÷ old"]) == ("–", "100", "–")  # noqa: RUF001
-    assert table.notes == ["failed: 1234567: not measured: no schedule"]
-    assert [len(case_tables(case)) for case in results.cases()] == [1, 1, 1]

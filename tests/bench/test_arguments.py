@@ -12,9 +12,11 @@ pytest.importorskip("pandas", reason="the bench extra is not installed")
 
 from bench import run
 from bench.__main__ import NO_GPU, main
-from bench.arguments import AXES, DEVICE_SECONDS, SHORT, parse
+from bench.arguments import AXES, COMPARED, DEVICE_SECONDS, SHORT, parse
 from bench.peers import PEERS
 from bench.peers.device import ARMS
+from bench.programs import command
+from bench.timing.against import AGAINST, NEW_WORKERS
 from bench.workloads import all_workloads
 from bench.workloads.ready_made import SHAPES
 
@@ -23,7 +25,7 @@ def test_a_bare_command_is_a_short_run_and_full_is_everything() -> None:
     bare, full = parse([]), parse(["--full"])
     assert (bare.axes, bare.json, bare.device) == (("steady",), None, None)
     assert (bare.workloads["steady"], bare.workers["steady"]) == (SHORT, (2,))
-    assert bare.peers == tuple(name for name in PEERS if name != "fastq_loader_cached")
+    assert bare.peers == tuple(PEERS)
     assert full.axes == tuple(AXES)
     assert full.workloads["steady"] == full.workloads["memory"] == tuple(all_workloads())
     assert full.blocks > bare.blocks
@@ -38,23 +40,23 @@ def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
     assert found == [*steady, ("turns", "rows", 4), ("turns", "tokens", 4)]
 
 
+SHARED_BY_ALL = {"bytes": 7}
+DROP_INS = {"start": 6, "turns": 3}
+OURS_ALONE = {"schedule": 6, "kills": 2, "resume": 4, "insight": 5, "cluster": 6}
+
+
 @pytest.mark.parametrize(
-    ("peers", "axes"),
+    ("peer", "axes"),
     [
-        ("torch", ["bytes"] * 7 + ["start"] * 6 + ["turns"] * 3 + ["schedule"] * 4),
-        (
-            "fastq_loader",
-            [
-                *(["bytes"] * 7 + ["start"] * 6 + ["turns"] * 3 + ["schedule"] * 6 + ["kills"] * 2),
-                *(["resume"] * 4 + ["insight"] * 10),
-            ],
-        ),
-        ("grain", ["bytes"] * 7),
+        ("torch", SHARED_BY_ALL | DROP_INS | {"schedule": 4}),
+        ("fastq_loader", SHARED_BY_ALL | DROP_INS | OURS_ALONE),
+        ("grain", SHARED_BY_ALL),
     ],
 )
-def test_only_peers_that_are_asked_for_contend(peers: str, axes: list[str], tmp_path: Path) -> None:
-    options = parse(["--axis", "bytes,start,turns,schedule,kills,resume,insight", "--peers", peers])
-    assert [case.axis for case in run.cases(options, tmp_path)] == axes
+def test_only_peers_that_are_asked_for_contend(peer: str, axes: dict[str, int], tmp_path: Path) -> None:
+    every = ",".join(SHARED_BY_ALL | DROP_INS | OURS_ALONE)
+    found = [case.axis for case in run.cases(parse(["--axis", every, "--peers", peer]), tmp_path)]
+    assert {axis: found.count(axis) for axis in found} == axes
 
 
 def test_a_device_has_workloads_and_peers_of_its_own() -> None:
@@ -66,10 +68,21 @@ def test_a_device_has_workloads_and_peers_of_its_own() -> None:
     assert (some.workloads["device"], some.peers) == (("fields_32",), ("torch", "register"))
 
 
+def test_two_revisions_have_usual_workloads_and_rounds() -> None:
+    bare = parse(["--against", "HEAD~3"])
+    assert (bare.workloads[AGAINST], bare.workers[AGAINST], bare.blocks) == (COMPARED, (2,), 5)
+    assert (bare.prefetch, bare.schedule, bare.ceiling) == (2, None, False)
+    line = f"rows {NEW_WORKERS} --against HEAD~3 --rounds 9 --prefetch 16 --schedule dynamic --workers 0,2"
+    said = parse(line.split())
+    assert (said.workloads[AGAINST], said.workers[AGAINST]) == (("rows", NEW_WORKERS), (0, 2))
+    assert (said.blocks, said.prefetch, said.schedule) == (9, 16, "dynamic")
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [
         ("nosuch", "is not a workload"),
+        (NEW_WORKERS, "is not a workload"),
         ("rows --device cuda", "is not a workload"),
         ("--peers torch,nosuch", "is not a peer"),
         ("--axis nosuch", "is not an axis"),
@@ -77,25 +90,33 @@ def test_a_device_has_workloads_and_peers_of_its_own() -> None:
         ("--workers two", "whole numbers"),
         ("--workers -1", "whole numbers"),
         ("--blocks 0", "at least 1"),
-        ("--seconds 0", "above 0"),
         ("--seconds nan", "above 0"),
         ("--json /nosuch/x.json", "folder that exists"),
-        ("--plot /nosuch", "folder that exists"),
+        ("--against HEAD --rounds 4", "at least 5 rounds to tell noise, got 4"),
+        ("--against HEAD --device cuda", "not allowed"),
+        ("--prefetch 16", "go with --against"),
+        ("program nosuch", "invalid choice"),
+        ("program csv_table --loader nosuch", "invalid choice"),
+        ("program csv_table --rounds 0", "at least 1"),
+        ("program csv_table --workers two", "whole numbers"),
+        ("program csv_table --limit -1", "megabytes"),
+        ("program csv_table --data /nosuch", "folder that exists"),
     ],
 )
 def test_a_wrong_command_line_says_what_is_wrong(
     line: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    first, *rest = line.split()
     with pytest.raises(SystemExit):
-        parse(line.split())
+        command.parse(rest) if first == "program" else parse([first, *rest])
     assert named in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_so_and_exits_with_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     written = tmp_path / "results.jsonl"
-    command = [sys.executable, "-m", "bench", "--device", "cuda", "--json", str(written)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    line = [sys.executable, "-m", "bench", "--device", "cuda", "--json", str(written)]
+    done = subprocess.run(line, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", f"{NO_GPU}\n")
     assert not written.exists()
 

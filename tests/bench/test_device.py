@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, call
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("pandas", reason="the bench extra is not installed")
 
@@ -25,20 +22,15 @@ from bench.peers.device import (
     PAGEABLE,
     REGISTER,
     RESIDENT,
-    SIDE_STREAM,
     TORCH,
     Arm,
-    Batches,
-    make,
-    prefetched,
 )
 from bench.timing import device
 from bench.timing.device import COPY, LENGTHS, LINK, PARTS
-from bench.timing.device_clock import AHEAD, COPIES, CudaDevice, Pace, timed_block
+from bench.timing.device_clock import AHEAD, CudaDevice, Pace, timed_block
 from bench.timing.rounds import measure
-from bench.workloads.ready_made import LARGE, SHAPES, ReadyMade, Shape
+from bench.workloads.ready_made import LARGE, Shape
 from tests.support.bench_example import MACHINE
-from tests.support.datasets import assert_same
 from tests.support.late_device import late_device
 
 NO_PINNING = "ignore:'pin_memory' argument is set as true but no accelerator is found"
@@ -66,71 +58,8 @@ class HostDevice(CudaDevice):
     def copy_seconds(self, memory: str, nbytes: int, pieces: int) -> float:
         return nbytes / 50e9 * (2 if memory == PAGEABLE else 1)
 
-    def reserved(self) -> int:
-        return 1 << 21
-
     def describe(self) -> dict[str, str]:
         return {"device": "a host", "driver": "none", "cuda": "none"}
-
-
-@pytest.mark.parametrize("shape", [SMALL, ONE])
-def test_samples_are_made_in_the_worker_and_no_two_fields_are_alike(shape: Shape) -> None:
-    dataset = ReadyMade(shape)
-    fresh = len(pickle.dumps(dataset))
-    leaves = tree_leaves(dataset.batch())
-    assert len({tuple(leaf.flatten().tolist()) for leaf in leaves}) == shape.fields
-    assert sum(leaf.nbytes for leaf in leaves) == shape.nbytes
-    expected = (shape.samples, *shape.sample_shape), shape.dtype
-    assert {(leaf.shape, leaf.dtype) for leaf in leaves} == {expected}
-    assert len(pickle.dumps(dataset)) == fresh
-    assert_same(pickle.loads(pickle.dumps(dataset)).batch(), dataset.batch())
-
-
-def test_an_epoch_is_as_long_as_it_is_told_or_until_it_is_stopped() -> None:
-    batches = Batches(3)
-    endless = iter(batches)
-    assert list(itertools.islice(endless, 5)) == [[0, 1, 2]] * 5
-    batches.stopped = True
-    assert list(endless) == []
-    batches.stopped, batches.length = False, 2
-    assert len(list(batches)) == 2
-
-
-def test_the_prefetcher_copies_the_next_batch_before_it_hands_one_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    story = MagicMock()
-    monkeypatch.setattr(torch.cuda, "stream", story.on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: story.consumer)
-    monkeypatch.setattr("bench.peers.device.to_device", lambda batch, device: story.copy(batch) and batch)
-    first, second = torch.zeros(1), torch.ones(1)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda leaf, stream: story.record_stream(leaf, stream))
-    batches = prefetched([first, second], torch.device("cpu"), story.side)
-    assert next(batches) is first
-    copied = [call.on(story.side), call.copy(first), call.side.record_event()]
-    waited = call.consumer.wait_event(story.side.record_event())
-    told = [each for each in story.mock_calls if "__" not in str(each)][:-1]
-    handed = [waited, call.record_stream(first, story.consumer)]
-    assert told == [*copied, *handed, copied[0], call.copy(second), copied[2]]
-    story.reset_mock()
-    assert list(batches) == [second]
-    assert story.mock_calls == [waited, call.record_stream(second, story.consumer)]
-
-
-@pytest.mark.processes
-def test_epochs_follow_the_one_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    with late_device(monkeypatch):
-        arm = make(REGISTER, SMALL, torch.device("cpu"), 1, "fork")
-        try:
-            for _ in range(5):
-                arm.next()
-            before = arm.staging()["copies"]
-            arm.epochs(2, 3)
-            # The epoch before is taken to its end first: what was asked for already, and no more.
-            assert 6 <= arm.staging()["copies"] - before <= 6 + arm.ahead
-            arm.next()
-        finally:
-            arm.close()
 
 
 def slow_arm(seconds: float, ahead: int = 0) -> Arm:
@@ -139,7 +68,7 @@ def slow_arm(seconds: float, ahead: int = 0) -> Arm:
             time.sleep(seconds)
             yield number
 
-    return Arm(Batches(1), begin, ahead)
+    return Arm(begin, ahead)
 
 
 def test_a_block_knows_steps_from_what_is_between_them() -> None:
@@ -164,59 +93,8 @@ def test_what_was_ready_before_a_block_is_not_counted() -> None:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Torch's CUDA, so far as it is called by name, over host memory.
-
-    `now` counts the milliseconds of a GPU whose cycles are two in a nanosecond.
-    """
-    fake = MagicMock(now=0.0, registered=[])
-
-    def event(enable_timing: bool, blocking: bool) -> Any:
-        assert enable_timing
-        assert blocking, "a wait that spins is CPU time"
-        made = MagicMock()
-        made.record.side_effect = lambda stream: setattr(made, "at", fake.now)
-        made.elapsed_time.side_effect = lambda later: later.at - made.at
-        return made
-
-    fake.Event.side_effect = event
-    fake._sleep.side_effect = lambda count: setattr(fake, "now", fake.now + count / 2e6)
-    runtime = fake.cudart.return_value
-    runtime.cudaHostRegister.side_effect = lambda address, nbytes, flags: fake.registered.append(address) or 0
-    runtime.cudaHostUnregister.side_effect = lambda address: fake.registered.remove(address) or 0
-    for name in ("Event", "_sleep", "cudart", "current_stream", "current_device", "check_error"):
-        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
-    fake.current_device.return_value = 0
-    fake.device = CudaDevice()
-    fake.device.torch = torch.device("cpu")
-    return fake
-
-
-@pytest.mark.parametrize("memory", [PAGEABLE, REGISTER])
-def test_steps_are_cycles_and_copies_are_timed_in_pieces(
-    memory: str, cuda: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = cuda.device.mark()
-    cuda.device.step(0.003)
-    assert cuda.device.between(start, cuda.device.mark()) == pytest.approx(0.003)
-    pieces: list[int] = []
-
-    def timed(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
-        assert non_blocking
-        assert bool(cuda.registered) == (memory == REGISTER)
-        pieces.append(source.nbytes)
-        cuda.now += 0.5
-
-    monkeypatch.setattr(torch.Tensor, "copy_", timed)
-    assert cuda.device.copy_seconds(memory, 4096, 4) == pytest.approx(4 * 0.5e-3)
-    assert pieces == [1024] * 4 * (2 + COPIES)
-    assert cuda.registered == []
-
-
-@pytest.fixture
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "SHAPES", {LARGE: ONE, "fields_32": SMALL})
-    monkeypatch.setattr(device, "EPOCH_BATCHES", 2)
     monkeypatch.setattr(device, "PAUSE_S", 0.001)
     monkeypatch.setattr("bench.timing.rounds.wait_until_quiet", lambda: None)
 
@@ -239,8 +117,6 @@ def test_a_whole_run_in_miniature(
         assert command.perform(options, here, cases("large fields_32 --blocks 2")) == 0
     for shape in rows.read(written).cases():
         assert "left_out" not in shape.facts
-        # There is no side stream without CUDA: that arm has a reason, and the others have figures.
-        assert "CUDA" in str(shape.peers[SIDE_STREAM].failure)
         asked = {LINK: [COPY], RESIDENT: LENGTHS, TORCH: PARTS, **dict.fromkeys(OURS, PARTS)}
         for name, parts in asked.items():
             peer = shape.peers[name]
@@ -248,7 +124,6 @@ def test_a_whole_run_in_miniature(
             assert [len(peer.part(part)) for part in parts] == [2] * len(parts)
             assert len(peer.rows) == 2 * len(parts)
             assert ("first_batch" in peer.about) == (name in (TORCH, *OURS))
-            assert ("reserved_20" in peer.about) == (name in OURS)
         for name in OURS:
             assert shape.peers[name].about["staging"]["pin"] == name
             assert shape.peers[name].about["staging"]["copied_bytes"] > 0
@@ -258,13 +133,6 @@ def test_a_whole_run_in_miniature(
     assert text.startswith("a host, driver none")
     assert "fields_32: a few fields" in text
     assert "large: GB/s of a full drain / peak" in text
-
-
-def test_there_are_as_many_workers_as_cores_but_two() -> None:
-    for line, cores, workers in ((["--workers", "0,6"], 16, 6), ([], 16, 14), ([], 1, 1)):
-        options = parse(["--device", "cuda", *line])
-        found = run.device_cases(options, HostDevice(), cores)
-        assert [(case.name, case.workers) for case in found] == [(name, workers) for name in SHAPES]
 
 
 @pytest.mark.processes

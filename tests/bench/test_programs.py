@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -20,9 +19,9 @@ import torch
 
 import fastq_loader
 from bench.__main__ import main
-from bench.programs import LOADERS, PROGRAMS, command, limits, report, run
-from bench.programs.limits import Group, Limited
-from bench.programs.track import Pass, Queue, Track
+from bench.programs import PROGRAMS, command, report, run
+from bench.programs.limits import Limited
+from bench.programs.track import Pass, Track
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,18 +48,28 @@ def test_every_loader_trains_the_same_to_the_bit(name: str, folder: Path) -> Non
         assert all(0 < this.waited <= this.seconds and this.batches * this.memory > 0 for this in passes)
 
 
+ALONE = """
+import runpy, sys
+for name, folder in zip(sys.argv[1::2], sys.argv[2::2]):
+    sys.argv = [name, folder]
+    runpy.run_path(f"{name}.py", run_name="__main__")
+"""
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_runs_alone_where_only_the_package_is(name: str, folder: Path, tmp_path: Path) -> None:
-    shutil.copy(ROOT / f"bench/programs/{name}.py", tmp_path)
+def test_programs_run_alone_where_only_the_package_is(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "installed").mkdir()
     (tmp_path / "installed/fastq_loader").symlink_to(Path(fastq_loader.__file__).parent)
-    command = [sys.executable, "-W", "ignore:This DataLoader will create", f"{name}.py", files(folder, name)]
+    given: list[Any] = []
+    for name in PROGRAMS:
+        shutil.copy(ROOT / f"bench/programs/{name}.py", tmp_path)
+        assert 60 <= len((tmp_path / f"{name}.py").read_text().splitlines()) <= 120
+        given += [name, files(folder, name)]
+    command = [sys.executable, "-W", "ignore:This DataLoader will create", "-c", ALONE, *given]
     environment = {**os.environ, "PYTHONPATH": "installed"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "loss" in done.stdout
-    assert 60 <= len((tmp_path / f"{name}.py").read_text().splitlines()) <= 120
+    assert done.stdout.count("loss") >= len(PROGRAMS)
 
 
 @pytest.mark.processes
@@ -72,7 +81,7 @@ def test_the_command_runs_a_program_under_its_limit(folder: Path, capfd: pytest.
     assert "fastq: each process may have 2,000 MB of data (RLIMIT_DATA)" in printed
 
 
-def test_loaders_run_to_and_fro_and_the_readme_gets_the_tables(
+def test_loaders_run_to_and_fro_and_tables_are_written(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
@@ -82,23 +91,14 @@ def test_loaders_run_to_and_fro_and_the_readme_gets_the_tables(
         ran.append(arguments[1])
         return a_run(arguments[1], loss=losses[arguments[1]])
 
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- programs:begin -->\nold\n<!-- programs:end -->\nafter\n")
-    monkeypatch.setattr(command, "README", readme)
+    monkeypatch.setattr(command, "TABLES", tmp_path / "tables.md")
     monkeypatch.setattr(command, "run", instead)
     line = f"csv_table --workers 2 --few --data {folder} --rounds 2 --readme".split()
     assert command.main(line) == 0
     assert ran == ["torch", "fastq", "fastq", "torch"]
-    written = readme.read_text()
-    assert written.startswith("before\n<!-- programs:begin -->")
-    assert written.endswith("<!-- programs:end -->\nafter\n")
-    assert report.SAME in written
-    assert "old" not in written
+    assert report.SAME in (tmp_path / "tables.md").read_text()
     losses["fastq"] = math.nextafter(0.5, 1)
     assert command.main(line) == 1
-    readme.write_text("nothing between markers")
-    with pytest.raises(ValueError, match="0 sections"):
-        command.write_readme([], readme)
 
 
 @pytest.mark.processes
@@ -106,25 +106,6 @@ def test_a_run_that_is_out_of_memory_says_so(folder: Path, capfd: pytest.Capture
     line = f"csv_table --few --data {folder} --workers 0 --limit 20"
     with pytest.raises(SystemExit, match=r"ended with .* 20 MB of data"):
         command.main(line.split())
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("nosuch", "invalid choice"),
-        ("csv_table --loader nosuch", "invalid choice"),
-        ("csv_table --rounds 0", "at least 1"),
-        ("csv_table --workers two", "whole numbers"),
-        ("csv_table --limit -1", "megabytes"),
-        ("csv_table --data /nosuch", "folder that exists"),
-    ],
-)
-def test_a_wrong_command_line_says_what_is_wrong(
-    line: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        command.parse(line.split())
-    assert said in capsys.readouterr().err
 
 
 def test_files_that_were_not_finished_are_written_again(
@@ -195,22 +176,7 @@ def test_another_number_of_workers_may_train_otherwise_and_is_compared_with_none
     ]
 
 
-def test_memory_that_grows_is_told_of_the_program_with_a_limit() -> None:
-    assert (
-        "torch: peak memory of the last epoch is 1.020 times that of the first"
-        in report.table("image_table", [a_run()]).notes
-    )
-
-
 # ---- waits, queue, limits -----------------------------------------------------------------------
-
-
-def test_a_track_yields_what_the_loader_yields_and_ends_its_epoch() -> None:
-    track = Track()
-    with track.running():
-        assert list(track(["a", "b"], "first")) == ["a", "b"]
-        assert list(track(iter(()), "second")) == []
-    assert [(each.description, each.batches) for each in track.passes] == [("first", 2), ("second", 0)]
 
 
 def test_waits_are_what_iter_and_next_take_and_not_what_the_step_takes(
@@ -238,94 +204,7 @@ def test_waits_are_what_iter_and_next_take_and_not_what_the_step_takes(
     assert (track.passes[0].waited, track.passes[0].seconds) == (1013.0, 1313.0)
 
 
-def test_the_bar_says_what_was_waited(capsys: pytest.CaptureFixture[str]) -> None:
-    track = Track(shown=True)
-    with track.running():
-        list(track(["a", "b"], "epoch 7"))
-    shown = capsys.readouterr().out
-    assert "epoch 7" in shown
-    assert "2/2" in shown
-    assert "waited 0.0 s" in shown
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("persistent", [True, False])
-def test_the_queue_is_what_workers_answered_and_nobody_took(persistent: bool) -> None:
-    with fastq_loader.DataLoader(range(40), num_workers=1, persistent_workers=persistent) as loader:
-        for _ in range(2):
-            queue = Queue(loader)
-            ready = [queue.text(taken) for taken, _ in enumerate(loader, 1)]
-            assert set(ready) <= {f", {count} ready" for count in range(3)}
-            assert ready[-1] == ", 0 ready"
-    assert Queue(torch.utils.data.DataLoader(range(4))).text(1) == ""
-
-
-@pytest.mark.processes
-def test_workers_of_the_loader_that_is_not_read_are_asked_for_their_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[list[int]] = []
-    monkeypatch.setattr("bench.programs.track.cpu_seconds", lambda pid: asked.append(pid) or 1.0)
-    track = Track()
-    with fastq_loader.DataLoader(range(4), num_workers=1, persistent_workers=True) as loader:
-        list(track(loader, ""))
-        assert asked == []
-        list(track(range(2), ""))
-        assert {worker.pid for worker in loader.statistics().workers} <= set(asked)
-
-
-@pytest.fixture(params=[limits.VERSION_1, limits.VERSION_2], ids=["version 1", "version 2"])
-def version(request: pytest.FixtureRequest) -> limits.Files:
-    return request.param
-
-
-@pytest.fixture
-def cgroups(version: limits.Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of cgroups, whose files come and go with them, as the kernel's do."""
-    if version is limits.VERSION_2:
-        (tmp_path / "cgroup.controllers").write_text("memory")
-
-    def make(folder: Path) -> None:
-        os.mkdir(folder)
-        for name in ("cgroup.procs", version.swap):
-            (folder / name).touch()
-        (folder / version.peak).write_text("900000000\n")
-        (folder / version.events).write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
-
-    monkeypatch.setattr(Path, "mkdir", make)
-    monkeypatch.setattr(Path, "rmdir", shutil.rmtree)
-    monkeypatch.setattr(limits, "_LEAVING_S", 0.0)  # a file does not empty itself when a process ends
-    return tmp_path
-
-
-def test_a_cgroup_has_the_limit_and_no_swap(cgroups: Path, version: limits.Files) -> None:
-    group = Group(cgroups, 1000)
-    assert (group.folder / version.limit).read_text() == "1000"
-    assert (group.folder / version.swap).read_text() == ("0" if version is limits.VERSION_2 else "1000")
-    assert group.used() == (900_000_000, 3)
-    group.remove()
-    assert not group.folder.exists()
-
-
-def test_a_command_is_in_its_cgroup_from_the_beginning(cgroups: Path) -> None:
-    limited = Limited(1000, cgroups)
-    assert limited.run(["sh", "-c", f"exit $(($(cat {cgroups}/*/cgroup.procs) != $$))"]) == 0
-    assert "page cache included: 900 MB; killed for want of memory: 3" in limited.said
-    assert not list(cgroups.glob("fastq-*"))
-
-
 def test_a_folder_without_cgroups_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"--cgroup .*nosuch: no cgroup with a memory limit"):
         command.run([], Limited(1000, tmp_path / "nosuch"))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_results_of_a_run_are_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    result = tmp_path / "result.json"
-    monkeypatch.setattr(
-        sys, "argv", ["", "csv_table", "fastq", "0", "1", str(files(folder, "csv_table")), str(result)]
-    )
-    run.main()
-    found = json.loads(result.read_text())
-    assert (found["loader"], found["workers"], len(found["passes"])) == ("fastq", 0, 1)
-    assert set(LOADERS) == {"torch", "fastq"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import sys
 import time
@@ -18,20 +17,20 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data import default_collate
 from torch.utils.data._utils import collate
 
 pytest.importorskip("psutil", reason="the bench extra is not installed")
 
 from bench.output.rows import CaseRows, Results
-from bench.peers import PEERS, Entry, LoaderSettings, Unsupported
+from bench.peers import PEERS, Entry, LoaderSettings
 from bench.peers.torch_loader import TorchInline
-from bench.timing import alone, kills, rounds, schedule, schedule_cases, steady, turns
-from bench.timing.batches import compare, nbytes
-from bench.timing.ceiling import SMALLEST_BUFFER, WarmBuffers, first_batch
-from bench.timing.rounds import Case, Lane, Plan, measure, reason
-from bench.timing.schedule_cases import BOUND, CONTENDERS, Goal, ScheduleCase, bound
-from bench.workloads import Load, slow
+from bench.timing import alone, kills, rounds, schedule, steady, turns
+from bench.timing.batches import compare
+from bench.timing.ceiling import SMALLEST_BUFFER, WarmBuffers
+from bench.timing.rounds import Case, Lane, Plan, measure
+from bench.timing.schedule import BOUND, Goal, ScheduleCase, bound
+from bench.workloads import slow
 from bench.workloads.slow import Step, TracedSamples
 
 SETTINGS = LoaderSettings(1, "fork")
@@ -41,8 +40,8 @@ def measured(case: Case) -> CaseRows:
     return Results(measure(case)).cases()[0]
 
 
-class Told(Lane):
-    """A lane that tells a story, and breaks where it is told to."""
+class Noting(Lane):
+    """A lane that notes what it does, and breaks where it should."""
 
     def __init__(self, name: str, story: list[str], breaks: str = "") -> None:
         super().__init__(name, name)
@@ -64,16 +63,16 @@ class Told(Lane):
         self.finish = lambda: tell("finish") or {"p50": 1.0}  # type: ignore[method-assign]
 
 
-def told(lanes: list[Lane], **plan: Any) -> CaseRows:
+def noted(lanes: list[Lane], **plan: Any) -> CaseRows:
     """Two rounds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "wait_until_quiet", lambda: None)
-        return measured(Case("steady", "told", 1, "fork", 2, lambda: Plan({}, lanes, **plan)))
+        return measured(Case("steady", "noted", 1, "fork", 2, lambda: Plan({}, lanes, **plan)))
 
 
 def test_lanes_take_turns_to_and_fro_part_by_part() -> None:
     story: list[str] = []
-    found = told([Told("a", story), Told("b", story)], parts=("x", "y"))
+    found = noted([Noting("a", story), Noting("b", story)], parts=("x", "y"))
     ends = ["a finish", "a close", "b finish", "b close"]
     forth, back = (["a", "b"], ["b", "a"])
     blocks = [f"{name} block {part}" for order in (forth, back) for part in "xy" for name in order]
@@ -96,7 +95,7 @@ def test_a_lane_that_breaks_has_a_reason_and_others_go_on(
     breaks: str, failure: str | None, notes: list[str], blocks: int
 ) -> None:
     story: list[str] = []
-    found = told([Told("bad", story, breaks), Told("good", story)])
+    found = noted([Noting("bad", story, breaks), Noting("good", story)])
     assert (found.peers["bad"].failure, found.peers["bad"].about["notes"]) == (failure, notes)
     assert len(found.peers["bad"].rows) == blocks
     assert (found.peers["good"].failure, len(found.peers["good"].rows)) == (None, 2)
@@ -107,32 +106,19 @@ def test_when_the_time_is_over_what_is_left_is_named(monkeypatch: pytest.MonkeyP
     story: list[str] = []
     now = iter([0.0, 0.0, 2.0])
     monkeypatch.setattr(rounds.time, "monotonic", lambda: next(now, 2.0))
-    found = told([Told("a", story)], until=1.0)
+    found = noted([Noting("a", story)], until=1.0)
     assert (len(found.peers["a"].rows), found.facts["left_out"]) == (1, ["round 2: a"])
-    late = told([Told("a", story)], until=1.0)
+    late = noted([Noting("a", story)], until=1.0)
     assert late.peers["a"].failure == "no time was left to start it"
 
 
 def test_an_interrupt_closes_every_lane() -> None:
     story: list[str] = []
-    lanes: list[Lane] = [Told("a", story), Told("b", story)]
+    lanes: list[Lane] = [Noting("a", story), Noting("b", story)]
     lanes[1].block = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        told(lanes)
+        noted(lanes)
     assert story[-2:] == ["a close", "b close"]
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (ModuleNotFoundError("No module named 'grain'"), "not installed: No module named 'grain'"),
-        (Unsupported("no streams"), "no streams"),
-        (ValueError("one\ntwo"), "ValueError: one"),
-        (ValueError(), "ValueError: "),
-    ],
-)
-def test_reasons_are_one_line(error: Exception, said: str) -> None:
-    assert reason(error) == said
 
 
 BATCH: dict[str, Any] = {"x": torch.arange(6).reshape(2, 3), "rest": [np.ones(2), "text", None]}
@@ -142,50 +128,14 @@ BATCH: dict[str, Any] = {"x": torch.arange(6).reshape(2, 3), "rest": [np.ones(2)
     ("change", "said"),
     [
         ({"x": torch.zeros(2, 3, dtype=torch.int64)}, r"\['x'\] has other values"),
-        ({"x": torch.arange(6)}, r"\['x'\] has shape \(6,\), not \(2, 3\)"),
         ({"x": torch.arange(6.0).reshape(2, 3)}, r"dtype torch.float32, not torch.int64"),
-        ({"x": None}, "no array"),
         ({"rest": [np.ones(2), "text"]}, r"other leaves: \['rest'\]\[2\]"),
-        ({"rest": [np.ones(2), "other", None]}, "other values"),
-        ({"more": 1}, r"other leaves: \['more'\]"),
         ({}, None),
     ],
 )
 def test_other_batches_are_told(change: dict[str, Any], said: str | None) -> None:
     wrong, _ = compare(BATCH | change, BATCH)
     assert not wrong if said is None else re.search(said, *wrong)
-
-
-def test_what_is_no_other_batch() -> None:
-    notes = ["batch is tuple, not list", "batch[0] is ndarray, not Tensor"]
-    assert compare((BATCH["x"].numpy(),), [BATCH["x"]]) == ([], notes)
-    assert compare(BATCH | {"x": BATCH["x"] + 1}, BATCH, values=False) == ([], [])
-    assert nbytes(BATCH) == 6 * 8 + 2 * 8 + len("text")
-
-
-SQUARES: Any = [index * index for index in range(24)]
-
-
-class Numbers(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        worker = get_worker_info()
-        return iter(range(12) if worker is None else range(worker.id, 12, worker.num_workers))
-
-
-def test_batches_are_dealt_out_as_torch_does() -> None:
-    load = Load(SQUARES, batch_size=4)
-    assert [batch.tolist() for batch in load.share(1, 3)] == [[16, 25, 36, 49], [256, 289, 324, 361]]
-    assert len(list(load.share())) == 6
-    stream = Load(Numbers(), batch_size=3)
-    assert [first_batch(stream, shards).tolist() for shards in (0, 2)] == [[0, 1, 2], [0, 2, 4]]
-    assert get_worker_info() is None
-
-
-def test_shuffled_loads_give_the_same_order_to_everybody() -> None:
-    load = Load(SQUARES, batch_size=4, shuffle=True, batches=3)
-    order = list(load.index_batches())
-    assert len(order) == 3
-    assert order == list(load.index_batches())
 
 
 @pytest.mark.parametrize("length", [3, SMALLEST_BUFFER])
@@ -209,28 +159,12 @@ def test_the_ceiling_makes_the_batches_that_torch_makes(
 
 
 def test_what_batches_cost_and_how_soon_they_could_be_there() -> None:
-    stalls = [0.24, *[0.03] * 7] * 8
-    assert slow.ideal(stalls, 4) == pytest.approx(0.9)
-    assert slow.list_schedule(stalls, 4) == pytest.approx(0.99)
+    assert slow.ideal([0.24, *[0.03] * 7] * 8, 4) == pytest.approx(0.9)
     assert slow.ideal([1.0, 0.1, 0.1], 4) == 1.0, "no batch is divided"
-    assert slow.list_schedule([3, 1, 1, 1, 2], 2) == 5
-    assert slow.list_schedule([1, 1, 1, 1], 1, Step(10, 2)) == 2 + 10 + 10
-    assert slow.list_schedule([5, 1, 1, 1], 2, Step(1, 1)) == 5 + 4, "in order"
     assert slow.of_batches([1, 2, 3, 4, 5], 2) == [3, 7, 5]
     drawn = slow.log_normal(0.01, 1.0, 1000)
     assert drawn == slow.log_normal(0.01, 1.0, 1000)
     assert sorted(drawn)[500] == pytest.approx(0.01, rel=0.1)
-
-
-def test_cases_name_contenders_that_there_are() -> None:
-    for case in schedule_cases.schedule_cases():
-        assert set(case.contenders) <= set(CONTENDERS)
-        assert case.goal.of in case.contenders
-        assert case.goal.base in (*case.contenders, BOUND)
-        dataset: Any = case.build()
-        assert len(dataset) >= case.samples
-        assert (bound(case, dataset)[0] is not None) == isinstance(dataset, TracedSamples)
-        assert isinstance(dataset, TracedSamples) or case.goal.base != BOUND
 
 
 def _instant() -> TracedSamples:
@@ -245,25 +179,10 @@ SMALL = ScheduleCase(
 def test_steps_are_a_bound_too() -> None:
     case = replace(SMALL, batches=64, batch_size=1, workers=4)
     dataset = TracedSamples([0.1] * 64)
-    assert bound(case, dataset) == (pytest.approx(1.6), "sum of costs / 4", pytest.approx(1.6))
-    # The first step waits for its batches, and the last one follows all of them.
-    for every, seconds, listed in ((8, 8 * 0.5, 0.2 + 8 * 0.5), (32, 1.6, 1.6 + 0.5)):
-        words = "max(steps, sum of costs / 4)"
+    assert bound(case, dataset) == (pytest.approx(1.6), "sum of costs / 4")
+    for every, seconds in ((8, 8 * 0.5), (32, 1.6)):
         found = bound(replace(case, step=Step(0.5, every)), dataset)
-        assert found == (pytest.approx(seconds), words, pytest.approx(listed))
-
-
-def test_a_timeline_is_by_batch_and_from_the_start_of_the_clock() -> None:
-    rows = [[[2, 1, 10.5, 10.6], [3, 1, 10.6, 10.75]], [[0, 0, 10.0, 10.1], [1, 0, 10.1, 11.0]]]
-    line = schedule.timeline_of(torch.tensor(rows, dtype=torch.float64), [0.8, 1.0], began=10.0)
-    assert (line["batch"], line["worker"], line["delivered"]) == ([0, 1], [0, 1], [0.8, 1.0])
-    assert (line["start"][1], line["end"][1]) == (pytest.approx(0.5), pytest.approx(0.75))
-
-
-def test_kills_are_spread_over_the_epoch_and_the_same_in_every_run() -> None:
-    found = kills.moments(random.Random(0), 4, 2.0)
-    assert found == kills.moments(random.Random(0), 4, 2.0)
-    assert [int(moment / 0.5) for moment in found] == [0, 1, 2, 3]
+        assert found == (pytest.approx(seconds), "max(steps, sum of costs / 4)")
 
 
 def steady_case(peers: list[str], folder: Path, name: str = "rows") -> Case:
@@ -318,16 +237,6 @@ def test_a_failing_peer_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.processes
-def test_large_batches_are_measured_with_the_peers_that_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(steady.psutil, "virtual_memory", lambda: Mock(total=2 * 16 * 4096))
-    found = measured(steady_case(["torch_0", "grain"], tmp_path, "bytes_4096"))
-    assert list(found.peers) == ["ceiling", "torch_0"]
-    assert found.facts["notes"] == ["not measured, for want of memory for all at once: Grain"]
-
-
-@pytest.mark.processes
 def test_moments_between_epochs(tmp_path: Path) -> None:
     names = ["torch", "fastq_loader"]
     found = measured(turns.case("rows", names, SETTINGS, 1, tmp_path))
@@ -345,16 +254,14 @@ def test_moments_between_epochs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("axis", ["start", "memory"])
 def test_a_peer_alone_in_a_fresh_process(axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alone, "SAMPLING_S", 0.1)
-    settings = LoaderSettings(1, "nosuch")
-    broken = measured(alone.case(axis, "rows", ["torch"], settings, 1, tmp_path))
-    assert (
-        "nosuch" in str(broken.peers["torch"].failure) if axis == "start" else broken.peers["torch"].failure
-    )
     found = measured(alone.case(axis, "rows", ["fastq_loader"], SETTINGS, 1, tmp_path))
     assert found.peers["fastq_loader"].failure is None
     (row,) = found.peers["fastq_loader"].rows
     if axis == "start":
         assert (row["part"], 0 < row["seconds"] < 60) == (alone.FIRST_BATCH, True)
+        settings = LoaderSettings(1, "nosuch")
+        broken = measured(alone.case(axis, "rows", ["torch"], settings, 1, tmp_path))
+        assert "nosuch" in str(broken.peers["torch"].failure)
     else:
         assert row["pss"] > 10 << 20
         assert row["consumer_descriptors"] > 3
@@ -363,7 +270,7 @@ def test_a_peer_alone_in_a_fresh_process(axis: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.processes
 def test_contenders_take_turns_over_the_same_batches() -> None:
-    case = replace(SMALL, step=Step(0.001, 4), picture=True)
+    case = replace(SMALL, step=Step(0.001, 4))
     found = measured(schedule.case(case, ["torch", "fastq_loader"], "fork", 2))
     assert list(found.peers) == ["torch", "torch_unordered", "dynamic"]
     for name, peer in found.peers.items():
@@ -371,28 +278,15 @@ def test_contenders_take_turns_over_the_same_batches() -> None:
         for row in peer.rows:
             assert row["seconds"] > max(row["waited"], 3 * 0.001)
             assert ("window" in row) == (name == "dynamic")
-        line = peer.about["timeline"]
-        assert line["batch"] == list(range(12))
-        assert set(line["worker"]) <= {0, 1}
-        assert len(line["delivered"]) == 12
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ([*range(2, 24), 0, 1], "another order"),
-        ([0, 1, *range(22)], "came twice"),
-        (list(range(22)), "gave 11 of 12 batches"),
-    ],
-)
-def test_wrong_batches_are_no_figures(wrong: list[int], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule.Order, "__iter__", lambda order: iter(wrong))
+def test_wrong_batches_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule.Order, "__iter__", lambda order: iter([*range(2, 24), 0, 1]))
     case = replace(SMALL, contenders=("dynamic", "torch_unordered"))
     found = measured(schedule.case(case, ["torch", "fastq_loader"], "fork", 1))
-    assert said in str(found.peers["dynamic"].failure)
-    unordered = found.peers["torch_unordered"].failure
-    assert unordered is None if said == "another order" else said in str(unordered)
+    assert "another order" in str(found.peers["dynamic"].failure)
+    assert found.peers["torch_unordered"].failure is None
 
 
 @pytest.mark.processes

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,22 +68,6 @@ def test_photographs_are_bytes_or_normalised_floats(name: str, dtype: torch.dtyp
     assert images.float().std() > 0.1
 
 
-def test_tensor_files_have_ids_and_labels(tmp_path: Path) -> None:
-    dataset: Any = built("tensor_files", tmp_path).dataset
-    volume, label = dataset[5]
-    assert (len(dataset), volume.shape, label) == (6, (32, 32, 32), 5)
-    assert torch.equal(volume, torch.load(tmp_path / "tensor_files" / "id-0005.pt"))
-
-
-def test_fields_are_fifty_of_each_kind(tmp_path: Path) -> None:
-    batch = next(batches(built("fields", tmp_path)))
-    assert len(batch) == 50
-    shapes = [tuple(value.shape) for value in batch.values()]
-    assert (shapes.count((16,)), shapes.count((16, 8)), shapes.count((16, 16))) == (38, 6, 6)
-    dtypes = {value.dtype for value in batch.values()}
-    assert dtypes == {torch.float64, torch.float32, torch.int64, torch.bool}
-
-
 def test_objects_hold_no_tensor_and_what_torch_refuses_to_collate(tmp_path: Path) -> None:
     load = built("objects", tmp_path)
     batch = next(batches(load))
@@ -94,27 +77,6 @@ def test_objects_hold_no_tensor_and_what_torch_refuses_to_collate(tmp_path: Path
     with pytest.raises((TypeError, RuntimeError)):
         next(iter(DataLoader(load.dataset, 32)))
     assert text.columns([{"a": 1}, {"a": None}]) == {"a": [1, None]}
-
-
-def test_vectorised_rows_are_those_of_a_slice_by_hand(tmp_path: Path) -> None:
-    load = built("vectorised", tmp_path)
-    dataset: Any = load.dataset
-    assert torch.equal(dataset.__getitems__([5, 3]), dataset.rows[[5, 3]])
-    (loop,) = tables.VECTORISED.loops(load).values()
-    by_hand = list(loop())
-    assert len(by_hand) == 3
-    assert_same(by_hand, list(batches(load)))
-    assert not torch.equal(next(loop()), by_hand[0]), "the next epoch has another order"
-    (short,) = tables.VECTORISED.loops(replace(load, batches=2)).values()
-    assert_same(list(short()), by_hand[:2])
-
-
-def test_ragged_batches_are_padded_to_their_longest(tmp_path: Path) -> None:
-    load = built("ragged", tmp_path)
-    for batch in islice(batches(load), 3):
-        assert batch["tokens"].shape == (32, batch["lengths"].max())
-        padding = torch.arange(batch["tokens"].shape[1]) >= batch["lengths"][:, None]
-        assert not batch["tokens"][padding].any()
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 16])
@@ -128,23 +90,3 @@ def test_a_worker_streams_every_so_manieth_record(
     for worker in range(workers):
         with as_worker(worker, workers, dataset):
             assert_same(list(dataset), everything[worker::workers])
-
-
-def test_the_tail_is_as_heavy_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(slow, "time", SimpleNamespace(sleep=slept.append))
-    dataset = slow.SlowSamples()
-    for index in range(slow.SAMPLES):
-        dataset[index]
-    seconds = torch.tensor(slept)
-    assert 0.0004 < seconds.median() < 0.0006
-    assert 0.012 < seconds.quantile(0.99) < 0.022
-    assert seconds.max() <= slow.LONGEST_S
-    late = (seconds.reshape(-1, slow.BATCH) > 0.016).any(dim=1).float().mean()
-    assert 0.1 < late < 0.2
-
-
-@pytest.mark.parametrize("count", [1 << 10, 1 << 20])
-def test_a_sized_batch_has_that_many_bytes(count: int, tmp_path: Path) -> None:
-    batch = next(batches(built(f"bytes_{count}", tmp_path)))
-    assert batch.nbytes == count

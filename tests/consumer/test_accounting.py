@@ -6,7 +6,6 @@ from array import array
 from time import monotonic_ns
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -60,27 +59,6 @@ def test_the_sample_that_held_up_others_is_named(index: Any) -> None:
     assert account.late is None
     (late,) = counters.snapshot().late_batches
     assert late == LateBatch(1, 4, late.seconds, 40e-9, 8, 30e-9)
-
-
-def test_an_observer_is_told_of_what_the_workers_processes_do_and_of_errors_at_their_place() -> None:
-    account, counters = accounting()
-    told = MagicMock()
-    counters.observe(told)
-    first, second = account.spent, counters.begin_epoch(0, 0)
-    account.begin_epoch(second, {3: 4711}.__getitem__)
-    assert told.dropped.call_args.args[0] == first.epoch
-    account.replaced(3, "it died")
-    assert told.replaced.call_args.args[:4] == (second.epoch, 3, 4711, "it died")
-    error = KeyError()
-    assert account.spent.left(9, None, 8, error)
-    account.spent.counted()
-    assert told.raised.call_args.args[:3] == (second.epoch, 8, error)
-    account.spent.left(9, None, None, None)
-    account.spent.counted()
-    assert told.left.call_args.args[:2] == (second.epoch, None), "of the next call nothing is known"
-    assert told.raised.call_count == 1
-    account.drop()
-    assert told.dropped.call_args.args[0] == second.epoch
 
 
 def test_a_call_ends_with_what_it_gave_or_with_the_epoch() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.consumer.delivery import Delivery
-from fastq_loader.consumer.outcomes import Delivered, Raised
+from fastq_loader.consumer.delivery import Delivered, Delivery, Raised
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import BATCH, BROKEN, ERROR, Answer, Handle
 from fastq_loader.scheduling.states import Batch
@@ -71,16 +70,6 @@ def test_a_batch_is_delivered_with_leases_and_without_what_was_copied() -> None:
     assert outcome.batch == "batch"
     assert (pool.delivered, pool.dropped) == ([1], [2])
     assert (counters.batches, counters.bytes) == (1, 40)
-
-
-def test_a_batch_for_a_device_comes_from_its_staging() -> None:
-    delivery = Delivery(Unpacker(), Pool(), counters := Counters())  # type: ignore[arg-type]
-    delivery.staging = SimpleNamespace(deliver=lambda answer: ("staged", answer.seq))  # type: ignore[assignment]
-    answer = Answer(1, 5, 0, BATCH, 0, 0, (), (), Handle(0, SimpleNamespace(nbytes=1), (), None, ()))
-    outcome = delivery.hand_out(batch(5, 3, answer, None))
-    assert isinstance(outcome, Delivered)
-    assert outcome.batch == ("staged", 5)
-    assert counters.batches == 1
 
 
 def test_an_error_without_an_answer_is_raised_as_it_is() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 
 import pytest
@@ -11,22 +10,6 @@ import pytest
 from fastq_loader import DataLoader
 from fastq_loader.consumer.resources import Resources
 from tests.conftest import descendants
-
-
-def test_it_is_made_once_and_belongs_to_one_loader() -> None:
-    loader = DataLoader(range(4))
-    runtime = loader._resources
-    assert runtime is loader._resources
-    assert runtime.owner() is loader
-    twin = object.__new__(DataLoader)
-    vars(twin).update(vars(loader))
-    assert twin._resources is not runtime, "it came with the attributes of another loader"
-
-
-def test_it_keeps_no_loader_alive() -> None:
-    runtime = DataLoader(range(4))._resources
-    gc.collect()
-    assert runtime.owner() is None
 
 
 def test_nothing_of_it_is_copied() -> None:

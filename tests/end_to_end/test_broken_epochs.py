@@ -144,7 +144,7 @@ SAMPLERS: dict[str, Callable[[Any, torch.Generator | None], Any]] = {
     "sequential": lambda items, g: None,
     "distributed": lambda items, g: DistributedSampler(items, 2, 1),
 }
-SEEDS = range(*map(int, os.environ.get("FASTQ_BROKEN_SEEDS", "0:12").split(":")))
+SEEDS = range(*map(int, os.environ.get("FASTQ_BROKEN_SEEDS", "0:8").split(":")))
 
 
 def orders(config: dict[str, Any], workers: int | str) -> list[Any]:

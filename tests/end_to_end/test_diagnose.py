@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.workloads.limited import CASES, Naps, play
 from fastq_loader import DataLoader, empty
+from tests.support.limited import CASES, Naps, play
 
 RUNS = [
-    *((name, workers, "fork") for workers in (2, 4) for name in CASES),
-    *((name, 2, "spawn") for name in ("workers", "start_up")),
+    *((name, 2, "fork") for name in CASES),
+    *((name, 4, "fork") for name in ("workers", "head_of_line", "balanced")),
+    ("start_up", 2, "spawn"),
 ]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import datetime
-import itertools
 import multiprocessing
 import random
 import time
@@ -113,20 +112,6 @@ def test_r1_r2_r5_iter_draws_one_int64_and_the_sampler_draws_at_iter_with_worker
     assert np.random.rand() == np.random.RandomState(13).rand()
 
 
-def test_r3_persistent_workers_are_seeded_once_and_draw_on() -> None:
-    with DataLoader(
-        Made(draw_as_worker, 4), num_workers=1, persistent_workers=True, collate_fn=list
-    ) as loader:
-        torch.manual_seed(9)
-        first = list(loader)
-        after_one = torch.get_rng_state()
-        second = list(loader)
-        assert torch.equal(torch.get_rng_state(), after_one), "the second epoch drew a base seed"
-    assert {sample["seed"] for (sample,) in first + second} == {first[0][0]["seed"]}
-    drawn = [sample["drawn"] for (sample,) in first + second]
-    assert all(one != other for one, other in itertools.combinations(drawn, 2)), "workers were seeded again"
-
-
 @pytest.mark.parametrize("given", [False, True])
 def test_r4_worker_seeds_are_base_plus_id_and_numpys_a_hash_of_both(given: bool) -> None:
     base = draw_int64(torch.Generator().manual_seed(11))
@@ -206,16 +191,6 @@ def worker_and_numbers(batches: Sequence[Any]) -> list[tuple[int, list[int]]]:
     """Of batches of a Stream of tensors: who sent them and what is in them."""
     numbers = [labels.tolist() for _, labels in batches]
     return [(labels[0] // 1000, [label % 1000 for label in labels]) for labels in numbers]
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_r9_workers_of_unequal_length_take_turns_until_each_has_ended(drop_last: bool) -> None:
-    """Each drops its own last batch."""
-    arguments: dict[str, Any] = {"drop_last": drop_last, "persistent_workers": True}
-    with DataLoader(Stream("tensors", [5, 2, 4]), 2, num_workers=3, **arguments) as loader:
-        for _ in range(2):
-            expected = [(0, [0, 1]), (1, [0, 1]), (2, [0, 1]), (0, [2, 3]), (2, [2, 3]), (0, [4])]
-            assert worker_and_numbers(list(loader)) == expected[: 5 if drop_last else 6]
 
 
 class SlowStream(Stream):

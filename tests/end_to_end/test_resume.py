@@ -32,7 +32,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from fastq_loader import DataLoader, PermutationSampler, Processes, RoundRobin, ToDevice
+from fastq_loader import DataLoader, PermutationSampler, Processes, ToDevice
 from fastq_loader.reading import generators
 from tests.conftest import run_script
 
@@ -273,7 +273,7 @@ def indices(epochs: list[Any]) -> list[Any]:
     return [[batch[0] for batch in batches] for batches in epochs]
 
 
-SEEDS = range(*map(int, os.environ.get("FASTQ_RESUME_SEEDS", "0:16").split(":")))
+SEEDS = range(*map(int, os.environ.get("FASTQ_RESUME_SEEDS", "0:12").split(":")))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -396,38 +396,12 @@ def never_stopped() -> list[Any]:
     return [batch for batch, _ in run(-1, 0)]
 
 
-@pytest.mark.parametrize(("stop", "workers"), [(1, (2, 3)), (17, (0, 2)), (18, (3, 1)), (19, (1, 0))])
+@pytest.mark.parametrize(("stop", "workers"), [(1, (2, 3)), (18, (0, 2)), (19, (1, 0))])
 def test_a_killed_process_goes_on_in_another_with_other_workers(stop: int, workers: tuple[int, int]) -> None:
     first = run(stop, workers[0])
     assert len(first) == stop
     second = run(-1, workers[1], first[-1][1])
     assert [batch for batch, _ in first + second] == never_stopped()
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_the_generators_of_workers_are_saved_where_it_was_asked_for(persistent: bool) -> None:
-    def loader() -> DataLoader[Any]:
-        return DataLoader(
-            Augmented(40),
-            4,
-            shuffle=True,
-            num_workers=2,
-            generator=torch.Generator().manual_seed(3),
-            persistent_workers=persistent,
-            schedule=RoundRobin(save_generators=True),
-        )
-
-    first, batches = loader(), []
-    for _ in range(2):
-        for batch in first:
-            batches.append(plain(batch))
-            if len(batches) == 15:
-                state = json.dumps(first.state_dict())
-    first.close()
-    second = loader()
-    second.load_state_dict(json.loads(state))
-    assert [plain(batch) for batch in second] == batches[15:]
-    second.close()
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])

@@ -16,23 +16,11 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader
 from fastq_loader.iterators import base
-from fastq_loader.reading.generators import draw_base_seed
 from tests.conftest import of_kind
 from tests.support.datasets import FaultyDataset, SizedStream
 from tests.support.loaders import torch_has
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_a_base_seed_is_one_draw_of_an_int64(given: bool) -> None:
-    expected = torch.Generator().manual_seed(4)
-    generator = torch.Generator().manual_seed(4) if given else None
-    torch.manual_seed(4)
-    seed = draw_base_seed(generator)
-    assert seed == torch.empty((), dtype=torch.int64).random_(generator=expected).item()
-    state = torch.get_rng_state() if generator is None else generator.get_state()
-    assert torch.equal(state, expected.get_state())
 
 
 def make(kind: Any, **arguments: Any) -> Any:

@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, Sampler, get_worker_info
 from torch.utils.data import DataLoader as TorchDataLoader
 
-import fastq_loader
 from fastq_loader import (
     DataLoader,
     DuplicateData,
@@ -27,8 +26,8 @@ from fastq_loader import (
     SameOrder,
     TinyBatches,
 )
-from fastq_loader.insight import hints as judgements
-from fastq_loader.iterators import base, hints
+from fastq_loader.insight import advice as judgements
+from fastq_loader.iterators import hints
 from tests.support.datasets import Stream
 from tests.support.loaders import WORKERS
 
@@ -173,13 +172,6 @@ def test_it_is_silenced_by_its_class(kind: type[LoaderHint]) -> None:
             warnings.simplefilter("ignore", other)
         for _ in range(epochs):
             iterate(loader)
-
-
-def test_the_classes_are_public_and_have_one_base() -> None:
-    assert issubclass(LoaderHint, UserWarning)
-    for kind in CASES:
-        assert issubclass(kind, LoaderHint)
-        assert getattr(fastq_loader, kind.__name__) is kind
 
 
 def test_of_two_hints_that_are_errors_the_first_ends_the_epoch() -> None:
@@ -456,17 +448,3 @@ def test_memory_is_looked_at_once_and_when_the_size_of_batches_is_known(
     assert looks == []
     twice(longer)
     assert looks == [1]
-
-
-def test_an_interrupt_between_two_batches_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    iterator = iter(DataLoader(range(3)))  # type: ignore[arg-type]
-    monkeypatch.setattr(base.Hints, "look", interrupted)
-    next(iterator)
-    iterator._hints.due = 1
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    iterator._hints.due = 9
-    assert [batch.item() for batch in iterator] == [1, 2]

@@ -116,9 +116,3 @@ def test_threads_share_an_iterator_and_each_batch_is_handed_out_once() -> None:
     for thread in threads:
         thread.join()
     assert sorted(found) == list(range(200))
-
-
-def test_nothing_is_polled_for_without_workers() -> None:
-    iterator = iter(DataLoader(range(4)))
-    assert iterator.poll() is None
-    assert numbers(iterator) == [0, 1, 2, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from fastq_loader.consumer import event_loop
 from fastq_loader.errors import InvalidTransition, PoisonousBatch
 from fastq_loader.ipc.messages import BATCH, ENDED, Answer
 from fastq_loader.memory.blocks import size_class
@@ -18,6 +20,7 @@ from fastq_loader.scheduling.events import (
     Died,
     Draw,
     EpochStarted,
+    Event,
     Exhausted,
     Finish,
     Idle,
@@ -26,9 +29,9 @@ from fastq_loader.scheduling.events import (
     Send,
     Wait,
 )
-from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.scheduling.scheduler import _HANDLERS, Scheduler
+from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
-from fastq_loader.scheduling.window import Window
 from tests.support.scheduler_machine import SchedulerMachine, arrive
 from tests.support.simulation import REGION, SimulatedArena
 
@@ -163,6 +166,11 @@ def test_an_answer_that_is_not_due_is_a_defect() -> None:
         arrive(scheduler, *answer(sends[0]))
     with pytest.raises(AssertionError, match="does not owe"):
         arrive(scheduler, *answer(sends[1]._replace(worker=0)))
+
+
+def test_every_event_and_every_instruction_has_a_handler() -> None:
+    assert set(typing.get_args(Event)) == set(_HANDLERS)
+    assert set(typing.get_args(Instruction)) == set(event_loop._ACTIONS)
 
 
 def test_epochs_only_go_up() -> None:

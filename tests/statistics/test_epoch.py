@@ -262,14 +262,6 @@ def test_the_batches_that_were_ready_are_averaged_over_parts_of_the_epoch(
     assert abs(total - ready) <= 0.006 * sum(widths) + 1
 
 
-def test_two_batches_that_wait_all_the_time_are_two() -> None:
-    epoch = EpochCounters(1, 0)
-    epoch.started(0)
-    epoch.left(1 << 30, answer(0))
-    epoch.left(1 << 30, answer(1))
-    assert set(epoch.snapshot().ready) == {2.0, 0.0} or set(epoch.snapshot().ready) == {2.0}
-
-
 # ---- several epochs, and who is told --------------------------------------------------------------------
 
 
@@ -311,54 +303,3 @@ def test_a_task_that_was_sent_again_counts_from_then_on() -> None:
     assert waited(worker) == (5, 15)
     epoch.answered(1, answer(2, 90, 95, 95), False, worker)
     assert waited(worker) == (5, 35), "one that nobody knows to be sent was sent when it began"
-
-
-class Told:
-    """An observer that keeps what it was told of."""
-
-    def __init__(self) -> None:
-        self.of: list[tuple[Any, ...]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *values: self.of.append((name, *values))
-
-
-def test_an_observer_is_told_of_everything() -> None:
-    epoch, told = EpochCounters(3, 0), Told()
-    epoch.observer, epoch.pid_of = told, {7: 4711}.__getitem__
-    epoch.drew(1, 2)
-    epoch.sent(0, 2)
-    epoch.started(3)
-    epoch.entered(4, 811)
-    epoch.waited("memory", 4, 5)
-    came = answer(0, 1, 2, 3)
-    epoch.answered(7, came, True, WorkerCounters(0, 1))
-    epoch.used_device(5, 6)
-    epoch.left(6, came)
-    epoch.loaded(1, 7, 8, 9)
-    epoch.replaced(7, "it died", 10)
-    error = KeyError()
-    epoch.left(11, None, 2, error)
-    epoch.dropped(12)
-    epoch.ended(13, 0)
-    epoch.ended(14, 0)
-    epoch.closed(15)
-    assert told.of == [
-        ("drew", 3, 1, 2),
-        ("sent", 3, 0, 2),
-        ("left", 3, None, 3),
-        ("entered", 3, 4, 811),
-        ("waited", 3, "memory", 4, 5),
-        ("answered", 3, 7, 4711, came),
-        ("used_device", 3, 5, 6),
-        ("left", 3, 0, 6),
-        ("loaded", 3, 1, 7, 8, 9),
-        ("replaced", 3, 7, 4711, "it died", 10),
-        ("raised", 3, 2, error, 11),
-        ("left", 3, 2, 11),
-        ("dropped", 3, 12),
-        ("left", 3, None, 13),
-        ("ended", 3, 13),
-        ("left", 3, None, 14),
-        ("closed", 14, 15),
-    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -148,19 +148,3 @@ def test_epochs_of_one_loader_are_counted_in_the_order_of_what_happened() -> Non
         notes.flush()
     first.counted()
     assert [told.args[:2] for told in watching.entered.call_args_list] == [(1, 1), (2, 2), (1, 3), (2, 4)]
-
-
-def test_an_observer_is_told_of_what_comes_after_it_and_who_called() -> None:
-    watching = Mock()
-    watching.thread.return_value = 811
-    notes = Notes(EpochCounters(3, 0))
-    notes.entered(1)
-    notes.left(1, None, None, None)
-    notes.observe(watching)
-    notes.entered(2)
-    notes.left(3, None, None, None)
-    notes.observe(None)
-    notes.entered(4)
-    notes.left(5, None, None, None)
-    notes.counted()
-    assert watching.entered.call_args_list == [call(3, 2, 811)]

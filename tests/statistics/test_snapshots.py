@@ -17,8 +17,6 @@ from fastq_loader.statistics.snapshots import (
     WorkerStatistics,
 )
 
-KINDS = (LoaderStatistics, EpochStatistics, WorkerStatistics, LateBatch, StagingStatistics)
-
 
 def snapshot() -> LoaderStatistics:
     counters = Counters()
@@ -45,12 +43,6 @@ def test_a_snapshot_is_of_the_public_classes_and_travels() -> None:
     assert [type(epoch) for epoch in found.per_epoch] == [EpochStatistics]
     assert pickle.loads(pickle.dumps(found)) == found == replace(found)
     assert "batches=3" in repr(found)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_units_and_fields_stand_in_the_docstrings(kind: type) -> None:
-    for field in fields(kind):
-        assert field.name in str(kind.__doc__)
 
 
 def test_every_cause_has_its_seconds() -> None:

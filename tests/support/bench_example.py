@@ -6,18 +6,7 @@ from typing import Any
 
 from bench.output.rows import Results, run_row
 from bench.peers.device import ARMS, OURS, REGISTER, RESIDENT, TORCH
-from bench.timing.cluster import (
-    ACTORS,
-    ARRAYS,
-    BARE,
-    DATA,
-    LINKED,
-    LOCAL,
-    LOOPBACK,
-    REMOTE,
-    TURN,
-    WORK,
-)
+from bench.timing.cluster import ACTORS, BARE, LOCAL, LOOPBACK, REMOTE, TURN, WORK
 from bench.timing.device import COPY, DRAIN, LENGTHS, LINK, PEAK_BYTES, READY, step_unit
 from bench.timing.resume import FRESH, PERMUTED, RESUMED, SHUFFLE, STATE, STEPS, WITH, WITHOUT
 from bench.workloads.ready_made import SHAPES
@@ -81,14 +70,10 @@ def turns(**failed: Row) -> list[Row]:
 
 
 def schedule(goal_base: str = "bound", bound: float | None = 1.0) -> list[Row]:
-    """Two workers; batch 0 is slow, and the others wait for it."""
-    facts: Row = {"batches": 7, "bound": bound, "bounded_by": "sum of costs / 2", "list_schedule": bound}
+    """Two workers."""
+    facts: Row = {"batches": 7, "bound": bound, "bounded_by": "sum of costs / 2"}
     facts["goal"] = {"of": "dynamic", "times": 1.2, "base": goal_base}
-    starts = [0.1 * n for n in range(7)]
-    timeline = {"batch": list(range(7)), "worker": [0] + [1] * 6, "start": starts}
-    timeline |= {"end": [0.8] + [start + 0.1 for start in starts[1:]]}
-    timeline |= {"delivered": [0.8, 0.81, 0.82, 0.83, 0.84, 0.85, 0.86]}
-    peers: dict[str, Row] = {"torch": {"timeline": timeline}, "dynamic": {"timeline": timeline}}
+    peers: dict[str, Row] = {"torch": {}, "dynamic": {}}
     peers["round_robin"] = {"failure": "no\nsuch argument"}
     seconds = {"torch": (2.4, 2.2, 2.0), "dynamic": (1.1, 1.0, 1.15)}
     inside = {"batches": 7, "worked": 1.0, "waited": 0.5}
@@ -130,30 +115,20 @@ def resume() -> list[Row]:
     ]
 
 
-def insight(wrong: str = "workers") -> list[Row]:
-    """Verdicts, one of which is wrong in the last round; a search that `tune` won; what counting costs."""
-    right = {"seconds": 1.0, "limit": "workers", "right": True, "share": 90.0}
-    of_workers = [right | {"expected": 88.0 + n} for n in range(3)]
-    of_workers[2] |= {"limit": wrong, "right": wrong == "workers"}
-    of_sampler = [right | {"limit": "sampler", "expected": 87.0} for _ in range(3)]
-    verdicts = {"workers": of_workers, "sampler": of_sampler}
-    tried = {"num_workers": 2, "fixed": True, "tried": 80.0}
+def insight() -> list[Row]:
+    """A search that `tune` won."""
+    tried = {"num_workers": 2, "fixed": True}
     lanes: dict[str, Row] = {"tune": {"label": "tune: 0 workers", "num_workers": 0, "took": 20.0}}
     lanes |= {"2 workers": tried, "4 workers": tried | {"fixed": False}}
     lanes |= {"0 workers": tried | {"num_workers": 0}, "slow": tried, "auto": {"label": "auto: 2, 0 workers"}}
     rates = {"tune": 100, "2 workers": 90, "4 workers": 95, "0 workers": 110, "auto": 88}
     epochs = {name: blocks(rate) for name, rate in rates.items()}
-    cost = {"fastq_loader": blocks(1000), "uncounted": blocks(1010), "traced": blocks(900)}
-    return [
-        *case("insight", "verdicts", {}, {name: {"limit": name} for name in verdicts}, verdicts),
-        *case("insight", "tune_csv", {"tried": 4}, lanes, epochs),
-        *case("insight", "cost", {}, {name: {} for name in cost}, cost),
-    ]
+    return case("insight", "tune_csv", {}, lanes, epochs)
 
 
 def cluster(**failed: Row) -> list[Row]:
-    """Workers on other machines as fast as wanted, but for what is small: half of what links carry."""
-    rates = {LOCAL: 250, REMOTE: 200, ACTORS: 40, ARRAYS: 50, DATA: 20, BARE: 250}
+    """Workers on other machines."""
+    rates = {LOCAL: 250, REMOTE: 200, ACTORS: 40, BARE: 250}
     peers: dict[str, Row] = {name: {} for name in rates}
     peers[REMOTE] = {"p50": 0.001, "p95": 0.002}
     facts = {"batch_bytes": 10**7}
@@ -163,11 +138,6 @@ def cluster(**failed: Row) -> list[Row]:
         for name in (LOOPBACK, *WORK)
         for row in case("cluster", name, dict(facts), peers | failed, {} if failed else found)
     ]
-    # Two links that carry ten large batches a second each.
-    facts |= {"links": 2, "link_payload": 1e8}
-    for name, rate in zip(LINKED, (20, 10), strict=True):
-        both = {REMOTE: blocks(rate), BARE: blocks(20)}
-        rows += case("cluster", name, dict(facts), {name: {} for name in both}, both)
     turns = {LOCAL: 0.004, REMOTE: 0.008}
     spans = {name: [{"seconds": seconds * each} for each in ROUNDS] for name, seconds in turns.items()}
     return [*rows, *case("cluster", TURN, {"batch_bytes": 10**6}, {name: {} for name in turns}, spans)]
@@ -194,7 +164,7 @@ def shape(name: str, **more: Row) -> list[Row]:
             parts[COPY] = {"bytes": of.nbytes, "seconds": of.nbytes / (min(1.02 * eta, 0.99) * 50e9)}
         found[arm] = [_row(part, n, **about) for part, about in parts.items() for n in range(3)]
     staging = {"populate_seconds": 1.7, "register_seconds": 0.1, "pinned_bytes": 1 << 30}
-    ours = {"first_batch": 2.5, "staging": staging, "reserved_2": 3 << 28, "reserved_20": 3 << 28}
+    ours = {"first_batch": 2.5, "staging": staging}
     peers: dict[str, Row] = {LINK: {}}
     for arm, label in ARMS.items():
         peers[arm] = {"label": label} | more.get(arm, ours if arm in OURS else {})

@@ -15,8 +15,7 @@ from fastq_loader.ipc.messages import Epoch
 from fastq_loader.memory.arena import Arena
 from fastq_loader.reading import generators
 from fastq_loader.reading.fetch import EndOfStream
-from fastq_loader.workers.config import Rules
-from fastq_loader.workers.payload import Payload
+from fastq_loader.workers.config import Payload, Rules
 from fastq_loader.workers.reader import Reader
 from tests.support.worker_setup import MAP_STYLE, STREAM, as_it_is, make_setup
 

@@ -1,0 +1,194 @@
+"""A short run of the axes that have ways of their own: exact resume, `tune`, workers on other machines."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("psutil", reason="the bench extra is not installed")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import run
+from bench.arguments import parse
+from bench.output.rows import CaseRows, Results
+from bench.peers import LoaderSettings
+from bench.peers.cluster import FastqElsewhere
+from bench.timing import cluster, resume, tuning
+from bench.timing.bare_tcp import BareLane
+from bench.timing.cluster import BARE, LABELS, LOCAL, LOOPBACK, REMOTE, TURN, TurnLane
+from bench.timing.resume import FRESH, INLINE, OURS, PERMUTED, RESUMED, SHUFFLE, THEIRS, WITH, WITHOUT
+from bench.timing.rounds import Case, measure
+from bench.timing.tuning import AUTO, TUNED, Setting, Tuned, settings
+from bench.workloads import Load
+from bench.workloads.slow import Naps, naps
+from fastq_loader import DataLoader, RayWorkers
+
+Cases = Callable[..., dict[str, Case]]
+
+
+@pytest.fixture
+def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cases:
+    """Those of an axis, small, by name."""
+    monkeypatch.setattr(resume, "CALLS", 3)
+    monkeypatch.setattr(resume, "STATE_ITEMS", dict.fromkeys(resume.STATE_ITEMS, 1000))
+    monkeypatch.setattr(resume, "RESUMES", {1000: (5, (PERMUTED, OURS, THEIRS))})
+    monkeypatch.setattr(cluster, "WORKERS", 2)
+    data = Tuned("numbers", lambda folder: Load(Naps(0.0, 1), 2), step=0.001)
+    monkeypatch.setattr(tuning, "loads", lambda: {"numbers": data})
+    monkeypatch.setattr(tuning, "settings", lambda cpus, waits: [Setting(1), Setting(0)])
+
+    def found(axis: str, more: str = "") -> dict[str, Case]:
+        line = f"--axis {axis} --workers 0,1 --blocks 1 --seconds 0.02 {more}"
+        return {case.name: case for case in run.cases(parse(line.split()), tmp_path)}
+
+    return found
+
+
+def measured(case: Case) -> CaseRows:
+    return Results(measure(case)).cases()[0]
+
+
+# ---- exact resume -----------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_every_contender_of_a_resume_is_measured(cases: Cases) -> None:
+    pytest.importorskip("torchdata")
+    expected = {
+        resume.STATE: dict.fromkeys((OURS, THEIRS, INLINE, PERMUTED), (resume.STATE,)),
+        resume.STEPS: dict.fromkeys((OURS, THEIRS), (WITHOUT, WITH)),
+        "resume_1000": dict.fromkeys((PERMUTED, THEIRS), (FRESH, RESUMED))
+        | {OURS: (FRESH, RESUMED, SHUFFLE)},
+    }
+    for name, case in cases("resume", f"--peers {OURS},{THEIRS},{INLINE}").items():
+        found = measured(case)
+        assert [peer.failure for peer in found.peers.values()] == [None] * len(found.peers)
+        parts = {peer: tuple(row["part"] for row in of.rows) for peer, of in found.peers.items()}
+        assert parts == expected.pop(name)
+    assert not expected
+
+
+@pytest.mark.processes
+def test_states_are_asked_for_in_one_part_only(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = cases("resume", f"--peers {OURS}")[resume.STEPS].plan().lanes[0]
+    asked: list[str] = []
+    part = ""
+    monkeypatch.setattr(DataLoader, "state_dict", lambda loader: asked.append(part))
+    try:
+        lane.start()
+        for part in (WITHOUT, WITH, WITHOUT):
+            lane.block(part)
+    finally:
+        lane.close()
+    assert set(asked) == {WITH}
+
+
+@pytest.mark.processes
+def test_another_batch_than_the_one_that_follows_is_no_figure(
+    cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DataLoader, "load_state_dict", lambda loader, state: None)
+    found = measured(cases("resume", f"--peers {OURS}")["resume_1000"])
+    assert "did not go on after batch 5" in str(found.peers[PERMUTED].failure)
+
+
+# ---- tune() and "auto" ------------------------------------------------------------------------------
+
+
+@given(st.floats(0.5, 300), st.booleans())
+def test_settings_are_all_that_there_are(cpus: float, waits: bool) -> None:
+    found = settings(cpus, waits)
+    assert len({*found}) == len(found)
+    numbers = list(dict.fromkeys(each.num_workers for each in found))
+    assert numbers == sorted(numbers, reverse=True), "those with most workers first"
+    assert {0, 1, min(2, numbers[0])} <= {*numbers}
+    for workers in filter(None, numbers):
+        others = {each[1:] for each in found if each.num_workers == workers}
+        assert others == {(ahead, how) for ahead in tuning.PREFETCH for how in tuning.SCHEDULES}
+    assert numbers[0] <= tuning.MOST
+    assert all(larger <= 2 * smaller for larger, smaller in pairwise(numbers[:-1]))
+
+
+@pytest.mark.processes
+def test_what_is_chosen_takes_turns_with_every_setting(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def tune(loader: DataLoader[Any], *arguments: Any, **more: Any) -> Any:
+        given[:] = loader.num_workers, *arguments
+        rows = [SimpleNamespace(batches_per_second=500.0)]
+        new = DataLoader(loader.dataset, 2, sampler=loader.sampler)
+        return SimpleNamespace(settings={"num_workers": 0}, rows=rows, loader=new)
+
+    monkeypatch.setattr(tuning, "tune", tune)
+    assert cases("insight", "--peers torch") == {}
+    found = measured(cases("insight")["tune_numbers"])
+    assert given == [2, 0.001, 1.0]
+    assert list(found.peers) == [TUNED, str(Setting(1)), str(Setting(0)), AUTO]
+    assert {peer.failure for peer in found.peers.values()} == {None}
+    assert [row["batches"] for peer in found.peers.values() for row in peer.rows] == [10] * 4, (
+        "500/s for 20 ms"
+    )
+    assert (found.peers[TUNED].label, found.peers[TUNED].about["num_workers"]) == ("tune: 0 workers", 0)
+    assert found.peers[AUTO].label.count(",") == 2, "two epochs before the first block"
+
+
+# ---- other machines ---------------------------------------------------------------------------------
+
+
+def test_without_ray_the_reason_stands_in_place_of_figures(
+    cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RayWorkers, "missing", lambda workers: "ray, which is not installed")
+    for name, case in cases("cluster").items():
+        failures = {name: peer.failure for name, peer in measured(case).peers.items()}
+        assert failures == {REMOTE: "needs ray, which is not installed"}, name
+
+
+@pytest.mark.processes
+def test_a_bare_stream_counts_whole_batches() -> None:
+    lane = BareLane(BARE, BARE, 0.02, batch_bytes=1000, connections=2)
+    try:
+        lane.start()
+        rows = lane.block("")
+    finally:
+        lane.close()
+    assert rows[0]["batches"] >= 2
+    assert rows[0]["seconds"] > 0
+    assert threading.active_count() == 1
+
+
+@pytest.mark.processes
+def test_a_turn_is_from_the_last_batch_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "EPOCH", 3)
+    load = naps(0.0, 3).load(tmp_path)
+    lane = TurnLane(LOCAL, LOCAL, make=partial(FastqElsewhere, load, LoaderSettings(2, "fork"), "processes"))
+    try:
+        lane.start()
+        assert 0 < lane.block("")[0]["seconds"] < 10
+        monkeypatch.setattr(cluster, "EPOCH", 2)
+        with pytest.raises(RuntimeError, match="an epoch of 2 batches went on"):
+            lane.block("")
+    finally:
+        lane.close()
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")  # Ray's own
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize("name", [LOOPBACK, TURN])
+def test_every_contender_is_measured(name: str, cases: Cases) -> None:
+    pytest.importorskip("ray", reason="needs the extra 'ray'")
+    found = measured(cases("cluster")[name])
+    assert {*found.peers} <= {*LABELS}
+    assert {peer.failure for peer in found.peers.values()} == {None}
+    assert all(len(peer.rows) == 1 for peer in found.peers.values())
