@@ -14,24 +14,12 @@ from typing import TYPE_CHECKING, Any
 from fastq_loader import arguments
 from fastq_loader.errors import is_int
 from fastq_loader.reading import generators
-from fastq_loader.reading.position import is_stateful, put_at_end
+from fastq_loader.reading.position import is_stateful
+from fastq_loader.resume import samplers
 from fastq_loader.resume.order import Beginning, Snapshot
 from fastq_loader.resume.record import Position
-from fastq_loader.resume.samplers import (
-    asked_sampler,
-    attributes,
-    epochs,
-    let_end,
-    own_generators,
-    ranks,
-    said,
-    set_attributes,
-    set_epochs,
-    stateful_sampler,
-)
 from fastq_loader.resume.state import COMPARED, LIBRARY, VERSION, describe
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
-from fastq_loader.workers.config import Rules
 from fastq_loader.workers.kinds import Auto
 
 if TYPE_CHECKING:
@@ -118,7 +106,7 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
     """
     ignored, fields = _names(ignore), _check(_ours(state), _ALWAYS)
     _compare(fields, describe(loader), ignored)
-    own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
+    own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
     torchs = own.keys() & str(fields["generator"]).split("/")
     order = _check(fields["order"], _OF_ORDER, "order.")
     position = Position(fields["epoch"], 0, fields["batches"])
@@ -128,7 +116,7 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
         base_seed=fields["base_seed"],
         generators=_states(fields["generators"], "generators.", own, torchs),
         lives_on=fields["lives_on"],
-        built=attributes(loader._index_sampler),
+        built=samplers.attributes(loader._index_sampler),
         beginning=_beginning(order, 0),
     )
     if not fields["resumes"]:
@@ -157,10 +145,10 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
 
 def _beginning(order: dict[str, Any], which: int) -> Beginning:
     """What is known of an order with the attributes that samplers had now (0), or when it began (1)."""
-    epochs_told = _check(order["epochs"], dict.fromkeys(order["epochs"], _WHOLE), "order.epochs.")
+    set_before = _check(order["epochs"], dict.fromkeys(order["epochs"], _WHOLE), "order.epochs.")
     moved = _check(order["attributes"], dict.fromkeys(order["attributes"], list), "order.attributes.")
     values = {name: values[which] for name, values in moved.items() if len(values) > which}
-    return Beginning(epochs=epochs_told, attributes=values)
+    return Beginning(epochs=set_before, attributes=values)
 
 
 def _beginning_of_epoch(
@@ -176,7 +164,9 @@ def _beginning_of_epoch(
         **{name: order[name] for name in ("starts", "seeded", "drawn", "short", "exhausted")},
         states=_states(order["states"], "order.states.", {**generators.GLOBAL, **own}, torchs),
         first=_states(order["first"], "order.first.", generators.GLOBAL),
-        digest=_digest(order["digest"], None if "order" in ignored else ranks(loader._index_sampler)),
+        digest=_digest(
+            order["digest"], None if "order" in ignored else samplers.ranks(loader._index_sampler)
+        ),
         inner=copy.deepcopy(order.get("inner")),
     )
 
@@ -192,7 +182,7 @@ def _digest(digest: Any, part: str | None) -> tuple[int, int] | None:
 
 def _snapshots(fields: dict[str, Any], loader: DataLoader[Any], head: int) -> dict[int, Snapshot]:
     names = "_index_sampler_state", "_sampler_iter_state"
-    if asked_sampler(loader._index_sampler) is None and names[0] not in fields:
+    if samplers.asked_sampler(loader._index_sampler) is None and names[0] not in fields:
         return {}
     _check(fields, dict.fromkeys(names, object))
     return {head: copy.deepcopy((fields[names[0]], fields[names[1]]))}
@@ -335,45 +325,32 @@ def take(loaded: Saved, loader: DataLoader[Any]) -> None:
     Raises:
         ValueError: a sampler does not take what it said; nothing has changed.
     """
-    own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
+    own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
     if not loaded.resumes:
         _take_sampler(loaded, loader._index_sampler, own)
-        if loader.num_workers == 0:
-            _take_dataset(loaded, loader)
     for name, state in loaded.generators.items():
         if name in own:
             generators.set_state(own[name], state)
     saved = loaded.beginning.epochs
     if not loaded.resumes:  # the next one begins, which the user may have set already
-        now = epochs(loader._index_sampler)
+        now = samplers.epochs(loader._index_sampler)
         saved = {depth: max(epoch, now.get(depth, 0)) for depth, epoch in saved.items()}
-    set_epochs(loader._index_sampler, saved)
-    set_attributes(loader._index_sampler, loaded.beginning.attributes)
-
-
-def _take_dataset(loaded: Saved, loader: DataLoader[Any]) -> None:
-    """Put the dataset where it stood between two epochs, so that the next one begins from there."""
-    for worker in loaded.progress.workers:
-        state = pickle.loads(worker.state) if worker.state else {}
-        if state.get("over"):
-            rules = vars(Rules(True, loader._auto_collation, loader.drop_last))
-            put_at_end(state["position"], loader.dataset, collate=loader.collate_fn, **rules)
-        elif state:
-            loader.dataset.load_state_dict(state["position"]["dataset"])  # type: ignore[attr-defined]
+    samplers.set_epochs(loader._index_sampler, saved)
+    samplers.set_attributes(loader._index_sampler, loaded.beginning.attributes)
 
 
 def _take_sampler(loaded: Saved, index_sampler: Any, own: dict[str, Any]) -> None:
-    sampler, state = stateful_sampler(index_sampler), loaded.state.get("_index_sampler_state")
+    sampler, state = samplers.stateful_sampler(index_sampler), loaded.state.get("_index_sampler_state")
     if sampler is None or state is None:
         return
-    before = said(sampler)
+    before = samplers.said(sampler)
     drawn = {name: each for name, each in own.items() if name in loaded.generators}
     states = [(each, loaded.generators[name]) for name, each in drawn.items()]
     with generators.restored([*generators.GLOBAL.values(), *drawn.values()], states):
         try:
             sampler.load_state_dict(copy.deepcopy(state))
             if loaded.state["_iterator_finished"]:
-                let_end(sampler, state)
+                samplers.let_end(sampler, state)
         except Exception as error:
             if not isinstance(before, Exception):
                 sampler.load_state_dict(before)

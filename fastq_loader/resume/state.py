@@ -19,7 +19,6 @@ from fastq_loader.reading import generators
 from fastq_loader.resume import samplers
 from fastq_loader.resume.order import Beginning
 from fastq_loader.resume.record import EpochRecord
-from fastq_loader.resume.samplers import epochs, own_generators, said, stateful_sampler
 from fastq_loader.scheduling.progress import Progress
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
         record: of its newest epoch; None before the first.
     """
     if record is None:
-        own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
+        own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
         state = _state(describe(loader), {name: generators.state_of(each) for name, each in own.items()})
         shared = _texts(loader._resources.shared)
         return {**state, **_between_epochs(loader, {}), "workers": _before_first(loader), "shared": shared}
@@ -182,8 +181,8 @@ def _order(beginning: Beginning, first: dict[str, Any]) -> dict[str, Any]:
 def _between_epochs(loader: DataLoader[Any], moved: dict[str, Any]) -> dict[str, Any]:
     sampler = loader._index_sampler
     return {
-        "order": {"epochs": epochs(sampler), "attributes": moved},
-        "_index_sampler_state": _for_user(said(stateful_sampler(sampler))),
+        "order": {"epochs": samplers.epochs(sampler), "attributes": moved},
+        "_index_sampler_state": _for_user(samplers.said(samplers.stateful_sampler(sampler))),
     }
 
 
