@@ -8,53 +8,20 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from fastq_loader import arguments
+from fastq_loader.arguments import Loader
 from fastq_loader.errors import is_int
 from fastq_loader.reading import generators
 from fastq_loader.reading.position import is_stateful
 from fastq_loader.resume import samplers
 from fastq_loader.resume.order import Beginning, Snapshot
-from fastq_loader.resume.record import Position
+from fastq_loader.resume.record import Position, Saved
 from fastq_loader.resume.state import COMPARED, LIBRARY, VERSION, describe
-from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
+from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from fastq_loader.workers.kinds import Auto
-
-if TYPE_CHECKING:
-    from fastq_loader.loader import DataLoader
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A state that was read, and fits its loader.
-
-    Attributes:
-        state: as it was given.
-        position: where the loader stands with it.
-        resumes: whether the next epoch goes on in the middle.
-        iterable: whether the dataset is one.
-        progress, beginning, base_seed, shared_seed: of that epoch.
-        shared: states of shared generators that a first epoch begins from.
-        generators: name → state that the loader's own generators had.
-        built: the samplers' attributes before anything was loaded.
-        lives_on: whether its workers would have gone on with the next epoch.
-    """
-
-    state: dict[str, Any]
-    position: Position
-    base_seed: int
-    generators: dict[str, Any]
-    lives_on: bool
-    built: dict[str, Any] = field(default_factory=dict)
-    resumes: bool = False
-    iterable: bool = False
-    progress: Progress = START
-    beginning: Beginning = field(default_factory=Beginning)
-    shared_seed: int | None = None
-    shared: dict[str, Any] = field(default_factory=dict)
-
 
 #: Seeds and positions are int64 elsewhere.
 _WHOLE = range(2**63)
@@ -91,7 +58,7 @@ def _check(values: Any, fields: dict[Any, Any], where: str = "") -> dict[str, An
     return dict(values)
 
 
-def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Saved:
+def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
     """Check a state, without changing anything.
 
     Args:
@@ -153,7 +120,7 @@ def _beginning(order: dict[str, Any], which: int) -> Beginning:
 
 def _beginning_of_epoch(
     order: dict[str, Any],
-    loader: DataLoader[Any],
+    loader: Loader,
     own: dict[str, Any],
     torchs: Iterable[str],
     ignored: Container[str],
@@ -180,7 +147,7 @@ def _digest(digest: Any, part: str | None) -> tuple[int, int] | None:
     return (digest[0], digest[1]) if digest[2] == part else None
 
 
-def _snapshots(fields: dict[str, Any], loader: DataLoader[Any], head: int) -> dict[int, Snapshot]:
+def _snapshots(fields: dict[str, Any], loader: Loader, head: int) -> dict[int, Snapshot]:
     names = "_index_sampler_state", "_sampler_iter_state"
     if samplers.asked_sampler(loader._index_sampler) is None and names[0] not in fields:
         return {}
@@ -197,9 +164,7 @@ def _progress(fields: dict[str, Any], drawn: int, workers: tuple[WorkerProgress,
     return Progress(fields[name], frozenset(beyond), workers)
 
 
-def _workers(
-    fields: dict[str, Any], loader: DataLoader[Any], ignored: frozenset[str]
-) -> tuple[WorkerProgress, ...]:
+def _workers(fields: dict[str, Any], loader: Loader, ignored: frozenset[str]) -> tuple[WorkerProgress, ...]:
     said = dict(enumerate(_check(fields, {"workers": list})["workers"]))
     _check(said, dict.fromkeys(said, dict), "workers.")
     workers = [_worker(number, worker, loader.dataset) for number, worker in said.items()]
@@ -282,7 +247,7 @@ def _worker(number: int, worker: dict[str, Any], dataset: Any) -> WorkerProgress
 def _dealt(
     fields: dict[str, Any],
     workers: tuple[WorkerProgress, ...],
-    loader: DataLoader[Any],
+    loader: Loader,
     ignored: Container[str],
 ) -> tuple[WorkerProgress, ...]:
     """The progress of the workers that there will be."""
@@ -319,7 +284,7 @@ def _resharded(
     )
 
 
-def take(loaded: Saved, loader: DataLoader[Any]) -> None:
+def take(loaded: Saved, loader: Loader) -> None:
     """Put a loader's own generators, and its samplers, where they stood.
 
     Raises:

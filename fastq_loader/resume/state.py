@@ -12,17 +12,15 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from fastq_loader import arguments
+from fastq_loader.arguments import Loader
 from fastq_loader.reading import generators
 from fastq_loader.resume import samplers
 from fastq_loader.resume.order import Beginning
 from fastq_loader.resume.record import EpochRecord
 from fastq_loader.scheduling.progress import Progress
-
-if TYPE_CHECKING:
-    from fastq_loader.loader import DataLoader
 
 T = TypeVar("T")
 
@@ -41,7 +39,7 @@ COMPARED = (
 )
 
 
-def describe(loader: DataLoader[Any]) -> dict[str, Any]:
+def describe(loader: Loader) -> dict[str, Any]:
     """What a loader iterates: the fields that are compared."""
     iterable = arguments.is_iterable(loader)
     parts = loader._index_sampler, loader.generator, loader.dataset
@@ -63,7 +61,7 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def now(loader: DataLoader[Any]) -> dict[str, Any]:
+def now(loader: Loader) -> dict[str, Any]:
     """The state of a loader, for whoever asks: on any thread, or in a handler of a signal."""
     resources = loader._resources
     while True:  # once, unless another thread begins an epoch meanwhile
@@ -75,7 +73,7 @@ def now(loader: DataLoader[Any]) -> dict[str, Any]:
             return state
 
 
-def begun(loader: DataLoader[Any], begin: Callable[[], T]) -> T:
+def begun(loader: Loader, begin: Callable[[], T]) -> T:
     """Begin an epoch. Meanwhile the state of the loader is that of before; and if it was asked for before
     the first epoch, this draws what it would have drawn then."""
     resources = loader._resources
@@ -90,14 +88,14 @@ def begun(loader: DataLoader[Any], begin: Callable[[], T]) -> T:
         resources.held = None
 
 
-def _of_place(loader: DataLoader[Any]) -> dict[str, Any]:
+def _of_place(loader: Loader) -> dict[str, Any]:
     record, loaded = loader._resources.place
     if loaded is not None:
         return copy.deepcopy(loaded.state)
     return state_of(loader, record) if record is None or record.shown is None else record.shown[0]()
 
 
-def _shared(loader: DataLoader[Any]) -> dict[str, Any]:
+def _shared(loader: Loader) -> dict[str, Any]:
     """The states of the shared generators that an epoch draws from when it begins."""
     names = {
         *samplers.shared_generators(loader._index_sampler),
@@ -106,7 +104,7 @@ def _shared(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: generators.state_of(generators.GLOBAL[name]) for name in names}
 
 
-def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, Any]:
+def state_of(loader: Loader, record: EpochRecord | None) -> dict[str, Any]:
     """The state of a loader, in a dict of its own.
 
     Args:
@@ -156,7 +154,7 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
 
 
 def _of_epoch(
-    loader: DataLoader[Any], record: EpochRecord, progress: Progress, own_states: dict[str, Any]
+    loader: Loader, record: EpochRecord, progress: Progress, own_states: dict[str, Any]
 ) -> dict[str, Any]:
     """What stays the same from batch to batch."""
     position = record.position_at(progress)
@@ -178,7 +176,7 @@ def _order(beginning: Beginning, first: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _between_epochs(loader: DataLoader[Any], moved: dict[str, Any]) -> dict[str, Any]:
+def _between_epochs(loader: Loader, moved: dict[str, Any]) -> dict[str, Any]:
     sampler = loader._index_sampler
     return {
         "order": {"epochs": samplers.epochs(sampler), "attributes": moved},
@@ -186,7 +184,7 @@ def _between_epochs(loader: DataLoader[Any], moved: dict[str, Any]) -> dict[str,
     }
 
 
-def _before_first(loader: DataLoader[Any]) -> list[dict[str, Any]]:
+def _before_first(loader: Loader) -> list[dict[str, Any]]:
     """Without workers, where the dataset stands before the first epoch, if it says so without an iterator."""
     said = samplers.said(loader.dataset) if loader.num_workers == 0 else None
     if said is None or isinstance(said, Exception):

@@ -30,7 +30,6 @@ from fastq_loader.errors import InvalidTransition, PoisonousBatch, ProtocolError
 from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, Task
 from fastq_loader.memory.blocks import Holder
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling import invariants
 from fastq_loader.scheduling.events import (
     Break,
     Died,
@@ -131,10 +130,6 @@ class Scheduler:
         """The answers with a batch among the next `count` to be handed out, up to the first that has not
         come."""
         return self._in_flight.upcoming(self._arrivals, count, self.in_order)
-
-    def check(self) -> None:
-        """Raise AssertionError unless the invariants hold; called after every step of the tests."""
-        invariants.check(self)
 
     def handle(self, event: Event) -> list[Instruction]:
         """Something has happened that does not happen for every batch."""

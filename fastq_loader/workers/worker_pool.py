@@ -18,7 +18,8 @@ from multiprocessing.process import BaseProcess
 
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
-from fastq_loader.statistics.counters import Counters, WorkerCounters
+from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.workers import WorkerCounters
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Child
 from fastq_loader.workers.config import Descriptors, Payload, Plan, Setup

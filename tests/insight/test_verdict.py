@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
-from bench.workloads.limited import Naps
+from bench.workloads.slow import Naps
 from fastq_loader import DataLoader, Dynamic, RoundRobin, ToDevice
 from fastq_loader.insight import verdict
 from fastq_loader.insight.model import Costs, Evidence, Setting
