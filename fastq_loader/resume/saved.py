@@ -19,7 +19,7 @@ from fastq_loader.reading.position import is_stateful
 from fastq_loader.resume import samplers
 from fastq_loader.resume.order import Beginning, Snapshot
 from fastq_loader.resume.record import Position, Saved
-from fastq_loader.resume.state import COMPARED, LIBRARY, VERSION, describe
+from fastq_loader.resume.state import LIBRARY, VERSION, describe
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from fastq_loader.workers.kinds import Auto
 
@@ -64,15 +64,16 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
     Args:
         state: what `state_dict()` returned.
         loader: that is to go on from it.
-        ignore: fields of `COMPARED` that may differ.
+        ignore: fields of `describe` that may differ, or "order".
 
     Raises:
         ValueError: it is damaged or foreign, of another version, or of a loader that iterates something else:
             names the field, what was saved and what is there. Or a name to ignore is unknown.
         TypeError: `ignore` is no collection of names.
     """
-    ignored, fields = _names(ignore), _check(_ours(state), _ALWAYS)
-    _compare(fields, describe(loader), ignored)
+    now = describe(loader)
+    ignored, fields = _names(ignore, [*now, "order"]), _check(_ours(state), _ALWAYS)
+    _compare(fields, now, ignored)
     own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
     torchs = own.keys() & str(fields["generator"]).split("/")
     order = _check(fields["order"], _OF_ORDER, "order.")
@@ -171,11 +172,10 @@ def _workers(fields: dict[str, Any], loader: Loader, ignored: frozenset[str]) ->
     return _dealt(fields, tuple(workers), loader, ignored)
 
 
-def _names(ignore: Any) -> frozenset[str]:
+def _names(ignore: Any, known: list[str]) -> frozenset[str]:
     if isinstance(ignore, str):
         raise TypeError(f"ignore={ignore!r} must be a collection of names: ignore=({ignore!r},)")
     names = frozenset(ignore)
-    known = *COMPARED, "order"
     if unknown := names.difference(known):
         raise ValueError(f"ignore={sorted(map(str, unknown))} is unknown: use some of {', '.join(known)}")
     return names
@@ -214,8 +214,8 @@ def _states(texts: Any, where: str, known: dict[str, Any], needed: Iterable[str]
 
 
 def _compare(fields: dict[str, Any], now: dict[str, Any], ignored: frozenset[str]) -> None:
-    for name in COMPARED:
-        _check(fields, {name: object})
+    _check(fields, dict.fromkeys(now, object))
+    for name in now:
         if name == "num_workers" or name in ignored or fields[name] == now[name]:
             continue
         if "sampler" in ignored and None in (fields[name], now[name]):

@@ -26,21 +26,11 @@ T = TypeVar("T")
 
 VERSION = 2
 LIBRARY = "fastq_loader"
-#: What was iterated, and must be the same when a state is loaded; `num_workers` only where it matters.
-COMPARED = (
-    "dataset_kind",
-    "dataset_length",
-    "batch_size",
-    "sampler",
-    *samplers.COMPARED,
-    "generator",
-    "schedule",
-    "num_workers",
-)
 
 
 def describe(loader: Loader) -> dict[str, Any]:
-    """What a loader iterates: the fields that are compared."""
+    """What a loader iterates, which must be the same when a state is loaded; `num_workers` only where it
+    matters."""
     iterable = arguments.is_iterable(loader)
     parts = loader._index_sampler, loader.generator, loader.dataset
     return {
