@@ -83,13 +83,14 @@ class Unpacker:
         """The blocks that a handle needs, see `learn`."""
         spec, segments, parcel = handle.spec, handle.segments, handle.parcel
         boxed = bool(spec.objects or (parcel is None and spec.parcel_bytes))  # the parcel lies in a block
-        expected = boxed + len(spec.tails), spec.values
+        expected = boxed + spec.segments, spec.values
         if (len(segments), len(handle.values)) != expected:
             found = f"{len(segments)} segments and {len(handle.values)} values"
             raise ProtocolError(f"{found} for a spec of {expected}")
-        parcel_bytes = segments[0][2] if boxed else len(parcel or b"")
-        if parcel_bytes < spec.parcel_bytes:
-            raise ProtocolError(f"a parcel of {parcel_bytes} bytes for a spec of {spec.parcel_bytes}")
+        if spec.parcel_bytes:
+            parcel_bytes = segments[0][2] if boxed else len(parcel or b"")
+            if parcel_bytes < spec.parcel_bytes:
+                raise ProtocolError(f"a parcel of {parcel_bytes} bytes for a spec of {spec.parcel_bytes}")
         used: list[tuple[int, int]] = []
         for (offset, size, start), tail in zip(segments, [0] * boxed + spec.tails, strict=True):
             need = start + tail or 1
@@ -144,8 +145,9 @@ class Unpacker:
         if not handle.segments:
             return (), (), pickled
         offsets, _, _ = zip(*handle.segments, strict=True)
-        copied = len(offsets) - len(spec.large)
-        return offsets[copied:], offsets[:copied], pickled
+        if not spec.large:
+            return (), offsets, pickled
+        return offsets[spec.first_large :], offsets[: spec.first_large], pickled
 
     def unpack(self, handle: Handle, pickled: bytes, memory: torch.Tensor | None = None) -> Any:
         """Put a batch together, with what `open` found.
