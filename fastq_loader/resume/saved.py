@@ -32,7 +32,6 @@ _ALWAYS: dict[str, Any] = {
     **dict.fromkeys(("lives_on", "resumes", "_iterator_finished"), bool),
     **dict.fromkeys(("generators", "order"), dict),
 }
-_IN_EPOCH: dict[str, Any] = {"beyond": list, "shared_seed": object}
 _OF_ORDER: dict[str, Any] = {"epochs": dict, "attributes": dict}
 _OF_ORDER_IN_EPOCH: dict[str, Any] = {
     "starts": range(1, 3),
@@ -72,15 +71,15 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
         TypeError: `ignore` is no collection of names.
     """
     now = describe(loader)
-    ignored, fields = _names(ignore, [*now, "order"]), _check(_ours(state), _ALWAYS)
+    ignored = _names(ignore, [*now, "order"])
+    fields = _check(_ours(state), {**dict.fromkeys(now, object), **_ALWAYS})
     _compare(fields, now, ignored)
     own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
     torchs = own.keys() & str(fields["generator"]).split("/")
     order = _check(fields["order"], _OF_ORDER, "order.")
-    position = Position(fields["epoch"], 0, fields["batches"])
     between = Saved(
         state=state,
-        position=position,
+        position=Position(fields["epoch"], 0, fields["batches"]),
         base_seed=fields["base_seed"],
         generators=_states(fields["generators"], "generators.", own, torchs),
         lives_on=fields["lives_on"],
@@ -90,24 +89,23 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
     if not fields["resumes"]:
         _check(fields, {"_index_sampler_state": object})
         shared = _states(fields.get("shared", {}), "shared.", generators.GLOBAL)
-        workers = _workers(fields, loader, ignored) if fields.get("workers") else ()
-        return replace(between, shared=shared, progress=Progress(workers=workers))
-    delivered = fields["_sampler_iter_yielded"]
+        return replace(between, shared=shared, progress=Progress(workers=_workers(fields, loader, ignored)))
+    (epoch, _, batches), delivered = between.position, fields["_sampler_iter_yielded"]
     if fields["_iterator_finished"]:  # Accelerate says it when the last batch was handed out
-        return replace(between, position=Position(position.epoch + 1, 0, position.batches + delivered))
-    seed = _check(fields, _IN_EPOCH)["shared_seed"]
-    _check(fields, {} if seed is None else {"shared_seed": _WHOLE})
+        return replace(between, position=Position(epoch + 1, 0, batches + delivered))
+    seed = object if fields.get("shared_seed") is None else _WHOLE
+    _check(fields, {"beyond": list, "shared_seed": seed})
     beginning = _beginning_of_epoch(order, loader, own, torchs, ignored)
     progress = _progress(fields, beginning.drawn, _workers(fields, loader, ignored))
     beginning.snapshots.update(_snapshots(fields, loader, progress.head))
     return replace(
         between,
-        position=Position(position.epoch, delivered, position.batches + delivered),
+        position=Position(epoch, delivered, batches + delivered),
         resumes=True,
         iterable=arguments.is_iterable(loader),
         progress=progress,
         beginning=beginning,
-        shared_seed=seed,
+        shared_seed=fields["shared_seed"],
     )
 
 
@@ -166,6 +164,9 @@ def _progress(fields: dict[str, Any], drawn: int, workers: tuple[WorkerProgress,
 
 
 def _workers(fields: dict[str, Any], loader: Loader, ignored: frozenset[str]) -> tuple[WorkerProgress, ...]:
+    """Nothing is known of them between two epochs, if they do not live on."""
+    if not (fields["resumes"] or fields.get("workers")):
+        return ()
     said = dict(enumerate(_check(fields, {"workers": list})["workers"]))
     _check(said, dict.fromkeys(said, dict), "workers.")
     workers = [_worker(number, worker, loader.dataset) for number, worker in said.items()]
@@ -214,7 +215,6 @@ def _states(texts: Any, where: str, known: dict[str, Any], needed: Iterable[str]
 
 
 def _compare(fields: dict[str, Any], now: dict[str, Any], ignored: frozenset[str]) -> None:
-    _check(fields, dict.fromkeys(now, object))
     for name in now:
         if name == "num_workers" or name in ignored or fields[name] == now[name]:
             continue
