@@ -148,9 +148,9 @@ def _answer(fields: list[Any]) -> Answer:
         _check_type(returned, tuple)
         _check_counts(returned)
     if handle is not None:
-        spec_id, _, values, parcel, segments = handle
-        if type(values) is not tuple or not (parcel is None or type(parcel) is bytes):
-            raise ProtocolError("a handle with malformed values or a malformed parcel")
+        spec_id, _, values, packet, segments = handle
+        if type(values) is not tuple or not (packet is None or type(packet) is bytes):
+            raise ProtocolError("a handle with malformed values or a malformed packet")
         if type(spec_id) is not int or spec_id < 0:
             raise ProtocolError(f"{spec_id!r:.40} where the number of a spec should be")
         for segment in segments:  # what the numbers say, `Unpacker.learn` checks

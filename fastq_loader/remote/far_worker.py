@@ -273,7 +273,7 @@ class ProxySocket:
         """A handle whose segments say how many bytes each has, instead of where it lies, and these bytes.
 
         Only those are sent that the batch needs. So each begins with the first byte of its segment, but for
-        a parcel: its third number is how many bytes it has.
+        a packet: its third number is how many bytes it has.
         """
         if handle is None or not handle.segments:
             return handle, []

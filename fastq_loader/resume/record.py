@@ -226,8 +226,8 @@ def begin(
     parts = index_sampler, loader.generator, loader.dataset
     if newest is not None and saved is None and not newest.over and arguments.is_dynamic(loader):
         newest.order.break_off()
-    built = saved.built if saved is not None else None
-    built = newest.order.built if newest is not None else built
+    known = saved if newest is None else newest.order
+    built = None if known is None else known.built
     if saved is not None and saved.resumes:
         noted = copy.deepcopy(saved.beginning)
         order = Order(*parts, saved.progress, noted, built)
@@ -240,7 +240,7 @@ def begin(
             position, workers = newest.next_position, newest.left() if same_readers else ()
         order = Order(*parts, Progress(workers=workers), built=built)
         record = EpochRecord(order, position, None, _readers(loader))
-        record.tells_readers = saved is not None and loader.num_workers > 0
+        record.tells_readers = saved is not None
         if saved is not None and saved.lives_on and loader.persistent_workers:
             record.continues_workers = loader.num_workers > 0 and not arguments.is_dynamic(loader)
             record.base_seed = saved.base_seed

@@ -89,14 +89,14 @@ def scene() -> Iterator[Scene]:
 def test_only_the_bytes_of_a_batch_are_sent_and_each_segment_says_how_many(scene: Scene) -> None:
     image = torch.arange(SMALLEST, dtype=torch.int32)
     scene.load([image[100:], {1, 2}, "text"])
-    handle, (parcel, large) = scene.receive()
-    assert handle.segments == ((0, len(parcel), len(parcel)), (0, len(large), 0))
+    handle, (packet, large) = scene.receive()
+    assert handle.segments == ((0, len(packet), len(packet)), (0, len(large), 0))
     assert large == image[100:].numpy().tobytes()
-    assert TOKEN in parcel, "what is pickled is sealed"
+    assert TOKEN in packet, "what is pickled is sealed"
     scene.load([1, torch.ones(3)])
     handle, parts = scene.receive()
     assert (handle.segments, parts) == ((), [])
-    assert handle.parcel
+    assert handle.packet
 
 
 def test_for_a_device_one_piece_is_sent() -> None:
