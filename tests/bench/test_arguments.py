@@ -42,7 +42,7 @@ def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
 
 SHARED_BY_ALL = {"bytes": 7}
 DROP_INS = {"start": 6, "turns": 3}
-OURS_ALONE = {"schedule": 6, "kills": 2, "resume": 4, "insight": 5, "cluster": 6}
+OURS_ALONE = {"schedule": 6, "resume": 4, "insight": 5, "cluster": 6}
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ pytest.importorskip("psutil", reason="the bench extra is not installed")
 from bench.output.rows import CaseRows, Results
 from bench.peers import PEERS, Entry, LoaderSettings
 from bench.peers.torch_loader import TorchInline
-from bench.timing import alone, kills, rounds, schedule, steady, turns
+from bench.timing import alone, rounds, schedule, steady, turns
 from bench.timing.batches import compare
 from bench.timing.ceiling import SMALLEST_BUFFER, WarmBuffers
 from bench.timing.rounds import Case, Lane, Plan, measure
@@ -287,13 +287,3 @@ def test_wrong_batches_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured(schedule.case(case, ["torch", "fastq_loader"], "fork", 1))
     assert "another order" in str(found.peers["dynamic"].failure)
     assert found.peers["torch_unordered"].failure is None
-
-
-@pytest.mark.processes
-def test_workers_are_killed_and_replaced() -> None:
-    found = measured(kills.case(2, "fork", 1, kills=2, batch_s=0.005, per_worker=40))
-    assert found.peers["fastq_loader"].failure is None
-    undisturbed, killed, start = found.peers["fastq_loader"].rows
-    assert [row["part"] for row in (undisturbed, killed, start)] == list(kills.PARTS)
-    assert 1 <= killed["kills"] <= 2
-    assert undisturbed["seconds"] > start["seconds"]
