@@ -83,15 +83,6 @@ def test_a_block_knows_steps_from_what_is_between_them() -> None:
     assert len(host.waited) == done["batches"] - AHEAD + 1
 
 
-def test_what_was_ready_before_a_block_is_not_counted() -> None:
-    arm = slow_arm(0.0, ahead=7)
-    timed_block(arm, HostDevice(), Pace(pause=0.001), 0.001)  # at rest there is nothing to pass over
-    assert arm.next() == 3
-    done = timed_block(arm, HostDevice(), Pace(), 0.01)
-    assert arm.next() == 4 + 7 + done["batches"]
-    assert (done["steps"], done["gaps"]) == (0, 0)
-
-
 @pytest.fixture
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "SHAPES", {LARGE: ONE, "fields_32": SMALL})

@@ -12,8 +12,6 @@ pytest.importorskip("pandas", reason="the bench extra is not installed")
 pytest.importorskip("matplotlib", reason="the bench extra is not installed")
 
 import pandas as pd
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bench.__main__ import main, perform
 from bench.arguments import parse
@@ -26,7 +24,6 @@ from bench.output.tables import case_tables, summary_tables
 from bench.peers.device import REGISTER, TORCH
 from bench.timing.device import DRAIN
 from bench.timing.rounds import Case, Lane, Plan
-from bench.timing.steady import latency
 from tests.support import bench_example as example
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,16 +89,6 @@ def test_a_ratio_is_of_medians_and_its_range_is_within_rounds() -> None:
     assert ratio(pd.Series([40, 20, 44]), pd.Series([20, 10, 20])) == pytest.approx((2.0, 2.0, 2.2))
     assert ratio(pd.Series([40, 20]), None) is None
     assert ratio(pd.Series([40], index=[1]), pd.Series([20], index=[0])) is None, "no round in common"
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=300))
-def test_percentiles_are_waits_that_occurred(waits: list[float]) -> None:
-    found = latency(waits)
-    assert (found["calls"], found["longest"]) == (len(waits), max(waits))
-    for percent in (50, 95, 99):
-        reached = sum(wait <= found[f"p{percent}"] for wait in waits)
-        assert reached >= percent * len(waits) / 100
-        assert found[f"p{percent}"] in waits
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from bench.timing.batches import compare
 from bench.timing.ceiling import SMALLEST_BUFFER, WarmBuffers
 from bench.timing.rounds import Case, Lane, Plan, measure
 from bench.timing.schedule import BOUND, Goal, ScheduleCase, bound
-from bench.workloads import slow
 from bench.workloads.slow import Step, TracedSamples
 
 SETTINGS = LoaderSettings(1, "fork")
@@ -156,15 +155,6 @@ def test_the_ceiling_makes_the_batches_that_torch_makes(
         assert compare(kept[-1], expected) == ([], [])
     if length == SMALLEST_BUFFER:
         assert kept[0]["x"].data_ptr() == kept[1]["x"].data_ptr()
-
-
-def test_what_batches_cost_and_how_soon_they_could_be_there() -> None:
-    assert slow.ideal([0.24, *[0.03] * 7] * 8, 4) == pytest.approx(0.9)
-    assert slow.ideal([1.0, 0.1, 0.1], 4) == 1.0, "no batch is divided"
-    assert slow.of_batches([1, 2, 3, 4, 5], 2) == [3, 7, 5]
-    drawn = slow.log_normal(0.01, 1.0, 1000)
-    assert drawn == slow.log_normal(0.01, 1.0, 1000)
-    assert sorted(drawn)[500] == pytest.approx(0.01, rel=0.1)
 
 
 def _instant() -> TracedSamples:
