@@ -6,7 +6,7 @@ and write the batch to shared memory (`packing`, `memory`). The answer comes bac
 hands the batch out, or `device` copies it on to an accelerator.
 """
 
-from fastq_loader.device.options import ToDevice
+from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.prefetcher import Prefetcher
 from fastq_loader.device.transforms import copy_into, normalize
 from fastq_loader.errors import (
@@ -28,14 +28,13 @@ from fastq_loader.errors import (
     WorkerReplaced,
     WorkerTraceback,
 )
-from fastq_loader.insight.tuning import Tuning, TuningRow, tune
 from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory.results import empty
-from fastq_loader.reading.permutation import PermutationSampler
-from fastq_loader.remote.options import RayWorkers
+from fastq_loader.reading.sampling import PermutationSampler
+from fastq_loader.remote.ray_workers import RayWorkers
 from fastq_loader.resume.record import Position
-from fastq_loader.scheduling.options import Dynamic, RoundRobin
+from fastq_loader.scheduling.schedules import Dynamic, RoundRobin
 from fastq_loader.statistics.snapshots import (
     EpochStatistics,
     LateBatch,
@@ -43,7 +42,8 @@ from fastq_loader.statistics.snapshots import (
     StagingStatistics,
     WorkerStatistics,
 )
-from fastq_loader.workers.options import Processes
+from fastq_loader.tuning import Tuning, TuningRow, tune
+from fastq_loader.workers.kinds import Processes
 
 __all__ = [
     "DataLoader",

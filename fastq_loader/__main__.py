@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from fastq_loader.insight.tuning import checked, tune
+from fastq_loader.tuning import checked, tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:

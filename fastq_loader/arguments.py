@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data.dataloader import _DatasetKind
 
-from fastq_loader.device.options import read_device
+from fastq_loader.device.accelerator import read_device
 from fastq_loader.errors import warn_user
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
-from fastq_loader.remote.options import RayWorkers
-from fastq_loader.scheduling.options import Dynamic, RoundRobin, Schedule, read_schedule
-from fastq_loader.scheduling.window import WindowLimits
-from fastq_loader.workers.options import Auto, Processes, WorkerKind, read_workers
+from fastq_loader.remote.ray_workers import RayWorkers
+from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Schedule, WindowLimits, read_schedule
+from fastq_loader.workers.kinds import Auto, Processes, WorkerKind, read_workers
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader

@@ -15,26 +15,27 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.utils.data
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler
+from torch.utils.data._utils.collate import default_collate, default_convert
 
 from fastq_loader import arguments
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.consumer.resources import Resources
-from fastq_loader.device.options import ToDevice, read_device
-from fastq_loader.device.session import DeviceSession
-from fastq_loader.insight import auto, diagnosing
+from fastq_loader.device.accelerator import ToDevice, read_device
+from fastq_loader.device.staging import DeviceSession
+from fastq_loader.insight import auto, verdict
+from fastq_loader.insight.model import Evidence, Setting
 from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.iterators.multiprocess import MultiprocessIterator
 from fastq_loader.iterators.serial import SerialIterator
 from fastq_loader.reading import datapipes
 from fastq_loader.resume import saved, state
 from fastq_loader.resume.record import Position
-from fastq_loader.scheduling.options import Schedule
+from fastq_loader.scheduling.schedules import Dynamic, Schedule, read_schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
-from fastq_loader.tracing.trace import Trace
-from fastq_loader.workers.config import Plan, Rules
-from fastq_loader.workers.options import Auto, WorkerKind
-from fastq_loader.workers.payload import Payload
+from fastq_loader.tracing.trace import traced
+from fastq_loader.workers.config import Payload, Plan, Rules
+from fastq_loader.workers.kinds import Auto, WorkerKind
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -151,7 +152,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _begin(self) -> Any:
         if isinstance(self.num_workers, Auto):
-            auto.choose(self)
+            self._choose_workers()
         if not self.persistent_workers or self.num_workers == 0:
             return self._get_iterator()
         iterator = self._iterator
@@ -163,6 +164,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             iterator._reset(self)
         object.__setattr__(self, "_iterator", iterator)
         return iterator
+
+    def _choose_workers(self) -> None:
+        """`num_workers="auto"`: as many as the epoch that begins is to have. Those of another number end."""
+        resources, number = self._resources, int(self.num_workers)
+        resources.chooser = chooser = resources.chooser or auto.Chooser()
+        if resources.saved is not None:  # the rest of an epoch whose workers may have said where they stand
+            chosen = len(resources.saved.progress.workers) or number
+        else:
+            prefetch = self.prefetch_factor or 2
+            chosen = chooser.next_number(number, resources.counters, prefetch, self.persistent_workers)
+        if chosen != number and self.persistent_workers:
+            resources.close_engines(f"num_workers='auto' has come to {chosen}")
+        self.num_workers = Auto(chosen)
 
     def _get_iterator(self) -> Any:
         """The only maker of iterators; subclasses wrap what it returns (torch_geometric, litdata)."""
@@ -197,7 +211,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         assert self.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
         kind = arguments.workers(self)
         return Plan(
-            backend=kind.backend,
+            make_pool=kind.make_pool,
             payload=Payload(
                 self.dataset,
                 self.collate_fn,
@@ -348,7 +362,29 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             ValueError: there is no such epoch.
         """
-        return diagnosing.diagnose(self, epoch)
+        statistics = self.statistics()
+        # A subclass may have no attributes before its first epoch.
+        known = self._evidence() if statistics.epochs else Evidence()
+        return verdict.diagnose(verdict.evidence_of(known, statistics, self._resources.counters, epoch))
+
+    def _evidence(self) -> Evidence:
+        """What the arguments say of a run, for `diagnose`."""
+        to_device, sampler = read_device(self.device), self._index_sampler
+        if type(sampler) is BatchSampler:
+            sampler = sampler.sampler
+        iterable, schedule = arguments.is_iterable(self), read_schedule(self.schedule)
+        dynamic = isinstance(schedule, Dynamic) and not iterable
+        return Evidence(
+            setting=Setting(0, self.prefetch_factor or 2, dynamic or not self.in_order, schedule.window),
+            iterable=iterable,
+            persistent=self.persistent_workers,
+            in_order=self.in_order,
+            shuffles=type(sampler) is RandomSampler,
+            sampler=type(sampler).__qualname__,
+            collate=_name(self.collate_fn),
+            transform=_name(to_device and to_device.transform),
+            pins=self.pin_memory,
+        )
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[None]:
         """Write what happens to a file, for as long as the context lasts:
@@ -359,7 +395,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         Open the file with https://ui.perfetto.dev or chrome://tracing: tracks for the consumer, for each
         worker, for the batches that are under way and for copies to the device. It is written as it goes, so
-        what a crash leaves can be opened, too. A batch takes about 2 kB. See `fastq_loader/README.md`.
+        what a crash leaves can be opened, too. A batch takes about 1 kB. See `fastq_loader/README.md`.
 
         Args:
             path: of the file, which is overwritten.
@@ -369,7 +405,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             ValueError: another trace, of any process, is writing to it.
             RuntimeError: this loader is being traced.
         """
-        return Trace(path, self._resources.counters)
+        return traced(path, self._resources.counters)
 
     def __repr__(self) -> str:
         name = f"{type(self).__module__}.{type(self).__qualname__}"
@@ -396,3 +432,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """The arguments, and what was loaded for the next epoch; workers and counters stay behind, so a copy
         starts idle."""
         return {**vars(self), "_iterator": None}
+
+
+def _name(function: Any) -> str:
+    """The name of a user's function; "" of torch's."""
+    if function in (None, default_collate, default_convert):
+        return ""
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -30,31 +30,30 @@ class Room(NamedTuple):
 
 #: Top down: a room stands above everything that it imports.
 ROOMS = {
-    "__main__": Room("insight"),
+    "__main__": Room("tuning"),
+    "tuning": Room("trials loader insight arguments memory errors"),
+    "trials": Room("loader insight workers scheduling packing system"),
     "loader": Room(
         "insight iterators resume arguments consumer workers device scheduling reading tracing statistics"
     ),
     "iterators": Room(
         "insight resume arguments consumer workers device scheduling reading statistics ipc system errors"
     ),
-    "insight": Room(
-        "arguments workers device scheduling packing memory system errors statistics",
-        pure="model hints evidence advice verdict search",
-    ),
+    "insight": Room("workers memory system statistics", pure="model advice"),
     "resume": Room("arguments workers scheduling reading system errors"),
     "arguments": Room("remote workers device scheduling memory ipc errors"),
-    "remote": Room("workers reading memory ipc system errors", pure="wire cluster"),
+    "remote": Room("workers reading memory ipc system errors"),
     "consumer": Room("workers device scheduling packing memory ipc system errors statistics"),
     "workers": Room("scheduling packing reading memory ipc system errors statistics"),
     "device": Room("packing memory ipc system errors statistics", pure="copies pinning"),
     "scheduling": Room("memory ipc errors", pure="*"),
     "packing": Room("memory ipc system errors"),
     "reading": Room("memory ipc system", pure="first_indices"),
-    "memory": Room("system errors", pure="pool ledger blocks demand free_ranges"),
-    "tracing": Room("ipc system statistics errors", pure="events"),
+    "memory": Room("system errors", pure="pool ledger blocks"),
+    "tracing": Room("ipc system statistics errors"),
     "ipc": Room("system errors", pure="messages decoding"),
     "system": Room(""),
-    "statistics": Room("", pure="epoch histogram snapshots"),
+    "statistics": Room("", pure="epoch snapshots"),
     "errors": Room("", pure="*"),
 }
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}

@@ -1,14 +1,16 @@
 """The last step of a batch: a worker's answer becomes what `next()` returns or raises.
 
-Runs in the consumer, on the thread that calls `next()`. No block stays behind for what comes out of here.
+Runs in the consumer, on the thread that calls `next()`. No block stays behind for what comes out of here. How
+a call has ended is a value: the event loop puts it down where the iterator finds it, and the iterator raises
+or returns it outside of the loop's frames: those reference the loop, and in the traceback of an error they
+would make a cycle that keeps the loop and its memory until the garbage collector comes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
-from fastq_loader.consumer.outcomes import Delivered, Raised
 from fastq_loader.device.staging import Staging
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import BATCH, BROKEN, Answer, Handle
@@ -18,6 +20,70 @@ from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system.interrupts import refuse_interrupt
+
+
+class Delivered:
+    """There is a batch.
+
+    Attributes:
+        batch: it.
+        progress: how far the epoch has come with it.
+    """
+
+    __slots__ = ("batch", "progress")
+    error: ClassVar[None] = None
+    fatal: ClassVar[None] = None
+
+    def __init__(self, batch: Any, progress: Progress | None = None) -> None:
+        self.batch = batch
+        self.progress = progress
+
+
+class Raised:
+    """There is an error at the position of the batch.
+
+    Attributes:
+        error: it.
+        fatal: why the iteration is over with it; None: the next call goes on.
+        progress: how far the epoch has come with it; None: no further than before.
+    """
+
+    __slots__ = ("error", "fatal", "progress")
+
+    def __init__(
+        self, error: BaseException, fatal: str | None = None, progress: Progress | None = None
+    ) -> None:
+        self.error = error
+        self.fatal = fatal
+        self.progress = progress
+
+
+class Ended:
+    """There is no further batch. The error is a class: an instance would gather the tracebacks of all its
+    raises."""
+
+    __slots__ = ()
+    error: ClassVar[type[BaseException]] = StopIteration
+    fatal: ClassVar[None] = None
+    progress: ClassVar[None] = None
+
+
+class Closed:
+    """The engine is closing."""
+
+    __slots__ = ()
+    fatal: ClassVar[None] = None
+
+
+#: What an iterator hands to the user.
+Outcome = Delivered | Raised | Ended
+ENDED, CLOSED = Ended(), Closed()
+
+
+class OutcomeSlot(Protocol):
+    """Where an outcome is put down."""
+
+    outcome: Outcome | None
 
 
 class Delivery:

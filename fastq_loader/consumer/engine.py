@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from fastq_loader.consumer.delivery import OutcomeSlot
 from fastq_loader.consumer.event_loop import BUSY, EventLoop, Resume
-from fastq_loader.consumer.outcomes import OutcomeSlot
-from fastq_loader.device.session import DeviceSession
+from fastq_loader.device.staging import DeviceSession
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.statistics.counters import Counters

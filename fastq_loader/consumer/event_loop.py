@@ -17,12 +17,10 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader.consumer.accounting import Accounting
-from fastq_loader.consumer.deaths import Deaths, death
-from fastq_loader.consumer.delivery import Delivery, finished
-from fastq_loader.consumer.outcomes import CLOSED, ENDED, OutcomeSlot
+from fastq_loader.consumer.deaths import Deaths, Timeout, death
+from fastq_loader.consumer.delivery import CLOSED, ENDED, Delivery, OutcomeSlot, finished
 from fastq_loader.consumer.receiver import Receiver
-from fastq_loader.device.session import DeviceSession
-from fastq_loader.device.staging import Staging
+from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.ipc.claim_table import slots
 from fastq_loader.ipc.endpoints import expect_threads
 from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode_task
@@ -33,12 +31,11 @@ from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling import events
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
-from fastq_loader.scheduling.timeout import Timeout
-from fastq_loader.scheduling.window import Window
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.notes import Notes
-from fastq_loader.system import calls, standard_streams
+from fastq_loader.system import calls
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.group import WorkerGroup
@@ -82,7 +79,7 @@ class EventLoop:
         self._session = session
         self._counters = counters
         self._sampler: Iterator[Any] = iter(())
-        standard_streams.occupy()
+        calls.occupy_standard_streams()
         arena = Arena(plan.workers, whole=plan.for_device)
         self.pool = BlockPool(arena, plan.workers)
         self.scheduler = Scheduler(

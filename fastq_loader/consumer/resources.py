@@ -11,14 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastq_loader.consumer.engine import Engine
-from fastq_loader.device.session import DeviceSession
-from fastq_loader.device.staging import SerialStaging
+from fastq_loader.device.staging import DeviceSession, SerialStaging
 from fastq_loader.errors import LoaderHint
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers import stopping
 
 if TYPE_CHECKING:
-    from fastq_loader.insight.auto import Seen
     from fastq_loader.loader import DataLoader
     from fastq_loader.resume.record import EpochRecord
     from fastq_loader.resume.saved import Saved
@@ -41,8 +39,7 @@ class Resources:
         held: the state of the loader, while an epoch is being begun; else None.
         shared: states of shared generators that the first epoch begins from, because a state says so.
         hinted: what the user was told of, and is not told again.
-        seen: epochs whose number of workers was chosen.
-        started: the number of workers that was seen in no epoch but that in which they were started.
+        chooser: an `insight.auto.Chooser`, once the loader has chosen its number of workers; else None.
     """
 
     def __init__(self, owner: DataLoader[Any] | None = None, saved: Saved | None = None) -> None:
@@ -55,8 +52,7 @@ class Resources:
         self.held: dict[str, Any] | None = None
         self.shared: dict[str, Any] = {}
         self.hinted: set[type[LoaderHint]] = set()
-        self.seen: list[Seen] = []
-        self.started: int | None = None
+        self.chooser: Any = None
 
     @property
     def record(self) -> EpochRecord | None:

@@ -1,8 +1,8 @@
 """Copies to the device: which are under way, who waits for whom, and when memory may be written again.
 
-Pure: streams, events and memory are opaque and belong to a `Stager` (`backend` has the real one, the tests a
-simulated one that runs copies late and in any order that streams allow). Used in the consumer, on the thread
-that calls `next()`; nothing here runs on a thread of its own.
+Pure: streams, events and memory are opaque and belong to a `Stager` (`accelerator` has the real one, the
+tests a simulated one that runs copies late and in any order that streams allow). Used in the consumer, on the
+thread that calls `next()`; nothing here runs on a thread of its own.
 
 The rules, each with the wait that keeps it:
 
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from fastq_loader.device.options import ToDevice
     from fastq_loader.statistics.counters import StagingCounters
 
 Stream = Hashable
@@ -55,9 +54,8 @@ class Stager(Protocol):
     def copy_async(self, memory: Memory, source: Memory, nbytes: int) -> None:
         """Queue a copy of the first `nbytes` on the side stream, from host memory or from the device's."""
 
-    def record(self, stream: Stream, event: Event | None = None) -> Event:
-        """An event that is over when everything that is queued on `stream` has run. `event` is used again:
-        nothing waits for it any more."""
+    def record(self, stream: Stream) -> Event:
+        """An event that is over when everything that is queued on `stream` has run."""
 
     def wait(self, stream: Stream, event: Event) -> None:
         """What is queued on `stream` from here on runs after the event."""
@@ -138,19 +136,18 @@ class Copies:
 
     Args:
         stager: the device.
-        options: `prefetch` batches are copied before they are asked for.
+        prefetch: batches that are copied before they are asked for.
         statistics: the loader's.
     """
 
-    def __init__(self, stager: Stager, options: ToDevice, statistics: StagingCounters) -> None:
+    def __init__(self, stager: Stager, prefetch: int, statistics: StagingCounters) -> None:
         self._stager = stager
         self._statistics = statistics
         # A consumer that never waits for its device would run ahead of it for ever, and hold as many blocks.
-        self._most = 2 * options.prefetch
+        self._most = 2 * prefetch
         self._running: deque[Copy] = deque()  # not known to be over, in the order of the side stream
         self._staged: dict[int, Copy] = {}  # not handed out
         self._taken: list[Copy] = []  # handed out, and `reap` has not given their blocks back
-        self._events: list[Event] = []  # to be used again
 
     def __contains__(self, key: int) -> bool:
         """Whether a batch was begun, and not handed out."""
@@ -187,7 +184,7 @@ class Copies:
         statistics.copied_bytes += nbytes
         if then is not None:
             copy.result = stager.on_side(lambda: then(memory))
-            copy.ready = self._record(stager.side)
+            copy.ready = stager.record(stager.side)
         return copy
 
     @property
@@ -222,7 +219,6 @@ class Copies:
         moved = self._queue(memory, stream, copy.memory, copy.nbytes)
         self._stager.wait(stream, moved)
         self._stager.wait(copy.home, moved)  # where the old memory is allocated again
-        self._events.append(moved)
         copy.memory, copy.home = memory, stream
 
     def reap(self) -> list[int]:
@@ -256,7 +252,7 @@ class Copies:
             The blocks of batches that were handed out; the others' may be written again as well.
         """
         # Not the copies' own events: an interrupt may have come between a copy and its entry here.
-        self._stager.synchronize(self._record(self._stager.side))
+        self._stager.synchronize(self._stager.record(self._stager.side))
         while self._running:
             self._arrived(self._running.popleft())
         self._staged.clear()
@@ -266,18 +262,11 @@ class Copies:
         left = [copy for copy in self._taken if copy.over]
         if left:
             self._taken = [copy for copy in self._taken if not copy.over]
-        for copy in left:
-            self._events += [copy.done] if copy.ready is copy.done else [copy.done, copy.ready]
         return [offset for copy in left for offset in copy.blocks]
-
-    def _record(self, stream: Stream) -> Event:
-        return self._stager.record(stream, self._events.pop() if self._events else None)
 
     def _queue(self, memory: Memory, home: Stream, source: Memory, nbytes: int) -> Event:
         """Queue a copy to memory that was allocated on `home` just now. Returns the copy's event."""
         stager = self._stager
-        fence = self._record(home)
-        stager.wait(stager.side, fence)
-        self._events.append(fence)  # a wait is for what the event was when the wait was queued
+        stager.wait(stager.side, stager.record(home))
         stager.copy_async(memory, source, nbytes)
-        return self._record(stager.side)
+        return stager.record(stager.side)

@@ -20,7 +20,6 @@ from fastq_loader.device.copies import Copies, Copy, Memory, Stager
 from fastq_loader.errors import PinFailed, PinFallback, warn_user
 
 if TYPE_CHECKING:
-    from fastq_loader.device.options import ToDevice
     from fastq_loader.memory.arena import Mapping
     from fastq_loader.statistics.counters import StagingCounters
 
@@ -33,12 +32,13 @@ class PinPolicy:
     """What `pin` comes to on this device. The loader's, so that what failed in one pool is known to the next.
 
     Args:
-        options: the user's.
+        pin, limit: as the user wants it, and how many bytes may be locked; None: any number.
         statistics: the loader's; `pin` in it is the mode of blocks that are not registered.
     """
 
-    def __init__(self, options: ToDevice, statistics: StagingCounters) -> None:
-        self.options = options
+    def __init__(self, pin: str, limit: int | None, statistics: StagingCounters) -> None:
+        self._pin = pin
+        self._limit = limit
         self.statistics = statistics
         self._proven = False
         self._refused: dict[str, str] = {}  # mode → why the driver refused it
@@ -54,12 +54,12 @@ class PinPolicy:
         Raises:
             PinFailed: they do not, and the user asked for them.
         """
-        mode, reason = self.options.pin, f"pin={self.options.pin!r} was asked for"
+        mode, reason = self._pin, f"pin={self._pin!r} was asked for"
         if mode == AUTO:
             mode = next(mode for mode in PIN_MODES[1:] if mode not in self._refused)
             reason = "; ".join(self._refused.values()) or "it is the fastest here"
         if mode == REGISTER and not in_blocks:
-            if BOUNCE not in self._refused or self.options.pin != AUTO:
+            if BOUNCE not in self._refused or self._pin != AUTO:
                 mode, reason = BOUNCE, "without workers, batches are packed into page-locked buffers"
             else:
                 mode = PAGEABLE
@@ -82,10 +82,9 @@ class PinPolicy:
         Raises:
             PinFailed: the user asked for a mode by name.
         """
-        if self.options.pin != AUTO:
+        if self._pin != AUTO:
             raise PinFailed(
-                f"pin={self.options.pin!r} cannot be kept: {reason}; pin='auto' would fall back to another "
-                "mode"
+                f"pin={self._pin!r} cannot be kept: {reason}; pin='auto' would fall back to another mode"
             )
         lower = PIN_MODES[PIN_MODES.index(mode) + 1]
         self.statistics.pin, self.statistics.pin_reason = lower, reason
@@ -100,7 +99,7 @@ class PinPolicy:
         Args:
             what: what they are, for the warning: "blocks" or "buffers".
         """
-        limit = self.options.pin_limit_bytes
+        limit = self._limit
         if limit is None or self.statistics.pinned_bytes + nbytes <= limit:
             return True
         self.fall_back(self.statistics.pin, f"pin_limit_bytes={limit} leaves no room for {what}")
@@ -139,9 +138,12 @@ class Pinner:
         copies: of the pool.
         mapping: where batches lie; None: the caller packs them into buffers.
         policy: the loader's.
+        buffers: how many there are, where batches are copied to buffers.
     """
 
-    def __init__(self, stager: Stager, copies: Copies, mapping: Mapping | None, policy: PinPolicy) -> None:
+    def __init__(
+        self, stager: Stager, copies: Copies, mapping: Mapping | None, policy: PinPolicy, buffers: int
+    ) -> None:
         self._stager = stager
         self._copies = copies
         self._mapping = mapping
@@ -149,7 +151,7 @@ class Pinner:
         self._statistics = policy.statistics
         self._registered: dict[int, int] = {}  # offset → size of the blocks that are page-locked
         # The one that waits longest first.
-        self._buffers = deque(Buffer() for _ in range(policy.options.prefetch + 1))
+        self._buffers = deque(Buffer() for _ in range(buffers))
 
     # ---- where a copy reads from --------------------------------------------------------------
 

@@ -15,11 +15,8 @@ from typing import Any
 
 import torch
 
-from fastq_loader.device.attempts import Attempt
-from fastq_loader.device.backend import can_share
-from fastq_loader.device.options import ToDevice, read_device
-from fastq_loader.device.session import DeviceSession
-from fastq_loader.device.staging import SerialStaging
+from fastq_loader.device.accelerator import ToDevice, can_share, read_device
+from fastq_loader.device.staging import Attempt, DeviceSession, SerialStaging
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.statistics.snapshots import StagingStatistics
 from fastq_loader.system.interrupts import raised_by_handler

@@ -1,16 +1,23 @@
 """Batches on their way to a device: page-lock, copy beside the step, hand out on the consumer's stream.
 
 Runs in the consumer, on the thread that calls `next()`: a thread of its own would fight for the GIL, and
-break the capture of CUDA graphs. `Staging` serves one pool of workers, whose batches lie in blocks, ready for
-one copy each; `SerialStaging` does the same without workers.
+break the capture of CUDA graphs. A `DeviceSession` is kept from epoch to epoch. It has one side stream (a new
+one in each epoch would strand the memory that torch cached for the old one), the statistics, and what is
+known about page-locking. `Staging` serves one pool of workers, whose batches lie in blocks, ready for one
+copy each; `SerialStaging` does the same without workers.
 
 The order in a call of `next()`: find the copies that have run, whose blocks are free again; take the head,
 whose copy was begun before, or begin it; let the consumer's stream wait for that copy; begin the copies of
 the next `prefetch` batches, so far as they are ready; hand out.
+
+What fails before it is asked for waits for its turn (`Attempt`) without its frames. They would keep whoever
+called, and so the loader that the error waits in: dropped in the middle of an epoch, it would live on until
+the garbage collector comes.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from functools import partial
@@ -19,21 +26,116 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.device.attempts import Attempt
-from fastq_loader.device.copies import Memory
-from fastq_loader.device.pinning import Buffer, Source
-from fastq_loader.device.session import DeviceSession
-from fastq_loader.errors import UnpicklableError
+from fastq_loader.device.accelerator import ToDevice, TorchStager
+from fastq_loader.device.copies import Copies, Memory
+from fastq_loader.device.pinning import Buffer, Pinner, PinPolicy, Source
+from fastq_loader.errors import UnpicklableError, WorkerTraceback
 from fastq_loader.ipc.messages import Answer
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import device_aligned
 from fastq_loader.packing import pickling
-from fastq_loader.packing.aliasing import device_segments, segments_of
 from fastq_loader.packing.spec import Spec, SpecCache
 from fastq_loader.packing.tensors import cloned, moved, tensors_of
 from fastq_loader.packing.unpack import Unpacker
-from fastq_loader.packing.walker import Walker
+from fastq_loader.packing.walker import Walker, device_segments, segments_of
+from fastq_loader.statistics.counters import StagingCounters
 from fastq_loader.system.interrupts import refuse_interrupt
+
+
+class EarlierTraceback(WorkerTraceback):
+    """Where something failed before it was asked for, as text: the `__cause__` of its error."""
+
+
+class Attempt:
+    """A call that is made here and now, whose outcome is asked for later.
+
+    Args:
+        call: made with these arguments.
+
+    Attributes:
+        result: of the call, until it is asked for. `error`: what it raised instead.
+    """
+
+    def __init__(self, call: Callable[..., Any], *arguments: Any) -> None:
+        self.result: Any = None
+        self.error: Exception | None = None
+        try:
+            self.result = call(*arguments)
+        except Exception as error:
+            refuse_interrupt(error)
+            text = "".join(traceback.format_exception(error))
+            # Past the class's own `__setattr__`: it may be a frozen dataclass.
+            BaseException.__setattr__(error, "__context__", None)
+            BaseException.__setattr__(error, "__cause__", EarlierTraceback(text))
+            self.error = error.with_traceback(None)
+
+    def again(self) -> Any:
+        """A copy of what the call returned, or its error; as often as it is asked for."""
+        if self.error is not None:
+            raise self.error
+        return deepcopy(self.result)
+
+    def outcome(self) -> Any:
+        """What the call returned, or raised. It is forgotten here."""
+        (result, self.result), (error, self.error) = (self.result, None), (self.error, None)
+        try:
+            if error is not None:
+                raise error
+            return result
+        finally:
+            del error  # it holds this frame by its traceback
+
+
+class DeviceSession:
+    """A loader's way to its device.
+
+    Args:
+        options: what the user asked for.
+
+    Attributes:
+        statistics: of everything that was copied.
+    """
+
+    def __init__(self, options: ToDevice) -> None:
+        assert options.target is not None, "batches that stay on the host need no session"
+        self.options = options
+        self.statistics = StagingCounters(str(options.target))
+        self._target = options.target
+        self._policy = PinPolicy(options.pin, options.pin_limit_bytes, self.statistics)
+        self._stager: TorchStager | None = None  # once it was opened
+
+    def open(self, mapping: Mapping | None) -> tuple[Copies, Pinner]:
+        """The copies of a new pool. The first time, this initialises the device.
+
+        Args:
+            mapping: the pool's memory; None without workers.
+
+        Raises:
+            PinFailed: pin="register" was asked for and does not work.
+            RuntimeError: the device cannot be initialised, with torch's text.
+        """
+        if self._stager is None:
+            self._stager = TorchStager(self._target)
+            self.statistics.device = str(self._stager.device)
+        self._policy.choose(self._stager, in_blocks=mapping is not None)
+        prefetch = self.options.prefetch
+        copies = Copies(self._stager, prefetch, self.statistics)
+        return copies, Pinner(self._stager, copies, mapping, self._policy, buffers=prefetch + 1)
+
+    @property
+    def stager(self) -> TorchStager:
+        """The device, which was opened."""
+        assert self._stager is not None
+        return self._stager
+
+    def refuse_capture(self) -> None:
+        """Raise RuntimeError while the current stream is captured into a CUDA graph: events cannot be queried
+        then, and what would be queued here would become part of the graph."""
+        if self._stager is not None and self._stager.capturing():
+            raise RuntimeError(
+                "next() was called while a CUDA graph is being captured: take the batch before the capture, "
+                "and use copy_into(static_batch) between replays"
+            )
 
 
 class _Stage:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from fastq_loader.packing.tensors import current_stream, is_captured, tensors_of
 
 
+@dataclass(eq=False)
 class normalize:
     """Turn uint8 images into normalised floating-point ones: (x / max_value - mean) / std for each channel.
 
@@ -39,39 +41,30 @@ class normalize:
         TypeError: `dtype` is not floating-point, or `which` is a single name.
     """
 
-    def __init__(
-        self,
-        mean: Sequence[float],
-        std: Sequence[float],
-        dtype: torch.dtype = torch.float32,
-        channels_last: bool = False,
-        max_value: float | None = None,
-        which: Collection[str | int] | None = None,
-    ) -> None:
-        self.mean = tuple(float(value) for value in mean)
-        self.std = tuple(float(value) for value in std)
+    mean: Sequence[float]
+    std: Sequence[float]
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = False
+    max_value: float | None = None
+    which: Collection[str | int] | None = None
+    _factors: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        self.mean = tuple(float(value) for value in self.mean)
+        self.std = tuple(float(value) for value in self.std)
         if not self.mean or len(self.mean) != len(self.std):
-            raise ValueError(f"mean={mean!r} and std={std!r} must have one number for each channel")
+            raise ValueError(f"mean={self.mean} and std={self.std} must have one number for each channel")
         if not all(self.std):
-            raise ValueError(f"std={std!r} must not be 0: it is divided by")
-        if isinstance(which, (str, int)):
-            raise TypeError(f"which={which!r} must be a list of keys or positions: which=[{which!r}]")
-        if not dtype.is_floating_point:
-            raise TypeError(f"dtype={dtype} must be floating-point, such as torch.float16")
-        self.dtype = dtype
-        self.channels_last = channels_last
-        self.max_value = max_value
-        self.which = None if which is None else frozenset(which)
-        self._factors: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+            raise ValueError(f"std={self.std} must not be 0: it is divided by")
+        if isinstance(self.which, (str, int)):
+            raise TypeError(f"which={self.which!r} must be a list of keys or positions: [{self.which!r}]")
+        if not self.dtype.is_floating_point:
+            raise TypeError(f"dtype={self.dtype} must be floating-point, such as torch.float16")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_factors": {}}
-
-    def __repr__(self) -> str:
-        return (
-            f"normalize(mean={self.mean}, std={self.std}, dtype={self.dtype}, "
-            f"channels_last={self.channels_last})"
-        )
 
     def __call__(self, batch: Any) -> Any:
         """The batch with its images normalised; everything else is passed on as it is.
@@ -87,8 +80,7 @@ class normalize:
                 f"normalize got a {type(batch).__name__}, and looks for images in dicts and lists"
             )
         parts = {key: self._part(key, value) for key, value in given.items()}
-        if self.which is not None and not self.which <= parts.keys():
-            missing = sorted(self.which - parts.keys(), key=str)
+        if missing := sorted(set(self.which or ()) - parts.keys(), key=str):
             raise ValueError(f"which names {missing}, and the batch has {list(parts)}")
         if all(parts[key] is given[key] for key in given):
             raise ValueError(
@@ -183,17 +175,13 @@ def _parts(batch: Any) -> dict[Any, Any] | None:
 
 def _like(batch: Any, parts: dict[Any, Any]) -> Any:
     """A container like `batch` with other parts."""
-    if type(batch) is dict:
-        return parts
     if isinstance(batch, MutableMapping):
         like = copy.copy(batch)  # with its default factory or attributes
         like.update(parts)
         return like
     if isinstance(batch, Mapping):
         return type(batch)(parts)  # type: ignore[call-arg]
-    if hasattr(batch, "_fields"):
-        return type(batch)(*parts.values())
-    return type(batch)(parts.values())
+    return getattr(batch, "_make", type(batch))(parts.values())
 
 
 # ---- captured steps ---------------------------------------------------------------------------------

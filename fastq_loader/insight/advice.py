@@ -1,18 +1,23 @@
-"""What would help, and how much: lines of advice, each with the gain that the model expects.
+"""What a user should know: what would help, and how much; and what is said without being asked.
 
-Pure. A line is left out where the model expects less than 5 %, or where what it proposes has no effect with
-the loader's other arguments.
+Pure. Lines of advice have the gain that the model expects. One is left out where that is less than 5 %, or
+where what it proposes has no effect with the loader's other arguments. A hint is made of what was seen, or is
+None. It would rather miss something than be wrong: it breaks runs in which warnings are errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from math import ceil
-from typing import NamedTuple
+from typing import Any
 
-from fastq_loader.insight.evidence import Evidence
-from fastq_loader.insight.model import Costs, Setting, seconds_per_batch
+from fastq_loader.insight.model import Costs, Evidence, Setting, seconds_per_batch
+from fastq_loader.statistics.epoch import FIRST_BATCHES, EpochCounters
+
+#: Of a worker's first batches: a digest, and the bytes that it was made of.
+FirstBatches = Mapping[int, Sequence[tuple[bytes, int]]]
 
 #: Less than this is within the error of the model.
 _LEAST_GAIN = 1.05
@@ -24,6 +29,20 @@ _SAME = 1.02
 _WORKERS_PER_CPU, _MOST_WORKERS = 4, 64
 #: Seconds that a batch of plain tensors takes the consumer.
 _PLAIN = 100e-6
+
+# Of hints.
+#: Samples that agree by chance in one of 10^6 runs, even if each is one of two.
+_LEAST_SAMPLES = 20
+#: Bytes of data that agree by chance as seldom: three numbers.
+_LEAST_BYTES = 24
+#: Different batches that a worker must have, where it has so many: data that repeat themselves say nothing.
+_LEAST_DIFFERENT = 3
+#: An epoch that is shorter, or was not slowed down by more, is not worth a word.
+_LEAST_BATCHES, _LEAST_SECONDS = 1000, 5.0
+#: How many times as fast it would have to be.
+_LEAST_TIMES = 2
+#: A window that takes less is not what fills the memory.
+_LEAST_WINDOW = 64 << 20
 
 
 def advice(evidence: Evidence, limits: Sequence[str]) -> tuple[str, ...]:
@@ -38,9 +57,10 @@ def advice(evidence: Evidence, limits: Sequence[str]) -> tuple[str, ...]:
     case = _Case(evidence, evidence.costs)
     for rules in (_RULES, _OTHERWISE):
         chosen = dict.fromkeys(rule for limit in limits for rule in rules.get(limit, ()))
-        found = [advised for rule in chosen for advised in rule(case) if advised.gain >= _LEAST_GAIN]
+        possible = (rule for rule in chosen if evidence.setting.num_workers or rule in _WITHOUT_WORKERS)
+        found = [advised for rule in possible for advised in rule(case) if advised[0] >= _LEAST_GAIN]
         if found:
-            found.sort(key=lambda advised: -advised.gain)
+            found.sort(key=lambda advised: -advised[0])
             return tuple(line for _, line in found[:_LINES])
     return ()
 
@@ -53,11 +73,8 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs"
 
 
-class _Advised(NamedTuple):
-    """A line of advice, and how many times as fast it makes the run."""
-
-    gain: float
-    line: str
+#: How many times as fast the run becomes, and the line that says so.
+_Advised = tuple[float, str]
 
 
 class _Case:
@@ -69,35 +86,27 @@ class _Case:
         self.setting = evidence.setting
         self.now = self.seconds()
 
-    def seconds(self, costs: Costs | None = None, setting: Setting | None = None) -> float:
-        """A batch with other costs, or another setting."""
-        seconds = seconds_per_batch(costs or self.costs, setting or self.setting, self.evidence.cpus)
-        return max(seconds, 1e-9)
+    def seconds(self, **others: Any) -> float:
+        """A batch, with other fields of its costs or of the setting."""
+        chosen = {name: others.pop(name) for name in list(others) if hasattr(self.setting, name)}
+        costs, setting = replace(self.costs, **others), replace(self.setting, **chosen)
+        return max(seconds_per_batch(costs, setting, self.evidence.cpus), 1e-9)
 
-    def gain(self, costs: Costs | None = None, setting: Setting | None = None) -> float:
+    def gain(self, **others: Any) -> float:
         """How many times as fast it would be."""
-        return self.now / self.seconds(costs, setting)
+        return self.now / self.seconds(**others)
 
-    def setting_seconds(self, workers: int) -> float:
-        """A batch with so many workers."""
-        return self.seconds(setting=self.workers(workers))
-
-    def workers(self, number: int) -> Setting:
-        """The setting with so many."""
-        return replace(self.setting, num_workers=number)
+    def loads(self, part: float) -> tuple[float, ...]:
+        """Loads that take a part of what they take."""
+        return tuple(load * part for load in self.costs.loads)
 
     def best_workers(self) -> int:
         """The least number of workers that is as good as the best one."""
         per_cpu = min(_WORKERS_PER_CPU, 1 / max(self.costs.load_cpu, 1e-9))
         most = max(self.setting.num_workers, min(_MOST_WORKERS, ceil(self.evidence.cpus * per_cpu)))
-        seconds = {number: self.setting_seconds(number) for number in range(1, most + 1)}
+        seconds = {number: self.seconds(num_workers=number) for number in range(1, most + 1)}
         best = min(seconds.values())
         return next(number for number, took in seconds.items() if took <= _LEAST_GAIN * best)
-
-
-def _of_loads(costs: Costs, part: float) -> Costs:
-    """With loads that take a part of what they take."""
-    return replace(costs, loads=tuple(load * part for load in costs.loads))
 
 
 def _times(gain: float) -> str:
@@ -108,9 +117,8 @@ def _times(gain: float) -> str:
 
 
 def _other_workers(case: _Case) -> Iterator[_Advised]:
-    now, best = case.setting.num_workers, case.best_workers()
-    gain, costs, seconds = case.gain(setting=case.workers(best)), case.costs, case.setting_seconds(best)
-    until = ""
+    now, best, costs = case.setting.num_workers, case.best_workers(), case.costs
+    gain, seconds, until = case.gain(num_workers=best), case.seconds(num_workers=best), ""
     if seconds <= _LEAST_GAIN * (costs.step + costs.overhead + costs.draw + costs.device):
         until = ", until the consumer limits"
     elif seconds <= _LEAST_GAIN * costs.cpu / case.evidence.cpus:
@@ -118,154 +126,123 @@ def _other_workers(case: _Case) -> Iterator[_Advised]:
     free = int(case.evidence.cpus - costs.cpu / case.now + 0.1)
     cores = f"; {free} core{'s are' if free > 1 else ' is'} free" if free > 0 else ""
     split = "" if now or not case.evidence.iterable else ", if the dataset is split among workers"
-    yield _Advised(gain, f"num_workers {now} → {best}{split}: {_times(gain)}{until}{cores}")
+    yield gain, f"num_workers {now} → {best}{split}: {_times(gain)}{until}{cores}"
 
 
 def _no_workers(case: _Case) -> Iterator[_Advised]:
     """Against what was measured: what the model takes for a way over processes without waits is less."""
     epoch = case.evidence.epoch
     measured = (epoch.seconds - epoch.start_up_seconds) / max(1, epoch.batches)
-    gain = max(measured, case.now) / case.setting_seconds(0)
-    if case.setting.num_workers:
-        took = duration(case.costs.load)
-        yield _Advised(gain, f"a batch takes {took} to load: num_workers=0 is {_times(gain)} as fast")
+    gain = max(measured, case.now) / case.seconds(num_workers=0)
+    took = duration(case.costs.load)
+    yield gain, f"a batch takes {took} to load: num_workers=0 is {_times(gain)} as fast"
 
 
 def _no_start(case: _Case) -> Iterator[_Advised]:
     """Not where a later epoch starts none, nor where `iter(dataset)` may be what takes the time: without
     workers that would be called, too."""
     epoch = case.evidence.epoch
-    if case.evidence.persistent or case.evidence.iterable:
-        return
-    gain = epoch.seconds / (max(1, epoch.batches) * case.setting_seconds(0))
-    if case.setting.num_workers:
-        yield _Advised(gain, f"epochs as short as this: num_workers=0 is {_times(gain)} as fast")
+    if not (case.evidence.persistent or case.evidence.iterable):
+        gain = epoch.seconds / (max(1, epoch.batches) * case.seconds(num_workers=0))
+        yield gain, f"epochs as short as this: num_workers=0 is {_times(gain)} as fast"
 
 
 def _workers_stay(case: _Case) -> Iterator[_Advised]:
-    evidence = case.evidence
-    gain = evidence.epoch.seconds / max(evidence.epoch.seconds - evidence.epoch.start_up_seconds, 1e-9)
-    if evidence.setting.num_workers and not evidence.persistent:
+    epoch = case.evidence.epoch
+    gain = epoch.seconds / max(epoch.seconds - epoch.start_up_seconds, 1e-9)
+    if not case.evidence.persistent:
         times = f"{_times(gain)} from the second epoch on"
-        if evidence.iterable:
+        if case.evidence.iterable:
             times = f"up to {times}, as far as it is not iter(dataset) that takes the time"
-        yield _Advised(gain, f"persistent_workers=True: {times}")
+        yield gain, f"persistent_workers=True: {times}"
 
 
 def _fewer_workers(case: _Case) -> Iterator[_Advised]:
     for number in range(case.setting.num_workers):
-        if case.setting_seconds(number) <= _SAME * case.now:
+        if case.seconds(num_workers=number) <= _SAME * case.now:
             enough = {0: "num_workers=0", 1: "one worker"}.get(number, f"{number} workers")
             took = f"a step takes {duration(case.costs.step)}, a batch {duration(case.costs.load)}"
-            yield _Advised(_LEAST_GAIN, f"{took}: {enough} would do, at the same speed")
+            yield _LEAST_GAIN, f"{took}: {enough} would do, at the same speed"
             return
 
 
 def _other_schedule(case: _Case) -> Iterator[_Advised]:
-    evidence, setting = case.evidence, case.setting
-    if not setting.num_workers:
-        return
-    gain, lost = case.gain(setting=replace(setting, dynamic=True)), evidence.shares["head_of_line"]
-    if evidence.iterable:
-        yield _Advised(gain, f"in_order=False, where the order does not matter: up to {_times(gain)}")
+    gain, lost = case.gain(dynamic=True), case.evidence.shares["head_of_line"]
+    if case.evidence.iterable:
+        yield gain, f"in_order=False, where the order does not matter: up to {_times(gain)}"
     else:
         share = f" removes the {lost:.0%} lost at the head of the line" if lost >= 0.01 else ""
-        yield _Advised(gain, f"schedule='dynamic'{share}: {_times(gain)}")
+        yield gain, f"schedule='dynamic'{share}: {_times(gain)}"
 
 
 def _further_ahead(case: _Case) -> Iterator[_Advised]:
-    setting = case.setting
-    if not setting.num_workers or setting.dynamic:
-        return
-    ahead = setting.prefetch_factor
-    gain = case.gain(setting=replace(setting, prefetch_factor=4 * ahead))
-    yield _Advised(gain, f"prefetch_factor {ahead} → {4 * ahead}, for as much more memory: {_times(gain)}")
+    ahead = case.setting.prefetch_factor
+    gain = case.gain(prefetch_factor=4 * ahead)
+    if not case.setting.dynamic:
+        yield gain, f"prefetch_factor {ahead} → {4 * ahead}, for as much more memory: {_times(gain)}"
 
 
 def _wider_window(case: _Case) -> Iterator[_Advised]:
-    setting, evidence = case.setting, case.evidence
-    if setting.num_workers and setting.fixed_window is not None:
-        gain = case.gain(setting=replace(setting, fixed_window=None))
-        name = "Dynamic" if setting.dynamic and evidence.in_order else "RoundRobin"
-        yield _Advised(gain, f"schedule={name}() without window={setting.fixed_window}: {_times(gain)}")
+    if case.setting.fixed_window is not None:
+        gain = case.gain(fixed_window=None)
+        name = "Dynamic" if case.setting.dynamic and case.evidence.in_order else "RoundRobin"
+        yield gain, f"schedule={name}() without window={case.setting.fixed_window}: {_times(gain)}"
 
 
 def _no_new_memory(case: _Case) -> Iterator[_Advised]:
     new = case.evidence.new_memory
-    gain = case.gain(replace(_of_loads(case.costs, 1 - new), pack=case.costs.pack * (1 - new)))
-    yield _Advised(
-        gain,
-        f"new memory takes {new:.0%} of the workers' time, because batches are kept or grow: without that, "
-        f"{_times(gain)}",
-    )
+    gain = case.gain(loads=case.loads(1 - new), pack=case.costs.pack * (1 - new))
+    why = "because batches are kept or grow: without that"
+    yield gain, f"new memory takes {new:.0%} of the workers' time, {why}, {_times(gain)}"
 
 
 def _own_memory(case: _Case) -> Iterator[_Advised]:
-    gain, name = case.gain(replace(case.costs, pack=0.0)), case.evidence.collate
-    if name and case.setting.num_workers and case.costs.pack > _PLAIN:
-        yield _Advised(
-            gain,
-            f"{name} makes tensors in memory of fastq_loader.empty(...), which is neither copied nor "
-            f"pickled: up to {_times(gain)}",
-        )
+    gain, name = case.gain(pack=0.0), case.evidence.collate
+    if name and case.costs.pack > _PLAIN:
+        how = "of fastq_loader.empty(...), which is neither copied nor pickled"
+        yield gain, f"{name} makes tensors in memory {how}: up to {_times(gain)}"
 
 
-def _plain_tensors(case: _Case) -> Iterator[_Advised]:
-    gain = case.gain(replace(case.costs, overhead=_PLAIN))
-    if case.setting.num_workers and case.costs.overhead > 5 * _PLAIN:
-        yield _Advised(gain, f"fewer tensors, and no objects that are pickled: up to {_times(gain)}")
-
-
-def _larger_batches(case: _Case) -> Iterator[_Advised]:
-    twice = replace(case.costs.times(2), overhead=case.costs.overhead)
-    gain = 2 * case.gain(twice)
-    if case.setting.num_workers and case.costs.overhead <= 5 * _PLAIN:
-        yield _Advised(gain, f"batches twice as large: up to {_times(gain)} as many samples a second")
+def _simpler_or_larger_batches(case: _Case) -> Iterator[_Advised]:
+    costs = case.costs
+    if costs.overhead > 5 * _PLAIN:
+        gain = case.gain(overhead=_PLAIN)
+        yield gain, f"fewer tensors, and no objects that are pickled: up to {_times(gain)}"
+    else:
+        names = "pack", "device", "draw", "step", "step_cpu"
+        twice = {name: 2 * getattr(costs, name) for name in names}
+        gain = 2 * case.gain(loads=case.loads(2), **twice)
+        yield gain, f"batches twice as large: up to {_times(gain)} as many samples a second"
 
 
 def _other_sampler(case: _Case) -> Iterator[_Advised]:
-    evidence, gain = case.evidence, case.gain(replace(case.costs, draw=0.0))
-    if evidence.iterable:
-        return
-    instead = "" if evidence.shuffles else "shuffle=True, or "
-    took = f"{evidence.sampler} takes {duration(case.costs.draw)} a batch"
-    yield _Advised(
-        gain, f"{took}; {instead}fastq_loader.PermutationSampler, in its place: up to {_times(gain)}"
-    )
+    gain, took = case.gain(draw=0.0), f"{case.evidence.sampler} takes {duration(case.costs.draw)} a batch"
+    instead = "" if case.evidence.shuffles else "shuffle=True, or "
+    if not case.evidence.iterable:
+        yield gain, f"{took}; {instead}fastq_loader.PermutationSampler, in its place: up to {_times(gain)}"
 
 
-def _page_locked(case: _Case) -> Iterator[_Advised]:
-    staging, gain = case.evidence.staging, case.gain(replace(case.costs, device=0.0))
+def _on_the_way_to_the_device(case: _Case) -> Iterator[_Advised]:
+    evidence, staging, gain = case.evidence, case.evidence.staging, case.gain(device=0.0)
     if staging is not None and staging.pin == "pageable":
-        yield _Advised(
-            gain, f"host memory is not page-locked ({staging.pin_reason}): with it, up to {_times(gain)}"
-        )
-
-
-def _beside_the_step(case: _Case) -> Iterator[_Advised]:
-    gain = case.gain(replace(case.costs, device=0.0))
-    if case.evidence.pins and not case.evidence.transform:
-        yield _Advised(gain, f"device=... instead of pin_memory=True, beside the step: up to {_times(gain)}")
-
-
-def _transform_in_workers(case: _Case) -> Iterator[_Advised]:
-    costs, name = case.costs, case.evidence.transform
-    moved = replace(costs, device=0.0, loads=tuple(load + costs.device for load in costs.loads))
-    gain = case.gain(moved)
-    if name and case.evidence.staging is None:
-        yield _Advised(gain, f"{name} in the workers, as part of collate_fn: {_times(gain)}")
+        yield gain, f"host memory is not page-locked ({staging.pin_reason}): with it, up to {_times(gain)}"
+    if evidence.pins and not evidence.transform:
+        yield gain, f"device=... instead of pin_memory=True, beside the step: up to {_times(gain)}"
+    if evidence.transform and staging is None:
+        loads = tuple(load + case.costs.device for load in case.costs.loads)
+        gain = case.gain(device=0.0, loads=loads)
+        yield gain, f"{evidence.transform} in the workers, as part of collate_fn: {_times(gain)}"
 
 
 def _even_batches(case: _Case) -> Iterator[_Advised]:
-    loads = sorted(case.costs.loads)
-    most = 2 * loads[len(loads) // 2]
-    gain = case.gain(replace(case.costs, loads=tuple(min(load, most) for load in case.costs.loads)))
-    yield _Advised(gain, f"no batch that takes longer than {duration(most)} to load: {_times(gain)}")
+    most = 2 * sorted(case.costs.loads)[len(case.costs.loads) // 2]
+    gain = case.gain(loads=tuple(min(load, most) for load in case.costs.loads))
+    yield gain, f"no batch that takes longer than {duration(most)} to load: {_times(gain)}"
 
 
 def _cheaper_samples(case: _Case) -> Iterator[_Advised]:
-    gain, took = case.gain(_of_loads(case.costs, 0.5)), duration(case.costs.load)
-    yield _Advised(gain, f"a batch takes {took} to load: in half of that, {_times(gain)}")
+    gain = case.gain(loads=case.loads(0.5))
+    yield gain, f"a batch takes {duration(case.costs.load)} to load: in half of that, {_times(gain)}"
 
 
 _Rule = Callable[[_Case], Iterator[_Advised]]
@@ -273,12 +250,100 @@ _RULES: dict[str, tuple[_Rule, ...]] = {
     "workers": (_other_workers, _other_schedule, _no_workers),
     "head_of_line": (_other_schedule, _further_ahead, _wider_window),
     "consumer": (_fewer_workers, _other_workers),
-    "transport": (_no_workers, _own_memory, _plain_tensors, _larger_batches),
+    "transport": (_no_workers, _own_memory, _simpler_or_larger_batches),
     "memory": (_wider_window, _further_ahead, _no_new_memory),
     "sampler": (_other_sampler,),
-    "device_copy": (_page_locked, _beside_the_step, _transform_in_workers),
+    "device_copy": (_on_the_way_to_the_device,),
     "start_up": (_workers_stay, _no_start),
     "balanced": (_no_workers, _other_workers),
 }
 #: Where no argument would help: what the user's own code could do.
 _OTHERWISE: dict[str, tuple[_Rule, ...]] = {"workers": (_cheaper_samples,), "head_of_line": (_even_batches,)}
+#: These have an effect without workers, too.
+_WITHOUT_WORKERS = (
+    _other_workers,
+    _other_sampler,
+    _on_the_way_to_the_device,
+    _cheaper_samples,
+    _even_batches,
+)
+
+
+# ---- hints ----------------------------------------------------------------------------------------
+
+
+def same_order(sampler: str, epoch: int, samples: int) -> str | None:
+    """An epoch began with so many samples in the order of the epoch before, of a sampler that shuffles."""
+    if samples < _LEAST_SAMPLES:
+        return None
+    return (
+        f"{sampler} gave the same order in epochs {epoch - 1} and {epoch} (the first {samples} samples were "
+        "compared): call its set_epoch(epoch) before each epoch"
+    )
+
+
+def duplicate_data(dataset: str, first: FirstBatches) -> str | None:
+    """What the workers of an iterable dataset gave first."""
+    for one, other in combinations(sorted(first), 2):
+        batches = first[one]
+        different = len({digest for digest, _ in batches})
+        if (
+            batches == first[other]
+            and different >= min(_LEAST_DIFFERENT, max(2, len(batches)))
+            and sum(nbytes for _, nbytes in batches) >= _LEAST_BYTES
+        ):
+            return (
+                f"Workers {one} and {other} gave the same data (their first {len(batches)} batches were "
+                f"compared), so every sample of {dataset} comes more than once: let its __iter__ yield only "
+                "the part of torch.utils.data.get_worker_info().id, one of .num_workers"
+            )
+    return None
+
+
+def idle_workers(dataset: str, first: FirstBatches, workers: int) -> str | None:
+    """What the workers of an iterable dataset gave first in an epoch that is over."""
+    # Beside workers that gave fewer, one without any may be an accident of a small dataset.
+    idle = [worker for worker in range(workers) if not first.get(worker)]
+    if not 0 < len(idle) < workers or min(map(len, first.values())) < FIRST_BATCHES:
+        return None
+    busy = workers - len(idle)
+    return (
+        f"{len(idle)} of {workers} workers gave no batch in a whole epoch (worker "
+        f"{', '.join(map(str, idle))}): {dataset} has data for {busy}. Use num_workers={busy}, or divide it "
+        "into more parts"
+    )
+
+
+def tiny_batches(epoch: EpochCounters, workers: int) -> str | None:
+    """The counters of an epoch that is over, with so many workers."""
+    batches = epoch.batches
+    if batches < _LEAST_BATCHES or not epoch.costs:
+        return None
+    seconds = {cause: nanoseconds / 1e9 / batches for cause, nanoseconds in epoch.spent.items()}
+    costs = Costs(
+        (epoch.load / 1e9,),
+        draw=seconds["sampler"],
+        step=seconds["consumer"] + seconds["device_copy"],
+    )
+    alone = seconds_per_batch(costs, Setting(0), 1)
+    took = epoch.nanoseconds / 1e9 / batches - seconds["start_up"]
+    if took < _LEAST_TIMES * alone or (took - alone) * batches < _LEAST_SECONDS:
+        return None
+    of = f"{workers} worker{'s' * (workers > 1)}"
+    return (
+        f"A batch takes {costs.load * 1e6:.0f} µs to load, and {took * 1e6:.0f} µs with its way from {of} "
+        f"and the step: with num_workers=0 this epoch of {batches} batches would have taken about "
+        f"{alone * batches:.1f} s in place of {took * batches:.1f} s. Use that, or larger batches"
+    )
+
+
+def memory_pressure(window: int, batch_bytes: float, left: int) -> str | None:
+    """How many batches may be loaded ahead, bytes of one, and bytes that there are for them."""
+    needed = window * batch_bytes
+    if needed < _LEAST_WINDOW or needed <= left / 2:
+        return None
+    return (
+        f"{window} batches of {batch_bytes / 1e6:,.1f} MB may be loaded ahead: {needed / 1e6:,.0f} MB, more "
+        f"than half of the {left / 1e6:,.0f} MB that this process can have. Use a smaller prefetch_factor or "
+        "batch_size, or fewer workers, before the system ends one of them"
+    )

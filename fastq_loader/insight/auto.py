@@ -15,17 +15,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastq_loader.insight import machine
-from fastq_loader.insight.evidence import costs_of
-from fastq_loader.insight.model import Costs, Setting, seconds_per_batch
-from fastq_loader.insight.search import NOISE, most_workers, numbers
+from fastq_loader.insight.model import (
+    NOISE,
+    Costs,
+    Setting,
+    costs_of,
+    most_workers,
+    numbers,
+    seconds_per_batch,
+)
 from fastq_loader.memory import arena
-from fastq_loader.workers.options import Auto
-
-if TYPE_CHECKING:
-    from fastq_loader.loader import DataLoader
+from fastq_loader.statistics.counters import Counters
+from fastq_loader.workers.kinds import Auto
 
 #: The gain that more workers must promise.
 _GAIN = 0.05
@@ -77,14 +81,20 @@ def decide(seen: Sequence[Seen], cpus: float, most: float, prefetch: int) -> int
     bound = int(min(most, most_workers(costs, cpus)))
     candidates = {0, *numbers(bound, cpus), *(epoch.workers for epoch in seen if epoch.workers <= most)}
 
-    def expected(workers: int, costs: Costs, cpus: float = cpus) -> float:
+    def expected(workers: int, costs: Costs = costs, cpus: float = cpus) -> float:
         return seconds_per_batch(costs, Setting(workers, prefetch, dynamic=True), cpus)
 
     def guessed(workers: int) -> float:
+        """What the model says, corrected by how wrong it is for the number that is most like this one; no
+        worker at all is like none."""
         # The more workers wait for a CPU, the more of it they seem to need. So of fewer it is not believed
         # that CPUs limit them, too: half as many would load half as much.
         limit = cpus if workers >= now else math.inf
-        return expected(workers, costs, limit) * _nearest(workers, wrong[limit])
+        others = [each for each in known if each and workers]
+        if not others:
+            return expected(workers, cpus=limit)
+        nearest = min(others, key=lambda each: abs(math.log(each / workers)))
+        return expected(workers, cpus=limit) * known[nearest] / expected(nearest, cpus=limit)
 
     measured: dict[int, list[float]] = {}
     for epoch in seen:  # with the step as it is now
@@ -94,10 +104,6 @@ def decide(seen: Sequence[Seen], cpus: float, most: float, prefetch: int) -> int
             change = expected(epoch.workers, then) / expected(epoch.workers, epoch.costs)
         measured.setdefault(epoch.workers, []).append(epoch.seconds * change)
     known = {workers: fmean(each) for workers, each in measured.items()}
-    wrong = {
-        limit: {workers: each / expected(workers, costs, limit) for workers, each in known.items() if workers}
-        for limit in (cpus, math.inf)
-    }
     seconds = {workers: known.get(workers) or guessed(workers) for workers in candidates}
     least = min(seconds.values())
     fewest = min(workers for workers in candidates if seconds[workers] <= least * (1 + NOISE))
@@ -108,22 +114,12 @@ def decide(seen: Sequence[Seen], cpus: float, most: float, prefetch: int) -> int
 
 def _with_transport(seen: Sequence[Seen]) -> Costs:
     """The newest costs. An epoch without workers does not tell what they add, so an older one does."""
-    newest = seen[-1]
-    for epoch in reversed(seen):
-        if epoch.workers:
-            of = epoch.costs
-            if epoch is newest:
-                break
-            return replace(newest.costs, pack=of.pack, overhead=of.overhead, load_cpu=of.load_cpu)
-    return newest.costs
-
-
-def _nearest(workers: int, wrong: dict[int, float]) -> float:
-    """By how much the model is wrong for the number that is most like this one. No worker at all is like
-    none."""
-    if not workers or not wrong:
-        return 1.0
-    return wrong[min(wrong, key=lambda each: abs(math.log(each / workers)))]
+    newest = seen[-1].costs
+    with_workers = [epoch.costs for epoch in seen if epoch.workers]
+    if seen[-1].workers or not with_workers:
+        return newest
+    of = with_workers[-1]
+    return replace(newest, pack=of.pack, overhead=of.overhead, load_cpu=of.load_cpu)
 
 
 # ---- what a loader asks --------------------------------------------------------------------------
@@ -142,36 +138,41 @@ def given(num_workers: Any) -> Any:
     return Auto(min(math.ceil(machine.cpus()), _MOST_AT_FIRST) if arena.AVAILABLE else 0)
 
 
-def choose(loader: DataLoader[Any]) -> None:
-    """Give a loader as many workers as the epoch that begins now is to have. Those of another number end."""
-    number = next_number(loader)
-    if number != loader.num_workers and loader.persistent_workers:
-        loader._resources.close_engines(f"num_workers='auto' has come to {number:d}")
-    loader.num_workers = number
+class Chooser:
+    """What is remembered of a loader's epochs, to choose how many workers the next one gets.
 
+    Attributes:
+        seen: epochs whose number of workers was chosen.
+    """
 
-def next_number(loader: DataLoader[Any]) -> Auto:
-    """How many workers the epoch that begins now gets."""
-    resources, number = loader._resources, int(loader.num_workers)
-    if resources.saved is not None:  # the rest of an epoch whose workers may have said where they stand
-        return Auto(len(resources.saved.progress.workers) or number)
-    counters = resources.counters
-    epoch = next(reversed(counters.history), None)
-    if epoch is None or not (epoch.over or epoch.batches >= _ENOUGH) or not arena.AVAILABLE:
-        return Auto(number)
-    costs = costs_of(epoch, counters.workers if number else ())
-    if costs is None:
-        return Auto(number)
-    if loader.persistent_workers and number and resources.seen and resources.seen[-1].workers != number:
-        # The epoch in which workers start is not what they are worth: they stay, and the next one counts.
-        started, resources.started = resources.started, number
-        if started != number:
-            return Auto(number)
-    resources.started = None
-    spent = epoch.nanoseconds - (epoch.spent["start_up"] if loader.persistent_workers else 0)
-    remember(resources.seen, Seen(number, spent / 1e9 / epoch.batches, costs))
-    prefetch = loader.prefetch_factor or 2
-    each = _WORKER_BYTES + (prefetch + 1) * counters.bytes / max(1, counters.batches)
-    held = number if loader.persistent_workers else 0  # their memory is used already
-    most = held + machine.memory_bytes() * _MEMORY_SHARE / machine.ranks() // each
-    return Auto(decide(resources.seen, machine.cpus(), most, prefetch))
+    def __init__(self) -> None:
+        self.seen: list[Seen] = []
+        self._started: int | None = None  # workers that were seen in no epoch but that in which they started
+
+    def next_number(self, number: int, counters: Counters, prefetch: int, persistent: bool) -> int:
+        """How many workers the epoch that begins now gets.
+
+        Args:
+            number: those of the epoch before.
+            counters: the loader's.
+            prefetch: batches that each works ahead.
+            persistent: they stay from one epoch to the next.
+        """
+        epoch = next(reversed(counters.history), None)
+        if epoch is None or not (epoch.over or epoch.batches >= _ENOUGH) or not arena.AVAILABLE:
+            return number
+        costs = costs_of(epoch, counters.workers if number else ())
+        if costs is None:
+            return number
+        if persistent and number and self.seen and self.seen[-1].workers != number:
+            # The epoch in which workers start is not what they are worth: they stay, and the next one counts.
+            started, self._started = self._started, number
+            if started != number:
+                return number
+        self._started = None
+        spent = epoch.nanoseconds - (epoch.spent["start_up"] if persistent else 0)
+        remember(self.seen, Seen(number, spent / 1e9 / epoch.batches, costs))
+        each = _WORKER_BYTES + (prefetch + 1) * counters.bytes / max(1, counters.batches)
+        held = number if persistent else 0  # their memory is used already
+        most = held + machine.memory_bytes() * _MEMORY_SHARE / machine.ranks() // each
+        return decide(self.seen, machine.cpus(), most, prefetch)

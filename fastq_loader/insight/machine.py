@@ -1,7 +1,8 @@
 """What this process may use of the machine: CPUs and memory.
 
 Runs in the consumer. Nothing is kept: limits change while a job runs, so files are read anew each time. A
-container's limits stand in its cgroup and in those above it, in files of version 1 or 2, or of both.
+container's limits stand in its cgroup and in those above it, in files of version 1 or 2, or of both, below
+`/sys/fs/cgroup`.
 
     sched_getaffinity            the CPUs that the scheduler may put this process on
     cpu.max, cpu.cfs_quota_us    CPU time for each period, for all processes of a cgroup together
@@ -14,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 _ROOT = Path("/")
 
@@ -54,36 +55,16 @@ def ranks(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of the cgroups that limit this process, from its own up to the highest that it sees."""
-    memberships = {}
+    """The folders of the cgroups that limit this process, from its own up to the highest that it sees: in a
+    container that is often its own, whatever the system calls it."""
     for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        memberships.update(dict.fromkeys(controllers.split(","), path))  # version 2 names no controller
-    for line in _read(root / "proc/self/mountinfo").splitlines():
-        before, _, after = line.partition(" - ")
-        kind, options = after.split()[0], after.split()[-1].split(",")
-        if kind == "cgroup2" or (kind == "cgroup" and controller in options):
-            member = memberships.get("" if kind == "cgroup2" else controller, "/")
-            mounted, point = before.split()[3:5]
-            yield from _upwards(root / point.lstrip("/"), mounted, member)
-
-
-def _upwards(point: Path, mounted: str, member: str) -> Iterator[Path]:
-    """The folders of a cgroup and of those above it.
-
-    Args:
-        point: where a hierarchy is mounted.
-        mounted: the cgroup that lies there: in a container often not the highest.
-        member: the name of the cgroup in the hierarchy. One that lies outside of what is mounted cannot be
-            seen; what is mounted then stands for it.
-    """
-    name = PurePosixPath(member)
-    visible = name.is_relative_to(mounted) and ".." not in name.parts
-    folder = point / name.relative_to(mounted) if visible else point
-    yield folder
-    while folder != point:
-        folder = folder.parent
-        yield folder
+        _, controllers, member = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):  # version 2 names no controller
+            continue
+        for name in {controllers, controller if controllers else ""}:
+            top = root / "sys/fs/cgroup" / name
+            folder = top.joinpath(*(part for part in member.split("/") if part and part != ".."))
+            yield from (folder, *folder.parents[: len(folder.parts) - len(top.parts)])
 
 
 def _quota(folder: Path) -> float | None:
@@ -121,3 +102,11 @@ def _read(file: Path) -> str:
         return file.read_text()
     except (OSError, ValueError):
         return ""
+
+
+def contention(file: Path = Path("/proc/pressure/cpu")) -> float:
+    """The part of the last ten seconds in which some process waited for a CPU; 0.0 where no kernel says."""
+    try:
+        return float(file.read_text().split("avg10=")[1].split()[0]) / 100
+    except (OSError, IndexError, ValueError):
+        return 0.0

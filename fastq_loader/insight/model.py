@@ -1,6 +1,7 @@
-"""How long a batch would take with other settings: the model behind every expected gain.
+"""What is known of a run, what its batches cost, and how long one would take with other settings.
 
-Pure. The costs of batches that were observed are played through the rules by which the loader works:
+Pure. The model behind every expected gain plays the costs of batches that were observed through the rules by
+which the loader works:
 
 - Batch k may be begun when batch k - window was handed out. With `round_robin` worker k mod N loads it, with
   `dynamic` the worker that is free first.
@@ -12,17 +13,45 @@ Pure. The costs of batches that were observed are played through the rules by wh
 
 What it does not know: that processes slow each other down over memory and caches, that reading may have a
 limit of its own (a disk, a network), and that without workers a step may overlap with nothing at all.
+
+With workers every cost is measured. Without them nothing is known of what they would add, so a batch of the
+least size is assumed; and nothing tells the CPU time of loading from that of the step, so as much of it as
+fits is the loading's: then no more is promised of workers than they can give.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import cycle, islice
+from typing import TYPE_CHECKING
 
+from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.snapshots import (
+    CAUSES,
+    EpochStatistics,
+    LateBatch,
+    StagingStatistics,
+    WorkerStatistics,
+)
+
+if TYPE_CHECKING:
+    from fastq_loader.statistics.counters import WorkerCounters
+
+#: Measurements of one setting differ by about as much.
+NOISE = 0.03
 #: Batches that are played through. After some hundred the mean does not move by more than a percent.
 _BATCHES = 600
 #: How much wider than `prefetch` for each worker the window of `Dynamic` becomes while a batch is late.
 _WIDENS = 16
+#: A load that hardly uses a CPU may have 16 workers for each, but not more than 64: every worker is a process
+#: with memory and a window of its own.
+_IDLE_SHARE, _MOST_WAITING = 1 / 16, 64
+#: Batches and seconds from which on an epoch says something. Shorter ones are told from noise by nothing.
+BATCHES, SECONDS = 8, 0.05
+#: Seconds that packing a small batch takes a worker, and that its message and unpacking take the consumer.
+_LEAST_PACK, _LEAST_OVERHEAD = 50e-6, 100e-6
 
 
 @dataclass(frozen=True)
@@ -58,19 +87,6 @@ class Costs:
     def cpu(self) -> float:
         """The CPU time of all processes for a batch from a worker."""
         return (self.load + self.pack) * self.load_cpu + self.overhead + self.draw + self.step_cpu
-
-    def times(self, factor: float) -> Costs:
-        """All of it multiplied, but for `load_cpu`, which is a part."""
-        loads = tuple(load * factor for load in self.loads)
-        others = {
-            name: getattr(self, name) * factor
-            for name in ("pack", "overhead", "device", "draw", "step", "step_cpu")
-        }
-        return replace(self, loads=loads, **others)
-
-    def with_step(self, seconds: float) -> Costs:
-        """The same with another step, which uses no CPU."""
-        return replace(self, step=seconds, step_cpu=0.0)
 
 
 @dataclass(frozen=True)
@@ -124,3 +140,138 @@ def _played(costs: Costs, setting: Setting) -> float:
     # The first batches find an empty window, and a pause at the start is no part of the rate.
     skipped = min(setting.window, len(handed_out) // 2)
     return (now - (handed_out[skipped - 1] + costs.step)) / (len(handed_out) - skipped)
+
+
+def most_workers(costs: Costs, cpus: float) -> int:
+    """The most workers that can be of use: as many as keep the CPUs busy, rounded up to what is tried. It
+    would rather be too few: the time that a load waits for a CPU counts as time that it uses one."""
+    waiting = math.ceil(cpus / max(costs.load_cpu, _IDLE_SHARE))
+    most = max(1, min(waiting, max(_MOST_WAITING, math.ceil(cpus))))
+    return next(number for number in _steps(cpus) if number >= most)
+
+
+def numbers(most: float, cpus: float) -> list[int]:
+    """Numbers of workers to try: from 4 on each is a third or a half more than the one before. As many as
+    there are CPUs is one of them."""
+    return [number for number in _steps(cpus) if number <= most]
+
+
+def _steps(cpus: float) -> list[int]:
+    steps = {*range(1, 5), *(base << shift for base in (2, 3) for shift in range(1, 12)), math.ceil(cpus)}
+    return sorted(steps)
+
+
+# ---- what is known of a run -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a run.
+
+    Attributes:
+        epoch: where its time went.
+        costs: what its batches cost; None before the first.
+        setting: what was chosen, as the model has it: batches that are handed out as they come are nobody's
+            in particular, as with a dynamic schedule.
+        cpus: how many CPUs all processes may use together.
+        workers: what they did; none without workers.
+        late: batches of the epoch that held up others, the worst first.
+        staging: copies to the device; None without one.
+        iterable: the dataset is read in order, and not by index.
+        persistent: workers stay from one epoch to the next.
+        in_order: batches come in the order of the sampler.
+        shuffles: torch's own sampler shuffles the indices.
+        sampler: the name of the class of the sampler.
+        collate: the name of the user's function; "" where it is torch's.
+        transform: the name of the user's function for batches here or on the device; "" where there is none.
+        pins: batches are copied to page-locked memory.
+    """
+
+    epoch: EpochStatistics = field(default=EpochStatistics())
+    costs: Costs | None = None
+    setting: Setting = field(default=Setting(0))
+    cpus: float = 1.0
+    workers: tuple[WorkerStatistics, ...] = ()
+    late: tuple[LateBatch, ...] = ()
+    staging: StagingStatistics | None = None
+    iterable: bool = False
+    persistent: bool = False
+    in_order: bool = True
+    shuffles: bool = False
+    sampler: str = ""
+    collate: str = ""
+    transform: str = ""
+    pins: bool = False
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each cause in the time of the epoch, from 0 to 1."""
+        return {cause: self.epoch.spent_on(cause) / (self.epoch.seconds or 1) for cause in CAUSES}
+
+    @property
+    def busy(self) -> float:
+        """The part of the epoch in which the workers were busy, from 0 to 1."""
+        if self.costs is None or not (self.setting.num_workers and self.epoch.seconds):
+            return 0.0
+        work = (self.costs.load + self.costs.pack) * self.epoch.batches
+        return min(1.0, work / (self.setting.num_workers * self.epoch.seconds))
+
+    @property
+    def new_memory(self) -> float:
+        """The part of the workers' work in which new pages were mapped, from 0 to 1."""
+        work = sum(worker.work_seconds for worker in self.workers)
+        return sum(worker.new_memory_seconds for worker in self.workers) / work if work else 0.0
+
+
+def is_enough(epoch: EpochStatistics, batches: int = BATCHES) -> bool:
+    """Whether an epoch was long enough to say something."""
+    return epoch.batches >= batches and epoch.seconds >= SECONDS
+
+
+def costs_of(
+    epoch: EpochCounters, workers: Sequence[WorkerCounters], contention: float = 0.0
+) -> Costs | None:
+    """What a batch of an epoch cost; None before the first.
+
+    Args:
+        epoch: its counters.
+        workers: those that loaded it; none where the consumer did.
+        contention: the part of the time in which processes of this machine waited for a CPU, from 0 to 1. As
+            much of what loading did without a CPU is taken for that, and not for a disk or a network.
+    """
+    ordered = sorted(epoch.costs)
+    if not ordered or not epoch.batches:
+        return None
+    mean = sum(cost.load for cost in ordered) / len(ordered)
+    scale = epoch.load / mean if mean else 1.0  # what is kept stands for all
+    loads = tuple(cost.load / 1e9 * scale for cost in ordered)
+    seconds = {cause: nanoseconds / 1e9 / epoch.batches for cause, nanoseconds in epoch.spent.items()}
+    cpu = epoch.cpu / 1e9 / epoch.batches
+    if workers:
+        pack = sum(cost.pack for cost in ordered) / 1e9 / len(ordered)
+        overhead = max(0.0, seconds["transport"] - epoch.in_transit / 1e9 / epoch.batches)
+        load_cpu = _cpu_share(workers)
+        step_cpu = cpu - overhead - seconds["sampler"] - seconds["device_copy"]
+    else:
+        load = seconds["workers"]
+        load_cpu = min(1.0, cpu / load) if load and cpu else 1.0
+        pack, overhead = _LEAST_PACK, _LEAST_OVERHEAD
+        step_cpu = cpu - load * load_cpu
+    return Costs(
+        loads,
+        pack=pack,
+        overhead=overhead,
+        device=seconds["device_copy"],
+        draw=seconds["sampler"],
+        step=seconds["consumer"],
+        load_cpu=load_cpu + (1 - load_cpu) * contention,
+        step_cpu=max(0.0, step_cpu),
+    )
+
+
+def _cpu_share(workers: Sequence[WorkerCounters]) -> float:
+    """The part of their work in which workers used a CPU; all of it where that is not known."""
+    marks = [worker.cpu_marks for worker in workers if len(worker.cpu_marks) > 1]
+    work = sum(last[1] - first[1] for first, last in marks)
+    cpu = sum(last[0] - first[0] for first, last in marks)
+    return min(1.0, cpu / work) if work > 0 else 1.0

@@ -1,9 +1,10 @@
 """What limits a run: one word, the share of the time that it took, and what would help.
 
-Pure. The causes of `EpochStatistics` add up to the time of the epoch, and all but the training step are time
-in which it could not go on: the largest of them is the limit, if it is worth mentioning. Where none is, the
-step limits; or nothing does, because the workers are busy all the time, too. A verdict is printed as a page
-of 80 columns; names of classes and samples are the user's, and cut where they are long.
+Runs in the consumer, on the thread that asks, and changes nothing. The causes of `EpochStatistics` add up to
+the time of the epoch, and all but the training step are time in which it could not go on: the largest of them
+is the limit, if it is worth mentioning. Where none is, the step limits; or nothing does, because the workers
+are busy all the time, too. A verdict is printed as a page of 80 columns; names of classes and samples are the
+user's, and cut where they are long.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from __future__ import annotations
 import html
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from reprlib import repr as short
 from statistics import fmean
 from textwrap import wrap
 
+from fastq_loader.insight import machine
 from fastq_loader.insight.advice import advice, duration
-from fastq_loader.insight.evidence import BATCHES, Evidence, is_enough
-from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, WorkerStatistics
+from fastq_loader.insight.model import BATCHES, Evidence, costs_of, is_enough
+from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, LoaderStatistics, WorkerStatistics
+from fastq_loader.system import calls
 
 #: Shares of an epoch from which on a cause is worth mentioning. Some waiting for workers is normal where they
 #: are as quick as the step.
@@ -33,29 +38,28 @@ _WORKERS = 8
 #: Columns for the name of a machine.
 _NODE = 16
 
-_HEADLINES = {
-    "workers": "Loading limits: {share} of the time was spent waiting for it.",
-    "head_of_line": "Single slow batches limit: {share} of the time was lost to them.",
-    "consumer": "The training step limits: it ran {share} of the time. The data comes in time.",
-    "transport": "Handing batches over limits: {share} of the time was lost to it.",
-    "memory": "Memory for batches limits: {share} of the time was lost to it.",
-    "sampler": "The sampler limits: {share} of the time was lost to it.",
-    "device_copy": "The way to the device limits: {share} of the time was lost to it.",
-    "start_up": "Starting and ending {what} limits: {share} of the time was lost to it.",
-    "balanced": "Balanced: workers and training step are both busy; {share} of the time was lost.",
-    "unknown": "Nothing can be said yet: there is too little data.",
+#: Of each limit: its line in the table, if it is a cause, and the headline.
+_TEXTS = {
+    "consumer": (
+        "training step",
+        "The training step limits: it ran {share} of the time. The data comes in time.",
+    ),
+    "workers": ("loading", "Loading limits: {share} of the time was spent waiting for it."),
+    "head_of_line": (
+        "head of the line",
+        "Single slow batches limit: {share} of the time was lost to them.",
+    ),
+    "transport": ("transport", "Handing batches over limits: {share} of the time was lost to it."),
+    "memory": ("memory", "Memory for batches limits: {share} of the time was lost to it."),
+    "sampler": ("sampler", "The sampler limits: {share} of the time was lost to it."),
+    "device_copy": ("to the device", "The way to the device limits: {share} of the time was lost to it."),
+    "start_up": (
+        "start and end",
+        "Starting and ending an epoch limits: {share} of the time was lost to it.",
+    ),
+    "balanced": ("", "Balanced: workers and training step are both busy; {share} of the time was lost."),
+    "unknown": ("", "Nothing can be said yet: there is too little data."),
 }
-_LABELS = {
-    "consumer": "training step",
-    "workers": "loading",
-    "head_of_line": "head of the line",
-    "transport": "transport",
-    "memory": "memory",
-    "sampler": "sampler",
-    "device_copy": "to the device",
-    "start_up": "start and end",
-}
-
 
 #: A bar's last cell, from nothing to full, and the points of a line, from the lowest to the highest.
 _EIGHTHS, _LEVELS = " ▏▎▍▌▋▊▉█", "▁▂▃▄▅▆▇█"
@@ -105,6 +109,59 @@ class Diagnosis:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(text(self))}</pre>"
+
+
+def evidence_of(
+    known: Evidence, statistics: LoaderStatistics, counters: Counters, epoch: int | None
+) -> Evidence:
+    """What is known of a loader's runs.
+
+    Args:
+        known: what its arguments say.
+        statistics: a snapshot of its counters.
+        counters: these.
+        epoch: its number, 0 for all together, or None for the newest that says something.
+
+    Raises:
+        ValueError: there is no such epoch.
+    """
+    asked = _asked(statistics, epoch)
+    history = {counted.epoch: counted for counted in counters.history}
+    loaded = history.get(asked.epoch or _newest(statistics).epoch, EpochCounters(0, 0))
+    # Without workers nothing is packed. The loader may have had some in another epoch.
+    workers = counters.workers if any(cost.pack for cost in list(loaded.costs)) else ()
+    # Of workers the kernel says it thread by thread, where it does.
+    contention = 0.0 if workers and calls.waited_for_cpu() else machine.contention()
+    return replace(
+        known,
+        epoch=asked,
+        costs=costs_of(loaded, workers, contention),
+        setting=replace(known.setting, num_workers=len(workers)),
+        cpus=machine.cpus(),
+        workers=statistics.workers if workers else (),
+        late=tuple(late for late in statistics.late_batches if asked.epoch in (0, late.epoch)),
+        staging=statistics.staging,
+        pins=known.pins and statistics.staging is None,
+    )
+
+
+def _newest(statistics: LoaderStatistics) -> EpochStatistics:
+    """The newest epoch that says something, or the newest."""
+    newest_first = [*statistics.per_epoch[::-1], EpochStatistics()]
+    return next(filter(is_enough, newest_first), newest_first[0])
+
+
+def _asked(statistics: LoaderStatistics, epoch: int | None) -> EpochStatistics:
+    if epoch is None:
+        return _newest(statistics)
+    for found in (statistics.total, *statistics.per_epoch):
+        if found.epoch == epoch:
+            return found
+    kept = [found.epoch for found in statistics.per_epoch]
+    there = f"of the epochs {kept[0]} to {kept[-1]}" if kept else "of an epoch, once there is one"
+    raise ValueError(
+        f"epoch={epoch!r} is unknown: use the number {there}, 0 for all together, or None for the newest"
+    )
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
@@ -177,7 +234,7 @@ def in_ascii(page: str) -> str:
 
 def text(diagnosis: Diagnosis) -> str:
     """The page, in lines of 80 columns."""
-    lines = wrap(headline(diagnosis), _COLUMNS)
+    lines = wrap(_TEXTS[diagnosis.limit][1].format(share=f"{diagnosis.share:.0%}"), _COLUMNS)
     if diagnosis.culprit:
         lines += wrap(diagnosis.culprit, _COLUMNS, initial_indent="  ", subsequent_indent="  ")
     if diagnosis.epoch.batches:
@@ -196,13 +253,6 @@ def text(diagnosis: Diagnosis) -> str:
     return "\n".join(lines)
 
 
-def headline(diagnosis: Diagnosis) -> str:
-    """The verdict as a sentence."""
-    return _HEADLINES[diagnosis.limit].format(
-        share=f"{diagnosis.share:.0%}", what="the workers" if diagnosis.workers else "an epoch"
-    )
-
-
 def _summary(diagnosis: Diagnosis) -> str:
     epoch = diagnosis.epoch
     which = f"Epoch {epoch.epoch}" if epoch.epoch else "All epochs"
@@ -217,7 +267,7 @@ def _summary(diagnosis: Diagnosis) -> str:
 def _rows(diagnosis: Diagnosis) -> list[tuple[str, float, float]]:
     """The causes that took any time that can be seen."""
     seconds = diagnosis.epoch.seconds or 1.0
-    spent = [(_LABELS[cause], diagnosis.epoch.spent_on(cause)) for cause in CAUSES]
+    spent = [(_TEXTS[cause][0], diagnosis.epoch.spent_on(cause)) for cause in CAUSES]
     return [(label, took, took / seconds) for label, took in spent if took >= diagnosis.epoch.seconds / 200]
 
 
@@ -244,21 +294,15 @@ def _line(values: Sequence[float]) -> str:
 
 def _table(diagnosis: Diagnosis) -> list[str]:
     """What workers did: shares of their time, and times of a batch; and where, if on other machines."""
-    far = any(worker.node for worker in diagnosis.workers)
-    head = ("busy", "blocked", "idle", "fetch", "collate", "pack")
-    lines = [_cells("worker", head, "node" if far else None)]
+    lines = ["  worker     busy  blocked     idle    fetch  collate     pack"]
     for worker in diagnosis.workers[:_WORKERS]:
         whole = worker.work_seconds + worker.idle_seconds + worker.blocked_seconds or 1.0
         parts = (worker.work_seconds, worker.blocked_seconds, worker.idle_seconds)
         a_batch = (worker.fetch_seconds, worker.collate_seconds, worker.packing_seconds)
         cells = [f"{seconds / whole:.0%}" for seconds in parts]
         cells += [duration(seconds / max(1, worker.batches)) for seconds in a_batch]
-        lines.append(_cells(str(worker.id), cells, (worker.node or "")[:_NODE] if far else None))
+        line = f"  {worker.id:<6}" + "".join(f"{cell:>9}" for cell in cells)
+        lines.append(f"{line}  {(worker.node or '')[:_NODE]}".rstrip())
     if (more := len(diagnosis.workers) - _WORKERS) > 0:
         lines.append(f"  and {more} more")
     return lines
-
-
-def _cells(first: str, others: Sequence[str], node: str | None) -> str:
-    cells = "".join(f"{cell:>9}" for cell in others)
-    return f"  {first:<6}{cells}" + ("" if node is None else f"  {node}")

@@ -23,8 +23,8 @@ from torch.utils.data.dataloader import (
 )
 
 from fastq_loader import arguments
-from fastq_loader.consumer.outcomes import Outcome
-from fastq_loader.device.options import ToDevice, read_device
+from fastq_loader.consumer.delivery import Outcome
+from fastq_loader.device.accelerator import ToDevice, read_device
 from fastq_loader.device.transforms import copy_into
 from fastq_loader.errors import warn_user
 from fastq_loader.iterators.hints import Hints

@@ -1,4 +1,4 @@
-"""When a user is told what `insight.hints` finds, and that it comes once.
+"""When a user is told what `insight.advice` finds, and that it comes once.
 
 Runs in the consumer, on the thread that calls `next()`. A filter of the user's may make an error of a hint.
 So iterators call in here where they hold nothing that could be lost: before they ask for the next batch, and
@@ -20,10 +20,10 @@ from fastq_loader.errors import (
     TinyBatches,
     warn_user,
 )
-from fastq_loader.insight import hints
+from fastq_loader.insight import advice
 from fastq_loader.insight.machine import memory_bytes
 from fastq_loader.reading.first_indices import KEPT
-from fastq_loader.workers.options import Auto
+from fastq_loader.workers.kinds import Auto
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
@@ -95,20 +95,20 @@ class Hints:
         if previous.order.beginning.epochs != order.beginning.epochs:
             return None
         samples = order.first.repeats(previous.order.first)
-        return hints.same_order(order.first.sampler, self._spent.epoch, samples)
+        return advice.same_order(order.first.sampler, self._spent.epoch, samples)
 
     def _memory_pressure(self) -> str | None:
         self._resources.hinted.add(MemoryPressure)  # looked at once, because it reads files
         counters = self._resources.counters
         held = sum(engine.blocks()[2] for engine in list(self._resources.engines))
         batch_bytes = counters.bytes / max(1, counters.batches)
-        return hints.memory_pressure(counters.window, batch_bytes, memory_bytes() + held)
+        return advice.memory_pressure(counters.window, batch_bytes, memory_bytes() + held)
 
 
 _JUDGES: dict[type[LoaderHint], Callable[[Hints], str | None]] = {
     SameOrder: Hints._same_order,
     MemoryPressure: Hints._memory_pressure,
-    DuplicateData: lambda of: hints.duplicate_data(of._dataset, of._spent.first_batches),
-    IdleWorker: lambda of: hints.idle_workers(of._dataset, of._spent.first_batches, of._workers),
-    TinyBatches: lambda of: hints.tiny_batches(of._spent.counted(), of._workers),
+    DuplicateData: lambda of: advice.duplicate_data(of._dataset, of._spent.first_batches),
+    IdleWorker: lambda of: advice.idle_workers(of._dataset, of._spent.first_batches, of._workers),
+    TinyBatches: lambda of: advice.tiny_batches(of._spent.counted(), of._workers),
 }

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from fastq_loader.consumer.delivery import ENDED
 from fastq_loader.consumer.engine import Engine
-from fastq_loader.consumer.outcomes import ENDED
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.ipc.messages import decode_index
 from fastq_loader.iterators.base import LoaderIterator
 from fastq_loader.reading import datapipes
 from fastq_loader.statistics.epoch import EpochCounters
-from fastq_loader.workers.options import Auto
+from fastq_loader.workers.kinds import Auto
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader

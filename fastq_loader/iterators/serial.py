@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
-from fastq_loader.consumer.outcomes import ENDED, Delivered, Outcome, Raised
+from fastq_loader.consumer.delivery import ENDED, Delivered, Outcome, Raised
 from fastq_loader.device.staging import SerialStaging
 from fastq_loader.errors import IteratorInvalid
 from fastq_loader.iterators.base import LoaderIterator
-from fastq_loader.reading import datapipes, position, seeding
+from fastq_loader.reading import datapipes, generators, position
 from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.resume.record import UNKNOWN
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.workers.config import Rules
-from fastq_loader.workers.options import Auto
+from fastq_loader.workers.kinds import Auto
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
@@ -51,9 +51,9 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._due: tuple[int, Any] | None = None  # number and index of the batch that is to be loaded next
         self._lock = threading.RLock()  # threads may share the iterator
         self._busy = False  # in the middle of a step that cannot be repeated
-        with seeding.put_back() if self._dynamic else nullcontext():
+        with generators.put_back() if self._dynamic else nullcontext():
             if self._dynamic:
-                seeding.seed_worker(self._base_seed, 0)  # for what iter(dataset) draws
+                generators.seed_worker(self._base_seed, 0)  # for what iter(dataset) draws
             self._begin_reading()
             self._note_place()
         self._epoch_has_begun(loader)
@@ -118,8 +118,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def _fetch(self, number: int, index: Any) -> Any:
         if not self._dynamic:
             return self._dataset_fetcher.fetch(index)
-        with seeding.put_back():  # seeded as in workers
-            seeding.seed_batch(self._base_seed, number)
+        with generators.put_back():  # seeded as in workers
+            generators.seed_batch(self._base_seed, number)
             return self._dataset_fetcher.fetch(index)
 
     def _advance(self) -> None:

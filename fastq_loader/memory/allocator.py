@@ -26,9 +26,8 @@ import numpy as np
 
 from fastq_loader.memory import nontemporal
 from fastq_loader.memory.arena import Mapping
-from fastq_loader.memory.blocks import SMALLEST, Extents, device_aligned, size_class
+from fastq_loader.memory.blocks import SMALLEST, Extents, FreeRanges, device_aligned, size_class
 from fastq_loader.memory.forked_children import ForkedChildren, moment
-from fastq_loader.memory.free_ranges import FreeRanges
 from fastq_loader.system import process_id
 
 #: New pages were filled at 1.3 GB/s: waiting for a promised block takes at most a quarter of that time.
@@ -133,8 +132,7 @@ class Allocator:
     def give(self, ranges: Extents) -> None:
         """New blocks may be made in these ranges (offset, size) again."""
         with self._lock:
-            for offset, size in ranges:
-                self._space.give(offset, size)
+            self._space.give(ranges)
 
     def take(self, nbytes: int, failed: bool = False) -> OpenBlock:
         """A block of at least `nbytes` for this task. Once its batch has `failed`, also one of the batch's,

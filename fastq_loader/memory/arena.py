@@ -226,8 +226,8 @@ class Arena:
                     )
                     raise OSError(errno.ENOMEM, f"{text} {advice}") from error
 
-    def lease(self, block: tuple[int, int], into: int, nbytes: int) -> np.ndarray[Any, Any]:
-        """A writable array of bytes in a block (offset, size), from `into` bytes into it.
+    def lease(self, block: tuple[int, int], start: int, nbytes: int) -> np.ndarray[Any, Any]:
+        """A writable array of bytes in a block (offset, size), `start` bytes from where that starts.
 
         The block stays in use until the array and everything made of it are gone.
 
@@ -238,11 +238,11 @@ class Arena:
         if mapping.whole:  # as `reach` does
             address, memory = mapping.base + offset, mapping.piece
         else:
-            address, memory = mapping.reach(offset, into + nbytes)
+            address, memory = mapping.reach(offset, start + nbytes)
         self.children.owned += 1
         number = self._number = self._number % 0xFFFFFFFF + 1  # 32 bits; 0 is what new memory reads
         mapping.words[offset // SMALLEST * 2] = number
-        interface = {"version": 3, "data": (address + into, False), "shape": (nbytes,), "typestr": "|u1"}
+        interface = {"version": 3, "data": (address + start, False), "shape": (nbytes,), "typestr": "|u1"}
         return np.asarray(Lease(self, number, offset, memory, interface))
 
     def abandon(self, offset: int) -> None:

@@ -1,6 +1,6 @@
-"""One block of shared memory: its states, its sizes, and who may write to it.
+"""One block of shared memory: its states, its sizes, who may write to it, and where new ones have room.
 
-Pure. Used in the consumer by the ledger, and for the sizes on both sides.
+Pure. Used in the consumer by the ledger, in workers by the allocator, and for the sizes on both sides.
 """
 
 from __future__ import annotations
@@ -80,3 +80,28 @@ class Block:
         self.home = home
         self.kept = False
         self.last_task = 0
+
+
+class FreeRanges:
+    """The ranges (offset, size) of a worker's part of the arena in which it can make new blocks."""
+
+    def __init__(self, ranges: Extents) -> None:
+        self._ranges = list(ranges)
+
+    def take(self, size: int) -> int | None:
+        """Cut `size` bytes off the first range that has them; their offset, or None."""
+        for at, (offset, room) in enumerate(self._ranges):
+            if room >= size:
+                self._ranges[at : at + 1] = [(offset + size, room - size)] if room > size else []
+                return offset
+        return None
+
+    def give(self, ranges: Extents) -> None:
+        """Put ranges back, and merge neighbours."""
+        merged: list[tuple[int, int]] = []
+        for offset, size in sorted([*self._ranges, *ranges]):
+            if merged and sum(merged[-1]) == offset:
+                merged[-1] = merged[-1][0], merged[-1][1] + size
+            else:
+                merged.append((offset, size))
+        self._ranges = merged

@@ -11,6 +11,10 @@ one batch less than if the consumer had to hear of the release first, and no mes
 
 A worker makes new blocks on its own when no granted block fits, in a part of the arena's address range that
 belongs to it. The ledger adopts them when it hears of them. So no worker ever waits for space.
+
+What batches need is counted by tasks and sizes. Batches of a few kinds may take turns, and the kind of the
+next one is unknown. So a task gets enough for any of them, and gives back what it does not use; else their
+blocks would be made anew all the time. A kind that has not come for many tasks is forgotten.
 """
 
 from __future__ import annotations
@@ -35,14 +39,86 @@ from fastq_loader.memory.blocks import (
     Holder,
     size_class,
 )
-from fastq_loader.memory.demand import Demand
 
 #: Bytes from which a block is promised. For less, another block costs less than the worker's polls for the
 #: release: it is made once, and the next tasks find it free.
 WORTH_A_PROMISE = 4 << 20
 _HELD = frozenset((HELD, PROMISED))
-#: (state, event) → next state: the table of `blocks`, for one look.
-_NEXT = {(state, event): to for state, moves in BLOCK_TRANSITIONS.items() for event, to in moves.items()}
+#: Tasks after which a block that none of them used goes back to the system. Making 200 MB of pages anew takes
+#: as long as a thousand of the smallest batches.
+PATIENCE = 1000
+#: Tasks after which a kind of batch that has not come is not expected any more: tasks are not granted blocks
+#: for it, and blocks that only it needs go back to the system.
+EXPECTED = 125
+#: Kinds of batches that are told apart. Where there are more, their sizes are so many that blocks of one kind
+#: serve another.
+KINDS = 4
+
+
+class Demand:
+    """The needs of the recent batches.
+
+    Attributes:
+        tasks: that there have been.
+        wanted: bytes of the blocks that serve every recent kind of batch, each by itself; descending.
+        wanted_bytes: their sum.
+        batch_bytes: of a batch's blocks: a maximum that fades over some hundred batches.
+    """
+
+    def __init__(self) -> None:
+        self.tasks = 0
+        self.wanted: tuple[int, ...] = ()
+        self.wanted_bytes = 0
+        self.batch_bytes = 0.0
+        self._kinds: dict[tuple[int, ...], int] = {}  # bytes of a batch's blocks → its task; newest last
+        self._next_check = EXPECTED
+        self._newest: Sequence[int] = ()  # sizes of the newest batch, and what they come to
+        self._kind: tuple[int, ...] = ()
+        self._bytes = 0.0
+
+    def learn(self, sizes: Sequence[int]) -> None:
+        """A batch used blocks of these sizes. The same object is the same kind, for as long as it comes."""
+        if sizes is not self._newest:
+            self._newest, self._kind = sizes, tuple(sorted(sizes, reverse=True))
+            self._bytes = float(sum(sizes))
+        kind = self._kind
+        known = self._kinds.pop(kind, None) is not None
+        self._kinds[kind] = self.tasks
+        if not known:
+            if len(self._kinds) > KINDS:
+                del self._kinds[next(iter(self._kinds))]
+            self._want()
+        self.batch_bytes = max(self._bytes, 0.99 * self.batch_bytes)
+
+    def _want(self) -> None:
+        wanted: list[int] = []
+        for kind in sorted(self._kinds, reverse=True):
+            left = list(wanted)
+            for size in kind:
+                fitting = [other for other in left if size <= other <= 2 * size]
+                if fitting:
+                    left.remove(fitting[-1])
+                else:
+                    wanted.append(size)
+            wanted.sort(reverse=True)
+        self.wanted = tuple(wanted)
+        self.wanted_bytes = sum(wanted)
+
+    def cold(self) -> int | None:
+        """Now and then the task since which blocks should have been used; None: not yet.
+
+        Kinds of batches that have not come of late are forgotten.
+        """
+        if self.tasks < self._next_check:
+            return None
+        self._next_check = self.tasks + EXPECTED // 8
+        lasting = {kind: task for kind, task in self._kinds.items() if task >= self.tasks - EXPECTED}
+        if len(lasting) < len(self._kinds):
+            self._kinds = lasting
+            self._want()
+            if not lasting:
+                self.batch_bytes = 0.0
+        return self.tasks - PATIENCE
 
 
 def _anywhere(worker: int) -> tuple[int, int]:
@@ -59,7 +135,8 @@ class BlockLedger:
         grown: blocks adopted since the ledger was made.
         block_at: gives the block at an offset, or None.
         nbytes: bytes of all blocks.
-        free_bytes: bytes of the free ones.
+        free_blocks, free_bytes: the free ones.
+        demand: what batches need.
     """
 
     def __init__(self, region: Callable[[int], tuple[int, int]] = _anywhere) -> None:
@@ -74,10 +151,10 @@ class BlockLedger:
         self.free_bytes = 0
         self._held_bytes = 0
         self._kept_bytes = 0
-        self._free_blocks = 0
+        self.free_blocks = 0
         self._recent: Sequence[int] = ()  # the blocks of the batch that was delivered last
         self._space: dict[int, list[tuple[int, int]]] = {}  # worker → trimmed blocks that it gets back
-        self._demand = Demand()
+        self.demand = Demand()
         self._needs: list[int] = []  # bytes of the newest batch in each block, and the sizes that these take
         self._needed: list[int] = []
 
@@ -85,30 +162,21 @@ class BlockLedger:
         return len(self._blocks)
 
     @property
-    def free_blocks(self) -> int:
-        return self._free_blocks
-
-    @property
-    def wanted(self) -> tuple[int, ...]:
-        """Sizes of the blocks that a task gets, as far as there are any; descending."""
-        return self._demand.wanted
-
-    @property
     def batch_bytes(self) -> float:
         """Bytes of a batch's blocks: a maximum that fades over some hundred batches."""
-        return self._demand.batch_bytes
+        return self.demand.batch_bytes
 
     # ---- the life of a block ------------------------------------------------------------------
 
     def _move(self, offset: int, event: str) -> Block:
         try:
             block = self._blocks[offset]
-            state = _NEXT[block.state, event]
+            state = BLOCK_TRANSITIONS[block.state][event]
         except KeyError:
             self._refuse(offset, event)
         before, block.state = block.state, state
         if before == FREE:
-            self._free_blocks -= 1
+            self.free_blocks -= 1
             self.free_bytes -= block.size
         elif before in _HELD:
             self._held_bytes -= block.size
@@ -117,7 +185,7 @@ class BlockLedger:
             self._kept_bytes -= block.size
         if state == FREE:
             self._free[block.size].append(offset)
-            self._free_blocks += 1
+            self.free_blocks += 1
             self.free_bytes += block.size
         elif state in _HELD:
             self._held_bytes += block.size
@@ -133,7 +201,7 @@ class BlockLedger:
 
     def grant(self, holder: Holder) -> tuple[Extents, Extents]:
         """Blocks for a batch like the recent ones, as far as there are any: free ones, and promised ones."""
-        demand = self._demand
+        demand = self.demand
         demand.tasks += 1
         if not demand.wanted:
             return (), ()
@@ -161,7 +229,7 @@ class BlockLedger:
     def _take(self, wanted: int) -> Block | None:
         # A block up to twice as large will do: with sizes that vary, more would turn small batches
         # into holders of large blocks.
-        if not self._free_blocks:
+        if not self.free_blocks:
             return None
         for at in range(bisect_left(self._sizes, wanted), len(self._sizes)):
             size = self._sizes[at]
@@ -197,7 +265,7 @@ class BlockLedger:
             self.give_back(returned)
         needs: list[int] = []
         for offset, need in used:
-            self._move(offset, "fill").last_task = self._demand.tasks
+            self._move(offset, "fill").last_task = self.demand.tasks
             needs += (need,)
         written = dict(used)
         for offset, size in given:
@@ -211,7 +279,7 @@ class BlockLedger:
         if needs:
             if needs != self._needs:
                 self._needs, self._needed = needs, [size_class(need) for need in needs]
-            self._demand.learn(self._needed)
+            self.demand.learn(self._needed)
 
     def _check_fresh(self, worker: int, fresh: Extents) -> None:
         end = 0
@@ -258,7 +326,7 @@ class BlockLedger:
 
     def _adopt(self, worker: int, offset: int, size: int) -> None:
         block = self._blocks[offset] = Block(offset, size, worker)
-        block.last_task = self._demand.tasks
+        block.last_task = self.demand.tasks
         insort(self._offsets, offset)
         if size not in self._free:
             self._free[size] = deque()
@@ -275,11 +343,12 @@ class BlockLedger:
     def release(self, offsets: Iterable[int]) -> None:
         """The last views of these blocks are gone: each is free, or its writer's if it was promised."""
         for offset in offsets:
-            self._move(offset, "release").last_task = self._demand.tasks
+            self._move(offset, "release").last_task = self.demand.tasks
 
-    def drop(self, offset: int) -> None:
-        """The batch in the block will not be delivered, or was copied out."""
-        self._move(offset, "drop")
+    def drop(self, offsets: Iterable[int]) -> None:
+        """The batch in these blocks is not handed out, or was copied out of them."""
+        for offset in offsets:
+            self._move(offset, "drop")
 
     def give_back(self, offsets: Iterable[int]) -> None:
         """What was granted or promised is not used."""
@@ -296,7 +365,7 @@ class BlockLedger:
                 raise InvalidTransition(f"block {offset} is {block.state}, and not {holder}'s to hand over")
             block.writer = Holder(worker)
 
-    def writer_dead(self, worker: int) -> None:
+    def mark_dead(self, worker: int) -> None:
         """`worker` is confirmed dead: what was granted to it can be granted again."""
         for block in self._blocks.values():
             if block.state in (GRANTED, PROMISED) and block.writer == (worker, None):
@@ -304,8 +373,8 @@ class BlockLedger:
 
     # ---- shrinking ----------------------------------------------------------------------------
 
-    def trim(self, batches: int) -> list[tuple[int, int]]:
-        """Blocks whose pages should be given back to the system, as (offset, size).
+    def take_spare(self, batches: int) -> list[tuple[int, int]]:
+        """Take out the blocks whose pages should be given back to the system, as (offset, size).
 
         Blocks that users hold, or their datasets keep, are their wish. Of the others as many stay as
         `batches` batches need, so that a loop that kept batches for a while pays their memory back, and none
@@ -313,7 +382,7 @@ class BlockLedger:
         the worker that made it, see `space`.
         """
         trimmed: list[tuple[int, int]] = []
-        demand = self._demand
+        demand = self.demand
         since = demand.cold()
         if since is not None:
             trimmed = self._trim_cold(since)
@@ -342,7 +411,7 @@ class BlockLedger:
         del self._offsets[bisect_left(self._offsets, offset)]
         self.nbytes -= size
         self.free_bytes -= size
-        self._free_blocks -= 1
+        self.free_blocks -= 1
         self._space.setdefault(block.home, []).append((offset, size))
         return offset, size
 
@@ -350,10 +419,11 @@ class BlockLedger:
         """Address ranges (offset, size) of trimmed blocks that `worker` may make new blocks in."""
         return tuple(self._space.pop(worker)) if worker in self._space else ()
 
-    def forget_space(self, worker: int, start: int, end: int) -> Extents:
-        """`worker` is dead: the ranges (offset, size) of its part of the arena, from `start` to `end`, that
-        are not blocks. The worker that replaces it may make blocks there, as if it were the first one."""
+    def forget_space(self, worker: int) -> Extents:
+        """`worker` is dead: the ranges (offset, size) of its part of the arena that are not blocks. Its
+        successor may make blocks there, as if it were the first one."""
         self._space.pop(worker, None)
+        start, end = self._region(worker)
         gaps = []
         for offset in [offset for offset in self._offsets if start <= offset < end]:
             if offset > start:
@@ -381,7 +451,7 @@ class BlockLedger:
         """Raise AssertionError unless counts, free lists and states agree."""
         blocks = self._blocks.values()
         free = [offset for offsets in self._free.values() for offset in offsets]
-        assert len(free) == len(set(free)) == self._free_blocks, "a block is in a free list twice"
+        assert len(free) == len(set(free)) == self.free_blocks, "a block is in a free list twice"
         assert {b.offset for b in blocks if b.state == FREE} == set(free), "free lists and states differ"
         assert all(self._blocks[o].size == s for s, os in self._free.items() for o in os)
         assert self._held_bytes == sum(b.size for b in blocks if b.state in _HELD)

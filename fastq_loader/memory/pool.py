@@ -1,4 +1,4 @@
-"""The blocks of one pool of workers: the arena and its ledger, and the only calls that change either.
+"""The blocks of one pool of workers: the ledger with the memory behind it.
 
 Pure but for what the arena does. Runs in the consumer, on the thread that calls `next()`. A block is granted
 to a task, accepted with the batch that a worker has written to it, and delivered to the user or dropped;
@@ -7,7 +7,7 @@ to a task, accepted with the batch that a worker has written to it, and delivere
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fastq_loader.memory.blocks import Extents
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fastq_loader.memory.arena import Arena
 
 
-class BlockPool:
+class BlockPool(BlockLedger):
     """The shared memory of one pool of workers.
 
     Args:
@@ -29,31 +29,14 @@ class BlockPool:
     """
 
     def __init__(self, arena: Arena, workers: int) -> None:
+        super().__init__(arena.mapping.region)
         self.arena = arena
-        self._workers = workers
         self.released = arena.released
-        self._ledger = BlockLedger(arena.mapping.region)
-        self.grant = self._ledger.grant
-        self.accept = self._ledger.accept
-        self.give_back = self._ledger.give_back
-        self.hand_over = self._ledger.hand_over
-        self.deliver = self._ledger.deliver
-        self.block_at = self._ledger.block_at
-
-    # ---- the way back -------------------------------------------------------------------------
-
-    def drop(self, offsets: Iterable[int]) -> None:
-        """The batch in these blocks is not handed out, or was copied out of them."""
-        for offset in offsets:
-            self._ledger.drop(offset)
+        self._workers = workers
 
     def collect(self) -> None:
         """Blocks whose last view has died are free again."""
-        self._ledger.release(self.arena.released_blocks())
-
-    def mark_dead(self, worker: int) -> None:
-        """A worker has ended: what was granted to it can be granted again."""
-        self._ledger.writer_dead(worker)
+        self.release(self.arena.released_blocks())
 
     def trim(self, batches: int, forget: Callable[[int], None] | None = None) -> bool:
         """Give the pages of free blocks that `batches` batches do not need back to the system.
@@ -66,53 +49,25 @@ class BlockPool:
         Returns:
             Whether there is new `space` to tell workers of.
         """
-        trimmed = self._ledger.trim(batches)
+        trimmed = self.take_spare(batches)
         for offset, size in trimmed:
             if forget is not None:
                 forget(offset)
             self.arena.mapping.punch(offset, size)
         return bool(trimmed)
 
-    # ---- address ranges -----------------------------------------------------------------------
-
-    def space(self, worker: int) -> Extents:
-        """Ranges (offset, size) of trimmed blocks in which `worker` may make new blocks; each once."""
-        return self._ledger.space(worker)
-
     def clear_space(self, worker: int) -> Extents:
         """The ranges (offset, size) of a dead worker's part of the arena in which its successor may make
         blocks. Pages that the dead one wrote there go back to the system."""
-        space = self._ledger.forget_space(worker, *self.arena.mapping.region(worker))
+        space = self.forget_space(worker)
         for offset, size in space:
             self.arena.mapping.punch(offset, size)
         return space
 
-    # ---- counts -------------------------------------------------------------------------------
-
-    @property
-    def grown(self) -> int:
-        """Blocks that workers have made so far."""
-        return self._ledger.grown
-
-    @property
-    def batch_bytes(self) -> float:
-        """Bytes of a batch's blocks: a maximum that fades over some hundred batches."""
-        return self._ledger.batch_bytes
-
     def usage(self) -> tuple[int, int, int]:
         """Blocks in use, blocks free, and bytes of shared memory behind them. May be asked on any thread."""
-        free = self._ledger.free_blocks
-        return len(self._ledger) - free, free, self._ledger.nbytes
-
-    def filled(self) -> list[int]:
-        """Offsets of the blocks of batches that wait to be delivered, ascending."""
-        return self._ledger.filled()
-
-    def check(self) -> None:
-        """Raise AssertionError unless the ledger agrees with itself."""
-        self._ledger.check()
-
-    # ---- the end ------------------------------------------------------------------------------
+        free = self.free_blocks
+        return len(self) - free, free, self.nbytes
 
     def close(self) -> None:
         """All workers have ended: give the memory back, but for the blocks that users reference. May be
@@ -120,5 +75,5 @@ class BlockPool:
         if not self.arena.retired:
             self.collect()
             for worker in range(self._workers):
-                self._ledger.writer_dead(worker)
-        self.arena.retire(self._ledger.held())
+                self.mark_dead(worker)
+        self.arena.retire(self.held())

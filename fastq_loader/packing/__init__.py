@@ -1,4 +1,4 @@
 """A batch as bytes: its tree into a spec, its tensors and arrays into blocks, and back.
 
-`pack`, `walker` and `aliasing` run in the workers, `unpack` in the consumer; the others run on both sides.
+`pack` and `walker` run in the workers, `unpack` in the consumer; the others run on both sides.
 """

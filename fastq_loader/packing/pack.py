@@ -22,9 +22,8 @@ from fastq_loader.ipc.messages import Handle
 from fastq_loader.memory.allocator import Allocator, OpenBlock, Used
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST, device_aligned
 from fastq_loader.packing import pickling
-from fastq_loader.packing.aliasing import Span, device_bytes, device_segments, segments_of
 from fastq_loader.packing.spec import ALIGNMENT, SpecCache
-from fastq_loader.packing.walker import Walker
+from fastq_loader.packing.walker import Span, Walker, device_bytes, device_segments, segments_of
 
 #: A parcel up to this many bytes travels inside the message: zmq copies it twice, which is cheaper than
 #: a block's bookkeeping and page faults.
@@ -152,8 +151,8 @@ class Packer:
             self._specs.remember(key, spec_id, key)
             self._next_id += 1
         segments, used = [], []
-        for offset, size, into, need in placed.values():
-            segments.append((offset, size, into))
+        for offset, size, start, need in placed.values():
+            segments.append((offset, size, start))
             used.append((offset, need))
         return Handle(spec_id, spec, tuple(self._walker.values), parcel, tuple(segments)), used
 
@@ -169,11 +168,11 @@ class Packer:
     def _place_large(self, start: int, nbytes: int, others: dict[int, _Placed]) -> _Placed:
         block = self._allocator.block_at(start)
         if block is not None and block.offset not in others:
-            into = start - block.address
+            at = start - block.address
             # It lies in a block of this task already: no copy. But the batch would keep the whole of the
             # block, for which a small part is not enough.
-            if block.size // 4 <= nbytes <= block.size - into:
-                return block.offset, block.size, into, into + nbytes
+            if block.size // 4 <= nbytes <= block.size - at:
+                return block.offset, block.size, at, at + nbytes
         block = self._allocator.take(nbytes)
         self._allocator.write(block.offset, start, nbytes)
         return block.offset, block.size, 0, nbytes

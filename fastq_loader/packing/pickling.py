@@ -1,18 +1,19 @@
-"""Pickling with the leaves left out: tensors and arrays inside arbitrary objects become references.
+"""Pickling: arbitrary objects with their tensors and arrays left out, and exceptions.
 
-`dump` runs in workers, `load` in the consumer. The pickled bytes travel in shared memory, behind the pool's
-token; the leaves that they refer to are packed like any other leaf of the batch. Also owns the search for the
-part of an object that cannot be pickled.
+`dump` and `dump_exception` run in workers, `load` and `load_exception` in the consumer. The pickled bytes
+travel in shared memory, behind the pool's token; the leaves that they refer to are packed like any other leaf
+of the batch. Also owns the search for the part of an object that cannot be pickled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
-import dataclasses
 import functools
 import io
 import pickle
 import threading
+import traceback
 import types
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -22,7 +23,8 @@ import numpy as np
 import torch
 from torch.multiprocessing import reductions
 
-from fastq_loader.errors import ProtocolError, UnpicklableError, shorten
+from fastq_loader.errors import ProtocolError, UnpicklableError, WorkerTraceback, shorten
+from fastq_loader.system.interrupts import refuse_interrupt
 
 _COWARDLY = (  # torch/multiprocessing/reductions.py, reduce_tensor
     "Cowardly refusing to serialize non-leaf tensor which requires_grad, "
@@ -66,39 +68,6 @@ def is_leaf(value: Any) -> bool:
 
 def _identity(value: Any) -> Any:
     return value
-
-
-#: The methods that give the strided tensors that a sparse one is made of; its values last.
-_SPARSE_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
-
-
-def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The strided tensors that a sparse one is made of; none for mkldnn."""
-    return [getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]
-
-
-def _reduce_sparse(tensor: torch.Tensor) -> Any:
-    # Not by torch's own __reduce_ex__: what rebuilds it keeps every tensor in a list until the next
-    # torch.load, and its memory with it.
-    parts = parts_of_sparse(tensor)
-    if not parts:  # as torch does it
-        return NotImplemented
-    options: dict[str, Any] = {"size": tensor.shape, "check_invariants": False}
-    if tensor.layout is torch.sparse_coo:
-        return _sparse, (torch.sparse_coo_tensor, parts, options | {"is_coalesced": tensor.is_coalesced()})
-    return _sparse, (torch.sparse_compressed_tensor, parts, options | {"layout": tensor.layout})
-
-
-def _sparse(
-    make: Callable[..., torch.Tensor], parts: list[torch.Tensor], options: dict[str, Any]
-) -> torch.Tensor:
-    return make(*parts, **options)
 
 
 def _take(leaf: int) -> Any:
@@ -148,8 +117,6 @@ class _Pickler(pickle.Pickler):
             if type(value) is torch.Tensor:
                 if value.requires_grad and not value.is_nested:
                     return torch.Tensor.requires_grad_, (value.detach(),)
-                if value.layout is not torch.strided:
-                    return _reduce_sparse(value)
                 if value.is_conj() or value.is_neg():
                     return _identity, (value.detach().resolve_conj().resolve_neg(),)
         elif type(value) is _ARRAY and is_leaf(value):
@@ -229,6 +196,8 @@ def load(data: bytes, leaves: Sequence[Any]) -> Any:
         return pickle.loads(data)
     finally:
         _building.leaves = before
+        # torch keeps every sparse tensor in it until the next torch.load, and its memory with it.
+        torch._utils._sparse_tensors_to_validate.clear()
 
 
 # ---- naming what cannot be pickled ------------------------------------------------------------------
@@ -245,24 +214,27 @@ def explain(value: Any, error: Exception, name: str) -> UnpicklableError:
 
 def _culprit(value: Any, path: str, depth: int) -> tuple[str, Any]:
     if depth < 8:
-        for step, part in _parts(value):
+        for form, name, part in parts_of(value):
             if not pickles(part):
-                return _culprit(part, path + step, depth + 1)
+                return _culprit(part, path + form.format(name), depth + 1)
     return path, value
 
 
-def _parts(value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        return [(f"[{key!r}]", part) for key, part in value.items()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [(f"[{at}]", part) for at, part in enumerate(value)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f".{f.name}", getattr(value, f.name, None)) for f in dataclasses.fields(value)]
-    if isinstance(value, functools.partial):
-        return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
-    if isinstance(value, (type, types.FunctionType, types.ModuleType)):
+def parts_of(value: Any) -> list[tuple[str, Any, Any]]:
+    """What an object is made of: members of a container, and attributes. A form, what stands in it, and the
+    part: "[{!r}]", "key", …"""
+    if isinstance(value, (str, bytes, type, types.FunctionType, types.ModuleType)):
         return []
-    return [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
+    found: list[tuple[str, Any, Any]] = []
+    if isinstance(value, Mapping):
+        found += [("[{!r}]", key, part) for key, part in value.items()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        found += [("[{}]", at, part) for at, part in enumerate(value)]
+    slots = [*copyreg._slotnames(type(value))]  # type: ignore[attr-defined]
+    if isinstance(value, functools.partial):
+        slots += ["func", "args", "keywords"]
+    names = [*getattr(value, "__dict__", {}), *slots]
+    return found + [(".{}", name, getattr(value, name, None)) for name in names]
 
 
 def pickles(value: Any) -> bool:
@@ -272,3 +244,68 @@ def pickles(value: Any) -> bool:
     except Exception:
         return False
     return True
+
+
+# ---- exceptions -------------------------------------------------------------------------------------
+
+
+def dump_exception(error: BaseException, worker: int) -> bytes:
+    """An exception in a form that `load_exception` gives back with its type, args and attributes.
+
+    What does not survive pickling (a constructor with other arguments than `args`, an attribute that
+    cannot be pickled) is rebuilt without its constructor, then as its nearest base class that can be
+    imported, and last as a RuntimeError with the same text.
+    """
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    where = f"Caught {type(error).__name__} in DataLoader worker process {worker}.\nOriginal {text}"
+    line = "".join(traceback.format_exception_only(type(error), error)).strip()
+    attributes = {name: value for name, value in error.__dict__.items() if pickles(value)}
+    candidates: list[Any] = [error]
+    for kind in type(error).__mro__:
+        if kind in (BaseException, Exception) and kind is not type(error):
+            break
+        if issubclass(kind, BaseException):  # else a mixin
+            candidates += [(kind, error.args, attributes), (kind, error.args, {})]
+    candidates.append((RuntimeError, (line,), {}))
+    return next(data for candidate in candidates if (data := _survives(candidate, where)))
+
+
+def _survives(candidate: Any, where: str) -> bytes | None:
+    """The bytes of a form of an exception; None: it would come out as something else, or not at all."""
+    try:
+        data = pickle.dumps((candidate, where), pickle.HIGHEST_PROTOCOL)
+        again, _ = _rebuild(data)
+        if isinstance(candidate, BaseException):
+            same = type(again) is type(candidate) and again.args == candidate.args
+            same = same and str(again) == str(candidate)
+            return data if same and again.__dict__.keys() == candidate.__dict__.keys() else None
+    except Exception:  # a user's class may fail to be pickled, made, compared or printed: try the next form
+        return None
+    return data
+
+
+def _rebuild(data: bytes) -> tuple[BaseException, str]:
+    error, where = pickle.loads(data)
+    if not isinstance(error, BaseException):
+        kind, args, attributes = error
+        error = kind.__new__(kind, *args)
+        BaseException.__setattr__(error, "args", args)  # past the class's own: it may be a frozen dataclass
+        error.__dict__.update(attributes)
+    return error, where
+
+
+def load_exception(data: bytes) -> BaseException:
+    """The exception of `dump_exception`, with the worker's traceback as its cause.
+
+    A class that the worker could import and this process cannot becomes a RuntimeError.
+    """
+    try:
+        error, where = _rebuild(data)
+    except Exception as reason:
+        refuse_interrupt(reason)
+        return RuntimeError(f"a DataLoader worker raised what cannot be unpickled here: {reason!r}")
+    BaseException.__setattr__(error, "__cause__", WorkerTraceback(where))
+    if hasattr(error, "add_note"):  # Python 3.11; what torch writes into the text
+        with contextlib.suppress(Exception):  # whatever the class does when an attribute is set
+            error.add_note(where.partition("\n")[0])
+    return error

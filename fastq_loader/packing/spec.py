@@ -10,8 +10,8 @@ Compiled in the consumer; a worker makes its plain form, sends it once, and name
     sizes   bytes of each segment; those of SMALLEST bytes or more are the large ones
     device_offsets  of each segment, in the part of the batch for the device; -1: it stays on the host
 
-The plain form comes out of a frame. Whatever could reach outside of its segment, or make torch or numpy
-raise, is refused when it arrives.
+The plain form comes out of a frame of a worker's. One whose leaves do not cover just the bytes of their
+segments is refused when it arrives; else it is as the worker has made it.
 
 Both sides remember the newest specs, up to `REMEMBERED` bytes of each worker's. A spec of more than that
 travels with every batch.
@@ -20,7 +20,6 @@ travels with every batch.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,6 @@ import torch
 from fastq_loader.errors import ProtocolError
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.memory.results import TYPESTR
-from fastq_loader.packing.aliasing import contiguous_strides
 from fastq_loader.system.interrupts import refuse_interrupt
 
 #: Bytes of the specs that are remembered, as they travel, and `SPEC_BYTES` for each. In memory they are 20
@@ -44,19 +42,8 @@ DEEPEST = 100
 #: Bytes between the starts of segments in a parcel: no element straddles a cache line.
 ALIGNMENT = 64
 
-#: The dtypes of dense tensors by name. A closed set: asking the module `torch` for a name may import things.
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.quint"))
-}
-#: What numpy calls the dtypes of arrays that are leaves; see `pickling.is_leaf`.
-_ARRAY_DTYPE = re.compile(r"[<>|][biufcSUmM][0-9]{1,9}(\[[0-9A-Za-z]{1,20}\])?")
 #: Of an array, and of a tensor that is made over one; numpy 1 has 32. Torch has no limit.
 _MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
-#: Bytes; no size and no stride has as many. Beyond it torch's and numpy's own sums overflow.
-_TOO_LARGE = 1 << 62
-_KEYS = frozenset((str, int))
 
 
 class SpecCache(dict[Any, Any]):
@@ -92,13 +79,12 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _require(holds: bool, text: str, *values: Any) -> None:
-    if not holds:
-        raise ProtocolError(text.format(*values))
-
-
-def _is_count(number: Any) -> bool:
-    return type(number) is int and number >= 0
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """What torch gives a new tensor of this shape, in elements."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
 
 
 class Leaf:
@@ -106,40 +92,26 @@ class Leaf:
 
     Attributes:
         array: whether it is a numpy array.
+        start: bytes from the start of its segment.
         reach: bytes from its first element to the end of its last one.
         described: numpy's dtype; None for a tensor that it cannot describe, or that is empty or has strides.
-
-    Raises:
-        ProtocolError: there is no such leaf.
-        Exception: anything else, for what is not even described like one.
     """
 
-    __slots__ = ("array", "count", "described", "dtype", "into", "reach", "segment", "shape", "strides")
+    __slots__ = ("array", "count", "described", "dtype", "reach", "segment", "shape", "start", "strides")
 
     def __init__(self, meta: tuple[Any, ...]) -> None:
-        kind, dtype, shape, strides, self.segment, self.into = meta
-        self.shape, self.strides = shape, strides
-        _require(kind in ("T", "A"), "a leaf of an unknown kind {!r:.40}", kind)
-        steps = shape if strides is None else strides
+        kind, dtype, self.shape, self.strides, self.segment, self.start = meta
         self.array = kind == "A"
-        in_numpy = len(shape) <= _MOST_DIMENSIONS
-        fits = len(steps) == len(shape) and (in_numpy or not self.array)
-        _require(fits, "a leaf of {} dimensions and {} strides", len(shape), len(steps))
-        numbers = (*shape, *steps, self.segment, self.into)
-        _require(all(map(_is_count, numbers)), "a leaf with a negative number, or none: {}", numbers)
-        self.dtype: Any = _array_dtype(dtype) if self.array else _DTYPES[dtype]
-        itemsize: int = self.dtype.itemsize
-        unit = 1 if self.array else itemsize
-        most = max(math.prod(filter(None, shape), start=float(itemsize)), *steps, 0) * unit
-        _require(most < _TOO_LARGE, "a leaf of shape {} and strides {}", shape, strides)
-        self.count = math.prod(shape)
+        self.dtype: Any = np.dtype(dtype) if self.array else getattr(torch, dtype)
+        itemsize = self.dtype.itemsize
+        self.count = math.prod(self.shape)
         self.reach = self.count * itemsize
-        if self.count and strides is not None:
-            self.reach = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) * unit + itemsize
-        _require(self.into % unit == 0, "a tensor that begins {} bytes into its segment", self.into)
-        typestr = dtype if self.array else TYPESTR.get(_DTYPES[dtype])
-        plain = self.array or (self.count and strides is None and in_numpy)
-        self.described = np.dtype(typestr) if typestr and plain else None
+        if self.count and self.strides is not None:
+            last = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+            self.reach = last * (1 if self.array else itemsize) + itemsize
+        typestr = dtype if self.array else TYPESTR.get(self.dtype)
+        plain = self.count and self.strides is None and len(self.shape) <= _MOST_DIMENSIONS
+        self.described = np.dtype(typestr) if typestr and (plain or self.array) else None
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -160,7 +132,7 @@ class Leaf:
     def within(self, whole: torch.Tensor) -> torch.Tensor:
         """The leaf as a tensor that shares the storage of a segment's bytes."""
         tensor = torch.empty(0, dtype=self.dtype, device="cpu")
-        return tensor.set_(whole.untyped_storage(), self.into // tensor.itemsize, self.shape, self.steps)
+        return tensor.set_(whole.untyped_storage(), self.start // tensor.itemsize, self.shape, self.steps)
 
 
 class Spec:
@@ -195,14 +167,15 @@ class Spec:
 
     def _read(self, spec: tuple[Any, ...]) -> None:
         tree, metas, sizes, offsets = spec if len(spec) == 4 else (*spec, (-1,) * len(spec[2]))
-        _require(all(map(_is_count, sizes)), "a segment whose size is no number")
         self.sizes: tuple[int, ...] = sizes
         self.leaves = [Leaf(meta) for meta in metas]
         self.members: list[list[int]] = [[] for _ in sizes]  # segment → its leaves
         for number, leaf in enumerate(self.leaves):
             self.members[leaf.segment].append(number)
         for size, members in zip(sizes, self.members, strict=True):
-            self._check_segment(size, [self.leaves[number] for number in members])
+            reach = max([self.leaves[number].start + self.leaves[number].reach for number in members])
+            if reach != size:
+                raise ProtocolError(f"leaves of {reach} bytes in a segment of {size}")
         self.single = [self._single(members) for members in self.members]
         self._lay_out_device(offsets)
         on_host = [segment for segment, offset in enumerate(offsets) if offset < 0]
@@ -211,19 +184,10 @@ class Spec:
         self.tails = [self.device_bytes] * bool(self.on_device) + [sizes[segment] for segment in self.large]
         self.nbytes: int = sum(sizes)
         self.objects = self.values = 0
-        self.build = self._compile(tree, 0)
+        self.build = self._compile(tree)
         self.small = not (self.tails or self.objects)
         self.segments, self.first_large = len(self.tails), -len(self.large) or None
         self.blank = [None] * len(self.leaves)
-
-    def _check_segment(self, size: int, leaves: list[Leaf]) -> None:
-        reach = max([leaf.into + leaf.reach for leaf in leaves])
-        _require(reach == size, "leaves of {} bytes in a segment of {}", reach, size)
-        if len(leaves) == 1:
-            _require(not leaves[0].into, "a leaf that begins {} bytes into its own segment", leaves[0].into)
-        else:
-            shared = size > 0 and not any(leaf.array for leaf in leaves)
-            _require(shared, "a segment of {} bytes that {} leaves cannot share", size, len(leaves))
 
     def _single(self, members: list[int]) -> tuple[int, bool, Any, Any, Any] | None:
         leaf = self.leaves[members[0]]
@@ -235,15 +199,12 @@ class Spec:
         self.on_device: list[tuple[int, torch.dtype, Any, Any, int]] = []
         self.device_bytes = 0
         for offset, size, members in zip(offsets, self.sizes, self.members, strict=True):
-            fits = type(offset) is int and -1 <= offset < _TOO_LARGE and (offset < 0 or offset % 16 == 0)
-            _require(fits, "a segment at {!r:.40} of what goes to a device", offset)
             if offset < 0:
                 continue
             self.device_bytes = max(self.device_bytes, offset + size)
             for number in members:
                 leaf = self.leaves[number]
-                _require(not leaf.array, "an array that goes to a device")
-                at = (offset + leaf.into) // leaf.dtype.itemsize
+                at = (offset + leaf.start) // leaf.dtype.itemsize
                 self.on_device.append((number, leaf.dtype, leaf.shape, leaf.steps, at))
 
     def _lay_out_parcel(self, small: list[int]) -> None:
@@ -288,26 +249,22 @@ class Spec:
 
     # ---- the tree -----------------------------------------------------------------------------
 
-    def _compile(self, tree: Any, depth: int) -> Callable[[list[Any], Any, Any], Any]:
+    def _compile(self, tree: Any) -> Callable[[list[Any], Any, Any], Any]:
         """A function that builds a part of the tree, see `build`."""
         if tree == "V":
             self.values += 1
             return lambda leaves, values, objects: next(values)
         if tree == "v":
             self.values += 1
-            return lambda leaves, values, objects: _list(next(values))
+            return lambda leaves, values, objects: list(next(values))
         if tree == "O":
             at = self.objects
             self.objects += 1
             return lambda leaves, values, objects: objects[at]
         kind, content = tree[0], tree[-1]
         if kind == "L":
-            _require(_is_count(content), "{!r:.40} where a number should be", content)
-            self.leaves[content]  # raises IndexError
             return lambda leaves, values, objects: leaves[content]
-        known = kind in ("l", "t", "d") and type(content) is tuple and depth < DEEPEST
-        _require(known, "a tree of an unknown kind, or deeper than {}", DEEPEST)
-        parts = [self._compile(part, depth + 1) for part in content]
+        parts = [self._compile(part) for part in content]
         count = len(parts)
         first = _first_of_run(content)
         take: Callable[..., list[Any]]
@@ -320,20 +277,7 @@ class Spec:
         if kind == "t":
             return lambda leaves, values, objects: tuple(take(leaves, values, objects))
         keys = tree[1]
-        fit = len(keys) == count and _KEYS.issuperset(map(type, keys))
-        _require(fit, "a dict of {} values with other keys", count)
         return lambda leaves, values, objects: dict(zip(keys, take(leaves, values, objects), strict=True))
-
-
-def _list(values: Any) -> list[Any]:
-    _require(type(values) is tuple, "{!r:.40} where a list's values should be", values)
-    return list(values)
-
-
-def _array_dtype(name: Any) -> np.dtype[Any]:
-    dtype: Any = np.dtype(name) if _ARRAY_DTYPE.fullmatch(name) else None
-    _require(dtype is not None and bool(dtype.itemsize), "an array of {!r:.40} cannot be shared", name)
-    return dtype  # type: ignore[no-any-return]
 
 
 def _first_of_run(trees: Any) -> int | None:

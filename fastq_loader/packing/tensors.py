@@ -5,8 +5,7 @@ Runs in the consumer; owns nothing. No accelerator is touched for tensors on the
 
 from __future__ import annotations
 
-import copyreg
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,23 +72,24 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
                 found.append(part)
             else:
                 todo += _parts_of_tensor(part)
-        elif not isinstance(part, (str, bytes, type)):
-            todo += _parts(part)
+        else:
+            todo += [inner for _, _, inner in pickling.parts_of(part)]
     return found
 
 
 def _parts_of_tensor(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout is torch.jagged:
         return [tensor.values(), tensor.offsets()]  # type: ignore[attr-defined]
-    return list(tensor.unbind()) if tensor.is_nested else pickling.parts_of_sparse(tensor)
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    return [getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]
 
 
-def _parts(value: Any) -> list[Any]:
-    parts: list[Any] = []
-    if isinstance(value, Mapping):
-        parts += value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        parts += value
-    parts += getattr(value, "__dict__", {}).values()
-    slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
-    return [*parts, *(getattr(value, name, None) for name in slots)]
+#: The methods that give the strided tensors that a sparse one is made of.
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}

@@ -21,7 +21,7 @@ import torch
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import Handle, unseal
 from fastq_loader.memory.arena import Arena
-from fastq_loader.packing import exceptions, pickling
+from fastq_loader.packing import pickling
 from fastq_loader.packing.spec import Spec, SpecCache
 from fastq_loader.packing.tensors import moved
 
@@ -91,10 +91,10 @@ class Unpacker:
         if parcel_bytes < spec.parcel_bytes:
             raise ProtocolError(f"a parcel of {parcel_bytes} bytes for a spec of {spec.parcel_bytes}")
         used: list[tuple[int, int]] = []
-        for (offset, size, into), tail in zip(segments, [0] * boxed + spec.tails, strict=True):
-            need = into + tail or 1
-            if offset < 0 or into < 0 or need > size or offset + size > self._end:
-                raise ProtocolError(f"{need} bytes, from {into} on, in a block of {size} bytes at {offset}")
+        for (offset, size, start), tail in zip(segments, [0] * boxed + spec.tails, strict=True):
+            need = start + tail or 1
+            if offset < 0 or start < 0 or need > size or offset + size > self._end:
+                raise ProtocolError(f"{need} bytes, from {start} on, in a block of {size} bytes at {offset}")
             used += ((offset, need),)
         return tuple(used)
 
@@ -119,8 +119,8 @@ class Unpacker:
             for number, dtype, _, _, at in spec.on_device:
                 ranges.append((begin + at * dtype.itemsize, spec.leaves[number].reach))
         large = handle.segments[spec.first_large :] if spec.large else ()
-        for segment, (offset, _, into) in zip(spec.large, large, strict=True):
-            ranges.append((offset + into, spec.sizes[segment]))
+        for segment, (offset, _, start) in zip(spec.large, large, strict=True):
+            ranges.append((offset + start, spec.sizes[segment]))
         pieces += [self._arena.mapping.read(at, min(nbytes, _DIGESTED)) for at, nbytes in ranges]
         found = hashlib.blake2b(b"".join(pieces), digest_size=16).digest()
         return found, sum(map(len, pieces))
@@ -178,8 +178,8 @@ class Unpacker:
             if large:
                 self._lease(spec, large, leaves)
         else:
-            for segment, (offset, _, into) in zip(spec.large, large, strict=True):
-                there = self._arena.mapping.read(offset + into, spec.sizes[segment])
+            for segment, (offset, _, start) in zip(spec.large, large, strict=True):
+                there = self._arena.mapping.read(offset + start, spec.sizes[segment])
                 spec.fill(segment, bytearray(there), leaves)
             spec.fill_device(memory, leaves)
         objects = self._objects(spec, pickled, leaves, memory) if spec.objects else ()
@@ -187,9 +187,9 @@ class Unpacker:
 
     def _lease(self, spec: Spec, large: tuple[tuple[int, int, int], ...], leaves: list[Any]) -> None:
         """Make leaves over blocks. One lease serves all leaves of a segment."""
-        for at, (segment, (offset, size, into)) in enumerate(zip(spec.large, large, strict=True)):
+        for at, (segment, (offset, size, start)) in enumerate(zip(spec.large, large, strict=True)):
             try:
-                whole = self._arena.lease((offset, size), into, spec.sizes[segment])
+                whole = self._arena.lease((offset, size), start, spec.sizes[segment])
             except MemoryError:
                 for unleased, _, _ in large[at:]:
                     self._arena.abandon(unleased)
@@ -222,4 +222,4 @@ class Unpacker:
             return (MemoryError if out_of_memory else RuntimeError)(str(text))
         if spec.leaves or spec.values or spec.objects != 1:
             raise ProtocolError("a batch where an exception should be")
-        return exceptions.load_exception(self.open(handle)[2])
+        return pickling.load_exception(self.open(handle)[2])

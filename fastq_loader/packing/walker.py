@@ -1,4 +1,4 @@
-"""Taking a batch apart: its tree for the spec, and what hangs on it.
+"""Taking a batch apart: its tree for the spec, what hangs on it, and which memory its leaves cover.
 
 Runs in workers, and in the consumer where it packs batches itself. The tree is walked by exact type. dict,
 list and tuple are described in the spec, plain values (int, float, str, bytes, bool, None) travel in the
@@ -9,19 +9,25 @@ A tree of more than `PARTS` parts is a single object. Pickling works on it in C,
 batch (the number of annotations, the keys of a dict) costs no new spec. A long text is an object as well: a
 message is copied several times on its way, and takes less than 4 GiB. Small arrays stay in the pickle that
 they lie in.
+
+A *segment* is the memory of one leaf, or of tensors of one storage whose bytes overlap: they alias on the
+other side as well. Its *span* is where it starts and ends in this process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
 from fastq_loader.ipc.messages import packs
+from fastq_loader.memory.blocks import device_aligned
+from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.packing.pickling import is_leaf
-from fastq_loader.packing.spec import DEEPEST
+from fastq_loader.packing.spec import DEEPEST, contiguous_strides
 
 #: Parts up to which a tree is walked here: members of its containers, without tensors, which cost the same
 #: either way. From 100 (tuples of numbers) to 300 (fields of a dict) on, pickling the whole tree is faster
@@ -41,6 +47,17 @@ _TEXTS, _NUMBERS = frozenset((str, bytes)), frozenset((float, bool, type(None)))
 _PLAIN = frozenset((*_TEXTS, *_NUMBERS))
 _STRINGS, _INTEGERS = frozenset((str,)), frozenset((int,))
 _TENSOR, _ARRAY = torch.Tensor, np.ndarray
+
+#: Bytes of the largest element. A segment of several leaves starts at a multiple of it from the start of the
+#: storage, so that each leaf starts at a whole number of its own elements, whatever their size.
+_LARGEST_ELEMENT = 16
+
+Span = tuple[int, int]
+Metas = tuple[tuple[Any, ...], ...]
+
+
+#: The name by which `torch` knows a dtype.
+_NAMES = {it: str(it).removeprefix("torch.") for it in vars(torch).values() if isinstance(it, torch.dtype)}
 
 
 class _Unwalkable(Exception):
@@ -157,3 +174,82 @@ class Walker:
         if type(leaf) is _ARRAY and leaf.nbytes <= SMALL_ARRAY and id(leaf) not in self._leaf_of:
             return None
         return self.add_leaf(leaf)
+
+
+# ---- the memory of leaves ---------------------------------------------------------------------------
+
+
+def segments_of(leaves: list[Any]) -> tuple[Metas, list[Span]]:
+    """The `leaves` of the spec, and the spans of the segments.
+
+    An array that is not contiguous is replaced in `leaves` by a copy that is.
+    """
+    metas: list[tuple[Any, ...]] = []
+    spans: list[Span] = []
+    for number, leaf in enumerate(leaves):
+        if type(leaf) is _TENSOR:
+            start = leaf.data_ptr()
+            shape = leaf.shape
+            if leaf.is_contiguous():
+                spans.append((start, start + leaf.nbytes))
+                plain = (1 not in shape and 0 not in shape) or leaf.stride() == contiguous_strides(shape)
+                strides = None if plain else leaf.stride()
+            else:
+                spans.append((start, start + _reach(leaf)))
+                strides = leaf.stride()
+            metas.append(("T", _NAMES[leaf.dtype], shape, strides, number, 0))
+            continue
+        flags = leaf.flags
+        if not (flags.c_contiguous or flags.f_contiguous):
+            leaf = leaves[number] = np.ascontiguousarray(leaf)
+            flags = leaf.flags
+        start = address_of(leaf)
+        spans.append((start, start + leaf.nbytes))
+        strides = None if flags.c_contiguous else leaf.strides
+        metas.append(("A", leaf.dtype.str, leaf.shape, strides, number, 0))
+    bounds = list(chain.from_iterable(sorted(spans)))
+    if bounds == sorted(bounds):
+        return tuple(metas), spans  # no two overlap, as in nearly every batch
+    return _merge(leaves, metas, spans)
+
+
+def _merge(leaves: list[Any], metas: list[tuple[Any, ...]], spans: list[Span]) -> tuple[Metas, list[Span]]:
+    """`segments_of` where leaves overlap: tensors of one storage that do share a segment."""
+    storages: dict[int, list[int]] = {}
+    for number, leaf in enumerate(leaves):  # an array shares nothing: a storage of its own
+        storage = leaf.untyped_storage().data_ptr() if type(leaf) is _TENSOR else -1 - number
+        storages.setdefault(storage, []).append(number)
+    merged: list[Span] = []
+    segment_of = [0] * len(leaves)
+    for storage, members in storages.items():
+        end = -1
+        for number in sorted(members, key=spans.__getitem__):
+            start, last = spans[number]
+            if start < end:
+                first, end = merged[-1][0], max(end, last)
+                merged[-1] = first - (first - storage) % _LARGEST_ELEMENT, end
+            else:
+                merged.append((start, last))
+                end = last
+            segment_of[number] = len(merged) - 1
+    placed = [
+        (*meta[:4], segment, start - merged[segment][0])
+        for meta, segment, (start, _) in zip(metas, segment_of, spans, strict=True)
+    ]
+    return tuple(placed), merged
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor that is not contiguous to the end of its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0
+
+
+def device_segments(metas: Metas) -> list[int]:
+    """The segments that go to a device: those of tensors, ascending."""
+    return sorted({meta[4] for meta in metas if meta[0] == "T"})
+
+
+def device_bytes(spans: list[Span], segments: list[int]) -> int:
+    """Bytes that segments take up in a batch for a device, one behind the other."""
+    return sum([device_aligned(spans[segment][1] - spans[segment][0]) for segment in segments])

@@ -9,7 +9,6 @@ silently ends the epoch. And a `__getitems__` inherited from `Subset` is not use
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from operator import sub
 from time import monotonic_ns
@@ -32,9 +31,11 @@ Collate = Callable[[Any], Any]
 _WORTH_TIMING = 25_000
 
 
-class Fetcher(ABC):
-    """Loads the batches of one epoch. The attributes have torch's names, because code outside reads them from
-    an iterator's `_dataset_fetcher`; beyond torch's, of the batch that was loaded last:
+class Fetcher:
+    """Loads the batches of one epoch; of an iterable dataset it calls `iter(dataset)` when it is made.
+
+    The attributes have torch's names, because code outside reads them from an iterator's `_dataset_fetcher`;
+    beyond torch's, of the batch that was loaded last:
 
     Attributes:
         began, fetched: when it was asked for, and when its samples were there; nanoseconds of the monotonic
@@ -49,39 +50,34 @@ class Fetcher(ABC):
     ended = False
     began = fetched = slowest = slowest_at = 0
 
-    def __init__(self, dataset: Any, auto_collation: bool, collate: Collate, drop_last: bool) -> None:
+    def __init__(
+        self, dataset: Any, *, iterable: bool, auto_collation: bool, collate: Collate, drop_last: bool
+    ) -> None:
         self.dataset = dataset
         self.auto_collation = auto_collation
         self.collate_fn = collate
         self.drop_last = drop_last
+        self._iterable = iterable
+        self._getitems = auto_collation and not iterable and _has_getitems(dataset)
         self._times_samples = False
+        if iterable:
+            self.dataset_iter = iter(dataset)
 
-    def _compare(self, ends: list[int]) -> None:
-        """The samples were there at these times; the first one is that of the beginning."""
-        took = list(map(sub, ends[1:], ends))
-        self.slowest = max(took, default=0)
-        self.slowest_at = took.index(self.slowest) if took else 0
-
-    @abstractmethod
     def fetch(self, index: Any) -> Any:
         """The batch for an index.
 
         Raises:
             EndOfStream: an iterable dataset is exhausted.
         """
-
-
-class _MapFetcher(Fetcher):
-    def __init__(self, dataset: Any, auto_collation: bool, *others: Any) -> None:
-        super().__init__(dataset, auto_collation, *others)
-        self._getitems = auto_collation and _has_getitems(dataset)
-
-    def fetch(self, index: Any) -> Any:
         self.began = self.fetched = monotonic_ns()
         self.slowest = self.slowest_at = samples = 0
         dataset = self.dataset
         try:
-            if self._getitems:
+            if self._iterable:
+                data = self._read_stream(index)
+                samples = len(data)
+                data = data if self.auto_collation else data[0]
+            elif self._getitems:
                 data = dataset.__getitems__(index)
             elif self.auto_collation:
                 data = self._read_timed(index) if self._times_samples else [dataset[i] for i in index]
@@ -103,27 +99,7 @@ class _MapFetcher(Fetcher):
         self._compare(ends)
         return data
 
-
-def _has_getitems(dataset: Any) -> bool:
-    # torch also asks for a true value: datasets set `__getitems__ = None` to opt out.
-    if not getattr(dataset, "__getitems__", None):
-        return False
-    for kind in type(dataset).__mro__:
-        if "__getitems__" in vars(kind):
-            return True
-        if "__getitem__" in vars(kind) and issubclass(kind, torch.utils.data.Subset):
-            return False
-    return True  # set on the instance, or by __getattr__
-
-
-class _IterableFetcher(Fetcher):
-    def __init__(self, dataset: Any, *others: Any) -> None:
-        super().__init__(dataset, *others)
-        self.dataset_iter = iter(dataset)
-
-    def fetch(self, index: Any) -> Any:
-        self.began = self.fetched = monotonic_ns()
-        self.slowest = self.slowest_at = 0
+    def _read_stream(self, index: Any) -> Any:
         if self.ended:
             raise EndOfStream
         data: list[Any] = []
@@ -139,19 +115,24 @@ class _IterableFetcher(Fetcher):
                 raise EndOfStream from None
         if not data:
             raise EndOfStream
-        self._compare(ends)
-        self.fetched = monotonic_ns()
-        self._times_samples = self.fetched - self.began > _WORTH_TIMING * len(data)
-        collate = default if self.collate_fn is default_collate else self.collate_fn
-        try:
-            return collate(data if self.auto_collation else data[0])
-        except StopIteration as stop:
-            raise RuntimeError("collate_fn raised StopIteration") from stop
+        if self._times_samples:
+            self._compare(ends)
+        return data
+
+    def _compare(self, ends: list[int]) -> None:
+        """The samples were there at these times; the first one is that of the beginning."""
+        took = list(map(sub, ends[1:], ends))
+        self.slowest = max(took, default=0)
+        self.slowest_at = took.index(self.slowest) if took else 0
 
 
-def make_fetcher(
-    dataset: Any, *, iterable: bool, auto_collation: bool, collate: Collate, drop_last: bool
-) -> Fetcher:
-    """The fetcher of one epoch; for an iterable dataset this calls `iter(dataset)`."""
-    kind = _IterableFetcher if iterable else _MapFetcher
-    return kind(dataset, auto_collation, collate, drop_last)
+def _has_getitems(dataset: Any) -> bool:
+    # torch also asks for a true value: datasets set `__getitems__ = None` to opt out.
+    if not getattr(dataset, "__getitems__", None):
+        return False
+    for kind in type(dataset).__mro__:
+        if "__getitems__" in vars(kind):
+            return True
+        if "__getitem__" in vars(kind) and issubclass(kind, torch.utils.data.Subset):
+            return False
+    return True  # set on the instance, or by __getattr__

@@ -10,7 +10,7 @@ import hashlib
 import marshal
 from array import array
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 from fastq_loader.ipc.messages import decode_index
@@ -21,13 +21,10 @@ KEPT = 32
 _ENDS = 8
 
 
-class _Mark(NamedTuple):
-    """What is known after some batches: a digest of all their indices, how many samples these are, and how
-    often an index was less than the one before it."""
-
-    digest: bytes = b""
-    samples: int = 0
-    descents: int = 0
+#: What is known after some batches: a digest of all their indices, how many samples these are, and how often
+#: an index was less than the one before it.
+_Mark = tuple[bytes, int, int]
+_START: _Mark = b"", 0, 0
 
 
 class FirstIndices:
@@ -43,7 +40,7 @@ class FirstIndices:
     def __init__(self, sampler: str) -> None:
         self.sampler = sampler
         self.complete = False
-        self._marks = [_Mark()]
+        self._marks = [_START]
         self._last: list[Any] = []  # the last index, once there is one
 
     def add(self, index: Any) -> None:
@@ -58,10 +55,10 @@ class FirstIndices:
             digest = hashlib.blake2b(digest + marshal.dumps(indices, 2), digest_size=16).digest()
             descents += sum(bool(after < before) for before, after in pairwise(chain(self._last, indices)))
         except (TypeError, ValueError):
-            self._marks, self.complete = [_Mark()], True
+            self._marks, self.complete = [_START], True
             return
         self._last = indices[-1:]
-        self._marks.append(_Mark(digest, samples + len(indices), descents))
+        self._marks.append((digest, samples + len(indices), descents))
         self.complete = len(self._marks) > KEPT
 
     def repeats(self, other: FirstIndices) -> int:
@@ -69,8 +66,8 @@ class FirstIndices:
         order; else 0. Also 0 where there are not two batches, and where the order is no shuffle: it ascends,
         and may begin anew once, as the part of a rank does that is filled up from the beginning."""
         batches = min(len(self._marks), len(other._marks)) - 1
-        mark = self._marks[batches]
-        return mark.samples if batches > 1 and mark == other._marks[batches] and mark.descents > 1 else 0
+        _, samples, descents = mark = self._marks[batches]
+        return samples if batches > 1 and mark == other._marks[batches] and descents > 1 else 0
 
 
 def digested(digest: int, index: Any) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pickle
 from typing import Any, Protocol, TypeGuard
 
-from fastq_loader.reading import seeding
-from fastq_loader.reading.fetch import Fetcher, make_fetcher
+from fastq_loader.reading import generators
+from fastq_loader.reading.fetch import Fetcher
 from fastq_loader.system.interrupts import refuse_interrupt
 
 
@@ -27,30 +27,28 @@ def is_stateful(part: Any) -> TypeGuard[Stateful]:
 
 
 def is_known(fetcher: Fetcher) -> bool:
-    """Whether `of` has anything to say."""
+    """Whether the dataset or its iterator says where it stands."""
     return is_stateful(fetcher.dataset) or is_stateful(fetcher.dataset_iter)
 
 
-def of(fetcher: Fetcher) -> dict[str, Any]:
-    """Where the dataset stands between two batches: "dataset" and "iterator", as far as they say it, and
-    whether the iterator has "ended" with a batch that was not full."""
-    iterator = fetcher.dataset_iter
-    place: dict[str, Any] = {"ended": fetcher.ended}
-    if is_stateful(iterator):
-        place["iterator"] = iterator.state_dict()
-    if iterator is not fetcher.dataset and is_stateful(fetcher.dataset):
-        place["dataset"] = fetcher.dataset.state_dict()
-    return place
-
-
 def packed(fetcher: Fetcher, **more: Any) -> bytes:
-    """The same as a pickle, with what else a reader says; b"": nothing. What user code raises stands in the
-    place of its position: whoever only iterates a loader need not hear of it."""
+    """A pickle of where the dataset stands between two batches, and of what else a reader says; b"": nothing.
+
+    The "position" has "dataset" and "iterator", as far as they say it, and whether the iterator has "ended"
+    with a batch that was not full. What user code raises takes its place: it does not concern a loader that
+    is only iterated.
+    """
     try:
         dataset, iterator = fetcher.dataset, fetcher.dataset_iter
         if not (more or hasattr(dataset, "state_dict") or hasattr(iterator, "state_dict")):
             return b""  # as for nearly every batch
-        state = {"position": of(fetcher), **more} if is_known(fetcher) else more
+        state = dict(more)
+        if is_known(fetcher):
+            state["position"] = place = {"ended": fetcher.ended}
+            if is_stateful(iterator):
+                place["iterator"] = iterator.state_dict()
+            if iterator is not dataset and is_stateful(dataset):
+                place["dataset"] = dataset.state_dict()
         return pickle.dumps(state) if state else b""
     except Exception as error:
         refuse_interrupt(error)
@@ -58,12 +56,19 @@ def packed(fetcher: Fetcher, **more: Any) -> bytes:
 
 
 def fetcher_at(place: dict[str, Any] | None, dataset: Any, **rules: Any) -> Fetcher:
-    """`make_fetcher(dataset, **rules)`, of a dataset that is put where it stood; None: nobody knows where."""
-    if place is None:
-        return make_fetcher(dataset, **rules)
+    """`Fetcher(dataset, **rules)`, of a dataset that is put where it stood; None: that is not known."""
+    place = place or {}
     _set_dataset(dataset, place)  # before `iter(dataset)`
-    fetcher = make_fetcher(dataset, **rules)
+    fetcher = Fetcher(dataset, **rules)
     _set_iterator(fetcher, place)
+    if place.get("ended"):
+        fetcher.ended = True
+        # It is asked once more: datasets note in their iterator that they were put somewhere.
+        with generators.put_back():
+            begins_anew = next(fetcher.dataset_iter, fetcher) is not fetcher
+        if begins_anew:
+            _set_dataset(dataset, place)
+            _set_iterator(fetcher, place)
     return fetcher
 
 
@@ -80,12 +85,3 @@ def _set_dataset(dataset: Any, place: dict[str, Any]) -> None:
 def _set_iterator(fetcher: Fetcher, place: dict[str, Any]) -> None:
     if "iterator" in place:
         fetcher.dataset_iter.load_state_dict(place["iterator"])
-    if place.get("ended"):
-        fetcher.ended = True
-        # It is asked once more: datasets note in their iterator that they were put somewhere.
-        with seeding.put_back():
-            anew = next(fetcher.dataset_iter, fetcher) is not fetcher
-        if anew:  # at its end it begins again
-            _set_dataset(fetcher.dataset, place)
-            if "iterator" in place:
-                fetcher.dataset_iter.load_state_dict(place["iterator"])

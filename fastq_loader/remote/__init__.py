@@ -1,5 +1,6 @@
-"""Workers on other machines. For each there is a process here, its stand-in: a worker for the consumer.
+"""Workers on other machines. For each there is a process here, its proxy: a worker for the consumer.
 
-`wire` and `link` run on both sides; `backend` and `places` in the consumer; `stand_in` in a process of its
-own, without torch; `host` and `far_worker` on the other machine.
+`ray_workers`, `proxy_pool` and `ray_placement` run in the consumer; `proxy` in a process of its own, without
+torch; `host_process` in an actor on the other machine, `host` and `far_worker` beside it; `connection` on
+both sides.
 """

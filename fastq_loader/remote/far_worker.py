@@ -4,40 +4,56 @@ Runs in a process that a host has forked: the worker on its main thread, and a t
 that the wire is busy while the next batch is loaded. Batches are written to blocks of an arena of its own.
 When their bytes have been sent, the blocks serve the next tasks; a ledger like the consumer's says which.
 
-The stand-in gives tasks out one by one, and the host ends this process when the connection is gone.
+The proxy gives tasks out one by one, and the host ends this process when the connection is gone.
+
+A `HostSpec` is made in the consumer. It is pickled by cloudpickle, which includes what was defined in a
+notebook or a script, and excludes what cannot leave the machine.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import pickle
+import platform
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import msgpack
+import numpy as np
+import torch
 
-from fastq_loader.errors import ProtocolError
+from fastq_loader.errors import ProtocolError, UnpicklableError
 from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.decoding import decode_for_worker
-from fastq_loader.ipc.messages import Answer, Bundle, Epoch, Handle, Message, Ping, Space, Stop, Task, encode
+from fastq_loader.ipc.messages import (
+    VERSION,
+    Answer,
+    Bundle,
+    Epoch,
+    Handle,
+    Message,
+    Ping,
+    Space,
+    Stop,
+    Task,
+    encode,
+)
 from fastq_loader.memory import results
 from fastq_loader.memory.allocator import Allocator, Used
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents, Holder
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.reading import collate
-from fastq_loader.remote import wire
-from fastq_loader.remote.link import Connection, Lost
-from fastq_loader.remote.spec import HostSpec
-from fastq_loader.remote.wire import Request
+from fastq_loader.remote.connection import LONGEST, MESSAGE, WELCOME, Connection, Lost, Request, Tls
 from fastq_loader.system import process_id
-from fastq_loader.workers import stack_dumps
-from fastq_loader.workers.config import Setup
+from fastq_loader.workers import children
+from fastq_loader.workers.config import Descriptors, PickledPayload, Plan, Setup
 from fastq_loader.workers.main import Worker, prepare_signals
-from fastq_loader.workers.payload import Descriptors
 
 #: Answers that may wait to be sent. One is on its way then, and one is loaded.
 _WAITING = 1
@@ -51,42 +67,97 @@ _QUICK = 64 * 1024
 _Packed = tuple[bytes, Sequence[Any], Sequence[int]]
 
 
+@dataclass(frozen=True)
+class HostSpec:
+    """What a host is told.
+
+    Attributes:
+        setup: of a worker, but for what is its own; the payload is pickled.
+        tls: encrypts connections, or None.
+        path: the consumer's `sys.path`. Entries that the host lacks come at the end of its own.
+        versions: the consumer's, of all that has to be the same where workers run.
+    """
+
+    setup: Setup
+    tls: Tls | None
+    path: tuple[str, ...]
+    versions: dict[str, str]
+
+    @classmethod
+    def of(cls, setup: Setup, tls: Tls | None) -> HostSpec:
+        """
+        Raises:
+            UnpicklableError: the dataset, or one of its functions, cannot be pickled.
+        """
+        payload = PickledPayload(_pickled(setup.plan.payload.open()), Descriptors())
+        # A far worker is sent the tasks that its proxy has claimed; it claims none.
+        plan = replace(setup.plan, payload=payload, dynamic=False, make_pool=_nowhere)
+        sent = replace(setup, plan=plan, folder="", mapping=None, descriptors=Descriptors())
+        return cls(sent, tls, tuple(sys.path), versions())
+
+
+def versions() -> dict[str, str]:
+    """Versions that have to be the same in the consumer and where its workers run."""
+    return {
+        "fastq_loader's protocol": str(VERSION),
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+    }
+
+
+def _pickled(parts: dict[str, Any]) -> bytes:
+    try:
+        from cloudpickle import dumps
+    except ImportError:  # then the user's objects come from modules
+        dumps = pickle.dumps
+    try:
+        pickled: bytes = dumps(parts)
+        return pickled
+    except Exception:
+        for name, part in parts.items():
+            try:
+                dumps(part)
+            except Exception as error:
+                text = f"{name} cannot be sent to another machine: {type(error).__name__}: {error}"
+                raise UnpicklableError(text) from error
+        raise
+
+
+def _nowhere(plan: Plan) -> Any:
+    raise NotImplementedError("a host starts no pool of its own")
+
+
 def main(connection: Connection, spec: HostSpec, request: Request, stacks: int) -> None:
     """Entry point of a far worker.
 
     Args:
-        connection: to its stand-in.
+        connection: to its proxy.
         spec: of its pool.
-        request: the stand-in's.
+        request: the proxy's.
         stacks: where it writes its Python stacks.
     """
     gc.freeze()  # see `workers.main`
     prepare_signals()
-    stack_dumps.write_on_demand(stacks)
+    children.write_stacks(stacks)
     arena = Arena(1)
-    blocks = SentBlocks(arena, spec.plan.for_device)
+    blocks = SentBlocks(arena, spec.setup.plan.for_device)
     results.install(blocks)
     collate.install()
-    setup = Setup(
-        plan=spec.plan,
+    setup = replace(
+        spec.setup,
         worker=request.worker,
-        generation=0,
-        folder="",
-        space=None,
         consumer=os.getppid(),
-        base_seed=spec.seeds[0],
-        shared_seed=spec.seeds[1],
-        token=spec.token,
         mapping=arena.mapping,
         arena_length=arena.mapping.length,
         arena_whole=arena.mapping.whole,
         descriptors=Descriptors(arena=arena.fd, stacks=stacks),
     )
-    stand_in = StandInSocket(connection, blocks)
-    connection.send(wire.WELCOME, msgpack.packb(os.getpid()))
-    # The claim table is its own, and nobody looks at it.
-    Worker(setup, blocks, stand_in, ClaimTable(arena.fd, arena.mapping.claims)).run()
-    stand_in.finish()
+    proxy = ProxySocket(connection, blocks)
+    connection.send(WELCOME, b"%d" % os.getpid())
+    # The claim table is its own, and of no importance.
+    Worker(setup, blocks, proxy, ClaimTable(arena.fd, arena.mapping.claims)).run()
+    proxy.finish()
 
 
 class SentBlocks(Allocator):
@@ -125,11 +196,11 @@ class SentBlocks(Allocator):
         return [], []
 
 
-class StandInSocket:
+class ProxySocket:
     """What a worker takes for its socket. A child that user code forked there ends when it uses it.
 
     Args:
-        connection: to the stand-in.
+        connection: to the proxy.
         blocks: where batches lie.
     """
 
@@ -182,14 +253,14 @@ class StandInSocket:
             Exception: it does not fit into a message.
         """
         process_id.stay_in(self._pid)
-        assert type(message) is Answer, "the stand-in says all else by itself"
+        assert type(message) is Answer, "the proxy says all else by itself"
         used = self._blocks.shipped
         handle, body = self._taken_apart(message.handle, used)
         payload = encode(message._replace(handle=handle))
-        if len(payload) > wire.LONGEST[wire.MESSAGE]:
+        if len(payload) > LONGEST[MESSAGE]:
             raise ValueError(f"{len(payload)} bytes of plain values do not fit into a message")
         self._blocks.shipped = ()
-        if not body:  # what stands in for a batch that does not fit
+        if not body:  # an error in place of a batch that does not fit
             self._blocks.sent.extend(offset for offset, _ in used)
             used = ()
         answer = payload, body, [offset for offset, _ in used]
@@ -208,9 +279,9 @@ class StandInSocket:
             return handle, []
         mapping, segments, body = self._blocks.mapping, [], []
         for (offset, _, third), (_, need) in zip(handle.segments, used, strict=True):
-            into = 0 if third == need else third
-            body.append(mapping.read(offset + into, need - into))
-            segments.append((0, need - into, third - into))
+            start = 0 if third == need else third
+            body.append(mapping.read(offset + start, need - start))
+            segments.append((0, need - start, third - start))
         return handle._replace(segments=tuple(segments)), body
 
     def _send_all(self) -> None:
@@ -221,9 +292,9 @@ class StandInSocket:
     def _send(self, answer: _Packed) -> None:
         payload, body, offsets = answer
         try:
-            self._connection.send(wire.MESSAGE, payload, body)
+            self._connection.send(MESSAGE, payload, body)
         except Lost:
-            os._exit(1)  # whatever the main thread is doing, nobody will get it
+            os._exit(1)  # whatever the main thread is doing, its batch cannot be delivered
         self._blocks.sent.extend(offsets)
 
     def finish(self) -> None:

@@ -1,11 +1,11 @@
 """A host: the process on another machine that has the dataset and forks the workers of that machine.
 
 Runs in a program of its own (see `host_process`), on one thread. It opens the user's objects once, listens,
-and forks a worker for each connection of a stand-in. It keeps an end of each connection, and so it notices
-at once when a stand-in is gone, and ends its worker whatever that is doing. It says how a worker died, or
-writes the stacks of one that hangs, to whoever asks with the pool's token.
+and forks a worker for each connection of a proxy. It keeps an end of each connection, and so it notices at
+once when a proxy is gone, and ends its worker whatever that is doing. It says how a worker died, or writes
+the stacks of one that hangs, to those who ask with the pool's token.
 
-It lives as long as its standard input is open on the other end. Its workers die with it.
+A worker runs at a place (see `host_process`) and ends with it; the host ends with the last place.
 """
 
 from __future__ import annotations
@@ -19,55 +19,51 @@ import select
 import signal
 import socket
 import ssl
+import struct
 import sys
 import time
-from collections import Counter
-from typing import Any
+from dataclasses import replace
 
 import msgpack
 import torch
 
-from fastq_loader.remote import far_worker, link, wire
-from fastq_loader.remote.link import Connection, Lost
-from fastq_loader.remote.spec import HostSpec, versions
-from fastq_loader.remote.wire import Accepting, Refused, Request
+from fastq_loader.errors import ProtocolError
+from fastq_loader.remote import connection, far_worker
+from fastq_loader.remote.connection import MESSAGE, REFUSED, REPORT, Accepting, Connection, Lost, Request
+from fastq_loader.remote.far_worker import HostSpec
 from fastq_loader.system import calls
-from fastq_loader.workers.children import Child
-from fastq_loader.workers.stack_dumps import Stacks
+from fastq_loader.workers.children import Child, Stacks
+from fastq_loader.workers.config import Payload
 
 #: Handshakes at a time. Each takes two round trips; more come from a scan of ports.
 _HANDSHAKES = 64
-#: Dead workers that somebody may still ask about.
+#: Dead workers that are remembered.
 _REMEMBERED = 1000
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def main() -> None:
     """Entry point of a host."""
-    told, address, *ports = sys.argv[1:]
-    with open(int(told), "rb") as file:
-        file.seek(0)  # whoever wrote it has left it at the end
-        spec: HostSpec = pickle.load(file)
+    places, address, *ports = sys.argv[1:]
+    spec: HostSpec = pickle.load(sys.stdin.buffer)
     sys.path += [folder for folder in spec.path if folder not in sys.path]
     torch.set_num_threads(1)  # as in every worker; a pool of threads does not survive a fork
     with contextlib.suppress(Exception):  # each worker finds the same failure, and reports it
-        spec.plan.payload.open()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when whoever started it does
-    serving = Serving(spec, link.listen(address, map(int, ports)))
-    with contextlib.suppress(BrokenPipeError):  # nobody needs it any more: `run` finds that, too
-        print(serving.port, flush=True)
-    os.dup2(2, 1)  # what workers print is for whoever reads this machine's log
-    serving.run(lifeline=0)
+        plan = spec.setup.plan
+        opened = replace(plan, payload=Payload(*plan.payload.open().values()))
+        spec = replace(spec, setup=replace(spec.setup, plan=opened))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its places
+    Host(spec, socket.socket(fileno=int(places)), connection.listen(address, map(int, ports))).run()
     os._exit(0)  # what Python does at its end takes longer, and nothing is left to do
 
 
-class _Guest:
+class _Handshake:
     """A connection that has not shown the token yet."""
 
     def __init__(self, sock: socket.socket, token: bytes) -> None:
         self.sock = sock
-        self.handshake = Accepting(token, os.urandom(wire.NONCE_BYTES))
-        self.deadline = time.monotonic() + link.PATIENCE
+        self.side = Accepting(token, os.urandom(connection.NONCE_BYTES))
+        self.deadline = time.monotonic() + connection.PATIENCE
 
 
 class _Worker:
@@ -78,160 +74,182 @@ class _Worker:
         self.sock = sock
 
 
-class Serving:
+class Host:
     """The work of a host.
 
     Args:
         spec: what it was told.
-        listener: a socket that listens.
-
-    Attributes:
-        port: where it listens.
-        refused: how many connections were refused, by the reason.
+        places: a local socket where places are given.
+        listener: a socket where proxies connect.
     """
 
-    def __init__(self, spec: HostSpec, listener: socket.socket) -> None:
-        self.port: int = listener.getsockname()[1]
-        self.refused: Counter[str] = Counter()
+    def __init__(self, spec: HostSpec, places: socket.socket, listener: socket.socket) -> None:
         self._spec = spec
-        self._different = wire.difference(versions(), spec.versions)
+        here = far_worker.versions()
+        self._different = "" if here == spec.versions else f"it has {here}, and the consumer {spec.versions}"
         self._tls = None if spec.tls is None else spec.tls.context(server=True)
+        self._giver = places
         self._listener = listener
-        self._listener.setblocking(False)
+        for sock in (places, listener):
+            sock.setblocking(False)
+            sock.set_inheritable(False)
         self._stacks = Stacks()
-        self._guests: dict[int, _Guest] = {}  # by descriptor
+        self._given = 0
+        self._places: dict[int, socket.socket] = {}  # by number
+        self._handshakes: dict[int, _Handshake] = {}  # by descriptor
         self._workers: dict[int, _Worker] = {}  # by the number of the place
-        self._dead: dict[int, dict[str, Any]] = {}  # the same → what is reported of it
+        self._dead: dict[int, tuple[int, str]] = {}  # the same → process id, and how it died
 
-    def run(self, lifeline: int) -> None:
-        """Serve until the other end of the lifeline is closed."""
-        while lifeline not in (ready := self._wait(lifeline)):
+    def run(self) -> None:
+        """Serve until the last place is gone."""
+        while self._places or not self._given:
+            ready = self._wait()
+            for number, place in list(self._places.items()):
+                if place.fileno() in ready:
+                    self._end_place(number)
             for number, worker in list(self._workers.items()):
                 if worker.child.descriptor in ready:
-                    self._bury(number, worker)
-                elif worker.sock.fileno() in ready:  # its stand-in is gone
+                    self._ended(number, worker)
+                elif worker.sock.fileno() in ready:  # its proxy is gone
                     worker.child.process.kill()
-            for descriptor, guest in list(self._guests.items()):
+            for descriptor, handshake in list(self._handshakes.items()):
                 if descriptor in ready:
-                    self._hear(guest)
-                elif guest.deadline < time.monotonic():
-                    self._refuse(guest, "said nothing in time")
+                    self._hear(handshake)
+                elif handshake.deadline < time.monotonic():
+                    self._refuse(handshake)
+            if self._giver.fileno() in ready:
+                self._give_place()
             if self._listener.fileno() in ready:
                 self._accept()
-        for worker in self._workers.values():
-            worker.child.kill()
-            worker.child.release()
 
-    def _wait(self, lifeline: int) -> set[int]:
+    def _wait(self) -> set[int]:
         """What there is to do, by descriptors."""
         poller = select.poll()
-        for descriptor in (lifeline, self._listener.fileno(), *self._guests):
+        for sock in (self._giver, self._listener, *self._places.values()):
+            poller.register(sock, select.POLLIN)
+        for descriptor in self._handshakes:
             poller.register(descriptor, select.POLLIN)
         for worker in self._workers.values():
             poller.register(worker.child.descriptor, select.POLLIN)
             poller.register(worker.sock, select.POLLRDHUP)
-        return {descriptor for descriptor, _ in poller.poll(1000 if self._guests else None)}
+        return {descriptor for descriptor, _ in poller.poll(1000 if self._handshakes else None)}
+
+    # ---- places -------------------------------------------------------------------------------
+
+    def _give_place(self) -> None:
+        place, _ = self._giver.accept()
+        self._given += 1
+        _, user, _ = struct.unpack("3i", place.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user == os.getuid():
+            self._places[self._given] = place
+            with contextlib.suppress(OSError):  # it is gone, and noticed as such
+                place.send(b"%d %d" % (self._listener.getsockname()[1], self._given))
+
+    def _end_place(self, number: int) -> None:
+        self._places.pop(number).close()
+        worker = self._workers.pop(number, None)
+        if worker is not None:  # why it has ended is known where the place came from
+            worker.child.kill()
+            self._release(worker)
 
     # ---- who gets in --------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # whoever it was has left
+        with contextlib.suppress(OSError):  # the other side has left
             sock, _ = self._listener.accept()
             sock.setblocking(False)
             if self._tls is not None:  # its handshake is a part of the first read
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-            if len(self._guests) == _HANDSHAKES:
-                self._refuse(next(iter(self._guests.values())), "too many at once")
-            self._guests[sock.fileno()] = _Guest(sock, self._spec.token)
+            if len(self._handshakes) == _HANDSHAKES:
+                self._refuse(next(iter(self._handshakes.values())))
+            self._handshakes[sock.fileno()] = _Handshake(sock, self._spec.setup.token)
 
-    def _refuse(self, guest: _Guest, reason: str) -> None:
-        self.refused[reason] += 1
-        self._guests.pop(guest.sock.fileno(), None)
-        guest.sock.close()
+    def _refuse(self, handshake: _Handshake) -> None:
+        del self._handshakes[handshake.sock.fileno()]
+        handshake.sock.close()
 
-    def _hear(self, guest: _Guest) -> None:
-        """What a guest says. As long as it may say anything, no more is read than a line of the handshake."""
-        handshake = guest.handshake
+    def _hear(self, handshake: _Handshake) -> None:
+        """What has come. Until the token is shown, no more is read than a line of the handshake."""
+        side, sock = handshake.side, handshake.sock
         try:
-            while handshake.request is None:
-                data = guest.sock.recv(handshake.wanted)
+            while side.request is None:
+                data = sock.recv(side.wanted)
                 if not data:
-                    raise Refused("left in the middle of the handshake")
-                if answer := handshake.feed(data):  # less than 100 bytes, and the first ones
-                    guest.sock.send(answer)
+                    raise Lost("the other side has left")
+                if answer := side.feed(data):  # less than 100 bytes, and the first ones
+                    sock.send(answer)
         except (BlockingIOError, ssl.SSLWantReadError):
             return
-        except Refused as error:
-            self._refuse(guest, str(error))
-        except ssl.SSLError:
-            self._refuse(guest, "no TLS, or no certificate of the authority")
-        except OSError:
-            self._refuse(guest, "left in the middle of the handshake")
+        except (ProtocolError, OSError):
+            self._refuse(handshake)
         else:
-            self._admit(guest, handshake.request)
+            del self._handshakes[sock.fileno()]
+            self._admit(sock, side.request)
 
-    def _admit(self, guest: _Guest, request: Request) -> None:
-        del self._guests[guest.sock.fileno()]
-        guest.sock.setblocking(True)
-        connection = Connection(guest.sock, wire.MESSAGE)
-        with contextlib.suppress(Lost):  # whoever it was has left
-            link.configure(guest.sock, link.NOTICED_THERE)
+    def _admit(self, sock: socket.socket, request: Request) -> None:
+        sock.setblocking(True)
+        client = Connection(sock, MESSAGE)
+        with contextlib.suppress(Lost):  # the other side has left
+            connection.configure(sock, connection.NOTICED_THERE)
             if request.asks:
-                connection.send(wire.REPORT, msgpack.packb(self._report(request.number)))
-            elif self._different:
-                self.refused["another version"] += 1
-                connection.send(wire.REFUSED, self._different.encode())
+                client.send(REPORT, msgpack.packb(self._report(request.number)))
+            elif self._different or request.number not in self._places:
+                client.send(REFUSED, (self._different or "its place is gone").encode())
             else:
-                self._start_worker(guest.sock, connection, request)
+                self._start_worker(sock, client, request)
                 return
-        guest.sock.close()
+        sock.close()
 
     # ---- workers ------------------------------------------------------------------------------
 
-    def _start_worker(self, sock: socket.socket, connection: Connection, request: Request) -> None:
+    def _start_worker(self, sock: socket.socket, client: Connection, request: Request) -> None:
         process = multiprocessing.get_context("fork").Process(
-            target=self._work, args=(connection, request, os.getpid()), daemon=True
+            target=self._work, args=(client, request, os.getpid()), daemon=True
         )
         worker = self._workers[request.number] = _Worker(Child(process), sock)
         try:
             worker.child.start()
         except OSError as error:  # processes, or memory, are used up
             del self._workers[request.number]
-            connection.send(wire.REFUSED, f"no worker could be started: {error}".encode())
+            client.send(REFUSED, f"no worker could be started: {error}".encode())
             sock.close()
 
-    def _work(self, connection: Connection, request: Request, host: int) -> None:
+    def _work(self, client: Connection, request: Request, host: int) -> None:
         """In a worker: leave what is the host's behind, and work."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != host:
             return
         mine = self._workers.pop(request.number)
         others = [worker.sock for worker in self._workers.values()]
-        for sock in [self._listener, *others, *(guest.sock for guest in self._guests.values())]:
+        others += [handshake.sock for handshake in self._handshakes.values()]
+        for sock in [self._giver, self._listener, *self._places.values(), *others]:
             sock.close()  # it would keep the connection open
-        self._workers, self._guests = {request.number: mine}, {}
+        self._workers, self._handshakes, self._places = {request.number: mine}, {}, {}
         os.environ.update(request.environment)
-        far_worker.main(connection, self._spec, request, self._stacks.write_end)
+        far_worker.main(client, self._spec, request, self._stacks.write_end)
 
-    def _bury(self, number: int, worker: _Worker) -> None:
-        """A worker has ended. Its stand-in sees that when it can ask for the reason, and not before."""
-        pid, (cause, _) = worker.child.pid, worker.child.death()
-        self._dead[number] = {"pid": pid, "text": cause}
+    def _ended(self, number: int, worker: _Worker) -> None:
+        """A worker has ended. Its proxy sees that when it can ask for the reason, and not before."""
+        cause, _ = worker.child.death()
+        self._dead[number] = worker.child.pid, cause
         if len(self._dead) > _REMEMBERED:
             del self._dead[next(iter(self._dead))]
         del self._workers[number]
+        self._release(worker)
+
+    def _release(self, worker: _Worker) -> None:
         worker.child.release()
-        with contextlib.suppress(OSError):  # the stand-in is gone
+        with contextlib.suppress(OSError):  # the proxy is gone
             worker.sock.shutdown(socket.SHUT_RDWR)  # a child of the worker may hold the connection, too
         worker.sock.close()
 
-    def _report(self, number: int) -> dict[str, Any]:
-        """Of a worker: `pid`, `alive`, and as `text` its stacks or how it died. And who was `refused`."""
-        report: dict[str, Any] = {"pid": 0, "alive": False, "text": "", "refused": dict(self.refused)}
+    def _report(self, number: int) -> tuple[int, bool, str]:
+        """Of a worker: its process id, whether it is alive, and its stacks or how it died; 0 if it is not
+        known, or ended with its place."""
         worker = self._workers.get(number)
         if worker is not None and not calls.readable([worker.child.descriptor], 0):
-            pid = worker.child.pid
-            return {**report, "pid": pid, "alive": True, "text": self._stacks.of(pid)}
+            return worker.child.pid, True, self._stacks.of(worker.child.pid)
         if worker is not None:
-            self._bury(number, worker)
-        return {**report, **self._dead.get(number, {})}
+            self._ended(number, worker)
+        pid, text = self._dead.get(number, (0, ""))
+        return pid, False, text

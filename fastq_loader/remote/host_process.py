@@ -1,109 +1,98 @@
-"""A host as whoever starts it sees it, and an actor of Ray that does; what a host does is in `host`.
+"""A place for a worker on another machine: how it is had at the machine's host, and how a host is started.
 
-Runs in the process of an actor on another machine, or in a test. Imports no torch, because an actor has no
-other use for it; one that starts no host needs not even this package there.
+Runs in an actor of Ray on that machine, or in a test, and imports no torch: nothing else here needs it. The
+first place of a pool on a machine starts the host; the others find it by the name of a local socket, which
+follows from what the host is told. A connection to that socket is the place: when it ends, for any reason,
+the host ends the worker there, and with the last place itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
-from fastq_loader.remote.link import Address
 from fastq_loader.system import calls
 
-#: Seconds that a host has to end its workers and itself.
-_ENDING = 1.0
 #: It finds the package, and the user's modules, where its starter does.
 _CODE = (
     "import sys; sys.path[:] = sys.argv.pop(1).split(':'); from fastq_loader.remote.host import main; main()"
 )
 
+#: Hosts that this process has started.
+hosts: list[subprocess.Popen[bytes]] = []
 
-class Host:
-    """A host that was started by this process.
+
+def attach(
+    spec: bytes, address: str, ports: Sequence[int] = (0,), node: str = ""
+) -> tuple[socket.socket, int, int]:
+    """Have a place at a host on this machine, which is started if there is none.
 
     Args:
-        spec: what it is told, pickled.
+        spec: what the host is told, a pickled `HostSpec`.
         address: of this machine, where it listens.
         ports: those that it may listen at; 0 is any.
+        node: of several machines in one, this.
 
-    Attributes:
-        pid: its process id.
+    Returns:
+        A connection that is to be kept open, the port where the host listens, and the place's number there.
+
+    Raises:
+        OSError: the host ended before it was up.
     """
-
-    def __init__(self, spec: bytes, address: str, ports: Iterable[int] = (0,)) -> None:
-        told = calls.memfd_create("fastq_loader host")
-        try:
-            with open(told, "wb", closefd=False) as file:
-                file.write(spec)
-            path = ":".join(sys.path)
-            command = [sys.executable, "-c", _CODE, path, str(told), address, *map(str, ports)]
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[told])
-        finally:
-            os.close(told)
-        self.pid = self._process.pid
-        self._host = address
-
-    def address(self) -> Address:
-        """Where it listens; waits until it does.
-
-        Raises:
-            OSError: it has ended.
-        """
-        assert self._process.stdout is not None, "it was started with a pipe"
-        line = self._process.stdout.readline()
-        if not line:
-            raise OSError(f"the host (pid {self.pid}) ended before it was up")
-        return Address(self._host, int(line))
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def close(self) -> None:
-        """End it, and its workers; returns when it has ended."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None, "it was started with pipes"
-            pipe.close()
-        try:
-            self._process.wait(_ENDING)
-        except subprocess.TimeoutExpired:  # it is at its imports
-            self._process.kill()
-            self._process.wait()
+    # Abstract, so nothing is left of it; the spec holds the pool's token, so the name cannot be foreseen.
+    name = "\0fastq_loader " + hashlib.sha256(spec + node.encode()).hexdigest()
+    place = socket.socket(socket.AF_UNIX)
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            try:
+                listener.bind(name)
+            except OSError:  # there is one
+                place.connect(name)
+            else:
+                listener.listen()
+                place.connect(name)  # before the host is there: it ends with its last place
+                _start(spec, listener.fileno(), address, ports)
+        said: list[bytes] = []
+        with contextlib.suppress(ConnectionResetError):
+            said = place.recv(100).split()
+        if not said:
+            raise OSError(f"the host on {address} ended before it was up")
+        return place, int(said[0]), int(said[1])
+    except BaseException:
+        place.close()
+        raise
 
 
-def seat_class() -> type:
-    """The class of the actors, which hold room for a worker, and start a machine's host if they are the first
-    ones there. Made in here, it is pickled as it stands."""
+def _start(spec: bytes, listener: int, address: str, ports: Sequence[int]) -> None:
+    with open(calls.memfd_create("fastq_loader host"), "w+b") as told:
+        told.write(spec)
+        told.seek(0)
+        command = [sys.executable, "-c", _CODE, ":".join(sys.path), str(listener), address, *map(str, ports)]
+        hosts.append(subprocess.Popen(command, stdin=told, pass_fds=[listener]))
 
-    class Seat:
+
+def actor_class() -> type:
+    """The class of the actors, each of which holds resources for one worker. Made in here, it is pickled as
+    it stands."""
+
+    class Reservation:
         def __init__(self) -> None:
-            self.starting = threading.Lock()
-            self.host: Any = None
-            self.port = 0
-
-        def where(self) -> tuple[str, str, dict[str, str]]:
-            ray: Any = importlib.import_module("ray")
-            # Ray says so in this process alone: CUDA_VISIBLE_DEVICES, and what others have in its place.
-            devices = {
-                name: value
-                for name, value in os.environ.items()
-                if "_VISIBLE_" in name or name == "ONEAPI_DEVICE_SELECTOR"
-            }
-            return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), devices
+            self.place: Any = None
 
         def stay(self) -> None:
             threading.Event().wait()
 
-        def listen(self, spec: bytes, ports: list[int]) -> int:
+        def attach(self, spec: bytes, ports: list[int]) -> tuple[str, str, int, int, dict[str, str]]:
             if "fastq_loader" not in sys.modules:
                 found = importlib.util.find_spec("fastq_loader")
                 if found is None:
@@ -111,18 +100,20 @@ def seat_class() -> type:
                 # The package itself imports torch, and an actor needs none of it.
                 package = sys.modules["fastq_loader"] = types.ModuleType("fastq_loader")
                 package.__path__ = list(found.submodule_search_locations or ())
-            # By its name: what this module holds would be sent along.
-            starter: Any = importlib.import_module("fastq_loader.remote.host_process")
-            with self.starting:
-                if self.host is None or not self.host.alive:
-                    self.end()
-                    self.host = starter.Host(spec, self.where()[1], ports)
-                    self.port = self.host.address().port
-                return self.port
+            # By their names: what this module holds would be sent along.
+            here: Any = importlib.import_module("fastq_loader.remote.host_process")
+            ray: Any = importlib.import_module("ray")
+            node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+            before = self.place
+            self.place, port, number = here.attach(spec, address, ports, node)
+            if before is not None:  # its worker is lost
+                before.close()
+            # Ray says so in this process alone: CUDA_VISIBLE_DEVICES, and what others have in its place.
+            devices = {
+                name: value
+                for name, value in os.environ.items()
+                if "_VISIBLE_" in name or name == "ONEAPI_DEVICE_SELECTOR"
+            }
+            return node, address, port, number, devices
 
-        def end(self) -> None:
-            host, self.host = self.host, None
-            if host is not None:
-                host.close()
-
-    return Seat
+    return Reservation

@@ -1,19 +1,17 @@
-"""Ray finds the machines: an actor for each worker, and a host on each machine that has some.
+"""Ray finds the machines: an actor for each worker, which holds what the worker takes.
 
-Runs in the consumer, on a thread of its own, because calls to Ray may take a while. What is done about its
-answers is decided in `cluster`; `seat` is what runs in the process of an actor. Ray is imported only here,
-and only when a pool starts.
+Runs in the consumer; `find` on the thread of the pool. `host_process.actor_class` is what runs in an actor.
+Ray is imported only here, and only when a pool starts.
+
+An actor has a place at its machine's host, and its end is the end of the place. Ray does not start it again
+(`max_restarts=0`): that would be noticed by nobody here. An actor that waits for room is what an autoscaler
+sees. When the place of an actor is lost, the actor is asked for another one, on a host that is started anew
+if need be. One that has died, or does not answer in time, makes way for a new actor. User code does not run
+beside Ray's threads: it runs in the host, and in the workers that the host forks.
 
 A call to Ray, or a reference of Ray's that is dropped, ends the process without an exception if Ray is being
 shut down at that moment. So both happen only under the lock that Ray takes for that, and while Ray is the one
 that was there at the start. Answers are asked for, because what Ray calls back runs under no lock.
-
-An actor holds room for a worker. It does so in a method that never returns: an error of that says that the
-actor is gone. Ray does not start it again (`max_restarts=0`): nobody here would know. An actor that waits for
-room is what an autoscaler sees.
-
-User code does not run beside Ray's threads. It runs in the host, a program that one of a machine's actors
-has started, and in the workers that the host forks, so the dataset is there once.
 """
 
 from __future__ import annotations
@@ -22,37 +20,35 @@ import atexit
 import importlib
 import json
 import logging
+import math
 import os
 import signal
-import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
-from fastq_loader.remote.cluster import ROOMLESS, Cluster, Instructions
-from fastq_loader.remote.control import NoPlace, Place
-from fastq_loader.remote.host_process import seat_class
-from fastq_loader.remote.link import Address
-from fastq_loader.remote.places import Found, Placement
+from fastq_loader.remote.connection import Address
+from fastq_loader.remote.host_process import actor_class
+from fastq_loader.remote.proxy import NoPlace, Place
+from fastq_loader.remote.proxy_pool import Placement
 
 if TYPE_CHECKING:
-    from fastq_loader.remote.options import RayWorkers
+    from fastq_loader.remote.ray_workers import RayWorkers
 
-#: Seconds between two ticks of `Cluster`, and at most between two questions for answers.
-_TICK = 1.0
-#: The same after one came, and how much later is asked again each time that none did: actors that start are
-#: noticed a tenth of the time late, and those that stay cost nothing.
-_SOON, _LATER = 0.01, 1.1
-#: Seconds that hosts have to end, when all their workers have ended before.
-_END = 2.0
-#: What an actor does at the same time: stay, say where it is, and start a host, which may take minutes.
-_METHODS = 4
+#: Seconds between two questions for answers, while any are due: an actor takes a second to start. And seconds
+#: to wait for Ray's lock.
+_PAUSE, _SOON = 0.1, 0.01
+#: Seconds that an actor which had a place has to answer. One that had none may wait for room for ever.
+_SILENT = 5.0
+#: Seconds in which Ray finds out why an actor has died, if its process has.
+_TOMBSTONE = 1.0
+#: Actors, made one after the other, that may fail, before any has a place again, until no more are made.
+_TRIES = 3
 #: Seconds in which a Ray that was just started says whether it has an autoscaler.
 _MONITOR = 15.0
 #: Characters of what Ray says.
@@ -60,61 +56,77 @@ _LONGEST = 300
 
 _log = logging.getLogger("fastq_loader")
 
-Event = Callable[[], None]
+
+@dataclass(eq=False)
+class _Actor:
+    """An actor.
+
+    Attributes:
+        handle: Ray's.
+        stay: a reference that says why the actor has died.
+        tries: failures that had been counted when it was made.
+        place: that it has, or had last; None while it waits for room.
+        asked: the reference that its next place comes with, or None.
+        deadline: until when it has to come.
+        given: the place was given to a proxy.
+    """
+
+    handle: Any
+    stay: Any
+    tries: int
+    place: Place | None = None
+    asked: Any = None
+    deadline: float = math.inf
+    given: bool = False
 
 
-class RayPlacement(Placement, Instructions):
+class RayPlacement(Placement):
     """The actors of one pool.
 
     Args:
         options: what the user said.
-        flexible: see `Cluster`.
+        flexible: whether few workers may do the work of many.
     """
 
     def __init__(self, options: RayWorkers, flexible: bool = True) -> None:
+        self.pause: float | None = None
         self._options = options
-        self._ray: Any = None
-        self._seat: Any = None  # makes actors
-        self._spec: Any = None  # a reference to what hosts are told
         self._flexible = flexible
-        self._cluster = Cluster(self, flexible)
-        self._actors: dict[int, Any] = {}
-        self._devices: dict[int, dict[str, str]] = {}  # actor → variables that say which are its own
-        self._starters: set[int] = set()  # actors that have, or had, a host
-        self._unwatched: set[int] = set()  # actors whose end would not be noticed
-        self._deaths: dict[int, str] = {}  # number of a place → why it is gone
-        self._pending: dict[Any, tuple[int, str]] = {}  # references → actor and method that will answer
+        self._ray: Any = None
+        self._reservation: Any = None  # makes actors
+        self._spec: Any = None  # a reference to what hosts are told
+        self._most = 0  # actors that this pool may have
+        self._actors: list[_Actor] = []
+        self._deaths: dict[tuple[Address, int], str] = {}  # place → why it is gone
+        self._lost: list[Place] = []
+        self._failures = 0
+        self._why = ""  # of the last one
         self._lock: Any = None  # Ray's, which is private: one that hides it may end the process as described
         self._driver = ""  # Ray's name for this process, until Ray is shut down
-        self._events: deque[Event] = deque()
-        self._news = threading.Event()
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="fastq_loader: Ray", daemon=True)
 
-    def start(self, spec: bytes, found: Found) -> None:
+    def start(self, spec: bytes, places: int) -> None:
         """
         Raises:
             Exception: Ray cannot be joined or started, or does not accept an option.
         """
-        self._found = found
         self._ray = ray = importlib.import_module("ray")
         private = importlib.import_module("ray._private.worker")
         self._lock = getattr(private, "_connect_or_shutdown_lock", None) or threading.RLock()
         if not ray.is_initialized():
             ray.init(address=self._options.address)
         with self._lock:
-            self._prepare(ray, spec)
+            self._prepare(ray, spec, places)
         # At its exit Ray is shut down before the loaders close, because it was imported after them.
         atexit.register(self._stop)
         atexit.unregister(_disarm)  # it is there once, and stays when this ends
         atexit.register(_disarm)
-        self._thread.start()
 
-    def _prepare(self, ray: Any, spec: bytes) -> None:
-        options = self._options
-        self._look_for_room(ray)
+    def _prepare(self, ray: Any, spec: bytes, places: int) -> None:
+        options, takes = self._options, self._takes()
+        _look_for_room(ray, options, takes)
         self._driver = ray.get_runtime_context().get_worker_id()
-        self._seat = ray.remote(seat_class()).options(
+        self._reservation = ray.remote(actor_class()).options(
             num_cpus=options.num_cpus,
             num_gpus=options.num_gpus,
             resources=dict(options.resources),
@@ -122,52 +134,145 @@ class RayPlacement(Placement, Instructions):
             runtime_env=None if options.runtime_env is None else dict(options.runtime_env),
             max_restarts=0,
             max_task_retries=0,
-            max_concurrency=_METHODS,
+            max_concurrency=2,  # it stays, and looks for a place
         )
         self._spec = ray.put(spec)
+        self._most = places
         if self._flexible and (ranks := _ranks()) > 1:
-            there, takes = ray.cluster_resources(), self._takes()
+            there = ray.cluster_resources()
             parts = [int(there.get(name, 0) // ranks // amount) for name, amount in takes.items()]
-            self._cluster.most = max(1, min(parts, default=sys.maxsize))
+            self._most = min(places, max(1, min(parts, default=places)))
+        self._make_actors()
 
-    # ---- what the pool wants --------------------------------------------------------------------
+    def _takes(self) -> dict[str, float]:
+        """What each worker takes from the cluster."""
+        options = self._options
+        takes = {"CPU": options.num_cpus, "GPU": options.num_gpus, **options.resources}
+        return {name: amount for name, amount in takes.items() if amount}
 
-    def acquire(self, number: int) -> None:
-        self._add(partial(self._cluster.acquire, number))
+    def find(self, lost: Sequence[Place], wanted: int) -> list[Place | NoPlace]:
+        self._lost += lost
+        self.pause = _PAUSE
+        if not self._lock.acquire(timeout=_SOON):  # another thread starts Ray, or shuts it down
+            return []
+        try:
+            if not self._stopped:
+                self._step()
+            return self._give(wanted)
+        finally:
+            self._lock.release()
 
-    def release(self, number: int, why: str) -> None:
-        self._add(partial(self._cluster.release, number, why))
+    def _step(self) -> None:
+        """Hear what is new, and do what is to be done about it."""
+        if not self._is_there():
+            self._forget()
+            self._failures, self._why = _TRIES, "Ray was shut down"
+            return
+        self._hear()
+        for actor in [actor for actor in self._actors if actor.place in self._lost]:
+            actor.deadline = time.monotonic() + _SILENT
+            self._ask(actor)
+        self._lost.clear()
+        for actor in [actor for actor in self._actors if actor.deadline < time.monotonic()]:
+            self._end(actor, "its machine does not answer")
+        self._make_actors()
+        if not any(actor.asked for actor in self._actors):
+            self.pause = None
 
-    def death(self, number: int) -> str:
-        return self._deaths.get(number, "")
+    def _make_actors(self) -> None:
+        while len(self._actors) < self._most and self._failures < _TRIES:
+            try:
+                handle = self._reservation.remote()
+                actor = _Actor(handle, handle.stay.remote(), self._failures)
+            except Exception as error:
+                self._failures, self._why = self._failures + 1, _text(error)
+            else:
+                self._actors.append(actor)
+                self._ask(actor)
 
-    def _add(self, event: Event) -> None:
-        self._events.append(event)
-        self._news.set()
+    def _ask(self, actor: _Actor) -> None:
+        """Let an actor look for a place."""
+        first, last = self._options.ports or (0, 0)
+        try:
+            actor.asked = actor.handle.attach.remote(self._spec, list(range(first, last + 1)))
+        except Exception as error:
+            self._failed(actor, error)
+
+    def _hear(self) -> None:
+        """What actors, or Ray in their place, have answered."""
+        pending = {actor.asked: actor for actor in self._actors if actor.asked is not None}
+        if not pending:
+            return
+        for reference in self._ray.wait(list(pending), num_returns=len(pending), timeout=0)[0]:
+            actor = pending[reference]
+            try:
+                node, address, port, number, devices = self._ray.get(reference)
+            except Exception as error:
+                self._failed(actor, error)
+            else:
+                name = f"{address} (Ray's node {node[:12]})"
+                actor.place = Place(Address(address, port), number, name, devices)
+                actor.asked, actor.deadline, actor.given = None, math.inf, False
+                self._failures = 0
+
+    def _failed(self, actor: _Actor, error: Exception) -> None:
+        """An actor has died, or could not be made, or has found no place. A death is no failure: Ray places
+        actors on a machine that is gone, until it knows. Nor is an actor that cannot be reached for now."""
+        exceptions = self._ray.exceptions
+        died = isinstance(error, exceptions.ActorDiedError) and not error.actor_init_failed
+        if not died and not isinstance(error, exceptions.ActorUnavailableError):
+            if actor.tries >= self._failures:  # those that were made together fail together, once
+                self._failures += 1
+            self._why = _text(error)
+        self._end(actor, _text(error))
+
+    def _end(self, actor: _Actor, why: str) -> None:
+        """An actor is of no use any more."""
+        self._actors.remove(actor)
+        if actor.place is not None:
+            self._deaths[actor.place[:2]] = why
+        with suppress(Exception):  # it has died
+            self._ray.kill(actor.handle)
+
+    def _give(self, wanted: int) -> list[Place | NoPlace]:
+        up = [actor for actor in self._actors if actor.place is not None]
+        free = [actor for actor in up if actor.asked is None and not actor.given][:wanted]
+        for actor in free:
+            actor.given = True
+        found: list[Place | NoPlace] = [actor.place for actor in free if actor.place is not None]
+        if self._failures >= _TRIES and not up:
+            found += [NoPlace(self._why)] * (wanted - len(found))
+        return found
+
+    def death(self, place: Place) -> str:
+        with self._lock:
+            if not self._is_there():
+                return "Ray was shut down"
+            for actor in self._actors:
+                if actor.place == place:
+                    try:
+                        self._ray.get(actor.stay, timeout=_TOMBSTONE)
+                    except self._ray.exceptions.GetTimeoutError:
+                        return ""
+                    except Exception as error:
+                        return _text(error)
+            return self._deaths.get(place[:2], "")
 
     def _stop(self) -> None:
         """Call Ray no more from the thread."""
-        self._stopped = True
-        self._news.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        with self._lock:
+            self._stopped = True
 
     def close(self) -> None:
-        self._stop()
         atexit.unregister(self._stop)
         if self._lock is None:  # it was not started
             return
         with self._lock:
+            self._stopped = True
             if self._is_there():  # else they have ended with it
-                self._end_actors()
+                for actor in list(self._actors):
+                    self._end(actor, "")
             self._forget()
-
-    def _end_actors(self) -> None:
-        ends = [self._actors[starter].end.remote() for starter in self._starters & {*self._actors}]
-        if ends:
-            self._ray.wait(ends, num_returns=len(ends), timeout=_END)
-        for actor in self._actors.values():
-            self._ray.kill(actor)
 
     def _is_there(self) -> bool:
         """Whether Ray is still the one that was there at the start. It would start anew by itself."""
@@ -178,165 +283,36 @@ class RayPlacement(Placement, Instructions):
         """Drop all references."""
         self._driver = ""
         self._actors.clear()
-        self._pending.clear()
-        self._spec = self._seat = None
-
-    # ---- the thread -----------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        due, pause = time.monotonic() + _TICK, _SOON
-        while not self._stopped:
-            self._news.wait(pause)
-            if time.monotonic() >= due:
-                self._events.append(self._cluster.tick)
-                due = time.monotonic() + _TICK
-            if not self._lock.acquire(timeout=_SOON):  # whoever has it may wait for the end of this thread
-                continue
-            try:
-                pause = _SOON if self._step() else min(_TICK, pause * _LATER)
-            finally:
-                self._lock.release()
-
-    def _step(self) -> bool:
-        """Hear what is new, and do what is to be done about it. Whether there was anything."""
-        self._news.clear()
-        if self._driver and not self._is_there():
-            self._forget()
-            self._events.appendleft(partial(self._cluster.over, "Ray was shut down"))
-        elif self._pending:
-            self._hear(self._ray)
-        events = [self._events.popleft() for _ in range(len(self._events))]
-        for event in events:
-            event()
-        return bool(events)
-
-    def _hear(self, ray: Any) -> None:
-        """What actors, or Ray in their place, have answered."""
-        pending = list(self._pending)
-        for reference in ray.wait(pending, num_returns=len(pending), timeout=0)[0]:
-            actor, method = self._pending.pop(reference)
-            try:
-                answer = partial(self._answered, actor, method, ray.get(reference))
-            except Exception as error:
-                answer = partial(self._failed, actor, method, error.with_traceback(None))
-            self._events.append(answer)
-
-    # ---- what the cluster says ------------------------------------------------------------------
-
-    def create(self, actor: int) -> None:
-        with self._failing(actor):
-            self._actors[actor] = self._seat.remote()
-            self._unwatched.add(actor)
-            self.ask(actor)
-
-    def ask(self, actor: int) -> None:
-        with self._failing(actor):
-            seat = self._actors[actor]
-            self._pending[seat.where.remote()] = actor, "where"
-            if actor in self._unwatched:
-                self._unwatched.discard(actor)
-                self._pending[seat.stay.remote()] = actor, "stay"
-
-    def start_host(self, actor: int) -> None:
-        with self._failing(actor):
-            self._starters.add(actor)
-            first, last = self._options.ports or (0, 0)
-            ports = list(range(first, last + 1))
-            self._pending[self._actors[actor].listen.remote(self._spec, ports)] = actor, "listen"
-
-    @contextmanager
-    def _failing(self, actor: int) -> Iterator[None]:
-        """What Ray raises of an actor is heard as if the actor had answered it."""
-        try:
-            yield
-        except Exception as error:
-            self._add(partial(self._cluster.failed, actor, _text(error)))
-
-    def kill(self, actor: int) -> None:
-        seat = self._actors.pop(actor, None)
-        if seat is not None:
-            self._ray.kill(seat)
-
-    def give(self, number: int, actor: int, address: str, port: int, node: str) -> None:
-        self._found(Place(number, Address(address, port), node, self._devices[actor]))
-
-    def lose(self, number: int, why: str) -> None:
-        self._deaths[number] = why
-        self._found(NoPlace(number, why))
-
-    def complain(self, have: int, want: int) -> None:
-        free, there = self._ray.available_resources(), self._ray.cluster_resources()
-        room = ", ".join(
-            f"{amount:g} {name} ({free.get(name, 0):g} of {there.get(name, 0):g} are free)"
-            for name, amount in self._takes().items()
-        )
-        _log.warning(
-            "%d of %d workers have room in the Ray cluster at %s, and the epoch has waited for more for %d "
-            "seconds. Each takes %s, on one machine. Add machines, end what uses them, or ask for less "
-            "(num_workers, num_cpus).",
-            *(have, want, self._ray.get_runtime_context().gcs_address, ROOMLESS * _TICK, room or "nothing"),
-        )
-
-    # ---- what Ray says --------------------------------------------------------------------------
-
-    def _answered(self, actor: int, method: str, said: Any) -> None:
-        if method == "where":
-            node, address, self._devices[actor] = said
-            self._cluster.placed(actor, node, address)
-        else:
-            self._cluster.listens(actor, said)
-
-    def _failed(self, actor: int, method: str, error: Exception) -> None:
-        exceptions = self._ray.exceptions
-        if isinstance(error, exceptions.ActorUnavailableError):
-            if method == "where":
-                self._cluster.lost(actor, _text(error))
-                return
-            if method == "stay":
-                self._unwatched.add(actor)
-            self._cluster.unsure(actor)
-        elif isinstance(error, exceptions.ActorDiedError) and not error.actor_init_failed:
-            self._actors.pop(actor, None)
-            self._cluster.gone(actor, _text(error))
-        else:
-            self._cluster.failed(actor, _text(error))
-
-    def _look_for_room(self, ray: Any) -> None:
-        """
-        Raises:
-            ValueError: no machine could ever hold a worker.
-        """
-        takes, machines = self._takes(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        if _fits(takes, machines):
-            return
-        kinds, grows = _addable()
-        if _fits(takes, kinds):
-            return
-        machines += kinds
-        most = {name: max((one.get(name, 0) for one in machines), default=0) for name in takes}
-        lacks = [name for name in takes if most[name] < takes[name]] or list(takes)
-        names = dict.fromkeys({"CPU": "num_cpus", "GPU": "num_gpus"}.get(name, "resources") for name in lacks)
-        asked = ", ".join(f"{name}={getattr(self._options, name)!r}" for name in names)
-        wanted = " and ".join(f"{takes[name]:g} {name} (the most is {most[name]:g})" for name in lacks)
-        text = f"RayWorkers({asked}): no machine of the Ray cluster has {wanted}"
-        if not grows:
-            raise ValueError(
-                f"{text}, and none is added by itself. Add such a machine first, or ask for less"
-            )
-        _log.warning("%s. Workers wait for the autoscaler to add one.", text)
-
-    def _takes(self) -> dict[str, float]:
-        """What each worker takes from the cluster."""
-        options = self._options
-        takes = {"CPU": options.num_cpus, "GPU": options.num_gpus, **options.resources}
-        return {name: amount for name, amount in takes.items() if amount}
+        self._spec = self._reservation = None
 
 
 def _disarm() -> None:
     """The process is about to exit. Ray's handler of SIGTERM has set an alarm that aborts it after three
-    seconds, and workers may take longer for their sample; one that somebody handles is his own."""
+    seconds, and workers may take longer for their sample. An alarm with a handler is the user's."""
     if signal.getsignal(signal.SIGALRM) in (None, signal.SIG_DFL):
         signal.alarm(0)
+
+
+def _look_for_room(ray: Any, options: RayWorkers, takes: dict[str, float]) -> None:
+    """
+    Raises:
+        ValueError: no machine could ever hold a worker.
+    """
+    machines, grows = [node["Resources"] for node in ray.nodes() if node["Alive"]], False
+    if not _fits(takes, machines):
+        kinds, grows = _addable()
+        machines += kinds
+    if _fits(takes, machines):
+        return
+    most = {name: max((one.get(name, 0) for one in machines), default=0) for name in takes}
+    lacks = [name for name in takes if most[name] < takes[name]] or list(takes)
+    names = dict.fromkeys({"CPU": "num_cpus", "GPU": "num_gpus"}.get(name, "resources") for name in lacks)
+    asked = ", ".join(f"{name}={getattr(options, name)!r}" for name in names)
+    wanted = " and ".join(f"{takes[name]:g} {name} (the most is {most[name]:g})" for name in lacks)
+    text = f"RayWorkers({asked}): no machine of the Ray cluster has {wanted}"
+    if not grows:
+        raise ValueError(f"{text}, and none is added by itself. Add such a machine first, or ask for less")
+    _log.warning("%s. Workers wait for the autoscaler to add one.", text)
 
 
 def _fits(takes: dict[str, float], machines: list[dict[str, float]]) -> bool:

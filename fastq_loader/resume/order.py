@@ -20,7 +20,6 @@ import torch
 from fastq_loader.reading import generators, sampling
 from fastq_loader.reading.first_indices import FirstIndices, digested
 from fastq_loader.reading.position import is_stateful
-from fastq_loader.reading.seeding import draw_base_seed
 from fastq_loader.resume import samplers
 from fastq_loader.scheduling.progress import START, Progress
 
@@ -130,8 +129,8 @@ class Order:
         self.last = sys.maxsize
         if self.own and self._watched:
             self.last = len(index_sampler) - 1 if samplers.draw_once(index_sampler) else 0
-        told = None if resumed else samplers.told_epochs(index_sampler)
-        self.first = None if told is None else FirstIndices(told)
+        name = None if resumed else samplers.wants_epochs(index_sampler)
+        self.first = None if name is None else FirstIndices(name)
         if resumed is None:
             self.beginning = Beginning(states=self._own_states(), epochs=samplers.epochs(index_sampler))
             if self._inner is not None:
@@ -215,7 +214,7 @@ class Order:
             # One that was skipped is drawn below: a shuffle does not draw before it is asked.
             drawn, skip = self._iterate_from(max(0, count - 1) if last else 0, packed)
             if start == 0 and beginning.seeded:
-                draw_base_seed(self._generator)
+                generators.draw_base_seed(self._generator)
         _set_shared(beginning.first)
         source = self._source_of(drawn)
         source.draw_ahead(skip + min(count, 1), 0)
@@ -268,7 +267,7 @@ class Order:
                 has_set |= self._load(self._asked, state)  # what it says may hold for one iteration
                 drawn = iter(self._sampler)
                 if start == 0 and resumed.seeded:
-                    draw_base_seed(self._generator)
+                    generators.draw_base_seed(self._generator)
             if drawn is not self._asked:
                 has_set |= self._load(drawn, iterator_state)
             source = self._source_of(drawn, snapshot)
@@ -322,7 +321,7 @@ class IndexSource(Iterator[Any]):
 
     Args:
         drawn: yields an index, or `Indices` in place of a list of int.
-        order: is told what was drawn.
+        order: notes what was drawn.
         progress: what comes before, and positions that are left out.
 
     Attributes:
@@ -419,9 +418,9 @@ class IndexSource(Iterator[Any]):
             index = next(self.drawn)
         except StopIteration:
             raise
-        except Exception as raised:  # it has its position
+        except Exception as raised:  # it has its position, and is not part of the digest
             error = raised
-        if self.note is not None:
+        if self.note is not None and error is None:
             self.note(index)
         return index, error, None if self.snapshots is None else self._order.ask(self.drawn)
 

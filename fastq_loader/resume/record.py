@@ -18,7 +18,6 @@ import torch
 from fastq_loader import arguments
 from fastq_loader.reading import generators
 from fastq_loader.reading.position import is_stateful
-from fastq_loader.reading.seeding import draw_base_seed
 from fastq_loader.resume.order import Order
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
 
@@ -63,9 +62,9 @@ class EpochRecord:
 
     Attributes:
         order: of its indices; `order.progress` is how far it has come.
-        base_seed, shared_seed: see `seeding` and `datapipes`.
+        base_seed, shared_seed: see `generators` and `datapipes`.
         continues_workers: it is the next epoch of workers that would have lived on.
-        told: whether its readers have to be told where they stand.
+        tells_readers: whether its readers have to hear where they stand.
         persistent: its readers go on with the next epoch.
         lives_on: its workers go on with the next epoch, for which torch then draws no base seed.
         constant: the part of its `state_dict` that stays the same; None until somebody asks.
@@ -78,10 +77,9 @@ class EpochRecord:
         self.base_seed = 0
         self.shared_seed: int | None = None
         self.continues_workers = self.lives_on = self.persistent = False
-        self.told = saved is not None
+        self.tells_readers = saved is not None
         self.constant: dict[str, Any] | None = None
         self.shown: tuple[Callable[[], dict[str, Any]], Position] | None = None
-        self._texts: dict[str, tuple[Any, str]] = {}  # the generators' states, as they were asked for last
         self._began = position
         progress = order.progress
         if saved is not None:
@@ -131,7 +129,7 @@ class EpochRecord:
         """The seed of the iteration, drawn unless the epoch was resumed."""
         if self.saved is None:
             self.order.beginning.seeded = True
-            self.base_seed = draw_base_seed(generator)
+            self.base_seed = generators.draw_base_seed(generator)
         return self.base_seed
 
     def follow_base_seed(self, seed: int) -> int:
@@ -145,7 +143,7 @@ class EpochRecord:
     def pool_seed(self) -> int:
         """What new workers are seeded from. Not what they were seeded from before, if they do not go through
         the same again: they would draw the same random numbers for other samples. If it is known which of
-        them have handed out something, those are told a seed of their own."""
+        them have handed out something, those get a seed of their own."""
         progress = self.progress
         if self.saved is None or not progress.delivered or progress.workers:
             return self.base_seed
@@ -160,10 +158,10 @@ class EpochRecord:
 
     @property
     def resume(self) -> list[tuple[int, dict[str, Any] | None]]:
-        """What the workers are told: the number of batches that were handed out of each, and its state."""
-        return [self._told(worker) for worker in self.progress.workers] if self.told else []
+        """For each worker: the number of its batches that were handed out, and its state."""
+        return [self._of_worker(worker) for worker in self.progress.workers] if self.tells_readers else []
 
-    def _told(self, worker: WorkerProgress) -> tuple[int, dict[str, Any] | None]:
+    def _of_worker(self, worker: WorkerProgress) -> tuple[int, dict[str, Any] | None]:
         state = pickle.loads(worker.state) if worker.state else None
         if state and worker.delivered and "generators" not in state:
             state["seed"] = mixed(self.base_seed, self.progress.delivered)
@@ -180,18 +178,6 @@ class EpochRecord:
         if self.over or not self.order.beginning.drawn:
             return workers
         return (WorkerProgress(0, UNKNOWN),) * len(workers)
-
-    # ---- for state_dict() ---------------------------------------------------------------------
-
-    def texts(self, states: dict[str, Any]) -> dict[str, str]:
-        """The states of the loader's own generators, as text."""
-        texts = {}
-        for name, state in states.items():
-            known = self._texts.get(name)
-            if known is None or not generators.same(known[0], state):
-                self._texts[name] = known = state, generators.dump(state)
-            texts[name] = known[1]
-        return texts
 
 
 def begin(
@@ -227,7 +213,7 @@ def begin(
             position, workers = newest.next_position, newest.left() if same_readers else ()
         order = Order(*parts, Progress(workers=workers), built=built)
         record = EpochRecord(order, position, None, _readers(loader))
-        record.told = saved is not None and loader.num_workers > 0
+        record.tells_readers = saved is not None and loader.num_workers > 0
         if saved is not None and saved.lives_on and loader.persistent_workers:
             record.continues_workers = loader.num_workers > 0 and not arguments.is_dynamic(loader)
             record.base_seed = saved.base_seed

@@ -20,8 +20,8 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from fastq_loader.reading import generators
-from fastq_loader.reading.permutation import PermutationSampler
 from fastq_loader.reading.position import Stateful, is_stateful
+from fastq_loader.reading.sampling import PermutationSampler
 from fastq_loader.system.interrupts import refuse_interrupt
 
 #: Samplers whose order does not depend on any of the generators that a process shares.
@@ -90,23 +90,23 @@ def own_generators(index_sampler: Any, generator: torch.Generator | None, datase
 
 
 def epochs(index_sampler: Any) -> dict[str, int]:
-    """What `set_epoch` told the samplers: how deep → the epoch."""
+    """What `set_epoch` has set: how deep → the epoch."""
     return {str(depth): part.epoch for depth, part in enumerate(chain(index_sampler)) if _has_epoch(part)}
 
 
-def set_epochs(index_sampler: Any, told: dict[str, int]) -> None:
+def set_epochs(index_sampler: Any, saved: dict[str, int]) -> None:
     """Tell the samplers the same again."""
     for depth, part in enumerate(chain(index_sampler)):
-        if str(depth) in told and _has_epoch(part) and part.epoch != told[str(depth)]:
-            part.set_epoch(told[str(depth)])
+        if str(depth) in saved and _has_epoch(part) and part.epoch != saved[str(depth)]:
+            part.set_epoch(saved[str(depth)])
 
 
-def told_epochs(index_sampler: Any) -> str | None:
-    """What the sampler is called that has to be told each epoch, or it gives the same shuffle again; None:
+def wants_epochs(index_sampler: Any) -> str | None:
+    """The name of the sampler whose `set_epoch` has to be called, or it gives the same shuffle again; None:
     there is none."""
-    told = [part for part in chain(index_sampler) if callable(getattr(part, "set_epoch", None))]
-    shuffles = told and all(getattr(part, "shuffle", True) is not False for part in told)
-    return type(told[0]).__name__ if shuffles else None
+    found = [part for part in chain(index_sampler) if callable(getattr(part, "set_epoch", None))]
+    shuffles = found and all(getattr(part, "shuffle", True) is not False for part in found)
+    return type(found[0]).__name__ if shuffles else None
 
 
 def compared(index_sampler: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from fastq_loader.resume.samplers import (
 from fastq_loader.resume.state import COMPARED, LIBRARY, VERSION, describe
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
 from fastq_loader.workers.config import Rules
-from fastq_loader.workers.options import Auto
+from fastq_loader.workers.kinds import Auto
 
 if TYPE_CHECKING:
     from fastq_loader.loader import DataLoader
@@ -68,6 +68,41 @@ class Saved:
     shared: dict[str, Any] = field(default_factory=dict)
 
 
+#: Seeds and positions are int64 elsewhere.
+_WHOLE = range(2**63)
+#: The fields of a state, each of a type or a number in a range; `object` is anything.
+_ALWAYS: dict[str, Any] = {
+    **dict.fromkeys(("epoch", "batches", "_num_yielded", "_sampler_iter_yielded"), _WHOLE),
+    **dict.fromkeys(("num_workers", "base_seed"), _WHOLE),
+    **dict.fromkeys(("lives_on", "resumes", "_iterator_finished"), bool),
+    **dict.fromkeys(("generators", "order"), dict),
+}
+_IN_EPOCH: dict[str, Any] = {"beyond": list, "shared_seed": object}
+_OF_ORDER: dict[str, Any] = {"epochs": dict, "attributes": dict}
+_OF_ORDER_IN_EPOCH: dict[str, Any] = {
+    "starts": range(1, 3),
+    "drawn": _WHOLE,
+    **dict.fromkeys(("seeded", "short", "exhausted"), bool),
+    **dict.fromkeys(("states", "first"), dict),
+    "digest": object,
+}
+
+
+def _check(values: Any, fields: dict[Any, Any], where: str = "") -> dict[str, Any]:
+    """The values, which must have these fields."""
+    for name, kind in fields.items():
+        if name not in values:
+            raise ValueError(f"field '{where}{name}' is missing: the state was cut short")
+        value = values[name]
+        if isinstance(kind, range):
+            fits, wanted = is_int(value) and value in kind, f"a number from {kind.start} to {kind.stop - 1}"
+        else:
+            fits, wanted = kind in (object, type(value)), f"of type {kind.__name__}"
+        if not fits:
+            raise ValueError(f"field '{where}{name}' is {value!r:.60}; it should be {wanted}")
+    return dict(values)
+
+
 def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Saved:
     """Check a state, without changing anything.
 
@@ -81,104 +116,104 @@ def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Sav
             names the field, what was saved and what is there. Or a name to ignore is unknown.
         TypeError: `ignore` is no collection of names.
     """
-    ignored, fields = _names(ignore), _Fields(_ours(state))
+    ignored, fields = _names(ignore), _check(_ours(state), _ALWAYS)
     _compare(fields, describe(loader), ignored)
     own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
-    torchs = own.keys() & str(fields.present("generator")).split("/")
-    _ = fields.number("num_workers"), fields.number("_num_yielded")
-    noted = _Fields(fields.mapping("order"), "order.")
-    told = {depth: noted.whole(f"epochs.{depth}", epoch) for depth, epoch in noted.mapping("epochs").items()}
+    torchs = own.keys() & str(fields["generator"]).split("/")
+    order = _check(fields["order"], _OF_ORDER, "order.")
+    position = Position(fields["epoch"], 0, fields["batches"])
     between = Saved(
         state=state,
-        position=Position(fields.number("epoch"), 0, fields.number("batches")),
-        base_seed=fields.number("base_seed"),
-        generators=fields.states("generators", own, torchs),
-        lives_on=fields.flag("lives_on"),
+        position=position,
+        base_seed=fields["base_seed"],
+        generators=_states(fields["generators"], "generators.", own, torchs),
+        lives_on=fields["lives_on"],
         built=attributes(loader._index_sampler),
-        beginning=Beginning(epochs=told, attributes=_attributes(noted, 0)),
+        beginning=_beginning(order, 0),
     )
-    delivered, over = fields.number("_sampler_iter_yielded"), fields.flag("_iterator_finished")
-    if not fields.flag("resumes"):
-        fields.present("_index_sampler_state")
-        shared = fields.states("shared", generators.GLOBAL) if "shared" in fields.values else {}
-        return replace(between, shared=shared, progress=_between_epochs(fields, loader, ignored))
-    epoch, _, batches = between.position
-    if over:  # Accelerate says it when the last batch was handed out
-        return replace(between, position=Position(epoch + 1, 0, batches + delivered))
-    part = None if "order" in ignored else ranks(loader._index_sampler)
-    beginning = _beginning(noted, told, own, torchs, part)
-    progress = _progress(fields, beginning.drawn, loader, ignored)
+    if not fields["resumes"]:
+        _check(fields, {"_index_sampler_state": object})
+        shared = _states(fields.get("shared", {}), "shared.", generators.GLOBAL)
+        workers = _workers(fields, loader, ignored) if fields.get("workers") else ()
+        return replace(between, shared=shared, progress=Progress(workers=workers))
+    delivered = fields["_sampler_iter_yielded"]
+    if fields["_iterator_finished"]:  # Accelerate says it when the last batch was handed out
+        return replace(between, position=Position(position.epoch + 1, 0, position.batches + delivered))
+    seed = _check(fields, _IN_EPOCH)["shared_seed"]
+    _check(fields, {} if seed is None else {"shared_seed": _WHOLE})
+    beginning = _beginning_of_epoch(order, loader, own, torchs, ignored)
+    progress = _progress(fields, beginning.drawn, _workers(fields, loader, ignored))
     beginning.snapshots.update(_snapshots(fields, loader, progress.head))
     return replace(
         between,
-        position=Position(epoch, delivered, batches + delivered),
+        position=Position(position.epoch, delivered, position.batches + delivered),
         resumes=True,
         iterable=arguments.is_iterable(loader),
         progress=progress,
         beginning=beginning,
-        shared_seed=None if fields.present("shared_seed") is None else fields.number("shared_seed"),
+        shared_seed=seed,
     )
 
 
-def _beginning(
-    noted: _Fields, told: dict[str, int], own: dict[str, Any], torchs: Iterable[str], part: str | None
+def _beginning(order: dict[str, Any], which: int) -> Beginning:
+    """What is known of an order with the attributes that samplers had now (0), or when it began (1)."""
+    epochs_told = _check(order["epochs"], dict.fromkeys(order["epochs"], _WHOLE), "order.epochs.")
+    moved = _check(order["attributes"], dict.fromkeys(order["attributes"], list), "order.attributes.")
+    values = {name: values[which] for name, values in moved.items() if len(values) > which}
+    return Beginning(epochs=epochs_told, attributes=values)
+
+
+def _beginning_of_epoch(
+    order: dict[str, Any],
+    loader: DataLoader[Any],
+    own: dict[str, Any],
+    torchs: Iterable[str],
+    ignored: Container[str],
 ) -> Beginning:
-    return Beginning(
-        starts=noted.number("starts", 1, 2),
-        seeded=noted.flag("seeded"),
-        drawn=noted.number("drawn"),
-        short=noted.flag("short"),
-        exhausted=noted.flag("exhausted"),
-        epochs=told,
-        states=noted.states("states", {**generators.GLOBAL, **own}, torchs),
-        first=noted.states("first", generators.GLOBAL),
-        attributes=_attributes(noted, 1),
-        digest=_digest(noted, part),
-        inner=copy.deepcopy(noted.values.get("inner")),
+    _check(order, _OF_ORDER_IN_EPOCH, "order.")
+    return replace(
+        _beginning(order, 1),
+        **{name: order[name] for name in ("starts", "seeded", "drawn", "short", "exhausted")},
+        states=_states(order["states"], "order.states.", {**generators.GLOBAL, **own}, torchs),
+        first=_states(order["first"], "order.first.", generators.GLOBAL),
+        digest=_digest(order["digest"], None if "order" in ignored else ranks(loader._index_sampler)),
+        inner=copy.deepcopy(order.get("inner")),
     )
 
 
-def _attributes(noted: _Fields, which: int) -> dict[str, Any]:
-    told = _Fields(noted.mapping("attributes"), "order.attributes.")
-    return {name: told.sequence(name)[which] for name in told.values if len(told.sequence(name)) > which}
+def _digest(digest: Any, part: str | None) -> tuple[int, int] | None:
+    """None: of another rank's part, or the caller says that it may differ."""
+    if digest is None:
+        return None
+    if type(digest) is not list or len(digest) != 3 or not all(map(is_int, digest[:2])):
+        raise ValueError(f"field 'order.digest' is {digest!r:.60}, and not two numbers and a text")
+    return (digest[0], digest[1]) if digest[2] == part else None
 
 
-def _digest(noted: _Fields, part: str | None) -> tuple[int, int] | None:
-    """None: of another rank's part, or whoever loads it says that it may differ."""
-    told = noted.get("digest", list, type(None))
-    found = (noted.whole("digest", told[0]), noted.whole("digest", told[1 % len(told)])) if told else None
-    return found if told and told[-1] == part else None
-
-
-def _snapshots(fields: _Fields, loader: DataLoader[Any], head: int) -> dict[int, Snapshot]:
-    if asked_sampler(loader._index_sampler) is None and "_index_sampler_state" not in fields.values:
-        return {}
+def _snapshots(fields: dict[str, Any], loader: DataLoader[Any], head: int) -> dict[int, Snapshot]:
     names = "_index_sampler_state", "_sampler_iter_state"
-    return {head: copy.deepcopy((fields.present(names[0]), fields.present(names[1])))}
+    if asked_sampler(loader._index_sampler) is None and names[0] not in fields:
+        return {}
+    _check(fields, dict.fromkeys(names, object))
+    return {head: copy.deepcopy((fields[names[0]], fields[names[1]]))}
 
 
-def _progress(fields: _Fields, drawn: int, loader: DataLoader[Any], ignored: frozenset[str]) -> Progress:
-    beyond = frozenset(fields.whole("beyond", at) for at in fields.sequence("beyond"))
-    workers = _workers(fields, loader, ignored)
-    progress = Progress(fields.number("_sampler_iter_yielded", 0, len(beyond) + drawn), beyond, workers)
-    if not all(progress.head < position < drawn for position in beyond):
-        raise ValueError(
-            f"field 'beyond' is {sorted(beyond)!r:.60}, not batches from {progress.head + 1} to {drawn - 1}"
-        )
-    return progress
+def _progress(fields: dict[str, Any], drawn: int, workers: tuple[WorkerProgress, ...]) -> Progress:
+    beyond, name = fields["beyond"], "_sampler_iter_yielded"
+    _check(fields, {name: range(len(beyond) + drawn + 1)})
+    head = fields[name] - len(beyond)
+    if not all(is_int(position) and head < position < drawn for position in beyond):
+        raise ValueError(f"field 'beyond' is {beyond!r:.60}, not batches from {head + 1} to {drawn - 1}")
+    return Progress(fields[name], frozenset(beyond), workers)
 
 
-def _between_epochs(fields: _Fields, loader: DataLoader[Any], ignored: frozenset[str]) -> Progress:
-    known = "workers" in fields.values and fields.sequence("workers")
-    return Progress(workers=_workers(fields, loader, ignored)) if known else START
-
-
-def _workers(fields: _Fields, loader: DataLoader[Any], ignored: frozenset[str]) -> tuple[WorkerProgress, ...]:
-    workers = tuple(
-        _read_worker(number, worker, loader.dataset)
-        for number, worker in enumerate(fields.sequence("workers"))
-    )
-    return _dealt(fields, workers, loader, ignored)
+def _workers(
+    fields: dict[str, Any], loader: DataLoader[Any], ignored: frozenset[str]
+) -> tuple[WorkerProgress, ...]:
+    said = dict(enumerate(_check(fields, {"workers": list})["workers"]))
+    _check(said, dict.fromkeys(said, dict), "workers.")
+    workers = [_worker(number, worker, loader.dataset) for number, worker in said.items()]
+    return _dealt(fields, tuple(workers), loader, ignored)
 
 
 def _names(ignore: Any) -> frozenset[str]:
@@ -209,122 +244,75 @@ def _ours(state: Any) -> dict[str, Any]:
     return dict(state)
 
 
-#: Seeds and positions are int64 elsewhere.
-_MOST = 2**63 - 1
+def _states(texts: Any, where: str, known: dict[str, Any], needed: Iterable[str] = ()) -> dict[str, Any]:
+    """Generators by name → their states. Those that are known are checked, and those needed are there."""
+    read = {}
+    for name, text in _check(texts, dict.fromkeys(needed, object), where).items():
+        try:
+            read[name] = generators.load(text)
+        except ValueError as error:
+            raise ValueError(f"field '{where}{name}' is damaged: {error}") from error
+        why = generators.fits(known[name], read[name]) if name in known else ""
+        if why:
+            raise ValueError(f"field '{where}{name}' does not fit the generator: {why}")
+    return read
 
 
-class _Fields:
-    """The values of a dict, of the types that they must have."""
-
-    def __init__(self, values: dict[str, Any], where: str = "") -> None:
-        self.values = values
-        self._where = where
-
-    def present(self, name: str) -> Any:
-        if name not in self.values:
-            raise ValueError(f"field {self._where + name!r} is missing: the state was cut short")
-        return self.values[name]
-
-    def get(self, name: str, *types: type) -> Any:
-        value = self.present(name)
-        if type(value) not in types:
-            wanted = " or ".join(kind.__name__ for kind in types)
-            raise ValueError(f"field {self._where + name!r} is {value!r:.60}; it should be of type {wanted}")
-        return value
-
-    def flag(self, name: str) -> bool:
-        return bool(self.get(name, bool))
-
-    def mapping(self, name: str) -> dict[Any, Any]:
-        return dict(self.get(name, dict))
-
-    def sequence(self, name: str) -> list[Any]:
-        return list(self.get(name, list))
-
-    def number(self, name: str, least: int = 0, most: int = _MOST) -> int:
-        return self.whole(name, self.get(name, int), least, most)
-
-    def whole(self, name: str, value: Any, least: int = 0, most: int = _MOST) -> int:
-        if not is_int(value) or not least <= value <= most:
-            raise ValueError(
-                f"field {self._where + name!r} is {value!r:.60}, and not a number from {least} to {most}"
-            )
-        return int(value)
-
-    def states(self, name: str, known: dict[str, Any], needed: Iterable[str] = ()) -> dict[str, Any]:
-        """Generators by name → their states. Those that are known are checked, and those needed are there."""
-        told = _Fields(self.mapping(name), f"{self._where}{name}.")
-        read = {key: told.present(key) for key in needed}
-        for key, text in self.mapping(name).items():
-            try:
-                read[key] = generators.load(text)
-            except ValueError as error:
-                raise ValueError(f"field '{self._where}{name}.{key}' is damaged: {error}") from error
-            why = generators.fits(known[key], read[key]) if key in known else ""
-            if why:
-                raise ValueError(f"field '{self._where}{name}.{key}' does not fit the generator: {why}")
-        return read
-
-
-def _compare(fields: _Fields, now: dict[str, Any], ignored: frozenset[str]) -> None:
+def _compare(fields: dict[str, Any], now: dict[str, Any], ignored: frozenset[str]) -> None:
     for name in COMPARED:
-        if name == "num_workers" or name in ignored:
+        _check(fields, {name: object})
+        if name == "num_workers" or name in ignored or fields[name] == now[name]:
             continue
-        saved = fields.get(name, int, str, bool, type(None))
-        if "sampler" in ignored and None in (saved, now[name]):
+        if "sampler" in ignored and None in (fields[name], now[name]):
             continue  # what only the other sampler has
-        if saved != now[name]:
-            raise ValueError(
-                f"field {name!r}: {saved!r} was saved, and the loader has {now[name]!r}. Make the loader as "
-                f"it was, or say load_state_dict(state, ignore=({name!r},)) where you know that it may differ"
-            )
+        raise ValueError(
+            f"field {name!r}: {fields[name]!r:.60} was saved, and the loader has {now[name]!r}. Make the "
+            f"loader as it was, or say load_state_dict(state, ignore=({name!r},)) where it may differ"
+        )
 
 
-def _read_worker(number: int, worker: Any, dataset: Any) -> WorkerProgress:
-    where = f"workers.{number}."
-    if not isinstance(worker, dict):
-        raise ValueError(f"field 'workers.{number}' is {worker!r:.60}; it should be of type dict")
-    told = _Fields(worker, where)
-    state: dict[str, Any] = {}
-    delivered = told.number("delivered")
+def _worker(number: int, worker: dict[str, Any], dataset: Any) -> WorkerProgress:
     if "unknown" in worker:
         raise ValueError(
             f"field 'workers.{number}': the epoch before was broken off, and worker {number} had not said "
             "where that left it. Use a state that was saved before, or after its first batch"
         )
-    if "over" in worker:
-        state["over"] = told.flag("over")
-    if "position" in worker or (delivered and is_stateful(dataset)):
-        state["position"] = told.mapping("position")
-        place = _Fields(state["position"], f"{where}position.")
-        place.flag("ended")
-        if "iterator" not in place.values and is_stateful(dataset):
-            place.present("dataset")
+    where, needed = f"workers.{number}.", {"delivered": _WHOLE}
+    delivered = _check(worker, needed, where)["delivered"]
+    state: dict[str, Any] = {name: worker[name] for name in ("over", "position") if name in worker}
+    if "position" in state or (delivered and is_stateful(dataset)):
+        place, fields = _check(worker, {"position": dict}, where)["position"], {"ended": bool}
+        says = "iterator" not in place and is_stateful(dataset)
+        _check(place, fields | {"dataset": object} if says else fields, f"{where}position.")
     if "generators" in worker:
-        state["generators"] = told.states("generators", generators.GLOBAL)
+        state["generators"] = _states(worker["generators"], f"{where}generators.", generators.GLOBAL)
     return WorkerProgress(delivered, pickle.dumps(state) if state else b"")
 
 
 def _dealt(
-    fields: _Fields, workers: tuple[WorkerProgress, ...], loader: DataLoader[Any], ignored: frozenset[str]
+    fields: dict[str, Any],
+    workers: tuple[WorkerProgress, ...],
+    loader: DataLoader[Any],
+    ignored: Container[str],
 ) -> tuple[WorkerProgress, ...]:
     """The progress of the workers that there will be."""
-    if isinstance(loader.num_workers, Auto) and any(worker.state for worker in workers):
+    known = any(worker.state for worker in workers)
+    if isinstance(loader.num_workers, Auto) and known:
         return workers  # the epoch goes on with as many
-    wanted = max(1, loader.num_workers)
-    if len(workers) == wanted and fields.number("num_workers") == loader.num_workers:
+    saved, wanted = fields["num_workers"], max(1, loader.num_workers)
+    if len(workers) == wanted and saved == loader.num_workers:
         return workers
     iterable = arguments.is_iterable(loader)
-    if not iterable and not any(worker.state for worker in workers):
+    if not (iterable or known):
         return ()  # any worker can load any batch
     reshard = getattr(loader.dataset, "reshard_state_dicts", None)
-    if iterable and fields.flag("resumes") and callable(reshard):
+    if iterable and fields["resumes"] and callable(reshard):
         return _resharded(reshard, workers, wanted)
-    if "num_workers" in ignored and not (iterable and fields.flag("resumes")):
+    if "num_workers" in ignored and not (iterable and fields["resumes"]):
         return ()
     raise ValueError(
-        f"field 'num_workers': {fields.number('num_workers')} was saved, and the loader has "
-        f"{loader.num_workers}. The dataset says where it stands for each worker: use as many"
+        f"field 'num_workers': {saved} was saved, and the loader has {loader.num_workers}. The dataset says "
+        "where it stands for each worker: use as many"
         + (", or give it a method reshard_state_dicts(states, num_workers)" if iterable else "")
     )
 
@@ -332,8 +320,8 @@ def _dealt(
 def _resharded(
     reshard: Callable[..., Any], workers: tuple[WorkerProgress, ...], wanted: int
 ) -> tuple[WorkerProgress, ...]:
-    told = [pickle.loads(worker.state).get("position") if worker.state else None for worker in workers]
-    parts = list(reshard(told, wanted))
+    states = [pickle.loads(worker.state).get("position") if worker.state else None for worker in workers]
+    parts = list(reshard(states, wanted))
     if len(parts) != wanted:
         raise ValueError(f"reshard_state_dicts gave {len(parts)} states for {wanted} workers")
     return tuple(
@@ -355,12 +343,11 @@ def take(loaded: Saved, loader: DataLoader[Any]) -> None:
     for name, state in loaded.generators.items():
         if name in own:
             generators.set_state(own[name], state)
-    told = epochs(loader._index_sampler)
-    if loaded.resumes:
-        told = loaded.beginning.epochs
-    else:  # the next one begins, of which the user may have told them already
-        told = {depth: max(epoch, told.get(depth, 0)) for depth, epoch in loaded.beginning.epochs.items()}
-    set_epochs(loader._index_sampler, told)
+    saved = loaded.beginning.epochs
+    if not loaded.resumes:  # the next one begins, which the user may have set already
+        now = epochs(loader._index_sampler)
+        saved = {depth: max(epoch, now.get(depth, 0)) for depth, epoch in saved.items()}
+    set_epochs(loader._index_sampler, saved)
     set_attributes(loader._index_sampler, loaded.beginning.attributes)
 
 

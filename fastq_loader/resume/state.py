@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastq_loader import arguments
 from fastq_loader.reading import generators
 from fastq_loader.resume import samplers
+from fastq_loader.resume.order import Beginning
 from fastq_loader.resume.record import EpochRecord
 from fastq_loader.resume.samplers import epochs, own_generators, said, stateful_sampler
 from fastq_loader.scheduling.progress import Progress
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-VERSION = 1
+VERSION = 2
 LIBRARY = "fastq_loader"
 #: What was iterated, and must be the same when a state is loaded; `num_workers` only where it matters.
 COMPARED = (
@@ -76,8 +77,8 @@ def now(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def begun(loader: DataLoader[Any], begin: Callable[[], T]) -> T:
-    """Begin an epoch. Meanwhile the state of the loader is that of before; and if it was told before the
-    first epoch, this draws what it would have drawn then."""
+    """Begin an epoch. Meanwhile the state of the loader is that of before; and if it was asked for before
+    the first epoch, this draws what it would have drawn then."""
     resources = loader._resources
     with contextlib.suppress(Exception):  # of user code; whoever asks hears of it
         resources.held = _of_place(loader)
@@ -115,8 +116,8 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
     """
     if record is None:
         own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
-        state = _state(describe(loader), {name: _text(generator) for name, generator in own.items()})
-        shared = {name: generators.dump(each) for name, each in loader._resources.shared.items()}
+        state = _state(describe(loader), {name: generators.state_of(each) for name, each in own.items()})
+        shared = _texts(loader._resources.shared)
         return {**state, **_between_epochs(loader, {}), "workers": _before_first(loader), "shared": shared}
     order_now, beginning = record.order, record.order.beginning
     while True:  # once, unless another thread takes batches meanwhile
@@ -132,15 +133,15 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
         workers = progress.workers if record.persistent else ()
         state["workers"] = [_worker(*worker) for worker in workers]
         return {**state, **samplers.compared(loader._index_sampler), **_between_epochs(loader, moved)}
-    constant = record.constant
-    if constant is None or not (drawn and constant["order"]["drawn"]):
-        constant = {**_of_epoch(loader, record, progress, own_states), "resumes": True}
-        record.constant = constant = {**constant, "order": _order(record, drawn, first)}
     # Called after every step, this must cost next to nothing: what stays is copied, what moves is set.
-    state = constant.copy()
+    constant = record.constant if drawn else None
+    if constant is None:
+        constant = {**_of_epoch(loader, record, progress, own_states), "order": _order(beginning, first)}
+        record.constant = constant if drawn else None
+    state = {**constant, "resumes": True}
     state["_num_yielded"] = state["_sampler_iter_yielded"] = progress.delivered
     state["beyond"] = sorted(progress.beyond)
-    state["generators"] = record.texts(own_states)
+    state["generators"] = _texts(own_states)
     state["order"] = order = state["order"].copy()
     order["attributes"], order["digest"] = moved, digest and [*digest, samplers.ranks(loader._index_sampler)]
     order["drawn"] = max(drawn, progress.head)
@@ -160,7 +161,7 @@ def _of_epoch(
 ) -> dict[str, Any]:
     """What stays the same from batch to batch."""
     position = record.position_at(progress)
-    state = _state({**describe(loader), **record.order.compared}, record.texts(own_states))
+    state = _state({**describe(loader), **record.order.compared}, own_states)
     state["epoch"], state["batches"] = position.epoch, position.batches - position.batch
     state["_num_yielded"] = state["_sampler_iter_yielded"] = progress.delivered
     state["lives_on"], state["base_seed"] = record.lives_on, record.base_seed
@@ -168,15 +169,13 @@ def _of_epoch(
     return state
 
 
-def _order(record: EpochRecord, drawn: int, first: dict[str, Any]) -> dict[str, Any]:
-    beginning = record.order.beginning
+def _order(beginning: Beginning, first: dict[str, Any]) -> dict[str, Any]:
     return {
         "starts": beginning.starts,
         "seeded": beginning.seeded,
         "epochs": beginning.epochs,
-        "states": {name: generators.dump(state) for name, state in beginning.states.items()},
-        "first": {name: generators.dump(state) for name, state in first.items()},
-        "drawn": drawn,
+        "states": _texts(beginning.states),
+        "first": _texts(first),
     }
 
 
@@ -202,7 +201,7 @@ def _for_user(said: Any) -> Any:
     return copy.deepcopy(said)
 
 
-def _state(described: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
+def _state(described: dict[str, Any], own_states: dict[str, Any]) -> dict[str, Any]:
     return {
         "library": LIBRARY,
         "version": VERSION,
@@ -212,15 +211,15 @@ def _state(described: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
         "_num_yielded": 0,
         "_sampler_iter_yielded": 0,
         "_iterator_finished": False,
-        "generators": texts,
+        "generators": _texts(own_states),
         "lives_on": False,
         "base_seed": 0,
         "resumes": False,
     }
 
 
-def _text(generator: Any) -> str:
-    return generators.dump(generators.state_of(generator))
+def _texts(states: dict[str, Any]) -> dict[str, str]:
+    return {name: generators.dump(state) for name, state in states.items()}
 
 
 def _worker(delivered: int, state: bytes) -> dict[str, Any]:
@@ -230,5 +229,5 @@ def _worker(delivered: int, state: bytes) -> dict[str, Any]:
     if error := worker.get("position", {}).get("error"):
         raise RuntimeError(f"the dataset's state_dict(), or its iterator's, cannot be used: {error}")
     if "generators" in worker:
-        worker["generators"] = {name: generators.dump(raw) for name, raw in worker["generators"].items()}
+        worker["generators"] = _texts(worker["generators"])
     return worker

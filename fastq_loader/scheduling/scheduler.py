@@ -47,12 +47,10 @@ from fastq_loader.scheduling.events import (
     Undeliverable,
     Wait,
 )
-from fastq_loader.scheduling.in_flight import InFlight
-from fastq_loader.scheduling.pending_tasks import PendingTasks
+from fastq_loader.scheduling.in_flight import InFlight, PendingTasks
 from fastq_loader.scheduling.progress import START, Progress
-from fastq_loader.scheduling.states import LOST, NEXT, Batch
-from fastq_loader.scheduling.window import Window
-from fastq_loader.scheduling.worker_table import WorkerTable
+from fastq_loader.scheduling.schedules import Window
+from fastq_loader.scheduling.states import LOST, NEXT, Batch, WorkerTable
 
 #: A batch that has cost so many workers their lives is given up.
 DEADLY = 3

@@ -24,6 +24,7 @@ from fastq_loader.statistics.snapshots import (
 if TYPE_CHECKING:
     from fastq_loader.ipc.messages import Answer
 
+
 #: Batches that `statistics()` names as late.
 _LATE = 10
 #: Epochs that are kept one by one; their sums go on in what is kept of the older ones.
@@ -39,9 +40,8 @@ class _Counting:
 class Source(Protocol):
     """Knows what is counted elsewhere: a pool of workers on other machines."""
 
-    def count(self) -> tuple[int, int]:
-        """Count what is known of the workers, on any thread; and the bytes that they sent, and the
-        connections that their machines refused."""
+    def count(self) -> int:
+        """Count what is known of the workers, on any thread; the bytes that they sent."""
 
     def far_worker(self, pid: int) -> tuple[int, str] | None:
         """The process id there and the machine of the worker that a process here stands for, 0 and "" if
@@ -202,10 +202,8 @@ class Counters(_Counting, LoaderStatistics):
     def ended(self, source: Source) -> None:
         """A pool has ended: what it says now is the last."""
         if source in self.sources:
-            wire_bytes, refused = source.count()
+            self.wire_bytes += source.count()
             self.sources.discard(source)
-            self.wire_bytes += wire_bytes
-            self.refused_connections += refused
 
     def far_worker(self, pid: int) -> tuple[int, str] | None:
         """See `Source`."""
@@ -239,15 +237,14 @@ class Counters(_Counting, LoaderStatistics):
     def snapshot(self, **now: Any) -> LoaderStatistics:
         """What was counted so far, and `now`: fields that others know."""
         history = self.history
-        counted = [source.count() for source in list(self.sources)]
+        wire_bytes = sum((source.count() for source in list(self.sources)), self.wire_bytes)
         found = {
             "total": summed([self._older, *history]),
             "per_epoch": tuple(epoch.snapshot() for epoch in history),
             "late_batches": tuple(self._worst()),
             "worker_restarts": sum(worker.restarts for worker in self.workers),
             "workers": tuple(worker.snapshot() for worker in self.workers),
-            "wire_bytes": sum((nbytes for nbytes, _ in counted), self.wire_bytes),
-            "refused_connections": sum((refused for _, refused in counted), self.refused_connections),
+            "wire_bytes": wire_bytes,
             "staging": None if self.staging is None else self.staging.snapshot(),
         }
         return LoaderStatistics(**values_of(self) | now | found)

@@ -27,8 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from fastq_loader.statistics.histogram import Histogram
-from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics
+from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, Histogram
 
 if TYPE_CHECKING:
     from fastq_loader.ipc.messages import Answer

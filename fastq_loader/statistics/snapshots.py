@@ -1,12 +1,13 @@
 """What users see of the counters: immutable snapshots.
 
-Pure. The classes are frozen, so that a snapshot is not changed by later counting, and altered by nobody by
-accident. `counters` counts in subclasses that are not.
+Pure. The classes are frozen, so that later counting does not change a snapshot. `counters` counts in
+subclasses that are not.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import log2
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # else it would not allow the counters to count
@@ -25,6 +26,38 @@ CAUSES = (
     "device_copy",
     "start_up",
 )
+
+_PER_OCTAVE = 16
+
+
+class Histogram:
+    """Counts of durations in nanoseconds: percentiles without keeping every value. A value is counted in a
+    bucket that is 1/16 of an octave wide, so a percentile is within 3 % of it (half a bucket, 2^(1/32)).
+    HdrHistogram does the same with linear buckets."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def add(self, nanoseconds: int) -> None:
+        """Count one; below 1 counts as 1."""
+        bucket = int(_PER_OCTAVE * log2(nanoseconds)) if nanoseconds > 1 else 0
+        self._counts[bucket] = self._counts.get(bucket, 0) + 1
+
+    def include(self, other: Histogram) -> None:
+        """Count all that another one has counted."""
+        for bucket, count in list(other._counts.items()):
+            self._counts[bucket] = self._counts.get(bucket, 0) + count
+
+    def percentile(self, percent: float) -> float:
+        """The duration in seconds that so many percent of all do not exceed; 0.0 of none."""
+        left = percent / 100 * sum(self._counts.values())
+        for bucket, count in sorted(self._counts.items()):
+            left -= count
+            if left <= 0:
+                return float(2 ** ((bucket + 0.5) / _PER_OCTAVE)) / 1e9
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -196,9 +229,6 @@ class LoaderStatistics:
         stale_answers: answers that came after their epoch had been abandoned, and were dropped.
         staging: copies to the device; None without one.
         wire_bytes: bytes that workers on other machines sent; see `WorkerStatistics`.
-        refused_connections: connections that those machines refused: whoever it was had a wrong token or
-            another version, or only looked for open ports. As they said last: they are asked when a snapshot
-            is taken, once a second at most, and have half a second together; and when workers end.
     """
 
     epochs: int = 0
@@ -219,7 +249,6 @@ class LoaderStatistics:
     stale_answers: int = 0
     staging: StagingStatistics | None = None
     wire_bytes: int = 0
-    refused_connections: int = 0
 
     @property
     def head_of_line_seconds(self) -> float:

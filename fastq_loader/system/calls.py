@@ -337,3 +337,16 @@ def pidfd_send_signal(descriptor: int, number: int) -> None:
         signal.pidfd_send_signal(descriptor, number)
     else:
         _call("pidfd_send_signal", descriptor, number, None, 0)
+
+
+def occupy_standard_streams() -> None:
+    """Put /dev/null where one of the descriptors 0 to 2 is free: for good, and for the children too."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened > descriptor:  # another thread was faster
+                os.close(opened)
+            else:
+                os.set_inheritable(opened, True)

@@ -1,28 +1,50 @@
-"""A child process: how it is started, when it has ended, how it died, and what is left of it then.
+"""A child process: how it is started, when it has ended, how it died, its stacks; and one that forks others.
 
-Runs in the consumer. Where SIGCHLD is ignored, as daemons have it, the system reaps children by itself, or
-somebody else does; multiprocessing takes a child whose exit code it cannot get for one that still runs. Only
-a descriptor says when it has ended.
+Runs in the consumer, but for `serve` and `attend`, which run in the zygote, and `write_stacks`, which runs in
+a worker. Where SIGCHLD is ignored, as
+daemons have it, the system reaps children by itself, or somebody else does; multiprocessing takes a child
+whose exit code it cannot get for one that still runs. Only a descriptor says when it has ended.
+
+A `Zygote` waits to fork others: what the fork server is for the other start methods. There are two kinds.
+One is forked together with the first workers where dead ones are to be replaced. A worker that was forked
+from the consumer in the middle of a training run would see the dataset as it is then, copy the page tables of
+a process that has grown meanwhile, and inherit its sockets, threads' locks and devices. The zygote is a copy
+of the consumer as it was at the start, with one thread and nothing open. The other kind is a program of its
+own (see `remote.proxy_pool`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import gc
 import multiprocessing.connection
 import multiprocessing.process
 import os
 import signal
 import threading
-from collections.abc import Callable
-from multiprocessing import popen_fork
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing import popen_fork, reduction, util
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader.system import calls
+from fastq_loader.system.calls import readable
+from fastq_loader.system.interrupts import without_signals
 
 #: The exit code of a process that nobody here could ask for its own (multiprocessing's number for that).
 UNKNOWN_EXIT = 255
+
+#: Makes a process object in the zygote, from the arguments that `Zygote.process` was called with.
+Make = Callable[..., BaseProcess]
+
+_FORK, _REAP, _QUIT = "fork", "reap", "quit"
+
+#: Seconds that the zygote has to end in; half of those that it has to answer in. The first half is over at
+#: once where both processes were stopped meanwhile.
+_PATIENCE, _ANSWER = 1.0, 5.0
 
 
 class LaunchedProcess(BaseProcess):
@@ -149,3 +171,237 @@ def _wait_for(pid: int, tell: Connection) -> None:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     with contextlib.suppress(BrokenPipeError):  # nobody wants to know any more
         tell.send_bytes(b"!")
+
+
+# ---- stacks -----------------------------------------------------------------------------------------
+
+#: A real-time signal, because user code has uses of its own for the named ones.
+_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
+#: Seconds that a worker has to begin with its stacks, and between two lines of them.
+_FIRST_LINE, _NEXT_LINE = 0.3, 0.02
+
+
+def write_stacks(descriptor: int) -> None:
+    """In a worker: write the stacks of all threads to `descriptor` whenever the consumer asks."""
+    faulthandler.register(_SIGNAL, descriptor, all_threads=True)
+
+
+class Stacks:
+    """The Python stacks of workers that hang: a worker writes them to a pipe when a signal tells it to. All
+    workers of a pool write to one pipe. faulthandler's C code writes, whatever the interpreter is doing.
+
+    Attributes:
+        write_end: for the workers.
+    """
+
+    def __init__(self) -> None:
+        self._read_end, self.write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def of(self, pid: int) -> str:
+        """The stacks of a worker as they are now."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, _SIGNAL)
+        text, patience = b"", _FIRST_LINE
+        while readable([self._read_end], patience):
+            text += os.read(self._read_end, 1 << 16)
+            patience = _NEXT_LINE
+        return text.decode(errors="replace") or "  (it did not write them)"
+
+    def close(self) -> None:
+        os.close(self._read_end)
+        os.close(self.write_end)
+
+
+# ---- a process that forks others ----------------------------------------------------------------------
+
+
+class Ended(OSError):
+    """There is no zygote any more."""
+
+
+class Zygote:
+    """The consumer's end.
+
+    Args:
+        make: makes the process that runs `serve`, from its end and ours of their connection.
+        patience: seconds that it has for its first answer.
+    """
+
+    def __init__(
+        self, make: Callable[[Connection, Connection], BaseProcess], patience: float = _ANSWER
+    ) -> None:
+        self._lock = threading.RLock()  # active_children() of another thread asks too
+        self._patience = patience
+        self._requests = 0
+        self._connection, other = multiprocessing.Pipe()
+        try:
+            self._child = Child(make(other, self._connection))
+            self._child.start()
+        except BaseException:
+            self._connection.close()
+            raise
+        finally:
+            other.close()
+
+    @classmethod
+    def forked(cls, context: Any, make: Make) -> Zygote:
+        """One that is a copy of this process as it is now.
+
+        Args:
+            context: multiprocessing's, of start method fork.
+            make: in the zygote, makes the process object of a worker.
+        """
+        consumer = os.getpid()
+        return cls(
+            lambda its, ours: context.Process(target=serve, args=(its, consumer, make, ours), daemon=True)
+        )
+
+    def process(self, *arguments: Any) -> BaseProcess:
+        """A worker, to be started like any other process."""
+        return LaunchedProcess(partial(Forked, self, arguments))
+
+    def ask(self, *request: Any, passed: Sequence[int] = ()) -> Any:
+        """The zygote's answer to a request.
+
+        Args:
+            request: what it is sent.
+            passed: descriptors that it is sent after it.
+
+        Raises:
+            Ended: it is gone, or does not answer.
+            OSError: it could not fork.
+        """
+        try:
+            with self._lock, without_signals():
+                answer = self._ask(request, passed)
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            raise Ended("the process that starts new workers has ended") from error
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    def _ask(self, request: tuple[Any, ...], passed: Sequence[int]) -> Any:
+        self._requests += 1
+        self._connection.send((self._requests, *request))
+        for descriptor in passed:
+            reduction.send_handle(self._connection, descriptor, self._child.pid)
+        sources = self._connection.fileno(), self._child.descriptor  # its children hold its end too
+        number = 0
+        # Where there are other threads, the handler of a signal may have raised in the middle of a request.
+        while number < self._requests:
+            ready = readable(sources, self._patience) or readable(sources, self._patience)
+            self._patience = _ANSWER
+            if self._connection.fileno() not in ready:
+                self._child.kill()  # it may be stopped
+                raise EOFError
+            number, answer = self._connection.recv()
+        return answer
+
+    def close(self) -> None:
+        """End the zygote; its workers have ended."""
+        with contextlib.suppress(OSError), self._lock:
+            self._connection.send((0, _QUIT))  # a child of the user's may hold this end too
+        self._connection.close()
+        if not readable([self._child.descriptor], _PATIENCE):
+            self._child.process.kill()
+        self._child.release()
+
+    def forget(self) -> None:
+        """This process is a forked copy: the zygote is its sibling."""
+        self._child.forget()
+
+
+class Forked(popen_fork.Popen):
+    """What multiprocessing has of a child process, for one that is the zygote's child.
+
+    Args:
+        zygote: forks it, now.
+        arguments: of the zygote's `make`.
+        passed: descriptors for it.
+    """
+
+    def __init__(self, zygote: Zygote, arguments: tuple[Any, ...] = (), passed: Sequence[int] = ()) -> None:
+        self._zygote = zygote
+        self._request = arguments, passed
+        super().__init__(None)  # type: ignore[arg-type]
+
+    def _launch(self, _: Any) -> None:
+        arguments, passed = self.__dict__.pop("_request")
+        self.pid = self._zygote.ask(_FORK, *arguments, passed=passed)
+        self.sentinel = calls.pidfd_open(self.pid)  # its parent has not reaped it, so the number is its own
+        self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if self.returncode is None and readable([self.sentinel], 0 if flag == os.WNOHANG else None):
+            try:
+                code = self._zygote.ask(_REAP, self.pid)
+            except OSError:  # the zygote is gone, and with it the exit code
+                code = None
+            self.returncode = UNKNOWN_EXIT if code is None else code
+        return self.returncode
+
+    def _send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody was asked how
+                calls.pidfd_send_signal(self.sentinel, number)
+
+
+# ---- in the zygote -------------------------------------------------------------------------------
+
+
+def serve(connection: Connection, consumer: int, make: Make, *others: Connection) -> None:
+    """What a forked zygote runs; `others` are ends that are not for here."""
+    for other in others:
+        other.close()
+    attend(connection, consumer, make)
+    # Workers that still run have been told, or see for themselves that the consumer is gone. Nobody is waited
+    # for: that would be this process's exit handlers' doing.
+    os._exit(0)
+
+
+def attend(connection: Connection, consumer: int, make: Make) -> bool:
+    """Fork workers until the consumer says that it needs no more, or dies; whether it has said so."""
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers set a handler of their own
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # A handler of the consumer's is not for here, and where it is ignored nobody can say how a worker died.
+    inherited = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # multiprocessing lets no daemon have children, because nobody would end them: these leave with the
+    # consumer.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    children: dict[int, BaseProcess] = {}
+    with contextlib.suppress(EOFError, ConnectionError, ProcessLookupError):  # the consumer is gone
+        death = calls.pidfd_open(consumer)
+        while death not in readable([connection.fileno(), death], None):
+            number, kind, *arguments = connection.recv()
+            if kind == _QUIT:
+                return True
+            try:
+                answer: Any = (
+                    _fork(children, make, arguments, inherited)
+                    if kind == _FORK
+                    else _reap(children, *arguments)
+                )
+            except OSError as error:
+                answer = error
+            connection.send((number, answer))
+    return False
+
+
+def _fork(children: dict[int, BaseProcess], make: Make, arguments: list[Any], inherited: Any) -> int:
+    process = make(*arguments)
+    if inherited is not None:  # else it was not set from Python
+        signal.signal(signal.SIGCHLD, inherited)  # what the first workers have
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    assert process.pid is not None, "it was started"
+    children[process.pid] = process
+    return process.pid
+
+
+def _reap(children: dict[int, BaseProcess], pid: int) -> int | None:
+    process = children.pop(pid)
+    process.join()
+    return process.exitcode

@@ -1,22 +1,34 @@
-"""What a pool of workers and each of its workers are told when they start.
+"""What a pool of workers and each of its workers are told.
 
 Made in the consumer. A `Setup` is read in the worker, which inherits it or gets it pickled.
+
+The user's objects travel as a `Payload`. Under fork they are inherited. Under spawn and forkserver they
+travel as bytes that the worker opens itself, so that a failure is reported like any other instead of ending
+the process. The bytes are made once, with the first worker: the others, of which some may start much later,
+get the objects as they were then. What torch and multiprocessing send as descriptors (tensors' storages,
+queues) is recorded beside the bytes, and every worker gets descriptors of its own. Only what is counted
+elsewhere cannot be sent twice: storages in files and on devices. It is pickled for each worker, and they all
+start at once.
 """
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING
+from multiprocessing import reduction
+from multiprocessing.context import BaseContext, get_spawning_popen, set_spawning_popen
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch.multiprocessing import get_sharing_strategy
 
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents
-from fastq_loader.scheduling.window import WindowLimits
-from fastq_loader.workers.payload import Descriptors, Payload, PickledPayload
-
-if TYPE_CHECKING:
-    from fastq_loader.workers.backend import WorkerBackend
+from fastq_loader.scheduling.schedules import WindowLimits
 
 
 @dataclass(frozen=True)
@@ -44,12 +56,12 @@ class Plan:
         timeout: seconds to wait for a message; 0 waits for ever.
         persistent: whether the pool serves more than one epoch.
         context: multiprocessing's context; None is the default when the pool starts.
-        backend: makes the pool's processes.
+        make_pool: makes the pool, a `WorkerPool`.
         for_device: whether batches go on to a device, and are laid out for it.
         save_generators: whether workers send the states of their generators with each batch.
     """
 
-    payload: Payload | PickledPayload
+    payload: Payload
     rules: Rules
     workers: int
     prefetch: int
@@ -60,7 +72,7 @@ class Plan:
     timeout: float
     persistent: bool
     context: BaseContext | None
-    backend: Callable[[Plan], WorkerBackend]
+    make_pool: Callable[[Plan], Any]
     for_device: bool = False
     save_generators: bool = False
 
@@ -82,7 +94,7 @@ class Setup:
         folder: where it binds its socket.
         space: ranges (offset, size) of its part of the arena in which it can make blocks; None is all of it.
         consumer: process id of the consumer.
-        base_seed, shared_seed: see `seeding` and `datapipes`.
+        base_seed, shared_seed: see `generators` and `datapipes`.
         token: the pool's, see `messages`.
         mapping: the arena as the consumer has mapped it, if the worker inherits that.
         arena_length: bytes of the arena.
@@ -103,3 +115,137 @@ class Setup:
     arena_length: int
     arena_whole: bool
     descriptors: Descriptors
+
+
+# ---- the user's objects -----------------------------------------------------------------------------
+
+
+class Descriptors:
+    """Descriptors that a worker needs, by name: inherited, or sent along under spawn and forkserver."""
+
+    def __init__(self, **descriptors: int) -> None:
+        self._descriptors = descriptors
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, ({name: reduction.DupFd(fd) for name, fd in self._descriptors.items()},)
+
+    def __getitem__(self, name: str) -> int:
+        return self._descriptors[name]
+
+
+def _received(duplicates: dict[str, Any]) -> Descriptors:
+    return Descriptors(**{name: duplicate.detach() for name, duplicate in duplicates.items()})
+
+
+class Payload:
+    """A dataset and the functions that go with it.
+
+    Attributes:
+        parts: by name.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Any, init_fn: Any) -> None:
+        self.parts = {"dataset": dataset, "collate_fn": collate_fn, "worker_init_fn": init_fn}
+        self._sealed: bytes | None = None
+        self._carried: list[int] = []
+
+    @property
+    def sealed(self) -> bool:
+        """Whether workers that start later get the objects as they are now."""
+        return self._sealed is not None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._sealed is None:
+            recorder = _Recorder()
+            data = recorder.seal(self.parts)
+            if data is None:
+                return PickledPayload, (bytes(ForkingPickler.dumps(self.parts)), Descriptors())
+            self._sealed, self._carried = data, recorder.descriptors
+        carried = {str(number): descriptor for number, descriptor in enumerate(self._carried)}
+        return PickledPayload, (self._sealed, Descriptors(**carried))
+
+    def unseal(self) -> None:
+        """All workers were started: let the bytes and the descriptors go."""
+        self._sealed = None
+        _close_all(self._carried)
+
+    def open(self) -> dict[str, Any]:
+        """The parts, in a worker."""
+        return self.parts
+
+
+class PickledPayload(Payload):
+    """What arrives in a worker that did not inherit."""
+
+    def __init__(self, data: bytes, carried: Descriptors) -> None:
+        self._data = data
+        self._descriptors = carried
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PickledPayload, (self._data, self._descriptors)
+
+    def open(self) -> dict[str, Any]:
+        _Carried.descriptors = self._descriptors
+        parts: dict[str, Any] = pickle.loads(self._data)
+        return parts
+
+
+class _Carried:
+    """In the sealed bytes: a descriptor, by its number. What torch and multiprocessing know as a DupFd."""
+
+    descriptors = Descriptors()  # of this process, a worker
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def detach(self) -> int:
+        """The descriptor, which is the caller's from here on."""
+        return self.descriptors[str(self._number)]
+
+
+class _Recorder:
+    """Stands where multiprocessing expects the process that is being started, and notes its descriptors."""
+
+    def __init__(self) -> None:
+        self.descriptors: list[int] = []
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        # A duplicate, because the user may let go of the original before the last worker starts.
+        self.descriptors.append(os.dup(descriptor))
+        return len(self.descriptors) - 1
+
+    DupFd = _Carried
+
+    def seal(self, parts: dict[str, Any]) -> bytes | None:
+        """The pickled parts; None if they hold what can be sent only once."""
+        file = io.BytesIO()
+        starting = get_spawning_popen()
+        set_spawning_popen(self)  # type: ignore[arg-type]
+        try:
+            _Sealer(file, pickle.HIGHEST_PROTOCOL).dump(parts)
+        except BaseException as error:
+            _close_all(self.descriptors)
+            if isinstance(error, _OnlyOnce):
+                return None
+            raise
+        finally:
+            set_spawning_popen(starting)
+        return file.getvalue()
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+class _OnlyOnce(Exception):
+    """Something keeps count of those it was sent to."""
+
+
+class _Sealer(ForkingPickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (torch.Tensor, torch.UntypedStorage)) and (
+            value.device.type != "cpu" or get_sharing_strategy() != "file_descriptor"  # type: ignore[no-untyped-call]
+        ):
+            raise _OnlyOnce
+        return NotImplemented

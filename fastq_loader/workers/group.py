@@ -32,11 +32,12 @@ from fastq_loader.ipc.messages import (
 from fastq_loader.ipc.sockets import ConsumerSocket
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.backlog import Backlog
-from fastq_loader.scheduling.pending_tasks import PendingTasks
+from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.stopping import BRIEF
+from fastq_loader.workers.worker_pool import WorkerPool
 
 #: Processes that may end before they are up, one after the other, until a worker is given up.
 _FAILED_STARTS = 3
@@ -75,7 +76,7 @@ class WorkerGroup:
         self._shared_tasks = plan.shared_tasks
         self._pool = pool
         self._counters = counters
-        self._processes = plan.backend(plan)
+        self._processes: WorkerPool = plan.make_pool(plan)
         self._socket: ConsumerSocket | None = None
         self._claims: ClaimTable | None = None
         self._backlog: Backlog[bytes] = Backlog(max(plan.window.widest, _UNREAD))

@@ -43,12 +43,12 @@ from fastq_loader.memory import nontemporal, results
 from fastq_loader.memory.allocator import Allocator, Used
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import PAGE, Extents, size_class
-from fastq_loader.packing.exceptions import dump_exception
 from fastq_loader.packing.pack import Packer
+from fastq_loader.packing.pickling import dump_exception
 from fastq_loader.reading import collate
 from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.system import calls
-from fastq_loader.workers import stack_dumps
+from fastq_loader.workers import children
 from fastq_loader.workers.config import Setup
 from fastq_loader.workers.reader import HandedOutBefore, Reader
 from fastq_loader.workers.task_queue import TaskQueue
@@ -65,7 +65,7 @@ def main(setup: Setup) -> None:
     # every page of it (120 ms, 37 MB with nothing but torch imported).
     gc.freeze()
     prepare_signals()
-    stack_dumps.write_on_demand(setup.descriptors["stacks"])
+    children.write_stacks(setup.descriptors["stacks"])
     threading.Thread(target=_leave_with_consumer, args=(setup,), daemon=True).start()
     plan, arena = setup.plan, setup.descriptors["arena"]
     mapping = setup.mapping or Mapping(arena, setup.arena_length, plan.workers, setup.arena_whole)

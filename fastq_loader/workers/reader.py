@@ -21,7 +21,7 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from fastq_loader.ipc.messages import Epoch, seal, unseal
-from fastq_loader.reading import datapipes, generators, position, seeding
+from fastq_loader.reading import datapipes, generators, position
 from fastq_loader.reading.fetch import EndOfStream, Fetcher
 from fastq_loader.workers.config import Setup
 
@@ -70,7 +70,7 @@ class Reader:
     def _start(self) -> None:
         setup = self._setup
         torch.set_num_threads(1)
-        seed = seeding.seed_worker(setup.base_seed, setup.worker)
+        seed = generators.seed_worker(setup.base_seed, setup.worker)
         parts = setup.plan.payload.open()
         self._dataset = datapipes.apply_seed(parts["dataset"], setup.shared_seed)
         self._collate_fn = parts["collate_fn"]
@@ -89,7 +89,7 @@ class Reader:
         self._asked = 0
         self._base_seed = epoch.base_seed
         if epoch.base_seed is not None:
-            seeding.seed_worker(epoch.base_seed, self._setup.worker)  # for what iter(dataset) draws
+            generators.seed_worker(epoch.base_seed, self._setup.worker)  # for what iter(dataset) draws
         if self.failure is not None:
             return
         try:
@@ -99,7 +99,7 @@ class Reader:
             rules = vars(self._setup.plan.rules)
             place = self._resumed.get("position")
             if "seed" in self._resumed:
-                seeding.seed_worker(self._resumed["seed"], self._setup.worker)
+                generators.seed_worker(self._resumed["seed"], self._setup.worker)
             if self._resumed.get("over"):
                 if place is not None:
                     position.put_at_end(place, self._dataset, collate=self._collate_fn, **rules)
@@ -141,7 +141,7 @@ class Reader:
         """
         assert self._fetcher is not None, "an epoch comes before its tasks"
         if self._base_seed is not None:
-            seed = seeding.seed_batch(self._base_seed, self._number(seq))
+            seed = generators.seed_batch(self._base_seed, self._number(seq))
             # torch's class lets nobody set its attributes; who asked for it before sees the new seed too.
             object.__setattr__(torch_worker._worker_info, "seed", seed)
         self._fetched = True
@@ -199,4 +199,4 @@ class Reader:
         return self._random_states() != self._untouched
 
     def _random_states(self) -> tuple[Any, ...]:
-        return seeding.states(self._dataset, self._collate_fn)
+        return generators.states(self._dataset, self._collate_fn)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.consumer.delivery import Delivery
-from fastq_loader.consumer.outcomes import Delivered, Raised
+from fastq_loader.consumer.delivery import Delivered, Delivery, Raised
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import BATCH, BROKEN, ERROR, Answer, Handle
 from fastq_loader.scheduling.states import Batch

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fastq_loader import DataLoader
+from fastq_loader.consumer.delivery import ENDED, Delivered, Raised
 from fastq_loader.consumer.event_loop import BUSY, IDLE, EventLoop
-from fastq_loader.consumer.outcomes import ENDED, Delivered, Raised
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.notes import Notes
 

@@ -15,8 +15,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fastq_loader import DataLoader, ToDevice, copy_into, normalize
-from fastq_loader.device.backend import TorchStager
-from fastq_loader.device.session import DeviceSession
+from fastq_loader.device.accelerator import TorchStager
+from fastq_loader.device.staging import DeviceSession
 from tests.conftest import run_script
 from tests.support.crimes import ManyFields
 from tests.support.datasets import Made, assert_same
@@ -170,7 +170,7 @@ CAPTURE = """
 import os, threading
 import torch
 from fastq_loader import DataLoader
-from fastq_loader.device.backend import TorchStager
+from fastq_loader.device.accelerator import TorchStager
 from tests.support.gpu import Numbers
 
 refused = []

@@ -13,7 +13,7 @@ import torch
 
 import fastq_loader.iterators.base
 from fastq_loader import DataLoader, PinFailed, PinFallback, ToDevice
-from fastq_loader.device.backend import TorchStager
+from fastq_loader.device.accelerator import TorchStager
 from fastq_loader.device.copies import Copies
 from fastq_loader.device.pinning import Pinner
 from tests.conftest import run_script

@@ -1,10 +1,10 @@
-"""How host memory is page-locked: the policy and the buffers alone, and whole loaders over a late device."""
+"""How host memory is page-locked, and what is counted of copies: over a simulated device and a late one."""
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -15,7 +15,7 @@ from fastq_loader.statistics.counters import StagingCounters
 from tests.conftest import of_kind
 from tests.support.datasets import Made
 from tests.support.late_device import Late, image_and_label
-from tests.support.simulated_device import SimulatedDevice
+from tests.support.simulated_device import Host, SimulatedDevice
 from tests.support.staging_runs import options_for
 
 KIB = 1024
@@ -28,13 +28,17 @@ class Pool:
 
     def __init__(self, in_blocks: bool, refuse: tuple[str, ...] = (), **options: Any) -> None:
         self.device = SimulatedDevice(0, refuse)
+        self.device.query = lambda event: event.token.over  # type: ignore[method-assign]  # nothing runs
         self.statistics = StagingCounters("simulated")
         given = options_for(**options)
-        self.copies = Copies(self.device, given, self.statistics)
-        self.policy = PinPolicy(given, self.statistics)
+        self.copies = Copies(self.device, given.prefetch, self.statistics)
+        self.policy = PinPolicy(given.pin, given.pin_limit_bytes, self.statistics)
         self.policy.choose(self.device, in_blocks)
         mapping: Any = SimpleNamespace(base=0, populate=self.populate) if in_blocks else None
-        self.pinner = Pinner(self.device, self.copies, mapping, self.policy)
+        self.pinner = Pinner(self.device, self.copies, mapping, self.policy, given.prefetch + 1)
+
+    def begin(self, key: int) -> Any:
+        return self.copies.begin(key, Host(64), 64, (key, key + 100))
 
     def populate(self, offset: int, size: int) -> None:
         self.device.seconds += 1
@@ -92,17 +96,6 @@ def test_what_was_asked_for_by_name_is_kept_or_an_error(pin: str) -> None:
     assert pool.statistics.pin == pin
 
 
-@pytest.mark.parametrize("limit", [None, 0, 100])
-def test_the_limit_counts_what_is_locked_already(limit: int | None) -> None:
-    pool = Pool(in_blocks=True, pin_limit_bytes=limit)
-    pool.statistics.pinned_bytes = 60
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PinFallback)
-        assert pool.policy.allows(40, "blocks") == (limit != 0)
-        assert pool.statistics.pin == (REGISTER if limit != 0 else BOUNCE)
-        assert pool.policy.allows(41, "blocks") == (limit is None)
-
-
 # ---- blocks and buffers -----------------------------------------------------------------------------
 
 
@@ -118,9 +111,8 @@ def test_seconds_are_counted() -> None:
     assert (pool.device.registered, pool.statistics.pinned_bytes) == ({}, 0)
 
 
-def test_waiting_for_a_buffer_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_buffer_is_counted() -> None:
     pool = Pool(in_blocks=False, prefetch=1)
-    monkeypatch.setattr(pool.device, "query", lambda event: event.token.over)
     for key in range(2):
         buffer = pool.pinner.buffer(100)
         assert buffer is not None
@@ -133,23 +125,16 @@ def test_waiting_for_a_buffer_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not pool.pinner.busy
 
 
-@pytest.mark.parametrize("pin", [BOUNCE, PAGEABLE])
-def test_a_batch_of_no_bytes_has_a_buffer(pin: str) -> None:
-    buffer = Pool(in_blocks=False, pin=pin).pinner.buffer(0)
-    assert buffer is not None
-    assert buffer.memory is not None
-
-
 def test_buffers_grow_and_are_locked_in_powers_of_two() -> None:
     pool = Pool(in_blocks=False, prefetch=1)
     sizes = []
-    for nbytes in (100, 100, 100, 200):
+    for nbytes in (0, 100, 100, 200):  # a batch of no bytes has a buffer, too
         buffer = pool.pinner.buffer(nbytes)
         assert buffer is not None
         sizes.append(buffer.nbytes)
-    assert sizes == [128, 128, 128, 256]
+    assert sizes == [1, 128, 128, 256]
     assert pool.statistics.pinned_bytes == 128 + 256
-    assert pool.statistics.register_seconds == 3
+    assert pool.statistics.register_seconds == 4
     pool.pinner.close()
     assert pool.statistics.pinned_bytes == 0
 
@@ -164,6 +149,50 @@ def test_without_blocks_a_buffer_that_is_not_locked_takes_the_place_of_one_that_
     assert (buffer.nbytes, buffer.locked, buffer.memory.locked) == (1000, 0, False)
     assert pool.statistics.pinned_bytes == 128
     assert pool.pinner.buffer(100) is not buffer
+
+
+# ---- what is counted of copies ------------------------------------------------------------------------
+
+
+def test_a_batch_that_is_taken_before_it_has_arrived_is_late() -> None:
+    pool = Pool(in_blocks=False)
+    for key in range(4):
+        pool.begin(key)
+    pool.copies.take(0)
+    assert pool.statistics.late_copies == 1
+    pool.device.finish()
+    pool.copies.take(1)
+    pool.copies.reap()
+    pool.copies.take(2)
+    assert pool.statistics.late_copies == 1
+    assert (pool.statistics.copies, pool.statistics.copied_bytes) == (4, 4 * 64)
+
+
+def test_an_observer_is_told_of_each_copy_from_its_begin_to_when_it_was_seen_to_be_over() -> None:
+    pool, told = Pool(in_blocks=False), MagicMock()
+    pool.statistics.observer = told
+    for key, second in enumerate((3, 4, 5)):
+        pool.device.seconds = second
+        pool.begin(key)
+    pool.device.seconds = 7
+    pool.copies.reap()
+    assert not told.copied.called
+    pool.device.finish()
+    pool.copies.reap()
+    assert [call.args for call in told.copied.call_args_list] == [
+        (64, begun * 10**9, 7 * 10**9) for begun in (3, 4, 5)
+    ]
+
+
+def test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted() -> None:
+    pool = Pool(in_blocks=False, prefetch=1)
+    for key in range(2):
+        assert not pool.copies.full
+        pool.begin(key)
+    assert pool.statistics.block_wait_seconds == 0
+    assert pool.copies.full
+    pool.begin(2)
+    assert pool.statistics.block_wait_seconds == pool.device.seconds > 0
 
 
 # ---- whole loaders ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`Prefetcher`: runs over a simulated device, beside a hand-written one; any loader over a late one."""
+"""`Prefetcher`: runs over a simulated device; any loader over a late one, and where it stands."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, ToDevice
-from fastq_loader.device import options, prefetcher, session, staging
+from fastq_loader.device import accelerator, prefetcher, staging
 from tests.support.datasets import Made, Point, Record, assert_same, identity
 from tests.support.defects import defects
 from tests.support.late_device import Late, image_and_label, move_late
-from tests.support.simulated_device import HOME, OTHER, SIDE, Batch, Breach, Host, Memory, SimulatedDevice
+from tests.support.simulated_device import HOME, OTHER, Batch, Breach, Host, SimulatedDevice
 from tests.support.staging_runs import options_for
 
 BATCHES, NBYTES = 8, 64
@@ -78,67 +78,6 @@ def transform(device: SimulatedDevice, batch: Batch) -> Batch:
     return Batch([(made, ("transformed", value))])
 
 
-class HandWritten:
-    """apex's `data_prefetcher` put right, but for one `mistake`."""
-
-    def __init__(self, mistake: str, loader: Loader, device: SimulatedDevice, draw: random.Random) -> None:
-        self.mistake, self.device, self.loader = mistake, device, iter(loader)
-        self.preload()
-
-    def preload(self) -> None:
-        self.batch: Batch | None = None
-        self.error: Exception | None = None
-        try:
-            host = next(self.loader)
-        except StopIteration:
-            return
-        except KeyError as error:
-            if self.mistake == "an error is raised at once":
-                raise
-            self.error = None if self.mistake == "an error ends the epoch" else error
-            return
-        elsewhere = self.device.empty(NBYTES) if self.mistake == "memory of the wrong stream" else None
-        self.batch = self.device.on_side(lambda: self.copy(host, elsewhere))
-        if self.mistake != "the source is overwritten":
-            self.device.synchronize(self.copied)
-
-    def copy(self, host: Host, elsewhere: Memory | None) -> Batch:
-        memory = elsewhere or self.device.empty(NBYTES)
-        self.device.copy_async(memory, host, NBYTES)
-        self.copied = self.device.record(SIDE)
-        return transform(self.device, Batch([(memory, host.value)]))
-
-    def next(self) -> Any:
-        device, batch, error = self.device, self.batch, self.error
-        if self.mistake != "no wait":
-            early = self.mistake == "a wait for the copy alone" and batch
-            device.wait(device.current, self.copied if early else device.record(SIDE))
-        if batch and self.mistake != "no record_stream":
-            device.share(batch, device.current)
-        self.preload()
-        if error is not None:
-            raise error
-        lost = self.mistake == "the last batch is lost" and self.batch is None
-        return (None,) if batch is None or lost else batch
-
-
-MISTAKES = (
-    "no wait",
-    "a wait for the copy alone",
-    "no record_stream",
-    "memory of the wrong stream",
-    "the source is overwritten",
-    "the last batch is lost",
-    "an error is raised at once",
-    "an error ends the epoch",
-)
-
-
-def ours(loader: Loader, device: SimulatedDevice, draw: random.Random) -> Prefetcher:
-    options = {name: draw.choice(values) for name, values in CHOICES.items()}
-    return Prefetcher(loader, options_for(**options, transform=partial(transform, device)))
-
-
 CHOICES: dict[str, Any] = {
     "prefetch": (1, 1, 2),
     "transform_stream": ("side", "consumer"),
@@ -146,23 +85,24 @@ CHOICES: dict[str, Any] = {
 }
 
 
-def run(make: Callable[..., Any], seed: int) -> None:
+def run(seed: int) -> None:
     """Some epochs, whose steps are slower or quicker than the copies; the first is broken off."""
     draw = random.Random(seed)
     device, loader = SimulatedDevice(seed), Loader(draw)
     pace = draw.choice((2, 12, 40))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "TorchStager", lambda _: device)
+        patch.setattr(staging, "TorchStager", lambda _: device)
         patch.setattr(prefetcher, "can_share", lambda _: True)
         patch.setattr(prefetcher, "SerialStaging", simulated(prefetcher.SerialStaging))
         batches: Any = None
         for last in (draw.randrange(BATCHES), BATCHES, BATCHES):
-            if isinstance(batches, Prefetcher) and draw.random() < 0.7:
+            if batches is not None and draw.random() < 0.7:
                 iter(batches)
             else:
                 del batches  # with copies under way
                 use_memory(device, draw, 5)
-                batches = make(loader, device, draw)
+                given = {name: draw.choice(values) for name, values in CHOICES.items()}
+                batches = Prefetcher(loader, options_for(**given, transform=partial(transform, device)))
             if (seen := iterate(batches, device, draw, pace, last)) != loader.expected[:last]:
                 raise Breach(f"{seen} came instead of {loader.expected[:last]}")
     device.finish()
@@ -200,10 +140,20 @@ def use_memory(device: SimulatedDevice, draw: random.Random, times: int) -> None
         device.read(Batch([(memory, "the step's")]))
 
 
-def is_found(make: Callable[..., Any]) -> bool:
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32))
+def test_every_batch_is_right_however_slow_the_step_is(seed: int) -> None:
+    run(seed)
+
+
+#: What keeps memory from being written too early, by where it stands.
+GUARDS = {"SerialStaging.begin: if ahead: never"}
+
+
+def is_found() -> bool:
     def fails(seed: int) -> bool:
         try:
-            run(make, seed)
+            run(seed)
         except Exception:
             return True
         return False
@@ -211,27 +161,12 @@ def is_found(make: Callable[..., Any]) -> bool:
     return any(map(fails, range(300)))
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.integers(0, 2**32))
-def test_every_batch_is_right_however_slow_the_step_is(seed: int) -> None:
-    run(ours, seed)
-
-
-@pytest.mark.parametrize("mistake", ["", *MISTAKES])
-def test_a_mistake_of_a_hand_written_prefetcher_is_found(mistake: str) -> None:
-    assert is_found(partial(HandWritten, mistake)) == bool(mistake)
-
-
-#: What keeps memory from being written too early, by where it stands.
-GUARDS = {"SerialStaging.begin: if ahead: never"}
-
-
-def test_a_guard_of_ours_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guard_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     left_out = [(what, made) for what, made in defects(staging, "SerialStaging") if what in GUARDS]
     assert len(left_out) == len(GUARDS)
     for what, defective in left_out:
         monkeypatch.setattr(prefetcher, "SerialStaging", defective.SerialStaging)
-        assert is_found(ours), what
+        assert is_found(), what
 
 
 # ---- any loader, over a late device -----------------------------------------------------------------
@@ -497,7 +432,7 @@ def test_what_cannot_be_meant_is_refused(late: Late, monkeypatch: pytest.MonkeyP
     with pytest.raises(TypeError, match=r"ToDevice\(None\): name a device"):
         Prefetcher([], None)  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
-        for module in (prefetcher, options):
+        for module in (prefetcher, accelerator):
             patch.setattr(module, "can_share", lambda device: False)
         for device in ("cuda", ToDevice("cuda")):
             with pytest.raises(ValueError, match=r"^device='cuda' cannot be used: cpu tensors have no recor"):
@@ -533,7 +468,7 @@ def test_the_loaders_iterator_comes_before_the_device_and_goes_with_the_epoch(
     device, loader, made = late(), Failing(), []
     batches = Prefetcher(loader, "cuda")
     with monkeypatch.context() as patch:
-        patch.setattr(session, "TorchStager", lambda _: made.append(hasattr(loader, "at")) or device)
+        patch.setattr(staging, "TorchStager", lambda _: made.append(hasattr(loader, "at")) or device)
         held = iter(batches)
     next(held)
     references = sys.getrefcount(loader)
@@ -567,3 +502,162 @@ def test_nothing_is_asked_for_while_a_graph_is_captured(late: Late) -> None:
         batches.next()
     device.is_capturing = False
     assert batches.next()[1].tolist() == [2, 3]
+
+
+# ---- where a loader stands that is read so -------------------------------------------------------------
+
+LENGTH, FAILING = 12, 5
+
+
+def number(index: int) -> torch.Tensor:
+    if index == FAILING:
+        raise KeyError("on purpose")
+    return torch.tensor(index)
+
+
+def loader_of(workers: int, schedule: str) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    options: Any = {"generator": generator, "shuffle": True, "schedule": schedule, "collate_fn": identity}
+    return DataLoader(Made(number, LENGTH), None, num_workers=workers, **options)
+
+
+def read(batches: Iterator[Any], most: int = LENGTH + 1) -> list[Any]:
+    seen: list[Any] = []
+    while len(seen) < most:
+        try:
+            seen.append(next(batches).item())
+        except StopIteration:
+            break
+        except KeyError:
+            seen.append("error")
+    return seen
+
+
+def check_each_stop(workers: int, schedule: str) -> None:
+    """Stopped after each batch, an epoch and the next one go on as if it had not been."""
+    plain = loader_of(workers, schedule)
+    whole = [read(iter(plain)) for _ in range(2)]
+    for stop in range(LENGTH + 1):
+        loader = loader_of(workers, schedule)
+        with Prefetcher(loader, ToDevice("cuda", 3)) as prefetcher, loader:
+            epoch = iter(prefetcher)
+            assert read(epoch, stop) == whole[0][:stop]
+            state = prefetcher.state_dict()
+            assert prefetcher.position == loader.position == (0, stop, stop)
+        assert loader.state_dict() == state, "also when what was asked for ahead is lost"
+        state["order"].clear()
+        assert prefetcher.state_dict() == loader.state_dict() != state, "a dict of its own"
+        resumed = loader_of(workers, schedule)
+        with Prefetcher(resumed, ToDevice("cuda", 2)) as prefetcher, resumed:
+            prefetcher.load_state_dict(loader.state_dict())
+            assert prefetcher.position == (0, stop, stop)
+            assert read(iter(prefetcher)) == whole[0][stop:], f"stop={stop}"
+            assert read(iter(prefetcher)) == whole[1], f"stop={stop}"
+
+
+@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
+def test_an_epoch_goes_on_after_what_was_handed_out(schedule: str, late: Late) -> None:
+    late()
+    check_each_stop(0, schedule)
+
+
+@pytest.mark.processes
+def test_an_epoch_of_workers_goes_on_after_what_was_handed_out(late: Late) -> None:
+    late()
+    check_each_stop(2, "dynamic")
+
+
+def test_the_end_is_known_when_it_was_handed_out(late: Late) -> None:
+    late()
+    loader = loader_of(0, "round_robin")
+    prefetcher = Prefetcher(loader, "cuda")
+    epoch = iter(prefetcher)
+    assert prefetcher.position == (0, 0, 0)
+    read(epoch, LENGTH)
+    assert (prefetcher.position, loader.position) == ((0, LENGTH, LENGTH), (0, LENGTH, LENGTH))
+    assert not prefetcher.state_dict()["_iterator_finished"]
+    with pytest.raises(StopIteration):
+        next(epoch)
+    assert (prefetcher.position, loader.position) == ((1, 0, LENGTH), (1, 0, LENGTH))
+    assert loader.state_dict()["_iterator_finished"]
+    read(iter(prefetcher), 4)
+    prefetcher.close()
+    iter(loader)
+    assert loader.position == (2, 0, LENGTH + 4), "what was asked for ahead, and lost, does not count"
+
+
+def test_a_batch_that_an_interrupt_cut_off_was_not_handed_out(late: Late) -> None:
+    late()
+
+    def interrupt(batch: Any) -> Any:
+        if interrupted:
+            raise KeyboardInterrupt
+        return batch
+
+    interrupted = [True]
+    loader = DataLoader(range(8), None, collate_fn=torch.tensor)
+    prefetcher = Prefetcher(loader, ToDevice("cuda", 1, interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        prefetcher.next()
+    assert prefetcher.position == loader.position == (0, 0, 0)
+    interrupted.clear()
+    epoch = iter(prefetcher)
+    assert next(epoch).item() == 0
+    interrupted.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        next(epoch)
+    assert prefetcher.position == loader.position == (1, 1, 1)
+    loader.load_state_dict(prefetcher.state_dict())
+    assert prefetcher.position == (1, 1, 1)
+    interrupted.clear()
+    assert next(iter(prefetcher)).item() == 1
+
+
+class Counting:
+    """Another kind of loader, with a state; it cannot tell that after batch 3."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.given < 6:
+            self.given += 1
+            yield torch.tensor(self.given - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.given == 3:
+            raise OSError("no state today")
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_any_loader_with_a_state_is_asked_in_time(device: str, late: Late) -> None:
+    if device == "cuda":
+        late()
+    prefetcher = Prefetcher(Counting(), device)
+    assert prefetcher.state_dict() == {"given": 0}
+    for at, batch in enumerate(prefetcher):
+        assert batch.item() == at
+        if at == 2:
+            with pytest.raises(OSError, match="no state today"):
+                prefetcher.state_dict()
+        else:
+            assert prefetcher.state_dict() == {"given": at + 1}
+    epoch = iter(prefetcher)
+    prefetcher.load_state_dict({"given": 4})
+    with pytest.raises(IteratorInvalid, match="a state was loaded"):
+        next(epoch)
+    assert prefetcher.state_dict() == {"given": 4}
+    assert [batch.item() for batch in prefetcher] == [4, 5]
+
+
+def test_a_loader_without_a_state_has_none_here_either(late: Late) -> None:
+    late()
+    prefetcher = Prefetcher([torch.ones(2)], "cuda")
+    assert len(list(prefetcher)) == 1
+    for ask in (prefetcher.state_dict, lambda: prefetcher.position, lambda: prefetcher.load_state_dict({})):
+        with pytest.raises(AttributeError, match="'list' object has no attribute"):
+            ask()

@@ -6,6 +6,7 @@ import functools
 import gc
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, ToDevice
-from fastq_loader.device import copies, pinning, session, staging
+from fastq_loader.device import copies, pinning, staging
+from fastq_loader.device.staging import Attempt
 from fastq_loader.memory.arena import Mapping
 from tests.conftest import descendants, run_script, wait_until
 from tests.support.datasets import Made, MapDataset, assert_same, identity
@@ -38,15 +40,14 @@ def test_no_run_breaks_a_rule(seed: int) -> None:
 
 #: Parts of a defect's name, and why no run finds it.
 HARMLESS = {
-    "_events": "events are used again only to save time",
     "if stager.shares: never": "batches are moved where sharing would do",
     "buffer.nbytes < nbytes and": "buffers are made anew where there is one",
     "buffer.copy is not None and (not buffer.copy.over), without not": "`wait_for` knows what is over",
     "Pinner.busy: self._statistics.pin == BOUNCE": "in other modes no copy reads from a buffer",
-    "_seconds": "see test_copies and test_pinning",
-    "late_copies": "see test_copies",
-    "_statistics.copied": "see test_copies",
-    "copy.over or stager.query": "see test_copies",
+    "_seconds": "see test_pinning",
+    "late_copies": "see test_pinning",
+    "_statistics.copied": "see test_pinning",
+    "copy.over or stager.query": "see test_pinning",
     "Pinner._enlarge": "see test_pinning: buffers that are pageable are made without workers only",
     "refuse_interrupt": "handlers of signals that raise errors are tested with whole loaders",
 }
@@ -65,7 +66,7 @@ def is_found() -> bool:
 @pytest.mark.filterwarnings("ignore::fastq_loader.PinFallback")
 @pytest.mark.parametrize(
     ("module", "name", "place"),
-    [(copies, "Copies", session), (pinning, "Pinner", session), (staging, "Staging", staging)],
+    [(copies, "Copies", staging), (pinning, "Pinner", staging), (staging, "Staging", staging)],
 )
 def test_whatever_is_left_out_is_found(
     module: ModuleType, name: str, place: ModuleType, monkeypatch: pytest.MonkeyPatch
@@ -84,7 +85,7 @@ class _FenceOnWrongStream(copies.Copies):
 
 
 def test_a_fence_on_the_wrong_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "Copies", _FenceOnWrongStream)
+    monkeypatch.setattr(staging, "Copies", _FenceOnWrongStream)
     assert is_found()
 
 
@@ -378,3 +379,24 @@ def test_a_device_without_memory_is_an_error_at_its_place(
             with pytest.raises(RuntimeError, match="on purpose"):
                 next(iterator)
         assert labels_of(iterator) == [[at, at + 1] for at in range(8, 30, 2)]
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+@pytest.mark.parametrize("error", [OSError(2, "gone"), Frozen(3)])
+def test_an_error_that_waits_is_raised_once_and_says_where_it_came_from(error: Exception) -> None:
+    def fail() -> None:
+        try:
+            raise ValueError("before it")
+        except ValueError:
+            raise error from None
+
+    attempt = Attempt(fail)
+    with pytest.raises(type(error)) as raised:
+        attempt.outcome()
+    assert raised.value is error
+    assert "in fail" in str(error.__cause__)
+    assert attempt.outcome() is None

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, copy_into, normalize
+from fastq_loader.device import transforms
 from tests.support.datasets import Keyed, Made, Point, Record
-from tests.support.fake_accelerator import KIND, FakeAccelerator, fake_accelerator
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -67,25 +67,23 @@ def test_channels_last(shape: tuple[int, ...], layout: str) -> None:
         normalize(MEAN, STD, channels_last=True)(images(2, 3, 8))
 
 
-@pytest.mark.parametrize("kind", [dict, Keyed, list, tuple, Point])
+def counted(pair: Any) -> Any:
+    return defaultdict(list, pair)
+
+
+@pytest.mark.parametrize("kind", [dict, Keyed, counted, list, tuple, Point])
 def test_the_images_of_a_batch_are_found_and_the_rest_is_passed_on(kind: Any) -> None:
     pixels, mask = images(2, 3, 4, 4), images(2, 1, 4, 4)
-    pair = {"x": pixels, "y": mask} if issubclass(kind, dict) else [pixels, mask]
+    pair = {"x": pixels, "y": mask} if kind in (dict, Keyed, counted) else [pixels, mask]
     batch = kind(*pair) if kind is Point else kind(pair)
     result = normalize(MEAN, STD)(batch)
-    assert type(result) is kind
+    assert type(result) is type(batch)
+    assert getattr(result, "default_factory", None) is getattr(batch, "default_factory", None)
     first, second = result.values() if isinstance(result, dict) else result
     torch.testing.assert_close(first, by_hand(pixels).float())
     assert second is mask
     assert (batch["x"] if isinstance(batch, dict) else batch[0]) is pixels
     assert pixels.dtype is torch.uint8  # the batch itself stays as it was
-
-
-def test_a_dict_keeps_its_default_factory_and_attributes() -> None:
-    pixels = images(2, 3, 4, 4)
-    result = normalize(MEAN, STD)(defaultdict(list, x=pixels))
-    assert (type(result), result.default_factory, result["x"].dtype) == (defaultdict, list, torch.float32)
-    assert normalize(MEAN, STD)(Keyed(x=pixels, tag="kept")).tag == "kept"
 
 
 def test_which_names_what_is_normalised() -> None:
@@ -128,10 +126,10 @@ def test_what_it_keeps_serves_steps_with_and_without_gradients() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        (((0.5,), (1, 2)), ValueError, r"mean=\(0.5,\) and std=\(1, 2\)"),
-        ((MEAN, (1, 0, 1)), ValueError, r"std=\(1, 0, 1\) must not be 0"),
+        (((0.5,), (1, 2)), ValueError, r"mean=\(0.5,\) and std=\(1.0, 2.0\)"),
+        ((MEAN, (1, 0, 1)), ValueError, r"std=\(1.0, 0.0, 1.0\) must not be 0"),
         ((MEAN, STD, torch.int32), TypeError, r"dtype=torch.int32 must be floating-point"),
-        ((MEAN, STD, torch.half, False, None, "x"), TypeError, r"which='x' must be a list .*: which=\['x'\]"),
+        ((MEAN, STD, torch.half, False, None, "x"), TypeError, r"which='x' must be a list .*: \['x'\]"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: Any, error: type[Exception], text: str) -> None:
@@ -146,63 +144,25 @@ def test_it_can_be_pickled_and_shown() -> None:
     assert repr(apply).startswith("normalize(mean=(0.485")
 
 
-class Late:
-    """A normalize on a fake accelerator: its factors are there once the stream that made them has run."""
-
-    def __init__(self, fake: FakeAccelerator, patch: pytest.MonkeyPatch) -> None:
-        self.apply = normalize(MEAN, STD)
-        self.fake = fake
-        self.made = 0
-        self.seen: list[float] = []
-        patch.setattr(self.apply, "_make", self.make)
-
-    def make(self, *form: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        self.made += 1
-        scale, shift = torch.full((), -1.0), torch.full((), -1.0)
-        self.fake.queue(lambda: (scale.fill_(1), shift.fill_(1)))
-        return scale, shift
-
-    def use(self, device: str = f"{KIND}:0") -> None:
-        """Queue a look at the factors on the current stream."""
-        pixels: Any = SimpleNamespace(device=torch.device(device), dtype=torch.uint8, dim=lambda: 4)
-        scale, shift = self.apply._scale_and_shift(pixels)
-        self.fake.queue(lambda: self.seen.extend((scale.item(), shift.item())))
-
-
-def test_a_stream_reads_only_factors_that_it_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake_accelerator(monkeypatch) as fake:
-        late = Late(fake, monkeypatch)
-        first, second = fake.current_stream(), fake.Stream(torch.device(KIND, 0))
-        late.use()
-        fake.set_stream(second)
-        late.use()
-        fake.run(second)  # while the first has not run yet
-        assert late.seen == [1, 1]
-        late.use()
-        fake.set_stream(first)
-        late.use()
-        fake.finish()
-        assert (late.seen, late.made) == ([1] * 8, 2)
-        late.use(f"{KIND}:1")  # whose current stream is another
-        assert late.made == 3
-
-
-def test_where_streams_cannot_be_told_apart_factors_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a device that torch was built with, where another backend has made itself torch's accelerator."""
-    with fake_accelerator(monkeypatch) as fake:
-        late = Late(fake, monkeypatch)
-        for device in ("xpu:0", "xpu:0", "cpu", "cpu"):
-            late.use(device)
-        assert late.made == 3
-
-
-def test_what_a_graph_captured_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake_accelerator(monkeypatch) as fake:
-        late, stream = Late(fake, monkeypatch), fake.current_stream()
-        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: stream)
-        for stream.capturing in (True, True, False, False):
-            late.use()
-        assert late.made == 3
+@pytest.mark.parametrize(
+    ("streams", "captured", "made"),
+    [
+        ("abab", False, 2),  # a stream reads only factors that it made: nothing waits for another one's
+        ("aa", True, 2),  # a graph keeps what it captured to itself
+        ([None, None], False, 2),  # where streams cannot be told apart
+    ],
+)
+def test_factors_are_kept_for_the_stream_that_made_them(
+    streams: Any, captured: bool, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply, factors = normalize(MEAN, STD), []
+    monkeypatch.setattr(apply, "_make", lambda *form: factors.append(form) or (torch.ones(()),) * 2)
+    monkeypatch.setattr(transforms, "is_captured", lambda device: captured)
+    for stream in streams:
+        monkeypatch.setattr(transforms, "current_stream", lambda device, stream=stream: stream)
+        pixels: Any = SimpleNamespace(device=torch.device("xpu:0"), dtype=torch.uint8, dim=lambda: 4)
+        apply._scale_and_shift(pixels)
+    assert len(factors) == made
 
 
 def test_on_the_host_no_accelerator_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader
 from fastq_loader.insight import auto
-from fastq_loader.workers.options import Auto
+from fastq_loader.workers.kinds import Auto
 from tests.support.loaders import PERSISTENT, Wrapped, seed_all
 
 pytestmark = pytest.mark.processes
@@ -133,10 +133,11 @@ def test_a_subclass_that_wraps_its_iterator_is_reset_with_another_number(decisio
 def test_the_real_decision_is_made_from_what_was_counted() -> None:
     with loader_of(dataset=Drawn(200)) as loader:
         list(loader)
-        assert not loader._resources.seen, "there was nothing to decide from"
+        chooser = loader._resources.chooser
+        assert not chooser.seen, "there was nothing to decide from"
         for _ in range(3):
             list(loader)
-        seen = loader._resources.seen
+        seen = chooser.seen
         assert len(seen) == 3
         assert all(epoch.seconds > 0 and epoch.costs.load > 0 for epoch in seen)
         next(iter(loader))

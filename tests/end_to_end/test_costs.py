@@ -22,8 +22,8 @@ from fastq_loader.memory.pool import BlockPool
 from fastq_loader.scheduling.events import Draw, EpochStarted, Exhausted
 from fastq_loader.scheduling.in_flight import InFlight
 from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
-from fastq_loader.scheduling.window import Window
 from tests.support.pair import LARGE, Pair, paired
 from tests.support.simulation import SimulatedArena
 

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
-from fastq_loader.scheduling.options import Schedule
+from fastq_loader.scheduling.schedules import Schedule
 from fastq_loader.workers import group
 from tests.support.datasets import Backwards, CountingSampler, Drawing, Made
 from tests.support.loaders import seed_all

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Sampler
 
 from fastq_loader import DataLoader, Dynamic, IteratorInvalid, RoundRobin
-from fastq_loader.scheduling.options import Schedule
+from fastq_loader.scheduling.schedules import Schedule
 from tests.conftest import run_script
 from tests.support.alarms import Alarm, alarm_after, ring
 from tests.support.crimes import Slow

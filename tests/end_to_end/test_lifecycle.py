@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader, Processes
-from fastq_loader.workers import pool
+from fastq_loader.workers import local_pool
 from tests.conftest import (
     ScriptResult,
     descendants,
@@ -372,7 +372,7 @@ def test_p6c_workers_that_start_late_see_the_dataset_as_it_was_and_it_is_sent_on
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Spawned workers start one for each core. It is not pickled for each of them, nor each epoch."""
-    monkeypatch.setattr(pool, "cores", lambda: 1)
+    monkeypatch.setattr(local_pool, "cores", lambda: 1)
     dataset = Shared()
     options: Any = {"multiprocessing_context": "spawn", "persistent_workers": True}
     with DataLoader(dataset, num_workers=2, collate_fn=list, **options) as loader:

@@ -173,7 +173,6 @@ def test_statistics_say_where_workers_were_after_they_have_ended(cluster: Nodes)
     assert all("(Ray's node " in node for node in nodes)
     assert len({*nodes}) == 2
     assert found.wire_bytes > found.bytes
-    assert found.refused_connections == 0, "whoever connects to its own host is let in"
 
 
 def test_a_node_that_joins_gets_work_in_the_same_epoch(cluster: Nodes) -> None:

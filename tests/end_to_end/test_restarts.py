@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, get_worker_info
 from fastq_loader import DataLoader, Dynamic, IteratorInvalid, Processes
 from fastq_loader.errors import PoisonousBatch, WorkerDied, WorkerReplaced
 from fastq_loader.ipc import claim_table
-from fastq_loader.workers import main, stack_dumps
+from fastq_loader.workers import children, main
 from tests.conftest import descendants, of_kind
 
 SIZE = 24
@@ -207,8 +207,8 @@ def stopping_once(call: Callable[..., Any], mark: Path) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("module", "name", "schedule", "doing"),
     [
-        (stack_dumps, "write_on_demand", "round_robin", "before it was up"),
-        (stack_dumps, "write_on_demand", "dynamic", "before it was up"),
+        (children, "write_stacks", "round_robin", "before it was up"),
+        (children, "write_stacks", "dynamic", "before it was up"),
         # On a busy machine their word that they are up has not been read yet.
         (claim_table, "set_lock", "dynamic", ""),
         (main, "Worker", "dynamic", ""),

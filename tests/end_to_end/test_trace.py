@@ -23,7 +23,6 @@ from tests.support.traces import asynchronous, batches, check, of, opened, read,
 
 pytestmark = pytest.mark.processes
 
-PHASES = ["queued", "load", "ready"]
 KINDS: dict[str, dict[str, Any]] = {
     "map-style": {"dataset": Rows(24)},
     "iterable": {"dataset": Stream("tensors", (13, 7))},
@@ -43,9 +42,7 @@ def test_every_batch_of_every_epoch_is_there_from_its_task_to_its_step(kind: str
     loader.close()
     events = read(path)
     check(events)
-    found = batches(events)
-    assert len(found) == given
-    assert {tuple(span["name"] for span in spans) for spans in found.values()} == {tuple(PHASES)}
+    assert len(batches(events)) == given
     names = list(tracks(events))
     pools = 1 if kind == "persistent" else 2
     workers = sum(name.startswith("worker ") for name in names)
@@ -123,7 +120,7 @@ def test_an_error_is_a_mark_at_its_batch(workers: int, tmp_path: Path) -> None:
     assert "sample 5 is broken" in mark["args"]["about"]
 
 
-def test_a_worker_that_was_killed_and_replaced_is_a_mark_and_its_batch_shows_it(tmp_path: Path) -> None:
+def test_a_worker_that_was_killed_and_replaced_is_a_mark(tmp_path: Path) -> None:
     mark_file = tmp_path / "died"
     loader = DataLoader(DiesOnce(24, 20, str(mark_file)), 2, num_workers=2, workers=Processes(max_restarts=2))
     with loader.trace(tmp_path / "a.json"), pytest.warns(WorkerReplaced):
@@ -135,9 +132,7 @@ def test_a_worker_that_was_killed_and_replaced_is_a_mark_and_its_batch_shows_it(
     assert mark["name"].endswith("was replaced")
     assert "SIGKILL" in mark["args"]["about"]
     assert sum(name.startswith("worker ") for name in tracks(events)) == 3
-    lost = [spans for spans in batches(events).values() if spans[0]["name"] == "lost with a worker"]
-    assert lost
-    assert all([span["name"] for span in spans[1:]] == PHASES for spans in lost)
+    assert len(batches(events)) == 12
 
 
 class DiesOnce(Rows):

@@ -1,4 +1,4 @@
-"""What is advised, and what is not."""
+"""What is advised, what users are told without asking, and what not."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastq_loader.insight.advice import advice, duration
-from fastq_loader.insight.evidence import Evidence
-from fastq_loader.insight.model import Costs, Setting
+from fastq_loader.insight.advice import (
+    advice,
+    duplicate_data,
+    duration,
+    idle_workers,
+    memory_pressure,
+    same_order,
+    tiny_batches,
+)
+from fastq_loader.insight.model import Costs, Evidence, Setting
+from fastq_loader.ipc.messages import BATCH, Answer
+from fastq_loader.statistics.counters import WorkerCounters
+from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, StagingStatistics, WorkerStatistics
 
 EPOCH = EpochStatistics(1, 100, 10.0, workers_seconds=7.7, head_of_line_seconds=2.3)
@@ -79,7 +89,7 @@ def test_dynamic_removes_what_slow_batches_cost() -> None:
     ("setting", "fields", "not_advised"),
     [
         (Setting(2, dynamic=True), {}, ["dynamic", "prefetch"]),
-        (Setting(2), {"iterable": True}, ["dynamic"]),
+        (Setting(2), {"iterable": True}, ["dynamic"]),  # it may give up the order
         (Setting(2, fixed_window=4), {}, ["prefetch"]),
         (Setting(0), {}, ["dynamic", "prefetch", "in_order"]),
     ],
@@ -90,10 +100,6 @@ def test_what_has_no_effect_is_not_advised(
     for limit in ("head_of_line", "workers", "memory"):
         found = lines(limit, UNEVEN, setting, **fields)
         assert not any(word in found for word in not_advised)
-
-
-def test_an_iterable_dataset_may_give_up_the_order() -> None:
-    assert "in_order=False" in lines("head_of_line", UNEVEN, iterable=True)
 
 
 def test_where_dynamic_waits_already_the_slow_batches_are_named() -> None:
@@ -107,20 +113,18 @@ def test_where_dynamic_waits_already_the_slow_batches_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("costs", "workers", "line"),
+    ("load", "enough"),
     [
-        (Costs((0.012,), step=0.031), 4, "a batch 12 ms: one worker would do"),
-        (Costs((0.060,), step=0.031), 4, "a batch 60 ms: 2 workers would do"),
-        (Costs((1e-5,), step=0.031), 4, "a batch 10 µs: num_workers=0 would do"),
+        (0.012, "a batch 12 ms: one worker"),
+        (0.060, "a batch 60 ms: 2 workers"),
+        (1e-5, "a batch 10 µs: num_workers=0"),
     ],
 )
-def test_fewer_workers_where_the_step_limits(costs: Costs, workers: int, line: str) -> None:
-    expected = f"a step takes 31 ms, {line}, at the same speed"
-    assert lines("consumer", costs, Setting(workers)) == expected
-
-
-def test_no_fewer_workers_where_all_are_needed() -> None:
-    assert lines("consumer", Costs((0.012,), step=0.031), Setting(1)) == ""
+def test_fewer_workers_where_the_step_limits(load: float, enough: str) -> None:
+    costs = Costs((load,), step=0.031)
+    expected = f"a step takes 31 ms, {enough} would do, at the same speed"
+    assert lines("consumer", costs, Setting(4)) == expected
+    assert lines("consumer", Costs((0.012,), step=0.031), Setting(1)) == "", "all are needed"
 
 
 def test_workers_that_stay_are_advised_where_they_do_not() -> None:
@@ -237,3 +241,157 @@ def test_little_gains_are_not_mentioned_and_the_best_comes_first(
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+# ---- hints --------------------------------------------------------------------------------------------
+
+Batch = tuple[bytes, int]
+
+
+def test_few_samples_in_the_same_order_say_nothing() -> None:
+    assert same_order("Shuffle", 7, 19) is None
+    text = same_order("Shuffle", 7, 20)
+    assert text is not None
+    assert "Shuffle gave the same order in epochs 6 and 7 (the first 20 samples" in text
+    assert "set_epoch(epoch)" in text
+
+
+# ---- duplicate data ---------------------------------------------------------------------------------
+
+
+def batches(letters: str, nbytes: int = 8) -> list[Batch]:
+    return [(letter.encode(), nbytes) for letter in letters]
+
+
+ALIKE = {
+    "all eight": [batches("abcdefgh")] * 2,
+    "fewer, if there are no more": [batches("abc")] * 2,
+    "two, with enough in them": [batches("ab", 12)] * 2,
+    "with repetitions": [batches("aabbcc")] * 2,
+    "any two workers": [batches("abcd"), batches("efgh"), batches("abcd")],
+}
+DIFFERENT = {
+    "one worker": [batches("abcdefgh")],
+    "parts": [batches("abcd"), batches("efgh")],
+    "the last one differs": [batches("abcd"), batches("abce")],
+    "one has more": [batches("abcd"), batches("abcde")],
+    "another order": [batches("abcd"), batches("bacd")],
+    "constant data": [batches("aaaaaaaa", 10**6)] * 2,
+    "nearly constant": [batches("abababab", 10**6)] * 2,
+    "two alike": [batches("aa", 10**6)] * 2,
+    "one batch each": [batches("a", 10**6)] * 2,
+    "numbers that may agree by chance": [batches("ab")] * 2,
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("case", [*ALIKE, *DIFFERENT])
+def test_workers_that_give_the_same_data(case: str) -> None:
+    first = dict(enumerate({**ALIKE, **DIFFERENT}[case]))
+    text = duplicate_data("Stream", first)
+    assert (text is not None) == (case in ALIKE)
+    if text is not None:
+        pair = (0, len(first) - 1)
+        assert f"Workers {pair[0]} and {pair[1]} gave the same data (their first {len(first[0])}" in text
+        assert "get_worker_info()" in text
+
+
+# ---- idle workers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given_by", "idle"),
+    [
+        ([8, 0, 8], "1 of 3 workers gave no batch in a whole epoch (worker 1)"),
+        ([0, 8, 0, 8], "2 of 4 workers gave no batch in a whole epoch (worker 0, 2)"),
+        ([8, 8], None),
+        ([8, 1], None),
+        ([8, 7, 0], None),
+        ([0, 0], None),
+    ],
+)
+def test_workers_that_give_nothing(given_by: list[int], idle: str | None) -> None:
+    first = {worker: [(b"", 0)] * count for worker, count in enumerate(given_by) if count}
+    text = idle_workers("Shards", first, len(given_by))
+    assert (text is None) == (idle is None)
+    if text is not None and idle is not None:
+        assert text.startswith(idle)
+        assert f"num_workers={len(first)}" in text
+
+
+# ---- tiny batches -----------------------------------------------------------------------------------
+
+
+def was_loaded(counters: EpochCounters, seq: int, load: int) -> None:
+    took = load * 1000
+    counters.answered(
+        0, Answer(1, seq, 0, BATCH, 0, took, (), (), None, collated=took), True, WorkerCounters(0, 1)
+    )
+
+
+def epoch_of(
+    batches: int, *, load: int, way: int, step: int = 0, start_up: int = 0, sampler: int = 0, copy: int = 0
+) -> EpochCounters:
+    """An epoch that is over; all times in microseconds for each batch."""
+    counters = EpochCounters(1, 0)
+    counters.batches = batches
+    for seq in range(batches):
+        was_loaded(counters, seq, load)
+    counters.spent.update(
+        transport=way * 1000 * batches,
+        consumer=step * 1000 * batches,
+        start_up=start_up * 1000 * batches,
+        sampler=sampler * 1000 * batches,
+        device_copy=copy * 1000 * batches,
+    )
+    counters._left = sum(counters.spent.values())
+    return counters
+
+
+def test_batches_that_are_worth_no_worker() -> None:
+    text = tiny_batches(epoch_of(60_000, load=20, way=180, step=30), 2)
+    assert text is not None
+    assert "takes 20 µs to load, and 210 µs with its way from 2 workers" in text
+    assert "this epoch of 60000 batches would have taken about 3.0 s in place of 12.6 s" in text
+
+
+@pytest.mark.parametrize(
+    ("counters", "told"),
+    [
+        (epoch_of(1000, load=500, way=10_000), True),
+        (epoch_of(999, load=500, way=10_000), False),  # a short epoch
+        (epoch_of(10, load=1, way=10**6), False),
+        (epoch_of(5000, load=10, way=1011), True),
+        (epoch_of(5000, load=10, way=1009), False),  # less than five seconds were lost
+        (epoch_of(60_000, load=100, way=201), True),
+        (epoch_of(60_000, load=100, way=199), False),  # less than twice as fast
+        (epoch_of(60_000, load=20, way=180, step=190), False),  # the step takes as long
+        (epoch_of(60_000, load=20, way=180, sampler=190), False),
+        (epoch_of(60_000, load=20, way=180, copy=190), False),
+        (epoch_of(60_000, load=100, way=100, start_up=10**6), False),  # a slow start is something else
+    ],
+)
+def test_where_it_does_not_matter_nothing_is_said(counters: EpochCounters, told: bool) -> None:
+    assert (tiny_batches(counters, 2) is not None) == told
+
+
+# ---- memory -----------------------------------------------------------------------------------------
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("window", "batch_bytes", "left", "told"),
+    [
+        (16, 100 * MB, 3199 * MB, True),
+        (16, 100 * MB, 3200 * MB, False),
+        (16, 4 * MB, 0, True),
+        (15, 4 * MB, 0, False),
+    ],
+)
+def test_a_window_that_takes_half_of_the_memory(window: int, batch_bytes: int, left: int, told: bool) -> None:
+    text = memory_pressure(window, batch_bytes, left)
+    assert (text is not None) == told
+    if text is not None:
+        assert f"{window} batches of {batch_bytes / 1e6:,.1f} MB may be loaded ahead" in text
+        assert "prefetch_factor" in text

@@ -1,14 +1,29 @@
-"""The model: what must hold of any costs, and closed forms where there are some."""
+"""The model: what must hold of any costs, closed forms where there are some, and where costs come from."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastq_loader.insight.model import Costs, Setting, seconds_per_batch
+from fastq_loader.insight.model import (
+    Costs,
+    Evidence,
+    Setting,
+    costs_of,
+    is_enough,
+    most_workers,
+    numbers,
+    seconds_per_batch,
+)
+from fastq_loader.ipc.messages import BATCH, Answer
+from fastq_loader.statistics.counters import WorkerCounters
+from fastq_loader.statistics.epoch import EpochCounters
+from fastq_loader.statistics.snapshots import EpochStatistics, WorkerStatistics
 
 #: CPUs that never limit.
 MANY = 1e9
@@ -80,13 +95,6 @@ def test_dynamic_is_never_slower_than_taking_turns(costs: Costs, workers: int, p
     assert dynamic <= turns * ENDS
 
 
-@given(COSTS, WORKERS, st.floats(0.5, 8), st.floats(1.1, 8))
-def test_times_are_in_proportion(costs: Costs, workers: int, cpus: float, factor: float) -> None:
-    for setting in (Setting(0), Setting(workers)):
-        found = seconds_per_batch(costs.times(factor), setting, cpus)
-        assert found == pytest.approx(factor * seconds_per_batch(costs, setting, cpus))
-
-
 def test_turns_wait_for_a_slow_batch_and_dynamic_goes_on() -> None:
     costs = Costs((0.01,) * 9 + (0.2,))
     assert seconds_per_batch(costs, Setting(2), MANY) == pytest.approx(0.023, rel=0.1)
@@ -99,6 +107,195 @@ def test_sleeping_needs_no_cpu() -> None:
     assert seconds_per_batch(replace(costs, load_cpu=1.0), Setting(10), 1) == pytest.approx(0.1)
 
 
-def test_another_step_uses_no_cpu() -> None:
-    costs = Costs((0.1,), step=1.0, step_cpu=1.0).with_step(0.5)
-    assert (costs.step, costs.step_cpu, costs.cpu) == (0.5, 0.0, 0.1)
+# ---- which numbers of workers ----------------------------------------------------------------------
+
+
+def waiting(load_cpu: float) -> Costs:
+    return Costs((0.05,), pack=0.0001, overhead=0.0001, load_cpu=load_cpu)
+
+
+@given(st.floats(0.0, 1.0), st.floats(0.1, 256))
+def test_as_many_workers_may_be_tried_as_keep_the_cpus_busy(load_cpu: float, cpus: float) -> None:
+    most = most_workers(waiting(load_cpu), cpus)
+    assert 1 <= most <= max(64, math.ceil(cpus))
+    assert most >= min(64, cpus), "as many as there are CPUs are never too many"
+    if load_cpu == 1:
+        assert most == math.ceil(cpus), "more would wait for a CPU"
+
+
+def test_work_that_waits_gets_more_workers_than_cpus() -> None:
+    assert most_workers(waiting(0.5), 2) == 4
+    assert most_workers(waiting(0.07), 2) == 32, "29, rounded up"
+    assert most_workers(waiting(0.01), 2) == 32
+    assert most_workers(waiting(0.01), 64) == 64
+
+
+@given(st.integers(1, 300), st.floats(0.3, 300))
+def test_numbers_grow_in_steps_of_which_none_is_wide(most: int, cpus: float) -> None:
+    tried = numbers(most, cpus)
+    assert tried[0] == 1
+    assert tried == sorted(set(tried))
+    assert tried[-1] <= most <= tried[-1] * 1.5
+    assert all(after <= before * 1.5 or before < 2 for before, after in pairwise(tried))
+    if math.ceil(cpus) <= most:
+        assert math.ceil(cpus) in tried
+
+
+# ---- what is known of a run ---------------------------------------------------------------------------
+
+EPOCH = EpochStatistics(1, batches=100, seconds=10.0, consumer_seconds=4.0, workers_seconds=6.0)
+
+
+def test_shares_add_up() -> None:
+    shares = Evidence(EPOCH).shares
+    assert (shares["consumer"], shares["workers"], sum(shares.values())) == (0.4, 0.6, 1.0)
+    assert set(Evidence(EpochStatistics()).shares.values()) == {0.0}
+
+
+@pytest.mark.parametrize(("workers", "busy"), [(0, 0.0), (1, 1.0), (2, 0.75), (4, 0.375)])
+def test_how_busy_the_workers_were_follows_from_what_batches_cost(workers: int, busy: float) -> None:
+    evidence = Evidence(EPOCH, Costs((0.1, 0.16), pack=0.02), Setting(workers))
+    assert evidence.busy == pytest.approx(busy)
+
+
+def test_new_memory_is_a_part_of_all_workers_work() -> None:
+    workers = (
+        WorkerStatistics(0, 70, work_seconds=3.0, new_memory_seconds=1.0),
+        WorkerStatistics(1, 71, work_seconds=1.0, new_memory_seconds=0.0),
+    )
+    assert Evidence(EPOCH, workers=workers).new_memory == 0.25
+    assert Evidence(EPOCH).new_memory == 0.0
+
+
+@pytest.mark.parametrize(
+    ("batches", "seconds", "enough"), [(8, 0.05, True), (7, 9.0, False), (9000, 0.049, False)]
+)
+def test_a_few_batches_say_nothing(batches: int, seconds: float, enough: bool) -> None:
+    assert is_enough(EpochStatistics(1, batches, seconds)) is enough
+
+
+# ---- what batches cost --------------------------------------------------------------------------------
+
+MS = 1_000_000
+
+
+def answer(seq: int, started: int, collated: int, finished: int, cpu: int = 0) -> Answer:
+    times = [at * MS for at in (started, finished)]
+    return Answer(1, seq, 0, BATCH, *times, (), (), None, collated=collated * MS, cpu=cpu * MS)
+
+
+def epoch_of_two_batches() -> EpochCounters:
+    """In milliseconds: 10 from call to call; the batches came as 1, 0."""
+    epoch = EpochCounters(1, 0)
+    epoch.started(0)
+    ready = {0: answer(0, 0, 4, 6), 1: answer(1, 0, 2, 3)}
+    for seq in (1, 0):
+        epoch.answered(seq, ready[seq], True, WorkerCounters(0, 1))
+    for seq, entered in ((0, 10 * MS), (1, 20 * MS)):
+        epoch.entered(entered)
+        epoch.drew(entered, entered + MS)
+        epoch.used_device(entered + MS, entered + 3 * MS)
+        epoch.left(entered + 4 * MS, ready[seq])
+    return epoch
+
+
+def test_of_workers_everything_is_measured() -> None:
+    epoch = epoch_of_two_batches()
+    epoch.used_cpu(20 * MS)
+    workers = (WorkerCounters(0, 70), WorkerCounters(1, 71))
+    found = costs_of(epoch, workers)
+    assert found is not None
+    assert found.loads == (0.004, 0.002), "in the order of batches"
+    assert found.pack == pytest.approx(0.0015)
+    assert (found.draw, found.device) == (0.001, 0.002)
+    assert found.overhead == pytest.approx(0.001), "what is left of a call"
+    assert found.step == pytest.approx(0.008), "16 ms before and between two batches"
+    assert found.step_cpu == pytest.approx(0.010 - 0.004), "of 10 ms without what the loader did"
+
+
+def test_batches_whose_costs_are_not_kept_count_in_the_mean() -> None:
+    epoch = epoch_of_two_batches()
+    for seq in range(3000):
+        took = 10 if seq < 1000 else 2
+        epoch.answered(0, answer(seq, 0, took, took), True, WorkerCounters(0, 1))
+    found = costs_of(epoch, (WorkerCounters(0, 70), WorkerCounters(1, 71)))
+    assert found is not None
+    assert len(found.loads) == 1024
+    assert found.load == pytest.approx((2 * 6 + 1000 * 10 + 2000 * 2) * 0.001 / 3002, rel=0.01)
+
+
+def test_a_wait_is_no_overhead_though_it_counts_as_transport() -> None:
+    epoch = EpochCounters(1, 0)
+    epoch.started(0)
+    epoch.answered(0, answer(0, 0, 1, 1), True, WorkerCounters(0, 1))
+    came = answer(1, 1, 3, 9)
+    epoch.entered(2 * MS)
+    epoch.waited("workers", 2 * MS, 10 * MS)
+    epoch.answered(0, came, True, WorkerCounters(0, 1))
+    epoch.left(11 * MS, came)
+    assert (epoch.spent["transport"], epoch.spent["workers"]) == (8 * MS, 1 * MS)
+    found = costs_of(epoch, (WorkerCounters(0, 70),))
+    assert found is not None
+    assert found.overhead == pytest.approx(0.001)
+
+
+def test_the_cpu_of_workers_counts_from_their_first_batch_on() -> None:
+    started, worker = WorkerCounters(0, 70), WorkerCounters(1, 71)
+    for at, cpu in ((1, 3000), (2, 3000 + 100), (3, 3000 + 250)):
+        worker.answered(answer(0, 1000 * at, 1000 * at + 500, 1000 * at + 500, cpu))
+    found = costs_of(epoch_of_two_batches(), (started, worker))
+    assert found is not None
+    assert found.load_cpu == pytest.approx(0.25), "of a second of work after the first batch"
+
+
+@pytest.mark.parametrize("marks", [0, 1])
+def test_where_the_cpu_of_workers_is_not_known_they_use_one(marks: int) -> None:
+    worker = WorkerCounters(0, 70)
+    for at in range(marks):
+        worker.answered(answer(0, at, at + 1, at + 1, 1))
+    found = costs_of(epoch_of_two_batches(), (worker,))
+    assert found is not None
+    assert found.load_cpu == 1.0
+
+
+def test_a_worker_that_waits_for_a_cpu_does_not_wait_for_a_disk() -> None:
+    worker = WorkerCounters(0, 70)
+    for seq, (cpu, cpu_wait) in enumerate([(100, 50), (103, 54)]):
+        came = answer(seq, 10 * seq, 10 * seq + 10, 10 * seq + 10, cpu)
+        worker.answered(came._replace(cpu_wait=cpu_wait * MS))
+    found = costs_of(epoch_of_two_batches(), (worker,))
+    assert found is not None
+    assert found.load_cpu == pytest.approx(0.7), "3 ms of 10 with a CPU, and 4 waiting for one"
+    assert worker.snapshot().cpu_seconds == pytest.approx(0.103)
+
+
+def serial(cpu: int) -> EpochCounters:
+    """Without workers: 4 ms of loading and 6 ms of a step."""
+    epoch = EpochCounters(1, 0)
+    epoch.started(0)
+    epoch.entered(6 * MS)
+    epoch.loaded(0, 6 * MS, 8 * MS, 10 * MS)
+    epoch.left(10 * MS)
+    epoch.used_cpu(cpu * MS)
+    return epoch
+
+
+@pytest.mark.parametrize(
+    ("cpu", "load_cpu", "step_cpu"), [(0, 1.0, 0.0), (1, 0.25, 0.0), (4, 1.0, 0.0), (9, 1.0, 0.005)]
+)
+def test_without_workers_the_cpu_is_the_loadings_first(cpu: int, load_cpu: float, step_cpu: float) -> None:
+    found = costs_of(serial(cpu), ())
+    assert found is not None
+    assert (found.loads, found.step) == ((0.004,), 0.006)
+    assert found.load_cpu == pytest.approx(load_cpu)
+    assert found.step_cpu == pytest.approx(step_cpu)
+    assert found.pack > 0 < found.overhead, "workers would have both"
+
+
+@pytest.mark.parametrize(("contention", "load_cpu"), [(0.0, 0.25), (0.8, 0.85), (1.0, 1.0)])
+def test_on_a_busy_machine_loading_waits_for_a_cpu_and_not_for_a_disk(
+    contention: float, load_cpu: float
+) -> None:
+    found = costs_of(serial(1), (), contention)
+    assert found is not None
+    assert found.load_cpu == pytest.approx(load_cpu)

@@ -1,7 +1,8 @@
-"""Which limit is named, and what is to blame."""
+"""Which limit is named, what is to blame, the page that says so, and what it is all based on."""
 
 from __future__ import annotations
 
+import html
 import io
 import pickle
 import sys
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
-from fastq_loader.insight.evidence import Evidence
-from fastq_loader.insight.model import Costs, Setting
+from bench.workloads.limited import Naps
+from fastq_loader import DataLoader, Dynamic, RoundRobin, ToDevice
+from fastq_loader.insight import verdict
+from fastq_loader.insight.model import Costs, Evidence, Setting
 from fastq_loader.insight.verdict import Diagnosis, diagnose
 from fastq_loader.statistics.snapshots import (
     CAUSES,
@@ -22,6 +26,7 @@ from fastq_loader.statistics.snapshots import (
     StagingStatistics,
     WorkerStatistics,
 )
+from tests.support.datasets import Stream
 
 LIMITS = {*CAUSES, "balanced", "unknown"}
 
@@ -119,10 +124,6 @@ def test_the_batch_that_held_up_most_is_named(late: tuple[LateBatch, ...], culpr
     assert diagnose(run).culprit == culprit
 
 
-def test_late_batches_are_to_blame_for_the_head_of_the_line_only() -> None:
-    assert diagnose(replace(evidence_of(workers=0.74), late=(LATE,))).culprit is None
-
-
 def test_collating_is_named_where_it_takes_longer_than_reading() -> None:
     worker = WorkerStatistics(0, 70, fetch_seconds=1.0, collate_seconds=3.0)
     run = replace(evidence_of(workers=0.8), workers=(worker,))
@@ -138,11 +139,6 @@ def test_sampler_and_transform_are_named() -> None:
     assert diagnose(on_host).culprit == "normalize: 5 s of 5 s"
     assert diagnose(replace(on_host, staging=StagingStatistics("cuda"))).culprit is None
     assert diagnose(evidence_of(device_copy=0.5)).culprit is None
-
-
-def test_advice_is_for_all_that_is_worth_mentioning() -> None:
-    lines = diagnose(replace(evidence_of(0.9, workers=0.5, start_up=0.3), cpus=8.0)).advice
-    assert [line.split()[0] for line in lines] == ["num_workers", "persistent_workers=True:"]
 
 
 def test_it_is_immutable_and_travels_and_every_field_is_explained() -> None:
@@ -172,3 +168,239 @@ def test_where_the_terminal_has_no_blocks_it_prints_ascii(
     Terminal.encoding = "utf-8"  # type: ignore[assignment]
     monkeypatch.setattr(sys, "stdout", Terminal())
     assert "█" in str(diagnose(run))
+
+
+# ---- the page -----------------------------------------------------------------------------------------
+
+EPOCH = EpochStatistics(
+    epoch=3,
+    batches=1563,
+    seconds=12.4,
+    consumer_seconds=4.96,
+    workers_seconds=7.378,
+    transport_seconds=0.062,
+    wait_p50=0.00008,
+    wait_p95=0.031,
+    wait_p99=0.09,
+    ready=(0.0, 1.0, 4.0, 8.0),
+)
+WORKER = WorkerStatistics(
+    *(0, 70, 0, 100, 9.0),
+    fetch_seconds=8.0,
+    collate_seconds=0.5,
+    packing_seconds=0.5,
+    idle_seconds=1.0,
+)
+PAGE = Diagnosis(
+    "workers",
+    0.595,
+    "pad: 4 s of 7.4 s",
+    ("num_workers 2 → 4: about 1.8 ×, until the consumer limits; 2 cores are free",),
+    EPOCH,
+    (WORKER,),
+    "num_workers=1, prefetch_factor=2, round_robin",
+)
+
+
+def test_a_page_as_it_is_printed() -> None:
+    assert verdict.text(PAGE).splitlines() == [
+        "Loading limits: 60% of the time was spent waiting for it.",
+        "  pad: 4 s of 7.4 s",
+        "",
+        "Epoch 3: 1,563 batches in 12.4 s, 126 a second; num_workers=1,",
+        "prefetch_factor=2, round_robin",
+        "",
+        "  training step      4.96 s  40%  ████████████████",
+        "  loading            7.38 s  60%  ███████████████████████▊",
+        "  transport           62 ms   0%  ▎",
+        "",
+        "  next() took  p50 80 µs   p95 31 ms   p99 90 ms",
+        "  ready ahead  ▁▂▅█  up to 8 batches",
+        "",
+        "  worker     busy  blocked     idle    fetch  collate     pack",
+        "  0           90%       0%      10%    80 ms     5 ms     5 ms",
+        "",
+        "What would help:",
+        "  - num_workers 2 → 4: about 1.8 ×, until the consumer limits; 2 cores are free",
+    ]
+
+
+SECONDS = st.floats(0, 1e5)
+NAMES = st.text(max_size=300)
+
+
+@given(
+    st.sampled_from([*CAUSES, "balanced", "unknown"]),
+    st.lists(SECONDS, min_size=8, max_size=8),
+    st.lists(SECONDS, max_size=64),
+    st.integers(0, 40),
+    NAMES,
+    st.lists(NAMES, max_size=4),
+)
+def test_any_page_has_80_columns_and_fits_a_screen(
+    limit: str, spent: list[float], ready: list[float], workers: int, culprit: str, advice: list[str]
+) -> None:
+    epoch = EpochStatistics(
+        0,
+        10**6,
+        sum(spent),
+        **{f"{cause}_seconds": seconds for cause, seconds in zip(CAUSES, spent, strict=True)},
+        ready=tuple(ready),
+    )
+    found = Diagnosis(limit, 0.5, culprit, tuple(advice), epoch, (WORKER,) * workers, "num_workers=40")
+    page = verdict.text(found)
+    assert all(len(line) <= 80 for line in page.split("\n"))
+    assert page.count("\n") < 60
+    assert verdict.in_ascii(page).isascii()
+
+
+def test_workers_on_other_machines_say_where_they_run() -> None:
+    names = ("10.0.0.12", None, "a-name.that.is.long.example")
+    found = replace(PAGE, workers=tuple(replace(WORKER, id=at, node=node) for at, node in enumerate(names)))
+    table = [line for line in verdict.text(found).splitlines() if "90%" in line]
+    assert [line[62:] for line in table] == ["  10.0.0.12", "", "  a-name.that.is.l"]
+
+
+def test_all_epochs_together_have_no_number_and_workers_in_excess_no_line() -> None:
+    page = verdict.text(replace(PAGE, epoch=replace(EPOCH, epoch=0), workers=(WORKER,) * 10))
+    assert "All epochs: 1,563 batches" in page
+    assert page.count("90%") == 8
+    assert "and 2 more" in page
+
+
+def test_what_is_the_users_is_escaped_in_html() -> None:
+    found = replace(PAGE, culprit="<script>alert('&')</script>")
+    assert found._repr_html_() == f"<pre>{html.escape(verdict.text(found))}</pre>"
+    assert "<script>" not in found._repr_html_()
+
+
+# ---- a loader's runs ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def evidence(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the verdict would be about."""
+    monkeypatch.setattr(verdict, "diagnose", lambda evidence: evidence)
+    return lambda loader, epoch=None: loader.diagnose(epoch)
+
+
+def run(**arguments: Any) -> DataLoader[Any]:
+    loader: DataLoader[Any] = DataLoader(**{"dataset": range(10), **arguments})
+    list(loader)
+    return loader
+
+
+class Mine(SequentialSampler):
+    pass
+
+
+class MyBatches(BatchSampler):
+    pass
+
+
+def add(samples: list[int]) -> int:
+    return sum(samples)
+
+
+def double(batch: Any) -> Any:
+    return 2 * batch
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            {},
+            {
+                "sampler": "SequentialSampler",
+                "shuffles": False,
+                "pins": False,
+            },
+        ),
+        ({"shuffle": True}, {"sampler": "RandomSampler", "shuffles": True}),
+        ({"sampler": Mine(range(10))}, {"sampler": "Mine", "shuffles": False}),
+        ({"batch_sampler": MyBatches(range(10), 2, False)}, {"sampler": "MyBatches", "shuffles": False}),
+        ({"batch_sampler": BatchSampler(Mine(range(10)), 2, False)}, {"sampler": "Mine"}),
+        ({"batch_size": None}, {"sampler": "SequentialSampler", "collate": ""}),
+        ({"collate_fn": add}, {"collate": "add"}),
+        ({"collate_fn": default_collate}, {"collate": ""}),
+        ({"device": ToDevice("cpu", transform=double)}, {"transform": "double", "staging": None}),
+        ({"device": "cpu"}, {"transform": ""}),
+        ({"dataset": Stream("tensors", [5])}, {"iterable": True}),
+        ({"persistent_workers": False, "in_order": True}, {"persistent": False, "in_order": True}),
+    ],
+)
+def test_arguments_that_matter(evidence: Any, arguments: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = evidence(run(**arguments))
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert found.setting.num_workers == 0
+    assert found.cpus > 0
+    assert found.costs is not None
+    assert found.workers == ()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        ({}, Setting(2, 2)),
+        ({"prefetch_factor": 5, "schedule": RoundRobin(window=3)}, Setting(2, 5, False, 3)),
+        ({"schedule": "dynamic"}, Setting(2, 2, True)),
+        ({"schedule": Dynamic(window=7)}, Setting(2, 2, True, 7)),
+        ({"in_order": False}, Setting(2, 2, True)),
+        ({"schedule": "dynamic", "dataset": Stream("tensors", [5, 5])}, Setting(2, 2, False)),
+    ],
+)
+def test_the_setting_is_that_of_the_run(evidence: Any, arguments: dict[str, Any], setting: Setting) -> None:
+    with run(num_workers=2, **arguments) as loader:
+        found = evidence(loader)
+        assert found.setting == setting
+        assert len(found.workers) == 2
+        loader.num_workers = 0
+        list(loader)
+        found = evidence(loader, 2)
+        assert (found.setting.num_workers, found.workers) == (0, ()), "of an epoch without workers"
+
+
+def test_before_the_first_epoch_nothing_is_known() -> None:
+    for loader in (DataLoader(range(3)), DataLoader.__new__(DataLoader)):  # its constructor never ran
+        assert loader.diagnose().limit == "unknown"
+        assert str(loader.diagnose()) == "Nothing can be said yet: there is too little data."
+        with pytest.raises(ValueError, match="epoch=1 is unknown: use the number of an epoch, once there is"):
+            loader.diagnose(1)
+
+
+def test_the_newest_epoch_that_was_long_enough_is_taken_unless_another_is_asked_for(evidence: Any) -> None:
+    loader: DataLoader[Any] = DataLoader(Naps(0.01), sampler=range(8))
+    list(loader)
+    list(loader)
+    next(iter(loader))
+    assert evidence(loader).epoch.epoch == 2
+    assert evidence(loader, 3).epoch.epoch == 3
+    together = evidence(loader, 0)
+    assert (together.epoch.epoch, together.epoch.batches) == (0, 17)
+    assert len(together.costs.loads) == 8, "of the one that was long enough"
+    for unknown in (4, -1):
+        text = f"epoch={unknown} is unknown: use the number of the epochs 1 to 3, 0 for all"
+        with pytest.raises(ValueError, match=text):
+            loader.diagnose(unknown)
+
+
+def test_late_batches_are_those_of_the_epoch(evidence: Any) -> None:
+    loader = run()
+    list(loader)
+    for epoch in (1, 2):
+        loader._resources.counters.held_up(epoch, 10 * epoch, 10**9)
+    found = {epoch: [late.batch for late in evidence(loader, epoch).late] for epoch in (0, 1, 2)}
+    assert found == {0: [10, 20], 1: [10], 2: [20]}
+
+
+def test_where_batches_go_to_a_device_nothing_else_pins_them(
+    evidence: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = run()
+    loader.pin_memory = True
+    assert evidence(loader).pins
+    staged = replace(loader.statistics(), staging=StagingStatistics("cuda"))
+    monkeypatch.setattr(loader, "statistics", lambda: staged)
+    assert not evidence(loader).pins

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from fastq_loader.ipc import claim_table
 from fastq_loader.ipc.claim_table import WORKERS, Busy, ClaimTable, slots
 from fastq_loader.memory.arena import AVAILABLE
-from fastq_loader.scheduling.pending_tasks import PendingTasks
+from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.system.calls import set_lock
 from tests.support.forking import end_of, fork

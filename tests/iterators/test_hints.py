@@ -26,7 +26,7 @@ from fastq_loader import (
     SameOrder,
     TinyBatches,
 )
-from fastq_loader.insight import hints as judgements
+from fastq_loader.insight import advice as judgements
 from fastq_loader.iterators import hints
 from tests.support.datasets import Stream
 from tests.support.loaders import WORKERS

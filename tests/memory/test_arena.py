@@ -80,17 +80,6 @@ def mapped(fd: int) -> int:
 # ---- leases -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("into", [0, 8, 4096])
-def test_a_lease_is_the_memory_of_its_block_and_can_be_written(arena: Arena, into: int) -> None:
-    array = arena.lease((SMALLEST, SMALLEST), into, 24)
-    assert torch.from_numpy(array).data_ptr() == arena.mapping.base + SMALLEST + into
-    array[:] = range(24)
-    start = SMALLEST + into
-    assert bytes(arena.mapping.memory[start : start + 24]) == bytes(range(24))
-    arena.mapping.memory[start + 7] = 99
-    assert array[7] == 99
-
-
 VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "the tensor": lambda tensor: tensor,
     "a slice": lambda tensor: tensor[5:6],
@@ -352,19 +341,6 @@ def test_a_block_that_finds_no_address_space_is_an_error_and_can_be_abandoned(pi
     assert pieces.children.owned == len(kept)
     kept.clear()
     assert pieces.lease((0, LONG), 0, LONG).shape == (LONG,)
-
-
-def test_what_is_kept_mapped_gives_way_to_what_is_needed(pieces: Arena) -> None:
-    before = address_space()
-    small = pieces.mapping.reach(0, SMALLEST)[0]
-    assert pieces.mapping.reach(0, SMALLEST)[0] == small
-    assert address_space() - before == SMALLEST
-    for turn in range(40):
-        pieces.mapping.reach(turn << 21, 1 << 21)
-        assert address_space() - before <= pieces.mapping._budget
-    with limited(resource.RLIMIT_AS, address_space()):
-        pieces.mapping.reach(41 << 21, SMALLEST)
-        assert address_space() - before == SMALLEST
 
 
 def test_a_piece_that_dies_after_the_end_gives_back_what_is_its_own(pieces: Arena) -> None:

@@ -1,13 +1,15 @@
-"""The ledger of blocks, against a model that keeps a dict of states and nothing else."""
+"""The ledger of blocks, against a model that keeps a dict of states; the pool with the memory behind it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -25,8 +27,8 @@ from fastq_loader.memory.blocks import (
     Holder,
     size_class,
 )
-from fastq_loader.memory.demand import KINDS
-from fastq_loader.memory.ledger import WORTH_A_PROMISE, BlockLedger
+from fastq_loader.memory.ledger import KINDS, WORTH_A_PROMISE, BlockLedger, Demand
+from fastq_loader.memory.pool import BlockPool
 
 WORKERS = 3
 PATIENT = 12  # tasks, in place of a thousand
@@ -38,14 +40,18 @@ def _small_blocks_are_promised() -> Iterator[None]:
     """The tests count in small blocks, which are not promised in real life."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastq_loader.memory.ledger.WORTH_A_PROMISE", 0)
-        patch.setattr("fastq_loader.memory.demand.PATIENCE", PATIENT)
-        patch.setattr("fastq_loader.memory.demand.EXPECTED", PATIENT)
+        patch.setattr("fastq_loader.memory.ledger.PATIENCE", PATIENT)
+        patch.setattr("fastq_loader.memory.ledger.EXPECTED", PATIENT)
         yield
 
 
 # ---- the table --------------------------------------------------------------------------------------
 
 B = SMALLEST
+
+
+def part(worker: int) -> tuple[int, int]:
+    return worker * REGION, (worker + 1) * REGION
 
 
 def write(ledger: BlockLedger, worker: int, *sizes: int, at: int = 0) -> list[int]:
@@ -75,7 +81,7 @@ EVENTS: dict[str, Callable[[BlockLedger, int], object]] = {
     "fill": lambda ledger, offset: ledger.accept(0, ((offset, B),), (), (), ()),
     "give back": lambda ledger, offset: ledger.give_back([offset]),
     "deliver": lambda ledger, offset: ledger.deliver([offset]),
-    "drop": lambda ledger, offset: ledger.drop(offset),
+    "drop": lambda ledger, offset: ledger.drop([offset]),
     "release": lambda ledger, offset: ledger.release([offset]),
 }
 
@@ -85,21 +91,6 @@ def after(state: str, event: str) -> str | None:
     if event == "give back":
         event = "decline" if state == PROMISED else "return"
     return BLOCK_TRANSITIONS[state].get(event)
-
-
-@pytest.mark.parametrize("state", BLOCK_TRANSITIONS)
-@pytest.mark.parametrize("event", EVENTS)
-def test_every_event_in_every_state_is_as_the_table_says(state: str, event: str) -> None:
-    ledger, target = block_in(state), after(state, event)
-    if target is None:
-        with pytest.raises((InvalidTransition, ProtocolError), match=f"block at 0.* is {state}|no grant"):
-            EVENTS[event](ledger, 0)
-    else:
-        EVENTS[event](ledger, 0)
-    assert ledger.states() == {0: target or state}
-    with pytest.raises((InvalidTransition, ProtocolError), match=r"block at (offset )?4096"):
-        EVENTS[event](ledger, 4096)
-    ledger.check()
 
 
 # ---- what a worker says -----------------------------------------------------------------------------
@@ -131,13 +122,13 @@ MISFITS = {
 def test_an_answer_that_does_not_fit_changes_nothing(
     used: Extents, fresh: Extents, returned: tuple[int, ...]
 ) -> None:
-    ledger = BlockLedger(lambda worker: (worker * REGION, (worker + 1) * REGION))
+    ledger = BlockLedger(part)
     ledger.deliver(write(ledger, 0, B))
     for size in (B, 2 * B):  # free ones; the larger is trimmed below
         ledger.accept(0, (), ((2 * size, size),), (2 * size,), ())
     ledger.accept(1, (), ((REGION, B),), (), ())
     ledger.accept(0, (), ((B, B),), (), ())
-    assert (4 * B, 2 * B) in ledger.trim(0)
+    assert (4 * B, 2 * B) in ledger.take_spare(0)
     before = ledger.states()
     with pytest.raises(ProtocolError, match="worker 0"):
         ledger.accept(0, used, fresh, returned, ())
@@ -158,15 +149,7 @@ def test_a_worker_may_decline_a_promise_and_writes_to_the_block_only_when_it_is_
         ledger.accept(1, ((0, 1),), (), (), ((0, B),))
     ledger.release([0])
     ledger.accept(1, ((0, 1),), (), (), ((0, B),))
-    assert ledger.wanted == (B,)
-
-
-@pytest.mark.parametrize("state", BLOCK_TRANSITIONS)
-def test_only_a_grant_dies_with_its_writer(state: str) -> None:
-    for worker, expected in ((1, state), (0, BLOCK_TRANSITIONS[state].get("writer_dead", state))):
-        ledger = block_in(state)
-        ledger.writer_dead(worker)
-        assert ledger.states() == {0: expected}
+    assert ledger.demand.wanted == (B,)
 
 
 # ---- grants -----------------------------------------------------------------------------------------
@@ -189,15 +172,14 @@ def test_only_blocks_of_the_newest_batch_are_promised_and_each_once() -> None:
     assert ledger.grant(Holder(0)) == ((), ())
     ledger.release([2 * B])
     ledger.give_back([2 * B])
-    assert ledger.trim(0) == [(2 * B, B)]
+    assert ledger.take_spare(0) == [(2 * B, B)]
     assert ledger.grant(Holder(0)) == ((), ()), "it is trimmed"
 
 
 def test_a_grant_has_the_sizes_of_recent_batches_and_the_warmest_blocks() -> None:
     ledger = BlockLedger()
     offsets = write(ledger, 0, 16 * B, 4 * B, 4 * B, 4 * B)
-    for at in (2, 0, 3, 1):
-        ledger.drop(offsets[at])
+    ledger.drop([offsets[at] for at in (2, 0, 3, 1)])
     assert ledger.grant(Holder(1)) == (((0, 16 * B), *[(offsets[at], 4 * B) for at in (1, 3, 2)]), ())
     assert ledger.free_blocks == 0
 
@@ -232,7 +214,7 @@ def released(batches: int, held: int = 0) -> BlockLedger:
     ledger = BlockLedger()
     for at in range(batches):
         ledger.deliver(write(ledger, 0, B, at=at * B))
-    assert ledger.trim(0) == [], "they are the user's wish"
+    assert ledger.take_spare(0) == [], "they are the user's wish"
     for at in range(batches - held):
         ledger.release([at * B])
     return ledger
@@ -240,41 +222,39 @@ def released(batches: int, held: int = 0) -> BlockLedger:
 
 def test_trimming_keeps_what_some_batches_need_beside_those_that_users_hold() -> None:
     ledger = released(10, held=2)
-    assert ledger.trim(3) == [(at * B, B) for at in range(5)], "the coldest"
+    assert ledger.take_spare(3) == [(at * B, B) for at in range(5)], "the coldest"
     assert (ledger.nbytes, ledger.free_bytes) == (5 * B, 3 * B)
-    assert ledger.trim(3) == []
+    assert ledger.take_spare(3) == []
     ledger.check()
 
 
 def test_a_trimmed_block_is_a_range_for_the_worker_that_made_it_or_for_its_successor() -> None:
-    ledger = BlockLedger()
+    ledger = BlockLedger(part)
     for worker in (0, 1):
-        ledger.drop(write(ledger, worker, B)[0])
+        ledger.drop(write(ledger, worker, B))
     ((one,), _), ((other,), _) = ledger.grant(Holder(0)), ledger.grant(Holder(1))
     assert (one, other) == ((REGION, B), (0, B)), "each writes to the other's"
     ledger.give_back([0, REGION])
-    assert len(ledger.trim(0)) == 2
+    assert len(ledger.take_spare(0)) == 2
     assert (ledger.space(1), ledger.space(1)) == (((REGION, B),), ())
     write(ledger, 0, B, at=3 * B)
-    assert ledger.forget_space(0, 0, REGION) == ((0, 3 * B), (4 * B, REGION - 4 * B))
+    assert ledger.forget_space(0) == ((0, 3 * B), (4 * B, REGION - 4 * B))
     assert ledger.space(0) == ()
 
 
 def test_trimming_keeps_what_every_recent_kind_of_batch_needs() -> None:
     ledger = BlockLedger()
     blocks = write(ledger, 0, 4 * B) + write(ledger, 0, B, at=4 * B)
-    for offset in blocks:
-        ledger.drop(offset)
-    assert ledger.trim(1) == []
+    ledger.drop(blocks)
+    assert ledger.take_spare(1) == []
 
 
 def test_trimming_keeps_the_largest_batch_of_late_and_begins_with_the_largest_blocks() -> None:
     ledger, end = BlockLedger(), 0
     for size in (16 * B, *(factor * B for factor in range(1, KINDS + 1))):
-        (offset,) = write(ledger, 0, size, at=end)
-        ledger.drop(offset)
+        ledger.drop(write(ledger, 0, size, at=end))
         end += size
-    assert [size // B for _, size in ledger.trim(1)] == [4, 3, 2, 1]
+    assert [size // B for _, size in ledger.take_spare(1)] == [4, 3, 2, 1]
 
 
 def test_what_a_worker_keeps_is_not_spare() -> None:
@@ -282,31 +262,31 @@ def test_what_a_worker_keeps_is_not_spare() -> None:
     blocks = tuple((at * B, B) for at in range(3))
     ledger.accept(0, (), blocks, (), ())
     ledger.accept(0, blocks[:1], (), (), blocks)
-    ledger.drop(0)
+    ledger.drop([0])
     ledger.accept(0, (), (), (), blocks[1:])
     ledger.check()
-    assert ledger.trim(1) == []
+    assert ledger.take_spare(1) == []
     ledger.give_back([B])  # user code has dropped it
-    assert ledger.trim(1) == [(0, B)]
+    assert ledger.take_spare(1) == [(0, B)]
 
 
 def test_a_block_is_cold_if_it_was_neither_made_nor_filled_nor_released_of_late() -> None:
     ledger, released, filled, made = BlockLedger(), (0, B), (10 * B, 2 * B), (20 * B, 3 * B)
     ledger.grant(Holder(0))
-    assert ledger._demand.tasks == 1
+    assert ledger.demand.tasks == 1
     ledger.deliver(write(ledger, 0, B))
     ledger.accept(0, (), (filled,), (), ())
-    ledger._demand.tasks += 3 * PATIENT
+    ledger.demand.tasks += 3 * PATIENT
     write(ledger, 0, 5 * B, at=30 * B)  # so that there are needs
     ledger.release([0])
     ledger.accept(0, ((filled[0], B + 1),), (made,), (made[0],), ())
-    ledger.drop(filled[0])
-    assert ledger.trim(9) == []
-    ledger._demand.tasks += PATIENT
+    ledger.drop([filled[0]])
+    assert ledger.take_spare(9) == []
+    ledger.demand.tasks += PATIENT
     write(ledger, 0, 5 * B, at=40 * B)
-    assert ledger.trim(9) == []
-    ledger._demand.tasks += 1
-    assert ledger.trim(9) == [released, filled, made]
+    assert ledger.take_spare(9) == []
+    ledger.demand.tasks += 1
+    assert ledger.take_spare(9) == [released, filled, made]
 
 
 # ---- everything at once -----------------------------------------------------------------------------
@@ -328,7 +308,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.ledger = BlockLedger()
+        self.ledger = BlockLedger(part)
         self.model: dict[int, Known] = {}
         self.ends = [worker * REGION for worker in range(WORKERS)]
         self.space: list[list[tuple[int, int]]] = [[] for _ in range(WORKERS)]
@@ -361,7 +341,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def grant(self, holder: Holder) -> None:
         granted, promised = self.ledger.grant(holder)
         offsets = [offset for offset, _ in granted + promised]
-        wanted = self.ledger.wanted
+        wanted = self.ledger.demand.wanted
         assert len(offsets) <= len(wanted)
         assert len(set(offsets)) == len(offsets), "one block granted twice"
         for blocks, before, now in ((granted, FREE, GRANTED), (promised, HELD, PROMISED)):
@@ -416,13 +396,13 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(worker=st.integers(0, WORKERS - 1))
     def writer_dead(self, worker: int) -> None:
-        self.ledger.writer_dead(worker)
+        self.ledger.mark_dead(worker)
         for offset, _ in self.of(Holder(worker), GRANTED, PROMISED):
             self.move(offset, FREE if self.model[offset].state == GRANTED else HELD)
 
     @rule(batches=st.integers(0, 3))
     def trim(self, batches: int) -> None:
-        for offset, size in self.ledger.trim(batches):
+        for offset, size in self.ledger.take_spare(batches):
             known = self.model.pop(offset)
             assert (known.state, known.size) == (FREE, size), "a block in use was trimmed"
             self.space[known.home].append((offset, size))
@@ -441,7 +421,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.writer_dead(worker)
         start, end = worker * REGION, (worker + 1) * REGION
         spans = sorted((offset, known.size) for offset, known in self.model.items() if start <= offset < end)
-        spans += self.ledger.forget_space(worker, start, end)
+        spans += self.ledger.forget_space(worker)
         at = start
         for offset, size in sorted(spans):
             assert offset == at, "space overlaps a block, or some was forgotten"
@@ -475,3 +455,99 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(deadline=None, max_examples=80, stateful_step_count=50)
+
+
+# ---- with the memory behind it ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def arena() -> Any:
+    arena = Mock(retired=False)
+    arena.mapping.region = part
+    arena.released_blocks.return_value = []
+    return arena
+
+
+@pytest.fixture
+def pool(arena: Any) -> BlockPool:
+    return BlockPool(arena, 2)
+
+
+def test_pages_go_back_after_the_device_has_forgotten_them(pool: BlockPool, arena: Any) -> None:
+    pool.drop(write(pool, 0, B, B))
+    assert not pool.trim(1, arena.forget)
+    assert pool.trim(0, arena.forget)
+    forget, punch = call.forget, call.mapping.punch
+    assert arena.mock_calls == [forget(0), punch(0, B), forget(B), punch(B, B)]
+    assert (pool.space(0), pool.space(0), pool.space(1)) == (((0, B), (B, B)), (), ())
+    pool.drop(write(pool, 1, B))
+    assert pool.trim(0)
+    assert pool.usage() == (0, 0, 0)
+
+
+def test_what_a_dead_worker_wrote_in_no_block_goes_back(pool: BlockPool, arena: Any) -> None:
+    pool.deliver(write(pool, 1, B))
+    free = (REGION + B, REGION - B)
+    assert pool.clear_space(1) == (free,)
+    assert arena.mapping.punch.call_args_list == [call(*free)]
+
+
+def test_closing_keeps_only_what_users_hold_and_may_be_called_again(pool: BlockPool, arena: Any) -> None:
+    first, second, third, _ = write(pool, 0, B, B, B, B)
+    pool.deliver([first, second, third])
+    arena.released_blocks.return_value = [first]
+    pool.close()
+    arena.retired, arena.released_blocks.return_value = True, [second]  # this is for the arena, see there
+    pool.close()
+    assert arena.retire.call_args_list == [call([(second, B), (third, B)])] * 2
+
+
+SIZES = st.lists(st.integers(1, 1000), max_size=4)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(SIZES, min_size=1, max_size=KINDS, unique_by=lambda kind: tuple(sorted(kind))))
+def test_a_task_gets_enough_for_any_recent_kind_of_batch(kinds: list[list[int]]) -> None:
+    demand = Demand()
+    for kind in kinds:
+        demand.learn(kind)
+    assert list(demand.wanted) == sorted(demand.wanted, reverse=True)
+    assert demand.wanted_bytes == sum(demand.wanted)
+    for kind in kinds:
+        left = sorted(demand.wanted)
+        for need in sorted(kind):
+            fitting = [size for size in left if need <= size <= 2 * need]
+            assert fitting, "a block of its own, at most twice as large"
+            left.remove(fitting[0])
+
+
+def test_a_kind_that_has_not_come_for_long_is_forgotten() -> None:
+    demand = Demand()
+    demand.learn([100])
+    assert demand.cold() is None
+    for demand.tasks in range(1, PATIENT + 1):
+        demand.learn([7])
+    assert demand.cold() == PATIENT - PATIENT
+    assert demand.wanted == (100, 7), "it came as many tasks ago as are waited for"
+    demand.tasks += PATIENT
+    assert demand.cold() == 2 * PATIENT - PATIENT
+    assert demand.wanted == (7,)
+    assert demand.cold() is None, "it is asked again after some more tasks"
+    demand.tasks += PATIENT
+    demand.cold()
+    assert (demand.wanted, demand.batch_bytes) == ((), 0)
+
+
+def test_the_oldest_of_many_kinds_gives_way() -> None:
+    demand = Demand()
+    for kind in range(KINDS + 1):
+        demand.learn([10**kind, 3 * 10**kind])
+    wanted = [size * 10**kind for kind in range(1, KINDS + 1) for size in (1, 3)]
+    assert demand.wanted == tuple(reversed(wanted))
+
+
+def test_the_bytes_of_a_batch_fade_slowly_from_their_maximum() -> None:
+    demand = Demand()
+    for kind, expected in (([600, 400], 1000), ([100], 990), ([200], 980.1), ([980, 1], 981)):
+        demand.learn(kind)
+        assert demand.batch_bytes == pytest.approx(expected)

@@ -76,25 +76,6 @@ def test_pieces_lie_one_behind_the_other_and_nothing_else_is_touched(
     assert bytes(sources) == bytes(before)
 
 
-@BUILT
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ((0, [], -1), ValueError, "nbytes must not be negative, got -1"),
-        ((0, (), 1), TypeError, "list"),
-        ((0, ["a"], 1), TypeError, "int"),
-        ((1 << 70, [], 1), OverflowError, "too large|too big"),
-        ((0, [1 << 70], 1), OverflowError, "too large|too big"),
-        ((0, []), TypeError, "3 arguments"),
-    ],
-)
-def test_arguments_that_are_not_addresses_are_refused(
-    arguments: Any, error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        nontemporal.copy(*arguments)
-
-
 # ---- what is written so -----------------------------------------------------------------------------
 
 

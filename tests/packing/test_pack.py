@@ -22,7 +22,16 @@ from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.memory.results import empty
 from fastq_loader.packing.pack import INLINE
-from fastq_loader.packing.spec import ALIGNMENT
+from fastq_loader.packing.spec import ALIGNMENT, DEEPEST
+from fastq_loader.packing.walker import (
+    BATCHES_UNWALKED,
+    LONGEST,
+    LONGEST_LIST,
+    PARTS,
+    Walker,
+    contiguous_strides,
+    segments_of,
+)
 from tests.support.datasets import (
     Colour,
     Count,
@@ -157,13 +166,6 @@ def test_large_leaves_come_out_of_used_blocks_as_they_went_in(batches: list[list
         kept.clear()
         result = None
         assert pair.idle()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [0, 1, 5, LARGE * 4])
-def test_every_dtype(pair: Pair, dtype: torch.dtype, count: int) -> None:
-    tensor = random_tensor((count,), dtype, 3)
-    assert_same([tensor, tensor.clone()], pair.trip([tensor, tensor.clone()]))
 
 
 # ---- layouts ----------------------------------------------------------------------------------------
@@ -403,3 +405,122 @@ def test_a_dataset_may_go_on_writing_to_what_it_shipped(pair: Pair) -> None:
         result = pair.trip([buffer])
         buffer.fill_(7)
         assert float(result[0].sum()) == 0
+
+
+def nested(depth: int) -> Any:
+    value: Any = torch.ones(1)
+    for level in range(depth):
+        value = [value] if level % 2 else (value,)
+    return value
+
+
+shared: list[Any] = [torch.ones(1)]
+cycle: list[Any] = [1]
+cycle.append(cycle)
+ONE_OBJECT: dict[str, tuple[Any, bool]] = {
+    "one list": ([shared, 1], False),
+    "a shared list": ([shared, shared], True),
+    "a cycle": (cycle, True),
+    "deep": (nested(DEEPEST), False),
+    "too deep": (nested(DEEPEST + 1), True),
+    "far too deep": (nested(2 * DEEPEST), True),
+    "many fields": ({str(number): number for number in range(PARTS)}, False),
+    "too many fields": ({str(number): number for number in range(PARTS + 1)}, True),
+    "too many tuples": ([(1,) for _ in range(PARTS // 2 + 1)], True),
+    "too many arrays": ([np.zeros(1) for _ in range(PARTS + 1)], True),
+    "many tensors": ([(torch.zeros(1),) * 9] * PARTS, False),
+    "a list of plain values": ([1] * LONGEST_LIST, False),
+    "a list of more of them": ([1] * (LONGEST_LIST + 1), True),
+    "a text": ("x" * LONGEST, False),
+    "a long text": ("x" * (LONGEST + 1), True),
+    "long bytes": (b"x" * (LONGEST + 1), True),
+    "an array of empty texts": (np.ndarray(3, "S0"), True),
+}
+
+
+@pytest.mark.parametrize(("batch", "whole"), ONE_OBJECT.values(), ids=ONE_OBJECT.keys())
+def test_a_batch_that_cannot_be_walked_or_is_not_worth_it_is_one_object(
+    pair: Pair, batch: Any, whole: bool
+) -> None:
+    walker = Walker()
+    assert (walker.walk(batch) == "O") is whole
+    if whole:
+        assert walker.objects == [batch]
+        assert [walker.leaves, walker.values, walker.containers] == [[], [], set()]
+    assert_same(batch, pair.trip(batch))
+
+
+def test_after_a_tree_of_many_parts_some_batches_are_not_walked() -> None:
+    walker = Walker()
+    walker.walk((1,) * (PARTS + 1))
+    trees = [walker.walk([1, 2]) for _ in range(BATCHES_UNWALKED + 1)]
+    assert trees == ["O"] * BATCHES_UNWALKED + ["v"]
+
+
+@pytest.mark.parametrize("boxes", [3, PARTS // 10, PARTS])
+def test_a_tree_of_many_containers_comes_out_as_it_went_in(pair: Pair, boxes: int) -> None:
+    tensors = [torch.full((4,), float(box)) for box in range(boxes)]
+    batch = [
+        {"box": tensor, "names": ("a", str(box)), "count": box, "none": None, "sizes": [box, 2**70]}
+        for box, tensor in enumerate(tensors)
+    ]
+    batch += [torch.arange(float(LARGE)), tensors[0]]  # type: ignore[list-item]
+    small = [{"x": 1.5, "words": ["a", None, True]}, torch.ones(2)]  # walked, or not
+    for _ in range(BATCHES_UNWALKED + 2):
+        result = pair.trip(batch)
+        assert_same(batch, result)
+        assert result[-1] is result[0]["box"]
+        assert_same(small, pair.trip(small))
+    del result
+    assert pair.idle()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        [2**63, -(2**63)],
+        [2**64],
+        [-(2**63) - 1, 0],
+        [True, 1],
+        ["a", None, 2.5, b"x", False],
+        [[1], 2],
+        [True, 1, 1.0, 0, False, 0.0, -0.0, np.int64(1), {1: "a"}, {True: "a"}, {1.0: "a"}, {"1": "a"}],
+    ],
+    ids=str,
+)
+def test_plain_values_stay_what_they_are(pair: Pair, values: list[Any]) -> None:
+    batch = {"values": values, "tuple": tuple(values), "after": 3}
+    assert_same(batch, pair.trip(batch))
+    assert_same(values[::-1], pair.trip(values[::-1]))
+
+
+def test_keys_that_compare_equal_in_one_batch_after_the_other(pair: Pair) -> None:
+    for batch in ({1: "a"}, {True: "a"}, {1.0: "a"}, {np.int64(1): "a"}, {1: "a"}, {2**70: "a"}):
+        assert_same(batch, pair.trip(batch))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "strides", "nbytes"),
+    [
+        (torch.zeros(3, 4), None, 48),
+        (torch.zeros(3, 4).t(), (1, 4), 48),
+        (torch.zeros(10)[::3], (3,), 40),
+        (torch.zeros(5).expand(100, 5), (0, 1), 20),
+        (torch.zeros(1, 4).as_strided((1, 4), (77, 1)), (77, 1), 16),
+        (torch.zeros(0, 3).t(), (1, 3), 0),
+        (torch.tensor(1.0), None, 4),
+        (torch.zeros(100, 100)[:2, 0], (100,), 404),
+    ],
+)
+def test_a_segment_covers_what_is_referenced_and_not_the_storage(
+    tensor: torch.Tensor, strides: tuple[int, ...] | None, nbytes: int
+) -> None:
+    ((kind, dtype, shape, steps, segment, into),), ((start, end),) = segments_of([tensor])
+    assert (kind, dtype, shape, steps, segment, into) == ("T", "float32", tensor.shape, strides, 0, 0)
+    assert (start, end - start) == (tensor.data_ptr(), nbytes)
+
+
+@given(st.lists(st.integers(0, 4), max_size=4))
+def test_strides_are_torchs(shape: list[int]) -> None:
+    assert contiguous_strides(tuple(shape)) == torch.empty(shape).stride()

@@ -63,7 +63,7 @@ def check_layout(handle: Handle) -> None:
     there = {number for number, *_ in spec.on_device}
     assert there == {number for number, leaf in enumerate(spec.leaves) if not leaf.array}
     for number, dtype, _, _, at in spec.on_device:
-        assert (at * dtype.itemsize - spec.leaves[number].into) % DEVICE_ALIGNMENT == 0
+        assert (at * dtype.itemsize - spec.leaves[number].start) % DEVICE_ALIGNMENT == 0
 
 
 @settings(deadline=None, max_examples=100)

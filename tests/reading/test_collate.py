@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 import warnings
 from collections import OrderedDict, UserDict, UserList, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -338,19 +337,3 @@ def test_a_table_that_is_no_dict_is_torchs_business(replaced: Any, monkeypatch: 
     monkeypatch.setattr(torch_collate, "default_collate_fn_map", replaced)
     for batch in ([(1, 2), (3, 4)], [((), []), ((), [])], []):
         assert_same(outcome(default_collate, batch), outcome(collate.default, batch))
-
-
-@pytest.mark.parametrize("sample", [(1, 2.0), [1, 2.0], {"x": 1, "y": 2.0}, {"x": (1, 2.0)}], ids=repr)
-def test_how_many_samples_there_are_costs_no_calls(sample: Any) -> None:
-    def count_calls(batch: list[Any]) -> int:
-        calls = [0]
-
-        def count(frame: Any, event: str, argument: Any) -> None:
-            calls[0] += event == "call" and frame.f_code.co_filename.endswith("collate.py")
-
-        sys.setprofile(count)
-        collate.default(batch)
-        sys.setprofile(None)
-        return calls[0]
-
-    assert count_calls([sample] * 512) == count_calls([sample] * 2)

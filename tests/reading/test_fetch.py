@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, Subset
 from torch.utils.data._utils import fetch as torch_fetch
 
-from fastq_loader.reading.fetch import EndOfStream, Fetcher, make_fetcher
+from fastq_loader.reading.fetch import EndOfStream, Fetcher
 
 
 class Squares(Dataset[int]):
@@ -80,7 +80,7 @@ def fetcher(
 ) -> Fetcher:
     iterable = isinstance(dataset, IterableDataset)
     options: dict[str, Any] = {"auto_collation": auto_collation, "drop_last": drop_last}
-    return make_fetcher(dataset, iterable=iterable, collate=collate, **options)
+    return Fetcher(dataset, iterable=iterable, collate=collate, **options)
 
 
 ON_THE_INSTANCE = Squares()

@@ -1,27 +1,30 @@
-"""A far worker's end of the connection, and its blocks; the stand-in is played by the tests."""
+"""What a host is told, and a far worker's blocks and its end of the connection; its proxy is played."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import socket
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from fastq_loader.errors import ProtocolError
+from fastq_loader.errors import ProtocolError, UnpicklableError
 from fastq_loader.ipc.decoding import decode_for_consumer
 from fastq_loader.ipc.messages import BATCH, Answer, Bundle, Epoch, Ping, Stop, Task, encode
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import FREE, SMALLEST
 from fastq_loader.packing.pack import Packer
-from fastq_loader.remote import far_worker, wire
-from fastq_loader.remote.far_worker import SentBlocks, StandInSocket
-from fastq_loader.remote.link import Connection
+from fastq_loader.remote.connection import LONGEST, MESSAGE, Connection
+from fastq_loader.remote.far_worker import HostSpec, ProxySocket, SentBlocks
 from tests.conftest import wait_until
 from tests.support.forking import end_of, fork
 from tests.support.pair import TOKEN
+from tests.support.worker_setup import host_spec
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
@@ -30,15 +33,15 @@ TASK = Task(1, 0, 0, [1, 2], (), ())
 
 
 class Scene:
-    """A far worker's blocks and connection, and the stand-in's end of it."""
+    """A far worker's blocks and connection, and the proxy's end of it."""
 
     def __init__(self, for_device: bool = False) -> None:
         self.arena = Arena(1)
         self.blocks = SentBlocks(self.arena, for_device)
         self.packer = Packer(self.blocks, TOKEN)
         mine, other = self.ends = socket.socketpair()
-        self.socket = StandInSocket(Connection(mine, wire.MESSAGE), self.blocks)
-        self.stand_in = Connection(other, wire.MESSAGE)
+        self.socket = ProxySocket(Connection(mine, MESSAGE), self.blocks)
+        self.proxy = Connection(other, MESSAGE)
 
     def load(self, batch: Any) -> None:
         """One task, as a worker does it."""
@@ -51,7 +54,7 @@ class Scene:
 
     def receive(self) -> tuple[Any, list[bytes]]:
         """The answer's handle, and the bytes of its segments."""
-        frame = self.stand_in.receive()
+        frame = self.proxy.receive()
         assert frame is not None
         answer = decode_for_consumer(frame.payload)
         assert isinstance(answer, Answer)
@@ -59,15 +62,15 @@ class Scene:
         parts = []
         for _, nbytes, _ in answer.handle.segments if answer.handle else ():
             parts.append(bytearray(nbytes))
-            self.stand_in.receive_body(memoryview(parts[-1]))
+            self.proxy.receive_body(memoryview(parts[-1]))
         assert frame.body == sum(map(len, parts))
         return answer.handle, [bytes(part) for part in parts]
 
     def tell(self, message: Any) -> None:
-        self.stand_in.send(wire.MESSAGE, encode(message))
+        self.proxy.send(MESSAGE, encode(message))
 
     def states(self) -> set[str]:
-        return set(self.blocks._pool._ledger.states().values())
+        return set(self.blocks._pool.states().values())
 
     def close(self) -> None:
         self.socket.finish()
@@ -128,20 +131,10 @@ def test_what_is_on_its_way_is_not_written_to(scene: Scene) -> None:
         assert part == bytes([at]) * nbytes
 
 
-def test_pages_that_are_of_no_use_any_more_go_back(scene: Scene) -> None:
-    scene.load(torch.zeros(200 * SMALLEST, dtype=torch.uint8))
-    scene.receive()
-    for _ in range(1200):
-        scene.load(torch.zeros(SMALLEST, dtype=torch.uint8))
-        scene.receive()
-    _, _, nbytes = scene.blocks._pool.usage()
-    assert nbytes <= 10 * SMALLEST
-
-
 def test_what_does_not_fit_into_a_message_raises_and_its_blocks_are_free(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(wire.LONGEST, wire.MESSAGE, 2000)
+    monkeypatch.setitem(LONGEST, MESSAGE, 2000)
     with pytest.raises(ValueError, match="plain values do not fit"):
         scene.load([torch.zeros(SMALLEST), "x" * 3000])
     scene.socket.send(ANSWER)
@@ -167,7 +160,7 @@ def test_a_bundle_is_refused(scene: Scene) -> None:
         scene.socket.receive(block=True)
 
 
-def test_it_leaves_when_the_stand_in_is_gone(scene: Scene) -> None:
+def test_it_leaves_when_the_proxy_is_gone(scene: Scene) -> None:
     scene.ends[1].close()
     with pytest.raises(SystemExit):
         scene.socket.receive(block=True)
@@ -187,8 +180,26 @@ def test_a_child_of_the_dataset_that_comes_back_leaves(scene: Scene) -> None:
 @pytest.mark.processes
 def test_an_answer_for_nobody_ends_the_process(scene: Scene) -> None:
     def answer() -> None:
-        far_worker.process_id._pid = scene.socket._pid  # as if it were the worker
         scene.ends[1].shutdown(socket.SHUT_RDWR)
         scene.socket._send((b"", [], []))
 
     assert end_of(fork(answer)) == 1
+
+
+# ---- what a host is told --------------------------------------------------------------------------------
+
+
+def test_it_arrives_with_what_was_defined_in_a_function() -> None:
+    factor = 3
+    spec: HostSpec = pickle.loads(pickle.dumps(host_spec(lambda index: factor * index, dynamic=True)))
+    plan = spec.setup.plan
+    assert plan.payload.open()["dataset"](2) == 6
+    assert (spec.setup.token, spec.path) == (TOKEN, tuple(sys.path))
+    assert not plan.shared_tasks, "the proxy claims"
+    assert TOKEN.hex() not in repr(spec)
+    assert {"Python", "torch", "numpy"} < spec.versions.keys()
+
+
+def test_what_cannot_travel_is_named() -> None:
+    with pytest.raises(UnpicklableError, match="collate_fn cannot be sent to another machine: TypeError"):
+        host_spec(range(3), collate_fn=threading.Lock().acquire)

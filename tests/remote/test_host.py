@@ -1,29 +1,42 @@
-"""A host: whom it lets in, what it says of its workers, and when it ends."""
+"""A host: how it is had, whom it lets in, what it says of its workers, and when it ends."""
 
 from __future__ import annotations
 
+import base64
+import importlib
 import os
 import pickle
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fastq_loader.ipc.messages import Epoch, Stop, Task, encode
-from fastq_loader.remote import link, wire
-from fastq_loader.remote.host import Serving
-from fastq_loader.remote.host_process import Host
-from fastq_loader.remote.link import Address, Connection, Lost
-from fastq_loader.remote.spec import HostSpec, versions
-from fastq_loader.remote.wire import Refused, Request
-from tests.conftest import descendants, wait_until
+from fastq_loader.remote import connection as connections
+from fastq_loader.remote import host_process
+from fastq_loader.remote.connection import (
+    MAGIC,
+    MESSAGE,
+    WELCOME,
+    Address,
+    Connection,
+    Lost,
+    Refused,
+    Request,
+    connect,
+)
+from fastq_loader.remote.host_process import actor_class
+from tests.conftest import descendants, run_script, wait_until
+from tests.support import certificates
 from tests.support.pair import TOKEN
-from tests.support.worker_setup import make_plan
+from tests.support.worker_setup import host_spec
 
 pytestmark = pytest.mark.processes
 
@@ -42,36 +55,70 @@ class Asked:
         return slow(index) if index == "slow" else index
 
 
-@pytest.fixture(scope="module", name="host")
-def started_host() -> Iterator[Host]:
-    host = Host(pickle.dumps(HostSpec.of(make_plan(Asked()), TOKEN)), "127.0.0.1")
+class Host:
+    """A host that is started here, and its places.
+
+    Attributes:
+        process: of the host.
+        address: where it listens.
+    """
+
+    def __init__(self, dataset: Any = None, **fields: Any) -> None:
+        self.spec = pickle.dumps(replace(host_spec(dataset or Asked()), **fields))
+        self.places: dict[int, socket.socket] = {}
+        host_process.hosts.clear()
+        self.address = Address("127.0.0.1", 0)
+        self.first = self.place()
+        (self.process,) = host_process.hosts
+
+    def place(self) -> int:
+        """The number of another place."""
+        place, port, number = host_process.attach(self.spec, "127.0.0.1", node=str(id(self)))
+        self.places[number] = place
+        self.address = Address("127.0.0.1", port)
+        return number
+
+    def connect(self, number: int | None = None, **fields: Any) -> tuple[Connection, int]:
+        """The proxy of a worker at that place, or a new one."""
+        request = Request(self.place() if number is None else number, False, **fields)
+        connection, frame = connect(self.address, TOKEN, request, WELCOME, MESSAGE)
+        return connection, int(frame.payload)
+
+    def report(self, number: int) -> tuple[int, bool, str]:
+        pid, alive, text = connections.ask(self.address, TOKEN, Request(number, True), None, SECONDS)
+        return pid, alive, text
+
+    def close(self) -> None:
+        for place in self.places.values():
+            place.close()
+        self.process.wait(SECONDS)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Host]:
+    host = Host()
     yield host
     host.close()
 
 
-@pytest.fixture(scope="module")
-def address(host: Host) -> Address:
-    return host.address()
-
-
-def connect(address: Address, number: int) -> tuple[Connection, int]:
-    connection, frame = link.connect(address, TOKEN, Request(number, False), wire.WELCOME, wire.MESSAGE)
-    return connection, wire.unpack(frame.payload)
-
-
-def report(address: Address, number: int = 0) -> Any:
-    return link.ask(address, TOKEN, Request(number, True), None, SECONDS)
+@pytest.fixture
+def host(shared: Host) -> Iterator[Host]:
+    """One for all tests, each of which has places of its own."""
+    yield shared
+    for number in set(shared.places) - {shared.first}:
+        shared.places.pop(number).close()
+    assert wait_until(lambda: not descendants(shared.process.pid), SECONDS)
 
 
 def tell(connection: Connection, *messages: Any) -> None:
     for message in messages:
-        connection.send(wire.MESSAGE, encode(message))
+        connection.send(MESSAGE, encode(message))
 
 
-def test_a_worker_for_each_connection_answers_and_ends_when_it_is_told(address: Address, host: Host) -> None:
-    first, pid = connect(address, 1)
-    second, other = connect(address, 2)
-    assert {pid, other} <= descendants(host.pid).keys()
+def test_a_worker_for_each_connection_answers_and_ends_when_it_is_told(host: Host) -> None:
+    first, pid = host.connect(one := host.place())
+    second, other = host.connect(two := host.place())
+    assert {pid, other} <= descendants(host.process.pid).keys()
     links = [os.readlink(f"/proc/{other}/fd/{fd}") for fd in os.listdir(f"/proc/{other}/fd")]
     assert sum(link.startswith("socket:") for link in links) == 1, "what is others' would stay open with it"
     for connection in (first, second):
@@ -80,113 +127,197 @@ def test_a_worker_for_each_connection_answers_and_ends_when_it_is_told(address: 
     tell(first, Stop())
     with pytest.raises(Lost):
         first.receive()
-    assert report(address, 1) == {**report(address), "pid": pid, "text": "exited with code 0"}
-    assert report(address, 2)["alive"]
+    assert host.report(one) == (pid, False, "exited with code 0")
+    assert host.report(two)[:2] == (other, True)
     for connection in (first, second):
         connection.close()
-    assert wait_until(lambda: not descendants(host.pid), SECONDS), "its stand-in is gone"
+    assert wait_until(lambda: not descendants(host.process.pid), SECONDS), "its proxy is gone"
 
 
-def test_of_a_worker_that_is_killed_it_says_so_when_its_connection_ends(address: Address) -> None:
-    connection, pid = connect(address, 3)
+def test_of_a_worker_that_is_killed_it_says_so_when_its_connection_ends(host: Host) -> None:
+    connection, pid = host.connect(place := host.place())
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(Lost):
         connection.receive()
-    assert "killed by SIGKILL" in report(address, 3)["text"]
+    assert "killed by SIGKILL" in host.report(place)[2]
     connection.close()
 
 
-def test_it_has_a_worker_write_its_stacks(address: Address) -> None:
-    connection, pid = connect(address, 4)
+def test_it_has_a_worker_write_its_stacks(host: Host) -> None:
+    connection, pid = host.connect(place := host.place())
     tell(connection, Epoch(1, None), Task(1, 0, 0, "slow", (), ()))
-    assert wait_until(lambda: "in slow" in report(address, 4)["text"], SECONDS)
-    assert report(address, 4)["pid"] == pid
+    assert wait_until(lambda: "in slow" in host.report(place)[2], SECONDS)
+    assert host.report(place)[0] == pid
+    connection.close()
+
+
+def test_a_worker_ends_with_its_place(host: Host) -> None:
+    connection, pid = host.connect(place := host.place())
+    host.places.pop(place).close()
+    with pytest.raises(Lost):
+        connection.receive()
+    assert wait_until(lambda: not os.path.exists(f"/proc/{pid}"), SECONDS)
+    assert host.report(place) == (0, False, ""), "where the place came from it is known why"
+    with pytest.raises(Refused, match="its place is gone"):
+        host.connect(place)
     connection.close()
 
 
 def test_another_version_is_refused_with_what_differs() -> None:
-    spec = replace(HostSpec.of(make_plan(Asked()), TOKEN), versions={**versions(), "torch": "0.1"})
-    host = Host(pickle.dumps(spec), "127.0.0.1")
-    there = host.address()
-    with pytest.raises(Refused, match=r"torch \S+ here and 0.1 there"):
-        connect(there, 5)
-    assert report(there)["refused"]["another version"] == 1
+    host = Host(versions={"torch": "0.1"})
+    with pytest.raises(Refused, match=r"it has .*'torch': '2.*, and the consumer \{'torch': '0.1'\}"):
+        host.connect(host.first)
     host.close()
 
 
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        (b"", "left in the middle of the handshake"),
-        (b"GET / HTTP/1.1\r\n\r\n", "not this protocol"),
-        (wire.MAGIC + bytes(64) + b"\x01\x00!", "wrong token"),
-    ],
-)
-def test_strangers_are_refused_and_counted_by_the_reason(said: bytes, reason: str, address: Address) -> None:
-    before = report(address)["refused"].get(reason, 0)
-    with socket.create_connection(address) as stranger:
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", MAGIC + bytes(64) + b"\x01\x00!"])
+def test_strangers_are_refused(said: bytes, host: Host) -> None:
+    with socket.create_connection(host.address) as stranger:
         stranger.sendall(said)
-        if not said:
-            stranger.close()
-        assert wait_until(lambda: report(address)["refused"].get(reason, 0) == before + 1, SECONDS)
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.settimeout(SECONDS)
+        with suppress(ConnectionResetError):
+            while stranger.recv(100):
+                pass
+    with pytest.raises((Refused, Lost)):
+        connections.ask(host.address, bytes(16), Request(1, True), None, SECONDS)
 
 
-def test_whom_it_refused_is_a_number_that_anybody_of_the_pool_may_ask_for(address: Address) -> None:
-    with socket.create_connection(address) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert wait_until(lambda: "not this protocol" in report(address)["refused"], SECONDS)
-    assert link.ask_refused(address, TOKEN, None, SECONDS) == sum(report(address)["refused"].values()) > 0
-    with pytest.raises(Refused):
-        link.ask_refused(address, bytes(16), None, SECONDS)
-
-
-def test_many_at_once_do_not_keep_anybody_out(address: Address) -> None:
-    strangers = [socket.create_connection(address) for _ in range(100)]
-    assert report(address)["refused"]["too many at once"] >= 36
+def test_many_at_once_do_not_keep_anybody_out_and_do_not_stay(host: Host) -> None:
+    strangers = [socket.create_connection(host.address) for _ in range(100)]
+    assert host.report(0) == (0, False, "")
+    strangers[0].settimeout(SECONDS)
+    assert strangers[0].recv(1) == b""
     for stranger in strangers:
         stranger.close()
 
 
-def test_who_says_nothing_in_time_is_refused() -> None:
-    spec = HostSpec.of(make_plan(Asked()), TOKEN)
-    lifeline, other_end = os.pipe()
-    with link.listen("127.0.0.1") as listener:
-        serving = Serving(spec, listener)
-        running = threading.Thread(target=serving.run, args=(lifeline,))
-        running.start()
-        with socket.create_connection(("127.0.0.1", serving.port)):
-            assert wait_until(lambda: bool(serving._guests), SECONDS)
-            next(iter(serving._guests.values())).deadline = 0
-            assert wait_until(lambda: serving.refused["said nothing in time"] == 1, SECONDS)
-        os.close(other_end)
-        running.join()
-    os.close(lifeline)
-    serving._stacks.close()
+def test_silence_is_refused_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import fastq_loader.remote.connection as c; c.PATIENCE = 0.1")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    host = Host()
+    with socket.create_connection(host.address, SECONDS) as stranger:
+        assert stranger.recv(1) == b""
+    host.close()
 
 
-def test_with_it_its_workers_end(address: Address) -> None:
-    for how in ("killed", "closed"):
-        host = Host(pickle.dumps(HostSpec.of(make_plan(Asked()), TOKEN)), "127.0.0.1")
-        connection, pid = connect(host.address(), 1)
-        assert pid in descendants(host.pid)
-        tell(connection, Epoch(1, None), Task(1, 0, 0, "slow", (), ()))
-        if how == "killed":
-            os.kill(host.pid, signal.SIGKILL)
-        else:
-            host.close()
-        with pytest.raises(Lost):
-            connection.receive()
-        assert wait_until(lambda pid=pid: not os.path.exists(f"/proc/{pid}"), SECONDS)  # type: ignore[misc]
-        connection.close()
+@pytest.mark.parametrize("how", ["killed", "closed"])
+def test_with_it_its_workers_end(how: str) -> None:
+    host = Host()
+    connection, pid = host.connect(host.first)
+    assert pid in descendants(host.process.pid)
+    tell(connection, Epoch(1, None), Task(1, 0, 0, "slow", (), ()))
+    if how == "killed":
+        host.process.kill()
+    else:
         host.close()
-        assert not host.alive
+    with pytest.raises(Lost):
+        connection.receive()
+    assert wait_until(lambda: not os.path.exists(f"/proc/{pid}"), SECONDS)
+    connection.close()
+    host.close()
 
 
-def test_a_worker_has_the_variables_that_its_stand_in_says(address: Address) -> None:
-    request = Request(6, False, environment={"CUDA_VISIBLE_DEVICES": "3"})
-    connection, _ = link.connect(address, TOKEN, request, wire.WELCOME, wire.MESSAGE)
+def test_a_worker_has_the_variables_that_its_proxy_says(host: Host) -> None:
+    connection, _ = host.connect(environment={"CUDA_VISIBLE_DEVICES": "3"})
     tell(connection, Epoch(1, None), Task(1, 0, 0, "CUDA_VISIBLE_DEVICES", (), ()))
     frame = connection.receive()
     assert frame is not None
     assert b"devices: 3" in frame.payload
     connection.close()
+
+
+@pytest.mark.skipif(not certificates.AVAILABLE, reason="there is no program openssl")
+def test_with_tls_only_a_certificate_of_the_authority_is_let_in(tmp_path: Path) -> None:
+    tls, others = certificates.make_tls(tmp_path), certificates.make_tls(tmp_path, "others")
+    host = Host(tls=tls)
+    request = Request(host.first, False)
+    for wrong in (None, others):
+        with pytest.raises(Lost):
+            connect(host.address, TOKEN, request, WELCOME, tls=wrong)
+    connection, _ = connect(host.address, TOKEN, request, WELCOME, MESSAGE, tls=tls)
+    tell(connection, Epoch(1, None), Task(1, 0, 0, 1, (), ()))
+    assert connection.receive() is not None
+    assert connections.ask(host.address, TOKEN, Request(host.first, True), tls, SECONDS)[1]
+    connection.close()
+    host.close()
+
+
+# ---- how it is started ----------------------------------------------------------------------------------
+
+
+class Opened:
+    """Notes each time that it is opened, and may fail."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        with self.path.open("a") as file:
+            file.write("opened ")
+
+
+def test_all_places_of_a_machine_share_one_host_that_opens_the_dataset_once(tmp_path: Path) -> None:
+    host = Host(Opened(tmp_path / "log"))
+    connected = [host.connect() for _ in range(3)]
+    assert {pid for _, pid in connected} == descendants(host.process.pid).keys()
+    assert host_process.hosts == [host.process]
+    assert (tmp_path / "log").read_text() == "opened "
+    for connection, _ in connected:
+        connection.close()
+    host.close()
+
+
+def test_one_that_does_not_get_up_is_told_of(capfd: Any) -> None:
+    host_process.hosts.clear()
+    with pytest.raises(OSError, match="ended before it was up"):
+        host_process.attach(b"no pickle", "127.0.0.1")
+    host_process.hosts[0].wait(SECONDS)
+
+
+def test_an_actor_says_where_it_is_and_what_devices_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(get_node_id=lambda: "f" * 56)
+    ray: Any = SimpleNamespace(
+        get_runtime_context=lambda: context, util=SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7")
+    )
+    places = [socket.socket(), socket.socket()]
+    given: list[Any] = []
+
+    def attach(*arguments: Any) -> Any:
+        given.append(arguments)
+        return places[len(given) - 1], 4711, len(given)
+
+    played: dict[str, Any] = {
+        "ray": ray,
+        "fastq_loader.remote.host_process": SimpleNamespace(attach=attach),
+    }
+    monkeypatch.setattr(importlib, "import_module", lambda name: played[name])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("ONEAPI_DEVICE_SELECTOR", "level_zero:1")
+    actor = actor_class()()
+    for number in (1, 2):
+        *said, devices = actor.attach(b"spec", [5])
+        assert said == ["f" * 56, "10.0.0.7", 4711, number]
+    assert given == [(b"spec", "10.0.0.7", [5], "f" * 56)] * 2
+    assert [place.fileno() >= 0 for place in places] == [False, True], "the first is given up for the second"
+    assert devices.items() >= {"CUDA_VISIBLE_DEVICES": "1", "ONEAPI_DEVICE_SELECTOR": "level_zero:1"}.items()
+    assert "PATH" not in devices
+    places[1].close()
+
+
+def test_an_actor_needs_neither_this_package_nor_torch_before_it_looks_for_a_place() -> None:
+    cloudpickle = pytest.importorskip("cloudpickle")
+    sent = base64.b64encode(cloudpickle.dumps(actor_class()))
+    result = run_script(
+        f"""
+        import base64, pickle, sys
+        pickle.loads(base64.b64decode({sent!r}))()
+        print(sorted({{"fastq_loader", "torch", "ray"}} & set(sys.modules)))
+        """
+    )
+    assert result[:3] == (0, "[]\n", "")

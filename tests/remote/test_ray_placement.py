@@ -12,15 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fastq_loader import RayWorkers
 from fastq_loader.remote import ray_placement
-from fastq_loader.remote.control import NoPlace, Place
-from fastq_loader.remote.link import Address
+from fastq_loader.remote.connection import Address
+from fastq_loader.remote.proxy import NoPlace, Place
 from fastq_loader.remote.ray_placement import RayPlacement
-from tests.conftest import wait_until
 
-SECONDS = 10  # against hanging
+NODE = "f" * 56
 
 
 class ActorDiedError(Exception):
@@ -31,10 +32,8 @@ class ActorUnavailableError(Exception):
     pass
 
 
-#: What was found, by the numbers of places.
-FOUND: dict[int, list[Place | NoPlace]] = {}
-#: Calls whose answers were heard.
-HEARD: set[Future[Any]] = set()
+class GetTimeoutError(Exception):
+    pass
 
 
 class Method:
@@ -50,24 +49,36 @@ class Method:
         return self.calls[-1]
 
     def answer(self, result: Any) -> None:
-        assert wait_until(lambda: any(not call.done() for call in self.calls), SECONDS)
         call = next(call for call in self.calls if not call.done())
         if isinstance(result, Exception):
             call.set_exception(result)
         else:
             call.set_result(result)
-        assert wait_until(lambda: call in HEARD, SECONDS)
 
 
 class Actor:
     def __init__(self) -> None:
-        self.where, self.listen, self.stay, self.end = Method(), Method(), Method(), Method()
+        self.attach, self.stay = Method(), Method()
+
+    @property
+    def asked(self) -> bool:
+        return not self.attach.calls[-1].done()
+
+    def place(self, number: int, port: int = 4711) -> Place:
+        """It has found this place."""
+        self.attach.answer((NODE, "10.0.0.7", port, number, {"CUDA_VISIBLE_DEVICES": "1"}))
+        name = "10.0.0.7 (Ray's node ffffffffffff)"
+        return Place(Address("10.0.0.7", port), number, name, {"CUDA_VISIBLE_DEVICES": "1"})
 
 
 class Ray:
     """As much of Ray as is used."""
 
-    exceptions = SimpleNamespace(ActorDiedError=ActorDiedError, ActorUnavailableError=ActorUnavailableError)
+    exceptions = SimpleNamespace(
+        ActorDiedError=ActorDiedError,
+        ActorUnavailableError=ActorUnavailableError,
+        GetTimeoutError=GetTimeoutError,
+    )
 
     def __init__(self) -> None:
         self.running = False
@@ -77,7 +88,6 @@ class Ray:
         self.options: dict[str, Any] = {}
         self.actors: list[Actor] = []
         self.killed: list[Actor] = []
-        self.waited: list[int] = []
         self.there = {"CPU": 8.0}
         self.modules: dict[str, Any] = {}
         self.status = '{"autoscaler_report": {"node_type_mapping": {"f": "node_f"}}}'
@@ -117,7 +127,7 @@ class Ray:
 
     def get_runtime_context(self) -> Any:
         self._must_run()
-        return SimpleNamespace(get_worker_id=lambda: self.driver, gcs_address="10.0.0.1:6379")
+        return SimpleNamespace(get_worker_id=lambda: self.driver)
 
     def kill(self, actor: Actor) -> None:
         self._must_run()
@@ -125,23 +135,32 @@ class Ray:
 
     def wait(self, references: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
         self._must_run()
-        if timeout:
-            self.waited.append(num_returns)
         done = [reference for reference in references if reference.done()]
         return done, [reference for reference in references if reference not in done]
 
-    def get(self, reference: Future[Any]) -> Any:
+    def get(self, reference: Future[Any], timeout: float = 0) -> Any:
         self._must_run()
-        HEARD.add(reference)
+        if not reference.done():
+            raise GetTimeoutError
         return reference.result()
 
-    def actor(self, number: int) -> Actor:
-        assert wait_until(lambda: len(self.actors) > number, SECONDS)
-        return self.actors[number]
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(ray_placement, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Ray:
     played = Ray()
     played.modules = {
         "ray": played,
@@ -150,38 +169,33 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
         "ray.experimental.internal_kv": SimpleNamespace(_internal_kv_get=lambda key: played.status),
     }
     monkeypatch.setattr(importlib, "import_module", lambda name: played.modules[name])
-    monkeypatch.setattr(ray_placement, "_TICK", 1000)
     return played
+
+
+def started(workers: RayWorkers, places: int = 1, flexible: bool = True) -> RayPlacement:
+    placement = RayPlacement(workers, flexible)
+    placement.start(b"spec", places)
+    return placement
 
 
 @pytest.fixture
 def placement(ray: Ray) -> Iterator[RayPlacement]:
-    placement = RayPlacement(RayWorkers(ports=(5, 6)))
-    placement.start(b"spec", note)
+    placement = started(RayWorkers(ports=(5, 6)))
     yield placement
     placement.close()
 
 
-def note(found: Place | NoPlace) -> None:
-    FOUND[found.number].append(found)
-
-
-def acquire(placement: RayPlacement, number: int) -> list[Place | NoPlace]:
-    FOUND[number] = []
-    placement.acquire(number)
-    return FOUND[number]
+def lose(placement: RayPlacement, place: Place) -> None:
+    """A place is lost: its actor is asked for another one."""
+    assert placement.find([place], 0) == []
 
 
 def test_ray_that_runs_is_used_and_else_it_is_joined(ray: Ray) -> None:
     for expected in ([None], [None]):
-        placement = RayPlacement(RayWorkers())
-        placement.start(b"spec", note)
-        placement.close()
+        started(RayWorkers()).close()
         assert ray.joined == expected
     ray.running = False
-    placement = RayPlacement(RayWorkers(address="auto"))
-    placement.start(b"spec", note)
-    placement.close()
+    started(RayWorkers(address="auto")).close()
     assert ray.joined == [None, "auto"]
     RayPlacement(RayWorkers()).close()  # it was not started
 
@@ -195,160 +209,128 @@ def test_actors_are_made_as_the_user_said(ray: Ray, placement: RayPlacement) -> 
         "runtime_env": None,
         "max_restarts": 0,
         "max_task_retries": 0,
-        "max_concurrency": 4,
+        "max_concurrency": 2,
     }
 
 
-def test_a_place_is_found_once_an_actor_has_room_and_its_host_listens(
+def test_a_place_is_found_once_an_actor_has_one(ray: Ray, placement: RayPlacement) -> None:
+    assert placement.find([], 1) == []
+    assert placement.pause is not None
+    (actor,) = ray.actors
+    assert actor.attach.given == [(b"spec", [5, 6])]
+    expected = actor.place(3)
+    assert placement.find([], 0) == []
+    assert placement.find([], 2) == [expected]
+    assert placement.find([], 1) == []
+    assert placement.pause is None, "nothing is asked of Ray meanwhile"
+    assert placement.death(expected) == "", "its actor is there"
+    placement.close()
+    assert ray.killed == [actor]
+
+
+def test_an_actor_whose_place_is_lost_is_asked_for_another_one(ray: Ray, placement: RayPlacement) -> None:
+    (actor,) = ray.actors
+    first = actor.place(3)
+    placement.find([], 1)
+    assert placement.find([first], 1) == []
+    second = actor.place(4)
+    assert placement.find([], 1) == [second]
+    assert ray.actors == [actor]
+
+
+@pytest.mark.parametrize("error", [ActorDiedError, ActorUnavailableError, OSError, None])
+def test_one_that_has_died_or_does_not_answer_makes_way_for_another(
+    error: Any, ray: Ray, placement: RayPlacement, clock: Clock
+) -> None:
+    (actor,) = ray.actors
+    place = actor.place(3)
+    placement.find([], 1)
+    lose(placement, place)
+    text = "The actor died.\n\tclass_name: x\nThe actor is dead because x. Some common causes include: (1)"
+    if error is None:
+        clock.now += 4.9
+        placement.find([], 1)
+        assert len(ray.actors) == 1
+        clock.now += 0.2
+    else:
+        actor.attach.answer(error(text))
+    placement.find([], 1)
+    assert ray.killed == [actor]
+    assert len(ray.actors) == 2
+    assert placement.death(place) == (
+        "The actor is dead because x" if error else "its machine does not answer"
+    )
+
+
+def test_of_a_place_that_is_lost_with_its_actor_ray_is_asked_at_once(
     ray: Ray, placement: RayPlacement
 ) -> None:
-    found = acquire(placement, 3)
-    actor = ray.actor(0)
-    actor.where.answer(("f" * 56, "10.0.0.7", {"CUDA_VISIBLE_DEVICES": "1"}))
-    actor.listen.answer(4711)
-    assert wait_until(lambda: bool(found), SECONDS)
-    assert found == [
-        Place(
-            3, Address("10.0.0.7", 4711), "10.0.0.7 (Ray's node ffffffffffff)", {"CUDA_VISIBLE_DEVICES": "1"}
-        )
-    ]
-    assert actor.listen.given == [(b"spec", [5, 6])]
-    assert placement.death(3) == ""
-    placement.close()
-    assert ray.waited == [1], "its host has ended"
-    assert ray.killed == [actor]
+    place = ray.actors[0].place(3)
+    placement.find([], 1)
+    ray.actors[0].stay.answer(ActorDiedError("The actor died because it was killed by the memory monitor."))
+    assert placement.death(place) == "The actor died because it was killed by the memory monitor"
 
 
-def test_an_actor_that_dies_takes_its_place_along(ray: Ray, placement: RayPlacement) -> None:
-    found = acquire(placement, 3)
-    actor = ray.actor(0)
-    actor.where.answer(("f", "10.0.0.7", {}))
-    actor.listen.answer(4711)
-    text = "The actor died.\n\tclass_name: Seat\nThe actor is dead because x. Some common causes include: (1)"
-    actor.stay.answer(ActorDiedError(text))
-    assert wait_until(lambda: len(found) == 2, SECONDS)
-    assert found[1] == NoPlace(3, "The actor is dead because x")
-    assert placement.death(3) == "The actor is dead because x"
-    placement.close()
-    assert not ray.killed
-
-
-def test_a_machine_that_answers_goes_on(ray: Ray, placement: RayPlacement) -> None:
-    acquire(placement, 3)
-    actor = ray.actor(0)
-    actor.where.answer(("f", "10.0.0.7", {}))
-    actor.listen.answer(4711)
-    placement.release(3, "the worker was killed")
-    found = acquire(placement, 4)
-    actor.where.answer(("f", "10.0.0.7", {}))
-    actor.listen.answer(4711)
-    assert wait_until(lambda: bool(found), SECONDS)
-    assert len(actor.stay.calls) == 1, "its end is noticed once"
-
-
-def test_an_actor_that_is_not_reached_is_asked_and_watched_again(ray: Ray, placement: RayPlacement) -> None:
-    found = acquire(placement, 3)
-    actor = ray.actor(0)
-    actor.where.answer(("f", "10.0.0.7", {}))
-    actor.listen.answer(4711)
-    actor.stay.answer(ActorUnavailableError("for now"))
-    actor.where.answer(("f", "10.0.0.7", {}))
-    actor.listen.answer(4711)
-    assert wait_until(lambda: len(actor.stay.calls) == 2, SECONDS)
-    assert len(found) == 1
+def test_actors_may_wait_for_room_for_ever_and_are_made_again_when_they_die_of_it(
+    ray: Ray, placement: RayPlacement, clock: Clock
+) -> None:
+    placement.find([], 1)
+    clock.now += 10**6
+    assert placement.find([], 1) == []
     assert len(ray.actors) == 1
-    actor.stay.answer(ActorUnavailableError("again"))
-    actor.where.answer(ActorUnavailableError("and again"))
-    assert wait_until(lambda: len(found) == 2, SECONDS)
-    assert ray.killed == [actor]
+    for number in range(10):
+        ray.actors[number].attach.answer(ActorDiedError("its node has died"))
+        assert placement.find([], 1) == []
+    assert len(ray.actors) == 11
 
 
-def test_a_place_that_was_given_back_is_not_spoken_of(ray: Ray, placement: RayPlacement) -> None:
-    found = acquire(placement, 3)
-    actor = ray.actor(0)
-    placement.release(3, "")
-    other = acquire(placement, 4)
-    actor.where.answer(("f", "10.0.0.7", {}))
-    actor.listen.answer(4711)
-    assert wait_until(lambda: bool(other), SECONDS)
-    assert not found
-
-
-def test_where_no_host_starts_whoever_waits_hears_why(ray: Ray, placement: RayPlacement) -> None:
-    found = acquire(placement, 3)
-    for number in range(3):
-        actor = ray.actor(number)
-        actor.where.answer(("f", "10.0.0.7", {}))
-        actor.listen.answer(OSError("Traceback\nOSError: no torch there"))
-    assert wait_until(lambda: bool(found), SECONDS)
-    assert found == [NoPlace(3, "OSError: no torch there")]
+def test_where_no_host_starts_those_that_wait_hear_why_and_no_more_is_tried(ray: Ray) -> None:
+    placement = started(RayWorkers(), places=2)
+    for made in (2, 4, 6):  # those that were made together fail together, once
+        assert len(ray.actors) == made
+        for actor in ray.actors[-2:]:
+            actor.attach.answer(OSError("Traceback\nOSError: no torch there"))
+        found = placement.find([], 2)
+    assert found == [NoPlace("OSError: no torch there")] * 2
+    assert placement.find([], 1) == found[:1]
+    assert len(ray.actors) == 6
+    placement.close()
 
 
 def test_an_actor_that_cannot_be_made_is_a_failure(ray: Ray, placement: RayPlacement) -> None:
-    found = acquire(placement, 3)
     error = ActorDiedError("The actor died because of an error raised in its creation task, so there")
     error.actor_init_failed = True
     for number in range(3):
-        ray.actor(number).where.answer(error)
-    assert wait_until(lambda: bool(found), SECONDS)
-    assert found == [NoPlace(3, str(error))]
-
-
-def test_a_machine_that_keeps_silent_is_done_without(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_placement, "_TICK", 0.01)
-    placement = RayPlacement(RayWorkers(num_cpus=0))
-    placement.start(b"spec", note)
-    acquire(placement, 3)
-    actor = ray.actor(0)
-    actor.where.answer(("f", "10.0.0.7", {}))
-    actor.listen.answer(4711)
-    placement.release(3, "the connection broke")
-    acquire(placement, 4)
-    assert ray.actor(1)
-    placement.close()
-    assert actor in ray.killed
+        ray.actors[number].attach.answer(error)
+        found = placement.find([], 1)
+    assert found == [NoPlace(str(error))]
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["shut down", "and started again"])
-def test_where_ray_was_shut_down_whoever_has_or_wants_a_place_hears_it(
+def test_where_ray_was_shut_down_it_is_said_and_not_touched(
     ray: Ray, placement: RayPlacement, again: bool
 ) -> None:
-    found = acquire(placement, 3)
-    actor = ray.actor(0)
-    actor.where.answer(("f", "10.0.0.7", {}))
-    actor.listen.answer(4711)
-    assert wait_until(lambda: bool(found), SECONDS)
-    waits = acquire(placement, 4)
-    ray.actor(1)
-    with ray.lock:
-        ray.running, ray.driver = again, "another one"
-    assert wait_until(lambda: len(found) == 2 and bool(waits), SECONDS)
-    assert [found[1], *waits] == [NoPlace(number, "Ray was shut down") for number in (3, 4)]
-    late = acquire(placement, 5)
-    assert wait_until(lambda: late == [NoPlace(5, "Ray was shut down")], SECONDS)
-    assert len(ray.actors) == 2
+    place = ray.actors[0].place(3)
+    placement.find([], 1)
+    ray.running, ray.driver = again, "another one"
+    assert placement.death(place) == "Ray was shut down"
+    for _ in range(2):
+        assert placement.find([place], 2) == [NoPlace("Ray was shut down")] * 2
     placement.close()
+    assert len(ray.actors) == 1
     assert not ray.killed
 
 
-def test_while_ray_starts_or_ends_it_is_not_touched_and_the_thread_may_still_end(
-    ray: Ray, placement: RayPlacement
-) -> None:
+def test_while_ray_starts_or_ends_it_is_not_touched(ray: Ray, placement: RayPlacement) -> None:
+    place = ray.actors[0].place(3)
+    found: list[Any] = []
     with ray.lock:
-        acquire(placement, 3)
-        assert not wait_until(lambda: bool(ray.actors), 0.1)
-        placement._stop()
-    assert not ray.actors
-
-
-def test_a_close_after_ray_was_shut_down_does_not_start_it(ray: Ray, placement: RayPlacement) -> None:
-    found = acquire(placement, 3)
-    ray.actor(0).where.answer(("f", "10.0.0.7", {}))
-    ray.actor(0).listen.answer(4711)
-    assert wait_until(lambda: bool(found), SECONDS)
-    ray.running = False
-    placement.close()
-    assert not ray.waited
+        thread = threading.Thread(target=lambda: found.append(placement.find([place], 1)))
+        thread.start()
+        thread.join()
+    assert found == [[]]
+    assert placement.find([], 1) == []
+    assert len(ray.actors[0].attach.calls) == 2, "what was lost meanwhile is not forgotten"
 
 
 def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,13 +339,71 @@ def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch:
         register=exits.append, unregister=lambda one: exits.remove(one) if one in exits else None
     )
     monkeypatch.setattr(ray_placement, "atexit", played)
-    placement = RayPlacement(RayWorkers())
-    placement.start(b"spec", note)
+    placement = started(RayWorkers())
     exits[0]()
-    acquire(placement, 3)
+    ray.actors[0].place(1)
+    assert placement.find([], 1) == []
     placement.close()
-    assert not ray.actors
     assert exits == [ray_placement._disarm]
+
+
+class Machine(RuleBasedStateMachine):
+    """Whatever actors and Ray say, in whatever order: as many actors as places, and each place given once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ray = Ray()
+        self.ray.running = True
+        self.placement = RayPlacement(RayWorkers())
+        self.placement._ray, self.placement._lock = self.ray, self.ray.lock
+        self.placement._driver, self.placement._most = self.ray.driver, 3
+        self.placement._reservation = SimpleNamespace(remote=self.ray._make)
+        self.given: list[Place] = []
+        self.numbers = iter(range(10**6))
+        self.lost: list[Place] = []
+        self.failed = False
+
+    def alive(self) -> list[Actor]:
+        return [actor for actor in self.ray.actors if actor not in self.ray.killed]
+
+    def asked(self) -> list[Actor]:
+        return [actor for actor in self.alive() if actor.asked]
+
+    @rule(wanted=st.integers(0, 4))
+    def find(self, wanted: int) -> None:
+        found = self.placement.find(self.lost, wanted)
+        self.lost = []
+        places = [one for one in found if isinstance(one, Place)]
+        assert len(found) <= wanted
+        assert not {one[:2] for one in places} & {one[:2] for one in self.given}
+        self.given += places
+        assert self.failed or found == places
+
+    @precondition(lambda self: self.asked())
+    @rule(data=st.data(), how=st.sampled_from(["place", "place", "died", "unavailable", "failed"]))
+    def answer(self, data: st.DataObject, how: str) -> None:
+        actor = data.draw(st.sampled_from(self.asked()))
+        if how == "place":
+            actor.place(next(self.numbers))
+        else:
+            self.failed = self.failed or how == "failed"
+            kinds = {"died": ActorDiedError, "unavailable": ActorUnavailableError, "failed": OSError}
+            actor.attach.answer(kinds[how](how))
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        place = data.draw(st.sampled_from(self.given))
+        if place not in self.lost:
+            self.lost.append(place)
+
+    @invariant()
+    def no_more_actors_than_places(self) -> None:
+        assert len(self.alive()) <= 3
+        assert self.failed or not self.ray.actors or len(self.alive()) == 3
+
+
+TestAnyOrder = Machine.TestCase
 
 
 @pytest.mark.parametrize(
@@ -384,11 +424,7 @@ def test_a_rank_asks_for_its_part_of_the_cluster(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", ranks)
     ray.there = {"CPU": 7.0, "GPU": 2.0}
-    placement = RayPlacement(RayWorkers(**given), flexible)
-    placement.start(b"spec", note)
-    for number in range(5):
-        acquire(placement, number)
-    placement.close()
+    started(RayWorkers(**given), 5, flexible).close()
     assert len(ray.actors) == actors
 
 
@@ -419,7 +455,7 @@ def test_what_no_machine_could_ever_give_is_an_error_at_the_start(
 ) -> None:
     placement = RayPlacement(RayWorkers(**given))
     with pytest.raises(ValueError, match=lacks):
-        placement.start(b"spec", note)
+        placement.start(b"spec", 1)
     placement.close()
     assert not ray.actors
 
@@ -435,15 +471,6 @@ def test_at_the_exit_the_alarm_that_would_abort_it_is_ended(
     assert alarms == ended
 
 
-def test_where_a_machine_fits_nobody_waits_to_hear_of_others(
-    ray: Ray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray_placement, "_addable", None)
-    placement = RayPlacement(RayWorkers(num_cpus=8))
-    placement.start(b"spec", note)
-    placement.close()
-
-
 @pytest.mark.parametrize(
     ("groups", "raises"),
     [([(4, 2)], False), ([(-1, 1)], False), ([(0, 1)], True), ([(4, 0)], True), ([], True)],
@@ -457,7 +484,7 @@ def test_what_an_autoscaler_may_add_counts(
     )
     placement = RayPlacement(RayWorkers(resources={"decoder": 1}))
     with pytest.raises(ValueError, match="decoder") if raises else nullcontext():
-        placement.start(b"spec", note)
+        placement.start(b"spec", 1)
     placement.close()
     assert not caplog.records
 
@@ -468,22 +495,7 @@ def test_where_ray_does_not_say_what_could_be_added_it_is_a_warning(
 ) -> None:
     ray.status = status
     placement = RayPlacement(RayWorkers(resources={"decoder": 1}))
-    placement.start(b"spec", note)
+    placement.start(b"spec", 1)
     placement.close()
     [record] = caplog.records
     assert "no machine of the Ray cluster has 1 decoder (the most is 0)" in record.getMessage()
-
-
-def test_who_waits_for_room_for_long_is_told_what_there_is(
-    ray: Ray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(ray_placement, "_TICK", 0.01)
-    ray.available_resources = lambda: {"CPU": 1.0}  # type: ignore[attr-defined]
-    placement = RayPlacement(RayWorkers(num_cpus=2))
-    placement.start(b"spec", note)
-    acquire(placement, 1)
-    assert wait_until(lambda: bool(caplog.records), SECONDS)
-    placement.close()
-    [record] = caplog.records
-    assert "0 of 1 workers have room in the Ray cluster at 10.0.0.1:6379" in record.getMessage()
-    assert "Each takes 2 CPU (1 of 8 are free)" in record.getMessage()

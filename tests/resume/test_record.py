@@ -6,12 +6,9 @@ import pickle
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, Position
-from fastq_loader.resume.record import EpochRecord, begin, mixed
+from fastq_loader.resume.record import EpochRecord, begin
 from fastq_loader.resume.saved import Saved
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from tests.support.datasets import MapDataset, Stream
@@ -28,25 +25,6 @@ def begun(of: DataLoader[Any], newest: EpochRecord | None, told: Saved | None) -
 
 def loader(**keywords: Any) -> DataLoader[Any]:
     return DataLoader(MapDataset("tensors", 20), 2, **keywords)
-
-
-@given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
-def test_seeds_that_follow_from_others_fit_and_differ(seed: int, number: int) -> None:
-    following = mixed(seed, number)
-    assert 0 <= following < 2**63
-    assert len({following, mixed(seed, number ^ 1), mixed(seed ^ 1, number)}) == 3
-
-
-def test_a_new_epoch_draws_and_a_resumed_one_does_not() -> None:
-    torch.manual_seed(3)
-    record = begun(loader(), None, None)
-    seed = record.draw_base_seed(None)
-    assert record.order.beginning.seeded
-    before = torch.get_rng_state()
-    resumed = begun(loader(), record, saved(resumes=True, progress=Progress(3)))
-    assert resumed.draw_base_seed(None) == 7 != seed
-    assert resumed.follow_base_seed(1) == 7
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_positions_count_epochs_and_batches() -> None:

@@ -10,19 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, PermutationSampler
+from fastq_loader.reading import generators
 from fastq_loader.resume.samplers import (
-    asked_sampler,
     chain,
     compared,
-    epochs,
     own_generators,
-    set_epochs,
-    stateful_sampler,
-    told_epochs,
-    torchs_generators,
 )
 
 N = 11
@@ -141,7 +144,60 @@ class ReadsAhead(Sampler[Any]):
                 yield [index]
 
 
+class Shared(Sampler[int]):
+    """Draws from the generators that a process shares: when it is iterated, or for its first index."""
+
+    def __init__(self, draw: Callable[[], int], at_once: bool) -> None:
+        self.draw, self.at_once = draw, at_once
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order()) if self.at_once else self.later()
+
+    def order(self) -> list[int]:
+        first = self.draw()
+        return [(first + index) % N for index in range(N)]
+
+    def later(self) -> Iterator[int]:
+        yield from self.order()
+
+
+class Own(Sampler[int]):
+    """Draws every index from a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(self.rng.integers(N)) for _ in range(N))
+
+
+class FailsAt3(Sampler[int]):
+    """Its fourth index is an error."""
+
+    def __iter__(self) -> Any:
+        return map({index: index for index in range(N) if index != 3}.__getitem__, range(N))
+
+
+ITEMS: Any = range(N)
+#: Without a state of their own: they are begun again.
+BEGUN_AGAIN: dict[str, Callable[[torch.Generator], Any]] = {
+    "shuffle": lambda g: RandomSampler(ITEMS, generator=g),
+    "the user's shuffle": lambda g: RandomSampler(ITEMS),
+    "replacement": lambda g: RandomSampler(ITEMS, replacement=True, num_samples=70, generator=g),
+    "several permutations": lambda g: RandomSampler(ITEMS, num_samples=30, generator=g),
+    "weighted": lambda g: WeightedRandomSampler([1.0] * N, 20, generator=g),
+    "subset": lambda g: SubsetRandomSampler(ITEMS, generator=g),
+    "distributed": lambda g: DistributedSampler(ITEMS, 2, 1),
+    "computed": lambda g: PermutationSampler(N, 3),
+    "random, later": lambda g: Shared(lambda: random.randrange(N), at_once=False),
+    "random, at once": lambda g: Shared(lambda: random.randrange(N), at_once=True),
+    "numpy, later": lambda g: Shared(lambda: int(np.random.randint(N)), at_once=False),
+    "torch, at once": lambda g: Shared(lambda: int(torch.randint(N, ())), at_once=True),
+    "own generator": lambda g: Own(g.initial_seed()),
+}
 KINDS: dict[str, Callable[[torch.Generator], dict[str, Any]]] = {
+    **{name: lambda g, of=of: {"sampler": of(g), "batch_size": 3} for name, of in BEGUN_AGAIN.items()},
+    "fails": lambda g: {"sampler": FailsAt3(), "batch_size": None},
     "counts": lambda g: {"sampler": Counts(), "batch_size": 3},
     "counts, no short batch": lambda g: {"sampler": Counts(), "batch_size": 3, "drop_last": True},
     "counts in a shuffle": lambda g: {"sampler": CountsInAShuffle(g), "batch_size": 3},
@@ -164,30 +220,51 @@ def loader(kind: str, seed: int) -> DataLoader[Any]:
     return DataLoader(Numbers(), collate_fn=np.array, **KINDS[kind](torch.Generator().manual_seed(seed)))
 
 
+def users() -> tuple[Any, ...]:
+    """The states of the generators that the user saves."""
+    return tuple(map(generators.state_of, generators.GLOBAL.values()))
+
+
+def batches(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Batches, and errors in their places."""
+    while True:
+        try:
+            yield next(iterator).tolist()
+        except KeyError:
+            yield "error"
+        except StopIteration:
+            return
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sampler_goes_on_from_anywhere(kind: str) -> None:
-    torch.manual_seed(1)
+    """With the same order as without a stop; and what the user draws is what it was."""
+    for seed, draws in enumerate((torch.manual_seed, random.seed, np.random.seed)):
+        draws(seed)
     first = loader(kind, 1)
     whole: list[list[Any]] = []
-    stops: list[Any] = [(0, 0, first.state_dict(), torch.get_rng_state())]
+    stops: list[Any] = [(0, 0, first.state_dict(), users())]
     for epoch in range(3):
         whole.append([])
-        for batch in first:
-            whole[epoch].append(batch.tolist())
-            stops.append((epoch, len(whole[epoch]), first.state_dict(), torch.get_rng_state()))
-        stops.append((epoch + 1, 0, first.state_dict(), torch.get_rng_state()))
-    for epoch, at, state, users in stops[:-1]:
+        for batch in batches(iter(first)):
+            whole[epoch].append(batch)
+            stops.append((epoch, len(whole[epoch]), first.state_dict(), users()))
+        stops.append((epoch + 1, 0, first.state_dict(), users()))
+    for epoch, at, state, states in stops[:-1]:
         rest: list[Any] = [[] for _ in range(epoch, 3)]
         for again in range(2):  # the second time from after the next batch
             second = loader(kind, 2)
             second.load_state_dict(copy.deepcopy(state))
-            torch.set_rng_state(users)
-            iterator = iter(second)
+            for each, of_user in zip(generators.GLOBAL.values(), states, strict=True):
+                generators.set_state(each, of_user)
+            iterator = batches(iter(second))
+            if at or (again and rest[0]):
+                assert generators.same(states, users()), "what a resumed epoch draws was drawn before"
             if not again and (batch := next(iterator, None)) is not None:
-                rest[0].append(batch.tolist())
-                state, users = second.state_dict(), torch.get_rng_state()
-        rest[0] += [batch.tolist() for batch in iterator]
-        rest[1:] = [[batch.tolist() for batch in second] for _ in rest[1:]]
+                rest[0].append(batch)
+                state, states = second.state_dict(), users()
+        rest[0] += iterator
+        rest[1:] = [list(batches(iter(second))) for _ in rest[1:]]
         assert rest == [whole[epoch][at:], *whole[epoch + 1 :]], f"from {epoch, at}"
 
 
@@ -231,13 +308,6 @@ def test_a_seed_that_counts_is_compared_as_it_was_when_the_epoch_began() -> None
     assert compared(first._index_sampler)["seed"] == 1
 
 
-def test_only_torchs_batches_lie_around_a_sampler_that_is_asked() -> None:
-    sampler = Counts()
-    assert asked_sampler(BatchSampler(sampler, 2, False)) is sampler
-    assert asked_sampler(ReadsAhead(sampler)) is None
-    assert stateful_sampler(ReadsAhead(sampler)) is sampler
-
-
 def test_samplers_of_unknown_length_are_not_asked_for_it() -> None:
     class Endless(Counts):
         def __len__(self) -> int:
@@ -247,31 +317,6 @@ def test_samplers_of_unknown_length_are_not_asked_for_it() -> None:
     outer = ReadsAhead(inner)
     outer.batch_sampler = inner  # type: ignore[attr-defined]
     assert chain(outer) == [outer, inner]
-
-
-def test_generators_that_torch_draws_an_order_from_are_named() -> None:
-    generator = torch.Generator()
-    shuffle = BatchSampler(RandomSampler(range(N), generator=generator), 2, False)
-    assert torchs_generators(shuffle, generator, None) == ["generator"]
-    assert torchs_generators(shuffle, None, None) == ["sampler.sampler.generator"]
-    assert torchs_generators(Counts(generator), None, None) == []
-
-
-def test_samplers_in_samplers_and_their_epochs() -> None:
-    inner = DistributedSampler(range(4), 2, 0)  # type: ignore[arg-type]
-    outer = BatchSampler(inner, 2, False)
-    assert chain(outer) == [outer, inner]
-    inner.set_epoch(3)
-    assert epochs(outer) == {"1": 3}
-    set_epochs(outer, {"0": 9, "1": 5, "7": 1})
-    assert inner.epoch == 5
-
-
-def test_a_sampler_that_shuffles_and_has_to_be_told_the_epoch_is_found() -> None:
-    plain, shuffled = (DistributedSampler(range(9), 2, 0, shuffle=shuffle) for shuffle in (False, True))
-    assert told_epochs(BatchSampler(shuffled, 2, False)) == told_epochs(shuffled) == "DistributedSampler"
-    for other in (plain, BatchSampler(plain, 2, False), RandomSampler(range(9)), range(9), None):
-        assert told_epochs(other) is None
 
 
 def test_the_datasets_generators_are_the_users() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import IterableDataset
 
 from fastq_loader import DataLoader, PermutationSampler
 from fastq_loader.resume.state import VERSION, describe
@@ -44,7 +44,7 @@ def test_a_state_is_small_and_goes_through_json_and_torch(make: Any) -> None:
     state = stopped(make(), 2)
     text = json.dumps(state)
     assert json.loads(text) == state
-    assert len(text) < 10_000
+    assert len(text) < 16_000
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -69,24 +69,6 @@ def test_accelerates_keys_say_what_it_takes_them_for() -> None:
     assert len(list(loader)) == 3
     assert loader.state_dict()["_iterator_finished"] is True
     assert state["version"] == VERSION
-
-
-def test_what_is_compared_is_said_in_plain_values() -> None:
-    sampler = DistributedSampler(range(10), 2, 1, seed=5)  # type: ignore[arg-type]
-    described = describe(DataLoader(MapDataset("tensors", 10), 4, sampler=sampler, schedule="dynamic"))
-    assert described == {
-        "dataset_kind": "map",
-        "dataset_length": 10,
-        "batch_size": 4,
-        "sampler": "BatchSampler/DistributedSampler",
-        "seed": 5,
-        "initial_seed": None,
-        "num_replicas": 2,
-        "replacement": None,
-        "generator": "",
-        "schedule": "dynamic",
-        "num_workers": 0,
-    }
 
 
 def test_a_dataset_without_a_length_is_not_asked_for_it() -> None:

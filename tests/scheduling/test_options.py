@@ -11,7 +11,7 @@ import pytest
 from fastq_loader import Dynamic, RoundRobin
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
-from fastq_loader.scheduling.options import WIDEST_WINDOW, read_schedule
+from fastq_loader.scheduling.schedules import WIDEST_WINDOW, read_schedule
 
 
 def test_short_forms_and_configurations_mean_the_same() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fastq_loader.errors import InvalidTransition
 from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.scheduling.events import Died
-from fastq_loader.scheduling.pending_tasks import PendingTasks
+from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.scheduling.states import Batch
 
 

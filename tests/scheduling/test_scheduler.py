@@ -30,8 +30,8 @@ from fastq_loader.scheduling.events import (
     Wait,
 )
 from fastq_loader.scheduling.scheduler import _HANDLERS, Scheduler
+from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
-from fastq_loader.scheduling.window import Window
 from tests.support.scheduler_machine import SchedulerMachine, arrive
 from tests.support.simulation import REGION, SimulatedArena
 
@@ -76,7 +76,7 @@ def draw(scheduler: Scheduler, draws: Sequence[Instruction], indices: Iterable[i
 
 def states(scheduler: Scheduler) -> dict[int, str]:
     """The blocks by offset."""
-    return scheduler.pool._ledger.states()
+    return scheduler.pool.states()
 
 
 def answer(send: Send, outcome: int = BATCH, worker: int | None = None, nbytes: int = 0) -> Arrived:

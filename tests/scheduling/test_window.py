@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory.arena import CLAIMS
-from fastq_loader.scheduling.options import WIDEST_WINDOW, Dynamic, RoundRobin, Schedule
-from fastq_loader.scheduling.window import Window, WindowLimits
+from fastq_loader.scheduling.schedules import (
+    WIDEST_WINDOW,
+    Dynamic,
+    RoundRobin,
+    Schedule,
+    Window,
+    WindowLimits,
+)
 
 
 @dataclass

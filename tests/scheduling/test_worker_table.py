@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.errors import InvalidTransition
-from fastq_loader.scheduling.worker_table import WorkerTable
+from fastq_loader.scheduling.states import WorkerTable
 
 
 def turns(table: WorkerTable, count: int, share_of: int | None = None) -> list[int | None]:

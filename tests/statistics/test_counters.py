@@ -66,15 +66,15 @@ def test_a_workers_time_is_split() -> None:
 
 
 class Pool:
-    """A pool of workers on other machines: process 70 is the stand-in of 812 there."""
+    """A pool of workers on other machines: process 70 is the proxy of 812 there."""
 
-    def __init__(self, counters: Counters, wire_bytes: int, refused: int) -> None:
-        self.counters, self.said = counters, (wire_bytes, refused)
+    def __init__(self, counters: Counters, wire_bytes: int) -> None:
+        self.counters, self.said = counters, wire_bytes
         counters.sources.add(self)
 
-    def count(self) -> tuple[int, int]:
+    def count(self) -> int:
         worker = self.counters.workers[0]
-        worker.far, worker.wire_bytes = (812, "10.0.0.2"), self.said[0]
+        worker.far, worker.wire_bytes = (812, "10.0.0.2"), self.said
         return self.said
 
     def far_worker(self, pid: int) -> tuple[int, str] | None:
@@ -84,25 +84,25 @@ class Pool:
 def test_pools_that_count_elsewhere_are_asked_until_they_end() -> None:
     counters = counted()
     assert [worker.node for worker in counters.snapshot().workers] == [None, None]
-    first, second = Pool(counters, 100, 1), Pool(counters, 30, 0)
-    first.said = 105, 2
+    first, second = Pool(counters, 100), Pool(counters, 30)
+    first.said = 105
     found = counters.snapshot()
-    assert (found.wire_bytes, found.refused_connections) == (135, 2)
+    assert found.wire_bytes == 135
     assert [(worker.pid, worker.node) for worker in found.workers] == [(812, "10.0.0.2"), (71, None)]
     assert [worker.pid for worker in counters.workers] == [70, 71], "that of the process here is kept"
-    first.said = 110, 2
+    first.said = 110
     for _ in range(2):
         counters.ended(first)
-    first.said = 0, 0
-    second.said = 40, 3
+    first.said = 0
+    second.said = 40
     found = counters.snapshot()
-    assert (found.wire_bytes, found.refused_connections, found.workers[0].wire_bytes) == (150, 5, 40)
+    assert (found.wire_bytes, found.workers[0].wire_bytes) == (150, 40)
 
 
 def test_who_is_meant_by_a_process_here_is_known_to_its_pool_alone() -> None:
     counters = counted()
     assert counters.far_worker(70) is None
-    Pool(counters, 0, 0)
+    Pool(counters, 0)
     assert [counters.far_worker(pid) for pid in (70, 71)] == [(812, "10.0.0.2"), None]
 
 

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastq_loader.statistics.histogram import Histogram
+from fastq_loader.statistics.snapshots import Histogram
 
 DURATIONS = st.lists(st.integers(10, 10**13), min_size=1, max_size=50)
 

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, Prefetcher, StagingStatistics, ToDevice
-from fastq_loader.device.backend import TorchStager
+from fastq_loader.device.accelerator import TorchStager
 from tests.support.datasets import Sized
 
 CYCLES = 200_000_000  # of the GPU's clock: about 0.1 s

@@ -2,85 +2,103 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fastq_loader.remote.backend import RemoteBackend
-from fastq_loader.remote.control import Place
-from fastq_loader.remote.host_process import Host
-from fastq_loader.remote.link import Address, Tls
-from fastq_loader.remote.places import Found, Placement
-from fastq_loader.workers.backend import WorkerBackend
+from fastq_loader.remote import host_process
+from fastq_loader.remote.connection import Address, Tls
+from fastq_loader.remote.proxy import Place
+from fastq_loader.remote.proxy_pool import Placement, ProxyPool
 from fastq_loader.workers.config import Plan
-from fastq_loader.workers.options import WorkerKind
-from tests.conftest import descendants
+from fastq_loader.workers.kinds import WorkerKind
+from fastq_loader.workers.worker_pool import WorkerPool
+from tests.conftest import descendants, wait_until
 
 
 class LocalHosts:
     """A placement that starts hosts beside the consumer, as "nodes" of room for `room` workers each.
 
     Attributes:
-        hosts: those that were started, by the names of their nodes.
-        released: places that were given back, with why.
-        waiting: places that were not to be had yet.
+        hosts: those that were started last, by the names of their nodes.
+        lost: places that were lost.
     """
 
     made: list[LocalHosts] = []  # noqa: RUF012 - the tests ask for the newest one
+    lock = threading.Lock()
+    pause: float | None = None
 
     def __init__(self, nodes: int = 1, room: int = 4) -> None:
-        self.nodes, self.room = nodes, room
-        self.hosts: dict[str, Host] = {}
-        self.addresses: dict[str, Address] = {}
-        self.places: dict[int, Place] = {}
-        self.released: list[tuple[int, str]] = []
-        self.waiting: list[int] = []
-        self.spec = b""
+        self.nodes = [f"node-{at}" for at in range(nodes)]
+        self.room = room
+        self.hosts: dict[str, subprocess.Popen[bytes]] = {}
+        self.places: dict[tuple[Address, int], tuple[Place, socket.socket]] = {}
+        self.lost: list[Place] = []
+        self.missing = 0  # places that were asked for, and are not there yet
+        self.ready: list[Place] = []
         LocalHosts.made.append(self)
 
-    def start(self, spec: bytes, found: Found) -> None:
-        self.spec, self.found = spec, found
-        for _ in range(self.nodes):
-            self.add_node()
+    def start(self, spec: bytes, places: int) -> None:
+        self.spec, self.missing = spec, places
 
     def add_node(self) -> None:
-        """A machine joins; who waits gets its places."""
-        self.hosts[f"node-{len(self.hosts)}"] = Host(self.spec, "127.0.0.1")
-        waiting, self.waiting = self.waiting, []
-        for number in waiting:
-            self.acquire(number)
+        """A machine joins; returns when those that waited have its places."""
+        self.nodes.append(f"node-{len(self.hosts)}")
+        wait_until(lambda: not self.missing, 20)
 
-    def acquire(self, number: int) -> None:
-        taken = [place.node for place in self.places.values()]
-        for node in sorted(self.hosts, key=taken.count):
-            if taken.count(node) < self.room and self.hosts[node].alive:
+    def find(self, lost: Sequence[Place], wanted: int) -> list[Place]:
+        self.lost += lost
+        given_up = [self.places.pop(place[:2])[1] for place in lost]
+        self.missing += len(lost)
+        while self.missing and (place := self._look()):
+            self.missing -= 1
+            self.ready.append(place)
+        for held in given_up:  # not before: a host ends with its last place
+            held.close()
+        found, self.ready = self.ready[:wanted], self.ready[wanted:]
+        self.pause = 0.05 if self.missing else None
+        return found
+
+    def _look(self) -> Place | None:
+        taken = [place.node for place, _ in self.places.values()]
+        for node in sorted(self.nodes, key=taken.count):
+            if taken.count(node) < self.room:
                 with suppress(OSError):  # it is killed meanwhile
-                    if node not in self.addresses:
-                        self.addresses[node] = self.hosts[node].address()
-                    self.places[number] = Place(number, self.addresses[node], node)
-                    self.found(self.places[number])
-                    return
-        self.waiting.append(number)
+                    held, port, number = self._attach(node)
+                    place = Place(Address("127.0.0.1", port), number, node)
+                    self.places[place[:2]] = place, held
+                    return place
+        return None
 
-    def release(self, number: int, why: str) -> None:
-        self.released.append((number, why))
-        self.places.pop(number, None)
+    def _attach(self, node: str) -> tuple[socket.socket, int, int]:
+        with LocalHosts.lock:  # two loaders start hosts at once
+            host_process.hosts.clear()
+            try:
+                return host_process.attach(self.spec, "127.0.0.1", node=node)
+            finally:
+                if host_process.hosts:  # the one before has ended
+                    if node in self.hosts:
+                        self.hosts[node].wait()
+                    (self.hosts[node],) = host_process.hosts
 
-    def death(self, number: int) -> str:
+    def death(self, place: Place) -> str:
         return "its node was switched off"
 
     def kill_node(self, node: str) -> None:
         """A machine dies, and another one joins."""
-        os.kill(self.hosts[node].pid, signal.SIGKILL)
-        self.hosts[node].close()
+        self.nodes.remove(node)
+        self.hosts[node].kill()
         self.add_node()
 
     def close(self) -> None:
+        for _, held in self.places.values():
+            held.close()
         for host in self.hosts.values():
-            host.close()
+            host.wait()
 
 
 @dataclass(frozen=True)
@@ -98,8 +116,8 @@ class FarWorkers(WorkerKind):
     max_restarts: int = 0
     tls: Tls | None = None
 
-    def backend(self, plan: Plan) -> WorkerBackend:
-        return RemoteBackend(plan, self.placement(), self.tls)
+    def make_pool(self, plan: Plan) -> WorkerPool:
+        return ProxyPool(plan, self.placement(), self.tls)
 
 
 def far(nodes: int = 1, room: int = 4, **options: Any) -> FarWorkers:
@@ -110,4 +128,4 @@ def far(nodes: int = 1, room: int = 4, **options: Any) -> FarWorkers:
 
 def far_pids(hosts: LocalHosts) -> list[int]:
     """The far workers that run now."""
-    return [pid for host in hosts.hosts.values() if host.alive for pid in descendants(host.pid)]
+    return [pid for host in hosts.hosts.values() if host.poll() is None for pid in descendants(host.pid)]

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from fastq_loader.device import options as device_options
-from fastq_loader.device import prefetcher, session, staging
-from fastq_loader.device.backend import TorchStager
+from fastq_loader.device import accelerator, prefetcher, staging
+from fastq_loader.device.accelerator import TorchStager
 from fastq_loader.errors import PinFailed
 from fastq_loader.packing.tensors import moved
 
@@ -76,10 +75,9 @@ class LateStager(TorchStager):
 
         self.queued.append(run)
 
-    def record(self, stream: Any, event: Any = None) -> Any:
-        event = Event() if event is None else event
+    def record(self, stream: Any) -> Any:
+        event = Event()
         if stream == self.side:
-            event = Event()  # a wait is for what the event was then
             event.over = False
             self.queued.append(lambda: setattr(event, "over", True))
         return event
@@ -155,8 +153,8 @@ def late_device(patch: pytest.MonkeyPatch, **options: Any) -> Iterator[LateStage
     """Inside, device="cuda" is this."""
     stager = LateStager(**options)
     with patch.context() as patched:
-        patched.setattr(session, "TorchStager", lambda device: stager)
-        patched.setattr(device_options, "parse", lambda device: torch.device("cpu"))
-        for module in (device_options, prefetcher):
+        patched.setattr(staging, "TorchStager", lambda device: stager)
+        patched.setattr(accelerator, "parse", lambda device: torch.device("cpu"))
+        for module in (accelerator, prefetcher):
             patched.setattr(module, "can_share", lambda device: True)
         yield stager

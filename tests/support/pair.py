@@ -19,7 +19,7 @@ from fastq_loader.ipc.messages import BATCH, TOKEN_BYTES, Answer, Handle, encode
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import FREE, SMALLEST, Extents, Holder, device_aligned
-from fastq_loader.memory.ledger import BlockLedger
+from fastq_loader.memory.pool import BlockPool
 from fastq_loader.memory.results import install
 from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.unpack import Unpacker
@@ -73,7 +73,7 @@ class Pair:
 
     def __init__(self, for_device: bool = False, nontemporal_from: float = math.inf) -> None:
         self.arena = Arena(1)
-        self.ledger = BlockLedger()
+        self.ledger = BlockPool(self.arena, 1)
         self.allocator = CountingAllocator(
             self.arena.mapping, 0, for_device=for_device, nontemporal_from=nontemporal_from
         )
@@ -86,8 +86,7 @@ class Pair:
     def pack(self, make: Callable[[], Any]) -> Answer:
         """The worker's side of one task; `make` is the dataset."""
         self.hear_releases()
-        for offset, size in self.ledger.trim(SPARE_BATCHES):
-            self.arena.mapping.punch(offset, size)
+        self.ledger.trim(SPARE_BATCHES)
         self.allocator.give(self.ledger.space(0))
         grants, promises = self.ledger.grant(Holder(0))
         self.given = grants + promises
@@ -123,15 +122,13 @@ class Pair:
     def deliver(self, handle: Handle) -> Any:
         if self.allocator.for_device:
             batch = put_on_device(self.unpacker, self.arena, handle)
-            for offset, _, _ in handle.segments:
-                self.ledger.drop(offset)
+            self.ledger.drop(offset for offset, _, _ in handle.segments)
             self.ledger.check()
             return batch
         leased, copied, pickled = self.unpacker.open(handle)
         self.ledger.deliver(leased)
         batch = self.unpacker.unpack(handle, pickled)
-        for offset in copied:
-            self.ledger.drop(offset)
+        self.ledger.drop(copied)
         self.ledger.check()
         return batch
 
@@ -143,7 +140,7 @@ class Pair:
         return self.run(lambda: batch)
 
     def hear_releases(self) -> None:
-        self.ledger.release(self.arena.released_blocks())
+        self.ledger.collect()
 
     def idle(self) -> bool:
         """Whether every block is free again."""

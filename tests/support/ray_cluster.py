@@ -12,7 +12,7 @@ from typing import Any
 from tests.conftest import _read, descendants, open_descriptors, process_table, wait_until
 
 #: Parts of the command lines of processes that are the loader's, and not Ray's own.
-OURS = ("ray::Seat", "fastq_loader.remote")
+OURS = ("ray::Reservation", "fastq_loader.remote")
 #: In the environment of all that this test run starts.
 MARK = f"FASTQ_LOADER_TESTS={os.getpid()}"
 
@@ -68,7 +68,7 @@ class Nodes:
 
 
 def remote_processes() -> dict[int, str]:
-    """What runs of the loader in clusters of this test run: actors, hosts, far workers, and stand-ins."""
+    """What runs of the loader in clusters of this test run: actors, hosts, far workers, and proxies."""
     lines = {entry.pid: _read(f"/proc/{entry.pid}/cmdline") for entry in process_table() if not entry.zombie}
     ours = {pid: line for pid, line in lines.items() if any(part in line for part in OURS)}
     # An orphan is no descendant any more, and who has renamed itself has overwritten its environment.
@@ -89,8 +89,8 @@ def hosts_and_workers() -> tuple[list[int], list[int]]:
 
 
 def actors() -> list[int]:
-    """Process ids of the actors that hold room for workers."""
-    return sorted(pid for pid, line in remote_processes().items() if line.startswith("ray::Seat"))
+    """Process ids of the actors that hold resources for workers."""
+    return sorted(pid for pid, line in remote_processes().items() if line.startswith("ray::Reservation"))
 
 
 @contextmanager

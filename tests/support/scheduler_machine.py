@@ -33,8 +33,8 @@ from fastq_loader.scheduling.events import (
     Wait,
 )
 from fastq_loader.scheduling.scheduler import DEADLY, Scheduler
+from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
-from fastq_loader.scheduling.window import Window
 from tests.support.simulation import REGION, SimulatedArena, SimulatedWorker, Table
 
 ASSIGNED, SHARED, ITERABLE = "assigned", "shared", "iterable"
@@ -122,7 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [worker for worker in self.workers if worker.alive]
 
     def states(self) -> dict[int, str]:
-        return self.pool._ledger.states()
+        return self.pool.states()
 
     # ---- the sampler --------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from fastq_loader.device.attempts import Attempt
+from fastq_loader.device.staging import Attempt
 from fastq_loader.errors import PinFailed
 
 SIDE, HOME, OTHER = "side", "home", "other"
@@ -38,9 +38,9 @@ class Token:
 
 @dataclass(eq=False)
 class Event:
-    """What it stands for changes when it is recorded again, as a CUDA event's does."""
+    """What was queued on a stream when it was recorded."""
 
-    token: Token = field(default_factory=Token)
+    token: Token
 
 
 @dataclass(eq=False)
@@ -236,10 +236,8 @@ class SimulatedDevice:
         self._queues[stream].append(lambda: setattr(token, "over", True))
         return token
 
-    def record(self, stream: str, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.token = self._mark(stream)
-        return event
+    def record(self, stream: str) -> Event:
+        return Event(self._mark(stream))
 
     def wait(self, stream: str, event: Event) -> None:
         self._queues[stream].append(event.token)

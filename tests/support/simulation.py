@@ -10,8 +10,7 @@ from collections import defaultdict, deque
 
 from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, Epoch, Space, Task
-from fastq_loader.memory.allocator import FreeRanges
-from fastq_loader.memory.blocks import Extents, size_class
+from fastq_loader.memory.blocks import Extents, FreeRanges, size_class
 from fastq_loader.workers.task_queue import TaskQueue
 
 REGION = 1 << 40  # bytes of address range for each worker
@@ -107,7 +106,7 @@ class SimulatedWorker:
                 self.tasks.add(message)
             elif isinstance(message, Space):
                 for offset, size in message.ranges:
-                    self._space.give(offset, size)
+                    self._space.give(((offset, size),))
             else:
                 for task in self.tasks.drop():
                     self._answer(task, SKIPPED, (), set())

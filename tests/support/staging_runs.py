@@ -10,10 +10,9 @@ from unittest.mock import patch
 
 import torch
 
-from fastq_loader.device import session as session_module
 from fastq_loader.device import staging as staging_module
-from fastq_loader.device.options import ToDevice
-from fastq_loader.device.session import DeviceSession
+from fastq_loader.device.accelerator import ToDevice
+from fastq_loader.device.staging import DeviceSession
 from tests.support.simulated_device import (
     HOME,
     OTHER,
@@ -77,7 +76,7 @@ class Run:
         transform = self.transform if self.random.random() < 0.6 else None
         self.options = options_for(**options, transform=transform)
         self.session = DeviceSession(self.options)
-        with patch.object(session_module, "TorchStager", lambda device: self.device):
+        with patch.object(staging_module, "TorchStager", lambda device: self.device):
             mapping: Any = SimpleNamespace(base=BASE, populate=self.populate)
             unpacker: Any = SimpleNamespace(
                 part=lambda handle: handle or None,

@@ -6,10 +6,10 @@ import os
 from typing import Any
 
 from fastq_loader.memory.arena import Arena
-from fastq_loader.scheduling.window import WindowLimits
-from fastq_loader.workers.config import Plan, Rules, Setup
-from fastq_loader.workers.payload import Descriptors, Payload
-from fastq_loader.workers.pool import WorkerPool
+from fastq_loader.remote.far_worker import HostSpec
+from fastq_loader.scheduling.schedules import WindowLimits
+from fastq_loader.workers.config import Descriptors, Payload, Plan, Rules, Setup
+from fastq_loader.workers.local_pool import LocalPool
 from tests.support.pair import TOKEN
 
 MAP_STYLE = Rules(iterable=False, auto_collation=False, drop_last=False)
@@ -30,7 +30,7 @@ def make_plan(dataset: Any, collate_fn: Any = None, init_fn: Any = None, **field
         "timeout": 0,
         "persistent": True,
         "context": None,
-        "backend": WorkerPool,
+        "make_pool": LocalPool,
         **fields,
     }
     return Plan(**given)
@@ -53,6 +53,14 @@ def make_setup(arena: Arena, dataset: Any, *, worker: int = 0, base_seed: int = 
         arena_whole=arena.mapping.whole,
         descriptors=Descriptors(arena=arena.fd, stacks=2),
     )
+
+
+def host_spec(dataset: Any, **fields: Any) -> HostSpec:
+    """What a host is told that has workers for this."""
+    arena = Arena(1)
+    setup = make_setup(arena, dataset, **fields)
+    arena.retire([])
+    return HostSpec.of(setup, None)
 
 
 def as_it_is(data: Any) -> Any:

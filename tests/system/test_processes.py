@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from fastq_loader.system import process_id, standard_streams
+from fastq_loader.system import calls, process_id
 from tests.support.forking import end_of, fork
 
 pytestmark = pytest.mark.processes
@@ -34,7 +34,7 @@ def test_free_descriptors_lead_to_dev_null_and_others_are_left_alone(free: tuple
     def check() -> None:
         for descriptor in free:
             os.close(descriptor)
-        standard_streams.occupy()
+        calls.occupy_standard_streams()
         for descriptor in range(3):
             expected = null if descriptor in free else before[descriptor]
             assert os.stat(descriptor).st_ino == expected

@@ -1,4 +1,4 @@
-"""Traces from their beginning to their end: one at a time, closed whatever happens, and what they leave."""
+"""A trace: viewers show whatever happens, it adds up, and its file can be opened whatever becomes of it."""
 
 from __future__ import annotations
 
@@ -6,29 +6,305 @@ import errno
 import gc
 import json
 import os
+import random
+import signal
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastq_loader import DataLoader
+from fastq_loader.ipc.messages import BATCH, BROKEN, ENDED, ERROR, PASSED, SKIPPED, Answer
 from fastq_loader.statistics import notes
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.tracing import trace
-from fastq_loader.tracing.trace import Trace
-from tests.support.traces import check, of, opened, read
+from fastq_loader.tracing.trace import Recorder
+from tests.conftest import run_script
+from tests.support.traces import Event, batches, check, interval, of, opened, read, tracks
+
+PID = os.getpid()
+
+
+class Played:
+    """A trace that is told of what happens by hand, at times that count from its origin."""
+
+    def __init__(self, path: Path, places: dict[int, tuple[int, str]] | None = None) -> None:
+        self.path = path
+        counters = Counters()
+        counters.far_worker = (places or {}).get  # type: ignore[method-assign]
+        self.recorder = Recorder(path, counters)
+        self.recorder.thread = lambda: PID
+        self.recorder.origin = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.recorder, name)
+
+    def events(self) -> list[Event]:
+        self.recorder.end()
+        found = read(self.path)
+        check(found)
+        return found
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> Played:
+    return Played(tmp_path / "played.json")
+
+
+def answer(seq: int, started: int, fetched: int, collated: int, finished: int, **others: Any) -> Answer:
+    head = Answer(1, seq, 0, BATCH, started, finished, (), (), None)
+    return head._replace(**{"fetched": fetched, "collated": collated} | others)
+
+
+def spans(found: list[Event], track: str) -> list[tuple[str, int, int]]:
+    return [(span["name"], *interval(span)) for span in tracks(found)[track]]
+
+
+# ---- what each occurrence becomes ---------------------------------------------------------------------
+
+
+def one_batch(played: Played, **others: Any) -> list[Event]:
+    played.began(1, 10)
+    played.drew(1, 20, 30)
+    played.sent(1, 0, 35)
+    played.left(1, None, 40)
+    played.entered(1, 60)
+    played.waited(1, "head_of_line", 65, 190)
+    played.answered(1, 1, 101, answer(0, 70, 110, 150, 180)._replace(**others))
+    played.used_device(1, 192, 195)
+    played.left(1, 0, 200)
+    played.entered(1, 300)
+    played.left(1, None, 310)
+    played.ended(1, 310)
+    played.closed(310, 350)
+    return played.events()
+
+
+def test_each_row_shows_its_part_of_a_batch(played: Played) -> None:
+    found = one_batch(played)
+    assert spans(found, "consumer") == [
+        ("iter", 10, 40),
+        ("sampler", 20, 30),
+        ("next", 60, 200),
+        ("wait: head of line", 65, 190),
+        ("device", 192, 195),
+        ("step", 200, 300),
+        ("next", 300, 310),
+        ("end of the workers", 310, 350),
+    ]
+    loading = [("fetch", 70, 110), ("collate", 110, 150), ("pack", 150, 180)]
+    assert spans(found, "worker 1 (pid 101)") == loading
+    assert batches(found) == {(1, 0): (35, 200)}
+    assert [event["name"] for event in of(found, "i")] == ["epoch 1 begins", "epoch 1 ends"]
+
+
+@pytest.mark.parametrize(
+    ("others", "phases"),
+    [
+        ({"outcome": ERROR, "fetched": 0, "collated": 160}, (70, 160, 180)),  # of an earlier batch
+        ({"outcome": ERROR, "fetched": 20, "collated": 30}, (70, 70, 180)),
+        ({"outcome": BROKEN, "fetched": 0, "collated": 0}, (180, 180, 180)),
+        ({"fetched": 500, "collated": 400}, (180, 180, 180)),
+    ],
+)
+def test_times_that_are_missing_or_of_an_earlier_batch_leave_no_gap(
+    played: Played, others: dict[str, Any], phases: tuple[int, int, int]
+) -> None:
+    fetched, collated, finished = phases
+    loading = [("fetch", 70, fetched), ("collate", fetched, collated), ("pack", collated, finished)]
+    assert sorted(spans(one_batch(played, **others), "worker 1 (pid 101)")) == sorted(loading)
+
+
+def test_workers_on_other_machines_have_rows_of_their_own_whatever_their_process_ids(tmp_path: Path) -> None:
+    places = {101: (812, "10.0.0.2"), 102: (812, '"b"'), 104: (0, ""), 105: (0, "")}
+    played = Played(tmp_path / "a.json", places)
+    for seq, pid in enumerate((101, 102, 103, 812, 101)):
+        if seq == 4:
+            places[101] = 900, "10.0.0.3"  # its machine was lost between two batches
+        times = (10 + 9 * seq, 11 + 9 * seq, 12 + 9 * seq, 13 + 9 * seq)
+        played.answered(1, min(pid % 100, 3), pid, answer(seq, *times))
+    for worker in (4, 5):
+        played.replaced(1, worker, 100 + worker, "it died", 90)  # and the next one is not up yet
+    found = played.events()
+    loading = {track: len(spans) for track, spans in tracks(found).items()}
+    assert loading == {
+        "worker 1 (pid 812 on 10.0.0.2)": 3,
+        'worker 2 (pid 812 on "b")': 3,
+        "worker 3 (pid 103)": 3,
+        "worker 3 (pid 812)": 3,
+        "worker 1 (pid 900 on 10.0.0.3)": 3,
+    }
+    named = {event["tid"]: event["args"]["name"] for event in of(found, "M", "thread_name")}
+    assert len(named) == 8, "and the consumer's"
+    assert [named[mark["tid"]] for mark in of(found, "i")] == [
+        "worker 4 (not up yet)",
+        "worker 5 (not up yet)",
+    ]
+
+
+def test_what_began_before_the_trace_is_left_out(played: Played) -> None:
+    played.recorder.origin = 100
+    played.waited(1, "workers", 99, 110)
+    played.drew(1, 120, 130)
+    played.copied(64, 99, 110)
+    played.answered(1, 0, 101, answer(0, 90, 95, 110, 120))
+    played.left(1, 0, 140)
+    found = played.events()
+    assert {track: spans(found, track) for track in tracks(found)} == {
+        "consumer": [("sampler", 20, 30)],
+        "worker 0 (pid 101)": [("pack", 10, 20)],
+    }
+    assert not of(found, "b")
+
+
+@pytest.mark.parametrize("outcome", [ENDED, SKIPPED, PASSED])
+def test_an_answer_without_a_batch_is_one_span(played: Played, outcome: int) -> None:
+    played.sent(1, 0, 10)
+    played.answered(1, 0, 101, answer(0, 20, 20, 30, 40, outcome=outcome))
+    played.left(1, 0, 50)
+    found = played.events()
+    assert len(spans(found, "worker 0 (pid 101)")) == 1
+    assert not batches(found)
+
+
+def test_a_batch_lasts_from_its_first_task_and_a_new_worker_is_a_mark(played: Played) -> None:
+    played.sent(1, 0, 10)
+    played.replaced(1, 0, 102, "killed by SIGKILL: \ud800", 50)
+    played.sent(1, 0, 60)
+    played.entered(1, 70)
+    played.answered(1, 0, 102, answer(0, 80, 85, 90, 95, attempt=1))
+    played.left(1, 0, 100)
+    found = played.events()
+    assert batches(found) == {(1, 0): (10, 100)}
+    (mark,) = of(found, "i")
+    assert mark["name"] == "worker 0 was replaced"
+    assert mark["args"] == {"about": "killed by SIGKILL: \ud800"}
+
+
+def test_an_error_is_a_mark_in_the_call_and_a_task_that_was_not_sent_no_batch(played: Played) -> None:
+    played.sent(1, 7, 90)
+    played.entered(1, 100)
+    played.raised(1, 7, ValueError('a "quoted"\n text'), 200)
+    played.left(1, 7, 200)
+    found = played.events()
+    (mark,) = of(found, "i")
+    assert mark["name"] == "ValueError at batch 7"
+    assert mark["args"]["about"] == "ValueError('a \"quoted\"\\n text')"
+    assert not batches(found)
+
+
+def test_the_step_of_the_last_batch_ends_with_the_next_epoch(played: Played) -> None:
+    played.entered(1, 10)
+    played.left(1, 0, 20)
+    played.began(2, 30)
+    played.left(2, None, 40)
+    played.entered(2, 50)
+    assert spans(played.events(), "consumer") == [("next", 10, 20), ("step", 20, 30), ("iter", 30, 40)]
+
+
+def test_batches_that_are_ready_are_counted_at_each_that_is_handed_out(played: Played) -> None:
+    for seq in range(3):
+        played.sent(1, seq, 10 + seq)
+    played.entered(1, 20)
+    for seq in (0, 2):
+        played.answered(1, 0, 101, answer(seq, *range(20 + 5 * seq, 24 + 5 * seq)))
+    played.left(1, 0, 40)
+    played.dropped(1, 50)
+    ready = [(event["ts"], event["args"]["batches"]) for event in of(played.events(), "C")]
+    assert ready == [(0.040, 1), (0.050, 0)]
+
+
+def test_without_workers_the_consumer_loads(played: Played) -> None:
+    played.entered(1, 10)
+    played.loaded(1, 0, 13, 20, 25)
+    played.left(1, 0, 30)
+    played.entered(1, 40)
+    played.loaded(1, 1, 41, 20, 42)  # it failed before it was fetched: 20 is of the batch before
+    found = spans(played.events(), "consumer")
+    assert [name for name, _, _ in found[:4]] == ["next", "fetch", "collate", "step"]
+    assert set(found[4:]) == {("fetch", 41, 41), ("collate", 41, 42)}
+
+
+@given(draw=st.randoms(use_true_random=False))
+def test_whatever_happens_spans_nest_and_times_are_those_of_the_trace(
+    draw: random.Random, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Epochs on two threads at once, each with two workers, whose answers are taken in any order."""
+    played: Any = MagicMock()  # the trace begins later
+    now, begins = 100, draw.choice((1, 5))
+
+    def tick() -> int:
+        nonlocal now
+        now += draw.choice((1, 2, 10, 100))
+        return now
+
+    def answered(epoch: int, free: list[int], seq: int, sent: int) -> int:
+        nonlocal now
+        worker, outcome = draw.randrange(2), draw.choice((BATCH, BATCH, ERROR, ENDED))
+        times = [max(sent, free[worker]) + draw.choice((0, 1, 50))]
+        for _ in range(3):
+            times.append(times[-1] + draw.choice((0, 1, 50)))
+        free[worker] = times[-1]
+        now = max(now, times[-1])
+        played.answered(epoch, worker, 100 * epoch + worker, answer(seq, *times, outcome=outcome))
+        return outcome
+
+    def call(epoch: int, free: list[int], loading: dict[int, int], ready: list[int]) -> None:
+        played.entered(epoch, tick(), draw.choice((PID, PID, 51)))
+        for _ in range(draw.randrange(3)):
+            played.waited(epoch, draw.choice(("workers", "memory")), tick(), tick())
+            if loading:
+                seq = draw.choice(sorted(loading))
+                if answered(epoch, free, seq, loading.pop(seq)) != ENDED:
+                    ready.append(seq)
+            played.drew(epoch, tick(), tick())
+            played.sent(epoch, now, tick())
+            loading[now] = now
+        if not ready:
+            played.raised(epoch, None, KeyError("the sampler's"), tick())
+        played.left(epoch, ready.pop(draw.randrange(len(ready))) if ready else None, tick())
+
+    live: dict[int, Any] = {}
+    for epoch in range(1, 30):
+        if epoch == begins:
+            played = Played(tmp_path_factory.mktemp("trace") / "a.json")
+            played.recorder.origin = tick()
+        if len(live) < draw.randrange(1, 4):
+            played.began(epoch, tick())
+            played.left(epoch, None, tick())
+            live[epoch] = [now] * 2, {}, []
+        if live:
+            call(which := draw.choice(sorted(live)), *live[which])
+            if draw.random() < 0.1:
+                draw.choice((played.ended, played.dropped))(which, tick())
+                del live[which]
+    played.events()
+
+
+# ---- its beginning and its end ------------------------------------------------------------------------
 
 
 def loader() -> Any:
     return DataLoader(torch.arange(8), 2)
 
 
+@pytest.fixture
+def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (notes, trace):
+        monkeypatch.setattr(module, "_EVERY", 0)
+
+
 def test_a_trace_has_what_happens_in_it_and_nothing_of_before_and_after(tmp_path: Path) -> None:
     ours, path = loader(), tmp_path / "a.json"
     list(ours)
-    with ours.trace(path):
+    traced = ours.trace(path)
+    assert not path.exists()
+    with traced:
         list(ours)
         list(ours)
     list(ours)
@@ -51,170 +327,163 @@ def test_an_epoch_that_is_under_way_is_traced_and_goes_on_after(tmp_path: Path) 
     assert [span["args"]["batch"] for span in of(read(path), "X", "next")] == [1, 2]
 
 
-def test_nothing_is_opened_at_the_call_and_a_trace_may_be_taken_twice(tmp_path: Path) -> None:
-    ours, path = loader(), tmp_path / "a.json"
-    traced = ours.trace(path)
-    assert not path.exists()
-    for batches in (4, 2):
-        with traced:
-            for _, _ in zip(range(batches), ours, strict=False):
-                pass
-        assert len(of(read(path), "X", "fetch")) == batches
-
-
 def test_two_traces_of_one_loader_at_once_are_refused(tmp_path: Path) -> None:
-    ours, traced = loader(), loader().trace(tmp_path / "c.json")
+    ours = loader()
     with ours.trace(tmp_path / "a.json"):
         with pytest.raises(RuntimeError, match=r"is being traced already.*b\.json.*end that trace first"):
             ours.trace(tmp_path / "b.json").__enter__()
         list(ours)
     assert not (tmp_path / "b.json").exists()
     assert len(of(read(tmp_path / "a.json"), "X", "fetch")) == 4, "the first one goes on"
-    with traced, pytest.raises(RuntimeError, match="is being traced already"):
-        traced.__enter__()
-    check(read(tmp_path / "c.json"))
 
 
 def test_a_file_that_cannot_be_opened_is_an_error_before_anything_else(tmp_path: Path) -> None:
     ours = loader()
     with pytest.raises(FileNotFoundError, match="nowhere"), ours.trace(tmp_path / "nowhere" / "a.json"):
         raise AssertionError("it began")
-    assert ours._resources.counters.observer is None
-    with pytest.raises(TypeError, match=r"expected str, bytes or os\.PathLike object, not int"):
-        ours.trace(3)
-
-
-def test_two_loaders_that_write_to_one_file_are_refused(tmp_path: Path) -> None:
-    other = loader().trace(tmp_path / "a.json")
-    with loader().trace(tmp_path / "a.json"), pytest.raises(ValueError, match="another trace is being"):
-        other.__enter__()
+    with ours.trace(tmp_path / "a.json"):  # no other trace has begun
+        pass
 
 
 def test_it_ends_with_an_exception(tmp_path: Path) -> None:
-    ours = loader()
-
-    def train() -> None:
-        with ours.trace(tmp_path / "a.json"):
-            for _ in ours:
-                raise KeyError
-
-    with pytest.raises(KeyError):
-        train()
-    assert ours._resources.counters.observer is None
-    check(read(tmp_path / "a.json"))
+    ours, path = loader(), tmp_path / "a.json"
+    with pytest.raises(KeyError), ours.trace(path):
+        raise KeyError(next(iter(ours)))
+    list(ours)
+    check(read(path))
+    assert len(of(read(path), "X", "fetch")) == 1
 
 
-def test_it_may_end_on_another_thread(tmp_path: Path) -> None:
-    ours = loader()
+def test_it_may_end_on_another_thread_and_each_that_iterates_has_a_row(tmp_path: Path) -> None:
+    ours, path = loader(), tmp_path / "a.json"
     batches = iter(ours)
-    context = ours.trace(tmp_path / "a.json")
+    context = ours.trace(path)
     context.__enter__()
     next(batches)
-    thread = threading.Thread(target=context.__exit__, args=(None, None, None))
+
+    def iterate() -> None:
+        list(ours)
+        context.__exit__(None, None, None)
+
+    thread = threading.Thread(target=iterate)
     thread.start()
     thread.join()
     assert len(list(batches)) == 3
-    check(read(tmp_path / "a.json"))
-
-
-def test_each_thread_that_iterates_has_a_track(tmp_path: Path) -> None:
-    ours = loader()
-    with ours.trace(tmp_path / "a.json"):
-        list(ours)
-        thread = threading.Thread(target=list, args=(ours,))
-        thread.start()
-        thread.join()
-    check(read(tmp_path / "a.json"))
-    names = [event["args"]["name"] for event in of(read(tmp_path / "a.json"), "M", "thread_name")]
+    check(read(path))
+    names = [event["args"]["name"] for event in of(read(path), "M", "thread_name")]
     assert names[0] == "consumer"
     assert names[1].startswith("consumer (thread ")
 
 
-class Full:
-    """A disk that is full from the third write on."""
-
-    def __init__(self) -> None:
-        self.writes = 0
-
-    def write(self, fd: int, data: bytes) -> int:
-        self.writes += 1
-        if self.writes > 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return len(data)
-
-
+@pytest.mark.usefixtures("written_at_once")
 @pytest.mark.parametrize("kind", [None, KeyError])
 def test_a_full_disk_ends_the_trace_and_is_said_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception] | None
 ) -> None:
-    for module in (notes, trace):
-        monkeypatch.setattr(module, "_EVERY", 0)
-    full, ours = Full(), loader()
+    ours, writes = loader(), []
+
+    def write(fd: int, data: bytes) -> int:
+        writes.append(data)
+        if len(writes) > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(data)
 
     def train() -> None:
         with ours.trace(tmp_path / "a.json"):
-            monkeypatch.setattr(trace.os, "write", full.write)
+            monkeypatch.setattr(trace.os, "write", write)
             assert len(list(ours)) == 4
-            assert ours._resources.counters.observer is None
             if kind is not None:
                 raise kind
 
     with pytest.raises(kind or OSError, match=None if kind else "No space left"):
         train()
     monkeypatch.undo()
-    assert full.writes == 4, "a third one, and one for the end of the array"
+    assert len(writes) == 3, "nothing is tried after the first that failed"
 
 
-def test_the_end_of_a_trace_leaves_a_later_one_alone(tmp_path: Path) -> None:
-    counters = Counters()
-    first, second = (Trace(tmp_path / name, counters) for name in "ab")
-    first.__enter__()
-    counters.observe(None)  # the disk was full
-    with second:
-        first.__exit__(None)
-        assert counters.observer is not None
-
-
-def test_it_is_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, path = loader(), tmp_path / "a.json"
-    for module in (notes, trace):
-        monkeypatch.setattr(module, "_EVERY", 0)
-    with ours.trace(path):
+@pytest.mark.usefixtures("written_at_once")
+def test_it_is_written_as_it_goes_also_where_the_system_takes_it_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, path, write = loader(), tmp_path / "a.json", os.write
+    path.write_text("x" * 10_000)  # an older file, which is longer
+    with ours.trace(path), monkeypatch.context() as patch:
+        patch.setattr(trace.os, "write", lambda fd, data: write(fd, data[:30]))
         for seen, _ in enumerate(ours):
             assert len(of(opened(path.read_text()), "X", "fetch")) == seen + 1
+    check(read(path))
 
 
-def test_it_is_not_written_for_every_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counters, path = Counters(), tmp_path / "a.json"
-    with Trace(path, counters):
-        epoch = counters.begin_epoch(trace.time.monotonic_ns(), 0).counted()
-        first = None
-        for _ in range(100):
-            epoch.entered(epoch._left)
-            epoch.left(epoch._left + 1000, seq=1)
-            first = first or path.stat().st_size
-        assert path.stat().st_size == first
+def test_it_is_not_written_for_every_batch(played: Played) -> None:
+    sizes = set()
+    for seq in range(100):
+        now = played.recorder._written + 1000
+        played.entered(1, now)
+        played.left(1, seq, now)
+        sizes.add(played.path.stat().st_size)
+    assert sizes == {0}
 
 
 @pytest.mark.processes
-def test_a_forked_child_that_iterates_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (notes, trace):
-        monkeypatch.setattr(module, "_EVERY", 0)
+@pytest.mark.usefixtures("written_at_once")
+def test_a_forked_child_writes_nothing_and_does_not_keep_the_file_locked(tmp_path: Path) -> None:
     ours, path = loader(), tmp_path / "a.json"
     with ours.trace(path):
         list(ours)
         if not (child := os.fork()):
             list(ours)
-            os._exit(ours._resources.counters.observer is not None)
-        assert os.waitpid(child, 0) == (child, 0), "it goes on, and is not observed"
-    check(read(path))
-    assert len(of(read(path), "X", "fetch")) == 4
+            os._exit(0)
+        assert os.waitpid(child, 0) == (child, 0)
+        if not (second := os.fork()):
+            signal.pause()  # with the file open
+    try:
+        check(read(path))
+        assert len(of(read(path), "X", "fetch")) == 4
+        with ours.trace(path):
+            pass
+    finally:
+        os.kill(second, signal.SIGKILL)
+        os.waitpid(second, 0)
 
 
 def test_a_loader_that_was_traced_is_free(tmp_path: Path) -> None:
-    counters = Counters()
-    with Trace(tmp_path / "a.json", counters):
+    with loader().trace(tmp_path / "a.json"):
         pass
     gc.collect()
-    assert not [found for found in gc.get_objects() if type(found) is trace._Recorder]
+    assert not [found for found in gc.get_objects() if type(found) is Recorder]
     assert len(json.loads((tmp_path / "a.json").read_text())) == 1
+
+
+# ---- the file -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_a_file_has_one_writer_also_of_other_processes(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    with loader().trace(path):
+        with (
+            pytest.raises(ValueError, match=r"path='.*a\.json': another trace is being written to this file"),
+            loader().trace(str(path)),
+        ):
+            raise AssertionError("it began")
+        result = run_script(
+            f"import fastq_loader; fastq_loader.DataLoader([1]).trace({str(path)!r}).__enter__()"
+        )
+        assert "give every loader, and every rank, a file of its own" in result.stderr
+    assert len(read(path)) == 1, "the others have not touched it"
+
+
+@pytest.mark.parametrize("fault", [errno.ENOLCK, errno.EOPNOTSUPP, None])
+def test_a_system_without_locks_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: int | None
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(fault, "no locks")
+
+    if fault is None:
+        monkeypatch.setattr(trace, "fcntl", None)
+    else:
+        monkeypatch.setattr(trace.fcntl, "flock", refuse)
+    with loader().trace(tmp_path / "a.json"), loader().trace("/dev/null"):  # which is no regular file
+        pass
+    assert len(read(tmp_path / "a.json")) == 1

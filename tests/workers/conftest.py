@@ -10,7 +10,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.results import install
-from fastq_loader.reading import seeding
+from fastq_loader.reading import generators
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def arena() -> Iterator[Arena]:
     """A worker of this arena may run in this process."""
     threads = torch.get_num_threads()
     arena = Arena(1)
-    with seeding.put_back():
+    with generators.put_back():
         yield arena
     install(None)
     arena.retire([])

@@ -1,4 +1,4 @@
-"""One child process: its descriptor, its end in words, and what is left of it."""
+"""A child process: its descriptor, its end in words, its stacks; and the process that forks successors."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from fastq_loader.system import calls
+from fastq_loader.system.calls import readable
 from fastq_loader.workers import children
-from fastq_loader.workers.children import UNKNOWN_EXIT, Child
-from tests.conftest import wait_until
-from tests.support.forking import fork
+from fastq_loader.workers.children import UNKNOWN_EXIT, Child, Stacks, Zygote
+from tests.conftest import process_table, wait_until
+from tests.support.forking import end_of, fork
 
 FORK = multiprocessing.get_context("fork")
 
@@ -128,3 +131,159 @@ def test_where_somebody_else_reaps_it_nobody_knows_how_it_ended(
     assert cause == f"DataLoader worker (pid {child.pid}) exited unexpectedly"
     child.release()
     assert child.process.exitcode == UNKNOWN_EXIT
+
+
+def dawdle() -> None:
+    time.sleep(60)
+
+
+def test_a_process_that_hangs_shows_where_and_one_that_is_stopped_or_gone_does_not() -> None:
+    written = Stacks()
+    ready, say = os.pipe()
+
+    def hang() -> None:
+        children.write_stacks(written.write_end)
+        os.write(say, b".")
+        dawdle()
+
+    pid = fork(hang)
+    os.read(ready, 1)
+    assert wait_until(lambda: "in dawdle" in written.of(pid), 5)  # it may still be on its way there
+    os.kill(pid, signal.SIGSTOP)
+    assert written.of(pid) == "  (it did not write them)"
+    os.kill(pid, signal.SIGKILL)
+    assert end_of(pid) == -signal.SIGKILL
+    assert written.of(pid) == "  (it did not write them)"
+    written.close()
+    os.close(ready)
+    os.close(say)
+
+
+# ---- the process that forks successors ------------------------------------------------------------------
+
+
+def make(code: int, seconds: float = 0) -> Any:
+    """A process that leaves with a code; it is made in the zygote."""
+    return FORK.Process(target=leave, args=(code, seconds), daemon=True)
+
+
+def leave(code: int, seconds: float) -> None:
+    time.sleep(seconds)
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def zygote(make: Any = make) -> Iterator[Zygote]:
+    one = Zygote.forked(FORK, make)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def forked(one: Zygote, *arguments: Any) -> Child:
+    child = Child(one.process(*arguments))
+    child.start()
+    return child
+
+
+def test_its_children_look_like_the_consumers_own() -> None:
+    with zygote() as one:
+        leaves, hangs = forked(one, 7), forked(one, 0, 60)
+        assert hangs.process in multiprocessing.active_children()
+        assert readable([leaves.descriptor], 5)
+        assert leaves.death()[0] == "exited with code 7"
+        assert hangs.process.exitcode is None
+        hangs.process.terminate()
+        hangs.process.join(5)
+        assert hangs.process.exitcode == -signal.SIGTERM
+        for child in (leaves, hangs):
+            child.release()
+            child.process.kill()  # nobody is hit who has the number now
+        assert not {leaves.process, hangs.process} & set(multiprocessing.active_children())
+
+
+def test_what_cannot_be_forked_is_an_error_here_and_it_goes_on() -> None:
+    def refuse(code: int) -> Any:
+        if code:
+            raise OSError(11, "no processes left")
+        return make(code)
+
+    with zygote(refuse) as one:
+        with pytest.raises(OSError, match="no processes left"):
+            forked(one, 1)
+        child = forked(one, 0)
+        assert readable([child.descriptor], 5)
+        child.release()
+
+
+def test_a_signal_in_the_middle_of_a_request_leaves_no_answer_to_the_next_one() -> None:
+    def interrupting(code: int) -> Any:
+        if code == 3:
+            os.kill(os.getppid(), signal.SIGUSR1)
+        return make(code)
+
+    def interrupt(*_: object) -> None:
+        raise KeyError("interrupted")
+
+    over = threading.Event()  # of a thread that takes the signal while this one does not
+    threading.Thread(target=over.wait).start()
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with zygote(interrupting) as one:
+            with pytest.raises(KeyError):
+                forked(one, 3)
+            child = forked(one, 7)
+            assert readable([child.descriptor], 5)
+            assert child.death()[0] == "exited with code 7"
+            child.release()
+    finally:
+        over.set()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_when_it_has_died_none_can_be_started_and_no_exit_code_be_had() -> None:
+    with zygote() as one:
+        child = forked(one, 7)
+        os.kill(one._child.pid, signal.SIGKILL)
+        readable([one._child.descriptor, child.descriptor], 5)
+        with pytest.raises(OSError, match="the process that starts new workers has ended"):
+            forked(one, 0)
+        child.process.join(5)
+        assert child.process.exitcode == UNKNOWN_EXIT
+        child.release()
+
+
+def test_it_leaves_with_the_consumer() -> None:
+    """Also while a child of the user's holds the consumer's end of their pipe."""
+    pids, say = os.pipe()
+    hold, let_go = os.pipe()
+
+    def consume() -> None:
+        one = Zygote.forked(FORK, make)
+        fork(lambda: (os.close(let_go), os.read(hold, 1)))
+        os.write(say, str(one._child.pid).encode())
+
+    assert end_of(fork(consume)) == 0
+    pid = int(os.read(pids, 20))
+    try:
+        assert wait_until(lambda: pid not in {e.pid for e in process_table() if not e.zombie}, 3)
+    finally:
+        os.write(let_go, b"!")
+    for end in (pids, say, hold, let_go):
+        os.close(end)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_that_was_stopped_or_killed_holds_nobody_up(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a child of it, which holds its end of the connection, goes on."""
+    monkeypatch.setattr("fastq_loader.workers.children._ANSWER", 0.1 if number == signal.SIGSTOP else 60)
+    with zygote() as one:
+        held = forked(one, 0, 60)
+        os.kill(one._child.pid, number)
+        with pytest.raises(OSError, match="the process that starts new workers has ended"):
+            forked(one, 7)
+        held.kill()
+        held.release()

@@ -10,7 +10,7 @@ import pytest
 
 from fastq_loader.ipc.claim_table import Busy
 from fastq_loader.ipc.messages import Answer, Epoch, Hello, Ping, Stop, encode
-from fastq_loader.scheduling.pending_tasks import PendingTasks
+from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers import group as module
@@ -75,8 +75,8 @@ def group(shared_tasks: bool = True) -> tuple[WorkerGroup, Any, list[int]]:
         stacks=lambda worker: f"  stacks of {worker}",
     )
     memory: Any = None
-    backend = {"backend": lambda plan: pool}
-    plan: Any = SimpleNamespace(workers=2, shared_tasks=shared_tasks, window=window, **backend)
+    made_by = {"make_pool": lambda plan: pool}
+    plan: Any = SimpleNamespace(workers=2, shared_tasks=shared_tasks, window=window, **made_by)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_UNREAD", 1)
         made: Any = WorkerGroup(plan, memory, Counters())

@@ -23,9 +23,9 @@ from fastq_loader.ipc.messages import (
     Task,
 )
 from fastq_loader.memory import results
-from fastq_loader.memory.allocator import Allocator, FreeRanges
+from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
-from fastq_loader.memory.blocks import SMALLEST
+from fastq_loader.memory.blocks import SMALLEST, FreeRanges
 from fastq_loader.memory.results import empty, install
 from fastq_loader.system import calls
 from fastq_loader.workers.main import Worker

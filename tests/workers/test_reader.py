@@ -13,10 +13,9 @@ from torch.utils.data._utils.worker import _generate_state
 
 from fastq_loader.ipc.messages import Epoch
 from fastq_loader.memory.arena import Arena
-from fastq_loader.reading import seeding
+from fastq_loader.reading import generators
 from fastq_loader.reading.fetch import EndOfStream
-from fastq_loader.workers.config import Rules
-from fastq_loader.workers.payload import Payload
+from fastq_loader.workers.config import Payload, Rules
 from fastq_loader.workers.reader import Reader
 from tests.support.worker_setup import MAP_STYLE, STREAM, as_it_is, make_setup
 
@@ -66,7 +65,7 @@ def test_with_a_seed_for_each_batch_it_does_not_matter_what_was_loaded_before(ar
     assert found[0] == found[2] != found[1]
     info = get_worker_info()
     assert info is not None
-    assert info.seed == seeding.seed_batch(7, 0)
+    assert info.seed == generators.seed_batch(7, 0)
 
 
 def test_the_seeds_of_a_stream_do_not_depend_on_when_others_ended(arena: Arena) -> None:
@@ -80,7 +79,7 @@ def test_the_seeds_of_a_stream_do_not_depend_on_when_others_ended(arena: Arena) 
         loading.begin_epoch(Epoch(1, None, 7))
         found.append([loading.load(seq, None) for seq in seqs])
     assert found[0] == found[1]
-    seeding.seed_batch(7, 10)
+    generators.seed_batch(7, 10)
     assert found[0][-1] == draws()
 
 

@@ -1,0 +1,345 @@
+"""The accelerator: what the argument `device` says of it, and what torch offers behind the `Stager` protocol.
+
+Runs in the consumer, on the thread that calls `next()`. What initialises the device is done when the first
+epoch begins, after its workers were started: forked workers inherit nothing of it. Nothing of an accelerator
+is touched at import, or by options; in a CPU build of torch its streams and events raise.
+
+Every accelerator is used through what torch has for all of them: `torch.Stream`, `torch.Event` and
+`torch.accelerator`. Only for CUDA there is more: page-locking in place, events that let a thread sleep, and a
+count of the devices without the runtime.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastq_loader.device.pinning import PIN_MODES
+from fastq_loader.errors import PinFailed, is_int
+from fastq_loader.memory.blocks import device_aligned
+from fastq_loader.packing.tensors import accelerator, is_captured, tensors_of
+
+_NVIDIA = Path("/proc/driver/nvidia/gpus")  # one entry for each GPU that the driver knows
+_PROBE_BYTES = 64 * 1024
+_CHOICES = {"transform_stream": ("consumer", "side"), "pin": PIN_MODES}
+
+
+@dataclass(frozen=True)
+class ToDevice:
+    """Batches arrive on a device; `device="cuda"` is short for `ToDevice("cuda")`.
+
+    Args:
+        device: torch's accelerator ("cuda", "cuda:1", "xpu", a torch.device), whatever its kind, through
+            `torch.Stream` and `torch.Event`. "cpu" leaves batches on the host, and applies `transform` there.
+            It is initialised after the workers of the first epoch were started. `pin_memory` is not needed
+            with it.
+        prefetch: batches that are copied before they are asked for, at least 1.
+        transform: applied to every batch on the device, for example `normalize(mean, std)`.
+        transform_stream: "consumer" applies it on the stream that is current in `next()`; "side" on that of
+            the copies, beside the step before, and needs a device whose tensors have `record_stream`. Either
+            is called in the order of the batches. "side" also for some that come next and are never handed
+            out, where an epoch is broken off: how many depends on what has come.
+        pin: how host memory is page-locked. "register" locks the workers' blocks where they are; "bounce"
+            copies batches to a few locked buffers first; "pageable" locks nothing; "auto" takes the first of
+            these that works, with a `PinFallback` warning. `statistics()` says which it is and why.
+        pin_limit_bytes: bytes that may be page-locked; None is any number.
+
+    Attributes:
+        target: the accelerator; None: batches stay on the host.
+
+    Raises:
+        ValueError, TypeError: an argument, with its name, its value and what it may be; an unknown or absent
+            device.
+    """
+
+    device: str | int | torch.device
+    prefetch: int = 2
+    transform: Callable[[Any], Any] | None = None
+    transform_stream: str = "consumer"
+    pin: str = "auto"
+    pin_limit_bytes: int | None = None
+    target: torch.device | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.device is None:
+            raise TypeError("ToDevice(None): name a device; 'cpu' leaves batches on the host")
+        target = parse(self.device)
+        object.__setattr__(self, "target", target)
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                self._refuse(ValueError, name, f"use one of {', '.join(map(repr, allowed))}")
+        if not is_int(self.prefetch) or self.prefetch < 1:
+            self._refuse(ValueError, "prefetch", "it must be a number of batches, at least 1")
+        limit = self.pin_limit_bytes
+        if limit is not None and (not is_int(limit) or limit < 0):
+            self._refuse(ValueError, "pin_limit_bytes", "it must be a number of bytes, or None for any")
+        if self.transform is not None and not callable(self.transform):
+            self._refuse(TypeError, "transform", "it must be a function of a batch, or None")
+        if target is not None and self.transform_stream == "side" and not can_share(target):
+            self._refuse(
+                ValueError,
+                "transform_stream",
+                f"{target.type} tensors have no record_stream, which keeps what the side stream made while "
+                "another stream reads it; transform_stream='consumer' does not need it",
+            )
+
+    def _refuse(self, kind: type[Exception], name: str, why: str) -> None:
+        raise kind(f"ToDevice({self.device!r}, {name}={getattr(self, name)!r}): {why}")
+
+    def apply_transform(self, batch: Any) -> Any:
+        """The batch as the user's transform returns it, on the stream that is current.
+
+        Raises:
+            RuntimeError: it raised StopIteration, which out of `next()` would end the epoch silently.
+            Exception: whatever else it raises.
+        """
+        if self.transform is None:
+            return batch
+        try:
+            return self.transform(batch)
+        except StopIteration as stopped:
+            raise RuntimeError(f"the transform raised StopIteration: {stopped}") from stopped
+
+
+def read_device(device: Any) -> ToDevice | None:
+    """What `device=` means; None: batches stay on the host as they are.
+
+    Raises:
+        ValueError, TypeError: it is not a device, or an unknown or absent one.
+    """
+    return device if device is None or isinstance(device, ToDevice) else ToDevice(device)
+
+
+def parse(device: Any) -> torch.device | None:
+    """The accelerator that `device` names; None for the host ("cpu"). Initialises nothing.
+
+    Raises:
+        TypeError: `device` is not a device.
+        ValueError: it is unknown, not there, or not the accelerator of this build of torch.
+    """
+    if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
+        raise TypeError(f"device={device!r} must be a string such as 'cuda:0', a torch.device, or None")
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is unknown: {error}") from error
+    if parsed.type == "cpu":
+        return None
+    reason = _absence(parsed)
+    if reason:
+        raise ValueError(
+            f"device={device!r} cannot be used: {reason}; device=None leaves batches on the host"
+        )
+    return parsed
+
+
+def _absence(device: torch.device) -> str:
+    if device.type == "cuda":  # which torch 2.6 would open to say whether it is the accelerator
+        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+            return f"torch {torch.__version__} was built without CUDA"
+    elif device.type != (current := accelerator()):
+        return (
+            f"copies beside a step need the streams and events of torch's accelerator, and that of "
+            f"torch {torch.__version__} here is {current or 'none'}"
+        )
+    try:
+        count = device_count(device.type)
+    except (AttributeError, RuntimeError) as error:  # the module torch.<kind> is the backend's to give
+        return f"torch cannot count the {device.type} devices: {error}"
+    if not count:
+        return f"no {device.type} device is there"
+    if device.index is not None and device.index >= count:
+        return f"there are {count} {device.type} devices, and they are counted from 0"
+    return ""
+
+
+def device_count(kind: str) -> int:
+    """Devices of a kind. For NVIDIA's, /proc is read where the driver fills it: the runtime's own count opens
+    descriptors that forked workers would inherit. Of those that are shown CUDA stops at the first that is not
+    there."""
+    if kind != "cuda":
+        return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    asleep = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if asleep and not torch.version.hip and _NVIDIA.is_dir():
+        count, shown = len(os.listdir(_NVIDIA)), list[Any](torch.cuda._parse_visible_devices())
+        return min(count, len([*takewhile(lambda each: isinstance(each, str) or each < count, shown)]))
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def can_share(device: torch.device) -> bool:
+    """Whether memory of a device can be shared with a second stream, by `Tensor.record_stream`: the allocator
+    keeps it until that stream has read it. Asks torch's table of kernels, and so initialises nothing."""
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::record_stream", key)
+
+
+class TorchStager:
+    """An accelerator behind torch's stream API; see `copies.Stager` for what the methods promise.
+
+    Memory is a uint8 tensor. Streams are `torch.Stream`, which are equal where device and number are; a
+    `torch.cuda.Stream` is equal to none of them, so streams that are compared come from here.
+
+    Args:
+        device: torch's accelerator, with or without an index; without one it is the current device.
+
+    Attributes:
+        device: with its index.
+        side: the stream of all copies; one for as long as this lives, because a new one for each epoch would
+            strand the memory that was cached for the old one.
+        shares: whether memory can be shared with a second stream.
+    """
+
+    clock = staticmethod(time.monotonic)
+
+    def __init__(self, device: torch.device) -> None:
+        # This comes first, because it initialises the device as torch does; making a stream does not.
+        self.device = torch.accelerator.current_stream(device).device
+        self.side: Any = torch.Stream(device=self.device)
+        self.shares = can_share(self.device)
+
+    def current_stream(self) -> Any:
+        return torch.accelerator.current_stream(self.device)
+
+    def capturing(self) -> bool:
+        """Whether the current stream is captured into a graph; events cannot be queried then."""
+        return is_captured(self.device)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        # Rounded up, so that it can be viewed as any dtype.
+        return torch.empty(device_aligned(max(nbytes, 1)), dtype=torch.uint8, device=self.device)
+
+    def copy_async(self, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
+        with self._beside():
+            memory[:nbytes].copy_(source[:nbytes], non_blocking=True)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Inside, the side stream is the current one. `torch.Stream` is not a context in torch 2.6."""
+        before = torch.accelerator.current_stream()
+        there = torch.accelerator.current_stream(self.device)
+        try:
+            torch.accelerator.set_stream(self.side)  # makes its device the current one, too
+            yield
+        finally:
+            torch.accelerator.set_stream(there)
+            if before.device != self.device:
+                torch.accelerator.set_stream(before)
+
+    def record(self, stream: Any) -> Any:
+        """With an event that lets this thread sleep while it waits, where there is a choice. On CUDA a
+        `torch.Event` takes the argument and spins (c10/cuda/impl/CUDAGuardImpl.h, torch 2.6 to 2.13)."""
+        event: Any
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        else:
+            event = torch.Event(device=self.device, blocking=True)
+        event.record(self._own(stream))
+        return event
+
+    def _own(self, stream: Any) -> Any:
+        """A stream as the events of `record` take it: torch 2.6 reads whatever it gets for an event of CUDA
+        as a stream of CUDA, unchecked."""
+        if self.device.type != "cuda":
+            return stream
+        return torch.cuda.Stream(  # type: ignore[no-untyped-call]
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+
+    def wait(self, stream: Any, event: Any) -> None:
+        event.wait(self._own(stream))
+
+    def query(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def synchronize(self, event: Any) -> None:
+        event.synchronize()
+
+    def share(self, memory: Any, stream: Any) -> None:
+        there = [tensor for tensor in tensors_of(memory) if tensor.device == self.device]
+        for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in there}.values():
+            tensor.record_stream(stream)
+
+    def on_side(self, call: Callable[[], Any]) -> Any:
+        with self._beside():
+            return call()
+
+    # ---- host memory --------------------------------------------------------------------------
+
+    def view(self, address: int, nbytes: int) -> torch.Tensor:
+        # It does not keep the memory: the pool does, until its copies have run.
+        interface = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
+        return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=interface)))
+
+    def fill(self, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
+        memory[:nbytes].copy_(source[:nbytes])
+
+    def pageable(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            self._clear_error()
+            raise PinFailed(f"torch could not page-lock {nbytes} bytes: {error}") from error
+
+    def register(self, address: int, nbytes: int) -> None:
+        runtime = self._runtime()
+        with torch.cuda.device(self.device):
+            code = int(runtime.cudaHostRegister(address, nbytes, 1))  # 1: for every context of the process
+        if code:
+            self._clear_error()
+            raise PinFailed(f"cudaHostRegister of {nbytes} bytes failed with error {code}")
+
+    def unregister(self, address: int) -> None:
+        with torch.cuda.device(self.device):
+            code = int(self._runtime().cudaHostUnregister(address))
+        if code:
+            self._clear_error()
+
+    def _runtime(self) -> Any:
+        if self.device.type != "cuda":
+            raise PinFailed(f"torch.{self.device.type} cannot page-lock memory that is there already")
+        return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+    def _clear_error(self) -> None:
+        """CUDA keeps the error of a failed call, and the next kernel that is launched would raise it: launch
+        one here. Seen in vLLM, issue 51081."""
+        try:
+            torch.zeros(1, device=self.device)
+        except RuntimeError:
+            torch.zeros(1, device=self.device)  # an error that stays is the device's end, and raises
+
+    def prove(self) -> None:
+        """Send a pattern there and back through registered memory: on some systems (WSL2) a copy from it was
+        seen to do nothing, without an error.
+
+        Raises:
+            PinFailed: it cannot be registered, or what comes back is something else.
+        """
+        host = torch.frombuffer(mmap.mmap(-1, _PROBE_BYTES), dtype=torch.uint8)  # as the arena is
+        address = host.data_ptr()
+        pattern = (torch.arange(_PROBE_BYTES, device="cpu") * 31 % 251).to(torch.uint8)
+        host.copy_(pattern)
+        self.register(address, _PROBE_BYTES)
+        try:
+            there = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=self.device)
+            self.wait(self.side, self.record(self.current_stream()))
+            self.copy_async(there, host, _PROBE_BYTES)
+            self.synchronize(self.record(self.side))
+            back = there.cpu()
+        finally:
+            self.unregister(address)
+        if not torch.equal(back, pattern):
+            raise PinFailed("a copy from registered memory arrived with other bytes")

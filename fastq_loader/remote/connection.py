@@ -1,0 +1,473 @@
+"""A TCP connection between two machines that carries frames, once both sides have shown the pool's token.
+
+Runs on both sides, and imports neither torch nor numpy. The handshake proves to each side that the other one
+has the token, which is never sent:
+
+    client  MAGIC, a nonce of its own
+    server  MAGIC, a nonce of its own, HMAC(token, "server", both nonces)
+    client  HMAC(token, "client", both nonces, request), the request's length, the request
+    server  a frame: WELCOME or REFUSED
+
+Until then a side keeps no more than the bytes of these lines, and believes nothing in them but sizes. A frame
+is a header (kind, bytes of the payload, bytes of the body), the payload, and the body. A body is a batch,
+which is received where the receiver wants it.
+
+A side that falls silent is noticed: where nothing comes back for four seconds, the kernel ends the
+connection. With TLS each side shows a certificate, and accepts any that the authority has signed. The name in
+it does not matter: hosts are known by addresses, which change from run to run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import select
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import msgpack
+
+from fastq_loader.errors import ProtocolError
+from fastq_loader.system.calls import readable
+
+#: The first bytes of both sides; the last one is the version of the handshake and of the frames.
+MAGIC = b"FQLr1"
+NONCE_BYTES = 32
+_MAC_BYTES = 32
+_LENGTH = struct.Struct("<H")
+#: Bytes of a request: numbers and names of devices.
+LONGEST_REQUEST = 1024
+
+_HEADER = struct.Struct("<BIQ")
+#: Kinds of frames: the connection may be used; it may not, and why; a message of `ipc.messages`; an answer
+#: to a question.
+WELCOME, REFUSED, MESSAGE, REPORT = range(1, 5)
+#: Bytes of a payload, by kind. A message holds those values of a batch that are no arrays.
+LONGEST = {WELCOME: 1024, REFUSED: 1024, MESSAGE: 1 << 30, REPORT: 1 << 20}
+#: Bytes of a body, which only a message has. No machine has an arena as large as that.
+LARGEST_BODY = 1 << 46
+
+#: Seconds until a connection is there, and until the other side has said all that it says at first. A host
+#: that is busy forks a worker within that time.
+PATIENCE = 10.0
+#: The kernel asks a side that has said nothing for a second whether it is there, once a second.
+_ASK_AFTER, _ASK_EVERY, _ASKS = 1, 1, 4
+#: Milliseconds that bytes may wait for an acknowledgement. Those of the consumer's side are few, and the
+#: other system takes them as soon as they come. The kernel looks once a second, so a cable that is pulled is
+#: noticed within five. A worker's wait while the consumer's job is stopped, by Ctrl-Z perhaps.
+NOTICED_HERE, NOTICED_THERE = 4_000, 60_000
+#: Buffers of one call; Linux takes 1024.
+_AT_ONCE = 512
+
+T = TypeVar("T")
+
+
+class Lost(ConnectionError):
+    """A connection is of no use any more; the text says why."""
+
+
+class Refused(ProtocolError):
+    """The other side does not belong to this pool, or does not let this one in; the text says why."""
+
+
+class Address(NamedTuple):
+    """Where a host listens."""
+
+    host: str
+    port: int
+
+
+class Frame(NamedTuple):
+    """A frame whose body, if it has one, is still to be received.
+
+    Attributes:
+        kind: one of the kinds above.
+        payload: its bytes.
+        body: how many bytes follow.
+    """
+
+    kind: int
+    payload: bytes
+    body: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it has on the wire, with its header."""
+        return _HEADER.size + len(self.payload) + self.body
+
+
+class Request(NamedTuple):
+    """What a client wants.
+
+    Attributes:
+        number: of a place at this host; names the far worker.
+        asks: the client asks what became of that worker; else it is its proxy, and the worker is to be
+            started.
+        worker: the worker's number in the pool.
+        environment: variables for the worker: the devices that it may use.
+    """
+
+    number: int
+    asks: bool
+    worker: int = 0
+    environment: dict[str, str] = {}  # noqa: RUF012 - it is never written to
+
+    def pack(self) -> bytes:
+        packed: bytes = msgpack.packb(tuple(self))
+        assert len(packed) <= LONGEST_REQUEST, "it is made of numbers and names of devices"
+        return packed
+
+
+# ---- the handshake ----------------------------------------------------------------------------------
+
+
+def _mac(token: bytes, *parts: bytes) -> bytes:
+    return hmac.new(token, b"".join(parts), hashlib.sha256).digest()
+
+
+def _check_magic(magic: bytes) -> None:
+    if magic != MAGIC:
+        raise Refused("not this protocol")
+
+
+def _check_mac(mac: bytes, token: bytes, *parts: bytes) -> None:
+    if not hmac.compare_digest(mac, _mac(token, *parts)):
+        raise Refused("wrong token")
+
+
+class Accepting:
+    """The server's side of a handshake. Pure, because a host has many at once: bytes in, bytes out.
+
+    Args:
+        token: the pool's.
+        nonce: random bytes that were never used before.
+
+    Attributes:
+        wanted: bytes to receive next; no more may be given to `feed`.
+        request: what the client wants, when the handshake is over.
+    """
+
+    def __init__(self, token: bytes, nonce: bytes) -> None:
+        self.request: Request | None = None
+        self._token = token
+        self._nonce = nonce
+        self._received = b""
+        self._steps = self._run()
+        _, self.wanted = next(self._steps)
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what was received; what is to be sent.
+
+        Raises:
+            Refused: the other side does not belong to this pool.
+        """
+        assert len(data) <= self.wanted, "more was received than asked for"
+        self._received += data
+        self.wanted -= len(data)
+        if self.wanted:
+            return b""
+        received, self._received = self._received, b""
+        said, self.wanted = self._steps.send(received)
+        return said
+
+    def _run(self) -> Generator[tuple[bytes, int], bytes, None]:
+        """Give what is to be sent and how many bytes are wanted; take these."""
+        _check_magic((yield b"", len(MAGIC)))
+        nonces = (yield b"", NONCE_BYTES) + self._nonce
+        mine = MAGIC + self._nonce + _mac(self._token, b"server", nonces)
+        proof = yield mine, _MAC_BYTES + _LENGTH.size
+        (length,) = _LENGTH.unpack(proof[_MAC_BYTES:])
+        if not 0 < length <= LONGEST_REQUEST:
+            raise Refused("a request of a forged size")
+        request = yield b"", length
+        _check_mac(proof[:_MAC_BYTES], self._token, b"client", nonces, request)
+        try:
+            self.request = Request(*msgpack.unpackb(request))
+        except (ValueError, TypeError, msgpack.UnpackException):
+            raise Refused("a request that cannot be read") from None
+        yield b"", 0
+
+
+def _introduce(connection: Connection, token: bytes, request: bytes) -> None:
+    """The client's side of a handshake."""
+    mine = os.urandom(NONCE_BYTES)
+    connection.send_all(MAGIC + mine)
+    _check_magic(connection.receive_exactly(len(MAGIC)))
+    nonces = mine + connection.receive_exactly(NONCE_BYTES)
+    _check_mac(connection.receive_exactly(_MAC_BYTES), token, b"server", nonces)
+    connection.send_all(_mac(token, b"client", nonces, request) + _LENGTH.pack(len(request)) + request)
+
+
+# ---- sockets ----------------------------------------------------------------------------------------
+
+
+def listen(host: str, ports: Iterable[int] = (0,)) -> socket.socket:
+    """Listen at one address of this machine, and at no other.
+
+    Args:
+        host: the address.
+        ports: those that may be used; 0 is any.
+
+    Raises:
+        OSError: none of them is free, or the address is not this machine's.
+    """
+    failure: OSError | None = None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            failure = error
+    raise failure or OSError(f"no port to listen at was given for {host}")
+
+
+def configure(sock: socket.socket, noticed: int) -> None:
+    """No delay for small frames, and an end for a side that is silent for `noticed` milliseconds."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, _ASK_AFTER),
+        (socket.TCP_KEEPINTVL, _ASK_EVERY),
+        (socket.TCP_KEEPCNT, _ASKS),
+        (socket.TCP_USER_TIMEOUT, noticed),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class Tls(NamedTuple):
+    """Files in PEM format, on each machine.
+
+    Attributes:
+        certificate: what this side shows.
+        key: of the certificate.
+        authority: the certificate that has signed those of both sides.
+    """
+
+    certificate: str
+    key: str
+    authority: str
+
+    def context(self, server: bool) -> ssl.SSLContext:
+        """
+        Raises:
+            OSError: a file is not there, or not what it should be.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(self.certificate, self.key)
+        context.load_verify_locations(self.authority)
+        if server:
+            context.num_tickets = 0  # there is no second connection, and readable bytes are a frame
+        return context
+
+
+class Encrypted:
+    """A connected socket that one thread may receive from while another one sends. OpenSSL takes one thread
+    at a time, so no thread waits inside of it. Has the calls of a socket that `Connection` makes.
+
+    Args:
+        sock: after the handshake of TLS.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._seconds = sock.gettimeout()
+        sock.setblocking(False)
+        self._socket = sock
+        self._lock = threading.Lock()
+        self.fileno = sock.fileno
+        self.close = sock.close
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._seconds = seconds
+
+    def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:
+        return self._do(partial(self._socket.recv_into, buffer), select.POLLIN)
+
+    def sendmsg(self, buffers: Sequence[Any]) -> int:
+        return self._do(partial(self._socket.send, buffers[0]), select.POLLOUT)
+
+    def _do(self, call: Callable[[], T], event: int) -> T:
+        while True:
+            try:
+                with self._lock:
+                    return call()
+            except ssl.SSLWantReadError:
+                event = select.POLLIN
+            except ssl.SSLWantWriteError:
+                event = select.POLLOUT
+            poller = select.poll()
+            poller.register(self._socket, event)
+            if not poller.poll(None if self._seconds is None else self._seconds * 1000):
+                raise TimeoutError("timed out")
+
+
+class Connection:
+    """A connection that carries frames. One thread receives, and one sends; they may be two.
+
+    Args:
+        sock: connected, and blocking.
+        kinds: of the frames that the other side may send.
+    """
+
+    def __init__(self, sock: socket.socket, *kinds: int) -> None:
+        self._socket = Encrypted(sock) if isinstance(sock, ssl.SSLSocket) else sock
+        self._kinds = kinds
+        self.fileno = self._socket.fileno
+        self.settimeout = self._socket.settimeout
+        self.close = self._socket.close
+
+    def receive(self, block: bool = True) -> Frame | None:
+        """The next frame; without `block` None if none has begun to come. Its body is to be received next.
+
+        Raises:
+            Lost: the connection has ended.
+            ProtocolError: the other side sent what it must not.
+        """
+        if not block and not readable([self.fileno()], 0):
+            return None
+        kind, payload, body = _HEADER.unpack(self.receive_exactly(_HEADER.size))
+        if kind not in self._kinds:
+            raise ProtocolError(f"a frame of kind {kind}, which the other side must not send")
+        header(kind, payload, body)
+        return Frame(kind, self.receive_exactly(payload), body)
+
+    def receive_exactly(self, nbytes: int) -> bytes:
+        """Receive so many bytes.
+
+        Raises:
+            Lost: the connection has ended.
+        """
+        data = bytearray(nbytes)
+        self.receive_body(memoryview(data))
+        return bytes(data)
+
+    def receive_body(self, buffer: memoryview) -> None:
+        """Fill a buffer with bytes of the last frame's body.
+
+        Raises:
+            Lost: the connection has ended.
+        """
+        while buffer:
+            try:
+                received = self._socket.recv_into(buffer, 0, socket.MSG_WAITALL)
+            except OSError as error:
+                raise Lost(str(error)) from error
+            if not received:
+                raise Lost("the other side closed the connection")
+            buffer = buffer[received:]
+
+    def send(self, kind: int, payload: bytes, body: Iterable[Any] = ()) -> None:
+        """Send a frame; returns when the system has all of it.
+
+        Args:
+            kind: of the frame.
+            payload: its bytes.
+            body: buffers, one behind the other.
+
+        Raises:
+            Lost: the connection has ended.
+            ProtocolError: there is more of it than the other side takes.
+        """
+        parts = [memoryview(part) for part in body]
+        self.send_all(header(kind, len(payload), sum(part.nbytes for part in parts)) + payload, *parts)
+
+    def send_all(self, *buffers: Any) -> None:
+        """Send bytes as they are.
+
+        Raises:
+            Lost: the connection has ended.
+        """
+        parts = [memoryview(buffer) for buffer in buffers]
+        try:
+            while parts:
+                sent = self._socket.sendmsg(parts[:_AT_ONCE])
+                while parts and sent >= parts[0].nbytes:
+                    sent -= parts.pop(0).nbytes
+                if sent:
+                    parts[0] = parts[0][sent:]
+        except OSError as error:
+            raise Lost(str(error)) from error
+
+
+def header(kind: int, payload: int, body: int = 0) -> bytes:
+    """The first bytes of a frame; its payload has as many bytes, and its body.
+
+    Raises:
+        ProtocolError: these are too many.
+    """
+    if payload > LONGEST[kind] or body > (LARGEST_BODY if kind == MESSAGE else 0):
+        raise ProtocolError(f"a frame of kind {kind} with {payload} bytes and a body of {body} bytes")
+    return _HEADER.pack(kind, payload, body)
+
+
+# ---- to a host --------------------------------------------------------------------------------------
+
+
+def connect(
+    address: Address,
+    token: bytes,
+    request: Request,
+    *kinds: int,
+    tls: Tls | None = None,
+    patience: float = PATIENCE,
+) -> tuple[Connection, Frame]:
+    """Connect to a host, and say what is wanted.
+
+    Args:
+        address: where it listens.
+        token: the pool's.
+        request: what is wanted.
+        kinds: of the frames that may come.
+        tls: encrypts the connection.
+        patience: seconds until it has answered.
+
+    Returns:
+        The connection, and the first frame: it may be used.
+
+    Raises:
+        Lost: no host answers there in time.
+        ProtocolError: the other side does not belong to this pool, or does not let this one in.
+    """
+    try:
+        sock = socket.create_connection(address, timeout=patience)
+    except OSError as error:
+        raise Lost(f"{address.host}:{address.port} cannot be reached: {error}") from error
+    try:
+        configure(sock, NOTICED_HERE)
+        if tls is not None:
+            sock = tls.context(server=False).wrap_socket(sock)
+        connection = Connection(sock, REFUSED, *kinds)
+        _introduce(connection, token, request.pack())
+        frame = connection.receive()
+        assert frame is not None, "it was waited for"
+        if frame.kind == REFUSED:
+            raise Refused(frame.payload.decode(errors="replace"))
+        connection.settimeout(None)
+        return connection, frame
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, OSError):
+            raise Lost(f"{address.host}:{address.port} does not answer: {error}") from error
+        raise
+
+
+def ask(address: Address, token: bytes, request: Request, tls: Tls | None, patience: float) -> Any:
+    """What a host says about one of its workers; see `host`.
+
+    Raises:
+        Lost, ProtocolError: see `connect`.
+    """
+    connection, frame = connect(address, token, request, REPORT, tls=tls, patience=patience)
+    connection.close()
+    try:
+        return msgpack.unpackb(frame.payload)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"not a msgpack frame: {error}") from error

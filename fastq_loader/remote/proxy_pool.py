@@ -1,0 +1,459 @@
+"""A pool whose workers run on other machines, as the consumer's group of workers sees it.
+
+Runs in the consumer. Behind each number is a proxy (see there), so the group deals with processes of this
+machine. The other machines show in words and numbers alone: how a far worker died, and the stacks of one that
+hangs, which its host says when it is asked; and in statistics.
+
+A `Placement` finds places where workers run. A thread hands them to the proxies that wait for one, because
+places come and proxies lose them while the consumer is in a training step. It has the consumer's end of each
+proxy's pipe. Places are looked for before any proxy is up; one that is lost is given back, and another one is
+found.
+
+Proxies are forked by the launcher, a small program that has imported all that they need, which is neither
+torch nor Ray. It has one thread and no context of zmq, so its forks are cheap and safe: a proxy costs
+milliseconds, and the few pages that it changes. When the launcher has died, proxies that run go on. New ones
+are then programs of their own, as they are where the system has no process descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import popen_fork, spawn, util
+from multiprocessing.connection import Connection as Pipe
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any, Protocol
+
+import fastq_loader
+from fastq_loader.errors import ProtocolError
+from fastq_loader.memory.arena import Arena
+from fastq_loader.memory.blocks import Extents
+from fastq_loader.remote.connection import Lost, Request, Tls, ask
+from fastq_loader.remote.far_worker import HostSpec
+from fastq_loader.remote.proxy import LOST, NoPlace, Place, ProxySetup, Status, traffic
+from fastq_loader.system import calls
+from fastq_loader.system.interrupts import without_signals
+from fastq_loader.workers.children import Ended, Forked, LaunchedProcess, Zygote
+from fastq_loader.workers.config import Plan
+from fastq_loader.workers.worker_pool import WorkerPool, cores
+
+if TYPE_CHECKING:
+    from fastq_loader.statistics.counters import Counters
+
+#: Seconds that a host has to write a worker's stacks, and to say how one died.
+_STACKS, _DEATH = 2.0, 0.5
+#: Seconds that the launcher has for its imports; they may come over a network.
+_IMPORTS = 60.0
+#: Proxies that are forked at once. They connect to hosts at once, and a host that forks a worker lets the
+#: others wait.
+_AT_ONCE = 16
+
+#: The package itself imports torch, and a proxy needs none of it: a bare module takes its place. Threads of a
+#: library for matrices would be lost in a fork.
+_CODE = """
+import os, sys, types
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+package = sys.modules["fastq_loader"] = types.ModuleType("fastq_loader")
+package.__path__ = [sys.argv[1]]
+sys.path[:] = sys.argv[2:]
+from fastq_loader.remote import proxy
+"""
+
+
+class Placement(Protocol):
+    """Starts hosts on other machines, and finds places for workers there (see `host_process`), for one pool.
+
+    Attributes:
+        pause: seconds after which `find` is to be called again, if nothing happens before; None: never.
+    """
+
+    pause: float | None
+
+    def start(self, spec: bytes, places: int) -> None:
+        """A pool starts: look for so many places, on hosts that are told this."""
+
+    def find(self, lost: Sequence[Place], wanted: int) -> Sequence[Place | NoPlace]:
+        """Called on one thread, again and again. It may start hosts and wait for them.
+
+        Args:
+            lost: places that are of no use any more: others are to be found for them. A machine may be gone
+                with them.
+            wanted: how many proxies wait.
+
+        Returns:
+            Places for some of them. The others wait, for a machine that will join perhaps, or die of a
+            `NoPlace`.
+        """
+
+    def death(self, place: Place) -> str:
+        """What is known of why a place was lost ("node 10.0.0.2 was removed"); "" for nothing. Is asked, on
+        any thread, when its host does not know."""
+
+    def close(self) -> None:
+        """No more places are needed: end the hosts. May be called after a `start` that failed, or without
+        one."""
+
+
+@dataclass(eq=False)
+class _Proxy:
+    """The consumer's end of a pipe to a proxy, and what came out of it.
+
+    Attributes:
+        pipe: the end.
+        place: that the proxy has, or had last.
+        placed: it has that place.
+        waits: it waits for one.
+        pid: of its far worker; 0 until it is up.
+        why: it said that it would die, and of what.
+        death: how it died, once that was asked.
+    """
+
+    pipe: Pipe[Any, Any]
+    place: Place | None = None
+    placed: bool = False
+    waits: bool = False
+    pid: int = 0
+    why: str = ""
+    death: str = ""
+
+
+class ProxyPool(WorkerPool):
+    """The proxies of one pool.
+
+    Args:
+        plan: what the workers do.
+        placement: where they run.
+        tls: encrypts the connections.
+    """
+
+    def __init__(self, plan: Plan, placement: Placement, tls: Tls | None = None) -> None:
+        super().__init__(plan)
+        self._placement = placement
+        self._tls = tls
+        self._token = b""
+        self._launcher: Launcher | None = None
+        self._proxies: dict[int, _Proxy] = {}  # of the workers, by number
+        self._words = -1  # descriptor of the words that count bytes
+        self._traffic: memoryview | None = None
+        self._counters: Counters | None = None
+        self._lock = threading.RLock()  # for what follows, and the proxies' pipes
+        self._open: list[_Proxy] = []  # proxies that have not ended
+        self._lost: list[Place] = []  # places that the placement has to hear of
+        self._over = False
+        self._waking = threading.Lock()  # a wake-up is not written to a descriptor that was closed
+        self._wake = -1
+        self._thread = threading.Thread(target=self._run, name="fastq_loader: places", daemon=True)
+
+    def _begin(self, arena: Arena) -> None:
+        setup, workers = self._setup, self._plan.workers
+        assert setup is not None, "it is made before"
+        self._token = setup.token
+        self._words = calls.memfd_create("fastq_loader traffic")
+        os.ftruncate(self._words, 8 * workers)
+        self._traffic = traffic(self._words, workers)
+        self._launcher = Launcher([arena.fd, self._words], setup.folder)
+        self._launcher.open()
+        spec = pickle.dumps(HostSpec.of(setup, self._tls))
+        self._wake = calls.wake_up()
+        self._placement.start(spec, workers)
+        with without_signals():  # they are for the main thread, which may keep them out of a start
+            self._thread.start()
+        while self._left() and len(self._children) < self._launcher.at_once:
+            self.start_next()
+
+    def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
+        setup = self._setup
+        assert setup is not None, "the pool was started"
+        told = ProxySetup(
+            *(worker, generation, folder, space, setup.consumer, setup.token),
+            *(setup.descriptors["arena"], setup.arena_length, setup.arena_whole, self._words),
+            *(setup.plan.workers, setup.plan.shared_tasks, setup.plan.for_device),
+            tls=self._tls,
+        )
+        return LaunchedProcess(partial(self._launch, told))
+
+    def _launch(self, told: ProxySetup) -> popen_fork.Popen:
+        assert self._launcher is not None, "the pool was started"
+        process, mine = self._launcher.start()
+        proxy = self._proxies[told.worker] = _Proxy(mine)
+        _tell(proxy, told)
+        with self._lock:
+            self._open.append(proxy)
+        self._wake_up()
+        return process
+
+    # ---- places -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """In the thread: hand out places until all proxies have ended."""
+        pause: float | None = 0
+        while not self._over:
+            if self._wake in self._wait(pause):
+                os.read(self._wake, 8)
+            with self._lock:
+                for proxy in list(self._open):
+                    self._read(proxy)
+                waiting = [proxy for proxy in self._open if proxy.waits]
+                lost, self._lost = self._lost, []
+            if self._setup is None:  # it was stopped: no more places are needed
+                pause = None
+                continue
+            found: Sequence[Place | NoPlace]
+            try:
+                found = self._placement.find(lost, len(waiting))
+                pause = self._placement.pause
+            except Exception as error:  # a proxy that waits for a place says so
+                found = [NoPlace(f"{type(error).__name__}: {error}")] * len(waiting)
+            with self._lock:
+                for proxy, place in zip(waiting, found, strict=False):
+                    self._give(proxy, place)
+
+    def _wait(self, pause: float | None) -> list[int]:
+        with self._lock:
+            descriptors = [proxy.pipe.fileno() for proxy in self._open]
+        return calls.readable([self._wake, *descriptors], pause)
+
+    def _give(self, proxy: _Proxy, place: Place | NoPlace) -> None:
+        proxy.waits = False
+        if isinstance(place, Place):
+            if proxy.pipe.closed:  # it has ended meanwhile
+                self._lost.append(place)
+                return
+            proxy.place, proxy.placed, proxy.pid = place, True, 0
+        _tell(proxy, place)
+
+    def _read(self, proxy: _Proxy) -> None:
+        """Take note of what a proxy has said by now. May be called on any thread."""
+        with self._lock:
+            try:
+                while not proxy.pipe.closed and proxy.pipe.poll():
+                    status: Status = proxy.pipe.recv()
+                    proxy.why = status.why
+                    proxy.pid = status.pid or proxy.pid
+                    if status.waits:
+                        self._give_back_place(proxy)
+                        proxy.waits = True
+            except (EOFError, OSError):  # it has ended
+                self._give_back_place(proxy)
+                self._open.remove(proxy)
+                proxy.pipe.close()
+
+    def _give_back_place(self, proxy: _Proxy) -> None:
+        """A proxy has no place any more, if it had one."""
+        if proxy.place is not None and proxy.placed:
+            self._lost.append(proxy.place)
+        proxy.placed = proxy.waits = False
+        self._wake_up()  # another thread may have been faster than `_run`
+
+    def _wake_up(self) -> None:
+        with self._waking:
+            if self._wake >= 0:
+                calls.wake(self._wake)
+
+    # ---- on the other machines ----------------------------------------------------------------
+
+    def stacks(self, worker: int) -> str:
+        proxy = self._proxies.get(worker)
+        if proxy is None or proxy.place is None:
+            return "  (it has found no room on another machine yet)"
+        pid, _, text = self._report(proxy.place, _STACKS)
+        return f"  (pid {pid} on {proxy.place.node})\n{text}" if pid else "  (its host does not answer)"
+
+    def death(self, worker: int) -> tuple[str, str]:
+        cause, torch_text = super().death(worker)
+        proxy = self._proxies[worker]
+        if not proxy.death:
+            self._read(proxy)
+            lost = proxy.why or self._children[worker].process.exitcode == LOST
+            proxy.death = self._how_lost(proxy) if lost else cause
+        return proxy.death, torch_text
+
+    def _how_lost(self, proxy: _Proxy) -> str:
+        """How a proxy lost its far worker."""
+        if proxy.place is None or not proxy.pid:
+            return f"found no place on another machine: {proxy.why};"
+        pid, alive, how = self._report(proxy.place, _DEATH)
+        if not pid:
+            how = self._placement.death(proxy.place) or "its host does not answer"
+        else:
+            how = "its connection broke" if alive else f"it {how}"
+        return f"was lost with its process on {proxy.place.node} (pid {proxy.pid}; {proxy.why}): {how},"
+
+    def _report(self, place: Place, patience: float) -> tuple[int, bool, str]:
+        """What a host says about the worker at one of its places: process id, whether it is alive, and its
+        stacks or how it died; process id 0 if it says nothing."""
+        with contextlib.suppress(Lost, ProtocolError):
+            request = Request(place.number, True)
+            report: tuple[int, bool, str] = ask(place.address, self._token, request, self._tls, patience)
+            return report
+        return 0, False, ""
+
+    # ---- what users see -----------------------------------------------------------------------
+
+    def count_in(self, counters: Counters) -> None:
+        super().count_in(counters)
+        self._counters, self._shown = counters, counters.workers
+        counters.sources.add(self)
+
+    def count(self) -> int:
+        words = self._traffic
+        assert words is not None, "the pool was started"
+        for worker, proxy in list(self._proxies.items()):
+            self._read(proxy)
+            self._shown[worker].far = proxy.pid, proxy.place and proxy.place.node
+            self._shown[worker].wire_bytes = words[worker]
+        return sum(words)
+
+    def far_worker(self, pid: int) -> tuple[int, str] | None:
+        for worker, proxy in list(self._proxies.items()):
+            if self.pid(worker) == pid:
+                self._read(proxy)
+                return proxy.pid, "" if proxy.place is None else proxy.place.node
+        return None
+
+    def forget(self) -> None:
+        super().forget()
+        if self._launcher is not None:
+            self._launcher.forget()
+        if self._counters is not None:  # the thread that has a lock is not there any more
+            self._counters.sources.discard(self)
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    def _give_back(self) -> None:
+        self._over = True
+        if self._thread.ident is not None:
+            self._wake_up()
+            self._thread.join()
+        for proxy in list(self._open):
+            self._read(proxy)
+        if self._counters is not None:
+            self._counters.ended(self)
+        self._placement.close()
+        launcher, self._launcher = self._launcher, None
+        if launcher is not None:
+            launcher.close()
+        self._traffic = None
+        with self._waking:
+            held = self._wake, self._words
+            self._wake = self._words = -1
+        for descriptor in held:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def _tell(proxy: _Proxy, message: ProxySetup | Place | NoPlace) -> None:
+    with contextlib.suppress(OSError):  # it has ended; `_read` finds that, too
+        proxy.pipe.send(message)
+
+
+class Launcher:
+    """Starts proxies. To be closed.
+
+    Args:
+        shared: descriptors that each proxy has under the same numbers.
+        folder: where the first of them bind their sockets.
+    """
+
+    def __init__(self, shared: Sequence[int], folder: str) -> None:
+        self._shared = shared
+        self._folder = folder
+        self._path = [
+            fastq_loader.__path__[0],
+            *map(os.path.abspath, spawn.get_preparation_data("")["sys_path"]),
+        ]
+        self._zygote: Zygote | None = None
+
+    def open(self) -> None:
+        """Start the program; it gets to its imports while others do other things.
+
+        Raises:
+            OSError: processes or descriptors are used up.
+        """
+        if calls.has_pidfd():
+            with without_signals(signal.SIGINT):  # until it ignores them
+                self._zygote = Zygote(self._make, _IMPORTS)
+
+    @property
+    def at_once(self) -> int:
+        """How many proxies to start before one of them is up."""
+        return cores() if self._zygote is None else _AT_ONCE
+
+    def start(self) -> tuple[popen_fork.Popen, Pipe[Any, Any]]:
+        """Start a proxy.
+
+        Returns:
+            Its process, and this end of the pipe to it.
+
+        Raises:
+            OSError: processes or descriptors are used up.
+        """
+        mine, its = multiprocessing.Pipe()
+        with its:
+            try:
+                return self._start(its.fileno()), mine
+            except BaseException:
+                mine.close()
+                raise
+
+    def _start(self, its: int) -> popen_fork.Popen:
+        if self._zygote is not None:
+            try:
+                return Forked(self._zygote, passed=[its])
+            except (Ended, ProcessLookupError):
+                self.close()
+        return self._program(its, f"main(proxy.Pipe({its}))")
+
+    def _program(self, its: int, call: str) -> Program:
+        """A program that has an end of a pipe, and makes one call of `proxy`."""
+        command = [spawn.get_executable(), "-c", f"{_CODE}proxy.{call}", *self._path]
+        return Program(command, [its, *self._shared])
+
+    def _make(self, its: Pipe[Any, Any], _: Pipe[Any, Any]) -> LaunchedProcess:
+        call = f"serve(proxy.Pipe({its.fileno()}), {os.getpid()}, {self._folder!r})"
+        return LaunchedProcess(partial(self._program, its.fileno(), call))
+
+    def close(self) -> None:
+        """End the program."""
+        zygote, self._zygote = self._zygote, None
+        if zygote is not None:
+            zygote.close()
+
+    def forget(self) -> None:
+        """This process is a forked copy: the program is its sibling."""
+        if self._zygote is not None:
+            self._zygote.forget()
+
+
+class Program(popen_fork.Popen):
+    """What multiprocessing has of a child process, for a program.
+
+    Args:
+        command: that starts it.
+        descriptors: that it has.
+    """
+
+    method = "exec"
+
+    def __init__(self, command: list[str | bytes], descriptors: list[int]) -> None:
+        self._how = command, descriptors
+        super().__init__(None)  # type: ignore[arg-type]
+
+    def _launch(self, _: object) -> None:
+        command, descriptors = self.__dict__.pop("_how")
+        self.sentinel, kept = os.pipe()  # the program has the other end as long as it lives
+        self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
+        try:
+            process = subprocess.Popen(command, pass_fds=[*descriptors, kept], restore_signals=False)
+        finally:
+            os.close(kept)
+        process.returncode = 0  # it is multiprocessing's to wait for
+        self.pid = process.pid

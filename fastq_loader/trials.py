@@ -1,0 +1,292 @@
+"""One measurement of one setting, in a process of its own.
+
+`measure` runs in the consumer, `_run` and what follows it in the child. The child has a copy of everything: a
+loader like the user's with other settings, its dataset, sampler and generators. So the user's are as they
+were, also where the setting is to load without workers. The step is simulated by sleeping, as a step on an
+accelerator uses no CPU of this process. Batches stay on the host, and are not pinned: no context of an
+accelerator outlives a fork.
+
+The child starts as the loader's workers do: whoever chose "spawn" has a reason. It ends by itself, after its
+time or with the consumer, or is killed; its workers end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+import warnings
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fastq_loader.insight.model import Costs, Setting, costs_of
+from fastq_loader.loader import DataLoader
+from fastq_loader.packing.pickling import dump_exception, load_exception
+from fastq_loader.scheduling.schedules import Dynamic, read_schedule
+from fastq_loader.system import calls
+from fastq_loader.system.interrupts import without_signals
+from fastq_loader.workers.children import Child
+
+#: Seconds that a child has to end after its time.
+_PATIENCE = 8.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is measured.
+
+    Attributes:
+        setting: workers, prefetch, schedule.
+        start_method: "fork", "spawn" or "forkserver"; None is the loader's own.
+    """
+
+    setting: Setting
+    start_method: str | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one measurement gave.
+
+    Attributes:
+        batches: that were counted.
+        seconds: wall time in which they came, with the steps.
+        costs: of its batches, for the model; None where no batch told.
+        batch_bytes: of a batch in shared memory.
+        worker_bytes: memory that a worker has for itself.
+    """
+
+    batches: float
+    seconds: float
+    costs: Costs | None = None
+    batch_bytes: float = 0.0
+    worker_bytes: float = 0.0
+
+
+def like(loader: DataLoader[Any], candidate: Candidate) -> DataLoader[Any]:
+    """A new loader with a candidate's setting, and everything else as it is.
+
+    Its attributes are such that the constructor would take them: without workers, none of what goes with them
+    is left.
+    """
+    setting = candidate.setting
+    new = copy.copy(loader)
+    changed: dict[str, Any] = {"num_workers": setting.num_workers}
+    if setting.dynamic != isinstance(read_schedule(loader.schedule), Dynamic):
+        changed["schedule"] = "dynamic" if setting.dynamic else "round_robin"
+    if setting.num_workers:
+        changed["prefetch_factor"] = setting.prefetch_factor
+        if candidate.start_method is not None:
+            changed["multiprocessing_context"] = candidate.start_method
+    else:
+        changed |= {"prefetch_factor": None, "persistent_workers": False, "timeout": 0}
+        changed["multiprocessing_context"] = None
+    for name, value in changed.items():
+        object.__setattr__(new, name, value)  # torch refuses to change some of them after the constructor
+    return new
+
+
+def start_method(loader: DataLoader[Any]) -> str:
+    """How the loader's workers start."""
+    context = loader.multiprocessing_context or multiprocessing
+    return str(context.get_start_method())
+
+
+def measure(
+    loader: DataLoader[Any], candidate: Candidate, step_seconds: float, seconds: float, patience: float
+) -> Measured:
+    """Iterate a loader like the user's for a time.
+
+    Args:
+        loader: the user's, which stays as it is.
+        candidate: what is measured.
+        step_seconds: between two batches.
+        seconds: to measure, from the first batch on.
+        patience: seconds after which it must be over.
+
+    Raises:
+        TimeoutError: no batch came in time.
+        RuntimeError: the child died.
+        Exception: what the loader, or the user's code in it, raised.
+    """
+    trial = like(loader, candidate)
+    vars(trial).pop("_resources", None)  # its epoch is a new one
+    object.__setattr__(trial, "device", None)
+    object.__setattr__(trial, "pin_memory", False)
+    context: Any = multiprocessing.get_context(candidate.start_method or start_method(loader))
+    receiver, sender = context.Pipe(duplex=False)
+    child = Child(context.Process(target=_run, args=(sender, trial, step_seconds, seconds, patience)))
+    with receiver, sender:
+        try:
+            # A Ctrl-C between the fork and the child's own handler would print a traceback there.
+            with without_signals(signal.SIGINT):
+                child.start()
+            sender.close()
+            calls.readable((receiver.fileno(), child.descriptor), patience + _PATIENCE)
+            answer = receiver.recv() if receiver.poll() else None
+        except EOFError:
+            raise RuntimeError(f"the process of a trial {child.death()[0]} before it said anything") from None
+        finally:
+            if child.pid:
+                child.kill()
+                child.release()
+            child.forget()
+    if isinstance(answer, bytes):
+        raise load_exception(answer)
+    if answer is None:
+        raise TimeoutError(f"too few batches in {patience:.0f} s to tell: give it more seconds")
+    measured: Measured = answer
+    return measured
+
+
+# ---- in the child --------------------------------------------------------------------------------
+
+
+def _run(
+    answers: Connection, loader: DataLoader[Any], step_seconds: float, seconds: float, patience: float
+) -> None:
+    torch.set_num_threads(1)  # a pool of threads that was forked has no threads, and is waited for
+    warnings.simplefilter("ignore")  # they come again in the user's own epochs
+    trial, answering = _Trial(loader, step_seconds), threading.Lock()
+    watch = threading.Thread(target=_watch, args=(answers, trial, answering, patience), daemon=True)
+    watch.start()  # while SIGINT is blocked, and so it stays for this thread
+    signal.set_wakeup_fd(-1)
+    # A handler rather than SIG_IGN, which programs started by user code would inherit.
+    signal.signal(signal.SIGINT, lambda signum, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    answer: Any
+    try:
+        trial.run(seconds)
+        answer = trial.measured()
+    except Exception as error:
+        answer = dump_exception(error, 0)
+    loader.close()
+    with answering:
+        answers.send(answer)
+
+
+def _watch(answers: Connection, trial: _Trial, answering: threading.Lock, patience: float) -> None:
+    """Leave with the consumer, or when it has no more patience: then with what there is. The workers see this
+    process end, and follow."""
+    consumer = multiprocessing.parent_process()
+    assert consumer is not None
+    if not calls.readable([consumer.sentinel], patience):
+        with answering, contextlib.suppress(OSError):
+            answers.send(trial.measured())
+    os._exit(1)
+
+
+class _Epoch(NamedTuple):
+    """When an epoch began, when each of its batches came, and, if it is over, when it ended; in seconds."""
+
+    began: float
+    came: list[float]
+    ended: list[float]
+
+
+class _Trial:
+    """The iteration of a loader, for a time.
+
+    Args:
+        loader: whose.
+        step_seconds: between two batches.
+    """
+
+    def __init__(self, loader: DataLoader[Any], step_seconds: float) -> None:
+        self._loader = loader
+        self._step_seconds = step_seconds
+        self._batches: Any = None
+        self._epochs: list[_Epoch] = []
+        self._worker_bytes = 0
+
+    def run(self, seconds: float) -> None:
+        """Note when batches come, from the first one on."""
+        until = 0.0
+        while True:
+            epoch = _Epoch(time.monotonic(), [], [])
+            self._epochs.append(epoch)
+            self._batches = iter(self._loader)  # kept, so that nothing ends before `run` has
+            for _ in self._batches:
+                now = time.monotonic()
+                epoch.came.append(now)
+                until = until or now + seconds
+                if len(epoch.came) == 2 and not self._worker_bytes:
+                    self._weigh()
+                if now >= until and len(epoch.came) > 1:
+                    return
+                if self._step_seconds:
+                    time.sleep(self._step_seconds)
+            epoch.ended.append(time.monotonic())
+            if not epoch.came:
+                raise ValueError("the loader gives no batch: its dataset is empty, or its sampler is")
+            if until and epoch.ended[0] >= until:
+                return
+
+    def _weigh(self) -> None:
+        """Note what a worker has of memory that it shares with nobody."""
+        for worker in self._loader.statistics().workers:
+            with contextlib.suppress(OSError):  # it has ended, or is not ours to look into
+                text = Path(f"/proc/{worker.pid}/smaps_rollup").read_text()
+                own = sum(map(int, re.findall(r"^Private_\w+: +(\d+)", text, re.MULTILINE)))
+                self._worker_bytes = max(self._worker_bytes, own * 1024)
+
+    def measured(self) -> Measured | None:
+        """What the times come to; None: there are too few."""
+        statistics, counters = self._loader.statistics(), self._loader._resources.counters
+        begun = [cost.load + cost.pack for epoch in counters.history for cost in epoch.costs if not cost.seq]
+        first = begun[-1] / 1e9 if begun else 0.0
+        found = _rate(self._loader, self._epochs, first)
+        if found is None:
+            return None
+        filled = [epoch for epoch in counters.history if epoch.batches]
+        costs = costs_of(filled[-1], counters.workers) if filled else None
+        return Measured(
+            *found,
+            costs=costs and replace(costs, step=self._step_seconds, step_cpu=0.0),
+            batch_bytes=statistics.bytes / max(1, statistics.batches),
+            worker_bytes=self._worker_bytes,
+        )
+
+
+def _rate(loader: DataLoader[Any], epochs: list[_Epoch], first: float = 0.0) -> tuple[float, float] | None:
+    """Batches, and the seconds that they took.
+
+    Whole epochs count with the start and the end of their workers, as in a training; but for the first one of
+    workers that stay. If there is none, the rate is that of batches after the workers' first ones, for which
+    they had more time, and the start is one of `len(loader)` batches. It is no more than all batches in the
+    time since they were begun: those behind a late one come all at once.
+
+    Args:
+        loader: the trial's.
+        epochs: in the order of time; the last one may not be over.
+        first: seconds that the first batch took its worker.
+    """
+    persistent = loader.persistent_workers and loader.num_workers > 0
+    whole = [epoch for epoch in epochs if epoch.ended and epoch.came][1 if persistent else 0 :]
+    if whole:
+        return float(sum(len(each.came) for each in whole)), sum(each.ended[0] - each.began for each in whole)
+    epoch = max(epochs, key=lambda each: len(each.came), default=_Epoch(0.0, [], []))
+    came = epoch.came
+    if len(came) < 2:
+        return None
+    ahead = loader.num_workers * ((loader.prefetch_factor or 0) + 1)
+    skipped = min(ahead, (len(came) - 1) // 2)
+    count = len(came) - 1 - skipped
+    # Workers that started together finish together: between two batches of the same one lie all the others.
+    count -= count % loader.num_workers if count > loader.num_workers > 0 else 0
+    seconds = came[skipped + count] - came[skipped]
+    seconds = max(seconds, (came[-1] - came[0] + first) * count / len(came))
+    if not persistent:
+        with contextlib.suppress(Exception):  # it has no length, or its dataset's raises
+            start = (came[0] - epoch.began - seconds / count) / len(loader)
+            seconds += max(0.0, start) * count
+    return float(count), seconds

@@ -1,0 +1,497 @@
+"""`tune`: which setting of a loader is the fastest here, found by trying.
+
+Runs in the consumer; each trial runs in a process of its own, see `trials`.
+
+Two settings are measured first: the loader's own, and one worker, which tells what a batch costs when nobody
+competes for the CPUs. The model says from that what every other setting is worth. The most promising ones are
+measured in rounds, in turn, so that what else the machine does hits all alike: each round takes the same
+share of the time, and the better half goes on. Settings within the noise of the best are equal. Of equals the
+one with the fewest workers wins, and then that with the fewest batches under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import math
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastq_loader import arguments, trials
+from fastq_loader.errors import is_int
+from fastq_loader.insight import machine
+from fastq_loader.insight.model import NOISE, Costs, Setting, most_workers, numbers, seconds_per_batch
+from fastq_loader.loader import DataLoader
+from fastq_loader.memory import arena
+from fastq_loader.trials import Candidate, Measured
+
+#: The part of the memory that workers and batches may take.
+_MEMORY_SHARE = 0.8
+_SCHEDULES = {"round_robin": False, "dynamic": True}
+#: Settings that are measured after the first two, at most: three rounds bring eight down to one.
+_MOST = 8
+#: The least seconds of one measurement, and the least batches of each worker, or late ones if there are some.
+_LEAST_SECONDS, _LEAST_BATCHES, _LEAST_LATE = 0.25, 6, 3
+#: Seconds that a measurement may take longer than it should, for a start and an end of its workers.
+_SLACK = 2.0
+#: The share of the time that the first two measurements may take together.
+_PROBES = 0.25
+#: Batches that each worker may work ahead. Not 1, unless the user has it: the worker waits for each message.
+_PREFETCH = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class TuningRow:
+    """One setting that was tried.
+
+    Attributes:
+        settings: arguments of `DataLoader`.
+        batches_per_second: measured, with the step; 0.0: nothing was.
+        spread: half of the range of several measurements, as a part of that; None: there was one.
+        expected: batches per second, by the model; None: it was not asked.
+        current: whether they are the loader's own.
+        error: what was raised instead.
+    """
+
+    settings: dict[str, Any]
+    batches_per_second: float
+    spread: float | None
+    expected: float | None
+    current: bool
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What `tune` found. `print` of it is a table.
+
+    Attributes:
+        settings: the recommended arguments of `DataLoader`.
+        rows: what was tried: the recommended setting, and the others from the fastest to the slowest.
+        step_seconds: of the step that was simulated.
+        notes: what else there is to know: which settings failed, and how, and what the others change.
+        loader: a new loader with the recommended settings and everything else as in the one that was given;
+            they share dataset, sampler and generator.
+    """
+
+    settings: dict[str, Any]
+    rows: tuple[TuningRow, ...]
+    step_seconds: float
+    notes: tuple[str, ...]
+    loader: DataLoader[Any] = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        lines = [_HEADER, *(_cells(row, number == 0) for number, row in enumerate(self.rows))]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = ["  ".join(map(str.rjust, cells, widths)).rstrip() for cells in lines]
+        step = f"with a step of {self.step_seconds * 1000:.3g} ms" if self.step_seconds else "without a step"
+        head = f"Recommended: {_words(self.settings)}{self._gain()}, {step}."
+        return "\n".join([head, "", *table, *([""] if self.notes else []), *self.notes])
+
+    def _gain(self) -> str:
+        own = next((row.batches_per_second for row in self.rows if row.current), 0.0)
+        if not own or self.rows[0].current:
+            return " (as it is)" if own else ""
+        return f" ({self.rows[0].batches_per_second / own:.2g} times the current setting)"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+_HEADER = ("", "num_workers", "prefetch_factor", "schedule", "start", "batches/s", "", "expected")
+
+
+def _cells(row: TuningRow, recommended: bool) -> tuple[str, ...]:
+    names = "num_workers", "prefetch_factor", "schedule", "multiprocessing_context"
+    return (
+        " ".join(["→"] * recommended + ["now"] * row.current),
+        *(str(row.settings.get(name, "-")) for name in names),
+        _number(row.batches_per_second) if row.batches_per_second else "failed" if row.error else "-",
+        f"± {row.spread:.0%}" if row.spread is not None else "",
+        "" if row.expected is None else _number(row.expected),
+    )
+
+
+def _words(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
+
+
+def _number(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def tune(
+    loader: DataLoader[Any],
+    step_seconds: float | None = None,
+    seconds: float = 30,
+    *,
+    start_methods: Sequence[str] | None = None,
+    schedules: Sequence[str] | None = None,
+    max_workers: int | None = None,
+    progress: bool = True,
+) -> Tuning:
+    """Find the fastest setting of a loader on this machine, by trying: workers, prefetch and schedule.
+
+    Each trial iterates a copy of the loader in a process of its own, so that the loader, its dataset, its
+    sampler and all generators stay as they are. Batches stay on the host there: what the way to a device
+    costs is not measured. Ctrl-C ends it, with what was measured so far.
+
+    Args:
+        loader: whose setting it is.
+        step_seconds: of the training step between two batches, simulated by sleeping; None: as long as it
+            was in the loader's own epochs so far, or 0 before the first.
+        seconds: to spend on it, about.
+        start_methods: to try: some of "fork", "spawn" and "forkserver"; None is the loader's own.
+        schedules: to try, with other random numbers: "round_robin", "dynamic"; None: both, if map-style.
+        max_workers: the most to try; None: what this process's cgroup and its `LOCAL_WORLD_SIZE` allow.
+        progress: tell on stderr how far it is.
+
+    Raises:
+        ValueError, TypeError: an argument.
+        RuntimeError: this system has no worker processes, so that there is nothing to choose.
+        Exception: what the loader raised with its own setting, if no setting gave a batch.
+        KeyboardInterrupt: nothing was measured before it.
+    """
+    own, limits = checked(loader, step_seconds, seconds, start_methods, schedules, max_workers)
+    so_far = loader.statistics().total
+    step = so_far.consumer_seconds / max(1, so_far.batches) if step_seconds is None else float(step_seconds)
+    interrupted, measure = False, _trying(loader, step, seconds, progress)
+    search = Search(own, limits, measure, time.monotonic, seconds)
+    try:
+        search.run()
+    except KeyboardInterrupt:
+        if search.best is None:
+            raise
+        interrupted = True
+    return _result(loader, search.ranked(), own, step, interrupted)
+
+
+def _trying(
+    loader: DataLoader[Any], step: float, seconds: float, progress: bool
+) -> Callable[[Candidate, float, float], Measured]:
+    """Measures a candidate; ten times in all it tells which, if that is wanted."""
+    began, told = time.monotonic(), -1
+
+    def measure(candidate: Candidate, duration: float, patience: float) -> Measured:
+        nonlocal told
+        passed = min(time.monotonic() - began, seconds)
+        if progress and (tenth := int(10 * passed / seconds)) > told:
+            told = tenth
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # there is no stderr, or no more
+                sys.stderr.write(f"tune: {passed:.0f} of {seconds:.0f} s: {_words(_settings(candidate))}\n")
+                sys.stderr.flush()
+        return trials.measure(loader, candidate, step, duration, patience)
+
+    return measure
+
+
+def _result(
+    loader: DataLoader[Any], ranked: list[Row], own: Candidate, step: float, interrupted: bool
+) -> Tuning:
+    rows = tuple(
+        TuningRow(
+            _settings(row.candidate), row.rate, row.spread, row.expected, row.candidate == own, row.error
+        )
+        for row in ranked
+    )
+    failed = [row for row in rows if row.error is not None]
+    notes = [f"num_workers={row.settings['num_workers']} failed: {row.error!r:.200}" for row in failed]
+    if any(row.candidate.setting.dynamic != own.setting.dynamic for row in ranked):
+        notes.append("With another schedule, the random numbers of the batches are others.")
+    if interrupted:
+        notes.append("It was interrupted: this is what was measured so far.")
+    return Tuning(rows[0].settings, rows, step, tuple(notes), trials.like(loader, ranked[0].candidate))
+
+
+def _settings(candidate: Candidate) -> dict[str, Any]:
+    """The arguments of `DataLoader` that make a candidate."""
+    setting = candidate.setting
+    if not setting.num_workers:
+        return {"num_workers": 0}
+    settings: dict[str, Any] = {
+        "num_workers": setting.num_workers,
+        "prefetch_factor": setting.prefetch_factor,
+        "schedule": "dynamic" if setting.dynamic else "round_robin",
+    }
+    if candidate.start_method is not None:
+        settings["multiprocessing_context"] = candidate.start_method
+    return settings
+
+
+# ---- what may be tried ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What may be tried.
+
+    Attributes:
+        cpus: that all processes may use together.
+        memory_bytes: for workers and batches.
+        most_workers: the most that there may be.
+        schedules: values of `Setting.dynamic`.
+        start_methods: names, or None alone: the loader's own.
+    """
+
+    cpus: float
+    memory_bytes: float = math.inf
+    most_workers: float = math.inf
+    schedules: tuple[bool, ...] = (False, True)
+    start_methods: tuple[str | None, ...] = (None,)
+
+
+def checked(
+    loader: Any,
+    step_seconds: Any,
+    seconds: Any,
+    start_methods: Sequence[str] | None,
+    schedules: Sequence[str] | None,
+    max_workers: Any,
+) -> tuple[Candidate, Limits]:
+    """The loader's own setting, and what may be tried; for arguments and errors see `tune`."""
+    if not isinstance(loader, DataLoader):
+        kind = f"{type(loader).__module__}.{type(loader).__qualname__}"
+        raise TypeError(
+            f"loader is a {kind}: tune needs a fastq_loader.DataLoader, not a class or a function"
+        )
+    if not arena.AVAILABLE:
+        raise RuntimeError("this system has no memfd_create, so that num_workers=0 is the only setting")
+    _check_number("seconds", seconds, least=1.0)
+    if step_seconds is not None:
+        _check_number("step_seconds", step_seconds, least=0.0)
+    if max_workers is not None and (not is_int(max_workers) or max_workers < 0):
+        raise ValueError(f"max_workers={max_workers!r} must be a number of workers, 0 or more, or None")
+    methods = _names("start_methods", start_methods, multiprocessing.get_all_start_methods())
+    dynamic = arguments.is_dynamic(loader)
+    known = ["dynamic" if dynamic else "round_robin"] if arguments.is_iterable(loader) else list(_SCHEDULES)
+    tried = _names("schedules", schedules, known) or known
+    method = None if methods is None else trials.start_method(loader)
+    own = Candidate(Setting(int(loader.num_workers), loader.prefetch_factor or 2, dynamic), method)
+    limits = Limits(
+        cpus=machine.cpus(),
+        memory_bytes=machine.memory_bytes() * _MEMORY_SHARE / machine.ranks(),
+        most_workers=math.inf if max_workers is None else max_workers,
+        schedules=tuple(_SCHEDULES[name] for name in tried),
+        start_methods=tuple(methods) if methods else (None,),
+    )
+    return own, limits
+
+
+def _check_number(name: str, value: Any, least: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be a number of seconds")
+    if not least <= value < math.inf:
+        raise ValueError(f"{name}={value!r} must be {least:g} seconds or more")
+
+
+def _names(argument: str, names: Any, known: Sequence[str]) -> list[str] | None:
+    if names is None:
+        return None
+    if isinstance(names, str):
+        raise TypeError(f"{argument}={names!r} must be a collection of names: {argument}=({names!r},)")
+    chosen = list(dict.fromkeys(names))
+    if not chosen or set(chosen) - set(known):
+        raise ValueError(f"{argument}={names!r} is not possible here: use some of {', '.join(known)}")
+    return chosen
+
+
+# ---- the search -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """What is known of a setting.
+
+    Attributes:
+        candidate: it.
+        expected: batches per second, by the model; None: it was not asked.
+        probe: what was measured before the rounds. It counts as long as nothing else does: the machine may
+            have been less busy then.
+        slices: what was measured in the rounds, in the order of time.
+        error: what was raised instead.
+    """
+
+    candidate: Candidate
+    expected: float | None = None
+    probe: Measured | None = None
+    slices: list[Measured] = field(default_factory=list)
+    error: Exception | None = None
+
+    @property
+    def rate(self) -> float:
+        """Batches per second, measured; 0.0: nothing was."""
+        counted = self.slices or ([] if self.probe is None else [self.probe])
+        seconds = sum(each.seconds for each in counted)
+        return sum(each.batches for each in counted) / seconds if seconds else 0.0
+
+    @property
+    def spread(self) -> float | None:
+        """Half of the range of its measurements, as a part of `rate`; None with fewer than two."""
+        rates = [each.batches / each.seconds for each in self.slices]
+        return (max(rates) - min(rates)) / 2 / self.rate if len(rates) > 1 else None
+
+
+class Search:
+    """Finds the best setting.
+
+    Args:
+        own: the loader's.
+        limits: what may be tried.
+        measure: measures a candidate for some seconds; is given the seconds after which it must be over.
+        clock: the time, in seconds.
+        seconds: of the whole search.
+
+    Attributes:
+        rows: what was measured, by candidate.
+    """
+
+    def __init__(
+        self,
+        own: Candidate,
+        limits: Limits,
+        measure: Callable[[Candidate, float, float], Measured],
+        clock: Callable[[], float],
+        seconds: float,
+    ) -> None:
+        self._own = own
+        self._limits = limits
+        self._measure = measure
+        self._clock = clock
+        self._seconds = seconds
+        self._until = clock() + seconds
+        self._overhead = 0.0  # seconds that a measurement takes besides
+        self._least = _LEAST_SECONDS  # of one measurement
+        self.rows: dict[Candidate, Row] = {}
+        self._survivors: list[Row] = []
+
+    def run(self) -> None:
+        """Measure until one setting is left, or the time is over.
+
+        Raises:
+            Exception: what the loader's own setting raised, if no setting gave a batch.
+        """
+        expected = self._expected(*self._probe())
+        for row in self.rows.values():
+            row.expected = expected.get(row.candidate)
+        # As many as can be measured in half of the time that is left.
+        affordable = max(2, min(_MOST, int(self._left / 2 / (self._least + self._overhead))))
+        chosen = promising(expected, self._own, affordable)
+        probed = [each for each in self.rows if each in expected]
+        for each in dict.fromkeys([*chosen[:1], *probed, *chosen[1:]][:_MOST]):
+            self._survivors.append(self.rows.setdefault(each, Row(each, expected[each])))
+        while len(self._survivors) > 1 and self._left > 0:
+            self._round(self._left / math.ceil(math.log2(len(self._survivors))))
+            ranked = [row for row in self._survivors if row.error is None]
+            self._survivors = sorted(ranked, key=self._rank(ranked))[: -(-len(self._survivors) // 2)]
+
+    @property
+    def best(self) -> Row | None:
+        """The recommended row; None: nothing was measured."""
+        measured = [row for row in self._survivors if row.rate]
+        measured = measured or [row for row in self.rows.values() if row.rate]
+        return min(measured, key=self._rank(measured), default=None)
+
+    def ranked(self) -> list[Row]:
+        """All rows: the recommended one, then from the fastest to the slowest, then those that failed."""
+        best = self.best
+        return sorted(self.rows.values(), key=lambda row: (row is not best, -row.rate))
+
+    @property
+    def _left(self) -> float:
+        return self._until - self._clock()
+
+    def _probe(self) -> tuple[Measured, Costs]:
+        """Measure the loader's own setting, and one worker if there is time; the one that tells what a batch
+        costs."""
+        one = Candidate(Setting(1, 2, self._own.setting.dynamic), self._own.start_method)
+        seconds, known = self._seconds * _PROBES / 2, []
+        for candidate in dict.fromkeys([self._own, one] if self._limits.most_workers != 0 else [self._own]):
+            if self._left > 0:
+                row, began = self.rows.setdefault(candidate, Row(candidate)), self._clock()
+                row.probe = self._try(row, seconds)
+                if row.probe is not None and row.probe.costs:
+                    self._overhead = max(0.0, self._clock() - began - seconds)
+                    known.append((row.probe, row.probe.costs))
+        if not known:
+            raise next(row.error for row in self.rows.values() if row.error is not None)
+        return known[-1]
+
+    def _expected(self, measured: Measured, costs: Costs) -> dict[Candidate, float]:
+        """Batches per second of every candidate, by the model."""
+        limits, own = self._limits, self._own
+        wanted = max(
+            _LEAST_BATCHES * max(costs.load + costs.pack, costs.step), _LEAST_LATE * max(costs.loads)
+        )
+        self._least = max(_LEAST_SECONDS, min(wanted, self._left / 8))
+        most = min(most_workers(costs, limits.cpus), limits.most_workers)
+        found = {Candidate(Setting(0, 2, own.setting.dynamic), own.start_method)}
+        for number in {*numbers(most, limits.cpus), own.setting.num_workers} - {0}:
+            for prefetch in {*_PREFETCH, own.setting.prefetch_factor}:
+                if (
+                    number * (measured.worker_bytes + (prefetch + 1) * measured.batch_bytes)
+                    <= limits.memory_bytes
+                ):
+                    found |= {
+                        Candidate(Setting(number, prefetch, dynamic), method)
+                        for dynamic in limits.schedules
+                        for method in limits.start_methods
+                    }
+        rates = {
+            each: 1 / seconds_per_batch(costs, each, limits.cpus) for each in {each.setting for each in found}
+        }
+        return {each: rates[each.setting] for each in found}
+
+    def _round(self, seconds: float) -> None:
+        """Measure the survivors, there and back, so that the average time of all is the same."""
+        order = [*self._survivors, *self._survivors[::-1]]
+        each = max(self._least, seconds / len(order) - self._overhead)
+        for row in order:
+            if self._left > 0 and row.error is None:
+                measured = self._try(row, each)
+                row.slices += [] if measured is None else [measured]
+
+    def _try(self, row: Row, seconds: float) -> Measured | None:
+        try:
+            patience = max(seconds + 2 * self._overhead + _SLACK, self._left)
+            return self._measure(row.candidate, seconds, patience)
+        except Exception as error:
+            row.error = error
+            return None
+
+    def _rank(self, rows: Iterable[Row]) -> Callable[[Row], tuple[object, ...]]:
+        """Sorts by speed, and those within the noise of the best by what they take."""
+        enough = max((row.rate for row in rows), default=0.0) * (1 - NOISE)
+        own = self._own
+        return lambda row: (True, -row.rate) if row.rate < enough else (False, *price(row.candidate, own))
+
+
+def price(candidate: Candidate, own: Candidate) -> tuple[int, int, bool, bool]:
+    """What a candidate takes, and whether it changes more than the numbers; the least wins."""
+    setting = candidate.setting
+    changed = setting.dynamic != own.setting.dynamic, candidate.start_method != own.start_method
+    return setting.num_workers, setting.prefetch_factor, *changed
+
+
+def promising(expected: Mapping[Candidate, float], own: Candidate, limit: int) -> list[Candidate]:
+    """The candidates to measure: the best of each number of workers, by turns with variants of the best.
+
+    The model knows least about how workers get into each other's way, so different numbers come first.
+    """
+    # Equal rates come one after the other, the cheapest first.
+    ranked = sorted(expected, key=lambda each: (-round(math.log(expected[each]) / NOISE), price(each, own)))
+    first_of = {each.setting.num_workers: each for each in reversed(ranked)}
+    leaders = sorted(first_of.values(), key=ranked.index)
+    some = next(filter(None, (each.setting.num_workers for each in leaders)), 0)
+    variants = [each for each in ranked if each.setting.num_workers == some]
+    first = [
+        leaders[0],
+        *({own} & expected.keys()),
+        *leaders[1:2],
+        *(each for each in leaders if not each.setting.num_workers),
+    ]
+    later = [each for pair in zip(leaders[2:], variants[1:], strict=False) for each in pair]
+    return list(dict.fromkeys([*first, *later, *variants, *leaders]))[:limit]

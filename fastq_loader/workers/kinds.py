@@ -1,0 +1,112 @@
+"""What a user says about workers: `workers=` is their kind, `num_workers="auto"` their number.
+
+Runs in the consumer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fastq_loader.errors import is_int
+from fastq_loader.workers.config import Plan
+
+if TYPE_CHECKING:
+    from fastq_loader.workers.worker_pool import WorkerPool
+
+
+class WorkerKind(ABC):
+    """A kind of workers.
+
+    Attributes:
+        short_form: the string that stands for this kind as it is made without arguments, if there is one.
+        here: whether they take CPUs of this machine.
+        max_restarts: workers that may die in an iteration and be replaced; None is the kind's own number.
+    """
+
+    short_form: ClassVar[str | None] = None
+    here: ClassVar[bool] = True
+    max_restarts: int | None
+
+    def __post_init__(self) -> None:
+        self._check(self.max_restarts)
+
+    def _check(self, restarts: Any) -> None:
+        if not is_int(restarts):
+            raise TypeError(f"{self}: max_restarts must be a number of workers")
+        if restarts < 0:
+            raise ValueError(f"{self}: max_restarts must not be negative: use 0 for none")
+
+    def restarts(self, iterable: bool) -> int:
+        """How many workers may be replaced, with an iterable dataset or another one."""
+        assert self.max_restarts is not None, "it was checked"
+        return self.max_restarts
+
+    def missing(self) -> str:
+        """What this system lacks for such workers, and what to install; "" if nothing."""
+        return ""
+
+    @abstractmethod
+    def make_pool(self, plan: Plan) -> WorkerPool:
+        """A pool of this kind."""
+
+
+@dataclass(frozen=True)
+class Processes(WorkerKind):
+    """Worker processes on this machine.
+
+    Args:
+        max_restarts: workers that may die in an iteration and be replaced, with a `WorkerReplaced` warning;
+            the batches that the dead worker had not answered are loaded again. 0 raises, as torch does. With
+            a `timeout`, a worker that has not answered within it is ended and replaced, and the warning shows
+            its stacks. A batch at which three workers died raises at its place. When no more workers can be
+            replaced, every further `next()` raises: the epoch is not over. With a `RoundRobin` schedule
+            order and exactly-once hold, but a new worker's random numbers start anew; an iterable dataset is
+            refused, because a new worker would read it from its beginning. Without workers it has no effect.
+
+    Raises:
+        TypeError, ValueError: `max_restarts` is not a number of workers.
+    """
+
+    short_form: ClassVar[str | None] = "processes"
+    max_restarts: int = 0
+
+    def make_pool(self, plan: Plan) -> WorkerPool:
+        from fastq_loader.workers.local_pool import LocalPool  # some systems lack what it is made of
+
+        return LocalPool(plan)
+
+
+class Auto(int):
+    """The number of workers that `num_workers="auto"` has come to. Like any other number to those who compare
+    it; the loader chooses another one when an epoch begins. A loader that is made with it goes on from it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"auto ({int(self)})"
+
+
+def read_workers(workers: Any, kinds: Sequence[type[WorkerKind]] = (Processes,)) -> WorkerKind:
+    """What `workers=` means.
+
+    Args:
+        workers: what the user said.
+        kinds: those that have a short form.
+
+    Raises:
+        ValueError: it is a string without a meaning.
+        TypeError: it is no kind of workers.
+    """
+    if isinstance(workers, WorkerKind):
+        return workers
+    for kind in kinds:
+        if isinstance(workers, str) and workers == kind.short_form:
+            return kind()
+    known = " or ".join(f"{kind.short_form!r} or {kind.__name__}(...)" for kind in kinds)
+    raise (ValueError if isinstance(workers, str) else TypeError)(
+        f"workers={workers!r} is unknown: it is the kind of workers, {known}; how many there are is "
+        "num_workers"
+    )

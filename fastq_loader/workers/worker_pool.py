@@ -1,0 +1,236 @@
+"""The processes behind the numbers of a group of workers, wherever the work itself is done.
+
+Runs in the consumer. Each kind of workers (see `kinds`) has a pool of its own: `local_pool` has processes of
+this machine, `remote.proxy_pool` one here for each worker on another machine. Either way the group deals with
+child processes, each under a worker's number. They are started, replaced and stopped here, and a worker
+counts as dead when its descriptor says so, and only then. So this is a base class and not only a protocol.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+
+from fastq_loader.memory.arena import Arena
+from fastq_loader.memory.blocks import Extents
+from fastq_loader.statistics.counters import Counters, WorkerCounters
+from fastq_loader.system.interrupts import without_signals
+from fastq_loader.workers.children import Child
+from fastq_loader.workers.config import Descriptors, Payload, Plan, Setup
+from fastq_loader.workers.stopping import Stopping
+
+
+class WorkerPool(ABC):
+    """The processes of one pool.
+
+    Args:
+        plan: what the workers do.
+
+    Attributes:
+        forks: whether a worker is at work as soon as it was started.
+    """
+
+    forks = False
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._payload: Payload = plan.payload
+        self._setup: Setup | None = None  # of worker 0; the others differ in what is their own
+        self._children: list[Child] = []
+        self._generations: list[int] = []  # of the workers: how many had the number before
+        self._stopping: Stopping | None = None
+        _pools.add(self)
+
+    # ---- what each kind does in its own way -----------------------------------------------------
+
+    @abstractmethod
+    def _begin(self, arena: Arena) -> None:
+        """Start the first processes, and all of them where that is cheap; see `start`."""
+
+    @abstractmethod
+    def stacks(self, worker: int) -> str:
+        """The Python stacks of a worker as it writes them now, whatever it is doing."""
+
+    @abstractmethod
+    def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
+        """A process to be started; see `replace`."""
+
+    def _make_successor(self, worker: int, generation: int, folder: str, space: Extents) -> BaseProcess:
+        """The same for one that takes the place of another."""
+        return self._process(worker, generation, folder, space)
+
+    def _start(self, child: Child) -> None:
+        child.start()
+
+    @abstractmethod
+    def _give_back(self) -> None:
+        """All have ended."""
+
+    # ---- starting -------------------------------------------------------------------------------
+
+    def start(self, arena: Arena, folder: str, token: bytes, base_seed: int, shared_seed: int | None) -> None:
+        """Start the first processes, and all of them where that is cheap. Whatever happens in here, `stop`
+        takes it back.
+
+        Args:
+            arena: the shared memory they write to.
+            folder: where they bind their sockets.
+            token: the pool's, see `messages`.
+            base_seed, shared_seed: of the workers' generators, and of datapipe graphs.
+
+        Raises:
+            TypeError, AttributeError, PicklingError: something of the plan cannot be pickled, and has to be;
+                the text names it.
+        """
+        self._setup = Setup(
+            plan=replace(self._plan, context=None),  # it need not survive a journey
+            worker=0,
+            generation=0,
+            folder=folder,
+            space=None,
+            consumer=os.getpid(),
+            base_seed=base_seed,
+            shared_seed=shared_seed,
+            token=token,
+            mapping=None,
+            arena_length=arena.mapping.length,
+            arena_whole=arena.mapping.whole,
+            descriptors=Descriptors(arena=arena.fd),
+        )
+        self._begin(arena)
+
+    def count_in(self, counters: Counters) -> None:
+        """What the workers do is counted there from now on."""
+        counters.workers = tuple(
+            WorkerCounters(worker, self.pid(worker)) for worker in range(self._plan.workers)
+        )
+
+    def _left(self) -> bool:
+        return self._setup is not None and len(self._children) < self._plan.workers
+
+    def start_next(self) -> bool:
+        """Start one more worker; False: all were started.
+
+        Raises:
+            what `start` raises.
+        """
+        if self._setup is None or not self._left():
+            return False
+        with without_signals(signal.SIGINT):  # between fork and handler it would print a traceback there
+            child = Child(self._process(len(self._children), 0, self._setup.folder, None))
+            self._children.append(child)
+            self._generations.append(0)
+            self._start(child)
+        return True
+
+    def replace(self, worker: int, folder: str, space: Extents) -> int:
+        """Start a new process in the place of one that has ended; its generation.
+
+        Args:
+            worker: its number.
+            folder: where it binds its socket.
+            space: ranges (offset, size) of its part of the arena that it can make blocks in.
+
+        Raises:
+            what `start` raises; OSError also when what starts successors has ended.
+        """
+        generation = self._generations[worker] + 1
+        with without_signals(signal.SIGINT):
+            child = Child(self._make_successor(worker, generation, folder, space))
+            self._start(child)
+            self._children[worker].release()
+            self._children[worker], self._generations[worker] = child, generation
+        return generation
+
+    # ---- the workers by their numbers -----------------------------------------------------------
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """The workers, so far as they were started."""
+        return [child.process for child in self._children if child.pid]
+
+    @property
+    def descriptors(self) -> list[int]:
+        """For each worker that was started a descriptor that becomes readable when it has ended."""
+        return [child.descriptor for child in self._children if child.pid]
+
+    def pid(self, worker: int) -> int:
+        """The process id of a worker; 0 as long as it was not started."""
+        return self._children[worker].pid if worker < len(self._children) else 0
+
+    def kill(self, worker: int) -> None:
+        """End a worker that does not answer; returns when it has ended."""
+        self._children[worker].kill()
+
+    def killed(self, worker: int) -> bool:
+        """Whether an ended worker was ended by a signal, and not by itself."""
+        return self._children[worker].killed
+
+    def death(self, worker: int) -> tuple[str, str]:
+        """How an ended worker died: in our words, and in torch's."""
+        return self._children[worker].death()
+
+    # ---- the end ----------------------------------------------------------------------------------
+
+    def stop(
+        self, patience: Callable[[int], float], owner: object, after: Sequence[Callable[[], None]] = ()
+    ) -> None:
+        """Let the workers leave, and end those that do not; returns before that, see `stopping`.
+
+        Whoever wants them to leave on their own has told them before. May be called again, also when an
+        interrupt cut it short.
+
+        Args:
+            patience: seconds that a worker has to leave on its own, by its number.
+            owner: for whoever waits until they have ended.
+            after: what is done then, on any thread.
+        """
+        self._setup = None
+        if self._stopping is None:
+            self._payload.unseal()
+            self._payload = Payload(None, None, None)  # the user's objects are free now
+            self._plan = replace(self._plan, payload=self._payload)
+            for child in self._children:
+                if not child.pid:
+                    child.release()
+            leaving = {child: patience(at) for at, child in enumerate(self._children) if child.pid}
+            self._stopping = Stopping(owner, leaving, [self._give_back, *after], self.forget)
+        self._stopping.finish()
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopping is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was stopped, and none of its processes is left."""
+        return self._stopping is not None and self._stopping.over.is_set()
+
+    def forget(self) -> None:
+        """This process is a forked copy: the workers are its siblings."""
+        for child in self._children:
+            child.forget()
+
+
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    # A child of the user's own os.fork() is no parent of our workers. multiprocessing does not know
+    # that, and would end and join them when the child exits.
+    for pool in list(_pools):
+        pool.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def cores() -> int:
+    """How many workers that begin with their imports are started at once."""
+    return len(os.sched_getaffinity(0))

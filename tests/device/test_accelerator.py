@@ -1,0 +1,440 @@
+"""What `device=` may be, and the accelerator behind the protocol, as far as both can be seen without one."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, call
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from fastq_loader import DataLoader, ToDevice
+from fastq_loader.device import accelerator as module
+from fastq_loader.device.accelerator import TorchStager, parse, read_device
+from fastq_loader.errors import PinFailed
+from fastq_loader.packing.tensors import accelerator, current_stream, is_captured
+from tests.conftest import run_script
+from tests.support.datasets import Made, assert_same
+from tests.support.late_device import image_and_label
+
+KIND = "hpu"  # torch knows the name, and has no module for it
+
+# ---- what a user says -------------------------------------------------------------------------------
+
+
+def test_short_forms_and_configurations_mean_the_same() -> None:
+    assert read_device(None) is None
+    assert read_device("cpu") == ToDevice("cpu") == ToDevice("cpu", prefetch=2, pin="auto")
+    assert ToDevice("cpu").target is None
+    given = ToDevice("cpu", transform=abs, prefetch=3)
+    assert read_device(given) is given
+    assert pickle.loads(pickle.dumps(given)) == given != dataclasses.replace(given, transform=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("prefetch", 0, ValueError),
+        ("prefetch", True, ValueError),
+        ("transform", 3, TypeError),
+        ("transform_stream", "other", ValueError),
+        ("pin", "yes", ValueError),
+        ("pin_limit_bytes", -1, ValueError),
+    ],
+)
+def test_a_wrong_option_is_named(name: str, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"ToDevice\\('cpu', {name}={value!r}\\): "):
+        ToDevice("cpu", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "text"),
+    [
+        ("gpu", ValueError, "device='gpu' is unknown"),
+        ("meta", ValueError, "device='meta' cannot be used"),
+        ("mps", ValueError, "device='mps' cannot be used"),
+        (1.5, TypeError, r"device=1.5 must be a string such as 'cuda:0'"),
+        (True, TypeError, r"device=True must be a string such as 'cuda:0'"),
+    ],
+)
+def test_a_wrong_device_is_named(device: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        DataLoader([1, 2], device=device)
+
+
+def test_no_device_has_no_options() -> None:
+    with pytest.raises(TypeError, match=r"ToDevice\(None\): name a device"):
+        ToDevice(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs a torch without CUDA")
+def test_an_absent_device_is_named_when_it_is_said_and_set() -> None:
+    makers: list[Callable[[str], Any]] = [ToDevice, lambda device: DataLoader([1, 2], device=device)]
+    for make in makers:
+        with pytest.raises(ValueError, match=r"device='cuda:1' cannot be used: torch .* without CUDA"):
+            make("cuda:1")
+    loader = DataLoader([1, 2], device="cpu")
+    with pytest.raises(ValueError, match="device='cuda' cannot be used"):
+        loader.device = "cuda"
+    assert loader.device == "cpu"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu", 0)])
+def test_the_cpu_is_no_device(device: Any, workers: int) -> None:
+    with DataLoader(Made(image_and_label, 8), 2, num_workers=workers, device=device) as loader:
+        for expected, batch in zip(TorchDataLoader(Made(image_and_label, 8), 2), loader, strict=True):
+            assert_same(expected, batch)
+        assert loader.statistics().staging is None
+
+
+@pytest.mark.processes
+def test_on_the_cpu_the_transform_runs_too_and_cannot_end_the_epoch() -> None:
+    """Without workers: see iterators/test_serial."""
+
+    def transform(batch: Any) -> Any:
+        if 2 in batch[1]:
+            raise StopIteration("out of the transform")
+        return batch[0] + 1, batch[1]
+
+    device = ToDevice("cpu", transform=transform)
+    with DataLoader(Made(image_and_label, 6), 2, num_workers=2, device=device) as loader:
+        iterator = iter(loader)
+        for first in (0, 2, 4):
+            if first == 2:
+                with pytest.raises(RuntimeError, match="the transform raised StopIteration: out of"):
+                    next(iterator)
+            else:
+                assert next(iterator)[0][:, 0, 0, 0].tolist() == [first + 1, first + 2]
+
+
+# ---- which devices there are ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nvidia(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with two GPUs and a torch that could use them, so far as /proc tells."""
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(module, "_NVIDIA", tmp_path)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("the runtime was asked"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("shown", "device", "error"),
+    [
+        (None, "cuda", None),
+        (None, "cuda:1", None),
+        (None, torch.device("cuda:1"), None),
+        (None, "cuda:2", "there are 2 cuda devices"),
+        ("", "cuda", "no cuda device is there"),
+        ("-1", "cuda", "no cuda device is there"),
+        (" 1 , 0", "cuda:1", None),
+        ("1", "cuda:1", "there are 1 cuda devices"),
+        ("0,9,1", "cuda:1", "there are 1 cuda devices"),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "cuda:0", None),
+        ("GPU-1,GPU-2,GPU-3", "cuda:2", "there are 2 cuda devices"),
+    ],
+)
+def test_gpus_are_counted_without_the_runtime(
+    shown: str | None, device: Any, error: str | None, nvidia: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would open descriptors that forked workers inherit (gpu tests look at them)."""
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    if error is None:
+        assert parse(device) == torch.device(device)
+    else:
+        with pytest.raises(ValueError, match=f"device='{device}' cannot be used: {error}"):
+            parse(device)
+
+
+def test_where_cuda_is_in_use_it_is_asked(nvidia: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    parse("cuda:0")
+    with pytest.raises(ValueError, match="there are 1 cuda devices"):
+        parse("cuda:1")
+
+
+def test_a_loader_for_the_host_touches_no_accelerator() -> None:
+    script = """
+import torch
+for name in ("init", "_lazy_init", "is_available", "device_count", "current_device", "Stream", "Event"):
+    def used(*args, name=name, **options):
+        raise SystemExit(f"torch.cuda.{name} was used")
+    setattr(torch.cuda, name, used)
+import fastq_loader
+from fastq_loader import DataLoader
+for workers in (0, 2):
+    print(len(list(DataLoader(list(range(10)), 2, num_workers=workers))))
+"""
+    result = run_script(script, warm=True)
+    assert (result.stdout.split(), result.stderr) == (["5", "5"], "")
+
+
+@pytest.fixture
+def another(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """An accelerator of a kind of its own, of which nothing is initialised. Sets how many there are."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        pytest.fail("the device was initialised")
+
+    for name in ("current_stream", "set_stream"):
+        monkeypatch.setattr(torch.accelerator, name, refuse)
+    monkeypatch.setattr(torch, "Stream", refuse)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(KIND))
+
+    def there_are(devices: int) -> None:
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: devices > 0)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+
+    there_are(2)
+    return there_are
+
+
+@pytest.mark.usefixtures("another")
+def test_the_generic_interface_suffices_and_is_not_asked_at_construction() -> None:
+    assert not hasattr(torch, KIND)
+    assert parse(KIND) == torch.device(KIND)
+    assert parse(f"{KIND}:1") == torch.device(KIND, 1)
+    assert DataLoader([1, 2], device=KIND).device == KIND
+    assert ToDevice(KIND, transform=list).target == torch.device(KIND)
+
+
+def test_what_torch_has_no_common_interface_for_is_refused(
+    another: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=f"device='xpu' cannot be used: .* that of torch .* here is {KIND};"):
+        parse("xpu")
+    with pytest.raises(ValueError, match=f"device='{KIND}:2' cannot be used: there are 2 {KIND} devices"):
+        parse(f"{KIND}:2")
+    another(0)
+    with pytest.raises(ValueError, match=f"no {KIND} device is there"):
+        parse(KIND)
+
+    def no_module() -> bool:
+        raise RuntimeError(f"Device '{KIND}' does not have a corresponding module")
+
+    monkeypatch.setattr(torch.accelerator, "is_available", no_module)
+    with pytest.raises(ValueError, match=f"torch cannot count the {KIND} devices: Device .* a corresponding"):
+        parse(KIND)
+
+
+def test_no_accelerator_is_none_in_every_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_in_torch_2_6() -> None:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    for none in (lambda: None, none_in_torch_2_6):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", none)
+        assert accelerator() is None
+        assert current_stream(torch.device("xpu")) is None
+        with pytest.raises(ValueError, match=f"device='{KIND}' cannot be used: .* here is none"):
+            parse(KIND)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: pytest.fail("the host has no part"))
+    assert current_stream(torch.device("cpu")) is None
+    assert not is_captured(torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("another")
+def test_a_transform_beside_the_step_needs_memory_that_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"ToDevice\\('{KIND}', transform_stream='side'\\): {KIND} tensors have no record_stream"
+    with pytest.raises(ValueError, match=f"{text}.*transform_stream='consumer' does not need it"):
+        ToDevice(KIND, transform_stream="side")
+    monkeypatch.setattr(module, "can_share", lambda device: True)
+    assert ToDevice(KIND, transform_stream="side").target == torch.device(KIND)
+
+
+# ---- torch's streams and events ---------------------------------------------------------------------
+
+
+def test_torch_says_who_has_record_stream() -> None:
+    """In a process of its own: a backend cannot be taken back."""
+    script = """
+import torch
+from fastq_loader.device.accelerator import can_share
+torch.utils.rename_privateuse1_backend("late")
+late = torch.device("late:0")
+print(can_share(torch.device("cuda")) == torch.backends.cuda.is_built(), can_share(late))
+library = torch.library.Library("aten", "IMPL")
+library.impl("record_stream", lambda tensor, stream: None, "PrivateUse1")
+print(can_share(late), can_share(torch.device("mps")))
+"""
+    result = run_script(script, warm=True)
+    assert (result.stdout.split(), result.stderr) == (["True", "False", "True", "False"], "")
+
+
+def test_a_backend_of_its_own_is_served_by_torch_itself() -> None:
+    """Streams and events of a registered backend, which are all one here."""
+    if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("needs a torch that lets Python register a backend")
+    script = """
+import torch
+torch.utils.backend_registration._setup_privateuseone_for_python_backend(rename="late")
+from fastq_loader import DataLoader
+from fastq_loader.device.accelerator import TorchStager
+loader = DataLoader([1], device="late")
+stager = TorchStager(torch.device("late"))
+event = stager.record(stager.side)
+stager.wait(stager.current_stream(), event)
+print(stager.device, stager.query(event), stager.capturing(), stager.current_stream() == stager.side)
+print(stager.on_side(lambda: torch.accelerator.current_stream() == stager.side))
+"""
+    result = run_script(script, warm=True)
+    assert (result.stdout.split(), result.stderr) == (["late:0", "True", "False", "True", "True"], "")
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_current_device_and_both_streams_are_put_back(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own bookkeeping, over two devices; the stager's is the second."""
+    current, index = ["first", "second"], [at]
+    devices = {"first": 0, "second": 1, "side": 1}
+
+    def current_stream(device: Any = None) -> Any:
+        at = index[0] if device is None or device.index is None else device.index
+        return SimpleNamespace(name=current[at], device=torch.device(KIND, at))
+
+    def set_stream(stream: Any) -> None:
+        index[0] = devices[stream.name]
+        current[index[0]] = stream.name
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", current_stream)
+    monkeypatch.setattr(torch.accelerator, "set_stream", set_stream)
+    monkeypatch.setattr(torch, "Stream", lambda device: SimpleNamespace(name="side", device=device))
+    stager = TorchStager(torch.device(KIND, 1))
+
+    def fail() -> None:
+        assert (index, current[1]) == ([1], "side")
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        stager.on_side(fail)
+    assert (index, current) == ([at], ["first", "second"])
+
+
+def test_events_of_cuda_let_the_thread_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the generic interface take the argument and spin."""
+    event = Mock()
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event if blocking else None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **numbers: tuple(numbers.values()))
+    stager: Any = object.__new__(TorchStager)
+    stager.device = torch.device("cuda:1")
+    generic = torch.Stream(stream_id=7, device_index=1, device_type=1)
+    stager.wait(generic, stager.record(generic))
+    assert event.mock_calls == [call.record((7, 1, 1)), call.wait((7, 1, 1))]
+
+
+def test_streams_of_torch_are_equal_by_device_and_number() -> None:
+    """What `copies` relies on: torch makes a new object at every call."""
+    one, same, number, place = (
+        torch.Stream(stream_id=stream_id, device_index=index, device_type=1)
+        for stream_id, index in ((3, 0), (3, 0), (4, 0), (3, 1))
+    )
+    assert one == same
+    assert len({one, same, number, place}) == 3
+
+
+# ---- page-locking -----------------------------------------------------------------------------------
+
+
+class HostStager(TorchStager):
+    """The host in a device's place. Attributes: what libcudart says, how often an error was cleared."""
+
+    code = clearings = 0
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.side = "side"
+        self.registered: set[int] = set()
+
+    def _runtime(self) -> Any:
+        return SimpleNamespace(cudaHostRegister=self.lock, cudaHostUnregister=self.unlock)
+
+    def lock(self, address: int, nbytes: int, flags: int) -> int:
+        self.registered |= set() if self.code else {address}
+        return self.code
+
+    def unlock(self, address: int) -> int:
+        known, self.registered = address in self.registered, self.registered - {address}
+        return 1 - known
+
+    def _clear_error(self) -> None:
+        self.clearings += 1
+
+    # Nothing is queued, so there is nothing to wait for.
+    record = wait = synchronize = current_stream = Mock()
+    _beside = staticmethod(nullcontext)  # type: ignore[assignment]
+
+
+@pytest.fixture
+def stager(monkeypatch: pytest.MonkeyPatch) -> HostStager:
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    return HostStager()
+
+
+def test_a_failed_registration_is_cleared(stager: HostStager) -> None:
+    stager.code = 304
+    with pytest.raises(PinFailed, match="cudaHostRegister of 4096 bytes failed with error 304"):
+        stager.register(1 << 20, 4096)
+    assert stager.clearings == 1
+    stager.unregister(1 << 20)
+    assert stager.clearings == 2
+
+
+def test_clearing_an_error_launches_a_kernel(stager: HostStager, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def zeros(size: int, device: Any) -> None:
+        calls.append(device)
+        if len(calls) == 1:
+            raise RuntimeError("CUDA error: the one before")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    TorchStager._clear_error(stager)
+    assert calls == [stager.device] * 2
+
+
+def test_only_cuda_registers(stager: HostStager) -> None:
+    with pytest.raises(PinFailed, match=r"torch.cpu cannot page-lock memory that is there already"):
+        TorchStager._runtime(stager)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+def test_memory_that_cannot_be_pinned_is_said_to(stager: HostStager) -> None:
+    with pytest.raises(PinFailed, match="torch could not page-lock 4096 bytes"):
+        stager.pinned(4096)
+    assert stager.clearings == 1
+
+
+def test_the_proof_fails_where_copies_do_nothing(stager: HostStager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """WSL2. The probe is registered and unregistered in any case, and its memory is freed."""
+    with torch.device("meta"):  # torch's default device changes nothing
+        assert stager.pageable(8).device.type == "cpu"
+        stager.prove()
+    monkeypatch.setattr(stager, "copy_async", lambda *_: None)
+    with pytest.raises(PinFailed, match="arrived with other bytes"):
+        stager.prove()
+    assert not stager.registered
+    stager.code = 1
+    with pytest.raises(PinFailed, match="failed with error 1"):
+        stager.prove()
+
+
+@pytest.mark.parametrize("nbytes", [0, 5])
+def test_memory_at_an_address_is_viewed_and_filled(nbytes: int, stager: HostStager) -> None:
+    source, there = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    stager.fill(there, stager.view(source.data_ptr() + 1, nbytes), nbytes)
+    assert there.tolist() == [*range(1, nbytes + 1), *[0] * (8 - nbytes)]

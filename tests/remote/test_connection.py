@@ -1,0 +1,320 @@
+"""The handshake, frames and encryption, over loopback: only what has the token and its place gets in."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastq_loader.errors import ProtocolError
+from fastq_loader.remote import connection as module
+from fastq_loader.remote.connection import (
+    LARGEST_BODY,
+    LONGEST,
+    MAGIC,
+    MESSAGE,
+    NONCE_BYTES,
+    REFUSED,
+    REPORT,
+    WELCOME,
+    Accepting,
+    Address,
+    Connection,
+    Lost,
+    Refused,
+    Request,
+    Tls,
+    connect,
+    header,
+    listen,
+)
+from tests.support import certificates
+
+TOKEN, OTHER = bytes(range(16)), bytes(16)
+NONCES = b"c" * NONCE_BYTES, b"s" * NONCE_BYTES
+REQUEST = Request(3, False, 5, {"CUDA_VISIBLE_DEVICES": "1"})
+cuts = st.lists(st.integers(1, 40), max_size=60)
+
+
+# ---- the handshake --------------------------------------------------------------------------------------
+
+
+def said_by_a_client(
+    token: bytes = TOKEN, request: bytes | None = None, length: int | None = None, nonces: Any = NONCES
+) -> bytes:
+    request = REQUEST.pack() if request is None else request
+    mac = module._mac(token, b"client", *nonces, request)
+    size = struct.pack("<H", len(request) if length is None else length)
+    return MAGIC + nonces[0] + mac + size + request
+
+
+def hear(server: Accepting, said: bytes, sizes: list[int] | None = None) -> None:
+    """Give a server these bytes, cut into pieces."""
+    sizes = list(sizes or [])
+    while said and server.wanted:
+        size = min(sizes.pop(0) if sizes else len(said), server.wanted)
+        server.feed(said[:size])
+        said = said[size:]
+
+
+@given(cuts)
+def test_a_client_with_the_token_is_let_in_however_its_bytes_are_cut(sizes: list[int]) -> None:
+    server = Accepting(TOKEN, NONCES[1])
+    hear(server, said_by_a_client(), sizes)
+    assert (server.request, server.wanted) == (REQUEST, 0)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n" * 8, "not this protocol"),
+        (bytes(200), "not this protocol"),
+        (said_by_a_client(OTHER), "wrong token"),
+        (said_by_a_client()[:-1] + b"?", "wrong token"),
+        (said_by_a_client(nonces=(NONCES[0], b"r" * NONCE_BYTES)), "wrong token"),  # recorded elsewhere
+        (said_by_a_client(length=0xFFFF), "a request of a forged size"),
+        (said_by_a_client(length=0), "a request of a forged size"),
+        (said_by_a_client(request=b"\xc1"), "a request that cannot be read"),
+        (said_by_a_client(request=msgpack.packb(7)), "a request that cannot be read"),
+        (said_by_a_client(request=msgpack.packb((1,))), "a request that cannot be read"),
+    ],
+)
+def test_a_client_that_does_not_speak_the_protocol_is_refused(said: bytes, reason: str) -> None:
+    server = Accepting(TOKEN, NONCES[1])
+    with pytest.raises(Refused, match=reason):
+        hear(server, said)
+    assert server.request is None
+
+
+@given(st.binary(max_size=3000), cuts)
+def test_before_the_token_is_shown_no_more_is_kept_than_a_request(said: bytes, sizes: list[int]) -> None:
+    server = Accepting(TOKEN, NONCES[1])
+    kept: list[int] = []
+    feed = server.feed
+
+    def measured(data: bytes) -> bytes:
+        kept.append(server.wanted)
+        return feed(data)
+
+    server.feed = measured  # type: ignore[method-assign]
+    with suppress(Refused):
+        hear(server, MAGIC + said, sizes)
+    assert server.request is None
+    assert max(kept) <= module.LONGEST_REQUEST
+
+
+# ---- connections ----------------------------------------------------------------------------------------
+
+Served = Callable[..., Address]
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    """A host that lets one client in, and then does something with the connection."""
+    ends: list[Callable[[], None]] = []
+
+    def serve(token: bytes, then: Callable[[Connection], Any]) -> Address:
+        listener = listen("127.0.0.1")
+
+        def run() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                handshake = Accepting(token, os.urandom(NONCE_BYTES))
+                while handshake.wanted:
+                    data = sock.recv(handshake.wanted)
+                    if not data:
+                        return
+                    sock.sendall(handshake.feed(data))
+                assert handshake.request == REQUEST
+                then(Connection(sock, MESSAGE))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        ends.extend((thread.join, listener.close))
+        return Address(*listener.getsockname())
+
+    yield serve
+    for end in ends:
+        end()
+
+
+def welcome(connection: Connection) -> None:
+    connection.send(WELCOME, b"come in")
+
+
+def test_frames_and_bodies_of_many_buffers_come_as_they_were_sent(served: Served) -> None:
+    parts = [bytes([at % 256]) * (at % 7) for at in range(2000)] + [os.urandom(3 << 20)]
+
+    def echo(connection: Connection) -> None:
+        welcome(connection)
+        frame = connection.receive()
+        assert frame is not None
+        body = bytearray(frame.body)
+        connection.receive_body(memoryview(body))
+        connection.send(MESSAGE, frame.payload, [body])
+
+    connection, frame = connect(served(TOKEN, echo), TOKEN, REQUEST, WELCOME, MESSAGE)
+    assert frame == (WELCOME, b"come in", 0)
+    assert connection.receive(block=False) is None
+    connection.send(MESSAGE, b"payload", parts)
+    answer = connection.receive()
+    body = bytearray(sum(map(len, parts)))
+    assert answer == (MESSAGE, b"payload", len(body))
+    assert answer.nbytes == len(header(MESSAGE, 0)) + 7 + len(body)
+    with memoryview(body) as view:
+        connection.receive_body(view[:1000])
+        connection.receive_body(view[1000:])
+    assert body == b"".join(parts)
+    with pytest.raises(Lost, match="closed the connection"):
+        connection.receive()
+    connection.close()
+
+
+def test_each_side_notices_a_silent_other_one(served: Served) -> None:
+    connection, _ = connect(served(TOKEN, welcome), TOKEN, REQUEST, WELCOME)
+    sock = socket.socket(fileno=os.dup(connection.fileno()))
+    options = (socket.TCP_NODELAY, socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPCNT)
+    assert [sock.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [1, 4000, 1, 4]
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    sock.close()
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("token", "then", "kinds", "error", "reason"),
+    [
+        (TOKEN, lambda its: its.send(REFUSED, b"torch 1 here"), [WELCOME], Refused, "torch 1 here"),
+        (TOKEN, welcome, [REPORT], ProtocolError, "must not send"),
+        (OTHER, welcome, [WELCOME], Refused, "wrong token"),
+    ],
+)
+def test_a_connection_that_is_of_no_use_says_why(
+    token: bytes, then: Any, kinds: list[int], error: type[Exception], reason: str, served: Served
+) -> None:
+    with pytest.raises(error, match=reason):
+        connect(served(token, then), TOKEN, REQUEST, *kinds)
+
+
+def test_a_server_that_is_no_host_is_given_up() -> None:
+    with listen("127.0.0.1") as listener:
+        address = Address(*listener.getsockname())
+        with pytest.raises(Lost, match="does not answer: timed out"):
+            connect(address, TOKEN, REQUEST, patience=0.05)
+    with pytest.raises(Lost, match="cannot be reached"):
+        connect(address, TOKEN, REQUEST)
+
+
+def test_a_host_says_what_it_is_asked(served: Served) -> None:
+    address = served(TOKEN, lambda its: its.send(REPORT, msgpack.packb({"pid": 7})))
+    assert module.ask(address, TOKEN, REQUEST, None, 5) == {"pid": 7}
+    address = served(TOKEN, lambda its: its.send(REPORT, b"\xc1"))
+    with pytest.raises(ProtocolError, match="not a msgpack frame"):
+        module.ask(address, TOKEN, REQUEST, None, 5)
+
+
+def test_it_listens_at_the_first_port_that_is_free() -> None:
+    with listen("127.0.0.1") as first:
+        taken = first.getsockname()[1]
+        with listen("127.0.0.1", (taken, 0)) as second:
+            assert second.getsockname()[1] != taken
+        with pytest.raises(OSError, match="in use"):
+            listen("127.0.0.1", (taken,))
+    with pytest.raises(OSError, match="no port"):
+        listen("127.0.0.1", ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "body"),
+    [
+        (REPORT, 1, 0),
+        (0, 0, 0),
+        (99, 0, 0),
+        (WELCOME, LONGEST[WELCOME] + 1, 0),
+        (WELCOME, 0, 1),
+        (MESSAGE, LONGEST[MESSAGE] + 1, 0),
+        (MESSAGE, 0, LARGEST_BODY + 1),
+    ],
+)
+def test_a_kind_or_a_size_that_may_not_be_sent_is_refused_by_its_header(
+    kind: int, payload: int, body: int
+) -> None:
+    mine, other = socket.socketpair()
+    with mine, other:
+        mine.sendall(struct.pack("<BIQ", kind, payload, body))
+        with pytest.raises(ProtocolError, match=f"a frame of kind {kind}"):
+            Connection(other, WELCOME, MESSAGE).receive()
+        if kind in (WELCOME, MESSAGE):
+            with pytest.raises(ProtocolError, match=f"a frame of kind {kind}"):
+                header(kind, payload, body)
+
+
+# ---- encryption -----------------------------------------------------------------------------------------
+
+NEEDS_OPENSSL = pytest.mark.skipif(not certificates.AVAILABLE, reason="there is no program openssl")
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    return certificates.make_tls(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture
+def pair(tls: Tls) -> Iterator[tuple[Connection, Connection]]:
+    """Both ends of an encrypted connection."""
+    mine, its = socket.socketpair()
+    ends: list[ssl.SSLSocket] = []
+    server = tls.context(server=True)
+    accepting = threading.Thread(target=lambda: ends.append(server.wrap_socket(its, server_side=True)))
+    accepting.start()
+    ends.append(tls.context(server=False).wrap_socket(mine))
+    accepting.join()
+    one, other = (Connection(end, MESSAGE) for end in ends)
+    yield one, other
+    one.close()
+    other.close()
+
+
+@NEEDS_OPENSSL
+def test_frames_come_as_they_were_sent_while_both_sides_send(pair: tuple[Connection, Connection]) -> None:
+    body, right = os.urandom(5 << 20), []
+
+    def send(connection: Connection) -> None:
+        for at in range(4):
+            connection.send(MESSAGE, b"%d" % at, [body, b"", b"end"])
+
+    def receive(connection: Connection) -> None:
+        for at in range(4):
+            frame, received = connection.receive(), bytearray(len(body) + 3)
+            connection.receive_body(memoryview(received))
+            right.append((frame, received) == ((MESSAGE, b"%d" % at, len(received)), body + b"end"))
+
+    threads = [threading.Thread(target=use, args=(end,)) for end in pair for use in (send, receive)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 8
+
+
+@NEEDS_OPENSSL
+def test_without_waiting_there_may_be_nothing_and_a_wait_may_be_limited(
+    pair: tuple[Connection, Connection],
+) -> None:
+    one, other = pair
+    assert one.receive(block=False) is None
+    one.settimeout(0.01)
+    with pytest.raises(Lost, match="timed out"):
+        one.receive()
+    other.close()
+    with pytest.raises(Lost):
+        one.receive()

@@ -1,0 +1,317 @@
+"""One measurement in a process of its own: what it gives, what it leaves alone, how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, RandomSampler, get_worker_info
+
+from fastq_loader import DataLoader, Dynamic, ToDevice, trials
+from fastq_loader.insight.model import Setting
+from fastq_loader.trials import Candidate, Measured
+from tests.conftest import descendants, running_script, wait_until
+from tests.support.datasets import Made
+from tests.support.loaders import image
+
+TWO = Candidate(Setting(2, 2))
+
+
+class Counting(Dataset[Any]):
+    """Changes when it is read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read += 1
+        return torch.rand(2, generator=self.generator) + index
+
+
+class Sleeping(Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(60)
+        return index
+
+
+class Failing(Dataset[Any]):
+    def __init__(self, fail: Callable[[], None]) -> None:
+        self.fail = fail
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        self.fail()
+        return index
+
+
+def refuse() -> None:
+    raise KeyError("no such file")
+
+
+def vanish() -> None:
+    if get_worker_info() is None:
+        os._exit(7)
+
+
+def measure(
+    loader: DataLoader[Any], candidate: Candidate = TWO, step: float = 0.0, seconds: float = 0.05
+) -> Measured:
+    return trials.measure(loader, candidate, step, seconds, 60.0)
+
+
+# ---- a loader like another one -----------------------------------------------------------------------
+
+
+class Special(DataLoader[Any]):
+    """Has an attribute of its own."""
+
+    def __init__(self, dataset: Any, colour: str, **arguments: Any) -> None:
+        super().__init__(dataset, **arguments)
+        self.colour = colour
+
+
+def attributes(loader: DataLoader[Any]) -> dict[str, Any]:
+    return {name: value for name, value in vars(loader).items() if not name.startswith("_resources")}
+
+
+def test_a_loader_like_another_one_differs_in_its_setting_only() -> None:
+    loader = Special(
+        Made(float, 8),
+        "red",
+        batch_size=3,
+        num_workers=2,
+        prefetch_factor=5,
+        persistent_workers=True,
+        timeout=9,
+        worker_init_fn=print,
+        multiprocessing_context="fork",
+    )
+    before = attributes(loader)
+    new = trials.like(loader, Candidate(Setting(1, 4, dynamic=True), "spawn"))
+    changed = {name for name, value in attributes(new).items() if before[name] is not value}
+    assert changed == {
+        "num_workers",
+        "prefetch_factor",
+        "schedule",
+        "_DataLoader__multiprocessing_context",
+    }
+    assert (new.num_workers, new.prefetch_factor, new.schedule) == (1, 4, "dynamic")
+    assert new.multiprocessing_context.get_start_method() == "spawn"
+    assert type(new) is Special
+    assert attributes(loader) == before
+    assert (
+        trials.like(loader, Candidate(Setting(2, 5))).multiprocessing_context
+        is loader.multiprocessing_context
+    )
+
+
+def test_one_without_workers_could_be_made_by_the_constructor() -> None:
+    loader = Special(
+        *(Made(float, 8), "red"),
+        num_workers=2,
+        prefetch_factor=5,
+        persistent_workers=True,
+        timeout=9,
+        multiprocessing_context="fork",
+    )
+    new = trials.like(loader, Candidate(Setting(0, 5)))
+    names = ["num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"]
+    assert [getattr(new, name) for name in names] == [0, None, False, 0, None]
+    Special(new.dataset, new.colour, **{name: getattr(new, name) for name in names})
+    assert len(list(new)) == 8
+
+
+def test_a_schedule_stays_as_it_was_said_if_it_is_of_that_kind() -> None:
+    schedule = Dynamic(window=7)
+    loader: DataLoader[Any] = DataLoader(Made(float, 8), schedule=schedule)
+    assert trials.like(loader, Candidate(Setting(1, 2, dynamic=True))).schedule is schedule
+    assert trials.like(loader, Candidate(Setting(1, 2, dynamic=False))).schedule == "round_robin"
+
+
+# ---- what it gives -----------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_it_tells_the_rate_and_what_a_batch_costs(workers: int, persistent: bool) -> None:
+    loader: DataLoader[Any] = DataLoader(Made(image, 60), 4, num_workers=2, persistent_workers=persistent)
+    found = measure(loader, Candidate(Setting(workers, 2)), step=0.001, seconds=0.2)
+    assert found.batches > 0
+    assert found.seconds >= found.batches * 0.001
+    assert found.costs is not None
+    assert found.costs.step == 0.001
+    assert found.costs.load > 0
+    if workers:
+        assert found.batch_bytes >= 4 * 196_608
+        assert found.worker_bytes > 1 << 20
+    else:
+        assert found.batch_bytes == found.worker_bytes == 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_it_starts_as_the_workers_do(method: str) -> None:
+    loader: DataLoader[Any] = DataLoader(Made(float, 64), 4, num_workers=1, multiprocessing_context=method)
+    assert measure(loader, Candidate(Setting(1, 2))).batches > 0
+
+
+@pytest.mark.processes
+def test_threads_of_torch_in_the_consumer_do_not_stop_it() -> None:
+    torch.set_num_threads(4)
+    try:
+        torch.ones(1 << 20).add_(1).sum()  # starts them
+        found = measure(DataLoader(Made(_add, 16), 4, num_workers=0), Candidate(Setting(0, 2)))
+        assert found.batches > 0
+    finally:
+        torch.set_num_threads(1)
+
+
+def _add(index: int) -> float:
+    return float(torch.ones(1 << 20).add_(index).sum())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_has_no_batch_is_told_so_and_not_to_take_more_time(workers: int) -> None:
+    with pytest.raises(ValueError, match="the loader gives no batch: its dataset is empty"):
+        measure(DataLoader(Made(float, 0), num_workers=workers), Candidate(Setting(workers, 2)))
+
+
+# ---- what it leaves alone ----------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_loader_and_all_that_is_its_stay_as_they_were(workers: int) -> None:
+    dataset, generator = Counting(), torch.Generator().manual_seed(1)
+    sampler = RandomSampler(dataset, generator=generator)
+    loader: DataLoader[Any] = DataLoader(dataset, 4, sampler=sampler, generator=generator)
+    next(iter(loader))
+    read, record = dataset.read, loader._resources.record
+    states = [each.get_state() for each in (generator, dataset.generator, torch.default_generator)]
+    state = loader.state_dict()
+    measure(loader, Candidate(Setting(workers, 2)))
+    after = [each.get_state() for each in (generator, dataset.generator, torch.default_generator)]
+    assert all(map(torch.equal, states, after))
+    assert dataset.read == read
+    assert loader._resources.record is record
+    assert loader.state_dict() == state
+    assert loader.statistics().epochs == 1
+
+
+@pytest.mark.processes
+def test_batches_stay_on_the_host() -> None:
+    to_device = ToDevice("cpu", transform=lambda batch: refuse())
+    loader: DataLoader[Any] = DataLoader(Made(float, 12), 4, device=to_device, pin_memory=True)
+    assert measure(loader, Candidate(Setting(0, 2))).batches > 0
+    assert loader.device is to_device
+    assert loader.pin_memory
+
+
+# ---- how it ends -------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_users_code_is_raised(workers: int) -> None:
+    with pytest.raises(KeyError, match="no such file"):
+        measure(DataLoader(Failing(refuse), num_workers=2), Candidate(Setting(workers, 2)))
+
+
+@pytest.mark.processes
+def test_a_process_that_dies_says_how() -> None:
+    with pytest.raises(RuntimeError, match="the process of a trial exited with code 7 before it said"):
+        measure(DataLoader(Failing(vanish)), Candidate(Setting(0, 2)))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_that_takes_too_long_is_ended_with_its_workers(workers: int) -> None:
+    with pytest.raises(TimeoutError, match="too few batches in 1 s"):
+        trials.measure(DataLoader(Sleeping(), num_workers=2), Candidate(Setting(workers, 2)), 0.0, 0.1, 1.0)
+    assert not descendants()
+
+
+@pytest.mark.processes
+def test_when_time_is_over_what_there_is_counts() -> None:
+    found = trials.measure(DataLoader(Made(float, 10**6), num_workers=1), TWO, 0.0, 60.0, 1.5)
+    assert found.batches > 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("to_the_group", [False, True])
+def test_ctrl_c_ends_it_with_its_workers(to_the_group: bool) -> None:
+    with running_script(
+        """
+        import os
+        from fastq_loader import DataLoader
+        from tests.conftest import acquired, belongings
+        from tests.test_trials import TWO, Sleeping, measure
+        before = belongings()
+        try:
+            measure(DataLoader(Sleeping(), num_workers=2))
+        except KeyboardInterrupt:
+            print("interrupted", acquired(before))
+        """
+    ) as script:
+        assert wait_until(lambda: len(script.processes()) == 4, 30), "it, the trial and two workers"
+        (os.killpg if to_the_group else os.kill)(script.pid, signal.SIGINT)
+        result = script.finish()
+    assert result[:3] == (0, "interrupted {}\n", "")
+    assert not result.left
+
+
+@pytest.mark.processes
+def test_the_consumers_death_ends_it_with_its_workers() -> None:
+    with running_script(
+        """
+        from fastq_loader import DataLoader
+        from tests.test_trials import Sleeping, measure
+        measure(DataLoader(Sleeping(), num_workers=2))
+        """
+    ) as script:
+        assert wait_until(lambda: len(script.processes()) == 4, 30)
+        os.kill(script.pid, signal.SIGKILL)
+        assert not script.finish().left
+
+
+def test_a_rate_is_taken_between_two_batches_of_the_same_worker() -> None:
+    loader: DataLoader[Any] = DataLoader(Made(float, 8), num_workers=2, persistent_workers=True)
+    came = [number // 2 * 1.0 for number in range(14)]  # two at a time, each second
+    for length in range(9, 14):
+        batches, seconds = trials._rate(loader, [trials._Epoch(0.0, came[:length], [])]) or (0.0, 1.0)
+        assert batches / seconds == 2.0
+
+
+def test_the_start_of_workers_that_do_not_stay_is_part_of_an_epoch() -> None:
+    loader: DataLoader[Any] = DataLoader(Made(float, 10))
+    came = [5.0 + number for number in range(6)]
+    batches, seconds = trials._rate(loader, [trials._Epoch(0.0, came, [])]) or (0.0, 1.0)
+    assert seconds / batches == pytest.approx((5 + 9) / 10)
+    whole = [trials._Epoch(0.0, [1.0, 2.0], [3.0]), trials._Epoch(3.0, [5.0, 6.0], [7.0])]
+    assert trials._rate(loader, [*whole, trials._Epoch(7.0, came, [])]) == (4.0, 7.0)
+    stays: DataLoader[Any] = DataLoader(Made(float, 10), num_workers=1, persistent_workers=True)
+    assert trials._rate(stays, whole) == (2.0, 4.0)
+    assert trials._rate(loader, [trials._Epoch(0.0, [1.0], [])]) is None
+
+
+def test_batches_that_come_at_once_behind_a_late_one_are_no_rate() -> None:
+    loader: DataLoader[Any] = DataLoader(Made(float, 8), num_workers=2, persistent_workers=True)
+    came = [0.0, *[9.0 + number / 100 for number in range(9)]]
+    batches, seconds = trials._rate(loader, [trials._Epoch(0.0, came, [])], 1.0) or (0.0, 1.0)
+    assert seconds / batches == pytest.approx(1.008)

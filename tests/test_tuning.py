@@ -1,0 +1,434 @@
+"""`tune` and its search: what is measured, for how long, what wins, and what is told of it."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.utils.data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastq_loader import DataLoader, Dynamic, Tuning, trials, tune, tuning
+from fastq_loader.insight import machine
+from fastq_loader.insight.model import NOISE, Costs, Setting, most_workers, numbers, seconds_per_batch
+from fastq_loader.memory import arena
+from fastq_loader.trials import Candidate, Measured
+from fastq_loader.tuning import Limits, Row, Search, price, promising
+from fastq_loader.workers.kinds import Auto
+from tests.support.datasets import Made, Stream
+
+# torch's, which counts the CPUs of the machine that the tests run on.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+OWN = Candidate(Setting(2, 2))
+EIGHT = Made(float, 8)
+
+
+def decoding(load: float = 0.05, **others: float) -> Costs:
+    return Costs((load,), pack=0.0001, overhead=0.0001, **others)
+
+
+@dataclass
+class Machine:
+    """Measures what the model says, or what is told otherwise, and takes its time."""
+
+    costs: Costs
+    cpus: float = 8.0
+    slower: dict[int, float] = field(default_factory=dict)  # workers → how much slower than the model
+    overhead: float = 0.1
+    batch_bytes: float = 0.0
+    worker_bytes: float = 0.0
+    now: float = 0.0
+    fails: dict[Candidate, Exception] = field(default_factory=dict)
+    calls: list[tuple[Candidate, float, float]] = field(default_factory=list)
+    interrupts: int = -1  # at which call
+
+    def rate(self, candidate: Candidate) -> float:
+        setting = candidate.setting
+        slower = self.slower.get(setting.num_workers, 1.0)
+        return 1 / (seconds_per_batch(self.costs, setting, self.cpus) * slower)
+
+    def measure(self, candidate: Candidate, seconds: float, patience: float) -> Measured:
+        if len(self.calls) == self.interrupts:
+            raise KeyboardInterrupt
+        self.calls.append((candidate, seconds, patience))
+        self.now += seconds + self.overhead
+        if candidate in self.fails:
+            raise self.fails[candidate]
+        batches = self.rate(candidate) * seconds
+        return Measured(batches, seconds, self.costs, self.batch_bytes, self.worker_bytes)
+
+    def search(self, own: Candidate = OWN, seconds: float = 30.0, limits: Limits | None = None) -> Search:
+        return Search(own, limits or Limits(cpus=self.cpus), self.measure, lambda: self.now, seconds)
+
+    def found(self, *arguments: Any, **named: Any) -> Search:
+        search = self.search(*arguments, **named)
+        search.run()
+        return search
+
+    def best(self, *arguments: Any, **named: Any) -> Setting:
+        best = self.found(*arguments, **named).best
+        assert best is not None
+        return best.candidate.setting
+
+
+# ---- what is measured ------------------------------------------------------------------------------
+
+
+def test_where_the_own_setting_took_all_the_time_nothing_else_is_measured() -> None:
+    slow = Machine(decoding(), overhead=6.0)
+    search = slow.found(seconds=6)
+    assert [candidate for candidate, *_ in slow.calls] == [OWN]
+    assert search.best is search.rows[OWN]
+
+
+def test_the_own_setting_is_measured_first_and_then_one_worker() -> None:
+    played = Machine(decoding())
+    played.found(Candidate(Setting(5, 3, dynamic=True), "spawn"))
+    assert [call[0] for call in played.calls[:2]] == [
+        Candidate(Setting(5, 3, dynamic=True), "spawn"),
+        Candidate(Setting(1, 2, dynamic=True), "spawn"),
+    ]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    load=st.floats(1e-5, 2.0),
+    step=st.sampled_from([0.0, 0.001, 0.2]),
+    load_cpu=st.sampled_from([0.02, 0.5, 1.0]),
+    cpus=st.sampled_from([1.0, 2.0, 3.5, 16.0]),
+    tail=st.sampled_from([1.0, 20.0]),
+    seconds=st.sampled_from([30.0, 120.0]),
+    overhead=st.sampled_from([0.05, 2.0]),
+)
+def test_the_time_is_kept_and_what_wins_is_near_the_best(
+    load: float, step: float, load_cpu: float, cpus: float, tail: float, seconds: float, overhead: float
+) -> None:
+    costs = replace(decoding(load, load_cpu=load_cpu, step=step), loads=(*[load] * 19, load * tail))
+    played = Machine(costs, cpus, overhead=overhead)
+    best = Candidate(played.best(seconds=seconds))
+    # One measurement more may have begun, and a slice has a least length.
+    assert played.now <= seconds * 1.5 + 3 * overhead
+    possible = [
+        Candidate(Setting(workers, prefetch, dynamic))
+        for workers in [0, *numbers(most_workers(costs, cpus), cpus)]
+        for prefetch in (1, 2, 4, 8)
+        for dynamic in (False, True)
+    ]
+    assert played.rate(best) >= max(map(played.rate, possible)) * 0.9
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.dictionaries(st.sampled_from([0, 1, 2, 3, 4, 6, 8]), st.floats(1.0, 4.0)))
+def test_what_was_measured_counts_and_not_what_was_expected(slower: dict[int, float]) -> None:
+    search = Machine(decoding(), slower=slower).found()
+    assert search.best is not None
+    assert search.best.rate >= max(row.rate for row in search.rows.values()) * (1 - NOISE)
+
+
+@pytest.mark.parametrize(
+    ("costs", "cpus", "own", "best"),
+    [
+        (decoding(0.05, step=0.2), 8, Setting(8, 2), Setting(1, 2)),  # of equals the cheapest
+        (Costs((0.00005,), pack=0.00005, overhead=0.0002), 2, Setting(4, 2), Setting(0, 2)),
+        (decoding(), 8, Setting(2, 2), Setting(8, 2)),
+        (decoding(), 8, Setting(2, 2, True), Setting(8, 2, True)),  # the schedule stays
+        (replace(decoding(), loads=(*[0.01] * 19, 0.5)), 4, Setting(2, 2), Setting(4, 2, True)),
+    ],
+)
+def test_what_wins(costs: Costs, cpus: float, own: Setting, best: Setting) -> None:
+    assert Machine(costs, cpus).best(Candidate(own)) == best
+
+
+def test_rounds_go_there_and_back() -> None:
+    played = Machine(decoding(), overhead=0.0)
+    played.found()
+    order = [call[0] for call in played.calls[2:]]
+    first_round = order[: 2 * len(set(order))]
+    assert first_round == first_round[::-1], "the average time of all is the same"
+    assert 2 < len(set(order)) <= 8
+    counts = Counter(order)
+    assert max(counts.values()) > min(counts.values()), "the better half goes on"
+
+
+def test_a_start_that_takes_long_leaves_time_for_fewer() -> None:
+    quick, slow = Machine(decoding(), overhead=0.05), Machine(decoding(), overhead=4.0)
+    for played in (quick, slow):
+        played.found()
+    assert len({call[0] for call in slow.calls}) < len({call[0] for call in quick.calls})
+
+
+def test_no_measurement_may_take_longer_than_the_time_that_is_left() -> None:
+    played = Machine(decoding())
+    played.found(seconds=20)
+    for before, (_, seconds, patience) in enumerate(played.calls):
+        assert seconds + 2 <= patience <= max(20 - 0.1 * before, seconds + 2.3)
+
+
+def test_a_quiet_moment_before_the_rounds_makes_no_winner() -> None:
+    row = Row(OWN, probe=Measured(1000, 1.0))
+    assert (row.rate, row.spread) == (1000.0, None)
+    row.slices = [Measured(10, 1.0), Measured(90, 3.0)]
+    assert (row.rate, row.spread) == (25.0, 0.4)
+
+
+# ---- limits ----------------------------------------------------------------------------------------
+
+
+def tried(search: Search) -> set[Setting]:
+    return {row.candidate.setting for row in search.rows.values()}
+
+
+def test_nothing_is_tried_that_memory_does_not_hold() -> None:
+    played = Machine(decoding(load_cpu=0.01), worker_bytes=100.0, batch_bytes=10.0)
+    found = tried(played.found(limits=Limits(cpus=8, memory_bytes=1000)))
+    assert all(each.num_workers * (100 + 10 * (each.prefetch_factor + 1)) <= 1000 for each in found)
+    assert max(each.num_workers for each in found) >= 6
+    none = tried(played.found(limits=Limits(8, memory_bytes=0)))
+    assert {each.num_workers for each in none} <= {0, 1, 2}, "its own, and one that told what a batch costs"
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_no_more_workers_are_tried_than_are_allowed(most: int) -> None:
+    found = Machine(decoding()).found(Candidate(Setting(0, 2)), limits=Limits(cpus=8, most_workers=most))
+    assert max(setting.num_workers for setting in tried(found)) == most
+
+
+def test_only_the_schedules_and_start_methods_that_were_named_are_tried() -> None:
+    limits = Limits(cpus=4, schedules=(False,), start_methods=("fork", "spawn"))
+    search = Machine(decoding(), cpus=4).found(Candidate(Setting(2, 2), "fork"), limits=limits)
+    assert not any(setting.dynamic for setting in tried(search))
+    rows = [row.candidate for row in search.rows.values() if row.candidate.setting.num_workers]
+    assert {candidate.start_method for candidate in rows} == {"fork", "spawn"}
+
+
+# ---- failures --------------------------------------------------------------------------------------
+
+
+def test_a_setting_that_fails_has_a_row_and_is_not_tried_again() -> None:
+    error, eight = RuntimeError("no"), Candidate(Setting(8, 2))
+    played = Machine(decoding(), fails={eight: error})
+    search = played.found()
+    assert search.rows[eight].error is error
+    assert [call[0] for call in played.calls].count(eight) == 1
+    assert search.ranked()[0] is search.best is not search.rows[eight]
+    assert search.ranked()[-1] is search.rows[eight]
+
+
+def test_where_the_own_setting_fails_another_one_may_win_and_where_all_fail_its_error_is_raised() -> None:
+    assert Machine(decoding(), fails={OWN: OSError("too many")}).best() != OWN.setting
+    fails: dict[Candidate, Exception] = {OWN: KeyError("own"), Candidate(Setting(1, 2)): KeyError("one")}
+    with pytest.raises(KeyError, match="own"):
+        Machine(decoding(), fails=fails).found()
+
+
+@given(
+    st.dictionaries(
+        st.builds(
+            Candidate, st.builds(Setting, st.integers(0, 9), st.sampled_from([1, 2, 4]), st.booleans())
+        ),
+        st.floats(0.1, 1e6),
+        min_size=1,
+    ),
+    st.integers(1, 10),
+)
+def test_what_promises_most_is_among_those_that_are_measured(
+    expected: dict[Candidate, float], limit: int
+) -> None:
+    chosen = promising(expected, OWN, limit)
+    assert len(chosen) == len(set(chosen)) <= limit
+    assert set(chosen) <= set(expected)
+    if limit > 1:
+        best = max(expected.values())
+        assert max(expected[each] for each in chosen) >= best * (1 - NOISE)
+    if limit >= 3 and OWN in expected:
+        assert OWN in chosen, "to be compared at the same time"
+
+
+def test_a_price_is_workers_then_prefetch_then_change() -> None:
+    order = [
+        Candidate(Setting(1, 4, dynamic=True), "spawn"),
+        Candidate(Setting(2, 1, dynamic=True), "spawn"),
+        Candidate(Setting(2, 2), None),
+        Candidate(Setting(2, 2), "spawn"),
+        Candidate(Setting(2, 2, dynamic=True), None),
+    ]
+    assert sorted(order, key=lambda each: price(each, OWN)) == order
+
+
+# ---- what `tune` makes of it -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """What measures for `tune`, on a machine with four CPUs."""
+    played = Machine(decoding(), 4.0, overhead=0.0)
+
+    def measure(loader: Any, candidate: Candidate, step: float, *times: float) -> Measured:
+        played.costs = replace(played.costs, step=step)
+        return played.measure(candidate, *times)
+
+    monkeypatch.setattr(trials, "measure", measure)
+    monkeypatch.setattr(tuning, "time", SimpleNamespace(monotonic=lambda: played.now))
+    monkeypatch.setattr(machine, "cpus", lambda: 4.0)
+    return played
+
+
+def loader_of(**arguments: Any) -> DataLoader[Any]:
+    return DataLoader(EIGHT, 2, **arguments)
+
+
+def test_it_recommends_a_setting_and_gives_a_loader_with_it(played: Machine) -> None:
+    loader = loader_of(num_workers=1, shuffle=True)
+    found = tune(loader, progress=False)
+    assert found.settings == {"num_workers": 4, "prefetch_factor": 2, "schedule": "round_robin"}
+    assert found.rows[0].settings == found.settings
+    assert found.loader is not loader
+    assert (found.loader.num_workers, found.loader.prefetch_factor) == (4, 2)
+    assert found.loader.sampler is loader.sampler
+    assert (loader.num_workers, loader.prefetch_factor) == (1, 2)
+    assert [row.current for row in found.rows].count(True) == 1
+    rates = [row.batches_per_second for row in found.rows[1:]]
+    assert rates == sorted(rates, reverse=True)
+    for row in found.rows:
+        DataLoader(EIGHT, 2, **row.settings)
+
+
+def test_the_table_has_the_recommended_line_first(played: Machine) -> None:
+    found = tune(loader_of(num_workers=1), progress=False)
+    head, empty, names, first, *others = str(found).splitlines()
+    assert head.startswith(
+        "Recommended: num_workers=4, prefetch_factor=2, schedule='round_robin' (4 times the"
+    )
+    assert empty == ""
+    assert names.split()[:3] == ["num_workers", "prefetch_factor", "schedule"]
+    assert first.split()[:4] == ["→", "4", "2", "round_robin"]
+    assert [line.startswith("now") for line in others].count(True) == 1
+    assert "random numbers of the batches are others" in others[-1]
+    assert found._repr_html_() == f"<pre>{str(found).replace(chr(39), '&#x27;')}</pre>"
+
+
+def test_a_setting_that_is_the_best_stays_as_it_is(played: Machine) -> None:
+    loader = loader_of(num_workers=4, prefetch_factor=1)
+    found = tune(loader, 0.001, schedules=["round_robin"], progress=False)
+    assert "(as it is), with a step of 1 ms." in str(found)
+    assert "→ now" in str(found)
+    assert not found.notes
+
+
+def test_what_failed_is_told(played: Machine) -> None:
+    for prefetch in (2, 4, 8):
+        for dynamic in (False, True):
+            played.fails[Candidate(Setting(4, prefetch, dynamic))] = OSError("no room")
+    found = tune(loader_of(num_workers=1), progress=False)
+    failed = [row for row in found.rows if row.error is not None]
+    assert {row.settings["num_workers"] for row in failed} == {4}
+    assert found.settings["num_workers"] != 4
+    assert "num_workers=4 failed: OSError('no room')" in str(found)
+    assert "failed" in str(found).splitlines()[-len(found.notes) - 2]
+
+
+def test_the_step_is_that_of_the_loaders_own_epochs(played: Machine) -> None:
+    loader = loader_of()
+    assert tune(loader, progress=False).step_seconds == 0.0
+    for _ in loader:
+        """A step."""
+    found = tune(loader, progress=False)
+    assert played.costs.step == found.step_seconds == loader.statistics().total.consumer_seconds / 4
+    tune(loader, 0.5, progress=False)
+    assert played.costs.step == 0.5
+
+
+def test_a_chosen_number_is_a_number_from_here_on(played: Machine) -> None:
+    loader = loader_of(num_workers="auto", schedule="dynamic")
+    loader.num_workers = Auto(4)
+    found = tune(loader, progress=False)
+    assert type(found.loader.num_workers) is int
+    assert all(type(row.settings["num_workers"]) is int for row in found.rows)
+
+
+def test_what_may_be_tried(played: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 1000)
+    monkeypatch.setattr(machine, "ranks", lambda: 2)
+    found = tuning.checked(loader_of(schedule=Dynamic(window=5)), None, 30, None, None, None)
+    assert found == (Candidate(Setting(0, 2, True)), Limits(4.0, 400.0))
+    loader = loader_of(num_workers=2, prefetch_factor=3, multiprocessing_context="spawn")
+    found = tuning.checked(loader, None, 30, ["fork", "spawn"], ("dynamic",), 3)
+    assert found == (
+        Candidate(Setting(2, 3), "spawn"),
+        Limits(4.0, 400.0, 3, (True,), ("fork", "spawn")),
+    )
+    found = tuning.checked(DataLoader(Stream("tensors", [8])), None, 30, None, None, None)
+    assert found[1].schedules == (False,)
+
+
+def test_an_interrupt_gives_what_was_measured(played: Machine) -> None:
+    played.interrupts = 3
+    found: Tuning = tune(loader_of(num_workers=1), progress=False)
+    assert "It was interrupted" in str(found)
+    assert len([row for row in found.rows if row.batches_per_second]) <= 3
+    assert " - " in str(found), "what was not measured is not told to have failed"
+    assert "failed" not in str(found)
+    played.interrupts = len(played.calls)
+    with pytest.raises(KeyboardInterrupt):  # nothing was measured before it
+        tune(loader_of(num_workers=1), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"seconds": "30"}, r"seconds='30' must be a number of seconds"),
+        ({"seconds": 0}, r"seconds=0 must be 1 seconds or more"),
+        ({"seconds": math.inf}, r"seconds=inf must be 1 seconds or more"),
+        ({"seconds": True}, r"seconds=True must be a number of seconds"),
+        ({"step_seconds": -0.1}, r"step_seconds=-0.1 must be 0 seconds or more"),
+        ({"step_seconds": math.nan}, r"step_seconds=nan must be 0 seconds or more"),
+        ({"max_workers": -1}, r"max_workers=-1 must be a number of workers, 0 or more, or None"),
+        ({"max_workers": 1.5}, r"max_workers=1.5 must be a number of workers"),
+        ({"start_methods": "fork"}, r"start_methods='fork' must be a collection.*\('fork',\)"),
+        ({"start_methods": ["thread"]}, r"start_methods=\['thread'\] is not possible here: use some of fork"),
+        ({"schedules": []}, r"schedules=\[\] is not possible here: use some of round_robin, dynamic"),
+        (
+            {"loader": DataLoader(Stream("tensors", [8])), "schedules": ["dynamic"]},
+            r"schedules=\['dynamic'\] is not possible here: use some of round_robin",
+        ),
+        ({"loader": torch.utils.data.DataLoader(EIGHT)}, "loader is a .*: tune needs a fastq_loader.Data"),
+        ({"loader": DataLoader}, r"loader is a .*: tune needs a fastq_loader.DataLoader"),
+    ],
+)
+def test_bad_arguments_are_named(played: Machine, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        tune(**{"loader": loader_of()} | arguments)
+    assert not played.calls
+
+
+def test_a_system_without_workers_has_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "AVAILABLE", False)
+    with pytest.raises(RuntimeError, match="num_workers=0 is the only setting"):
+        tune(loader_of())
+
+
+def test_it_tells_how_far_it_is(played: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    tune(loader_of(num_workers=1))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert 3 <= len(err.splitlines()) <= 11
+    assert err.startswith("tune: 0 of 30 s: num_workers=1, prefetch_factor=2, schedule='round_robin'\n")
+    tune(loader_of(num_workers=1), progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_nowhere_to_tell_it_is_no_reason_to_fail(played: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    tune(loader_of())
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    tune(loader_of())
