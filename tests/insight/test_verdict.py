@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
-from bench.workloads.limited import Naps
 from fastq_loader import DataLoader, Dynamic, RoundRobin, ToDevice
 from fastq_loader.insight import verdict
 from fastq_loader.insight.model import Costs, Evidence, Setting
@@ -27,6 +26,7 @@ from fastq_loader.statistics.snapshots import (
     WorkerStatistics,
 )
 from tests.support.datasets import Stream
+from tests.support.limited import Naps
 
 LIMITS = {*CAUSES, "balanced", "unknown"}
 
