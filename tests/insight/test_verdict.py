@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
-from bench.workloads.slow import Naps
 from fastq_loader import DataLoader, Dynamic, RoundRobin, ToDevice
 from fastq_loader.insight import verdict
 from fastq_loader.insight.model import Costs, Evidence, Setting
@@ -26,7 +25,7 @@ from fastq_loader.statistics.snapshots import (
     StagingStatistics,
     WorkerStatistics,
 )
-from tests.support.datasets import Stream, identity
+from tests.support.datasets import Stream
 from tests.support.limited import Naps
 
 LIMITS = {*CAUSES, "balanced", "unknown"}
