@@ -28,7 +28,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import distributed
 
@@ -36,9 +36,6 @@ from fastq_loader.remote.connection import Address
 from fastq_loader.remote.host_process import actor_class
 from fastq_loader.remote.proxy import NoPlace, Place
 from fastq_loader.remote.proxy_pool import Placement
-
-if TYPE_CHECKING:
-    from fastq_loader.remote.ray_workers import RayWorkers
 
 #: Seconds between two questions for answers, while any are due: an actor takes a second to start. And seconds
 #: to wait for Ray's lock.
@@ -84,11 +81,11 @@ class RayPlacement(Placement):
     """The actors of one pool.
 
     Args:
-        options: what the user said.
+        options: what the user said, a `RayWorkers`. Its module imports this one.
         flexible: whether few workers may do the work of many.
     """
 
-    def __init__(self, options: RayWorkers, flexible: bool = True) -> None:
+    def __init__(self, options: Any, flexible: bool = True) -> None:
         self.pause: float | None = None
         self._options = options
         self._flexible = flexible
@@ -293,7 +290,7 @@ def _disarm() -> None:
         signal.alarm(0)
 
 
-def _look_for_room(ray: Any, options: RayWorkers, takes: dict[str, float]) -> None:
+def _look_for_room(ray: Any, options: Any, takes: dict[str, float]) -> None:
     """
     Raises:
         ValueError: no machine could ever hold a worker.
