@@ -246,8 +246,9 @@ def test_answers_wait_in_the_worker_while_there_is_no_room_and_stay_in_order(
         def read_on() -> None:
             while worker.receive(block=True) != Stop():
                 continue
-            while worker._unsent:
-                worker.wait([], block=True)
+            for end in (worker, other):
+                while end._unsent:
+                    end.wait([], block=True)
 
         found: dict[int, list[Any]] = {0: [], 1: []}
         thread = threading.Thread(target=read_on)
