@@ -72,7 +72,7 @@ class HostSpec:
     """What a host is told.
 
     Attributes:
-        setup: of a worker, but for what is its own; the payload is pickled.
+        setup: of any worker; the payload is pickled.
         tls: encrypts connections, or None.
         path: the consumer's `sys.path`. Entries that the host lacks come at the end of its own.
         versions: the consumer's, of all that has to be the same where workers run.

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from fastq_loader.errors import ProtocolError, UnpicklableError
+from fastq_loader.errors import UnpicklableError
 from fastq_loader.ipc.decoding import decode_for_consumer
-from fastq_loader.ipc.messages import BATCH, Answer, Bundle, Epoch, Ping, Stop, Task, encode
+from fastq_loader.ipc.messages import BATCH, Answer, Epoch, Stop, Task, encode
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import FREE, SMALLEST
 from fastq_loader.packing.pack import Packer
@@ -152,12 +152,6 @@ def test_messages_come_in_their_order_also_after_a_look_for_the_stop(scene: Scen
         scene.tell(message)
     assert scene.socket.told_to_stop()
     assert [scene.socket.receive(block=True) for _ in said] == said
-
-
-def test_a_bundle_is_refused(scene: Scene) -> None:
-    scene.tell(Bundle((encode(Ping()),)))
-    with pytest.raises(ProtocolError, match="a bundle"):
-        scene.socket.receive(block=True)
 
 
 def test_it_leaves_when_the_proxy_is_gone(scene: Scene) -> None:
