@@ -81,7 +81,7 @@ class RayPlacement(Placement):
     """The actors of one pool.
 
     Args:
-        options: what the user said.
+        options: what the user said, a `RayWorkers`. Its module imports this one.
         flexible: whether few workers may do the work of many.
     """
 

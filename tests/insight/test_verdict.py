@@ -25,7 +25,7 @@ from fastq_loader.statistics.snapshots import (
     StagingStatistics,
     WorkerStatistics,
 )
-from tests.support.datasets import Stream
+from tests.support.datasets import Stream, identity
 from tests.support.limited import Naps
 
 LIMITS = {*CAUSES, "balanced", "unknown"}
