@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from fastq_loader import DataLoader, PermutationSampler
+from fastq_loader import DataLoader, PermutationSampler, Position
+from fastq_loader.resume.record import EpochRecord, Saved, begin
 from fastq_loader.resume.state import VERSION, describe
+from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from tests.support.datasets import MapDataset, Stream
 
 
@@ -98,3 +101,37 @@ def test_a_dataset_that_cannot_say_where_it_stands_is_read_all_the_same(kind: An
     with pytest.raises(RuntimeError, match=r"the dataset.s state_dict.* cannot be used: .*(zero|local)"):
         loader.state_dict()
     assert len(list(iterator)) == 1
+
+
+def resumed(of: DataLoader[Any], **fields: Any) -> EpochRecord:
+    """An epoch that goes on from a state with these fields."""
+    given = {"state": {}, "position": Position(2, 3, 23), "base_seed": 7, "generators": {}, "lives_on": False}
+    return begin(of, of._index_sampler, None, Saved(**{**given, "resumes": True, **fields}))
+
+
+def worker(delivered: int, **state: Any) -> WorkerProgress:
+    return WorkerProgress(delivered, pickle.dumps(state) if state else b"")
+
+
+@pytest.mark.parametrize(
+    ("iterable", "workers", "replayed", "same_seed"),
+    [
+        (False, (), 0, False),
+        (False, (worker(2, generators={}),), 0, True),
+        (True, (worker(3),), 3, True),
+        (True, (worker(2), worker(1)), 3, True),
+        (True, (worker(3, position={"dataset": 1}),), 0, True),
+        (True, (worker(2, position={"dataset": 1}), worker(0)), 0, True),
+    ],
+)
+def test_workers_draw_the_same_again_only_where_they_go_through_the_same(
+    iterable: bool, workers: tuple[WorkerProgress, ...], replayed: int, same_seed: bool
+) -> None:
+    of = DataLoader(Stream("tensors", (9,)) if iterable else MapDataset("tensors", 20), 2)
+    record = resumed(of, iterable=iterable, progress=Progress(3, frozenset(), workers))
+    assert record.replayed == replayed
+    assert (record.pool_seed == 7) is same_seed
+    assert [count for count, _ in record.resume] == [one.delivered for one in workers]
+    own = ["seed" in (state or {}) for _, state in record.resume]
+    assert own == [bool(one.state) and b"position" in one.state for one in workers]
+    assert resumed(of, iterable=iterable, progress=Progress(0)).pool_seed == 7
