@@ -64,7 +64,7 @@ def test_an_iterable_dataset_is_tuned_too() -> None:
 def test_start_methods_are_compared_if_that_is_asked_for() -> None:
     loader: DataLoader[Any] = DataLoader(Made(float, 1000), 4, num_workers=1)
     methods = ["fork", "forkserver"]
-    found = tune(loader, seconds=3, start_methods=methods, max_workers=1, progress=False)
+    found = tune(loader, seconds=6, start_methods=methods, max_workers=1, progress=False)
     tried = {row.settings.get("multiprocessing_context") for row in found.rows}
     assert tried == {None, *methods}
 
