@@ -26,7 +26,6 @@ AXES = {
     "start": "time to the first batch, by start method and number of workers",
     "turns": "first batch, cold first epoch, epoch turns, break and restart, torch against fastq_loader",
     "schedule": "order without the stall: slow samples, a slow consumer; 2 and 4 workers",
-    "kills": "what the death of a worker costs; 1 and 4 workers",
     "resume": "state_dict(), a loop that calls it, first batch after a resume, torchdata beside it",
     "insight": 'tune() and num_workers="auto" beside all settings that they could have chosen',
     "cluster": "workers on other machines, over loopback and limited links, beside Ray's own ways",

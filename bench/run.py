@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.peers import LoaderSettings
 from bench.peers.device import START_METHOD
-from bench.timing import alone, cluster, device, kills, resume, schedule, steady, tuning, turns
+from bench.timing import alone, cluster, device, resume, schedule, steady, tuning, turns
 from bench.timing.device_clock import CudaDevice
 from bench.timing.rounds import Case
 
@@ -25,9 +25,6 @@ def cases(options: Namespace, folder: Path) -> Iterator[Case]:
             for each in schedule.schedule_cases():
                 if any(schedule.CONTENDERS[name].peer in options.peers for name in each.contenders):
                     yield schedule.case(each, options.peers, options.start_method, options.blocks)
-        elif axis == "kills":
-            for workers in kills.KILLS if "fastq_loader" in options.peers else ():
-                yield kills.case(workers, options.start_method, options.blocks)
         elif axis == resume.AXIS:
             for workers in filter(None, options.workers[axis] if "fastq_loader" in options.peers else ()):
                 yield from resume.cases(options, workers, folder)

@@ -1,5 +1,4 @@
-"""What was wanted, and whether it came about: of the schedule, killed workers, a resume, what
-the loader says of itself, workers on other machines, and a device."""
+"""What was wanted, and whether it came about."""
 
 from __future__ import annotations
 
@@ -18,23 +17,18 @@ from bench.output.figures import (
     share_of_peak,
     spread,
 )
-from bench.output.layout import worker_count
 from bench.output.rows import CaseRows, Results
 from bench.peers.device import REGISTER, TORCH
 from bench.timing.cluster import ACTORS, BARE, LOCAL, LOOPBACK, REMOTE, TURN
 from bench.timing.cluster import AXIS as CLUSTER
 from bench.timing.cluster import JUDGED as WORK
 from bench.timing.device import AXIS, COPY, DRAIN, READY
-from bench.timing.kills import KILLED, START, UNDISTURBED
 from bench.timing.resume import AXIS as RESUME
 from bench.timing.resume import FRESH, PERMUTED, RESUMED, SHUFFLE, STATE, STEPS, WITH, WITHOUT
 from bench.timing.schedule import BOUND
-from bench.timing.tuning import AUTO, INLINE, TUNED
+from bench.timing.tuning import AUTO, TUNED
 from bench.timing.tuning import AXIS as INSIGHT
 from bench.workloads.ready_made import LARGE
-
-NOISE = 0.03
-"""Settings that differ by no more are as fast."""
 
 
 class Goal(NamedTuple):
@@ -59,7 +53,6 @@ class Goal(NamedTuple):
 
 def goals(results: Results) -> list[Goal]:
     found = [_schedule(case) for case in results.cases("schedule")]
-    found += [_kill(case) for case in results.cases("kills")]
     found += [goal for case in results.cases(RESUME) for goal in _resume(case)]
     found += [goal for case in results.cases(INSIGHT) for goal in _insight(case)]
     found += [goal for case in results.cases(CLUSTER) for goal in _cluster(case)]
@@ -87,26 +80,6 @@ def _schedule(case: CaseRows) -> Goal:
     return Goal(measure, wanted, times_of(case, of, base))
 
 
-def seconds_per_kill(case: CaseRows) -> Spread | None:
-    """What a killed worker costs an epoch: the median round, the cheapest and the dearest."""
-    killed, undisturbed = (case.part("fastq_loader", part) for part in (KILLED, UNDISTURBED))
-    if killed.empty:
-        return None
-    return spread((killed["seconds"] - undisturbed["seconds"]) / killed["kills"].clip(lower=1))
-
-
-def kill_limit(case: CaseRows) -> float:
-    """Seconds that a killed worker may cost: a worker's start and the batch that was lost."""
-    start = figure(case, "fastq_loader", "seconds", START)
-    return float(case.facts["batch_seconds"]) + (start.median if start else 0.0)
-
-
-def _kill(case: CaseRows) -> Goal:
-    cost, workers = seconds_per_kill(case), worker_count(case.facts["workers"])
-    measure = f"kills, {workers}: a killed worker costs an epoch its start and one batch"
-    return Goal(measure, 1e3 * kill_limit(case), cost and cost.scaled(1e3), unit=" ms")
-
-
 def seconds_beyond_fresh(case: CaseRows, peer: str) -> Spread | None:
     """How much longer the first batch takes after a resume than in a fresh loader of the same round."""
     resumed, fresh = (series(case, peer, "seconds", part) for part in (RESUMED, FRESH))
@@ -131,17 +104,16 @@ def _resume(case: CaseRows) -> Iterator[Goal]:
             yield Goal(f"resume / torch.randperm: {label}", 2, times)
 
 
-def best_of(case: CaseRows, having: str = "") -> str:
+def best_of(case: CaseRows, fixed: bool = False) -> str:
     """The fastest of the settings that took turns with what was chosen; "" where there is none.
 
     Args:
-        having: of those only with a "num_workers" above 0, or of those that are "fixed": that
-            `num_workers="auto"` could come to.
+        fixed: of those only that `num_workers="auto"` could come to.
     """
     rates = {
         name: rate.median
         for name, peer in case.peers.items()
-        if "fixed" in peer.about and (not having or peer.about[having])
+        if "fixed" in peer.about and (peer.about["fixed"] or not fixed)
         if (rate := figure(case, name, "rate"))
     }
     return max(rates, key=lambda name: rates[name], default="")
@@ -150,20 +122,10 @@ def best_of(case: CaseRows, having: str = "") -> str:
 def _insight(case: CaseRows) -> Iterator[Goal]:
     for name, wanted, what, base in (
         (TUNED, 0.9, "what tune() chose / the best setting", best_of(case)),
-        (AUTO, 0.85, 'num_workers="auto" / the best number', best_of(case, "fixed")),
+        (AUTO, 0.85, 'num_workers="auto" / the best number', best_of(case, fixed=True)),
     ):
         measure = f"{case.name}: batches per second of {what}"
         yield Goal(measure, wanted, compared(case, name, base), at_most=False)
-    yield from _no_workers(case)
-
-
-def _no_workers(case: CaseRows) -> Iterator[Goal]:
-    """`tune` is to choose no workers, unless workers win."""
-    won = compared(case, best_of(case, "num_workers"), INLINE)
-    chosen = case.peers[TUNED].about.get("num_workers") if TUNED in case.peers else None
-    if won is not None and won.median <= 1 + NOISE and chosen is not None:
-        measure = f"{case.name}: workers that tune() chose, where none are as fast"
-        yield Goal(measure, 0, Spread(*[float(chosen)] * 3), unit="")
 
 
 def _cluster(case: CaseRows) -> Iterator[Goal]:

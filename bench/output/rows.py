@@ -16,9 +16,8 @@ several, `batches`, `seconds` of wall clock. `consumer_cpu` and `worker_cpu` are
 system, of all threads; `switches` are context switches of both. In the schedule `waited` are seconds within
 `next()`, `worked` those that workers spent on samples, `head_of_line` those in which later batches were
 ready, `window` the batches that could be under way at the end. States have `calls` of `state_dict()` and the
-`bytes` of the last one. Verdicts have the `limit` that was found, whether it is `right`, and its share of the
-time in percent, as the loader says (`share`) and as a stopwatch does (`expected`). Epochs beside `tune` have
-the `num_workers` that they had. `timing.device_clock` says what blocks on a device have.
+`bytes` of the last one. Epochs beside `tune` have the `num_workers` that they had. `timing.device_clock` says
+what blocks on a device have.
 """
 
 from __future__ import annotations

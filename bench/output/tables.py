@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from bench.output import figures
 from bench.output.figures import (
@@ -23,10 +22,8 @@ from bench.output.goals import (
     Goal,
     best_of,
     goals,
-    kill_limit,
     name_of,
     seconds_beyond_fresh,
-    seconds_per_kill,
     times_of,
 )
 from bench.output.layout import (
@@ -51,12 +48,10 @@ from bench.timing.cluster import AXIS as CLUSTER
 from bench.timing.cluster import LOCAL, REMOTE, TURN
 from bench.timing.device import AXIS as DEVICE
 from bench.timing.device import COPY, DRAIN, LINK, READY, SUPPLY
-from bench.timing.kills import KILLED, START, UNDISTURBED
 from bench.timing.resume import AXIS as RESUME
 from bench.timing.resume import FRESH, RESUMED, SHUFFLE, STATE, STEPS, WITH, WITHOUT
 from bench.timing.schedule import BOUND
 from bench.timing.tuning import AXIS as INSIGHT
-from bench.timing.tuning import TUNED
 
 Cells = dict[str, str]
 
@@ -95,8 +90,7 @@ between the end of a step and the start of the next, in percentage points beyond
 has its own share, %); *: workers and link supply {SUPPLY:g} x what such steps need. At most two steps are
 queued ahead."""
 ABOUT_ARMS = """ready: next() after a pause, when the batch is there; behind: next() at the longest steps.
-CPU: the consumer's seconds per GB of a full drain. first: seconds until the first batch, the workers' start
-included. populate, register: seconds until all pages were mapped and locked."""
+CPU: the consumer's seconds per GB of a full drain."""
 
 
 def case_tables(case: CaseRows) -> list[Table]:
@@ -117,8 +111,6 @@ def summary_tables(results: Results) -> list[Table]:
         found.append(Table(f"Speed with {several}, in batches per second", list(map(_speed, cases))))
         found.append(Table(f"Cost with {several}", costs, about=ABOUT_COSTS))
     found.append(Table("Moments in a loader's life, in milliseconds", list(_moments(results)), 3))
-    kills = list(map(_kills, results.cases("kills")))
-    found.append(Table("What the death of a worker costs an epoch, with Processes(max_restarts=n)", kills))
     found.append(Table("Goals", list(map(_goal, goals(results))), about=ABOUT_GOALS))
     if len(revisions := results.cases(AGAINST)) > 1:
         found.append(_against(revisions))
@@ -244,7 +236,7 @@ def _against(cases: Sequence[CaseRows]) -> Table:
     return Table(cases[0].facts["title"], rows, 1, ABOUT_AGAINST, notes)
 
 
-# ---- moments, the schedule, kills, a resume -------------------------------------------------------
+# ---- moments, the schedule, a resume --------------------------------------------------------------
 
 
 def _moments(results: Results) -> Iterator[Cells]:
@@ -284,19 +276,6 @@ def _schedule(case: CaseRows) -> Table:
 
     found = _table(case, ABOUT_SCHEDULE, cells)
     return found._replace(rows=[*rows, *found.rows])
-
-
-def _kills(case: CaseRows) -> Cells:
-    seconds = {part: figure(case, OURS, "seconds", part) for part in (UNDISTURBED, KILLED, START)}
-    return {
-        "epoch": "; ".join([f"{case.facts['batches']} batches, {title_of(case)}", *remarks(case)]),
-        "undisturbed, s": times(seconds[UNDISTURBED]),
-        "with kills, s": times(seconds[KILLED]),
-        "kills": ranged(figure(case, OURS, "kills", KILLED)),
-        "ms a kill": ranged(seconds_per_kill(case), 1e3),
-        "a worker's start, ms": ranged(seconds[START], 1e3),
-        "start and one batch, ms": number(1e3 * kill_limit(case) if seconds[START] else None),
-    }
 
 
 def _resume(case: CaseRows) -> Table:
@@ -349,7 +328,7 @@ def _turns(case: CaseRows, name: str, peer: PeerRows) -> Cells:
 
 
 def _tuning(case: CaseRows) -> Table:
-    bases = {"÷ best": best_of(case), "÷ best number": best_of(case, "fixed")}
+    bases = {"÷ best": best_of(case), "÷ best number": best_of(case, fixed=True)}
 
     def cells(case: CaseRows, name: str, peer: PeerRows) -> Cells:
         ratios = {column: times(compared(case, name, base)) for column, base in bases.items()}
@@ -357,9 +336,7 @@ def _tuning(case: CaseRows) -> Table:
 
     found = _table(case, ABOUT_TUNING, cells)
     kept = [row for row in found.rows if row["batches/s"] != NONE]
-    took = case.peers[TUNED].about.get("took")
-    notes = [f"tune() took {number(took)} s"] if took else []
-    return found._replace(rows=kept, notes=[*notes, *found.notes])
+    return found._replace(rows=kept)
 
 
 # ---- onto a device ------------------------------------------------------------------------------
@@ -386,10 +363,6 @@ def _cost_onto_device(shape: CaseRows) -> Table:
         for title, part in zip(("ready", "behind"), (READY, *figures.lengths(shape)[-1:]), strict=False):
             row |= {f"{title} {p}, µs": ranged(figure(shape, name, p, part, 1e6)) for p in ("p50", "p99")}
         row["CPU s/GB"] = ranged(figure(shape, name, "consumer_cpu", DRAIN, 1e9 / facts["batch_bytes"]))
-        row["first, s"] = number(arm.about.get("first_batch"))
-        staging: dict[str, Any] = arm.about.get("staging", {})
-        row |= {f"{each}, s": number(staging.get(f"{each}_seconds")) for each in ("populate", "register")}
-        row["pinned"] = size(staging["pinned_bytes"], 1024) if staging else NONE
         rows.append(row)
     source = (
         "the copy of a batch" if facts["unit"] == facts["copy_seconds"] else f"{SUPPLY:g} x the workers' time"

@@ -73,11 +73,6 @@ class Arm:
             self._live = self._begin()
         return next(self._live)
 
-    def staging(self) -> dict[str, Any]:
-        """The fields of the loader's `StagingStatistics`; {} of other loaders."""
-        statistics = None if self._loader is None else self._loader.statistics().staging
-        return {} if statistics is None else dict(vars(statistics))
-
     def close(self) -> None:
         if self._loader is not None:
             self._loader.close()

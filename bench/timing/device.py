@@ -67,14 +67,10 @@ class ArmLane(Lane):
     unit: float
 
     def start(self) -> None:
-        self._about: Row = {}
         arm = self._arm = self.make(self.peer)
         self.closing.callback(arm.close)
-        began = time.perf_counter()
         batch = arm.next()
         self.device.wait(self.device.mark())
-        if self.peer != RESIDENT:
-            self._about["first_batch"] = time.perf_counter() - began
         if compare(tree_map(torch.Tensor.cpu, batch), ReadyMade(self.shape).batch())[0]:
             raise RuntimeError("wrong batches")
         until = time.monotonic() + WARM_UP_S
@@ -93,9 +89,6 @@ class ArmLane(Lane):
         memory, pieces = (self.peer, 1) if self.peer in OURS else (BOUNCE, self.shape.fields)
         seconds = self.device.copy_seconds(memory, self.shape.nbytes, pieces)
         return [{"bytes": self.shape.nbytes, "seconds": seconds}]
-
-    def finish(self) -> Row:
-        return self._about | ({"staging": self._arm.staging()} if self.peer in OURS else {})
 
     def close(self) -> None:
         super().close()

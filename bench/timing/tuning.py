@@ -169,9 +169,7 @@ class TunedLane(EpochLane):
     def start(self) -> None:
         race = self.race
         self.make(OWN_WORKERS)
-        began = time.monotonic()
         tuned = tune(self._loader, race.step, max(SHORTEST, TUNING * race.seconds), progress=False)
-        self._took = time.monotonic() - began
         race.batches = max(LEAST_BATCHES, round(tuned.rows[0].batches_per_second * race.seconds))
         self.label = f"tune: {named(*tuned.settings.values())}"
         self._chosen = tuned.settings
@@ -179,7 +177,7 @@ class TunedLane(EpochLane):
         self.warm_up()
 
     def finish(self) -> Row:
-        return {**self._chosen, "took": self._took}
+        return self._chosen
 
 
 class AutoLane(EpochLane):

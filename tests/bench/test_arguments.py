@@ -12,7 +12,7 @@ pytest.importorskip("pandas", reason="the bench extra is not installed")
 
 from bench import run
 from bench.__main__ import NO_GPU, main
-from bench.arguments import AXES, COMPARED, DEVICE_SECONDS, SHORT, parse
+from bench.arguments import AXES, COMPARED, SHORT, parse
 from bench.peers import PEERS
 from bench.peers.device import ARMS
 from bench.programs import command
@@ -42,7 +42,7 @@ def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
 
 SHARED_BY_ALL = {"bytes": 7}
 DROP_INS = {"start": 6, "turns": 3}
-OURS_ALONE = {"schedule": 6, "kills": 2, "resume": 4, "insight": 5, "cluster": 6}
+OURS_ALONE = {"schedule": 6, "resume": 4, "insight": 5, "cluster": 6}
 
 
 @pytest.mark.parametrize(
@@ -57,15 +57,6 @@ def test_only_peers_that_are_asked_for_contend(peer: str, axes: dict[str, int], 
     every = ",".join(SHARED_BY_ALL | DROP_INS | OURS_ALONE)
     found = [case.axis for case in run.cases(parse(["--axis", every, "--peers", peer]), tmp_path)]
     assert {axis: found.count(axis) for axis in found} == axes
-
-
-def test_a_device_has_workloads_and_peers_of_its_own() -> None:
-    options = parse(["--device", "cuda", "--workers", "0,6"])
-    assert options.axes == ()
-    assert (options.peers, options.workloads) == (tuple(ARMS), {"device": tuple(SHAPES)})
-    assert (options.seconds, options.workers["device"]) == (DEVICE_SECONDS, (0, 6))
-    some = parse(["fields_32", "--device", "cuda", "--peers", "torch,register"])
-    assert (some.workloads["device"], some.peers) == (("fields_32",), ("torch", "register"))
 
 
 def test_two_revisions_have_usual_workloads_and_rounds() -> None:

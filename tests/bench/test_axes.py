@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,22 +12,18 @@ import pytest
 
 pytest.importorskip("psutil", reason="the bench extra is not installed")
 
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bench import run
 from bench.arguments import parse
 from bench.output.rows import CaseRows, Results
-from bench.peers import LoaderSettings
-from bench.peers.cluster import FastqElsewhere
 from bench.timing import cluster, resume, tuning
 from bench.timing.bare_tcp import BareLane
-from bench.timing.cluster import BARE, LABELS, LOCAL, LOOPBACK, REMOTE, TURN, TurnLane
+from bench.timing.cluster import BARE, LABELS, LOOPBACK, REMOTE, TURN
 from bench.timing.resume import FRESH, INLINE, OURS, PERMUTED, RESUMED, SHUFFLE, THEIRS, WITH, WITHOUT
 from bench.timing.rounds import Case, measure
-from bench.timing.tuning import AUTO, TUNED, Setting, Tuned, settings
+from bench.timing.tuning import AUTO, TUNED, Setting, Tuned
 from bench.workloads import Load
-from bench.workloads.slow import Naps, naps
+from bench.workloads.slow import Naps
 from fastq_loader import DataLoader, RayWorkers
 
 Cases = Callable[..., dict[str, Case]]
@@ -78,21 +72,6 @@ def test_every_contender_of_a_resume_is_measured(cases: Cases) -> None:
 
 
 @pytest.mark.processes
-def test_states_are_asked_for_in_one_part_only(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = cases("resume", f"--peers {OURS}")[resume.STEPS].plan().lanes[0]
-    asked: list[str] = []
-    part = ""
-    monkeypatch.setattr(DataLoader, "state_dict", lambda loader: asked.append(part))
-    try:
-        lane.start()
-        for part in (WITHOUT, WITH, WITHOUT):
-            lane.block(part)
-    finally:
-        lane.close()
-    assert set(asked) == {WITH}
-
-
-@pytest.mark.processes
 def test_another_batch_than_the_one_that_follows_is_no_figure(
     cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,20 +81,6 @@ def test_another_batch_than_the_one_that_follows_is_no_figure(
 
 
 # ---- tune() and "auto" ------------------------------------------------------------------------------
-
-
-@given(st.floats(0.5, 300), st.booleans())
-def test_settings_are_all_that_there_are(cpus: float, waits: bool) -> None:
-    found = settings(cpus, waits)
-    assert len({*found}) == len(found)
-    numbers = list(dict.fromkeys(each.num_workers for each in found))
-    assert numbers == sorted(numbers, reverse=True), "those with most workers first"
-    assert {0, 1, min(2, numbers[0])} <= {*numbers}
-    for workers in filter(None, numbers):
-        others = {each[1:] for each in found if each.num_workers == workers}
-        assert others == {(ahead, how) for ahead in tuning.PREFETCH for how in tuning.SCHEDULES}
-    assert numbers[0] <= tuning.MOST
-    assert all(larger <= 2 * smaller for larger, smaller in pairwise(numbers[:-1]))
 
 
 @pytest.mark.processes
@@ -164,21 +129,6 @@ def test_a_bare_stream_counts_whole_batches() -> None:
     assert rows[0]["batches"] >= 2
     assert rows[0]["seconds"] > 0
     assert threading.active_count() == 1
-
-
-@pytest.mark.processes
-def test_a_turn_is_from_the_last_batch_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "EPOCH", 3)
-    load = naps(0.0, 3).load(tmp_path)
-    lane = TurnLane(LOCAL, LOCAL, make=partial(FastqElsewhere, load, LoaderSettings(2, "fork"), "processes"))
-    try:
-        lane.start()
-        assert 0 < lane.block("")[0]["seconds"] < 10
-        monkeypatch.setattr(cluster, "EPOCH", 2)
-        with pytest.raises(RuntimeError, match="an epoch of 2 batches went on"):
-            lane.block("")
-    finally:
-        lane.close()
 
 
 @pytest.mark.ray

@@ -108,23 +108,6 @@ def test_a_run_that_is_out_of_memory_says_so(folder: Path, capfd: pytest.Capture
         command.main(line.split())
 
 
-def test_files_that_were_not_finished_are_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(folder: Path, **few: Any) -> None:
-        (folder / "table.csv").touch()
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(command.data, "small_table", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            files(tmp_path, "csv_table")
-    assert list(tmp_path.iterdir()) == []
-    written = files(tmp_path, "csv_table") / "table.csv"
-    written.write_text("kept")
-    assert (files(tmp_path, "csv_table") / "table.csv").read_text() == "kept"
-
-
 # ---- what is said of a run ----------------------------------------------------------------------
 
 

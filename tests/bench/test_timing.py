@@ -25,12 +25,11 @@ pytest.importorskip("psutil", reason="the bench extra is not installed")
 from bench.output.rows import CaseRows, Results
 from bench.peers import PEERS, Entry, LoaderSettings
 from bench.peers.torch_loader import TorchInline
-from bench.timing import alone, kills, rounds, schedule, steady, turns
+from bench.timing import alone, rounds, schedule, steady, turns
 from bench.timing.batches import compare
 from bench.timing.ceiling import SMALLEST_BUFFER, WarmBuffers
 from bench.timing.rounds import Case, Lane, Plan, measure
 from bench.timing.schedule import BOUND, Goal, ScheduleCase, bound
-from bench.workloads import slow
 from bench.workloads.slow import Step, TracedSamples
 
 SETTINGS = LoaderSettings(1, "fork")
@@ -158,15 +157,6 @@ def test_the_ceiling_makes_the_batches_that_torch_makes(
         assert kept[0]["x"].data_ptr() == kept[1]["x"].data_ptr()
 
 
-def test_what_batches_cost_and_how_soon_they_could_be_there() -> None:
-    assert slow.ideal([0.24, *[0.03] * 7] * 8, 4) == pytest.approx(0.9)
-    assert slow.ideal([1.0, 0.1, 0.1], 4) == 1.0, "no batch is divided"
-    assert slow.of_batches([1, 2, 3, 4, 5], 2) == [3, 7, 5]
-    drawn = slow.log_normal(0.01, 1.0, 1000)
-    assert drawn == slow.log_normal(0.01, 1.0, 1000)
-    assert sorted(drawn)[500] == pytest.approx(0.01, rel=0.1)
-
-
 def _instant() -> TracedSamples:
     return TracedSamples([0.0] * 24)
 
@@ -287,13 +277,3 @@ def test_wrong_batches_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured(schedule.case(case, ["torch", "fastq_loader"], "fork", 1))
     assert "another order" in str(found.peers["dynamic"].failure)
     assert found.peers["torch_unordered"].failure is None
-
-
-@pytest.mark.processes
-def test_workers_are_killed_and_replaced() -> None:
-    found = measured(kills.case(2, "fork", 1, kills=2, batch_s=0.005, per_worker=40))
-    assert found.peers["fastq_loader"].failure is None
-    undisturbed, killed, start = found.peers["fastq_loader"].rows
-    assert [row["part"] for row in (undisturbed, killed, start)] == list(kills.PARTS)
-    assert 1 <= killed["kills"] <= 2
-    assert undisturbed["seconds"] > start["seconds"]

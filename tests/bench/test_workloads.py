@@ -22,7 +22,7 @@ pytest.importorskip("sklearn", reason="comes with the bench's extra")
 from bench.peers import LoaderSettings
 from bench.peers.torch_loader import loader_arguments
 from bench.timing.ceiling import as_worker
-from bench.workloads import Load, all_workloads, files, find_workload, jpeg, ready_made, slow, tables, text
+from bench.workloads import Load, all_workloads, files, find_workload, jpeg, ready_made, slow, tables
 from tests.support.datasets import assert_same
 
 NAMES = [*all_workloads(), "bytes_1024"]
@@ -55,28 +55,6 @@ def test_batches_are_the_same_again_and_from_a_spawned_worker(name: str, tmp_pat
     assert len(first) == 2
     assert_same(list(islice(batches(load), 2)), first)
     assert_same(list(islice(batches(pickle.loads(pickle.dumps(load))), 2)), first)
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("jpeg", torch.uint8), ("jpeg_augment", torch.float32)])
-def test_photographs_are_bytes_or_normalised_floats(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    images, labels = next(batches(built(name, tmp_path)))
-    assert (images.shape, images.dtype, set(labels.tolist())) == ((32, 3, 224, 224), dtype, {0, 1})
-    assert images[0].is_contiguous()
-    darkest, brightest = -jpeg.MEAN / jpeg.STD, (1 - jpeg.MEAN) / jpeg.STD
-    if name == "jpeg_augment":
-        assert ((darkest - 1e-5 <= images) & (images <= brightest + 1e-5)).all()
-    assert images.float().std() > 0.1
-
-
-def test_objects_hold_no_tensor_and_what_torch_refuses_to_collate(tmp_path: Path) -> None:
-    load = built("objects", tmp_path)
-    batch = next(batches(load))
-    assert list(batch) == ["id", "caption", "boxes", "extras"]
-    assert "tensor" not in repr(batch)
-    assert len({len(boxes) for boxes in batch["boxes"]}) > 1
-    with pytest.raises((TypeError, RuntimeError)):
-        next(iter(DataLoader(load.dataset, 32)))
-    assert text.columns([{"a": 1}, {"a": None}]) == {"a": [1, None]}
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 16])

@@ -42,7 +42,7 @@ def test_it_finds_more_workers_for_a_dataset_that_waits() -> None:
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader(Waiting(), 4, shuffle=True, num_workers=1, generator=generator)
     before = generator.get_state(), torch.get_rng_state()
-    found = tune(loader, seconds=3, schedules=["round_robin"], max_workers=4, progress=False)
+    found = tune(loader, seconds=4, schedules=["round_robin"], max_workers=4, progress=False)
     assert all(map(torch.equal, before, (generator.get_state(), torch.get_rng_state())))
     assert found.settings["num_workers"] > 1, str(found)
     assert loader.statistics().epochs == 0

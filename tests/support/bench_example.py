@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.output.rows import Results, run_row
-from bench.peers.device import ARMS, OURS, REGISTER, RESIDENT, TORCH
+from bench.peers.device import ARMS, REGISTER, RESIDENT, TORCH
 from bench.timing.cluster import ACTORS, BARE, LOCAL, LOOPBACK, REMOTE, TURN, WORK
 from bench.timing.device import COPY, DRAIN, LENGTHS, LINK, PEAK_BYTES, READY, step_unit
 from bench.timing.resume import FRESH, PERMUTED, RESUMED, SHUFFLE, STATE, STEPS, WITH, WITHOUT
@@ -82,17 +82,6 @@ def schedule(goal_base: str = "bound", bound: float | None = 1.0) -> list[Row]:
     return case("schedule", "stalls", facts, peers, found)
 
 
-def kills() -> list[Row]:
-    seconds = {"undisturbed": (3.0, 3.1, 3.0), "killed": (3.5, 3.8, 3.6), "start": (0.05, 0.04, 0.06)}
-    rows = [
-        {"part": part, "block": n, "seconds": each} | ({"kills": 10} if part == "killed" else {})
-        for part, of in seconds.items()
-        for n, each in enumerate(of)
-    ]
-    facts = {"workers": 1, "batches": 100, "batch_seconds": 0.03}
-    return case("kills", "kills", facts, {"fastq_loader": {}}, {"fastq_loader": rows})
-
-
 def resume() -> list[Row]:
     """Our `state_dict()`, steps, and first batches, in three rounds."""
     states = [_row(STATE, n, calls=1000, seconds=0.02 * each, bytes=4000) for n, each in enumerate(ROUNDS)]
@@ -163,11 +152,9 @@ def shape(name: str, **more: Row) -> list[Row]:
             parts[READY] = {"p50": wait, "p99": 2 * wait}
             parts[COPY] = {"bytes": of.nbytes, "seconds": of.nbytes / (min(1.02 * eta, 0.99) * 50e9)}
         found[arm] = [_row(part, n, **about) for part, about in parts.items() for n in range(3)]
-    staging = {"populate_seconds": 1.7, "register_seconds": 0.1, "pinned_bytes": 1 << 30}
-    ours = {"first_batch": 2.5, "staging": staging}
     peers: dict[str, Row] = {LINK: {}}
     for arm, label in ARMS.items():
-        peers[arm] = {"label": label} | more.get(arm, ours if arm in OURS else {})
+        peers[arm] = {"label": label} | more.get(arm, {})
     facts = {"workers": 14, "batch_bytes": of.nbytes, "fields": of.fields}
     facts |= {"copy_seconds": copy, "supply": supply, "unit": step_unit(copy, supply)}
     return case("device", name, facts, peers, found)
@@ -181,7 +168,7 @@ def everything() -> Results:
     """A whole run on the host."""
     sizes = [row for n in (1 << 10, 1 << 20) for row in steady(f"bytes_{n}", "bytes", size=n)]
     several = [row for workers in (1, 4) for row in steady(axis="workers", workers=workers)]
-    rows = [run(), *steady(), *steady("tokens"), *sizes, *several, *memory(), *turns(), *schedule(), *kills()]
+    rows = [run(), *steady(), *steady("tokens"), *sizes, *several, *memory(), *turns(), *schedule()]
     return Results([*rows, *resume(), *insight(), *cluster()])
 
 
