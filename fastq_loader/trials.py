@@ -6,8 +6,8 @@ were, also where the setting is to load without workers. The step is simulated b
 accelerator uses no CPU of this process. Batches stay on the host, and are not pinned: no context of an
 accelerator outlives a fork.
 
-The child starts as the loader's workers do: whoever chose "spawn" has a reason. It ends by itself, after its
-time or with the consumer, or is killed; its workers end with it.
+The child starts as the loader's workers do: whoever chose "spawn" has a reason. It ends with all of its
+workers: in time by itself, on SIGINT when the consumer or Ctrl-C asks for it, and when the consumer dies.
 """
 
 from __future__ import annotations
@@ -36,21 +36,8 @@ from fastq_loader.system import calls
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Child
 
-#: Seconds that a child has to end after its time.
+#: Seconds that a child which was told to end has for it: workers have 5 to finish their sample.
 _PATIENCE = 8.0
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """What is measured.
-
-    Attributes:
-        setting: workers, prefetch, schedule.
-        start_method: "fork", "spawn" or "forkserver"; None is the loader's own.
-    """
-
-    setting: Setting
-    start_method: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,21 +59,20 @@ class Measured:
     worker_bytes: float = 0.0
 
 
-def like(loader: DataLoader[Any], candidate: Candidate) -> DataLoader[Any]:
-    """A new loader with a candidate's setting, and everything else as it is.
+def like(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
+    """A new loader with another setting, and everything else as it is.
 
     Its attributes are such that the constructor would take them: without workers, none of what goes with them
     is left.
     """
-    setting = candidate.setting
     new = copy.copy(loader)
     changed: dict[str, Any] = {"num_workers": setting.num_workers}
     if setting.dynamic != isinstance(read_schedule(loader.schedule), Dynamic):
         changed["schedule"] = "dynamic" if setting.dynamic else "round_robin"
     if setting.num_workers:
         changed["prefetch_factor"] = setting.prefetch_factor
-        if candidate.start_method is not None:
-            changed["multiprocessing_context"] = candidate.start_method
+        if setting.start_method is not None:
+            changed["multiprocessing_context"] = setting.start_method
     else:
         changed |= {"prefetch_factor": None, "persistent_workers": False, "timeout": 0}
         changed["multiprocessing_context"] = None
@@ -102,13 +88,13 @@ def start_method(loader: DataLoader[Any]) -> str:
 
 
 def measure(
-    loader: DataLoader[Any], candidate: Candidate, step_seconds: float, seconds: float, patience: float
+    loader: DataLoader[Any], setting: Setting, step_seconds: float, seconds: float, patience: float
 ) -> Measured:
     """Iterate a loader like the user's for a time.
 
     Args:
         loader: the user's, which stays as it is.
-        candidate: what is measured.
+        setting: what is measured.
         step_seconds: between two batches.
         seconds: to measure, from the first batch on.
         patience: seconds after which it must be over.
@@ -118,28 +104,28 @@ def measure(
         RuntimeError: the child died.
         Exception: what the loader, or the user's code in it, raised.
     """
-    trial = like(loader, candidate)
+    trial = like(loader, setting)
     vars(trial).pop("_resources", None)  # its epoch is a new one
     object.__setattr__(trial, "device", None)
     object.__setattr__(trial, "pin_memory", False)
-    context: Any = multiprocessing.get_context(candidate.start_method or start_method(loader))
+    context: Any = multiprocessing.get_context(setting.start_method or start_method(loader))
     receiver, sender = context.Pipe(duplex=False)
-    child = Child(context.Process(target=_run, args=(sender, trial, step_seconds, seconds, patience)))
+    child = Child(context.Process(target=_run, args=(sender, trial, step_seconds, seconds, os.getpid())))
     with receiver, sender:
         try:
             # A Ctrl-C between the fork and the child's own handler would print a traceback there.
             with without_signals(signal.SIGINT):
                 child.start()
             sender.close()
-            calls.readable((receiver.fileno(), child.descriptor), patience + _PATIENCE)
+            sources = receiver.fileno(), child.descriptor
+            if not calls.readable(sources, patience):
+                _interrupt(child)  # it says what it has so far
+                calls.readable(sources, _PATIENCE)
             answer = receiver.recv() if receiver.poll() else None
         except EOFError:
             raise RuntimeError(f"the process of a trial {child.death()[0]} before it said anything") from None
         finally:
-            if child.pid:
-                child.kill()
-                child.release()
-            child.forget()
+            _end(child)
     if isinstance(answer, bytes):
         raise load_exception(answer)
     if answer is None:
@@ -148,40 +134,78 @@ def measure(
     return measured
 
 
+def _interrupt(child: Child) -> None:
+    """Tell a child to end. By SIGINT, which the loader knows to keep out of where an exception is lost."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child.pid, signal.SIGINT)
+
+
+def _end(child: Child) -> None:
+    """End a child, with its workers. Another interrupt ends it at once; the workers see that."""
+    if not child.pid:
+        child.forget()
+        return
+    try:
+        _interrupt(child)
+        calls.readable([child.descriptor], _PATIENCE)
+    finally:
+        child.kill()
+        child.release()
+
+
 # ---- in the child --------------------------------------------------------------------------------
 
 
+class _TimeIsOver(BaseException):
+    """The consumer wants the child to end."""
+
+
 def _run(
-    answers: Connection, loader: DataLoader[Any], step_seconds: float, seconds: float, patience: float
+    answers: Connection, loader: DataLoader[Any], step_seconds: float, seconds: float, consumer: int
 ) -> None:
     torch.set_num_threads(1)  # a pool of threads that was forked has no threads, and is waited for
     warnings.simplefilter("ignore")  # they come again in the user's own epochs
-    trial, answering = _Trial(loader, step_seconds), threading.Lock()
-    watch = threading.Thread(target=_watch, args=(answers, trial, answering, patience), daemon=True)
-    watch.start()  # while SIGINT is blocked, and so it stays for this thread
-    signal.set_wakeup_fd(-1)
-    # A handler rather than SIG_IGN, which programs started by user code would inherit.
-    signal.signal(signal.SIGINT, lambda signum, frame: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    answer: Any
-    try:
-        trial.run(seconds)
-        answer = trial.measured()
-    except Exception as error:
-        answer = dump_exception(error, 0)
-    loader.close()
-    with answering:
+    trial = _Trial(loader, step_seconds)
+    answer: Any = None
+    with contextlib.suppress(_TimeIsOver):
+        # First, while SIGINT is blocked: a thread that took it would bring it into the start of a worker.
+        threading.Thread(target=_leave_with, args=(consumer,), daemon=True).start()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, _leave)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        try:
+            with contextlib.suppress(_TimeIsOver):
+                trial.run(seconds)
+            _let_finish()  # what is left takes workers 5 s at most
+            answer = trial.measured()
+        except Exception as error:
+            answer = dump_exception(error, 0)
+        loader.close()
         answers.send(answer)
 
 
-def _watch(answers: Connection, trial: _Trial, answering: threading.Lock, patience: float) -> None:
-    """Leave with the consumer, or when it has no more patience: then with what there is. The workers see this
-    process end, and follow."""
-    consumer = multiprocessing.parent_process()
-    assert consumer is not None
-    if not calls.readable([consumer.sentinel], patience):
-        with answering, contextlib.suppress(OSError):
-            answers.send(trial.measured())
+def _let_finish() -> None:
+    # A handler rather than SIG_IGN, which programs started by user code would inherit.
+    signal.signal(signal.SIGINT, lambda signum, frame: None)
+
+
+def _leave(signum: int, frame: object) -> None:
+    _let_finish()  # once is enough: what follows is the way out
+    raise _TimeIsOver
+
+
+def _leave_with(consumer: int) -> None:
+    """Wait for the consumer's death. The workers see this process end, and follow."""
+    try:
+        descriptor = calls.pidfd_open(consumer)
+    except ProcessLookupError:
+        os._exit(1)
+    except OSError:  # no pidfd in this kernel or sandbox
+        parent = multiprocessing.parent_process()
+        if parent is None:
+            return
+        descriptor = parent.sentinel
+    calls.readable([descriptor], None)
     os._exit(1)
 
 

@@ -18,7 +18,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastq_loader import arguments, trials
@@ -27,7 +27,7 @@ from fastq_loader.insight import machine
 from fastq_loader.insight.model import NOISE, Costs, Setting, most_workers, numbers, seconds_per_batch
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory import arena
-from fastq_loader.trials import Candidate, Measured
+from fastq_loader.trials import Measured
 
 #: The part of the memory that workers and batches may take.
 _MEMORY_SHARE = 0.8
@@ -172,44 +172,41 @@ def tune(
 
 def _trying(
     loader: DataLoader[Any], step: float, seconds: float, progress: bool
-) -> Callable[[Candidate, float, float], Measured]:
-    """Measures a candidate; ten times in all it tells which, if that is wanted."""
+) -> Callable[[Setting, float, float], Measured]:
+    """Measures a setting; ten times in all it tells which, if that is wanted."""
     began, told = time.monotonic(), -1
 
-    def measure(candidate: Candidate, duration: float, patience: float) -> Measured:
+    def measure(setting: Setting, duration: float, patience: float) -> Measured:
         nonlocal told
         passed = min(time.monotonic() - began, seconds)
         if progress and (tenth := int(10 * passed / seconds)) > told:
             told = tenth
             with contextlib.suppress(AttributeError, OSError, ValueError):  # there is no stderr, or no more
-                sys.stderr.write(f"tune: {passed:.0f} of {seconds:.0f} s: {_words(_settings(candidate))}\n")
+                sys.stderr.write(f"tune: {passed:.0f} of {seconds:.0f} s: {_words(_settings(setting))}\n")
                 sys.stderr.flush()
-        return trials.measure(loader, candidate, step, duration, patience)
+        return trials.measure(loader, setting, step, duration, patience)
 
     return measure
 
 
 def _result(
-    loader: DataLoader[Any], ranked: list[Row], own: Candidate, step: float, interrupted: bool
+    loader: DataLoader[Any], ranked: list[Row], own: Setting, step: float, interrupted: bool
 ) -> Tuning:
     rows = tuple(
-        TuningRow(
-            _settings(row.candidate), row.rate, row.spread, row.expected, row.candidate == own, row.error
-        )
+        TuningRow(_settings(row.setting), row.rate, row.spread, row.expected, row.setting == own, row.error)
         for row in ranked
     )
     failed = [row for row in rows if row.error is not None]
     notes = [f"num_workers={row.settings['num_workers']} failed: {row.error!r:.200}" for row in failed]
-    if any(row.candidate.setting.dynamic != own.setting.dynamic for row in ranked):
+    if any(row.setting.dynamic != own.dynamic for row in ranked):
         notes.append("With another schedule, the random numbers of the batches are others.")
     if interrupted:
         notes.append("It was interrupted: this is what was measured so far.")
-    return Tuning(rows[0].settings, rows, step, tuple(notes), trials.like(loader, ranked[0].candidate))
+    return Tuning(rows[0].settings, rows, step, tuple(notes), trials.like(loader, ranked[0].setting))
 
 
-def _settings(candidate: Candidate) -> dict[str, Any]:
-    """The arguments of `DataLoader` that make a candidate."""
-    setting = candidate.setting
+def _settings(setting: Setting) -> dict[str, Any]:
+    """The arguments of `DataLoader` that make a setting."""
     if not setting.num_workers:
         return {"num_workers": 0}
     settings: dict[str, Any] = {
@@ -217,8 +214,8 @@ def _settings(candidate: Candidate) -> dict[str, Any]:
         "prefetch_factor": setting.prefetch_factor,
         "schedule": "dynamic" if setting.dynamic else "round_robin",
     }
-    if candidate.start_method is not None:
-        settings["multiprocessing_context"] = candidate.start_method
+    if setting.start_method is not None:
+        settings["multiprocessing_context"] = setting.start_method
     return settings
 
 
@@ -251,7 +248,7 @@ def checked(
     start_methods: Sequence[str] | None,
     schedules: Sequence[str] | None,
     max_workers: Any,
-) -> tuple[Candidate, Limits]:
+) -> tuple[Setting, Limits]:
     """The loader's own setting, and what may be tried; for arguments and errors see `tune`."""
     if not isinstance(loader, DataLoader):
         kind = f"{type(loader).__module__}.{type(loader).__qualname__}"
@@ -270,7 +267,7 @@ def checked(
     known = ["dynamic" if dynamic else "round_robin"] if arguments.is_iterable(loader) else list(_SCHEDULES)
     tried = _names("schedules", schedules, known) or known
     method = None if methods is None else trials.start_method(loader)
-    own = Candidate(Setting(int(loader.num_workers), loader.prefetch_factor or 2, dynamic), method)
+    own = Setting(int(loader.num_workers), loader.prefetch_factor or 2, dynamic, start_method=method)
     limits = Limits(
         cpus=machine.cpus(),
         memory_bytes=machine.memory_bytes() * _MEMORY_SHARE / machine.ranks(),
@@ -307,7 +304,7 @@ class Row:
     """What is known of a setting.
 
     Attributes:
-        candidate: it.
+        setting: it.
         expected: batches per second, by the model; None: it was not asked.
         probe: what was measured before the rounds. It counts as long as nothing else does: the machine may
             have been less busy then.
@@ -315,7 +312,7 @@ class Row:
         error: what was raised instead.
     """
 
-    candidate: Candidate
+    setting: Setting
     expected: float | None = None
     probe: Measured | None = None
     slices: list[Measured] = field(default_factory=list)
@@ -341,19 +338,19 @@ class Search:
     Args:
         own: the loader's.
         limits: what may be tried.
-        measure: measures a candidate for some seconds; is given the seconds after which it must be over.
+        measure: measures a setting for some seconds; is given the seconds after which it must be over.
         clock: the time, in seconds.
         seconds: of the whole search.
 
     Attributes:
-        rows: what was measured, by candidate.
+        rows: what was measured, by setting.
     """
 
     def __init__(
         self,
-        own: Candidate,
+        own: Setting,
         limits: Limits,
-        measure: Callable[[Candidate, float, float], Measured],
+        measure: Callable[[Setting, float, float], Measured],
         clock: Callable[[], float],
         seconds: float,
     ) -> None:
@@ -365,7 +362,7 @@ class Search:
         self._until = clock() + seconds
         self._overhead = 0.0  # seconds that a measurement takes besides
         self._least = _LEAST_SECONDS  # of one measurement
-        self.rows: dict[Candidate, Row] = {}
+        self.rows: dict[Setting, Row] = {}
         self._survivors: list[Row] = []
 
     def run(self) -> None:
@@ -376,7 +373,7 @@ class Search:
         """
         expected = self._expected(*self._probe())
         for row in self.rows.values():
-            row.expected = expected.get(row.candidate)
+            row.expected = expected.get(row.setting)
         # As many as can be measured in half of the time that is left.
         affordable = max(2, min(_MOST, int(self._left / 2 / (self._least + self._overhead))))
         chosen = promising(expected, self._own, affordable)
@@ -407,11 +404,11 @@ class Search:
     def _probe(self) -> tuple[Measured, Costs]:
         """Measure the loader's own setting, and one worker if there is time; the one that tells what a batch
         costs."""
-        one = Candidate(Setting(1, 2, self._own.setting.dynamic), self._own.start_method)
+        one = replace(self._own, num_workers=1, prefetch_factor=2)
         seconds, known = self._seconds * _PROBES / 2, []
-        for candidate in dict.fromkeys([self._own, one] if self._limits.most_workers != 0 else [self._own]):
+        for setting in dict.fromkeys([self._own, one] if self._limits.most_workers != 0 else [self._own]):
             if self._left > 0:
-                row, began = self.rows.setdefault(candidate, Row(candidate)), self._clock()
+                row, began = self.rows.setdefault(setting, Row(setting)), self._clock()
                 row.probe = self._try(row, seconds)
                 if row.probe is not None and row.probe.costs:
                     self._overhead = max(0.0, self._clock() - began - seconds)
@@ -420,30 +417,25 @@ class Search:
             raise next(row.error for row in self.rows.values() if row.error is not None)
         return known[-1]
 
-    def _expected(self, measured: Measured, costs: Costs) -> dict[Candidate, float]:
-        """Batches per second of every candidate, by the model."""
+    def _expected(self, measured: Measured, costs: Costs) -> dict[Setting, float]:
+        """Batches per second of every setting, by the model."""
         limits, own = self._limits, self._own
         wanted = max(
             _LEAST_BATCHES * max(costs.load + costs.pack, costs.step), _LEAST_LATE * max(costs.loads)
         )
         self._least = max(_LEAST_SECONDS, min(wanted, self._left / 8))
         most = min(most_workers(costs, limits.cpus), limits.most_workers)
-        found = {Candidate(Setting(0, 2, own.setting.dynamic), own.start_method)}
-        for number in {*numbers(most, limits.cpus), own.setting.num_workers} - {0}:
-            for prefetch in {*_PREFETCH, own.setting.prefetch_factor}:
-                if (
-                    number * (measured.worker_bytes + (prefetch + 1) * measured.batch_bytes)
-                    <= limits.memory_bytes
-                ):
+        found = {replace(own, num_workers=0, prefetch_factor=2)}
+        for number in {*numbers(most, limits.cpus), own.num_workers} - {0}:
+            for prefetch in {*_PREFETCH, own.prefetch_factor}:
+                held = number * (measured.worker_bytes + (prefetch + 1) * measured.batch_bytes)
+                if held <= limits.memory_bytes:
                     found |= {
-                        Candidate(Setting(number, prefetch, dynamic), method)
+                        Setting(number, prefetch, dynamic, start_method=method)
                         for dynamic in limits.schedules
                         for method in limits.start_methods
                     }
-        rates = {
-            each: 1 / seconds_per_batch(costs, each, limits.cpus) for each in {each.setting for each in found}
-        }
-        return {each: rates[each.setting] for each in found}
+        return {each: 1 / seconds_per_batch(costs, each, limits.cpus) for each in found}
 
     def _round(self, seconds: float) -> None:
         """Measure the survivors, there and back, so that the average time of all is the same."""
@@ -457,7 +449,7 @@ class Search:
     def _try(self, row: Row, seconds: float) -> Measured | None:
         try:
             patience = max(seconds + 2 * self._overhead + _SLACK, self._left)
-            return self._measure(row.candidate, seconds, patience)
+            return self._measure(row.setting, seconds, patience)
         except Exception as error:
             row.error = error
             return None
@@ -466,32 +458,34 @@ class Search:
         """Sorts by speed, and those within the noise of the best by what they take."""
         enough = max((row.rate for row in rows), default=0.0) * (1 - NOISE)
         own = self._own
-        return lambda row: (True, -row.rate) if row.rate < enough else (False, *price(row.candidate, own))
+        return lambda row: (True, -row.rate) if row.rate < enough else (False, *price(row.setting, own))
 
 
-def price(candidate: Candidate, own: Candidate) -> tuple[int, int, bool, bool]:
-    """What a candidate takes, and whether it changes more than the numbers; the least wins."""
-    setting = candidate.setting
-    changed = setting.dynamic != own.setting.dynamic, candidate.start_method != own.start_method
+def price(setting: Setting, own: Setting) -> tuple[int, int, bool, bool]:
+    """What a setting takes, and whether it changes more than the numbers; the least wins."""
+    changed = setting.dynamic != own.dynamic, setting.start_method != own.start_method
     return setting.num_workers, setting.prefetch_factor, *changed
 
 
-def promising(expected: Mapping[Candidate, float], own: Candidate, limit: int) -> list[Candidate]:
-    """The candidates to measure: the best of each number of workers, by turns with variants of the best.
+def promising(expected: Mapping[Setting, float], own: Setting, limit: int) -> list[Setting]:
+    """The settings to measure: the best of each number of workers, by turns with variants of the best.
 
     The model knows least about how workers get into each other's way, so different numbers come first.
     """
-    # Equal rates come one after the other, the cheapest first.
-    ranked = sorted(expected, key=lambda each: (-round(math.log(expected[each]) / NOISE), price(each, own)))
-    first_of = {each.setting.num_workers: each for each in reversed(ranked)}
-    leaders = sorted(first_of.values(), key=ranked.index)
-    some = next(filter(None, (each.setting.num_workers for each in leaders)), 0)
-    variants = [each for each in ranked if each.setting.num_workers == some]
-    first = [
-        leaders[0],
-        *({own} & expected.keys()),
-        *leaders[1:2],
-        *(each for each in leaders if not each.setting.num_workers),
-    ]
-    later = [each for pair in zip(leaders[2:], variants[1:], strict=False) for each in pair]
-    return list(dict.fromkeys([*first, *later, *variants, *leaders]))[:limit]
+    numbers: dict[int, dict[Setting, float]] = {}
+    for setting, rate in expected.items():
+        numbers.setdefault(setting.num_workers, {})[setting] = rate
+    leaders = {_cheapest(rates, own): max(rates.values()) for rates in numbers.values()}
+    best = _cheapest(leaders, own)
+    ranked = sorted(leaders, key=lambda each: (each != best, -leaders[each], price(each, own)))
+    some = next((each for each in ranked if each.num_workers), best)
+    variants = sorted(numbers[some.num_workers], key=lambda each: price(each, own))
+    zero = [each for each in expected if each.num_workers == 0]
+    first = ranked[:1] + [own] * (own in expected) + ranked[1:2] + zero
+    later = [each for pair in zip(ranked[2:], variants, strict=False) for each in pair]
+    return list(dict.fromkeys([*first, *later, *variants, *ranked]))[:limit]
+
+
+def _cheapest(rates: Mapping[Setting, float], own: Setting) -> Setting:
+    enough = max(rates.values()) * (1 - NOISE)
+    return min((each for each, rate in rates.items() if rate >= enough), key=lambda each: price(each, own))

@@ -14,12 +14,12 @@ from torch.utils.data import Dataset, RandomSampler, get_worker_info
 
 from fastq_loader import DataLoader, Dynamic, ToDevice, trials
 from fastq_loader.insight.model import Setting
-from fastq_loader.trials import Candidate, Measured
+from fastq_loader.trials import Measured
 from tests.conftest import descendants, running_script, wait_until
 from tests.support.datasets import Made
 from tests.support.loaders import image
 
-TWO = Candidate(Setting(2, 2))
+TWO = Setting(2, 2)
 
 
 class Counting(Dataset[Any]):
@@ -68,9 +68,9 @@ def vanish() -> None:
 
 
 def measure(
-    loader: DataLoader[Any], candidate: Candidate = TWO, step: float = 0.0, seconds: float = 0.05
+    loader: DataLoader[Any], setting: Setting = TWO, step: float = 0.0, seconds: float = 0.05
 ) -> Measured:
-    return trials.measure(loader, candidate, step, seconds, 60.0)
+    return trials.measure(loader, setting, step, seconds, 60.0)
 
 
 # ---- a loader like another one -----------------------------------------------------------------------
@@ -101,7 +101,7 @@ def test_a_loader_like_another_one_differs_in_its_setting_only() -> None:
         multiprocessing_context="fork",
     )
     before = attributes(loader)
-    new = trials.like(loader, Candidate(Setting(1, 4, dynamic=True), "spawn"))
+    new = trials.like(loader, Setting(1, 4, dynamic=True, start_method="spawn"))
     changed = {name for name, value in attributes(new).items() if before[name] is not value}
     assert changed == {
         "num_workers",
@@ -113,10 +113,7 @@ def test_a_loader_like_another_one_differs_in_its_setting_only() -> None:
     assert new.multiprocessing_context.get_start_method() == "spawn"
     assert type(new) is Special
     assert attributes(loader) == before
-    assert (
-        trials.like(loader, Candidate(Setting(2, 5))).multiprocessing_context
-        is loader.multiprocessing_context
-    )
+    assert trials.like(loader, Setting(2, 5)).multiprocessing_context is loader.multiprocessing_context
 
 
 def test_one_without_workers_could_be_made_by_the_constructor() -> None:
@@ -128,7 +125,7 @@ def test_one_without_workers_could_be_made_by_the_constructor() -> None:
         timeout=9,
         multiprocessing_context="fork",
     )
-    new = trials.like(loader, Candidate(Setting(0, 5)))
+    new = trials.like(loader, Setting(0, 5))
     names = ["num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"]
     assert [getattr(new, name) for name in names] == [0, None, False, 0, None]
     Special(new.dataset, new.colour, **{name: getattr(new, name) for name in names})
@@ -138,8 +135,8 @@ def test_one_without_workers_could_be_made_by_the_constructor() -> None:
 def test_a_schedule_stays_as_it_was_said_if_it_is_of_that_kind() -> None:
     schedule = Dynamic(window=7)
     loader: DataLoader[Any] = DataLoader(Made(float, 8), schedule=schedule)
-    assert trials.like(loader, Candidate(Setting(1, 2, dynamic=True))).schedule is schedule
-    assert trials.like(loader, Candidate(Setting(1, 2, dynamic=False))).schedule == "round_robin"
+    assert trials.like(loader, Setting(1, 2, dynamic=True)).schedule is schedule
+    assert trials.like(loader, Setting(1, 2, dynamic=False)).schedule == "round_robin"
 
 
 # ---- what it gives -----------------------------------------------------------------------------------
@@ -150,7 +147,7 @@ def test_a_schedule_stays_as_it_was_said_if_it_is_of_that_kind() -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_it_tells_the_rate_and_what_a_batch_costs(workers: int, persistent: bool) -> None:
     loader: DataLoader[Any] = DataLoader(Made(image, 60), 4, num_workers=2, persistent_workers=persistent)
-    found = measure(loader, Candidate(Setting(workers, 2)), step=0.001, seconds=0.2)
+    found = measure(loader, Setting(workers, 2), step=0.001, seconds=0.2)
     assert found.batches > 0
     assert found.seconds >= found.batches * 0.001
     assert found.costs is not None
@@ -167,7 +164,7 @@ def test_it_tells_the_rate_and_what_a_batch_costs(workers: int, persistent: bool
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_it_starts_as_the_workers_do(method: str) -> None:
     loader: DataLoader[Any] = DataLoader(Made(float, 64), 4, num_workers=1, multiprocessing_context=method)
-    assert measure(loader, Candidate(Setting(1, 2))).batches > 0
+    assert measure(loader, Setting(1, 2)).batches > 0
 
 
 @pytest.mark.processes
@@ -175,7 +172,7 @@ def test_threads_of_torch_in_the_consumer_do_not_stop_it() -> None:
     torch.set_num_threads(4)
     try:
         torch.ones(1 << 20).add_(1).sum()  # starts them
-        found = measure(DataLoader(Made(_add, 16), 4, num_workers=0), Candidate(Setting(0, 2)))
+        found = measure(DataLoader(Made(_add, 16), 4, num_workers=0), Setting(0, 2))
         assert found.batches > 0
     finally:
         torch.set_num_threads(1)
@@ -189,7 +186,7 @@ def _add(index: int) -> float:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_has_no_batch_is_told_so_and_not_to_take_more_time(workers: int) -> None:
     with pytest.raises(ValueError, match="the loader gives no batch: its dataset is empty"):
-        measure(DataLoader(Made(float, 0), num_workers=workers), Candidate(Setting(workers, 2)))
+        measure(DataLoader(Made(float, 0), num_workers=workers), Setting(workers, 2))
 
 
 # ---- what it leaves alone ----------------------------------------------------------------------------
@@ -205,7 +202,7 @@ def test_the_loader_and_all_that_is_its_stay_as_they_were(workers: int) -> None:
     read, record = dataset.read, loader._resources.record
     states = [each.get_state() for each in (generator, dataset.generator, torch.default_generator)]
     state = loader.state_dict()
-    measure(loader, Candidate(Setting(workers, 2)))
+    measure(loader, Setting(workers, 2))
     after = [each.get_state() for each in (generator, dataset.generator, torch.default_generator)]
     assert all(map(torch.equal, states, after))
     assert dataset.read == read
@@ -218,7 +215,7 @@ def test_the_loader_and_all_that_is_its_stay_as_they_were(workers: int) -> None:
 def test_batches_stay_on_the_host() -> None:
     to_device = ToDevice("cpu", transform=lambda batch: refuse())
     loader: DataLoader[Any] = DataLoader(Made(float, 12), 4, device=to_device, pin_memory=True)
-    assert measure(loader, Candidate(Setting(0, 2))).batches > 0
+    assert measure(loader, Setting(0, 2)).batches > 0
     assert loader.device is to_device
     assert loader.pin_memory
 
@@ -230,20 +227,20 @@ def test_batches_stay_on_the_host() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_the_users_code_is_raised(workers: int) -> None:
     with pytest.raises(KeyError, match="no such file"):
-        measure(DataLoader(Failing(refuse), num_workers=2), Candidate(Setting(workers, 2)))
+        measure(DataLoader(Failing(refuse), num_workers=2), Setting(workers, 2))
 
 
 @pytest.mark.processes
 def test_a_process_that_dies_says_how() -> None:
     with pytest.raises(RuntimeError, match="the process of a trial exited with code 7 before it said"):
-        measure(DataLoader(Failing(vanish)), Candidate(Setting(0, 2)))
+        measure(DataLoader(Failing(vanish)), Setting(0, 2))
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_one_that_takes_too_long_is_ended_with_its_workers(workers: int) -> None:
     with pytest.raises(TimeoutError, match="too few batches in 1 s"):
-        trials.measure(DataLoader(Sleeping(), num_workers=2), Candidate(Setting(workers, 2)), 0.0, 0.1, 1.0)
+        trials.measure(DataLoader(Sleeping(), num_workers=2), Setting(workers, 2), 0.0, 0.1, 1.0)
     assert not descendants()
 
 

@@ -19,7 +19,7 @@ from fastq_loader import DataLoader, Dynamic, Tuning, trials, tune, tuning
 from fastq_loader.insight import machine
 from fastq_loader.insight.model import NOISE, Costs, Setting, most_workers, numbers, seconds_per_batch
 from fastq_loader.memory import arena
-from fastq_loader.trials import Candidate, Measured
+from fastq_loader.trials import Measured
 from fastq_loader.tuning import Limits, Row, Search, price, promising
 from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import Made, Stream
@@ -27,7 +27,7 @@ from tests.support.datasets import Made, Stream
 # torch's, which counts the CPUs of the machine that the tests run on.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-OWN = Candidate(Setting(2, 2))
+OWN = Setting(2, 2)
 EIGHT = Made(float, 8)
 
 
@@ -46,26 +46,25 @@ class Machine:
     batch_bytes: float = 0.0
     worker_bytes: float = 0.0
     now: float = 0.0
-    fails: dict[Candidate, Exception] = field(default_factory=dict)
-    calls: list[tuple[Candidate, float, float]] = field(default_factory=list)
+    fails: dict[Setting, Exception] = field(default_factory=dict)
+    calls: list[tuple[Setting, float, float]] = field(default_factory=list)
     interrupts: int = -1  # at which call
 
-    def rate(self, candidate: Candidate) -> float:
-        setting = candidate.setting
+    def rate(self, setting: Setting) -> float:
         slower = self.slower.get(setting.num_workers, 1.0)
         return 1 / (seconds_per_batch(self.costs, setting, self.cpus) * slower)
 
-    def measure(self, candidate: Candidate, seconds: float, patience: float) -> Measured:
+    def measure(self, setting: Setting, seconds: float, patience: float) -> Measured:
         if len(self.calls) == self.interrupts:
             raise KeyboardInterrupt
-        self.calls.append((candidate, seconds, patience))
+        self.calls.append((setting, seconds, patience))
         self.now += seconds + self.overhead
-        if candidate in self.fails:
-            raise self.fails[candidate]
-        batches = self.rate(candidate) * seconds
+        if setting in self.fails:
+            raise self.fails[setting]
+        batches = self.rate(setting) * seconds
         return Measured(batches, seconds, self.costs, self.batch_bytes, self.worker_bytes)
 
-    def search(self, own: Candidate = OWN, seconds: float = 30.0, limits: Limits | None = None) -> Search:
+    def search(self, own: Setting = OWN, seconds: float = 30.0, limits: Limits | None = None) -> Search:
         return Search(own, limits or Limits(cpus=self.cpus), self.measure, lambda: self.now, seconds)
 
     def found(self, *arguments: Any, **named: Any) -> Search:
@@ -76,7 +75,7 @@ class Machine:
     def best(self, *arguments: Any, **named: Any) -> Setting:
         best = self.found(*arguments, **named).best
         assert best is not None
-        return best.candidate.setting
+        return best.setting
 
 
 # ---- what is measured ------------------------------------------------------------------------------
@@ -85,16 +84,16 @@ class Machine:
 def test_where_the_own_setting_took_all_the_time_nothing_else_is_measured() -> None:
     slow = Machine(decoding(), overhead=6.0)
     search = slow.found(seconds=6)
-    assert [candidate for candidate, *_ in slow.calls] == [OWN]
+    assert [setting for setting, *_ in slow.calls] == [OWN]
     assert search.best is search.rows[OWN]
 
 
 def test_the_own_setting_is_measured_first_and_then_one_worker() -> None:
     played = Machine(decoding())
-    played.found(Candidate(Setting(5, 3, dynamic=True), "spawn"))
+    played.found(Setting(5, 3, dynamic=True, start_method="spawn"))
     assert [call[0] for call in played.calls[:2]] == [
-        Candidate(Setting(5, 3, dynamic=True), "spawn"),
-        Candidate(Setting(1, 2, dynamic=True), "spawn"),
+        Setting(5, 3, dynamic=True, start_method="spawn"),
+        Setting(1, 2, dynamic=True, start_method="spawn"),
     ]
 
 
@@ -113,11 +112,11 @@ def test_the_time_is_kept_and_what_wins_is_near_the_best(
 ) -> None:
     costs = replace(decoding(load, load_cpu=load_cpu, step=step), loads=(*[load] * 19, load * tail))
     played = Machine(costs, cpus, overhead=overhead)
-    best = Candidate(played.best(seconds=seconds))
+    best = played.best(seconds=seconds)
     # One measurement more may have begun, and a slice has a least length.
     assert played.now <= seconds * 1.5 + 3 * overhead
     possible = [
-        Candidate(Setting(workers, prefetch, dynamic))
+        Setting(workers, prefetch, dynamic)
         for workers in [0, *numbers(most_workers(costs, cpus), cpus)]
         for prefetch in (1, 2, 4, 8)
         for dynamic in (False, True)
@@ -144,7 +143,7 @@ def test_what_was_measured_counts_and_not_what_was_expected(slower: dict[int, fl
     ],
 )
 def test_what_wins(costs: Costs, cpus: float, own: Setting, best: Setting) -> None:
-    assert Machine(costs, cpus).best(Candidate(own)) == best
+    assert Machine(costs, cpus).best(own) == best
 
 
 def test_rounds_go_there_and_back() -> None:
@@ -183,7 +182,7 @@ def test_a_quiet_moment_before_the_rounds_makes_no_winner() -> None:
 
 
 def tried(search: Search) -> set[Setting]:
-    return {row.candidate.setting for row in search.rows.values()}
+    return {row.setting for row in search.rows.values()}
 
 
 def test_nothing_is_tried_that_memory_does_not_hold() -> None:
@@ -197,23 +196,23 @@ def test_nothing_is_tried_that_memory_does_not_hold() -> None:
 
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_no_more_workers_are_tried_than_are_allowed(most: int) -> None:
-    found = Machine(decoding()).found(Candidate(Setting(0, 2)), limits=Limits(cpus=8, most_workers=most))
+    found = Machine(decoding()).found(Setting(0, 2), limits=Limits(cpus=8, most_workers=most))
     assert max(setting.num_workers for setting in tried(found)) == most
 
 
 def test_only_the_schedules_and_start_methods_that_were_named_are_tried() -> None:
     limits = Limits(cpus=4, schedules=(False,), start_methods=("fork", "spawn"))
-    search = Machine(decoding(), cpus=4).found(Candidate(Setting(2, 2), "fork"), limits=limits)
+    search = Machine(decoding(), cpus=4).found(Setting(2, 2, start_method="fork"), limits=limits)
     assert not any(setting.dynamic for setting in tried(search))
-    rows = [row.candidate for row in search.rows.values() if row.candidate.setting.num_workers]
-    assert {candidate.start_method for candidate in rows} == {"fork", "spawn"}
+    rows = [row.setting for row in search.rows.values() if row.setting.num_workers]
+    assert {setting.start_method for setting in rows} == {"fork", "spawn"}
 
 
 # ---- failures --------------------------------------------------------------------------------------
 
 
 def test_a_setting_that_fails_has_a_row_and_is_not_tried_again() -> None:
-    error, eight = RuntimeError("no"), Candidate(Setting(8, 2))
+    error, eight = RuntimeError("no"), Setting(8, 2)
     played = Machine(decoding(), fails={eight: error})
     search = played.found()
     assert search.rows[eight].error is error
@@ -223,24 +222,22 @@ def test_a_setting_that_fails_has_a_row_and_is_not_tried_again() -> None:
 
 
 def test_where_the_own_setting_fails_another_one_may_win_and_where_all_fail_its_error_is_raised() -> None:
-    assert Machine(decoding(), fails={OWN: OSError("too many")}).best() != OWN.setting
-    fails: dict[Candidate, Exception] = {OWN: KeyError("own"), Candidate(Setting(1, 2)): KeyError("one")}
+    assert Machine(decoding(), fails={OWN: OSError("too many")}).best() != OWN
+    fails: dict[Setting, Exception] = {OWN: KeyError("own"), Setting(1, 2): KeyError("one")}
     with pytest.raises(KeyError, match="own"):
         Machine(decoding(), fails=fails).found()
 
 
 @given(
     st.dictionaries(
-        st.builds(
-            Candidate, st.builds(Setting, st.integers(0, 9), st.sampled_from([1, 2, 4]), st.booleans())
-        ),
+        st.builds(Setting, st.integers(0, 9), st.sampled_from([1, 2, 4]), st.booleans()),
         st.floats(0.1, 1e6),
         min_size=1,
     ),
     st.integers(1, 10),
 )
 def test_what_promises_most_is_among_those_that_are_measured(
-    expected: dict[Candidate, float], limit: int
+    expected: dict[Setting, float], limit: int
 ) -> None:
     chosen = promising(expected, OWN, limit)
     assert len(chosen) == len(set(chosen)) <= limit
@@ -254,11 +251,11 @@ def test_what_promises_most_is_among_those_that_are_measured(
 
 def test_a_price_is_workers_then_prefetch_then_change() -> None:
     order = [
-        Candidate(Setting(1, 4, dynamic=True), "spawn"),
-        Candidate(Setting(2, 1, dynamic=True), "spawn"),
-        Candidate(Setting(2, 2), None),
-        Candidate(Setting(2, 2), "spawn"),
-        Candidate(Setting(2, 2, dynamic=True), None),
+        Setting(1, 4, dynamic=True, start_method="spawn"),
+        Setting(2, 1, dynamic=True, start_method="spawn"),
+        Setting(2, 2),
+        Setting(2, 2, start_method="spawn"),
+        Setting(2, 2, dynamic=True),
     ]
     assert sorted(order, key=lambda each: price(each, OWN)) == order
 
@@ -271,9 +268,9 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """What measures for `tune`, on a machine with four CPUs."""
     played = Machine(decoding(), 4.0, overhead=0.0)
 
-    def measure(loader: Any, candidate: Candidate, step: float, *times: float) -> Measured:
+    def measure(loader: Any, setting: Setting, step: float, *times: float) -> Measured:
         played.costs = replace(played.costs, step=step)
-        return played.measure(candidate, *times)
+        return played.measure(setting, *times)
 
     monkeypatch.setattr(trials, "measure", measure)
     monkeypatch.setattr(tuning, "time", SimpleNamespace(monotonic=lambda: played.now))
@@ -326,7 +323,7 @@ def test_a_setting_that_is_the_best_stays_as_it_is(played: Machine) -> None:
 def test_what_failed_is_told(played: Machine) -> None:
     for prefetch in (2, 4, 8):
         for dynamic in (False, True):
-            played.fails[Candidate(Setting(4, prefetch, dynamic))] = OSError("no room")
+            played.fails[Setting(4, prefetch, dynamic)] = OSError("no room")
     found = tune(loader_of(num_workers=1), progress=False)
     failed = [row for row in found.rows if row.error is not None]
     assert {row.settings["num_workers"] for row in failed} == {4}
@@ -358,11 +355,11 @@ def test_what_may_be_tried(played: Machine, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(machine, "memory_bytes", lambda: 1000)
     monkeypatch.setattr(machine, "ranks", lambda: 2)
     found = tuning.checked(loader_of(schedule=Dynamic(window=5)), None, 30, None, None, None)
-    assert found == (Candidate(Setting(0, 2, True)), Limits(4.0, 400.0))
+    assert found == (Setting(0, 2, True), Limits(4.0, 400.0))
     loader = loader_of(num_workers=2, prefetch_factor=3, multiprocessing_context="spawn")
     found = tuning.checked(loader, None, 30, ["fork", "spawn"], ("dynamic",), 3)
     assert found == (
-        Candidate(Setting(2, 3), "spawn"),
+        Setting(2, 3, start_method="spawn"),
         Limits(4.0, 400.0, 3, (True,), ("fork", "spawn")),
     )
     found = tuning.checked(DataLoader(Stream("tensors", [8])), None, 30, None, None, None)

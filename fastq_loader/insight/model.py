@@ -98,12 +98,14 @@ class Setting:
         prefetch_factor: batches that each worker works ahead.
         dynamic: whichever worker is free takes the next batch; else they take turns.
         fixed_window: batches that may be under way, where that was said; None: as the others come to.
+        start_method: "fork", "spawn" or "forkserver"; None: the loader's own.
     """
 
     num_workers: int
     prefetch_factor: int = 2
     dynamic: bool = False
     fixed_window: int | None = None
+    start_method: str | None = None
 
     @property
     def window(self) -> int:
