@@ -30,6 +30,7 @@ from fastq_loader.errors import (
 )
 from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.loader import DataLoader
+from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.results import empty
 from fastq_loader.reading.sampling import PermutationSampler
 from fastq_loader.remote.ray_workers import RayWorkers
@@ -44,6 +45,9 @@ from fastq_loader.statistics.snapshots import (
 )
 from fastq_loader.tuning import Tuning, TuningRow, tune
 from fastq_loader.workers.kinds import Processes
+
+if AVAILABLE:  # with the rest: a program may give up the right to read files before it iterates
+    from fastq_loader.workers import local_pool as _local_pool  # noqa: F401
 
 __all__ = [
     "DataLoader",

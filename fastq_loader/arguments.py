@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data.dataloader import _DatasetKind
@@ -22,30 +22,62 @@ from fastq_loader.remote.ray_workers import RayWorkers
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Schedule, WindowLimits, read_schedule
 from fastq_loader.workers.kinds import Auto, Processes, WorkerKind, read_workers
 
-if TYPE_CHECKING:
-    from fastq_loader.loader import DataLoader
+
+class Loader(Protocol):
+    """What the parts of a loader read of it: its arguments, under torch's names, and what it keeps between
+    epochs. Iterators are made of a loader and reset with one by torch's contract, which wrappers rely on."""
+
+    dataset: Any
+    num_workers: Any
+    prefetch_factor: int | None
+    batch_size: int | None
+    collate_fn: Any
+    generator: Any
+    worker_init_fn: Any
+    pin_memory: bool
+    pin_memory_device: str
+    persistent_workers: bool
+    drop_last: bool
+    timeout: float
+    in_order: bool
+    schedule: str | Schedule
+    workers: str | WorkerKind
+    device: Any
+    _dataset_kind: Any
+    _IterableDataset_len_called: Any
+
+    @property
+    def _auto_collation(self) -> bool: ...
+    @property
+    def _index_sampler(self) -> Any: ...
+    @property
+    def _resources(self) -> Any: ...
+    def _device_session(self) -> Any: ...
+    def _start_engine(self, base_seed: int, shared_seed: int | None) -> Any: ...
+    def check_worker_number_rationality(self) -> None: ...
+
 
 #: The kinds of workers that have a short form.
 KINDS = (Processes, RayWorkers)
 
 
-def is_iterable(loader: DataLoader[Any]) -> bool:
+def is_iterable(loader: Loader) -> bool:
     """Whether its dataset is read in order, and not by index."""
     return bool(getattr(loader, "_dataset_kind", None) == _DatasetKind.Iterable)
 
 
-def is_dynamic(loader: DataLoader[Any]) -> bool:
+def is_dynamic(loader: Loader) -> bool:
     """Whether every batch has its own random numbers."""
     return isinstance(read_schedule(loader.schedule), Dynamic)
 
 
-def saves_generators(loader: DataLoader[Any]) -> bool:
+def saves_generators(loader: Loader) -> bool:
     """Whether workers send the states of their generators with each batch."""
     schedule = read_schedule(loader.schedule)
     return isinstance(schedule, RoundRobin) and schedule.save_generators
 
 
-def workers(loader: DataLoader[Any]) -> WorkerKind:
+def workers(loader: Loader) -> WorkerKind:
     """Which kind of workers there are.
 
     Raises:
@@ -65,7 +97,7 @@ def elsewhere(workers: str | WorkerKind) -> bool:
     return not read_workers(workers, KINDS).here
 
 
-def check_workers(loader: DataLoader[Any], kind: WorkerKind) -> None:
+def check_workers(loader: Loader, kind: WorkerKind) -> None:
     """Raise unless workers of this kind can be started here, and kept with the loader's dataset.
 
     Raises:
@@ -101,7 +133,7 @@ def check_workers(loader: DataLoader[Any], kind: WorkerKind) -> None:
         )
 
 
-def check_auto(loader: DataLoader[Any], schedule: Schedule) -> None:
+def check_auto(loader: Loader, schedule: Schedule) -> None:
     """Raise if the number of workers is to be chosen, and batches would depend on it.
 
     Raises:
@@ -123,7 +155,7 @@ def check_auto(loader: DataLoader[Any], schedule: Schedule) -> None:
 
 
 #: What is checked when an argument is set.
-CHECKS: dict[str, Callable[[DataLoader[Any], Any], object]] = {
+CHECKS: dict[str, Callable[[Loader, Any], object]] = {
     "num_workers": lambda loader, value: _check_number(value),
     "schedule": lambda loader, value: check_auto(loader, read_schedule(value)),
     "workers": lambda loader, value: check_workers(loader, read_workers(value, KINDS)),
@@ -136,7 +168,7 @@ def _check_number(value: Any) -> None:
         raise ValueError(f"num_workers={value!r} can be said to the constructor; set a number here")
 
 
-def window(loader: DataLoader[Any]) -> WindowLimits:
+def window(loader: Loader) -> WindowLimits:
     """How many batches may be under way."""
     assert loader.prefetch_factor is not None, "torch's constructor sets it for num_workers > 0"
     return WindowLimits.of(
@@ -148,7 +180,7 @@ def window(loader: DataLoader[Any]) -> WindowLimits:
     )
 
 
-def pinning(loader: DataLoader[Any]) -> tuple[bool, str | None]:
+def pinning(loader: Loader) -> tuple[bool, str | None]:
     """Whether batches are copied to page-locked memory, and the type of device that it is for; with torch's
     warnings."""
     if not loader.pin_memory:

@@ -20,7 +20,6 @@ from torch.utils.data._utils.collate import default_collate, default_convert
 
 from fastq_loader import arguments
 from fastq_loader.consumer.engine import Engine
-from fastq_loader.consumer.resources import Resources
 from fastq_loader.device.accelerator import ToDevice, read_device
 from fastq_loader.device.staging import DeviceSession
 from fastq_loader.insight import auto, verdict
@@ -29,6 +28,7 @@ from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.iterators.multiprocess import MultiprocessIterator
 from fastq_loader.iterators.serial import SerialIterator
 from fastq_loader.reading import datapipes
+from fastq_loader.resources import Resources
 from fastq_loader.resume import saved, state
 from fastq_loader.resume.record import Position
 from fastq_loader.scheduling.schedules import Dynamic, Schedule, read_schedule

@@ -174,7 +174,7 @@ class EventLoop:
             self._begin_staging(self._delivery.staging)
         scheduler, batch = self.scheduler, None
         while self._outcome is None:
-            batch = scheduler.ready()
+            batch = scheduler.ready() if scheduler.ring.filled else None
             if batch is None and scheduler.in_order and self._receive():
                 continue
             batch = batch or self._await_batch()

@@ -20,7 +20,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -97,41 +97,41 @@ class DeviceSession:
     """
 
     def __init__(self, options: ToDevice) -> None:
-        assert options.target is not None, "batches that stay on the host need no session"
         self.options = options
         self.statistics = StagingCounters(str(options.target))
-        self._target = options.target
         self._policy = PinPolicy(options.pin, options.pin_limit_bytes, self.statistics)
-        self._stager: TorchStager | None = None  # once it was opened
+
+    @cached_property
+    def stager(self) -> TorchStager:
+        """The device, which the first use initialises.
+
+        Raises:
+            RuntimeError: it cannot be, with torch's text.
+        """
+        assert self.options.target is not None, "batches that stay on the host need no session"
+        stager = TorchStager(self.options.target)
+        self.statistics.device = str(stager.device)
+        return stager
 
     def open(self, mapping: Mapping | None) -> tuple[Copies, Pinner]:
-        """The copies of a new pool. The first time, this initialises the device.
+        """The copies of a new pool.
 
         Args:
             mapping: the pool's memory; None without workers.
 
         Raises:
             PinFailed: pin="register" was asked for and does not work.
-            RuntimeError: the device cannot be initialised, with torch's text.
+            RuntimeError: see `stager`.
         """
-        if self._stager is None:
-            self._stager = TorchStager(self._target)
-            self.statistics.device = str(self._stager.device)
-        self._policy.choose(self._stager, in_blocks=mapping is not None)
+        self._policy.choose(self.stager, in_blocks=mapping is not None)
         prefetch = self.options.prefetch
-        copies = Copies(self._stager, prefetch, self.statistics)
-        return copies, Pinner(self._stager, copies, mapping, self._policy, buffers=prefetch + 1)
-
-    @property
-    def stager(self) -> TorchStager:
-        """The device, which was opened."""
-        assert self._stager is not None
-        return self._stager
+        copies = Copies(self.stager, prefetch, self.statistics)
+        return copies, Pinner(self.stager, copies, mapping, self._policy, buffers=prefetch + 1)
 
     def refuse_capture(self) -> None:
         """Raise RuntimeError while the current stream is captured into a CUDA graph: events cannot be queried
         then, and what would be queued here would become part of the graph."""
-        if self._stager is not None and self._stager.capturing():
+        if "stager" in vars(self) and self.stager.capturing():
             raise RuntimeError(
                 "next() was called while a CUDA graph is being captured: take the batch before the capture, "
                 "and use copy_into(static_batch) between replays"

@@ -37,7 +37,7 @@ from fastq_loader.statistics.snapshots import (
 )
 
 if TYPE_CHECKING:
-    from fastq_loader.statistics.counters import WorkerCounters
+    from fastq_loader.statistics.workers import WorkerCounters
 
 #: Measurements of one setting differ by about as much.
 NOISE = 0.03

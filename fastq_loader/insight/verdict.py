@@ -42,21 +42,15 @@ _NODE = 16
 _TEXTS = {
     "consumer": (
         "training step",
-        "The training step limits: it ran {share} of the time. The data comes in time.",
+        "The training step limits: it ran {share} of the time; data comes in time.",
     ),
     "workers": ("loading", "Loading limits: {share} of the time was spent waiting for it."),
-    "head_of_line": (
-        "head of the line",
-        "Single slow batches limit: {share} of the time was lost to them.",
-    ),
+    "head_of_line": ("head of the line", "Single slow batches limit: {share} of the time was lost to them."),
     "transport": ("transport", "Handing batches over limits: {share} of the time was lost to it."),
     "memory": ("memory", "Memory for batches limits: {share} of the time was lost to it."),
     "sampler": ("sampler", "The sampler limits: {share} of the time was lost to it."),
     "device_copy": ("to the device", "The way to the device limits: {share} of the time was lost to it."),
-    "start_up": (
-        "start and end",
-        "Starting and ending an epoch limits: {share} of the time was lost to it.",
-    ),
+    "start_up": ("start and end", "Starting and ending an epoch limits: {share} of the time was lost to it."),
     "balanced": ("", "Balanced: workers and training step are both busy; {share} of the time was lost."),
     "unknown": ("", "Nothing can be said yet: there is too little data."),
 }
@@ -167,15 +161,9 @@ def _asked(statistics: LoaderStatistics, epoch: int | None) -> EpochStatistics:
 def diagnose(evidence: Evidence) -> Diagnosis:
     """What limits a run."""
     limits, share = _limits(evidence)
-    return Diagnosis(
-        limits[0],
-        share,
-        _culprit(evidence, limits[0]),
-        advice(evidence, limits),
-        evidence.epoch,
-        evidence.workers,
-        _settings(evidence),
-    )
+    culprit, found = _culprit(evidence, limits[0]), advice(evidence, limits)
+    settings = _settings(evidence)
+    return Diagnosis(limits[0], share, culprit, found, evidence.epoch, evidence.workers, settings)
 
 
 def _limits(evidence: Evidence) -> tuple[list[str], float]:
@@ -238,12 +226,8 @@ def text(diagnosis: Diagnosis) -> str:
     if diagnosis.culprit:
         lines += wrap(diagnosis.culprit, _COLUMNS, initial_indent="  ", subsequent_indent="  ")
     if diagnosis.epoch.batches:
-        lines += ["", *wrap(_summary(diagnosis), _COLUMNS), ""]
-        lines += [
-            f"  {label:<17} {duration(seconds):>7} {share:>4.0%}  {_bar(share)}".rstrip()
-            for label, seconds, share in _rows(diagnosis)
-        ]
-        lines += ["", *(f"  {line}" for line in _waits(diagnosis))]
+        lines += ["", *wrap(_summary(diagnosis), _COLUMNS), "", *_causes(diagnosis.epoch), ""]
+        lines += [f"  {line}" for line in _waits(diagnosis.epoch)]
     if diagnosis.workers:
         lines += ["", *_table(diagnosis)]
     if diagnosis.advice:
@@ -264,11 +248,15 @@ def _summary(diagnosis: Diagnosis) -> str:
     )
 
 
-def _rows(diagnosis: Diagnosis) -> list[tuple[str, float, float]]:
+def _causes(epoch: EpochStatistics) -> list[str]:
     """The causes that took any time that can be seen."""
-    seconds = diagnosis.epoch.seconds or 1.0
-    spent = [(_TEXTS[cause][0], diagnosis.epoch.spent_on(cause)) for cause in CAUSES]
-    return [(label, took, took / seconds) for label, took in spent if took >= diagnosis.epoch.seconds / 200]
+    lines = []
+    for cause in CAUSES:
+        took, share = epoch.spent_on(cause), epoch.spent_on(cause) / (epoch.seconds or 1.0)
+        if took >= epoch.seconds / 200:
+            label = _TEXTS[cause][0]
+            lines.append(f"  {label:<17} {duration(took):>7} {share:>4.0%}  {_bar(share)}".rstrip())
+    return lines
 
 
 def _bar(share: float) -> str:
@@ -276,8 +264,7 @@ def _bar(share: float) -> str:
     return "█" * cells + _EIGHTHS[rest].strip()
 
 
-def _waits(diagnosis: Diagnosis) -> list[str]:
-    epoch = diagnosis.epoch
+def _waits(epoch: EpochStatistics) -> list[str]:
     waits = ((50, epoch.wait_p50), (95, epoch.wait_p95), (99, epoch.wait_p99))
     lines = ["next() took  " + "   ".join(f"p{percent} {duration(wait)}" for percent, wait in waits)]
     if max(epoch.ready, default=0) > 0:

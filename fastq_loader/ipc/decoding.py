@@ -134,10 +134,12 @@ def decode_for_consumer(frame: bytes | bytearray | memoryview) -> Hello | Answer
 
 
 def _answer(fields: list[Any]) -> Answer:
-    epoch, seq, attempt, outcome, started, finished, fresh, returned, handle, state, *costs = fields
-    numbers = (epoch, seq, attempt, outcome, started, finished, *costs)
+    *head, fresh, returned, handle, state, fetched, collated, memory, cpu, slowest, at, cpu_wait = fields
+    _, _, _, outcome, _, _ = head
+    costs = fetched, collated, memory, cpu, slowest, at, cpu_wait
+    numbers = (*head, *costs)
     # As `_check_counts` does, without a step for each.
-    if set(map(type, numbers)) != _INT or min(numbers) < 0 or max(numbers) > _LARGEST or len(costs) != 7:
+    if set(map(type, numbers)) != _INT or min(numbers) < 0 or max(numbers) > _LARGEST:
         raise ProtocolError(f"{numbers!r:.80} where the numbers of an answer should be")
     if outcome not in OUTCOMES or type(state) is not bytes:
         raise ProtocolError(f"unknown outcome {outcome}, or a malformed state")
@@ -146,9 +148,9 @@ def _answer(fields: list[Any]) -> Answer:
         _check_type(returned, tuple)
         _check_counts(returned)
     if handle is not None:
-        spec_id, _, values, parcel, segments = handle
-        if type(values) is not tuple or not (parcel is None or type(parcel) is bytes):
-            raise ProtocolError("a handle with malformed values or a malformed parcel")
+        spec_id, _, values, packet, segments = handle
+        if type(values) is not tuple or not (packet is None or type(packet) is bytes):
+            raise ProtocolError("a handle with malformed values or a malformed packet")
         if type(spec_id) is not int or spec_id < 0:
             raise ProtocolError(f"{spec_id!r:.40} where the number of a spec should be")
         for segment in segments:  # what the numbers say, `Unpacker.learn` checks
@@ -156,8 +158,7 @@ def _answer(fields: list[Any]) -> Answer:
             if not type(offset) is type(size) is type(into) is int:
                 raise ProtocolError(f"{segment!r:.40} where a segment should be")
         handle = tuple.__new__(Handle, handle)
-    head = epoch, seq, attempt, outcome, started, finished, fresh, returned, handle
-    return tuple.__new__(Answer, (*head, (), state, *costs))
+    return tuple.__new__(Answer, (*head, fresh, returned, handle, (), state, *costs))
 
 
 def _unpack(frame: bytes | bytearray | memoryview, *, use_list: bool) -> Any:

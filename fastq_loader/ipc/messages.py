@@ -125,16 +125,16 @@ class Handle(NamedTuple):
         spec: the spec itself the first time that this worker names it, else None; in the consumer the
             compiled `packing.spec.Spec`, from its arrival on.
         values: the plain leaves (int, float, str, bytes, bool, None), in the order of the tree.
-        parcel: the small leaves' bytes, if they travel in the message, else None.
+        packet: the small leaves' bytes, if they travel in the message, else None.
         segments: where the segments lie that are not in the message, as (offset and size of the block, bytes
-            into it): the parcel, with its size as the third number, if it lies in a block; the part for a
+            into it): the packet, with its size as the third number, if it lies in a block; the part for a
             device; the large ones.
     """
 
     spec_id: int
     spec: Any
     values: tuple[Any, ...]
-    parcel: bytes | None
+    packet: bytes | None
     segments: tuple[tuple[int, int, int], ...]
 
 

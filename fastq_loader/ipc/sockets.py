@@ -291,7 +291,7 @@ class ConsumerSocket:
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def unwatch(self, descriptor: int) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError):  # it is not watched
             self._epoll.unregister(descriptor)
 
     def wait(self, timeout: float | None) -> tuple[list[int], bool]:

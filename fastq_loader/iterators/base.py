@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch.autograd import profiler
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -23,6 +23,7 @@ from torch.utils.data.dataloader import (
 )
 
 from fastq_loader import arguments
+from fastq_loader.arguments import Loader
 from fastq_loader.consumer.delivery import Outcome
 from fastq_loader.device.accelerator import ToDevice, read_device
 from fastq_loader.device.transforms import copy_into
@@ -31,9 +32,6 @@ from fastq_loader.iterators.hints import Hints
 from fastq_loader.reading import datapipes
 from fastq_loader.resume.record import begin
 from fastq_loader.statistics.notes import Notes
-
-if TYPE_CHECKING:
-    from fastq_loader.loader import DataLoader
 
 
 class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
@@ -49,7 +47,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     _profile_name = ""
     _base_seed: int
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._spent = self._begin_counting(loader)
         self._dataset = loader.dataset
         self._pg = None
@@ -132,7 +130,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         """
         copy_into(static_batch, next(self))
 
-    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+    def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         """Begin a new epoch. A persistent loader calls it for whatever `_get_iterator` returned, so wrappers
         forward it."""
         self.outcome = None
@@ -144,15 +142,17 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._IterableDataset_len_called = loader._IterableDataset_len_called
         self._share_seed(loader)
 
-    def _begin_counting(self, loader: DataLoader[Any]) -> Notes:
-        return loader._resources.counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
+    def _begin_counting(self, loader: Loader) -> Notes:
+        notes: Notes = loader._resources.counters.begin_epoch(time.monotonic_ns(), time.process_time_ns())
+        return notes
 
-    def _begin_record(self, loader: DataLoader[Any], same_readers: bool) -> None:
+    def _begin_record(self, loader: Loader, same_readers: bool) -> None:
         """Of the epoch that begins or goes on; it counts when the epoch has begun."""
-        self._record = begin(loader, self._index_sampler, *loader._resources.place, same_readers)
+        newest, loaded = loader._resources.place
+        self._record = begin(loader, self._index_sampler, newest, loaded, same_readers)
         self._order = self._record.order
 
-    def _epoch_has_begun(self, loader: DataLoader[Any]) -> None:
+    def _epoch_has_begun(self, loader: Loader) -> None:
         """What was loaded is used up, unless the epoch could not be begun."""
         resources = loader._resources
         self._order.note_drawn()
@@ -168,10 +168,10 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
                 UserWarning,
             )
 
-    def _draw_base_seed(self, loader: DataLoader[Any]) -> int:
+    def _draw_base_seed(self, loader: Loader) -> int:
         return self._record.draw_base_seed(loader.generator)
 
-    def _share_seed(self, loader: DataLoader[Any]) -> None:
+    def _share_seed(self, loader: Loader) -> None:
         if self._record.saved is not None:
             self._shared_seed = self._record.shared_seed
         else:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fastq_loader.arguments import Loader
 from fastq_loader.errors import (
     DuplicateData,
     IdleWorker,
@@ -26,7 +27,6 @@ from fastq_loader.reading.first_indices import KEPT
 from fastq_loader.workers.kinds import Auto
 
 if TYPE_CHECKING:
-    from fastq_loader.loader import DataLoader
     from fastq_loader.resume.record import EpochRecord
     from fastq_loader.statistics.notes import Notes
 
@@ -49,7 +49,7 @@ class Hints:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], previous: EpochRecord | None, record: EpochRecord, spent: Notes
+        self, loader: Loader, previous: EpochRecord | None, record: EpochRecord, spent: Notes
     ) -> None:
         self._resources = loader._resources
         self._dataset, self._workers = type(loader.dataset).__name__, loader.num_workers

@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from fastq_loader.arguments import Loader
 from fastq_loader.consumer.delivery import ENDED
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.errors import IteratorInvalid
@@ -20,9 +21,6 @@ from fastq_loader.iterators.base import LoaderIterator
 from fastq_loader.reading import datapipes
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.workers.kinds import Auto
-
-if TYPE_CHECKING:
-    from fastq_loader.loader import DataLoader
 
 
 class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
@@ -35,7 +33,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
     _profile_name = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
     engine: Engine
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: Loader) -> None:
         super().__init__(loader)
         self._prefetch_factor = loader.prefetch_factor
         self._in_order = loader.in_order
@@ -53,7 +51,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             super()._reset(loader, first_iter=True)
         self._start_epoch(loader, shared_seed)
 
-    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+    def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         loader._device_session()  # which ends the workers if another device was asked for
         if not self.engine.usable:
             self.engine.close("a new iteration began")
@@ -68,12 +66,12 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             self._record.follow_base_seed(self._base_seed)
         self._start_epoch(loader, self._shared_seed)
 
-    def _draw_base_seed(self, loader: DataLoader[Any]) -> int:
+    def _draw_base_seed(self, loader: Loader) -> int:
         if self._record.continues_workers:
             return self._record.follow_base_seed(self._record.base_seed)
         return super()._draw_base_seed(loader)
 
-    def _start_epoch(self, loader: DataLoader[Any], shared_seed: int | None) -> None:
+    def _start_epoch(self, loader: Loader, shared_seed: int | None) -> None:
         self._exhausted = False
         record = self._record
         record.shared_seed = shared_seed

@@ -11,10 +11,11 @@ import pickle
 import threading
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
+from fastq_loader.arguments import Loader
 from fastq_loader.consumer.delivery import ENDED, Delivered, Outcome, Raised
 from fastq_loader.device.staging import SerialStaging
 from fastq_loader.errors import IteratorInvalid
@@ -28,16 +29,13 @@ from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.workers.config import Rules
 from fastq_loader.workers.kinds import Auto
 
-if TYPE_CHECKING:
-    from fastq_loader.loader import DataLoader
-
 
 class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     """num_workers=0: loads on the consumer's thread."""
 
     _profile_name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._counters = loader._resources.counters
         super().__init__(loader)
         if self._timeout != 0 and not isinstance(loader.num_workers, Auto):
@@ -111,7 +109,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def _restart_sampler(self) -> None:
         self._sampler_iter = self._order.begin()
 
-    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+    def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
         self._drawn, self._due, self._busy = self._record.progress.head, None, False
 

@@ -1,15 +1,15 @@
-"""A batch becomes a handle: the tree into a spec, the leaves into blocks, the rest into a parcel.
+"""A batch becomes a handle: the tree into a spec, the leaves into blocks, the rest into a packet.
 
 Runs in workers; `unpack` is the other side. A `Walker` takes the batch apart, and `segments_of` finds the
 bytes that its leaves cover. A segment of 64 KiB or more lies in a block of its own, so that a loop that
-keeps the labels does not keep the images; smaller ones, and the pickled bytes, are put together in a parcel
+keeps the labels does not keep the images; smaller ones, and the pickled bytes, are put together in a packet
 that the consumer copies out.
 
 A batch that goes on to a device is laid out for one copy instead: all segments of tensors, small ones too,
 lie in one block at multiples of 256 bytes. Arrays, plain values and objects stay on the host and are packed
 as ever.
 
-A handle's segments are those of the parcel, of the part for the device, and the large ones, so far as there
+A handle's segments are those of the packet, of the part for the device, and the large ones, so far as there
 are any. `spec` says what is sent only once.
 """
 
@@ -25,11 +25,11 @@ from fastq_loader.packing import pickling
 from fastq_loader.packing.spec import ALIGNMENT, SpecCache
 from fastq_loader.packing.walker import Span, Walker, device_bytes, device_segments, segments_of
 
-#: A parcel up to this many bytes travels inside the message: zmq copies it twice, which is cheaper than
+#: A packet up to this many bytes travels inside the message: zmq copies it twice, which is cheaper than
 #: a block's bookkeeping and page faults.
 INLINE = 16 * 1024
 
-#: A part of a batch in a block: offset and size of the block, where the part begins in it (of a parcel: how
+#: A part of a batch in a block: offset and size of the block, where the part begins in it (of a packet: how
 #: many bytes it has), and the bytes of the block that the batch needs, from its start.
 _Placed = tuple[int, int, int, int]
 
@@ -138,12 +138,12 @@ class Packer:
                 placed[part[0]] = part
             else:
                 small += ctypes.string_at(spans[at][0], size), bytes(-size % ALIGNMENT)
-        parcel = b"".join(small) if small else None
-        if pickled is not None or len(parcel or b"") > INLINE:
+        packet = b"".join(small) if small else None
+        if pickled is not None or len(packet or b"") > INLINE:
             # Pickled bytes never travel through a socket, however few they are.
             sealed = [] if pickled is None else [self._token, pickled]
-            part = self._place_parcel([parcel or b"", *sealed], failed)
-            placed, parcel = {part[0]: part, **placed}, None
+            part = self._place_packet([packet or b"", *sealed], failed)
+            placed, packet = {part[0]: part, **placed}, None
         spec_id = self._specs.get(key)
         spec = None
         if spec_id is None:
@@ -154,9 +154,9 @@ class Packer:
         for offset, size, start, need in placed.values():
             segments.append((offset, size, start))
             used.append((offset, need))
-        return Handle(spec_id, spec, tuple(self._walker.values), parcel, tuple(segments)), used
+        return Handle(spec_id, spec, tuple(self._walker.values), packet, tuple(segments)), used
 
-    def _place_parcel(self, pieces: list[bytes], failed: bool) -> _Placed:
+    def _place_packet(self, pieces: list[bytes], failed: bool) -> _Placed:
         nbytes = sum(map(len, pieces))
         block = self._allocator.take(nbytes, failed)
         at = block.offset

@@ -39,7 +39,7 @@ SPEC_BYTES = 64
 #: Levels of a tree; a deeper one is pickled whole. Building it takes some Python frames for each level, and
 #: msgpack has bounds of its own.
 DEEPEST = 100
-#: Bytes between the starts of segments in a parcel: no element straddles a cache line.
+#: Bytes between the starts of segments in a packet: no element straddles a cache line.
 ALIGNMENT = 64
 
 #: Of an array, and of a tensor that is made over one; numpy 1 has 32. Torch has no limit.
@@ -75,7 +75,7 @@ class SpecCache(dict[Any, Any]):
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes that a small segment takes up in a parcel; both sides count with it."""
+    """Bytes that a small segment takes up in a packet; both sides count with it."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -142,16 +142,16 @@ class Spec:
         large: the segments that lie in a block each.
         single: of each segment with one leaf that numpy can describe: (leaf, whether it is an array, shape,
             numpy's dtype, strides); else None.
-        dense_tensors, dense_arrays: the leaves in the parcel that need no more than a shape and a dtype:
-            (leaf, start in the parcel, its end, shape, numpy's dtype).
-        others: of the other small segments: (segment, start in the parcel, its end).
-        parcel_bytes, device_bytes: of the parcel, and of the part that goes to a device.
+        dense_tensors, dense_arrays: the leaves in the packet that need no more than a shape and a dtype:
+            (leaf, start in the packet, its end, shape, numpy's dtype).
+        others: of the other small segments: (segment, start in the packet, its end).
+        packet_bytes, device_bytes: of the packet, and of the part that goes to a device.
         on_device: the leaves there: (leaf, dtype, shape, strides and offset in elements).
         tails: bytes that a block holds from where a handle says: the part for a device, the large segments.
         nbytes: of all segments.
         values, objects: how many the tree has of them.
         small: whether all of it may travel in the message.
-        segments, first_large: of a handle, how many are not the parcel's, and where the large ones begin.
+        segments, first_large: of a handle, how many are not the packet's, and where the large ones begin.
         blank: a place for each leaf, to be copied.
         build: a function of (leaves, iterator of plain values, unpickled objects) that builds the tree.
     """
@@ -179,7 +179,7 @@ class Spec:
         self.single = [self._single(members) for members in self.members]
         self._lay_out_device(offsets)
         on_host = [segment for segment, offset in enumerate(offsets) if offset < 0]
-        self._lay_out_parcel([segment for segment in on_host if sizes[segment] < SMALLEST])
+        self._lay_out_packet([segment for segment in on_host if sizes[segment] < SMALLEST])
         self.large = [segment for segment in on_host if sizes[segment] >= SMALLEST]
         self.tails = [self.device_bytes] * bool(self.on_device) + [sizes[segment] for segment in self.large]
         self.nbytes: int = sum(sizes)
@@ -207,14 +207,14 @@ class Spec:
                 at = (offset + leaf.start) // leaf.dtype.itemsize
                 self.on_device.append((number, leaf.dtype, leaf.shape, leaf.steps, at))
 
-    def _lay_out_parcel(self, small: list[int]) -> None:
+    def _lay_out_packet(self, small: list[int]) -> None:
         self.dense_tensors: list[tuple[int, int, int, Any, Any]] = []
         self.dense_arrays: list[tuple[int, int, int, Any, Any]] = []
         self.others: list[tuple[int, int, int]] = []
-        self.parcel_bytes = 0
+        self.packet_bytes = 0
         for segment in small:
-            start, end = self.parcel_bytes, self.parcel_bytes + self.sizes[segment]
-            self.parcel_bytes += aligned(self.sizes[segment])
+            start, end = self.packet_bytes, self.packet_bytes + self.sizes[segment]
+            self.packet_bytes += aligned(self.sizes[segment])
             first, *more = self.members[segment]
             leaf = self.leaves[first]
             if more or leaf.described is None or leaf.strides is not None:

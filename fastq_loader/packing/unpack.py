@@ -71,7 +71,7 @@ class Unpacker:
         # As `_replace` does, and several times as fast.
         learned: Handle = tuple.__new__(Handle, (handle[0], spec, *handle[2:]))
         in_message = spec.small and not handle.segments and len(handle.values) == spec.values
-        if in_message and len(handle.parcel or b"") >= spec.parcel_bytes:
+        if in_message and len(handle.packet or b"") >= spec.packet_bytes:
             return learned, ()  # there is nothing else to fit
         return learned, self._used(learned)
 
@@ -81,15 +81,16 @@ class Unpacker:
 
     def _used(self, handle: Handle) -> tuple[tuple[int, int], ...]:
         """The blocks that a handle needs, see `learn`."""
-        spec, segments, parcel = handle.spec, handle.segments, handle.parcel
-        boxed = bool(spec.objects or (parcel is None and spec.parcel_bytes))  # the parcel lies in a block
-        expected = boxed + len(spec.tails), spec.values
+        spec, segments, packet = handle.spec, handle.segments, handle.packet
+        boxed = bool(spec.objects or (packet is None and spec.packet_bytes))  # the packet lies in a block
+        expected = boxed + spec.segments, spec.values
         if (len(segments), len(handle.values)) != expected:
             found = f"{len(segments)} segments and {len(handle.values)} values"
             raise ProtocolError(f"{found} for a spec of {expected}")
-        parcel_bytes = segments[0][2] if boxed else len(parcel or b"")
-        if parcel_bytes < spec.parcel_bytes:
-            raise ProtocolError(f"a parcel of {parcel_bytes} bytes for a spec of {spec.parcel_bytes}")
+        if spec.packet_bytes:
+            packet_bytes = segments[0][2] if boxed else len(packet or b"")
+            if packet_bytes < spec.packet_bytes:
+                raise ProtocolError(f"a packet of {packet_bytes} bytes for a spec of {spec.packet_bytes}")
         used: list[tuple[int, int]] = []
         for (offset, size, start), tail in zip(segments, [0] * boxed + spec.tails, strict=True):
             need = start + tail or 1
@@ -110,7 +111,7 @@ class Unpacker:
         """Of what a batch holds, the first 64 KiB of each segment: the same for the same batches of two
         workers. And how many bytes these are. The handle was learnt, and its blocks were not handed out."""
         spec: Spec = handle.spec
-        pieces: list[Any] = [repr(handle.values).encode(), handle.parcel or b""]
+        pieces: list[Any] = [repr(handle.values).encode(), handle.packet or b""]
         ranges = []
         if len(handle.segments) > len(spec.tails):
             ranges.append((handle.segments[0][0], handle.segments[0][2]))
@@ -139,13 +140,14 @@ class Unpacker:
         pickled = b""
         if spec.objects:
             offset, _, total = handle.segments[0]
-            sealed = self._arena.mapping.read(offset + spec.parcel_bytes, total - spec.parcel_bytes)
+            sealed = self._arena.mapping.read(offset + spec.packet_bytes, total - spec.packet_bytes)
             pickled = unseal(sealed, self._token)
         if not handle.segments:
             return (), (), pickled
         offsets, _, _ = zip(*handle.segments, strict=True)
-        copied = len(offsets) - len(spec.large)
-        return offsets[copied:], offsets[:copied], pickled
+        if not spec.large:
+            return (), offsets, pickled
+        return offsets[spec.first_large :], offsets[: spec.first_large], pickled
 
     def unpack(self, handle: Handle, pickled: bytes, memory: torch.Tensor | None = None) -> Any:
         """Put a batch together, with what `open` found.
@@ -163,16 +165,16 @@ class Unpacker:
         spec: Spec = handle.spec
         segments = handle.segments
         leaves: list[Any] = spec.blank[:]
-        parcel: Any = handle.parcel or b""
+        packet: Any = handle.packet or b""
         if segments and len(segments) > spec.segments:
-            parcel = self._arena.mapping.read(segments[0][0], spec.parcel_bytes)
+            packet = self._arena.mapping.read(segments[0][0], spec.packet_bytes)
         # Each in memory of its own: a loop that keeps the labels does not keep the rest.
         for number, start, end, shape, dtype in spec.dense_tensors:
-            leaves[number] = _from_numpy(_ndarray(shape, dtype, bytearray(parcel[start:end])))
+            leaves[number] = _from_numpy(_ndarray(shape, dtype, bytearray(packet[start:end])))
         for number, start, end, shape, dtype in spec.dense_arrays:
-            leaves[number] = _ndarray(shape, dtype, bytearray(parcel[start:end]))
+            leaves[number] = _ndarray(shape, dtype, bytearray(packet[start:end]))
         for segment, start, end in spec.others:
-            spec.fill(segment, bytearray(parcel[start:end]), leaves)
+            spec.fill(segment, bytearray(packet[start:end]), leaves)
         large = segments[spec.first_large :] if spec.large else ()
         if memory is None:
             if large:

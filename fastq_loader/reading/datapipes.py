@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
+from torch.utils.data.dataloader import _sharding_worker_init_fn
 
 InitFn = Callable[[int], Any]
 
@@ -56,13 +57,4 @@ def sharding_init_fn(dataset: Any, init_fn: InitFn | None) -> InitFn | None:
     """The `worker_init_fn` that shards a graph over ranks and workers before the user's own."""
     if not isinstance(dataset, (IterDataPipe, MapDataPipe)):
         return init_fn
-    return functools.partial(_shard_in_worker, init_fn, *ranks())
-
-
-def _shard_in_worker(init_fn: InitFn | None, world_size: int, rank: int, worker_id: int) -> None:
-    info = torch.utils.data.get_worker_info()
-    assert info is not None, "runs in workers"
-    # Over ranks first, then over workers: torch's _sharding_worker_init_fn.
-    shard(info.dataset, world_size * info.num_workers, worker_id * world_size + rank)
-    if init_fn is not None:
-        init_fn(worker_id)
+    return functools.partial(_sharding_worker_init_fn, init_fn, *ranks())

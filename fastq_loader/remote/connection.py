@@ -5,12 +5,12 @@ has the token, which is never sent:
 
     client  MAGIC, a nonce of its own
     server  MAGIC, a nonce of its own, HMAC(token, "server", both nonces)
-    client  HMAC(token, "client", both nonces, request), the request's length, the request
+    client  HMAC(token, "client", both nonces, request), the request
     server  a frame: WELCOME or REFUSED
 
-Until then a side keeps no more than the bytes of these lines, and believes nothing in them but sizes. A frame
-is a header (kind, bytes of the payload, bytes of the body), the payload, and the body. A body is a batch,
-which is received where the receiver wants it.
+Until then a side keeps no more than the bytes of these lines, whose number is known. A frame is a header
+(kind, bytes of the payload, bytes of the body), the payload, and the body. A body is a batch, which is
+received where the receiver wants it.
 
 A side that falls silent is noticed: where nothing comes back for four seconds, the kernel ends the
 connection. With TLS each side shows a certificate, and accepts any that the authority has signed. The name in
@@ -27,7 +27,7 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,12 +37,10 @@ from fastq_loader.errors import ProtocolError
 from fastq_loader.system.calls import readable
 
 #: The first bytes of both sides; the last one is the version of the handshake and of the frames.
-MAGIC = b"FQLr1"
+MAGIC = b"FQLr2"
 NONCE_BYTES = 32
 _MAC_BYTES = 32
-_LENGTH = struct.Struct("<H")
-#: Bytes of a request: numbers and names of devices.
-LONGEST_REQUEST = 1024
+_REQUEST = struct.Struct("<Q?I")
 
 _HEADER = struct.Struct("<BIQ")
 #: Kinds of frames: the connection may be used; it may not, and why; a message of `ipc.messages`; an answer
@@ -110,18 +108,11 @@ class Request(NamedTuple):
         asks: the client asks what became of that worker; else it is its proxy, and the worker is to be
             started.
         worker: the worker's number in the pool.
-        environment: variables for the worker: the devices that it may use.
     """
 
     number: int
     asks: bool
     worker: int = 0
-    environment: dict[str, str] = {}  # noqa: RUF012 - it is never written to
-
-    def pack(self) -> bytes:
-        packed: bytes = msgpack.packb(tuple(self))
-        assert len(packed) <= LONGEST_REQUEST, "it is made of numbers and names of devices"
-        return packed
 
 
 # ---- the handshake ----------------------------------------------------------------------------------
@@ -155,14 +146,14 @@ class Accepting:
 
     def __init__(self, token: bytes, nonce: bytes) -> None:
         self.request: Request | None = None
+        self.wanted = len(MAGIC) + NONCE_BYTES
         self._token = token
         self._nonce = nonce
+        self._nonces = b""
         self._received = b""
-        self._steps = self._run()
-        _, self.wanted = next(self._steps)
 
     def feed(self, data: bytes) -> bytes:
-        """Take what was received; what is to be sent.
+        """Take received bytes; the bytes to send.
 
         Raises:
             Refused: the other side does not belong to this pool.
@@ -173,35 +164,26 @@ class Accepting:
         if self.wanted:
             return b""
         received, self._received = self._received, b""
-        said, self.wanted = self._steps.send(received)
-        return said
-
-    def _run(self) -> Generator[tuple[bytes, int], bytes, None]:
-        """Give what is to be sent and how many bytes are wanted; take these."""
-        _check_magic((yield b"", len(MAGIC)))
-        nonces = (yield b"", NONCE_BYTES) + self._nonce
-        mine = MAGIC + self._nonce + _mac(self._token, b"server", nonces)
-        proof = yield mine, _MAC_BYTES + _LENGTH.size
-        (length,) = _LENGTH.unpack(proof[_MAC_BYTES:])
-        if not 0 < length <= LONGEST_REQUEST:
-            raise Refused("a request of a forged size")
-        request = yield b"", length
-        _check_mac(proof[:_MAC_BYTES], self._token, b"client", nonces, request)
-        try:
-            self.request = Request(*msgpack.unpackb(request))
-        except (ValueError, TypeError, msgpack.UnpackException):
-            raise Refused("a request that cannot be read") from None
-        yield b"", 0
+        if not self._nonces:
+            _check_magic(received[: len(MAGIC)])
+            self._nonces = received[len(MAGIC) :] + self._nonce
+            self.wanted = _MAC_BYTES + _REQUEST.size
+            return MAGIC + self._nonce + _mac(self._token, b"server", self._nonces)
+        request = received[_MAC_BYTES:]
+        _check_mac(received[:_MAC_BYTES], self._token, b"client", self._nonces, request)
+        self.request = Request(*_REQUEST.unpack(request))
+        return b""
 
 
-def _introduce(connection: Connection, token: bytes, request: bytes) -> None:
+def _introduce(connection: Connection, token: bytes, request: Request) -> None:
     """The client's side of a handshake."""
     mine = os.urandom(NONCE_BYTES)
     connection.send_all(MAGIC + mine)
     _check_magic(connection.receive_exactly(len(MAGIC)))
     nonces = mine + connection.receive_exactly(NONCE_BYTES)
     _check_mac(connection.receive_exactly(_MAC_BYTES), token, b"server", nonces)
-    connection.send_all(_mac(token, b"client", nonces, request) + _LENGTH.pack(len(request)) + request)
+    packed = _REQUEST.pack(*request)
+    connection.send_all(_mac(token, b"client", nonces, packed) + packed)
 
 
 # ---- sockets ----------------------------------------------------------------------------------------
@@ -419,12 +401,12 @@ def connect(
     tls: Tls | None = None,
     patience: float = PATIENCE,
 ) -> tuple[Connection, Frame]:
-    """Connect to a host, and say what is wanted.
+    """Connect to a host with a request.
 
     Args:
         address: where it listens.
         token: the pool's.
-        request: what is wanted.
+        request: see there.
         kinds: of the frames that may come.
         tls: encrypts the connection.
         patience: seconds until it has answered.
@@ -445,7 +427,7 @@ def connect(
         if tls is not None:
             sock = tls.context(server=False).wrap_socket(sock)
         connection = Connection(sock, REFUSED, *kinds)
-        _introduce(connection, token, request.pack())
+        _introduce(connection, token, request)
         frame = connection.receive()
         assert frame is not None, "it was waited for"
         if frame.kind == REFUSED:

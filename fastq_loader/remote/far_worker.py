@@ -72,7 +72,7 @@ class HostSpec:
     """What a host is told.
 
     Attributes:
-        setup: of a worker, but for what is its own; the payload is pickled.
+        setup: of any worker; the payload is pickled.
         tls: encrypts connections, or None.
         path: the consumer's `sys.path`. Entries that the host lacks come at the end of its own.
         versions: the consumer's, of all that has to be the same where workers run.
@@ -273,7 +273,7 @@ class ProxySocket:
         """A handle whose segments say how many bytes each has, instead of where it lies, and these bytes.
 
         Only those are sent that the batch needs. So each begins with the first byte of its segment, but for
-        a parcel: its third number is how many bytes it has.
+        a packet: its third number is how many bytes it has.
         """
         if handle is None or not handle.segments:
             return handle, []

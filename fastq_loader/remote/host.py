@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import multiprocessing
 import os
 import pickle
@@ -23,6 +24,7 @@ import struct
 import sys
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgpack
 import torch
@@ -53,6 +55,7 @@ def main() -> None:
         opened = replace(plan, payload=Payload(*plan.payload.open().values()))
         spec = replace(spec, setup=replace(spec.setup, plan=opened))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its places
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a thread that starts it may keep signals out
     Host(spec, socket.socket(fileno=int(places)), connection.listen(address, map(int, ports))).run()
     os._exit(0)  # what Python does at its end takes longer, and nothing is left to do
 
@@ -64,6 +67,13 @@ class _Handshake:
         self.sock = sock
         self.side = Accepting(token, os.urandom(connection.NONCE_BYTES))
         self.deadline = time.monotonic() + connection.PATIENCE
+
+
+class _Place(NamedTuple):
+    """A connection, and variables for the worker that runs as long as it lasts."""
+
+    sock: socket.socket
+    environment: dict[str, str]
 
 
 class _Worker:
@@ -95,7 +105,7 @@ class Host:
             sock.set_inheritable(False)
         self._stacks = Stacks()
         self._given = 0
-        self._places: dict[int, socket.socket] = {}  # by number
+        self._places: dict[int, _Place] = {}  # by number
         self._handshakes: dict[int, _Handshake] = {}  # by descriptor
         self._workers: dict[int, _Worker] = {}  # by the number of the place
         self._dead: dict[int, tuple[int, str]] = {}  # the same → process id, and how it died
@@ -105,7 +115,7 @@ class Host:
         while self._places or not self._given:
             ready = self._wait()
             for number, place in list(self._places.items()):
-                if place.fileno() in ready:
+                if place.sock.fileno() in ready:
                     self._end_place(number)
             for number, worker in list(self._workers.items()):
                 if worker.child.descriptor in ready:
@@ -125,7 +135,7 @@ class Host:
     def _wait(self) -> set[int]:
         """What there is to do, by descriptors."""
         poller = select.poll()
-        for sock in (self._giver, self._listener, *self._places.values()):
+        for sock in (self._giver, self._listener, *(place.sock for place in self._places.values())):
             poller.register(sock, select.POLLIN)
         for descriptor in self._handshakes:
             poller.register(descriptor, select.POLLIN)
@@ -137,22 +147,25 @@ class Host:
     # ---- places -------------------------------------------------------------------------------
 
     def _give_place(self) -> None:
-        place, _ = self._giver.accept()
+        sock, _ = self._giver.accept()
         self._given += 1
-        _, user, _ = struct.unpack("3i", place.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user == os.getuid():
-            self._places[self._given] = place
-            with contextlib.suppress(OSError):  # it is gone, and noticed as such
-                place.send(b"%d %d" % (self._listener.getsockname()[1], self._given))
+        _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.getuid():
+            sock.close()
+            return
+        with contextlib.suppress(OSError, ValueError), sock.makefile() as file:  # else it is gone already
+            environment = json.loads(file.readline())
+            sock.send(b"%d %d" % (self._listener.getsockname()[1], self._given))
+            self._places[self._given] = _Place(sock, environment)
 
     def _end_place(self, number: int) -> None:
-        self._places.pop(number).close()
+        self._places.pop(number).sock.close()
         worker = self._workers.pop(number, None)
         if worker is not None:  # why it has ended is known where the place came from
             worker.child.kill()
             self._release(worker)
 
-    # ---- who gets in --------------------------------------------------------------------------
+    # ---- connections --------------------------------------------------------------------------
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # the other side has left
@@ -215,17 +228,18 @@ class Host:
             sock.close()
 
     def _work(self, client: Connection, request: Request, host: int) -> None:
-        """In a worker: leave what is the host's behind, and work."""
+        """In a worker: close the sockets of the host, and work."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != host:
             return
         mine = self._workers.pop(request.number)
         others = [worker.sock for worker in self._workers.values()]
         others += [handshake.sock for handshake in self._handshakes.values()]
-        for sock in [self._giver, self._listener, *self._places.values(), *others]:
+        others += [place.sock for place in self._places.values()]
+        for sock in [self._giver, self._listener, *others]:
             sock.close()  # it would keep the connection open
+        os.environ.update(self._places[request.number].environment)
         self._workers, self._handshakes, self._places = {request.number: mine}, {}, {}
-        os.environ.update(request.environment)
         far_worker.main(client, self._spec, request, self._stacks.write_end)
 
     def _ended(self, number: int, worker: _Worker) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import json
 import os
 import socket
 import subprocess
@@ -28,12 +29,12 @@ _CODE = (
     "import sys; sys.path[:] = sys.argv.pop(1).split(':'); from fastq_loader.remote.host import main; main()"
 )
 
-#: Hosts that this process has started.
+#: Hosts that this process has started, and not reaped.
 hosts: list[subprocess.Popen[bytes]] = []
 
 
 def attach(
-    spec: bytes, address: str, ports: Sequence[int] = (0,), node: str = ""
+    spec: bytes, address: str, ports: Sequence[int], node: str, environment: dict[str, str]
 ) -> tuple[socket.socket, int, int]:
     """Have a place at a host on this machine, which is started if there is none.
 
@@ -42,6 +43,7 @@ def attach(
         address: of this machine, where it listens.
         ports: those that it may listen at; 0 is any.
         node: of several machines in one, this.
+        environment: variables for the worker there.
 
     Returns:
         A connection that is to be kept open, the port where the host listens, and the place's number there.
@@ -62,6 +64,7 @@ def attach(
                 listener.listen()
                 place.connect(name)  # before the host is there: it ends with its last place
                 _start(spec, listener.fileno(), address, ports)
+        place.sendall(json.dumps(environment).encode() + b"\n")
         said: list[bytes] = []
         with contextlib.suppress(ConnectionResetError):
             said = place.recv(100).split()
@@ -74,6 +77,7 @@ def attach(
 
 
 def _start(spec: bytes, listener: int, address: str, ports: Sequence[int]) -> None:
+    hosts[:] = [host for host in hosts if host.poll() is None]  # reaps the others
     with open(calls.memfd_create("fastq_loader host"), "w+b") as told:
         told.write(spec)
         told.seek(0)
@@ -92,11 +96,11 @@ def actor_class() -> type:
         def stay(self) -> None:
             threading.Event().wait()
 
-        def attach(self, spec: bytes, ports: list[int]) -> tuple[str, str, int, int, dict[str, str]]:
+        def attach(self, spec: bytes, ports: list[int]) -> tuple[str, str, int, int]:
             if "fastq_loader" not in sys.modules:
                 found = importlib.util.find_spec("fastq_loader")
                 if found is None:
-                    raise ModuleNotFoundError("fastq-loader[ray] is not installed on this machine")
+                    raise ModuleNotFoundError("fastq_loader with its extra `ray` is not installed on this machine")
                 # The package itself imports torch, and an actor needs none of it.
                 package = sys.modules["fastq_loader"] = types.ModuleType("fastq_loader")
                 package.__path__ = list(found.submodule_search_locations or ())
@@ -104,16 +108,16 @@ def actor_class() -> type:
             here: Any = importlib.import_module("fastq_loader.remote.host_process")
             ray: Any = importlib.import_module("ray")
             node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-            before = self.place
-            self.place, port, number = here.attach(spec, address, ports, node)
-            if before is not None:  # its worker is lost
-                before.close()
             # Ray says so in this process alone: CUDA_VISIBLE_DEVICES, and what others have in its place.
             devices = {
                 name: value
                 for name, value in os.environ.items()
                 if "_VISIBLE_" in name or name == "ONEAPI_DEVICE_SELECTOR"
             }
-            return node, address, port, number, devices
+            before = self.place
+            self.place, port, number = here.attach(spec, address, ports, node, devices)
+            if before is not None:  # its worker is lost
+                before.close()
+            return node, address, port, number
 
     return Reservation

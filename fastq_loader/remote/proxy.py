@@ -87,13 +87,11 @@ class Place(NamedTuple):
         address: of the host there.
         number: no other place of that host has it.
         node: what that machine is called.
-        environment: variables for the worker, see `Request`.
     """
 
     address: Address
     number: int
     node: str
-    environment: dict[str, str] = {}  # noqa: RUF012 - it is never written to
 
 
 class NoPlace(NamedTuple):
@@ -363,7 +361,7 @@ class Proxy:
         if isinstance(place, NoPlace):
             self._die(place.why)
         setup = self._setup
-        request = Request(place.number, False, setup.worker, place.environment)
+        request = Request(place.number, False, setup.worker)
         try:
             far, frame = connect(place.address, setup.token, request, WELCOME, MESSAGE, tls=setup.tls)
         except (Lost, ProtocolError) as error:

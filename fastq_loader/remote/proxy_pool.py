@@ -148,7 +148,6 @@ class ProxyPool(WorkerPool):
         self._open: list[_Proxy] = []  # proxies that have not ended
         self._lost: list[Place] = []  # places that the placement has to hear of
         self._over = False
-        self._waking = threading.Lock()  # a wake-up is not written to a descriptor that was closed
         self._wake = -1
         self._thread = threading.Thread(target=self._run, name="fastq_loader: places", daemon=True)
 
@@ -183,11 +182,12 @@ class ProxyPool(WorkerPool):
     def _launch(self, told: ProxySetup) -> popen_fork.Popen:
         assert self._launcher is not None, "the pool was started"
         process, mine = self._launcher.start()
-        proxy = self._proxies[told.worker] = _Proxy(mine)
+        proxy = _Proxy(mine)
         _tell(proxy, told)
         with self._lock:
             self._open.append(proxy)
-        self._wake_up()
+            self._proxies[told.worker] = proxy
+            calls.wake(self._wake)
         return process
 
     # ---- places -------------------------------------------------------------------------------
@@ -195,12 +195,14 @@ class ProxyPool(WorkerPool):
     def _run(self) -> None:
         """In the thread: hand out places until all proxies have ended."""
         pause: float | None = 0
+        descriptors: list[int] = []
         while not self._over:
-            if self._wake in self._wait(pause):
+            if self._wake in calls.readable([self._wake, *descriptors], pause):
                 os.read(self._wake, 8)
             with self._lock:
                 for proxy in list(self._open):
                     self._read(proxy)
+                descriptors = [proxy.pipe.fileno() for proxy in self._open]
                 waiting = [proxy for proxy in self._open if proxy.waits]
                 lost, self._lost = self._lost, []
             if self._setup is None:  # it was stopped: no more places are needed
@@ -215,11 +217,6 @@ class ProxyPool(WorkerPool):
             with self._lock:
                 for proxy, place in zip(waiting, found, strict=False):
                     self._give(proxy, place)
-
-    def _wait(self, pause: float | None) -> list[int]:
-        with self._lock:
-            descriptors = [proxy.pipe.fileno() for proxy in self._open]
-        return calls.readable([self._wake, *descriptors], pause)
 
     def _give(self, proxy: _Proxy, place: Place | NoPlace) -> None:
         proxy.waits = False
@@ -251,12 +248,7 @@ class ProxyPool(WorkerPool):
         if proxy.place is not None and proxy.placed:
             self._lost.append(proxy.place)
         proxy.placed = proxy.waits = False
-        self._wake_up()  # another thread may have been faster than `_run`
-
-    def _wake_up(self) -> None:
-        with self._waking:
-            if self._wake >= 0:
-                calls.wake(self._wake)
+        calls.wake(self._wake)  # another thread may have been faster than `_run`
 
     # ---- on the other machines ----------------------------------------------------------------
 
@@ -331,7 +323,7 @@ class ProxyPool(WorkerPool):
     def _give_back(self) -> None:
         self._over = True
         if self._thread.ident is not None:
-            self._wake_up()
+            calls.wake(self._wake)
             self._thread.join()
         for proxy in list(self._open):
             self._read(proxy)
@@ -342,12 +334,10 @@ class ProxyPool(WorkerPool):
         if launcher is not None:
             launcher.close()
         self._traffic = None
-        with self._waking:
-            held = self._wake, self._words
-            self._wake = self._words = -1
-        for descriptor in held:
+        for descriptor in (self._wake, self._words):
             if descriptor >= 0:
                 os.close(descriptor)
+        self._wake = self._words = -1
 
 
 def _tell(proxy: _Proxy, message: ProxySetup | Place | NoPlace) -> None:

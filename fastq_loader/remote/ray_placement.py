@@ -4,7 +4,7 @@ Runs in the consumer; `find` on the thread of the pool. `host_process.actor_clas
 Ray is imported only here, and only when a pool starts.
 
 An actor has a place at its machine's host, and its end is the end of the place. Ray does not start it again
-(`max_restarts=0`): that would be noticed by nobody here. An actor that waits for room is what an autoscaler
+(`max_restarts=0`): it would not be noticed here. An actor that waits for room is what an autoscaler
 sees. When the place of an actor is lost, the actor is asked for another one, on a host that is started anew
 if need be. One that has died, or does not answer in time, makes way for a new actor. User code does not run
 beside Ray's threads: it runs in the host, and in the workers that the host forks.
@@ -28,7 +28,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import distributed
 
@@ -36,9 +36,6 @@ from fastq_loader.remote.connection import Address
 from fastq_loader.remote.host_process import actor_class
 from fastq_loader.remote.proxy import NoPlace, Place
 from fastq_loader.remote.proxy_pool import Placement
-
-if TYPE_CHECKING:
-    from fastq_loader.remote.ray_workers import RayWorkers
 
 #: Seconds between two questions for answers, while any are due: an actor takes a second to start. And seconds
 #: to wait for Ray's lock.
@@ -84,11 +81,11 @@ class RayPlacement(Placement):
     """The actors of one pool.
 
     Args:
-        options: what the user said.
+        options: what the user said, a `RayWorkers`. Its module imports this one.
         flexible: whether few workers may do the work of many.
     """
 
-    def __init__(self, options: RayWorkers, flexible: bool = True) -> None:
+    def __init__(self, options: Any, flexible: bool = True) -> None:
         self.pause: float | None = None
         self._options = options
         self._flexible = flexible
@@ -97,7 +94,7 @@ class RayPlacement(Placement):
         self._spec: Any = None  # a reference to what hosts are told
         self._most = 0  # actors that this pool may have
         self._actors: list[_Actor] = []
-        self._deaths: dict[tuple[Address, int], str] = {}  # place → why it is gone
+        self._deaths: dict[Place, str] = {}  # why they are gone
         self._lost: list[Place] = []
         self._failures = 0
         self._why = ""  # of the last one
@@ -163,7 +160,7 @@ class RayPlacement(Placement):
             self._lock.release()
 
     def _step(self) -> None:
-        """Hear what is new, and do what is to be done about it."""
+        """Read answers, and act on them."""
         if not self._is_there():
             self._forget()
             self._failures, self._why = _TRIES, "Ray was shut down"
@@ -206,12 +203,12 @@ class RayPlacement(Placement):
         for reference in self._ray.wait(list(pending), num_returns=len(pending), timeout=0)[0]:
             actor = pending[reference]
             try:
-                node, address, port, number, devices = self._ray.get(reference)
+                node, address, port, number = self._ray.get(reference)
             except Exception as error:
                 self._failed(actor, error)
             else:
                 name = f"{address} (Ray's node {node[:12]})"
-                actor.place = Place(Address(address, port), number, name, devices)
+                actor.place = Place(Address(address, port), number, name)
                 actor.asked, actor.deadline, actor.given = None, math.inf, False
                 self._failures = 0
 
@@ -230,7 +227,7 @@ class RayPlacement(Placement):
         """An actor is of no use any more."""
         self._actors.remove(actor)
         if actor.place is not None:
-            self._deaths[actor.place[:2]] = why
+            self._deaths[actor.place] = why
         with suppress(Exception):  # it has died
             self._ray.kill(actor.handle)
 
@@ -256,7 +253,7 @@ class RayPlacement(Placement):
                         return ""
                     except Exception as error:
                         return _text(error)
-            return self._deaths.get(place[:2], "")
+            return self._deaths.get(place, "")
 
     def _stop(self) -> None:
         """Call Ray no more from the thread."""
@@ -293,7 +290,7 @@ def _disarm() -> None:
         signal.alarm(0)
 
 
-def _look_for_room(ray: Any, options: RayWorkers, takes: dict[str, float]) -> None:
+def _look_for_room(ray: Any, options: Any, takes: dict[str, float]) -> None:
     """
     Raises:
         ValueError: no machine could ever hold a worker.

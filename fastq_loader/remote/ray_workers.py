@@ -35,13 +35,13 @@ class RayWorkers(WorkerKind):
     `num_workers` is the most that will be used. Each is placed by an actor that takes what is said here from
     the cluster. One that finds no room waits for it, also for a machine that joins in the middle of an epoch.
     With a "dynamic" schedule the others do its work meanwhile. With "round_robin", and with an iterable
-    dataset, the epoch waits for it, because nobody else may. Batches, their order and their bits are those of
-    workers on this machine with the same `schedule`.
+    dataset, the epoch waits for it, because no other worker may. Batches, their order and their bits are
+    those of workers on this machine with the same `schedule`.
 
     In a job of several ranks (`torch.distributed` is initialised, or WORLD_SIZE set) a loader with a
     "dynamic" schedule asks for its rank's part only: what the cluster has when workers start, divided by the
-    ranks, and one worker at least. Else Ray gives room to who asks first, and `persistent_workers` keep it:
-    two loaders that are alive at once, as for training and validation, need room for the workers of both.
+    ranks, and one worker at least. Else Ray gives room to the first that asks, and `persistent_workers` keep
+    it: two loaders that are alive at once, as for training and validation, need room for the workers of both.
 
     Ray that was initialised before is used as it is. Otherwise `address` or the variable RAY_ADDRESS says
     which cluster is joined. Without either a Ray of this machine's own is used. What was joined or started
@@ -60,7 +60,7 @@ class RayWorkers(WorkerKind):
         ports: the first and the last TCP port that workers may listen on, for firewalls; None is any.
         tls: a folder with `cert.pem`, `key.pem` and `ca.pem` on every machine, at the same path: connections
             are encrypted, and both sides show a certificate; one core moves 0.6 GB/s so, and else 2.5. With
-            None both sides prove by the pool's token who they are, and nothing is encrypted.
+            None both sides prove that they have the pool's token, and nothing is encrypted.
         max_restarts: workers that may die in an iteration and be replaced, as in `Processes`. None is 100,
             and with an iterable dataset 0, which is all that goes with it: a new worker would read its part
             from the beginning.
@@ -145,7 +145,7 @@ class RayWorkers(WorkerKind):
             if tuple(map(int, re.findall(r"\d+", version)[:2])) >= RAY:
                 return ""
             found = f"is {version} here"
-        return f"ray {RAY[0]}.{RAY[1]} or newer, which {found}: pip install 'fastq-loader[ray]'"
+        return f"ray {RAY[0]}.{RAY[1]} or newer, which {found}: pip install '.[ray]' in a clone of fastq_loader"
 
     def make_pool(self, plan: Plan) -> WorkerPool:
         from fastq_loader.remote.proxy_pool import ProxyPool  # some systems lack what it is made of

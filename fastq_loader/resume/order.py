@@ -292,17 +292,15 @@ class Order:
         return {name: generators.state_of(generator) for name, generator in self.own.items()}
 
     def watch(self, draw: Callable[[], T], states: dict[str, Any]) -> T:
-        """Call something of the sampler's, and note in `states` what shared generators it draws from were."""
-        shared = {name: generators.GLOBAL[name] for name in self._watched if name not in states}
-        before = {name: generators.state_of(generator) for name, generator in shared.items()}
+        """Call something of the sampler's, and note in `states` what shared generators it draws from were, if
+        they are not noted yet."""
+        before = self.shared_now()
         try:
             return draw()
         finally:
-            states.update(
-                (name, state)
-                for name, state in before.items()
-                if not generators.same(state, generators.state_of(shared[name]))
-            )
+            now = self.shared_now()
+            moved = {name: state for name, state in before.items() if not generators.same(state, now[name])}
+            states.update({**moved, **states})
 
     def moved(self) -> dict[str, list[Any]]:
         """The attributes of samplers that have changed: values now, and when the epoch began, if any."""

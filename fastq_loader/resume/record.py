@@ -11,20 +11,17 @@ import hashlib
 import pickle
 import struct
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from fastq_loader import arguments
+from fastq_loader.arguments import Loader
 from fastq_loader.reading import generators
 from fastq_loader.reading.position import is_stateful
-from fastq_loader.resume.order import Order
+from fastq_loader.resume.order import Beginning, Order
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
-
-if TYPE_CHECKING:
-    from fastq_loader.loader import DataLoader
-    from fastq_loader.resume.saved import Saved
-
 
 #: The state of a reader that nobody knows.
 UNKNOWN = pickle.dumps({"unknown": True})
@@ -42,6 +39,36 @@ class Position(NamedTuple):
     epoch: int = 0
     batch: int = 0
     batches: int = 0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A state that was read, and fits its loader.
+
+    Attributes:
+        state: as it was given.
+        position: where the loader stands with it.
+        resumes: whether the next epoch goes on in the middle.
+        iterable: whether the dataset is one.
+        progress, beginning, base_seed, shared_seed: of that epoch.
+        shared: states of shared generators that a first epoch begins from.
+        generators: name → state that the loader's own generators had.
+        built: the samplers' attributes before anything was loaded.
+        lives_on: whether its workers would have gone on with the next epoch.
+    """
+
+    state: dict[str, Any]
+    position: Position
+    base_seed: int
+    generators: dict[str, Any]
+    lives_on: bool
+    built: dict[str, Any] = field(default_factory=dict)
+    resumes: bool = False
+    iterable: bool = False
+    progress: Progress = START
+    beginning: Beginning = field(default_factory=Beginning)
+    shared_seed: int | None = None
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 def mixed(seed: int, *numbers: int) -> int:
@@ -181,7 +208,7 @@ class EpochRecord:
 
 
 def begin(
-    loader: DataLoader[Any],
+    loader: Loader,
     index_sampler: Any,
     newest: EpochRecord | None,
     saved: Saved | None,
@@ -199,8 +226,8 @@ def begin(
     parts = index_sampler, loader.generator, loader.dataset
     if newest is not None and saved is None and not newest.over and arguments.is_dynamic(loader):
         newest.order.break_off()
-    built = saved.built if saved is not None else None
-    built = newest.order.built if newest is not None else built
+    known = saved if newest is None else newest.order
+    built = None if known is None else known.built
     if saved is not None and saved.resumes:
         noted = copy.deepcopy(saved.beginning)
         order = Order(*parts, saved.progress, noted, built)
@@ -213,7 +240,7 @@ def begin(
             position, workers = newest.next_position, newest.left() if same_readers else ()
         order = Order(*parts, Progress(workers=workers), built=built)
         record = EpochRecord(order, position, None, _readers(loader))
-        record.tells_readers = saved is not None and loader.num_workers > 0
+        record.tells_readers = saved is not None
         if saved is not None and saved.lives_on and loader.persistent_workers:
             record.continues_workers = loader.num_workers > 0 and not arguments.is_dynamic(loader)
             record.base_seed = saved.base_seed
@@ -221,9 +248,9 @@ def begin(
     return record
 
 
-def _readers(loader: DataLoader[Any]) -> int:
+def _readers(loader: Loader) -> int:
     """Who reads the dataset, if each of them has a state or a part of its own; else 0."""
     saves = loader.num_workers > 0 and arguments.saves_generators(loader)
     if arguments.is_iterable(loader) or is_stateful(loader.dataset) or saves:
-        return max(1, loader.num_workers)
+        return max(1, int(loader.num_workers))
     return 0

@@ -8,65 +8,20 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from fastq_loader import arguments
+from fastq_loader.arguments import Loader
 from fastq_loader.errors import is_int
 from fastq_loader.reading import generators
-from fastq_loader.reading.position import is_stateful, put_at_end
+from fastq_loader.reading.position import is_stateful
+from fastq_loader.resume import samplers
 from fastq_loader.resume.order import Beginning, Snapshot
-from fastq_loader.resume.record import Position
-from fastq_loader.resume.samplers import (
-    asked_sampler,
-    attributes,
-    epochs,
-    let_end,
-    own_generators,
-    ranks,
-    said,
-    set_attributes,
-    set_epochs,
-    stateful_sampler,
-)
-from fastq_loader.resume.state import COMPARED, LIBRARY, VERSION, describe
-from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
-from fastq_loader.workers.config import Rules
+from fastq_loader.resume.record import Position, Saved
+from fastq_loader.resume.state import LIBRARY, VERSION, describe
+from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from fastq_loader.workers.kinds import Auto
-
-if TYPE_CHECKING:
-    from fastq_loader.loader import DataLoader
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A state that was read, and fits its loader.
-
-    Attributes:
-        state: as it was given.
-        position: where the loader stands with it.
-        resumes: whether the next epoch goes on in the middle.
-        iterable: whether the dataset is one.
-        progress, beginning, base_seed, shared_seed: of that epoch.
-        shared: states of shared generators that a first epoch begins from.
-        generators: name → state that the loader's own generators had.
-        built: the samplers' attributes before anything was loaded.
-        lives_on: whether its workers would have gone on with the next epoch.
-    """
-
-    state: dict[str, Any]
-    position: Position
-    base_seed: int
-    generators: dict[str, Any]
-    lives_on: bool
-    built: dict[str, Any] = field(default_factory=dict)
-    resumes: bool = False
-    iterable: bool = False
-    progress: Progress = START
-    beginning: Beginning = field(default_factory=Beginning)
-    shared_seed: int | None = None
-    shared: dict[str, Any] = field(default_factory=dict)
-
 
 #: Seeds and positions are int64 elsewhere.
 _WHOLE = range(2**63)
@@ -77,7 +32,6 @@ _ALWAYS: dict[str, Any] = {
     **dict.fromkeys(("lives_on", "resumes", "_iterator_finished"), bool),
     **dict.fromkeys(("generators", "order"), dict),
 }
-_IN_EPOCH: dict[str, Any] = {"beyond": list, "shared_seed": object}
 _OF_ORDER: dict[str, Any] = {"epochs": dict, "attributes": dict}
 _OF_ORDER_IN_EPOCH: dict[str, Any] = {
     "starts": range(1, 3),
@@ -103,69 +57,69 @@ def _check(values: Any, fields: dict[Any, Any], where: str = "") -> dict[str, An
     return dict(values)
 
 
-def read(state: Any, loader: DataLoader[Any], ignore: Iterable[str] = ()) -> Saved:
+def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
     """Check a state, without changing anything.
 
     Args:
         state: what `state_dict()` returned.
         loader: that is to go on from it.
-        ignore: fields of `COMPARED` that may differ.
+        ignore: fields of `describe` that may differ, or "order".
 
     Raises:
         ValueError: it is damaged or foreign, of another version, or of a loader that iterates something else:
             names the field, what was saved and what is there. Or a name to ignore is unknown.
         TypeError: `ignore` is no collection of names.
     """
-    ignored, fields = _names(ignore), _check(_ours(state), _ALWAYS)
-    _compare(fields, describe(loader), ignored)
-    own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
+    now = describe(loader)
+    ignored = _names(ignore, [*now, "order"])
+    fields = _check(_ours(state), {**dict.fromkeys(now, object), **_ALWAYS})
+    _compare(fields, now, ignored)
+    own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
     torchs = own.keys() & str(fields["generator"]).split("/")
     order = _check(fields["order"], _OF_ORDER, "order.")
-    position = Position(fields["epoch"], 0, fields["batches"])
     between = Saved(
         state=state,
-        position=position,
+        position=Position(fields["epoch"], 0, fields["batches"]),
         base_seed=fields["base_seed"],
         generators=_states(fields["generators"], "generators.", own, torchs),
         lives_on=fields["lives_on"],
-        built=attributes(loader._index_sampler),
+        built=samplers.attributes(loader._index_sampler),
         beginning=_beginning(order, 0),
     )
     if not fields["resumes"]:
         _check(fields, {"_index_sampler_state": object})
         shared = _states(fields.get("shared", {}), "shared.", generators.GLOBAL)
-        workers = _workers(fields, loader, ignored) if fields.get("workers") else ()
-        return replace(between, shared=shared, progress=Progress(workers=workers))
-    delivered = fields["_sampler_iter_yielded"]
+        return replace(between, shared=shared, progress=Progress(workers=_workers(fields, loader, ignored)))
+    (epoch, _, batches), delivered = between.position, fields["_sampler_iter_yielded"]
     if fields["_iterator_finished"]:  # Accelerate says it when the last batch was handed out
-        return replace(between, position=Position(position.epoch + 1, 0, position.batches + delivered))
-    seed = _check(fields, _IN_EPOCH)["shared_seed"]
-    _check(fields, {} if seed is None else {"shared_seed": _WHOLE})
+        return replace(between, position=Position(epoch + 1, 0, batches + delivered))
+    seed = object if fields.get("shared_seed") is None else _WHOLE
+    _check(fields, {"beyond": list, "shared_seed": seed})
     beginning = _beginning_of_epoch(order, loader, own, torchs, ignored)
     progress = _progress(fields, beginning.drawn, _workers(fields, loader, ignored))
     beginning.snapshots.update(_snapshots(fields, loader, progress.head))
     return replace(
         between,
-        position=Position(position.epoch, delivered, position.batches + delivered),
+        position=Position(epoch, delivered, batches + delivered),
         resumes=True,
         iterable=arguments.is_iterable(loader),
         progress=progress,
         beginning=beginning,
-        shared_seed=seed,
+        shared_seed=fields["shared_seed"],
     )
 
 
 def _beginning(order: dict[str, Any], which: int) -> Beginning:
     """What is known of an order with the attributes that samplers had now (0), or when it began (1)."""
-    epochs_told = _check(order["epochs"], dict.fromkeys(order["epochs"], _WHOLE), "order.epochs.")
+    set_before = _check(order["epochs"], dict.fromkeys(order["epochs"], _WHOLE), "order.epochs.")
     moved = _check(order["attributes"], dict.fromkeys(order["attributes"], list), "order.attributes.")
     values = {name: values[which] for name, values in moved.items() if len(values) > which}
-    return Beginning(epochs=epochs_told, attributes=values)
+    return Beginning(epochs=set_before, attributes=values)
 
 
 def _beginning_of_epoch(
     order: dict[str, Any],
-    loader: DataLoader[Any],
+    loader: Loader,
     own: dict[str, Any],
     torchs: Iterable[str],
     ignored: Container[str],
@@ -176,7 +130,9 @@ def _beginning_of_epoch(
         **{name: order[name] for name in ("starts", "seeded", "drawn", "short", "exhausted")},
         states=_states(order["states"], "order.states.", {**generators.GLOBAL, **own}, torchs),
         first=_states(order["first"], "order.first.", generators.GLOBAL),
-        digest=_digest(order["digest"], None if "order" in ignored else ranks(loader._index_sampler)),
+        digest=_digest(
+            order["digest"], None if "order" in ignored else samplers.ranks(loader._index_sampler)
+        ),
         inner=copy.deepcopy(order.get("inner")),
     )
 
@@ -190,9 +146,9 @@ def _digest(digest: Any, part: str | None) -> tuple[int, int] | None:
     return (digest[0], digest[1]) if digest[2] == part else None
 
 
-def _snapshots(fields: dict[str, Any], loader: DataLoader[Any], head: int) -> dict[int, Snapshot]:
+def _snapshots(fields: dict[str, Any], loader: Loader, head: int) -> dict[int, Snapshot]:
     names = "_index_sampler_state", "_sampler_iter_state"
-    if asked_sampler(loader._index_sampler) is None and names[0] not in fields:
+    if samplers.asked_sampler(loader._index_sampler) is None and names[0] not in fields:
         return {}
     _check(fields, dict.fromkeys(names, object))
     return {head: copy.deepcopy((fields[names[0]], fields[names[1]]))}
@@ -207,20 +163,20 @@ def _progress(fields: dict[str, Any], drawn: int, workers: tuple[WorkerProgress,
     return Progress(fields[name], frozenset(beyond), workers)
 
 
-def _workers(
-    fields: dict[str, Any], loader: DataLoader[Any], ignored: frozenset[str]
-) -> tuple[WorkerProgress, ...]:
+def _workers(fields: dict[str, Any], loader: Loader, ignored: frozenset[str]) -> tuple[WorkerProgress, ...]:
+    """Nothing is known of them between two epochs, if they do not live on."""
+    if not (fields["resumes"] or fields.get("workers")):
+        return ()
     said = dict(enumerate(_check(fields, {"workers": list})["workers"]))
     _check(said, dict.fromkeys(said, dict), "workers.")
     workers = [_worker(number, worker, loader.dataset) for number, worker in said.items()]
     return _dealt(fields, tuple(workers), loader, ignored)
 
 
-def _names(ignore: Any) -> frozenset[str]:
+def _names(ignore: Any, known: list[str]) -> frozenset[str]:
     if isinstance(ignore, str):
         raise TypeError(f"ignore={ignore!r} must be a collection of names: ignore=({ignore!r},)")
     names = frozenset(ignore)
-    known = *COMPARED, "order"
     if unknown := names.difference(known):
         raise ValueError(f"ignore={sorted(map(str, unknown))} is unknown: use some of {', '.join(known)}")
     return names
@@ -259,8 +215,7 @@ def _states(texts: Any, where: str, known: dict[str, Any], needed: Iterable[str]
 
 
 def _compare(fields: dict[str, Any], now: dict[str, Any], ignored: frozenset[str]) -> None:
-    for name in COMPARED:
-        _check(fields, {name: object})
+    for name in now:
         if name == "num_workers" or name in ignored or fields[name] == now[name]:
             continue
         if "sampler" in ignored and None in (fields[name], now[name]):
@@ -292,7 +247,7 @@ def _worker(number: int, worker: dict[str, Any], dataset: Any) -> WorkerProgress
 def _dealt(
     fields: dict[str, Any],
     workers: tuple[WorkerProgress, ...],
-    loader: DataLoader[Any],
+    loader: Loader,
     ignored: Container[str],
 ) -> tuple[WorkerProgress, ...]:
     """The progress of the workers that there will be."""
@@ -329,51 +284,38 @@ def _resharded(
     )
 
 
-def take(loaded: Saved, loader: DataLoader[Any]) -> None:
+def take(loaded: Saved, loader: Loader) -> None:
     """Put a loader's own generators, and its samplers, where they stood.
 
     Raises:
         ValueError: a sampler does not take what it said; nothing has changed.
     """
-    own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
+    own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
     if not loaded.resumes:
         _take_sampler(loaded, loader._index_sampler, own)
-        if loader.num_workers == 0:
-            _take_dataset(loaded, loader)
     for name, state in loaded.generators.items():
         if name in own:
             generators.set_state(own[name], state)
     saved = loaded.beginning.epochs
     if not loaded.resumes:  # the next one begins, which the user may have set already
-        now = epochs(loader._index_sampler)
+        now = samplers.epochs(loader._index_sampler)
         saved = {depth: max(epoch, now.get(depth, 0)) for depth, epoch in saved.items()}
-    set_epochs(loader._index_sampler, saved)
-    set_attributes(loader._index_sampler, loaded.beginning.attributes)
-
-
-def _take_dataset(loaded: Saved, loader: DataLoader[Any]) -> None:
-    """Put the dataset where it stood between two epochs, so that the next one begins from there."""
-    for worker in loaded.progress.workers:
-        state = pickle.loads(worker.state) if worker.state else {}
-        if state.get("over"):
-            rules = vars(Rules(True, loader._auto_collation, loader.drop_last))
-            put_at_end(state["position"], loader.dataset, collate=loader.collate_fn, **rules)
-        elif state:
-            loader.dataset.load_state_dict(state["position"]["dataset"])  # type: ignore[attr-defined]
+    samplers.set_epochs(loader._index_sampler, saved)
+    samplers.set_attributes(loader._index_sampler, loaded.beginning.attributes)
 
 
 def _take_sampler(loaded: Saved, index_sampler: Any, own: dict[str, Any]) -> None:
-    sampler, state = stateful_sampler(index_sampler), loaded.state.get("_index_sampler_state")
+    sampler, state = samplers.stateful_sampler(index_sampler), loaded.state.get("_index_sampler_state")
     if sampler is None or state is None:
         return
-    before = said(sampler)
+    before = samplers.said(sampler)
     drawn = {name: each for name, each in own.items() if name in loaded.generators}
     states = [(each, loaded.generators[name]) for name, each in drawn.items()]
     with generators.restored([*generators.GLOBAL.values(), *drawn.values()], states):
         try:
             sampler.load_state_dict(copy.deepcopy(state))
             if loaded.state["_iterator_finished"]:
-                let_end(sampler, state)
+                samplers.let_end(sampler, state)
         except Exception as error:
             if not isinstance(before, Exception):
                 sampler.load_state_dict(before)

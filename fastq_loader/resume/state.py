@@ -12,38 +12,25 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from fastq_loader import arguments
+from fastq_loader.arguments import Loader
 from fastq_loader.reading import generators
 from fastq_loader.resume import samplers
 from fastq_loader.resume.order import Beginning
-from fastq_loader.resume.record import EpochRecord
-from fastq_loader.resume.samplers import epochs, own_generators, said, stateful_sampler
-from fastq_loader.scheduling.progress import Progress
-
-if TYPE_CHECKING:
-    from fastq_loader.loader import DataLoader
+from fastq_loader.resume.record import EpochRecord, Position
+from fastq_loader.scheduling.progress import START, Progress
 
 T = TypeVar("T")
 
 VERSION = 2
 LIBRARY = "fastq_loader"
-#: What was iterated, and must be the same when a state is loaded; `num_workers` only where it matters.
-COMPARED = (
-    "dataset_kind",
-    "dataset_length",
-    "batch_size",
-    "sampler",
-    *samplers.COMPARED,
-    "generator",
-    "schedule",
-    "num_workers",
-)
 
 
-def describe(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What a loader iterates: the fields that are compared."""
+def describe(loader: Loader) -> dict[str, Any]:
+    """What a loader iterates, which must be the same when a state is loaded; `num_workers` only where it
+    matters."""
     iterable = arguments.is_iterable(loader)
     parts = loader._index_sampler, loader.generator, loader.dataset
     return {
@@ -64,7 +51,7 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def now(loader: DataLoader[Any]) -> dict[str, Any]:
+def now(loader: Loader) -> dict[str, Any]:
     """The state of a loader, for whoever asks: on any thread, or in a handler of a signal."""
     resources = loader._resources
     while True:  # once, unless another thread begins an epoch meanwhile
@@ -76,7 +63,7 @@ def now(loader: DataLoader[Any]) -> dict[str, Any]:
             return state
 
 
-def begun(loader: DataLoader[Any], begin: Callable[[], T]) -> T:
+def begun(loader: Loader, begin: Callable[[], T]) -> T:
     """Begin an epoch. Meanwhile the state of the loader is that of before; and if it was asked for before
     the first epoch, this draws what it would have drawn then."""
     resources = loader._resources
@@ -91,14 +78,14 @@ def begun(loader: DataLoader[Any], begin: Callable[[], T]) -> T:
         resources.held = None
 
 
-def _of_place(loader: DataLoader[Any]) -> dict[str, Any]:
+def _of_place(loader: Loader) -> dict[str, Any]:
     record, loaded = loader._resources.place
     if loaded is not None:
         return copy.deepcopy(loaded.state)
     return state_of(loader, record) if record is None or record.shown is None else record.shown[0]()
 
 
-def _shared(loader: DataLoader[Any]) -> dict[str, Any]:
+def _shared(loader: Loader) -> dict[str, Any]:
     """The states of the shared generators that an epoch draws from when it begins."""
     names = {
         *samplers.shared_generators(loader._index_sampler),
@@ -107,7 +94,7 @@ def _shared(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: generators.state_of(generators.GLOBAL[name]) for name in names}
 
 
-def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, Any]:
+def state_of(loader: Loader, record: EpochRecord | None) -> dict[str, Any]:
     """The state of a loader, in a dict of its own.
 
     Args:
@@ -115,8 +102,8 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
         record: of its newest epoch; None before the first.
     """
     if record is None:
-        own = own_generators(loader._index_sampler, loader.generator, loader.dataset)
-        state = _state(describe(loader), {name: generators.state_of(each) for name, each in own.items()})
+        own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
+        state = _state(loader, {name: generators.state_of(each) for name, each in own.items()})
         shared = _texts(loader._resources.shared)
         return {**state, **_between_epochs(loader, {}), "workers": _before_first(loader), "shared": shared}
     order_now, beginning = record.order, record.order.beginning
@@ -129,16 +116,16 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
         if order_now.progress is progress and (drawn or not order_now.drawn[0]):
             break
     if progress.over:
-        state = {**_of_epoch(loader, record, progress, own_states), "_iterator_finished": True}
-        workers = progress.workers if record.persistent else ()
-        state["workers"] = [_worker(*worker) for worker in workers]
-        return {**state, **samplers.compared(loader._index_sampler), **_between_epochs(loader, moved)}
+        workers = [_worker(*worker) for worker in progress.workers if record.persistent]
+        state = _state(loader, own_states, record, progress)
+        return {**state, **_between_epochs(loader, moved), "workers": workers}
     # Called after every step, this must cost next to nothing: what stays is copied, what moves is set.
     constant = record.constant if drawn else None
     if constant is None:
-        constant = {**_of_epoch(loader, record, progress, own_states), "order": _order(beginning, first)}
+        constant = _state(loader, own_states, record, progress)
+        constant["resumes"], constant["order"] = True, _order(beginning, first)
         record.constant = constant if drawn else None
-    state = {**constant, "resumes": True}
+    state = constant.copy()
     state["_num_yielded"] = state["_sampler_iter_yielded"] = progress.delivered
     state["beyond"] = sorted(progress.beyond)
     state["generators"] = _texts(own_states)
@@ -156,19 +143,6 @@ def state_of(loader: DataLoader[Any], record: EpochRecord | None) -> dict[str, A
     return state
 
 
-def _of_epoch(
-    loader: DataLoader[Any], record: EpochRecord, progress: Progress, own_states: dict[str, Any]
-) -> dict[str, Any]:
-    """What stays the same from batch to batch."""
-    position = record.position_at(progress)
-    state = _state({**describe(loader), **record.order.compared}, own_states)
-    state["epoch"], state["batches"] = position.epoch, position.batches - position.batch
-    state["_num_yielded"] = state["_sampler_iter_yielded"] = progress.delivered
-    state["lives_on"], state["base_seed"] = record.lives_on, record.base_seed
-    state["shared_seed"] = record.shared_seed
-    return state
-
-
 def _order(beginning: Beginning, first: dict[str, Any]) -> dict[str, Any]:
     return {
         "starts": beginning.starts,
@@ -179,15 +153,15 @@ def _order(beginning: Beginning, first: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _between_epochs(loader: DataLoader[Any], moved: dict[str, Any]) -> dict[str, Any]:
+def _between_epochs(loader: Loader, moved: dict[str, Any]) -> dict[str, Any]:
     sampler = loader._index_sampler
     return {
-        "order": {"epochs": epochs(sampler), "attributes": moved},
-        "_index_sampler_state": _for_user(said(stateful_sampler(sampler))),
+        "order": {"epochs": samplers.epochs(sampler), "attributes": moved},
+        "_index_sampler_state": _for_user(samplers.said(samplers.stateful_sampler(sampler))),
     }
 
 
-def _before_first(loader: DataLoader[Any]) -> list[dict[str, Any]]:
+def _before_first(loader: Loader) -> list[dict[str, Any]]:
     """Without workers, where the dataset stands before the first epoch, if it says so without an iterator."""
     said = samplers.said(loader.dataset) if loader.num_workers == 0 else None
     if said is None or isinstance(said, Exception):
@@ -201,19 +175,28 @@ def _for_user(said: Any) -> Any:
     return copy.deepcopy(said)
 
 
-def _state(described: dict[str, Any], own_states: dict[str, Any]) -> dict[str, Any]:
+def _state(
+    loader: Loader,
+    own_states: dict[str, Any],
+    record: EpochRecord | None = None,
+    progress: Progress = START,
+) -> dict[str, Any]:
+    """What stays the same from batch to batch of an epoch, and what does not as it is now."""
+    position = Position() if record is None else record.position_at(progress)
     return {
         "library": LIBRARY,
         "version": VERSION,
-        **described,
-        "epoch": 0,
-        "batches": 0,
-        "_num_yielded": 0,
-        "_sampler_iter_yielded": 0,
-        "_iterator_finished": False,
+        **describe(loader),
+        **({} if record is None or progress.over else record.order.compared),
+        "epoch": position.epoch,
+        "batches": position.batches - position.batch,
+        "_num_yielded": progress.delivered,
+        "_sampler_iter_yielded": progress.delivered,
+        "_iterator_finished": progress.over,
         "generators": _texts(own_states),
-        "lives_on": False,
-        "base_seed": 0,
+        "lives_on": record is not None and record.lives_on,
+        "base_seed": 0 if record is None else record.base_seed,
+        "shared_seed": None if record is None else record.shared_seed,
         "resumes": False,
     }
 

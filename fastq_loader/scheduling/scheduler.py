@@ -30,7 +30,6 @@ from fastq_loader.errors import InvalidTransition, PoisonousBatch, ProtocolError
 from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, Task
 from fastq_loader.memory.blocks import Holder
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.scheduling import invariants
 from fastq_loader.scheduling.events import (
     Break,
     Died,
@@ -71,6 +70,7 @@ class Scheduler:
 
     Attributes:
         pending_tasks: those that are to be answered.
+        ring: batches that have come, in their order.
         to_draw: indices that are to be drawn before the batch is handed out that came out last.
         stale: answers that were dropped because their epoch was over.
         refused: answers that could not be used.
@@ -106,6 +106,7 @@ class Scheduler:
         self._in_flight = InFlight(
             self.window.widest + self.workers + len(done.beyond), done.head, done.beyond
         )
+        self.ring = self._in_flight.ring
         self._arrivals: deque[Batch | Died] = deque()
         self._restarts_left = self._restarts
         self._deaths: dict[int, int] = {}  # seq → workers that died of it
@@ -131,10 +132,6 @@ class Scheduler:
         """The answers with a batch among the next `count` to be handed out, up to the first that has not
         come."""
         return self._in_flight.upcoming(self._arrivals, count, self.in_order)
-
-    def check(self) -> None:
-        """Raise AssertionError unless the invariants hold; called after every step of the tests."""
-        invariants.check(self)
 
     def handle(self, event: Event) -> list[Instruction]:
         """Something has happened that does not happen for every batch."""
@@ -237,7 +234,7 @@ class Scheduler:
         if self._arrivals or not self.in_order:
             self._arrivals.append(batch)
         else:
-            self._in_flight.ring.push(batch.seq, batch)
+            self.ring.push(batch.seq, batch)
 
     # ---- answers in ---------------------------------------------------------------------------
 
@@ -273,7 +270,7 @@ class Scheduler:
                 self._arrivals.append(batch)
             else:  # torch would take it off its queue later, and nothing would come of that
                 batch.state = NEXT[batch.state, "answer"]
-                self._in_flight.ring.push(batch.seq, batch)
+                self.ring.push(batch.seq, batch)
 
     def _refuse(self, batch: Batch, fault: ProtocolError) -> None:
         """Its blocks stay the worker's until that has ended: it may still write to them."""
@@ -336,8 +333,7 @@ class Scheduler:
     def ready(self) -> Batch | None:
         """The batch that is next, with its answer or its error, if it has come: it is handed out. None: see
         `wanted`."""
-        ring = self._in_flight.ring
-        batch = ring.pop() if ring.filled else None
+        batch = self.ring.pop()
         return None if batch is None else self._hand_out(batch)
 
     def wanted(self) -> Batch | Instruction:
@@ -382,7 +378,7 @@ class Scheduler:
         if arrival.error is None:
             arrival.move("answer")
         if self.in_order:
-            self._in_flight.ring.push(arrival.seq, arrival)
+            self.ring.push(arrival.seq, arrival)
             return None
         return self._hand_out(arrival)
 

@@ -113,6 +113,7 @@ class WorkerTable:
     """
 
     def __init__(self, workers: int) -> None:
+        self._workers = workers
         self._states = [ACTIVE] * workers
         self.some_dead = False
         self._turn = 0
@@ -156,7 +157,7 @@ class WorkerTable:
         states = self._states
         for _ in states:
             worker = self._turn
-            self._turn = (worker + 1) % len(states)
+            self._turn = (worker + 1) % self._workers
             if states[worker] not in EXHAUSTED and (share_of is None or self._has_room(worker, share_of)):
                 self._undelivered[worker] += 1
                 return worker

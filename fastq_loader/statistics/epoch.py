@@ -31,7 +31,7 @@ from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, Histogram
 
 if TYPE_CHECKING:
     from fastq_loader.ipc.messages import Answer
-    from fastq_loader.statistics.counters import WorkerCounters
+    from fastq_loader.statistics.workers import WorkerCounters
 
 #: Parts of an epoch for which it is known how many batches were ready, and the width that they begin with.
 _PARTS, _WIDTH = 64, 1 << 24

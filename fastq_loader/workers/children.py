@@ -2,7 +2,7 @@
 
 Runs in the consumer, but for `serve` and `attend`, which run in the zygote, and `write_stacks`, which runs in
 a worker. Where SIGCHLD is ignored, as
-daemons have it, the system reaps children by itself, or somebody else does; multiprocessing takes a child
+daemons have it, the system reaps children by itself, or other code does; multiprocessing takes a child
 whose exit code it cannot get for one that still runs. Only a descriptor says when it has ended.
 
 A `Zygote` waits to fork others: what the fork server is for the other start methods. There are two kinds.
@@ -34,7 +34,7 @@ from fastq_loader.system import calls
 from fastq_loader.system.calls import readable
 from fastq_loader.system.interrupts import without_signals
 
-#: The exit code of a process that nobody here could ask for its own (multiprocessing's number for that).
+#: The exit code of a process that could not be asked for its own (multiprocessing's number for that).
 UNKNOWN_EXIT = 255
 
 #: Makes a process object in the zygote, from the arguments that `Zygote.process` was called with.
@@ -48,7 +48,7 @@ _PATIENCE, _ANSWER = 1.0, 5.0
 
 
 class LaunchedProcess(BaseProcess):
-    """A process that is started in a way of its own. Whoever has it may treat it like any other.
+    """A process that is started in a way of its own. It may be treated like any other.
 
     Args:
         launch: starts it.
@@ -97,9 +97,10 @@ class Child:
     def descriptor(self) -> int:
         """A pidfd. Else there is none, or an interrupt came before it was noted, and a thread waits for the
         child; it starts at the first use, when workers that are forked together have been. A child of a fork
-        server is not ours to wait for: it has a pipe of multiprocessing's, and nobody else holds that."""
+        server is not ours to wait for: it has a pipe of multiprocessing's, which no other process holds."""
         if self._descriptor < 0:
-            with contextlib.suppress(OSError, RuntimeError):  # descriptors or threads are used up
+            # What a handler raises in the middle of `Thread.start` would come out as another error.
+            with without_signals(), contextlib.suppress(OSError, RuntimeError):  # they are used up
                 self._descriptor = _end_of(self.pid)
         return self.process.sentinel if self._descriptor < 0 else self._descriptor
 
@@ -117,7 +118,7 @@ class Child:
     def death(self) -> tuple[str, str]:
         """How it died: in our words, and in those of torch's SIGCHLD handler."""
         code, worker = self._exit_code(), f"DataLoader worker (pid {self.pid})"
-        if code is None:  # somebody else reaped it: SIGCHLD is ignored
+        if code is None:  # other code reaped it: SIGCHLD is ignored
             return "ended, its exit code is unknown", f"{worker} exited unexpectedly"
         if code >= 0:
             return f"exited with code {code}", (
@@ -141,7 +142,7 @@ class Child:
             descriptor, self._descriptor = self._descriptor, -1
             if descriptor >= 0:
                 os.close(descriptor)
-            if popen.returncode is None:  # somebody else reaped it: SIGCHLD is ignored
+            if popen.returncode is None:  # other code reaped it: SIGCHLD is ignored
                 popen.returncode = UNKNOWN_EXIT
             popen.close()
         self.forget()
@@ -156,7 +157,7 @@ def _end_of(pid: int) -> int:
     holds: its own children would hold it too.
 
     Raises:
-        OSError: descriptors are used up, or the child is somebody else's.
+        OSError: descriptors are used up, or the child is not this process's.
         RuntimeError: threads are used up.
     """
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
@@ -167,9 +168,9 @@ def _end_of(pid: int) -> int:
 
 def _wait_for(pid: int, tell: Connection) -> None:
     """In a thread: write to a pipe when a child has ended; its exit code stays there to be asked for."""
-    with contextlib.suppress(ChildProcessError):  # somebody else reaped it
+    with contextlib.suppress(ChildProcessError):  # other code reaped it
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    with contextlib.suppress(BrokenPipeError):  # nobody wants to know any more
+    with contextlib.suppress(BrokenPipeError):  # it is not needed any more
         tell.send_bytes(b"!")
 
 
@@ -342,7 +343,7 @@ class Forked(popen_fork.Popen):
 
     def _send_signal(self, number: int) -> None:
         if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody was asked how
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and has not been reaped
                 calls.pidfd_send_signal(self.sentinel, number)
 
 
@@ -364,9 +365,9 @@ def attend(connection: Connection, consumer: int, make: Make) -> bool:
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers set a handler of their own
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    # A handler of the consumer's is not for here, and where it is ignored nobody can say how a worker died.
+    # A handler of the consumer's is not for here, and where it is ignored exit codes are lost.
     inherited = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # multiprocessing lets no daemon have children, because nobody would end them: these leave with the
+    # multiprocessing lets no daemon have children, because they would not be ended: these leave with the
     # consumer.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     children: dict[int, BaseProcess] = {}

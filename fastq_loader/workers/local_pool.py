@@ -85,7 +85,7 @@ class LocalPool(WorkerPool):
         at_once = plan.workers if self._late is None else cores()
         while self._left() and (len(self._children) < at_once or not self._payload.sealed):
             self.start_next()
-        if self._late is not None:  # whoever starts from here on is late
+        if self._late is not None:  # those that start from here on are late
             self._make = self._late.process
 
     def _prepare(self, context: Any, method: str) -> None:
@@ -98,16 +98,14 @@ class LocalPool(WorkerPool):
             self._zygote = Zygote.forked(context, self._process)
 
     def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
+        if generation and self._zygote is not None:  # which has none
+            return self._zygote.process(worker, generation, folder, space)
         assert self._setup is not None, "the pool was started"
         setup = replace(self._setup, worker=worker, generation=generation, folder=folder, space=space)
         process: BaseProcess = self._make(target=main, args=(setup,), daemon=True)
         if self._plan.context is None:  # torch's name for it, which logs show
             process.name = f"Process-{process.name.rpartition('-')[2]}"
         return process
-
-    def _make_successor(self, worker: int, generation: int, folder: str, space: Extents) -> BaseProcess:
-        make = self._process if self._zygote is None else self._zygote.process
-        return make(worker, generation, folder, space)
 
     def _start(self, child: Child) -> None:
         try:
@@ -141,7 +139,7 @@ class LocalPool(WorkerPool):
 
 
 def _preload(context: Any) -> None:
-    """Let the fork server import torch, unless it runs already or somebody chose for it.
+    """Let the fork server import torch, unless it runs already, or its modules were chosen.
 
     Not numpy.random, which our own modules need: other children of the server would inherit one state of
     its global generator, where each seeds its own now.
@@ -214,7 +212,7 @@ class LateStart:
 
     def _way(self, popen: Any) -> type[popen_fork.Popen]:
         """multiprocessing's own way to start a process, as it would have been then. Its code runs with other
-        names for the two functions that read today's surroundings; nobody else's is touched."""
+        names for the two functions that read today's surroundings; theirs stay as they are."""
         spawned = popen is popen_spawn_posix.Popen
 
         def preparation(name: str) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """Workers that were told to stop: they get the time that torch gives them, and are ended after it.
 
-Runs in the consumer. A worker that only waits for a task leaves within milliseconds, and whoever stopped it
-waits for that. One that is in the middle of a sample, or of the exit handlers of user code, writes a file,
-perhaps: it is left to finish behind the consumer's back, so that neither `next()` nor the turn of an epoch
-waits for it. A thread watches the workers of such a pool; `close()` and the exit of the process wait until it
-is done.
+Runs in the consumer. A worker that only waits for a task leaves within milliseconds, and is waited for. One
+that is in the middle of a sample, or of the exit handlers of user code, writes a file, perhaps: it is left to
+finish behind the consumer's back, so that neither `next()` nor the turn of an epoch waits for it. A thread
+watches the workers of such a pool; `close()` and the exit of the process wait until it is done.
 
 What a worker may still write to is given back when the last one of its pool has ended.
 """
@@ -25,7 +24,7 @@ from fastq_loader.workers.children import Child
 #: Seconds that a worker which was told to stop has to finish: torch's MP_STATUS_CHECK_INTERVAL, for which it
 #: joins each of them.
 ORDERLY = 5.0
-#: The same where somebody is in a hurry (after Ctrl-C), or has waited for the worker in vain already; and
+#: The same after Ctrl-C, or where the worker was waited for in vain already; and
 #: what SIGTERM leaves it before SIGKILL.
 BRIEF = 0.5
 #: Seconds that are waited for workers which need no more than that.
@@ -51,9 +50,9 @@ class Stopping:
     """The workers of one pool that were told to stop.
 
     Args:
-        owner: whose they are, for those who wait.
+        owner: whose they are, see `wait`.
         leaving: the workers, each with the seconds that it has to leave on its own.
-        after: what is done when all have ended, in this order, on any thread.
+        after: called when all have ended, in this order, on any thread.
         forget: what a forked copy of this process does instead.
 
     Attributes:
@@ -130,7 +129,7 @@ class Stopping:
                     self._after.pop()()
             finally:
                 if not self._after:
-                    self.forget = lambda: None  # it may be a method of whoever keeps this object
+                    self.forget = lambda: None  # it may be a method of an object that keeps this one
                     _active.discard(self)
                     self.over.set()
             return math.inf
@@ -157,7 +156,7 @@ class Stopping:
                 signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         try:
             self._run()
-        except BaseException:  # an interrupt: nobody waits any longer
+        except BaseException:  # an interrupt: the wait is over
             hurry()
             self._run()
             raise

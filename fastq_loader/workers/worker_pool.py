@@ -18,7 +18,8 @@ from multiprocessing.process import BaseProcess
 
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
-from fastq_loader.statistics.counters import Counters, WorkerCounters
+from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.workers import WorkerCounters
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Child
 from fastq_loader.workers.config import Descriptors, Payload, Plan, Setup
@@ -40,7 +41,7 @@ class WorkerPool(ABC):
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._payload: Payload = plan.payload
-        self._setup: Setup | None = None  # of worker 0; the others differ in what is their own
+        self._setup: Setup | None = None  # of worker 0, for all
         self._children: list[Child] = []
         self._generations: list[int] = []  # of the workers: how many had the number before
         self._stopping: Stopping | None = None
@@ -59,10 +60,6 @@ class WorkerPool(ABC):
     @abstractmethod
     def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
         """A process to be started; see `replace`."""
-
-    def _make_successor(self, worker: int, generation: int, folder: str, space: Extents) -> BaseProcess:
-        """The same for one that takes the place of another."""
-        return self._process(worker, generation, folder, space)
 
     def _start(self, child: Child) -> None:
         child.start()
@@ -141,7 +138,7 @@ class WorkerPool(ABC):
         """
         generation = self._generations[worker] + 1
         with without_signals(signal.SIGINT):
-            child = Child(self._make_successor(worker, generation, folder, space))
+            child = Child(self._process(worker, generation, folder, space))
             self._start(child)
             self._children[worker].release()
             self._children[worker], self._generations[worker] = child, generation
@@ -182,13 +179,13 @@ class WorkerPool(ABC):
     ) -> None:
         """Let the workers leave, and end those that do not; returns before that, see `stopping`.
 
-        Whoever wants them to leave on their own has told them before. May be called again, also when an
+        Workers that may leave on their own were told before. May be called again, also when an
         interrupt cut it short.
 
         Args:
             patience: seconds that a worker has to leave on its own, by its number.
-            owner: for whoever waits until they have ended.
-            after: what is done then, on any thread.
+            owner: see `stopping.wait`.
+            after: called then, on any thread.
         """
         self._setup = None
         if self._stopping is None:

@@ -32,8 +32,10 @@ from fastq_loader.memory.blocks import GRANTED, SMALLEST
 from fastq_loader.scheduling.events import Send
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.states import Batch
-from fastq_loader.statistics.counters import Counters, WorkerCounters
+from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.workers import WorkerCounters
 from tests.scheduling.test_scheduler import begin, started, states
+from tests.support import invariants
 from tests.support.simulation import REGION
 
 B = SMALLEST
@@ -172,7 +174,7 @@ def test_an_answer_that_is_due_and_does_not_fit_fails_at_its_position(
     inbox, group, counters = receiver(scheduler, (1, answer(sends[1])), (0, misfit), claims=claims)
     for _ in range(2):
         assert inbox.receive()
-        scheduler.check()
+        invariants.check(scheduler)
     assert (counters.rejected_frames, scheduler.refused, group.evicted) == (1, 1, [])
     assert states(scheduler) == {}, "no part of it was accepted"
     for seq, error in ((0, ProtocolError), (1, type(None))):

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from fastq_loader import DataLoader
-from fastq_loader.consumer.resources import Resources
+from fastq_loader.resources import Resources
 from tests.conftest import descendants
 
 

@@ -394,24 +394,6 @@ def test_a_failed_registration_is_cleared(stager: HostStager) -> None:
     assert stager.clearings == 2
 
 
-def test_clearing_an_error_launches_a_kernel(stager: HostStager, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def zeros(size: int, device: Any) -> None:
-        calls.append(device)
-        if len(calls) == 1:
-            raise RuntimeError("CUDA error: the one before")
-
-    monkeypatch.setattr(torch, "zeros", zeros)
-    TorchStager._clear_error(stager)
-    assert calls == [stager.device] * 2
-
-
-def test_only_cuda_registers(stager: HostStager) -> None:
-    with pytest.raises(PinFailed, match=r"torch.cpu cannot page-lock memory that is there already"):
-        TorchStager._runtime(stager)
-
-
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
 def test_memory_that_cannot_be_pinned_is_said_to(stager: HostStager) -> None:
     with pytest.raises(PinFailed, match="torch could not page-lock 4096 bytes"):

@@ -14,9 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastq_loader import DataLoader, PinFailed, ToDevice
-from fastq_loader.device import staging
-from fastq_loader.device.staging import DeviceSession
+from fastq_loader import DataLoader, ToDevice
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT
 from tests.support.datasets import (
@@ -32,8 +30,7 @@ from tests.support.datasets import (
     identity,
     wrap,
 )
-from tests.support.late_device import Late, LateStager, image_and_label
-from tests.support.staging_runs import options_for
+from tests.support.late_device import Late, image_and_label
 
 pytestmark = [
     pytest.mark.processes,
@@ -245,29 +242,6 @@ def add_one(batch: Any) -> Any:
 
 def staging_of(loader: DataLoader[Any]) -> Any:
     return loader.statistics().staging
-
-
-def test_a_device_is_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[LateStager] = []
-
-    def open_device(device: torch.device) -> LateStager:
-        assert device == torch.device("cpu")
-        opened.append(LateStager(refuse=("register",)))
-        return opened[-1]
-
-    monkeypatch.setattr(staging, "TorchStager", open_device)
-    session = DeviceSession(options_for(pin="register"))
-    session.refuse_capture()  # of a device that was not opened nothing is asked
-    assert opened == []
-    mapping: Any = object()
-    for _ in range(2):
-        with pytest.raises(PinFailed):
-            session.open(mapping)
-    session.open(None)
-    assert opened == [session.stager]
-    opened[0].is_capturing = True
-    with pytest.raises(RuntimeError, match="CUDA graph is being captured"):
-        session.refuse_capture()
 
 
 def test_statistics_say_what_was_copied(late: Late) -> None:

@@ -111,7 +111,7 @@ def test_twenty_epochs_take_no_more_device_memory_than_two(stream: str, guard: G
                 time.sleep(0.02)  # the next batches are ready by then
             session = loader._resources.session
             if not guard.kept and session is not None:
-                session._stager = None
+                vars(session).pop("stager")
         return torch.cuda.memory_reserved()
 
     with DataLoader(Numbers(8 * BATCH), BATCH, num_workers=2, device=device) as loader:

@@ -87,15 +87,6 @@ def test_a_mode_that_the_driver_refused_is_not_chosen_again(in_blocks: bool) -> 
     pool.policy.fall_back(REGISTER, "no registration")  # said before: a warning would be an error
 
 
-@pytest.mark.parametrize("pin", [REGISTER, BOUNCE])
-def test_what_was_asked_for_by_name_is_kept_or_an_error(pin: str) -> None:
-    pool = Pool(in_blocks=True, pin=pin)
-    for _ in range(2):
-        with pytest.raises(PinFailed, match=f"pin='{pin}' cannot be kept: no; pin='auto' would fall back"):
-            pool.policy.refuse(pin, PinFailed("no"))
-    assert pool.statistics.pin == pin
-
-
 # ---- blocks and buffers -----------------------------------------------------------------------------
 
 

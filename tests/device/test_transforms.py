@@ -165,14 +165,6 @@ def test_factors_are_kept_for_the_stream_that_made_them(
     assert len(factors) == made
 
 
-def test_on_the_host_no_accelerator_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    apply, pixels = normalize(MEAN, STD), images(2, 3, 4, 4)
-    for name in ("current_accelerator", "current_stream"):
-        monkeypatch.setattr(torch.accelerator, name, lambda *_: pytest.fail("an accelerator was asked"))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("CUDA was asked"))
-    torch.testing.assert_close(apply(pixels), by_hand(pixels).float())
-
-
 def test_in_a_compiled_step() -> None:
     apply = normalize(MEAN, STD)
 

@@ -82,9 +82,9 @@ DEEP = {"schedule": "dynamic", "prefetch_factor": 16}
 
 #: Two of the C calls are those of `next` and of the end of counting.
 BUDGETS: dict[str, tuple[type[Rows], dict[str, Any], Budget]] = {
-    "rows": (Rows, TWO, Budget(60, 42, 8)),
-    "tokens": (Tokens, TWO, Budget(85, 74, 11)),
-    "rows, deep": (Rows, TWO | DEEP, Budget(60, 46, 10)),
+    "rows": (Rows, TWO, Budget(54, 42, 8)),
+    "tokens": (Tokens, TWO, Budget(80, 71, 11)),
+    "rows, deep": (Rows, TWO | DEEP, Budget(56, 46, 10)),
     "rows, 0 workers": (Rows, {"num_workers": 0}, Budget(110, 40, 13)),
 }
 

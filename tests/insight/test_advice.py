@@ -21,9 +21,9 @@ from fastq_loader.insight.advice import (
 )
 from fastq_loader.insight.model import Costs, Evidence, Setting
 from fastq_loader.ipc.messages import BATCH, Answer
-from fastq_loader.statistics.counters import WorkerCounters
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.snapshots import CAUSES, EpochStatistics, StagingStatistics, WorkerStatistics
+from fastq_loader.statistics.workers import WorkerCounters
 
 EPOCH = EpochStatistics(1, 100, 10.0, workers_seconds=7.7, head_of_line_seconds=2.3)
 UNEVEN = Costs((0.01,) * 9 + (0.3,))

@@ -21,9 +21,9 @@ from fastq_loader.insight.model import (
     seconds_per_batch,
 )
 from fastq_loader.ipc.messages import BATCH, Answer
-from fastq_loader.statistics.counters import WorkerCounters
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.snapshots import EpochStatistics, WorkerStatistics
+from fastq_loader.statistics.workers import WorkerCounters
 
 #: CPUs that never limit.
 MANY = 1e9

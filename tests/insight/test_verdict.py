@@ -25,7 +25,7 @@ from fastq_loader.statistics.snapshots import (
     StagingStatistics,
     WorkerStatistics,
 )
-from tests.support.datasets import Stream
+from tests.support.datasets import Stream, identity
 from tests.support.limited import Naps
 
 LIMITS = {*CAUSES, "balanced", "unknown"}
@@ -298,33 +298,18 @@ class MyBatches(BatchSampler):
     pass
 
 
-def add(samples: list[int]) -> int:
-    return sum(samples)
-
-
-def double(batch: Any) -> Any:
-    return 2 * batch
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (
-            {},
-            {
-                "sampler": "SequentialSampler",
-                "shuffles": False,
-                "pins": False,
-            },
-        ),
+        ({}, {"sampler": "SequentialSampler", "shuffles": False, "pins": False}),
         ({"shuffle": True}, {"sampler": "RandomSampler", "shuffles": True}),
         ({"sampler": Mine(range(10))}, {"sampler": "Mine", "shuffles": False}),
         ({"batch_sampler": MyBatches(range(10), 2, False)}, {"sampler": "MyBatches", "shuffles": False}),
         ({"batch_sampler": BatchSampler(Mine(range(10)), 2, False)}, {"sampler": "Mine"}),
         ({"batch_size": None}, {"sampler": "SequentialSampler", "collate": ""}),
-        ({"collate_fn": add}, {"collate": "add"}),
+        ({"collate_fn": sum}, {"collate": "sum"}),
         ({"collate_fn": default_collate}, {"collate": ""}),
-        ({"device": ToDevice("cpu", transform=double)}, {"transform": "double", "staging": None}),
+        ({"device": ToDevice("cpu", transform=identity)}, {"transform": "identity", "staging": None}),
         ({"device": "cpu"}, {"transform": ""}),
         ({"dataset": Stream("tensors", [5])}, {"iterable": True}),
         ({"persistent_workers": False, "in_order": True}, {"persistent": False, "in_order": True}),
@@ -393,14 +378,3 @@ def test_late_batches_are_those_of_the_epoch(evidence: Any) -> None:
         loader._resources.counters.held_up(epoch, 10 * epoch, 10**9)
     found = {epoch: [late.batch for late in evidence(loader, epoch).late] for epoch in (0, 1, 2)}
     assert found == {0: [10, 20], 1: [10], 2: [20]}
-
-
-def test_where_batches_go_to_a_device_nothing_else_pins_them(
-    evidence: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loader = run()
-    loader.pin_memory = True
-    assert evidence(loader).pins
-    staged = replace(loader.statistics(), staging=StagingStatistics("cuda"))
-    monkeypatch.setattr(loader, "statistics", lambda: staged)
-    assert not evidence(loader).pins

@@ -85,7 +85,7 @@ MALFORMED = [
     *(answer(6, fresh) for fresh in ([[1]], None, [[True, 1]], "", b"ab")),
     *(answer(7, returned) for returned in (["a"], "", b"ab", None, {1: 2}, [-1])),
     *(answer(8, handle) for handle in ("abcde", 3, [1, None, []], [-1, None, [], None, []])),
-    *(answer(8, [1, None, values, parcel, []]) for values, parcel in (("", None), ([], ""))),
+    *(answer(8, [1, None, values, packet, []]) for values, packet in (("", None), ([], ""))),
     *(answer(8, [1, None, [], None, segments]) for segments in ([[1, 2]], None)),
 ]
 

@@ -226,22 +226,22 @@ def test_a_spec_that_never_left_is_sent_again(pair: Pair) -> None:
 def test_small_leaves_travel_in_the_message_and_more_of_them_in_one_block(pair: Pair) -> None:
     inline = pair.handle_of([torch.arange(4), np.arange(3), "word"])
     assert (inline.segments, inline.values) == ((), ("word",))
-    assert inline.parcel is not None
-    assert len(inline.parcel) == 2 * ALIGNMENT
+    assert inline.packet is not None
+    assert len(inline.packet) == 2 * ALIGNMENT
     limit = [torch.zeros(INLINE // 4, dtype=torch.uint8) for _ in range(4)]
     assert pair.handle_of(limit).segments == ()
     over = pair.handle_of([*limit, torch.zeros(1)])
-    assert over.parcel is None
+    assert over.packet is None
     assert [(size, total) for _, size, total in over.segments] == [(SMALLEST, INLINE + ALIGNMENT)]
     none = pair.handle_of(["word", 1])
-    assert (none.parcel, none.segments) == (None, ())
+    assert (none.packet, none.segments) == (None, ())
 
 
 def test_pickled_bytes_never_travel_in_the_message(pair: Pair) -> None:
     secret = "d5c1f0d6-never-in-a-frame"
     for batch in (Opaque(secret), [Opaque(secret), torch.rand(3)], {secret[:3]: Record("x", [secret])}):
         handle = pair.handle_of(batch)
-        assert handle.parcel is None
+        assert handle.packet is None
         assert secret.encode() not in pair.frames[-1]
         assert b"tests.support.datasets" not in pair.frames[-1]
         assert_same(batch, pair.deliver(pair.unpacker.learn(0, handle)[0]))

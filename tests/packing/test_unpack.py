@@ -1,4 +1,4 @@
-"""Handles: specs that are named, parcels, and handles that do not fit what they name."""
+"""Handles: specs that are named, packets, and handles that do not fit what they name."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def spec_with(handle: Handle, tree: Any, *rest: Any) -> Handle:
     return handle._replace(spec=(tree, *(rest or spec[1:])))
 
 
-#: Of a parcel in a block, two large leaves, an object and two values.
+#: Of a packet in a block, two large leaves, an object and two values.
 LIES: dict[str, Callable[[Handle], Handle]] = {
     "a leaf behind the end of its block": lambda h: at(h, 1, None, None, h.segments[1][1]),
     "a leaf that begins before its block": lambda h: at(h, 1, None, None, -8),
@@ -112,9 +112,9 @@ LIES: dict[str, Callable[[Handle], Handle]] = {
     "a block of negative size": lambda h: at(h, 1, None, -SMALLEST, 0),
     "a block beyond the arena": lambda h: at(h, 1, 1 << 60, None, None),
     "a block before the arena": lambda h: at(h, 1, -SMALLEST, None, None),
-    "a parcel larger than its block": lambda h: at(h, 0, None, SMALLEST, SMALLEST + 1),
-    "a parcel too small for its leaves": lambda h: at(h, 0, None, SMALLEST, 3),
-    "a parcel beyond the arena": lambda h: at(h, 0, 1 << 60, None, None),
+    "a packet larger than its block": lambda h: at(h, 0, None, SMALLEST, SMALLEST + 1),
+    "a packet too small for its leaves": lambda h: at(h, 0, None, SMALLEST, 3),
+    "a packet beyond the arena": lambda h: at(h, 0, 1 << 60, None, None),
     "a segment too few": lambda h: h._replace(segments=h.segments[:-1]),
     "a segment too many": lambda h: h._replace(segments=(*h.segments, h.segments[-1])),
     "no segments": lambda h: h._replace(segments=()),
@@ -149,12 +149,12 @@ def test_a_pickle_that_names_a_leaf_that_was_taken_away_is_refused(pair: Pair) -
         receive(pair, spec_with(handle, "O", (), ())._replace(segments=handle.segments[:1]))
 
 
-def test_an_inline_parcel_that_is_too_short_is_refused(pair: Pair) -> None:
+def test_an_inline_packet_that_is_too_short_is_refused(pair: Pair) -> None:
     handle = pair.handle_of([torch.rand(4), torch.rand(100)])
-    assert handle.parcel is not None
-    for parcel in (b"", handle.parcel[:100], None):
+    assert handle.packet is not None
+    for packet in (b"", handle.packet[:100], None):
         with pytest.raises(ProtocolError):
-            receive(pair, handle._replace(parcel=parcel))
+            receive(pair, handle._replace(packet=packet))
 
 
 def test_where_there_is_no_device_a_batch_for_one_is_refused() -> None:
@@ -193,11 +193,11 @@ def test_an_exception_that_no_block_holds_travels_as_text(
 
 # ---- digests ----------------------------------------------------------------------------------------
 
-#: Batches of one tree: plain values, leaves in a parcel, pickled objects, and blocks of their own.
+#: Batches of one tree: plain values, leaves in a packet, pickled objects, and blocks of their own.
 KINDS: dict[str, Callable[[int], Any]] = {
     "values": lambda value: (value, "text", [value, 0.5]),
-    "parcel": lambda value: {"a": torch.full((3,), value), "b": np.array([value])},
-    "parcel in a block": lambda value: [torch.full((5, number), value) for number in range(1, 200)],
+    "packet": lambda value: {"a": torch.full((3,), value), "b": np.array([value])},
+    "packet in a block": lambda value: [torch.full((5, number), value) for number in range(1, 200)],
     "object": lambda value: Opaque((value, "x" * 1000)),
     "large": lambda value: (torch.full((LARGE,), value), 1),
 }

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from fastq_loader.errors import ProtocolError, UnpicklableError
+from fastq_loader.errors import UnpicklableError
 from fastq_loader.ipc.decoding import decode_for_consumer
-from fastq_loader.ipc.messages import BATCH, Answer, Bundle, Epoch, Ping, Stop, Task, encode
+from fastq_loader.ipc.messages import BATCH, Answer, Epoch, Stop, Task, encode
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import FREE, SMALLEST
 from fastq_loader.packing.pack import Packer
@@ -89,14 +89,14 @@ def scene() -> Iterator[Scene]:
 def test_only_the_bytes_of_a_batch_are_sent_and_each_segment_says_how_many(scene: Scene) -> None:
     image = torch.arange(SMALLEST, dtype=torch.int32)
     scene.load([image[100:], {1, 2}, "text"])
-    handle, (parcel, large) = scene.receive()
-    assert handle.segments == ((0, len(parcel), len(parcel)), (0, len(large), 0))
+    handle, (packet, large) = scene.receive()
+    assert handle.segments == ((0, len(packet), len(packet)), (0, len(large), 0))
     assert large == image[100:].numpy().tobytes()
-    assert TOKEN in parcel, "what is pickled is sealed"
+    assert TOKEN in packet, "what is pickled is sealed"
     scene.load([1, torch.ones(3)])
     handle, parts = scene.receive()
     assert (handle.segments, parts) == ((), [])
-    assert handle.parcel
+    assert handle.packet
 
 
 def test_for_a_device_one_piece_is_sent() -> None:
@@ -152,12 +152,6 @@ def test_messages_come_in_their_order_also_after_a_look_for_the_stop(scene: Scen
         scene.tell(message)
     assert scene.socket.told_to_stop()
     assert [scene.socket.receive(block=True) for _ in said] == said
-
-
-def test_a_bundle_is_refused(scene: Scene) -> None:
-    scene.tell(Bundle((encode(Ping()),)))
-    with pytest.raises(ProtocolError, match="a bundle"):
-        scene.socket.receive(block=True)
 
 
 def test_it_leaves_when_the_proxy_is_gone(scene: Scene) -> None:

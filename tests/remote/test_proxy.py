@@ -184,8 +184,8 @@ def test_bytes_lie_where_the_answer_says_in_granted_blocks_and_new_ones(scene: S
     far_off = 100 * SMALLEST
     scene.tell(EPOCH, task(0, (far_off, SMALLEST), (2 * far_off, SMALLEST)))
     sent = scene.answer(answer(0, (0, 500, 500), (0, 2 * SMALLEST, 0)), b"p" * 500, b"i" * 2 * SMALLEST)
-    (first, _, parcel), (second, size, into) = sent.handle.segments
-    assert (first, parcel, size, into) == (far_off, 500, 2 * SMALLEST, 0)
+    (first, _, packet), (second, size, into) = sent.handle.segments
+    assert (first, packet, size, into) == (far_off, 500, 2 * SMALLEST, 0)
     assert bytes(scene.arena.mapping.read(first, 500)) == b"p" * 500
     assert bytes(scene.arena.mapping.read(second, 2 * SMALLEST)) == b"i" * 2 * SMALLEST
     assert sent.fresh == ((second, 2 * SMALLEST),)

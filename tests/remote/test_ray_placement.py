@@ -12,8 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fastq_loader import RayWorkers
 from fastq_loader.remote import ray_placement
@@ -66,9 +64,8 @@ class Actor:
 
     def place(self, number: int, port: int = 4711) -> Place:
         """It has found this place."""
-        self.attach.answer((NODE, "10.0.0.7", port, number, {"CUDA_VISIBLE_DEVICES": "1"}))
-        name = "10.0.0.7 (Ray's node ffffffffffff)"
-        return Place(Address("10.0.0.7", port), number, name, {"CUDA_VISIBLE_DEVICES": "1"})
+        self.attach.answer((NODE, "10.0.0.7", port, number))
+        return Place(Address("10.0.0.7", port), number, "10.0.0.7 (Ray's node ffffffffffff)")
 
 
 class Ray:
@@ -345,65 +342,6 @@ def test_at_the_exit_of_the_process_ray_is_called_no_more(ray: Ray, monkeypatch:
     assert placement.find([], 1) == []
     placement.close()
     assert exits == [ray_placement._disarm]
-
-
-class Machine(RuleBasedStateMachine):
-    """Whatever actors and Ray say, in whatever order: as many actors as places, and each place given once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ray = Ray()
-        self.ray.running = True
-        self.placement = RayPlacement(RayWorkers())
-        self.placement._ray, self.placement._lock = self.ray, self.ray.lock
-        self.placement._driver, self.placement._most = self.ray.driver, 3
-        self.placement._reservation = SimpleNamespace(remote=self.ray._make)
-        self.given: list[Place] = []
-        self.numbers = iter(range(10**6))
-        self.lost: list[Place] = []
-        self.failed = False
-
-    def alive(self) -> list[Actor]:
-        return [actor for actor in self.ray.actors if actor not in self.ray.killed]
-
-    def asked(self) -> list[Actor]:
-        return [actor for actor in self.alive() if actor.asked]
-
-    @rule(wanted=st.integers(0, 4))
-    def find(self, wanted: int) -> None:
-        found = self.placement.find(self.lost, wanted)
-        self.lost = []
-        places = [one for one in found if isinstance(one, Place)]
-        assert len(found) <= wanted
-        assert not {one[:2] for one in places} & {one[:2] for one in self.given}
-        self.given += places
-        assert self.failed or found == places
-
-    @precondition(lambda self: self.asked())
-    @rule(data=st.data(), how=st.sampled_from(["place", "place", "died", "unavailable", "failed"]))
-    def answer(self, data: st.DataObject, how: str) -> None:
-        actor = data.draw(st.sampled_from(self.asked()))
-        if how == "place":
-            actor.place(next(self.numbers))
-        else:
-            self.failed = self.failed or how == "failed"
-            kinds = {"died": ActorDiedError, "unavailable": ActorUnavailableError, "failed": OSError}
-            actor.attach.answer(kinds[how](how))
-
-    @precondition(lambda self: self.given)
-    @rule(data=st.data())
-    def lose(self, data: st.DataObject) -> None:
-        place = data.draw(st.sampled_from(self.given))
-        if place not in self.lost:
-            self.lost.append(place)
-
-    @invariant()
-    def no_more_actors_than_places(self) -> None:
-        assert len(self.alive()) <= 3
-        assert self.failed or not self.ray.actors or len(self.alive()) == 3
-
-
-TestAnyOrder = Machine.TestCase
 
 
 @pytest.mark.parametrize(

@@ -254,27 +254,6 @@ def test_a_shuffle_is_digested_by_its_permutations(drop_last: bool) -> None:
         iter(second)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("digest", ["3", 5]),
-        ("digest", "aa"),
-        ("attributes", []),
-        ("attributes", {"0.epoch": 1}),
-    ],
-)
-def test_damaged_fields_are_named(field: str, value: Any) -> None:
-    first = loader(Counts())
-    next(iter(first))
-    state = first.state_dict()
-    state["order"][field] = value
-    with pytest.raises(ValueError, match=rf"field 'order\.{field}"):
-        loader(Counts()).load_state_dict(state)
-    del state["order"][field]
-    with pytest.raises(ValueError, match=rf"field 'order\.{field}' is missing"):
-        loader(Counts()).load_state_dict(state)
-
-
 def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only attributes that an epoch has changed are set: not a rank, nor what torch's samplers have."""
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from fastq_loader import DataLoader, Position
-from fastq_loader.resume.record import EpochRecord, begin
-from fastq_loader.resume.saved import Saved
+from fastq_loader.resume.record import EpochRecord, Saved, begin
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from tests.support.datasets import MapDataset, Stream
 

@@ -62,6 +62,13 @@ DAMAGED: dict[str, tuple[Callable[[], Any], str]] = {
     "without its start": (changed("order", "states", to={}), "'order.states.generator' is missing"),
     "positions that are none": (changed("beyond", to=[2.5]), "field 'beyond' is .2.5"),
     "a worker that is none": (changed("workers", to=[3]), "field 'workers.0' is 3"),
+    "a digest that is none": (changed("order", "digest", to=["3", 5]), "field 'order.digest' is .'3', 5"),
+    "no digest": (changed("order", "digest", drop=True), "field 'order.digest' is missing"),
+    "attributes that are none": (changed("order", "attributes", to=[]), "field 'order.attributes' is"),
+    "an attribute alone": (
+        changed("order", "attributes", to={"0.n": 1}),
+        "field 'order.attributes.0.n' is 1",
+    ),
     "a state cut short": (
         changed("order", "states", to={"generator": '{"torch": "AAAA"}'}),
         "field 'order.states.generator' does not fit the generator",

@@ -10,6 +10,7 @@ import pytest
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.states import DEAD, GONE, READY
 from tests.scheduling.test_scheduler import answer, started
+from tests.support import invariants
 from tests.support.scheduler_machine import arrive
 
 BREAKAGES: dict[str, Callable[[Scheduler], Any]] = {
@@ -30,7 +31,7 @@ BREAKAGES: dict[str, Callable[[Scheduler], Any]] = {
 def test_the_check_finds_what_is_wrong(breakage: str) -> None:
     scheduler, sends = started()
     arrive(scheduler, *answer(sends[0], nbytes=100_000))
-    scheduler.check()
+    invariants.check(scheduler)
     BREAKAGES[breakage](scheduler)
     with pytest.raises(AssertionError):
-        scheduler.check()
+        invariants.check(scheduler)

@@ -32,6 +32,7 @@ from fastq_loader.scheduling.events import (
 from fastq_loader.scheduling.scheduler import _HANDLERS, Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
+from tests.support import invariants
 from tests.support.scheduler_machine import SchedulerMachine, arrive
 from tests.support.simulation import REGION, SimulatedArena
 
@@ -150,7 +151,7 @@ def test_the_end_of_a_workers_part_may_be_processed_after_its_death() -> None:
     scheduler, sends = started(prefetch=1, length=2)
     arrive(scheduler, *answer(sends[0], ENDED))
     scheduler.handle(Died(0))
-    scheduler.check()
+    invariants.check(scheduler)
     assert scheduler.wanted() == Draw(1)
     arrive(scheduler, *answer(sends[1]))
     assert delivered(scheduler) == 1
@@ -303,7 +304,7 @@ def test_a_dead_workers_batches_are_sent_again_in_their_order() -> None:
     assert of(instructions) == [(0, 0, 1), (0, 2, 1)]
     assert unanswered(scheduler) == [(0, 1), (2, 1), (3, 0)]
     assert scheduler.wanted() == Wait(0, 0, 1, attempt=1)
-    scheduler.check()
+    invariants.check(scheduler)
     assert scheduler.pending_tasks.due(0, answer(sends[0])[1]) is None, "of the attempt before"
     for send in instructions[1:]:
         assert isinstance(send, Send)

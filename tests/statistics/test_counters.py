@@ -7,8 +7,9 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from fastq_loader.ipc.messages import BATCH, Answer
-from fastq_loader.statistics.counters import Counters, StagingCounters, WorkerCounters
+from fastq_loader.statistics.counters import Counters, StagingCounters
 from fastq_loader.statistics.snapshots import LateBatch
+from fastq_loader.statistics.workers import WorkerCounters
 
 SECOND = 1_000_000_000
 

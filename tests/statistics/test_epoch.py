@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.ipc.messages import BATCH, Answer
-from fastq_loader.statistics.counters import WorkerCounters
 from fastq_loader.statistics.epoch import EpochCounters, summed
 from fastq_loader.statistics.snapshots import CAUSES
+from fastq_loader.statistics.workers import WorkerCounters
 
 TIMES = st.integers(0, 10**10)
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.ipc.messages import BATCH, Answer
-from fastq_loader.statistics.counters import WorkerCounters
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.statistics.notes import NoteList, Notes
+from fastq_loader.statistics.workers import WorkerCounters
 from tests.support.alarms import Alarm
 
 Step = tuple[str, tuple[Any, ...]]

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
-from fastq_loader.statistics.counters import Counters, WorkerCounters
+from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.snapshots import (
     CAUSES,
     EpochStatistics,
@@ -16,6 +16,7 @@ from fastq_loader.statistics.snapshots import (
     StagingStatistics,
     WorkerStatistics,
 )
+from fastq_loader.statistics.workers import WorkerCounters
 
 
 def snapshot() -> LoaderStatistics:

@@ -36,7 +36,7 @@ class LocalHosts:
         self.nodes = [f"node-{at}" for at in range(nodes)]
         self.room = room
         self.hosts: dict[str, subprocess.Popen[bytes]] = {}
-        self.places: dict[tuple[Address, int], tuple[Place, socket.socket]] = {}
+        self.places: dict[Place, socket.socket] = {}
         self.lost: list[Place] = []
         self.missing = 0  # places that were asked for, and are not there yet
         self.ready: list[Place] = []
@@ -52,7 +52,7 @@ class LocalHosts:
 
     def find(self, lost: Sequence[Place], wanted: int) -> list[Place]:
         self.lost += lost
-        given_up = [self.places.pop(place[:2])[1] for place in lost]
+        given_up = [self.places.pop(place) for place in lost]
         self.missing += len(lost)
         while self.missing and (place := self._look()):
             self.missing -= 1
@@ -64,13 +64,13 @@ class LocalHosts:
         return found
 
     def _look(self) -> Place | None:
-        taken = [place.node for place, _ in self.places.values()]
+        taken = [place.node for place in self.places]
         for node in sorted(self.nodes, key=taken.count):
             if taken.count(node) < self.room:
                 with suppress(OSError):  # it is killed meanwhile
                     held, port, number = self._attach(node)
                     place = Place(Address("127.0.0.1", port), number, node)
-                    self.places[place[:2]] = place, held
+                    self.places[place] = held
                     return place
         return None
 
@@ -78,7 +78,7 @@ class LocalHosts:
         with LocalHosts.lock:  # two loaders start hosts at once
             host_process.hosts.clear()
             try:
-                return host_process.attach(self.spec, "127.0.0.1", node=node)
+                return host_process.attach(self.spec, "127.0.0.1", [0], node, {})
             finally:
                 if host_process.hosts:  # the one before has ended
                     if node in self.hosts:
@@ -95,7 +95,7 @@ class LocalHosts:
         self.add_node()
 
     def close(self) -> None:
-        for _, held in self.places.values():
+        for held in self.places.values():
             held.close()
         for host in self.hosts.values():
             host.wait()

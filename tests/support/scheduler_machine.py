@@ -35,6 +35,7 @@ from fastq_loader.scheduling.events import (
 from fastq_loader.scheduling.scheduler import DEADLY, Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
+from tests.support import invariants
 from tests.support.simulation import REGION, SimulatedArena, SimulatedWorker, Table
 
 ASSIGNED, SHARED, ITERABLE = "assigned", "shared", "iterable"
@@ -526,7 +527,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def invariants_hold(self) -> None:
-        self.scheduler.check()
+        invariants.check(self.scheduler)
         states = self.states()
         of = {state: {o for o, s in states.items() if s == state} for state in (GRANTED, HELD, PROMISED)}
         assert of[PROMISED] == set(self.promised)

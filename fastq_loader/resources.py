@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.device.staging import DeviceSession, SerialStaging
 from fastq_loader.errors import LoaderHint
+from fastq_loader.resume.record import EpochRecord, Saved
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers import stopping
-
-if TYPE_CHECKING:
-    from fastq_loader.loader import DataLoader
-    from fastq_loader.resume.record import EpochRecord
-    from fastq_loader.resume.saved import Saved
 
 
 class Resources:
@@ -42,7 +38,7 @@ class Resources:
         chooser: an `insight.auto.Chooser`, once the loader has chosen its number of workers; else None.
     """
 
-    def __init__(self, owner: DataLoader[Any] | None = None, saved: Saved | None = None) -> None:
+    def __init__(self, owner: object | None = None, saved: Saved | None = None) -> None:
         self.owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
         self.counters = Counters()
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
