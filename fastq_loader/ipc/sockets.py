@@ -366,6 +366,8 @@ class WorkerSocket:
         self._answers = unix.socket(unix.AF_UNIX, unix.SOCK_SEQPACKET)
         self._answers.bind("")  # a name: a program that looks at its sockets finds this one like zmq's
         self._answers.setsockopt(unix.SOL_SOCKET, unix.SO_SNDBUF, _ROOM)
+        room = self._answers.getsockopt(unix.SOL_SOCKET, unix.SO_SNDBUF)
+        self._piece = min(_PIECE, room // 4)  # bytes
 
     def say_hello(self) -> None:
         """Wait for the consumer to connect, and say that this worker is up. If the socket's file is removed
@@ -389,8 +391,8 @@ class WorkerSocket:
         if process_id.pid != self._pid:
             process_id.stay_in(self._pid)
         frame = encode(message)
-        if len(frame) > _PIECE:
-            step = _PIECE - len(_MORE)
+        if len(frame) > self._piece:
+            step = self._piece - len(_MORE)
             rest = [frame[start : start + step] for start in range(0, len(frame), step)]
             frame = _LAST + rest.pop()
             self._unsent.extend([_MORE + piece for piece in rest])
@@ -399,7 +401,7 @@ class WorkerSocket:
             self._send_rest()
             return
         try:
-            self._answers.send(frame)
+            self._answers.send(frame, unix.MSG_NOSIGNAL)
         except BlockingIOError:
             self._unsent.append(frame)
         except ConnectionError:  # the consumer is gone, and in a moment this process, too
@@ -410,7 +412,7 @@ class WorkerSocket:
         with contextlib.suppress(ConnectionError):
             while self._unsent:
                 try:
-                    self._answers.send(self._unsent[0])
+                    self._answers.send(self._unsent[0], unix.MSG_NOSIGNAL)
                 except BlockingIOError:
                     return False
                 self._unsent.popleft()

@@ -100,7 +100,7 @@ def actor_class() -> type:
             if "fastq_loader" not in sys.modules:
                 found = importlib.util.find_spec("fastq_loader")
                 if found is None:
-                    raise ModuleNotFoundError("fastq_loader with its extra `ray` is not installed on this machine")
+                    raise ModuleNotFoundError("fastq_loader is not installed on this machine")
                 # The package itself imports torch, and an actor needs none of it.
                 package = sys.modules["fastq_loader"] = types.ModuleType("fastq_loader")
                 package.__path__ = list(found.submodule_search_locations or ())

@@ -145,7 +145,8 @@ class RayWorkers(WorkerKind):
             if tuple(map(int, re.findall(r"\d+", version)[:2])) >= RAY:
                 return ""
             found = f"is {version} here"
-        return f"ray {RAY[0]}.{RAY[1]} or newer, which {found}: pip install '.[ray]' in a clone of fastq_loader"
+        install = "pip install '.[ray]' in a clone of fastq_loader"
+        return f"ray {RAY[0]}.{RAY[1]} or newer, which {found}: {install}"
 
     def make_pool(self, plan: Plan) -> WorkerPool:
         from fastq_loader.remote.proxy_pool import ProxyPool  # some systems lack what it is made of

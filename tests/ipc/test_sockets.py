@@ -228,8 +228,12 @@ def test_garbage_from_a_worker_is_named_and_the_last_that_is_read(garbage: bytes
 
 
 @pytest.mark.processes
-def test_answers_wait_in_the_worker_while_there_is_no_room_and_stay_in_order(folder: str) -> None:
+@pytest.mark.parametrize("room", [2304, sockets._ROOM])
+def test_answers_wait_in_the_worker_while_there_is_no_room_and_stay_in_order(
+    room: int, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many and however long they are; and it reads its messages meanwhile."""
+    monkeypatch.setattr(sockets, "_ROOM", room)
     with connected(folder, 2) as (consumer, (worker, other)):
         answers = [ANSWER._replace(seq=seq, state=bytes([seq]) * (seq % 3 * 70_000)) for seq in range(200)]
         for answer in answers:
