@@ -29,3 +29,12 @@ def test_recipes_are_python_and_import_what_there_is() -> None:
     assert {"DataLoader", "Processes", "ToDevice"} <= {*names} <= {*fastq_loader.__all__}
     for block in BLOCKS:
         compile(block, "README.md", "exec")
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "bench/README.md", "fastq_loader/README.md", "tests/README.md"]
+)
+def test_links_lead_to_files(page: str) -> None:
+    text = (ROOT / page).read_text()
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
