@@ -32,7 +32,7 @@ class Resources:
         idle: the staging of iterations without workers that are over, to be used again.
         place: of the newest epoch the record, or None, and what the next one goes on from, or None; as one
             immutable record, for whoever asks in another thread.
-        held: the state of the loader, while an epoch is being begun; else None.
+        held: gives the state of before, while an epoch is being begun; else None.
         shared: states of shared generators that the first epoch begins from, because a state says so.
         hinted: what the user was told of, and is not told again.
         chooser: an `insight.auto.Chooser`, once the loader has chosen its number of workers; else None.
@@ -45,7 +45,7 @@ class Resources:
         self.session: DeviceSession | None = None
         self.idle: list[SerialStaging] = []
         self.place: tuple[EpochRecord | None, Saved | None] = None, saved
-        self.held: dict[str, Any] | None = None
+        self.held: Callable[[], dict[str, Any]] | None = None
         self.shared: dict[str, Any] = {}
         self.hinted: set[type[LoaderHint]] = set()
         self.chooser: Any = None

@@ -34,6 +34,7 @@ _MOST_OBJECTS, _MOST_MEMBERS = 1000, 100
 _RANDOM = (random.Random,)
 _NUMPY = (numpy_random.Generator, numpy_random.RandomState)
 _KINDS = (torch.Generator, *_RANDOM, *_NUMPY)
+_PLAIN = {str, bytes, int, float, bool, type(None)}
 
 #: The generators that all code of a process shares, by name.
 GLOBAL: dict[str, Any] = {"torch": torch.default_generator, "random": random, "numpy": numpy_random}
@@ -56,7 +57,7 @@ def find(roots: dict[str, Any], but: Iterable[Any] = ()) -> dict[str, Any]:
     most = len(seen) + _MOST_OBJECTS
     while todo and len(seen) < most:
         name, part = todo.pop()
-        if id(part) in seen or isinstance(part, (type, ModuleType, str, bytes, int, float)) or part is None:
+        if type(part) in _PLAIN or id(part) in seen or isinstance(part, (type, ModuleType)):
             continue
         seen.add(id(part))
         if isinstance(part, _KINDS):
@@ -76,8 +77,9 @@ def _members(part: Any) -> list[tuple[Any, Any]]:
 
 def attributes(part: Any) -> dict[str, Any]:
     """What an object has in its `__dict__`, and in the `__slots__` of its classes."""
-    slots = [name for name in copyreg._slotnames(type(part)) if hasattr(part, name)]  # type: ignore[attr-defined]
-    return {**getattr(part, "__dict__", {}), **{name: getattr(part, name) for name in slots}}
+    held: dict[str, Any] = getattr(part, "__dict__", {})
+    slots: list[str] = copyreg._slotnames(type(part))  # type: ignore[attr-defined]
+    return {**held, **{name: getattr(part, name) for name in slots if hasattr(part, name)}} if slots else held
 
 
 # ---- states ---------------------------------------------------------------------------------------
@@ -108,7 +110,13 @@ def set_state(generator: Any, state: Any) -> None:
 
 def same(state: Any, other: Any) -> bool:
     """Whether two states of one generator, or two dicts or tuples of states, are the same."""
-    return dump(state) == dump(other)
+    if isinstance(state, dict) and isinstance(other, dict):
+        return state.keys() == other.keys() and all(same(each, other[name]) for name, each in state.items())
+    if isinstance(state, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(state) == len(other) and all(map(same, state, other))
+    if isinstance(state, np.ndarray) and isinstance(other, np.ndarray):  # `array_equal` takes ten times as long
+        return state.dtype == other.dtype and state.tobytes() == other.tobytes()
+    return bool(state == other)
 
 
 class restored:

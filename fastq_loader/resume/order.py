@@ -92,6 +92,7 @@ class Order:
         last: the position from which on the loader's own generators may be drawn from.
         pending: states of shared generators that the first index is still to be drawn from, where a state
             says so.
+        still: its samplers are torch's: to begin with them changes nothing but the states of generators.
         compared: see `samplers.compared`; before the epoch, in which samplers may count.
         batch_size: of a batch that is full, where torch's own batches are around a sampler that is asked.
         by_permutation: what is digested is the permutations of a shuffle.
@@ -117,6 +118,7 @@ class Order:
         self._inner = None if self._asked is not None else samplers.stateful_sampler(index_sampler)
         self.batch_size = 0 if self._asked in (None, index_sampler) else index_sampler.batch_size
         self._watched = samplers.shared_generators(index_sampler)
+        self.still = self._asked is self._inner is None and len(self._watched) < len(generators.GLOBAL)
         self.by_permutation = sampling.is_shuffle(index_sampler)
         self.compared = samplers.compared(index_sampler)
         self.built = samplers.attributes(index_sampler) if built is None else built

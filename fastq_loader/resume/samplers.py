@@ -114,8 +114,8 @@ def compared(index_sampler: Any) -> dict[str, Any]:
     parts = chain(index_sampler)
     fields: dict[str, Any] = {"sampler": "/".join(type(part).__qualname__ for part in parts)}
     for name in COMPARED:
-        values = (getattr(part, name, None) for part in parts)
-        fields[name] = next((value for value in values if isinstance(value, (bool, int))), None)
+        values = [getattr(part, name, None) for part in parts]
+        fields[name] = next((value for value in values if isinstance(value, int)), None)
     return fields
 
 

@@ -18,7 +18,7 @@ from fastq_loader import arguments
 from fastq_loader.arguments import Loader
 from fastq_loader.reading import generators
 from fastq_loader.resume import samplers
-from fastq_loader.resume.order import Beginning
+from fastq_loader.resume.order import Beginning, Drawn
 from fastq_loader.resume.record import EpochRecord, Position
 from fastq_loader.scheduling.progress import START, Progress
 
@@ -58,7 +58,7 @@ def now(loader: Loader) -> dict[str, Any]:
         held, place = resources.held, resources.place
         if held is None and place == (None, None):
             resources.shared = resources.shared or _shared(loader)
-        state = _of_place(loader) if held is None else copy.deepcopy(held)
+        state = _of_place(loader) if held is None else held()
         if resources.held is held and resources.place is place:
             return state
 
@@ -68,7 +68,7 @@ def begun(loader: Loader, begin: Callable[[], T]) -> T:
     the first epoch, this draws what it would have drawn then."""
     resources = loader._resources
     with contextlib.suppress(Exception):  # of user code; whoever asks hears of it
-        resources.held = _of_place(loader)
+        resources.held = _hold(loader)
     try:
         with generators.as_at(resources.shared):
             iterator = begin()
@@ -76,6 +76,16 @@ def begun(loader: Loader, begin: Callable[[], T]) -> T:
         return iterator
     finally:
         resources.held = None
+
+
+def _hold(loader: Loader) -> Callable[[], dict[str, Any]]:
+    """What gives the state of now while an epoch begins. Few ask then: what cannot change is read later."""
+    record, loaded = loader._resources.place
+    if loaded is None and record is not None and record.over and record.shown is None and record.order.still:
+        seen = record.order.seen()
+        return lambda: state_of(loader, record, seen)
+    state = _of_place(loader)
+    return lambda: copy.deepcopy(state)
 
 
 def _of_place(loader: Loader) -> dict[str, Any]:
@@ -94,12 +104,13 @@ def _shared(loader: Loader) -> dict[str, Any]:
     return {name: generators.state_of(generators.GLOBAL[name]) for name in names}
 
 
-def state_of(loader: Loader, record: EpochRecord | None) -> dict[str, Any]:
+def state_of(loader: Loader, record: EpochRecord | None, seen: Drawn | None = None) -> dict[str, Any]:
     """The state of a loader, in a dict of its own.
 
     Args:
         loader: whose.
         record: of its newest epoch; None before the first.
+        seen: what `record.order.seen()` gave at the moment whose state is wanted; None: now.
     """
     if record is None:
         own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
@@ -110,7 +121,7 @@ def state_of(loader: Loader, record: EpochRecord | None) -> dict[str, Any]:
     while True:  # once, unless another thread takes batches meanwhile
         # Before what was drawn, where another thread may draw: it has drawn at least what was digested.
         moved, digest = order_now.moved(), beginning.digest
-        progress, (drawn, short, exhausted, own_states) = order_now.progress, order_now.seen()
+        progress, (drawn, short, exhausted, own_states) = order_now.progress, seen or order_now.seen()
         snapshot = beginning.snapshots.get(progress.head)
         first = dict(beginning.first) if drawn else order_now.pending or order_now.shared_now()
         if order_now.progress is progress and (drawn or not order_now.drawn[0]):
