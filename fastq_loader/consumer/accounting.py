@@ -44,7 +44,8 @@ class Accounting:
             pid_of: gives the process id of a worker.
         """
         self.drop()
-        self.spent, spent.counted().pid_of = spent, pid_of
+        self.spent = spent
+        spent.of_pool(pid_of)
 
     def waited(self, wait: Wait, began: int) -> None:
         """`next()` has waited, since `began`."""
@@ -69,7 +70,7 @@ class Accounting:
 
     def replaced(self, worker: int, report: str) -> None:
         """Another process does the work of a worker. `report`: how that one ended."""
-        self.spent.at_once(EpochCounters.replaced, worker, report, monotonic_ns())
+        self.spent.happened(EpochCounters.replaced, worker, report, monotonic_ns())
 
     def came_late(self, answer: Answer) -> None:
         """The call hands out the batch of this answer, and one has held up others."""
@@ -78,8 +79,8 @@ class Accounting:
 
     def ended(self) -> None:
         """The call has found that there is no further batch."""
-        self.spent.at_once(EpochCounters.ended, monotonic_ns(), process_time_ns())
+        self.spent.happened(EpochCounters.ended, monotonic_ns(), process_time_ns())
 
     def drop(self) -> None:
         """What was not handed out in the epoch never will be."""
-        self.spent.at_once(EpochCounters.dropped, monotonic_ns())
+        self.spent.happened(EpochCounters.dropped, monotonic_ns())

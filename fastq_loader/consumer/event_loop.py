@@ -417,6 +417,7 @@ class EventLoop:
             self._delivery.staging = None
         self.scheduler.abandon()
         self._accounting.drop()
+        self._accounting.spent.counted()  # or what is not counted keeps the pool
         self._group.stop(patience)
         if failure is not None:
             raise failure

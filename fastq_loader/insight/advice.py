@@ -38,7 +38,7 @@ _LEAST_BYTES = 24
 #: Different batches that a worker must have, where it has so many: data that repeat themselves say nothing.
 _LEAST_DIFFERENT = 3
 #: An epoch that is shorter, or was not slowed down by more, is not worth a word.
-_LEAST_BATCHES, _LEAST_SECONDS = 1000, 5.0
+LEAST_BATCHES, _LEAST_SECONDS = 1000, 5.0
 #: How many times as fast it would have to be.
 _LEAST_TIMES = 2
 #: A window that takes less is not what fills the memory.
@@ -317,7 +317,7 @@ def idle_workers(dataset: str, first: FirstBatches, workers: int) -> str | None:
 def tiny_batches(epoch: EpochCounters, workers: int) -> str | None:
     """The counters of an epoch that is over, with so many workers."""
     batches = epoch.batches
-    if batches < _LEAST_BATCHES or not epoch.costs:
+    if batches < LEAST_BATCHES or not epoch.costs:
         return None
     seconds = {cause: nanoseconds / 1e9 / batches for cause, nanoseconds in epoch.spent.items()}
     costs = Costs(

@@ -97,6 +97,11 @@ class Hints:
         samples = order.first.repeats(previous.order.first)
         return advice.same_order(order.first.sampler, self._spent.epoch, samples)
 
+    def _tiny_batches(self) -> str | None:
+        if self._order.progress.delivered < advice.LEAST_BATCHES:  # to count takes time
+            return None
+        return advice.tiny_batches(self._spent.counted(), self._workers)
+
     def _memory_pressure(self) -> str | None:
         self._resources.hinted.add(MemoryPressure)  # looked at once, because it reads files
         counters = self._resources.counters
@@ -110,5 +115,5 @@ _JUDGES: dict[type[LoaderHint], Callable[[Hints], str | None]] = {
     MemoryPressure: Hints._memory_pressure,
     DuplicateData: lambda of: advice.duplicate_data(of._dataset, of._spent.first_batches),
     IdleWorker: lambda of: advice.idle_workers(of._dataset, of._spent.first_batches, of._workers),
-    TinyBatches: lambda of: advice.tiny_batches(of._spent.counted(), of._workers),
+    TinyBatches: Hints._tiny_batches,
 }

@@ -82,7 +82,7 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             self._source, shared_seed, base_seed, self._spent, record.progress, resume
         )
         self._epoch_has_begun(loader)
-        self._spent.at_once(EpochCounters.started, time.monotonic_ns())
+        self._spent.happened(EpochCounters.started, time.monotonic_ns())
 
     def successor(self) -> MultiprocessIterator:
         """The iterator of the next epoch, to be reset. Its own object, so that `next()` on this one can say
@@ -114,7 +114,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             if not self._persistent_workers:
                 self.engine.close("it was exhausted")
         if running and self.engine.closed is not None:
-            self._spent.at_once(EpochCounters.closed, time.monotonic_ns())
+            self._spent.happened(EpochCounters.closed, time.monotonic_ns())
+            self._spent.counted()  # or it keeps the pool
 
     def poll(self) -> None:
         if self._session is not None and not self._exhausted:

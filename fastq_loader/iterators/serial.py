@@ -55,7 +55,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._begin_reading()
             self._note_place()
         self._epoch_has_begun(loader)
-        self._spent.at_once(EpochCounters.started, time.monotonic_ns())
+        self._spent.happened(EpochCounters.started, time.monotonic_ns())
 
     def _begin_reading(self) -> None:
         """Make the fetcher, and come to where the epoch goes on."""
@@ -138,7 +138,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         if drawn is not None:  # else the sampler has ended, or failed
             self._load_drawn(drawn)
         if self._record.over:
-            self._spent.at_once(EpochCounters.ended, time.monotonic_ns(), time.process_time_ns())
+            self._spent.happened(EpochCounters.ended, time.monotonic_ns(), time.process_time_ns())
         else:
             seq = None if drawn is None else drawn[0]
             if self._spent.left(time.monotonic_ns(), None, seq, getattr(self.outcome, "error", None)):

@@ -235,8 +235,7 @@ def _shuffled(
                 if start < len(indices) and not drop_last:
                     yield form(indices[start:])
                 return
-            note(following)
-            new = following.cpu().numpy()
+            note(new := following.cpu().numpy())
             indices = (
                 np.concatenate((indices[start:], new[to_pass:])) if start < len(indices) else new[to_pass:]
             )

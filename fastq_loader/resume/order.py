@@ -82,20 +82,20 @@ class Order:
         progress: how far the epoch has come: it goes on from there.
         resumed: how it began, if it goes on; else it begins now.
         built: the samplers' attributes before the first epoch; None: this is the first.
+        traits: of the samplers in the epoch before, if there was one.
 
     Attributes:
         progress: to be set with each batch that is handed out.
+        traits: of the samplers.
         own: the generators that belong to the loader, by name.
         beginning: what is noted.
         drawn: what was drawn so far, as one immutable record, for whoever asks in the middle of a draw.
         drawing: whether that is now.
-        last: the position from which on the loader's own generators may be drawn from.
+        last: the position from which on the loader's own generators may be drawn from for any index.
+        states: of these generators, after what was drawn from them for indices.
         pending: states of shared generators that the first index is still to be drawn from, where a state
             says so.
-        still: its samplers are torch's: to begin with them changes nothing but the states of generators.
-        compared: see `samplers.compared`; before the epoch, in which samplers may count.
         batch_size: of a batch that is full, where torch's own batches are around a sampler that is asked.
-        by_permutation: what is digested is the permutations of a shuffle.
         first: what is drawn first in a new epoch, if a sampler has to be told the epoch; else None.
     """
 
@@ -107,36 +107,33 @@ class Order:
         progress: Progress = START,
         resumed: Beginning | None = None,
         built: dict[str, Any] | None = None,
+        traits: samplers.Traits | None = None,
     ) -> None:
         self.progress = progress
         self._sampler = index_sampler
         self._generator = generator
         self._resumed = resumed
         self._source: IndexSource | None = None  # of a resumed epoch
-        self.own = samplers.own_generators(index_sampler, generator, dataset)
-        self._asked = samplers.asked_sampler(index_sampler)
-        self._inner = None if self._asked is not None else samplers.stateful_sampler(index_sampler)
-        self.batch_size = 0 if self._asked in (None, index_sampler) else index_sampler.batch_size
-        self._watched = samplers.shared_generators(index_sampler)
-        self.still = self._asked is self._inner is None and len(self._watched) < len(generators.GLOBAL)
-        self.by_permutation = sampling.is_shuffle(index_sampler)
-        self.compared = samplers.compared(index_sampler)
+        if traits is None or not traits.hold(index_sampler, generator, dataset):
+            traits = samplers.Traits(index_sampler, generator, dataset)
+        self.traits, self.own = traits, traits.own
+        self.batch_size = 0 if traits.asked in (None, index_sampler) else index_sampler.batch_size
         self.built = samplers.attributes(index_sampler) if built is None else built
         self._expected = None if resumed is None else resumed.digest
         self._differs = False  # what is drawn again is not what was expected
         self.drawing = False
         self.pending: dict[str, Any] = {}
         # Torch's samplers draw when they begin, and again at their end, which may be while the last batch is
-        # drawn. Others may draw for each index.
+        # drawn. Others may draw for each index. A shuffle says when it has drawn.
         self.last = sys.maxsize
-        if self.own and self._watched:
+        if traits.own and traits.shared and not traits.by_permutation:
             self.last = len(index_sampler) - 1 if samplers.draw_once(index_sampler) else 0
-        name = None if resumed else samplers.wants_epochs(index_sampler)
+        name = None if resumed else traits.wants_epochs
         self.first = None if name is None else FirstIndices(name)
         if resumed is None:
             self.beginning = Beginning(states=self._own_states(), epochs=samplers.epochs(index_sampler))
-            if self._inner is not None:
-                self.beginning.inner = samplers.said(self._inner)
+            if traits.inner is not None:
+                self.beginning.inner = samplers.said(traits.inner)
         else:
             self.beginning = resumed
             self.pending = {} if resumed.drawn else resumed.first
@@ -147,12 +144,12 @@ class Order:
 
     def note_drawn(self) -> None:
         """Replace what was drawn."""
-        noted = self.beginning
-        self.drawn = noted.drawn, noted.short, noted.exhausted, self._own_states()
+        noted, self.states = self.beginning, self._own_states()
+        self.drawn = noted.drawn, noted.short, noted.exhausted, self.states
 
     def shared_now(self) -> dict[str, Any]:
         """The states of the shared generators that the sampler may draw from."""
-        return {name: generators.state_of(generators.GLOBAL[name]) for name in self._watched}
+        return {name: generators.state_of(generators.GLOBAL[name]) for name in self.traits.shared}
 
     def seen(self) -> Drawn:
         """What was drawn, and the states of the loader's own generators now, from which others may have drawn
@@ -168,15 +165,17 @@ class Order:
         """
         if self._resumed is None:
             self.beginning.starts += 1
-            start = lambda: self._iterate_from(0, packed)[0]  # noqa: E731
-            return self._source_of(self.watch(start, self.beginning.states))
+            if self.traits.still:  # torch's samplers draw nothing before they are asked
+                return self._source_of(self._iterate_from(0, packed)[0])
+            drawn, _ = self.watch(lambda: self._iterate_from(0, packed), self.beginning.states)
+            return self._source_of(drawn)
         if self._source is None:
             goes_on = self._ask_to_go_on if self._resumed.snapshots else self._advance
             self._source = goes_on(self._resumed, packed)
         return self._source
 
     def _iterate_from(self, skip: int, packed: bool) -> tuple[Iterator[Any], int]:
-        self.beginning.digest = (0, 0) if self._watched else None
+        self.beginning.digest = (0, 0) if self.traits.shared else None
         return sampling.iterate_from(self._sampler, skip, packed=packed, note=self.note)
 
     def note(self, drawn: Any) -> None:
@@ -187,11 +186,13 @@ class Order:
         self.beginning.digest = now = count + 1, digested(digest, drawn)
         if self._expected is not None and now[0] == self._expected[0]:
             self._differs = now != self._expected
+        if self.traits.by_permutation:
+            self.states = self._own_states()
 
     def _source_of(self, drawn: Iterator[Any], snapshot: Snapshot | None = None) -> IndexSource:
         source = IndexSource(drawn, self, self.progress)
-        source.note = None if self.by_permutation or not self._watched else self.note
-        if self._asked is not None or is_stateful(drawn):
+        source.note = None if self.traits.by_permutation or not self.traits.shared else self.note
+        if self.traits.asked is not None or is_stateful(drawn):
             source.note = self.beginning.digest = None
             source.snapshots = self.beginning.snapshots = {source.position: snapshot or self.ask(drawn)}
         return source
@@ -200,8 +201,8 @@ class Order:
         """Start the sampler as it was started, and draw what was drawn."""
         head = self.progress.head
         with self.as_at_start():
-            if self._inner is not None and resumed.inner is not None:
-                self._inner.load_state_dict(copy.deepcopy(resumed.inner))
+            if self.traits.inner is not None and resumed.inner is not None:
+                self.traits.inner.load_state_dict(copy.deepcopy(resumed.inner))
             source = self._begin_again(resumed, head, packed)
             source.draw_ahead(0, max(0, resumed.drawn - head) + resumed.exhausted)
         wanted, count = (0 if each is None else each[0] for each in (self._expected, self.beginning.digest))
@@ -227,8 +228,8 @@ class Order:
         drawn ahead. Not those that others drew from, nor a user's samplers', where more may change."""
         beginning, delivered = self.beginning, self.progress.delivered
         ahead = beginning.drawn + beginning.exhausted - delivered
-        drew_once = delivered and self.by_permutation and beginning.digest and beginning.digest[0] == 1
-        if self._watched != ("torch",) or ahead <= 0 or drew_once:
+        drew_once = delivered and self.traits.by_permutation and beginning.digest and beginning.digest[0] == 1
+        if self.traits.shared != ("torch",) or ahead <= 0 or drew_once:
             return
         known = [*self.own.values(), generators.GLOBAL["torch"]]
         with self.as_at_start():
@@ -260,17 +261,17 @@ class Order:
         snapshot = state, iterator_state = resumed.snapshots[head]
         if resumed.short and resumed.drawn == head:  # the state is of what comes after it
             with self.as_at_start():
-                self._load(self._asked, state)
-                samplers.let_end(self._asked, state)
+                self._load(self.traits.asked, state)
+                samplers.let_end(self.traits.asked, state)
             return self._source_of(iter(()), snapshot)
         with self.as_at_start():
             has_set, has_drawn = False, bool(resumed.states or resumed.first)
             for start in range(resumed.starts if has_drawn else 1):
-                has_set |= self._load(self._asked, state)  # what it says may hold for one iteration
+                has_set |= self._load(self.traits.asked, state)  # what it says may hold for one iteration
                 drawn = iter(self._sampler)
                 if start == 0 and resumed.seeded:
                     generators.draw_base_seed(self._generator)
-            if drawn is not self._asked:
+            if drawn is not self.traits.asked:
                 has_set |= self._load(drawn, iterator_state)
             source = self._source_of(drawn, snapshot)
             if has_drawn and not has_set:
@@ -312,7 +313,7 @@ class Order:
 
     def ask(self, drawn: Iterator[Any]) -> Snapshot:
         """What a sampler says of where it stands, and its iterator; see `samplers.said`."""
-        asked: Any = self._asked
+        asked: Any = self.traits.asked
         return samplers.said(asked), None if drawn is asked else samplers.said(drawn)
 
 
@@ -371,11 +372,11 @@ class IndexSource(Iterator[Any]):
             raise
         except Exception:  # it has its position
             self._beginning.drawn = self.position = self.position + 1
-            order.drawn = self.position, False, False, order.drawn[3]
+            order.drawn = self.position, False, False, order.states
             raise
         else:
             self._beginning.drawn = self.position = self.position + 1
-            order.drawn = self.position, False, False, order.drawn[3]
+            order.drawn = self.position, False, False, order.states
             if self.note is not None:
                 self.note(index)
             return index

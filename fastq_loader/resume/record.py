@@ -238,7 +238,8 @@ def begin(
             position, workers = saved.position, saved.progress.workers
         elif newest is not None:
             position, workers = newest.next_position, newest.left() if same_readers else ()
-        order = Order(*parts, Progress(workers=workers), built=built)
+        traits = None if newest is None else newest.order.traits
+        order = Order(*parts, Progress(workers=workers), built=built, traits=traits)
         record = EpochRecord(order, position, None, _readers(loader))
         record.tells_readers = saved is not None
         if saved is not None and saved.lives_on and loader.persistent_workers:

@@ -6,6 +6,7 @@ Runs in the consumer, on the thread that calls `iter()`, `next()` and `state_dic
 from __future__ import annotations
 
 import copy
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from fastq_loader.reading import generators
 from fastq_loader.reading.position import Stateful, is_stateful
-from fastq_loader.reading.sampling import PermutationSampler
+from fastq_loader.reading.sampling import PermutationSampler, is_shuffle
 from fastq_loader.system.interrupts import refuse_interrupt
 
 #: Samplers whose order does not depend on any of the generators that a process shares.
@@ -34,6 +35,44 @@ COMPARED = ("seed", "initial_seed", "num_replicas", "replacement")
 _PLAIN, _FEW = (int, float, bool, str, type(None)), 100
 #: Samplers around samplers that are looked into.
 _DEEPEST = 8
+
+
+class Traits:
+    """What the order of an epoch wants to know of a loader's samplers before it begins.
+
+    Args:
+        index_sampler, generator, dataset: the loader's.
+
+    Attributes:
+        own: see `own_generators`.
+        asked: see `asked_sampler`.
+        inner: a sampler that can say where it stands, if others read ahead of it; else None.
+        shared: see `shared_generators`.
+        still: they are torch's: to begin with them changes nothing but the states of generators.
+        by_permutation: see `sampling.is_shuffle`.
+        compared, wants_epochs: see the functions of these names.
+    """
+
+    def __init__(self, index_sampler: Any, generator: torch.Generator | None, dataset: Any) -> None:
+        self.own = own_generators(index_sampler, generator, dataset)
+        self.asked = asked_sampler(index_sampler)
+        self.inner = None if self.asked is not None else stateful_sampler(index_sampler)
+        self.shared = shared_generators(index_sampler)
+        self.still = self.asked is self.inner is None and len(self.shared) < len(generators.GLOBAL)
+        self.by_permutation = is_shuffle(index_sampler)
+        self.compared = compared(index_sampler)
+        self.wants_epochs = wants_epochs(index_sampler)
+        self._of = _parts(index_sampler, generator, dataset) if self.still else []
+
+    def hold(self, index_sampler: Any, generator: torch.Generator | None, dataset: Any) -> bool:
+        """Whether they still do: torch's samplers change nothing but by their attributes. To find them all
+        again takes a third of the time of `iter()`."""
+        parts = _parts(index_sampler, generator, dataset) if self.still else None
+        return parts is not None and len(parts) == len(self._of) and all(map(is_, parts, self._of))
+
+
+def _parts(index_sampler: Any, *more: Any) -> list[Any]:
+    return [*more, *(each for part in chain(index_sampler) for each in (part, *vars(part).values()))]
 
 
 def chain(index_sampler: Any) -> list[Any]:

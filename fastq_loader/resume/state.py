@@ -81,7 +81,13 @@ def begun(loader: Loader, begin: Callable[[], T]) -> T:
 def _hold(loader: Loader) -> Callable[[], dict[str, Any]]:
     """What gives the state of now while an epoch begins. Few ask then: what cannot change is read later."""
     record, loaded = loader._resources.place
-    if loaded is None and record is not None and record.over and record.shown is None and record.order.still:
+    if (
+        loaded is None
+        and record is not None
+        and record.over
+        and record.shown is None
+        and record.order.traits.still
+    ):
         seen = record.order.seen()
         return lambda: state_of(loader, record, seen)
     state = _of_place(loader)
@@ -198,7 +204,7 @@ def _state(
         "library": LIBRARY,
         "version": VERSION,
         **describe(loader),
-        **({} if record is None or progress.over else record.order.compared),
+        **({} if record is None or progress.over else record.order.traits.compared),
         "epoch": position.epoch,
         "batches": position.batches - position.batch,
         "_num_yielded": progress.delivered,

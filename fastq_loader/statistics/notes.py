@@ -113,11 +113,15 @@ class Notes:
         self._entered, self.drew, self.answers, self.others = 0, None, [], []
         self._note((self._inside, *inside))
 
-    def at_once(self, method: Callable[..., None], *arguments: Any) -> None:
-        """Count what does not happen for every batch, and all before it. `method`: of `EpochCounters`."""
-        self.flush()
+    def happened(self, method: Callable[..., None], *arguments: Any) -> None:
+        """Note what does not happen for every batch, after all before it. `method`: of `EpochCounters`."""
+        if self._entered or self.drew or self.answers or self.others:
+            self.flush()
         self._note((method, self._counters, *arguments))
-        self._among.count()
+
+    def of_pool(self, pid_of: Callable[[int], int]) -> None:
+        """The epoch's batches come from this pool; see `EpochCounters.pid_of`."""
+        self._counters.pid_of = pid_of
 
     def counted(self) -> EpochCounters:
         """The counters, with all that was noted; see `NoteList.count`."""

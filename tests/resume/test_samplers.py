@@ -23,6 +23,7 @@ from torch.utils.data import (
 from fastq_loader import DataLoader, PermutationSampler
 from fastq_loader.reading import generators
 from fastq_loader.resume.samplers import (
+    Traits,
     chain,
     compared,
     own_generators,
@@ -334,3 +335,24 @@ def test_the_datasets_generators_are_the_users() -> None:
     dataset = Holds()
     sampler = BatchSampler(RandomSampler(dataset, generator=generator), 2, False)
     assert own_generators(sampler, generator, dataset) == {"generator": generator}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loader: setattr(loader.sampler, "generator", torch.Generator()),
+        lambda loader: vars(loader).update(generator=torch.Generator()),
+        lambda loader: setattr(loader.batch_sampler, "sampler", RandomSampler(range(9))),
+        lambda loader: setattr(loader.batch_sampler, "sampler", Counts()),
+        lambda loader: setattr(loader.sampler, "replacement", True),
+    ],
+)
+def test_traits_hold_until_a_sampler_or_a_generator_is_another_one(change: Callable[[Any], None]) -> None:
+    loader = DataLoader(range(N), 3, shuffle=True)  # type: ignore[arg-type]
+    parts = lambda: (loader._index_sampler, loader.generator, loader.dataset)  # noqa: E731
+    traits = Traits(*parts())
+    assert traits.hold(*parts())
+    change(loader)
+    assert not traits.hold(*parts())
+    mine = DataLoader(range(N), 3, sampler=Counts())  # type: ignore[arg-type]
+    assert not Traits(mine._index_sampler, None, mine.dataset).hold(mine._index_sampler, None, mine)
