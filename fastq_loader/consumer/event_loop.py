@@ -116,9 +116,12 @@ class EventLoop:
             RuntimeError: the device cannot be initialised.
         """
         # All that will be started, before any of it is: else workers and sockets take each other's threads.
-        # Not under `ulimit -v` or `-d`, where this process may lack room for so many stacks.
+        # Under `ulimit -v` or `-d`, where this process may lack room for so many stacks, only zmq's, which
+        # would end the process.
+        threads = THREADS
         if calls.limit_of("AS") is None and calls.limit_of("DATA") is None:
-            expect_threads(THREADS + _PER_WORKER * self.plan.workers + bool(self.plan.restarts))
+            threads += _PER_WORKER * self.plan.workers + bool(self.plan.restarts)
+        expect_threads(threads)
         self._group.start(base_seed, shared_seed)
         if self._session is not None:  # after the workers, which must not inherit anything of the device
             self._delivery.staging = Staging(self._session, self._unpacker, self.pool.arena.mapping)

@@ -101,7 +101,7 @@ def _yielding_threads() -> Iterator[None]:
 
 
 class ConsumerSocket:
-    """The consumer's end, for all workers of one pool.
+    """The consumer's end, for all workers of one pool. Expects that THREADS more threads can be started.
 
     Args:
         folder: where the workers bind.
@@ -114,7 +114,6 @@ class ConsumerSocket:
 
     def __init__(self, folder: str, workers: int, token: bytes) -> None:
         expect_descriptors(_OWN_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * workers)
-        expect_threads(THREADS)
         self.woken = False
         self._token = token
         self._waking = threading.RLock()  # no wake-up is written to a descriptor that was closed

@@ -16,6 +16,7 @@ import torch
 
 import fastq_loader
 from fastq_loader import DataLoader
+from fastq_loader.system import interrupts
 from tests.conftest import open_descriptors
 from tests.support.forking import end_of, fork
 
@@ -152,7 +153,7 @@ def test_an_interrupt_while_workers_start_leaves_nothing(monkeypatch: pytest.Mon
     """SIGINT is blocked during the start, and comes after the last worker was forked."""
     forks = []
     loader = DataLoader(list(range(9)), num_workers=2, multiprocessing_context="fork")
-    unblocked = signal.pthread_sigmask
+    unblocked = interrupts._signal.pthread_sigmask
 
     def interrupted(how: int, mask: Any) -> set[int]:
         forks.append(how)
@@ -160,7 +161,7 @@ def test_an_interrupt_while_workers_start_leaves_nothing(monkeypatch: pytest.Mon
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         return unblocked(how, mask)
 
-    monkeypatch.setattr("signal.pthread_sigmask", interrupted)
+    monkeypatch.setattr(interrupts._signal, "pthread_sigmask", interrupted)
     with pytest.raises(KeyboardInterrupt):
         iter(loader)
     assert signal.SIG_SETMASK in forks

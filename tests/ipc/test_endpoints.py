@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import os
 import resource
 import signal
-import threading
+from typing import Any
 
 import pytest
 
@@ -46,17 +47,17 @@ def test_another_error_is_not_taken_for_a_limit(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("allowed", [0, 3, 5])
 def test_too_few_threads_are_an_error_and_none_is_left(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, started = threading.Thread.start, []
+    start, started = _thread.start_new_thread, []
 
-    def limited(thread: threading.Thread) -> None:
+    def limited(function: Any, arguments: Any) -> int:
         if len(started) == allowed:
             raise RuntimeError("can't start new thread")
-        start(thread)
-        started.append(thread)
+        started.append(start(function, arguments))
         assert len(tasks() - before) == len(started), "they are counted together"
+        return started[-1]
 
     before, looks = tasks(), [True] * 9
-    monkeypatch.setattr(threading.Thread, "start", limited)
+    monkeypatch.setattr(_thread, "start_new_thread", limited)
     monkeypatch.setattr(os.path, "exists", lambda path: looks.pop() if looks else os.access(path, os.F_OK))
     if allowed == 5:
         expect_threads(5)
@@ -65,20 +66,20 @@ def test_too_few_threads_are_an_error_and_none_is_left(allowed: int, monkeypatch
             expect_threads(5)
         assert caught.value.errno == errno.EAGAIN
     assert not tasks() - before  # of tests before, some may be ending
-    assert not looks, "it waits until the kernel counts them no more"
+    assert not (looks and allowed), "it waits until the kernel counts them no more"
     assert len(started) == allowed
 
 
 def test_a_signal_waits_until_the_threads_were_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of `threading`, what its handler raises would come out as a RuntimeError."""
-    start, started = threading.Thread.start, []
+    """Its handler may raise what is also raised where threads are used up."""
+    start, started = _thread.start_new_thread, []
 
-    def ringing(thread: threading.Thread) -> None:
+    def ringing(function: Any, arguments: Any) -> int:
         signal.raise_signal(signal.SIGALRM)
-        start(thread)
-        started.append(thread)
+        started.append(start(function, arguments))
+        return started[-1]
 
-    monkeypatch.setattr(threading.Thread, "start", ringing)
+    monkeypatch.setattr(_thread, "start_new_thread", ringing)
     with alarm_after(60, ring), pytest.raises(Alarm):
         expect_threads(3)
     assert len(started) == 3

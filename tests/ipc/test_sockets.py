@@ -420,8 +420,9 @@ def test_neither_end_is_made_where_zmq_would_end_the_process(
     probe: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, probe, Mock(side_effect=OSError("too few")))
-    with pytest.raises(OSError, match="too few"):
-        ConsumerSocket(folder, 1, TOKEN)
+    if probe == "expect_descriptors":  # threads are counted with those of the workers, before any is started
+        with pytest.raises(OSError, match="too few"):
+            ConsumerSocket(folder, 1, TOKEN)
     with pytest.raises(OSError, match="too few"):
         end_of_worker(folder, 0)
 

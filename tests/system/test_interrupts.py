@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fastq_loader.system import interrupts
 from fastq_loader.system.interrupts import raised_by_handler, refuse_interrupt, without_signals
 from tests.support.alarms import Alarm, alarm_after, ring
 
@@ -64,7 +65,7 @@ def test_a_signal_comes_after_what_it_must_not_interrupt(numbers: tuple[int, ...
 
 
 def test_a_handler_that_raises_at_the_begin_leaves_no_signal_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = signal.pthread_sigmask
+    mask = interrupts._signal.pthread_sigmask
 
     def interrupted(how: int, numbers: Any) -> Any:
         before = mask(how, numbers)
@@ -73,7 +74,7 @@ def test_a_handler_that_raises_at_the_begin_leaves_no_signal_masked(monkeypatch:
         return before
 
     masked = mask(signal.SIG_BLOCK, ())
-    monkeypatch.setattr(signal, "pthread_sigmask", interrupted)
+    monkeypatch.setattr(interrupts._signal, "pthread_sigmask", interrupted)
     with pytest.raises(Alarm), without_signals():
         pytest.fail("the block was entered")
     assert mask(signal.SIG_BLOCK, ()) == masked
