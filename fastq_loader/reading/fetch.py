@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import default_collate
 
 from fastq_loader.reading.collate import default
+from fastq_loader.reading.tables import TABLES, Gatherer
 
 
 class EndOfStream(Exception):
@@ -59,6 +60,7 @@ class Fetcher:
         self.drop_last = drop_last
         self._iterable = iterable
         self._getitems = auto_collation and not iterable and _has_getitems(dataset)
+        self._gatherer = Gatherer() if auto_collation and collate is default_collate else None
         self._times_samples = False
         if iterable:
             self.dataset_iter = iter(dataset)
@@ -77,6 +79,13 @@ class Fetcher:
                 data = self._read_stream(index)
                 samples = len(data)
                 data = data if self.auto_collation else data[0]
+            elif (
+                type(dataset) in TABLES
+                and self._gatherer is not None
+                and (batch := self._gatherer.gather(dataset, index)) is not None
+            ):
+                self.fetched = monotonic_ns()
+                return batch
             elif self._getitems:
                 data = dataset.__getitems__(index)
             elif self.auto_collation:

@@ -112,6 +112,12 @@ MAP_DATASETS: dict[str, Callable[[Config], Dataset]] = {
     "tensor dataset": lambda c: TensorDataset(
         torch.arange(3.0 * c.size).reshape(-1, 3), torch.arange(c.size)
     ),
+    "table": lambda c: Subset(
+        TensorDataset(
+            torch.arange(6000.0 * c.size).reshape(c.size, -1, 3), *[torch.arange(c.size) % 2 > 0] * 9
+        ),
+        [index - c.size * (index % 7 == 3) for index in range(c.size)],
+    ),
     "list": lambda c: list(range(100, 100 + c.size)),
     "broken": lambda c: FaultyDataset("tensors", c.size, frozenset({0, 7, 8, c.size - 1}), ValueError),
     "no key": lambda c: FaultyDataset("dict", c.size, frozenset({3, 11}), KeyError),
@@ -245,7 +251,7 @@ def draw_config(seed: int) -> Config:
         epochs=rng.choice([1, 1, 2, 2, 3]),
         ask_len=rng.random() < 0.7,
         keep=rng.random() < 0.3,
-        scribble=rng.random() < 0.3 and dataset != "tensor dataset",
+        scribble=rng.random() < 0.3 and dataset not in ("tensor dataset", "table"),
         pin_memory=rng.random() < 0.03,
         seed=rng.randrange(2**32),
     )

@@ -1,0 +1,179 @@
+"""Gathered batches of tables are those that torch reads row by row and stacks, in every respect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data._utils import fetch as torch_fetch
+
+from fastq_loader.reading.fetch import Fetcher
+from fastq_loader.reading.tables import Gatherer
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32),
+    *(torch.float64, torch.complex64),
+]
+
+
+def tensor(rows: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    size = (rows, *shape)
+    return torch.arange(int(np.prod(size))).remainder(100).reshape(size).to(dtype)
+
+
+def fetched(dataset: Any, index: Any) -> Any:
+    fetcher = Fetcher(dataset, iterable=False, auto_collation=True, collate=default_collate, drop_last=False)
+    try:
+        return fetcher.fetch(index)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def by_rows(dataset: Any, index: Any) -> Any:
+    """As torch does it."""
+    try:
+        return torch_fetch._MapDatasetFetcher(dataset, True, default_collate, False).fetch(index)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        return type(error), str(error)
+
+
+def check(dataset: Any, index: Any) -> None:
+    batch, wanted = fetched(dataset, index), by_rows(dataset, index)
+    assert type(batch) is type(wanted)
+    if isinstance(wanted, tuple):
+        assert batch == wanted
+        return
+    assert len(batch) == len(wanted)
+    for field, of_torch in zip(batch, wanted, strict=True):
+        assert type(field) is type(of_torch)
+        assert (field.dtype, field.shape, field.stride()) == (
+            of_torch.dtype,
+            of_torch.shape,
+            of_torch.stride(),
+        )
+        assert field.requires_grad == of_torch.requires_grad
+        assert torch.equal(field.detach(), of_torch.detach())
+
+
+INDICES: dict[str, Callable[[list[int]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "array": np.array,
+    "small array": lambda indices: np.array(indices, np.int32),
+    "unsigned array": lambda indices: np.array(indices, np.uint8),
+    "tensor": torch.tensor,
+    "bytes": lambda indices: torch.tensor(indices, dtype=torch.uint8),
+    "tensors": lambda indices: [torch.tensor(index) for index in indices],
+}
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[Any, list[Any]]:
+    rows = draw(st.integers(1, 9))
+    shapes = st.lists(st.integers(0, 3), max_size=3)
+    fields = draw(st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=4))
+    dataset: Any = TensorDataset(*(tensor(rows, *field) for field in fields))
+    for kind in draw(st.lists(st.sampled_from(list(INDICES)), max_size=2)):
+        chosen = draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=9))
+        dataset, rows = Subset(dataset, INDICES[kind](chosen)), len(chosen)
+    several = st.one_of(st.integers(-rows, rows - 1), st.integers(-rows - 1, rows), st.booleans())
+    usual = st.integers(0, rows - 1)
+    return dataset, draw(st.lists(draw(st.sampled_from([usual, several])), max_size=9))
+
+
+@given(tables())
+def test_every_table_and_index_gives_what_torch_gives(case: tuple[Any, list[Any]]) -> None:
+    check(*case)
+
+
+def rows_of(*fields: torch.Tensor) -> Any:
+    return TensorDataset(*fields)
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "array", "tensor"])
+def test_a_subset_of_a_table_is_gathered(kind: str) -> None:
+    table = rows_of(torch.arange(20).reshape(10, 2), torch.arange(10.0))
+    subset = Subset(Subset(table, range(9, -1, -1)), INDICES[kind]([1, 8, 1, 3]))  # type: ignore[arg-type]
+    batch = Gatherer().gather(subset, [0, 3, 2])
+    assert batch is not None
+    assert batch[1].tolist() == [8, 6, 8]
+    check(subset, [0, 3, 2])
+
+
+class Own(TensorDataset):
+    pass
+
+
+class OwnSubset(Subset[Any]):
+    pass
+
+
+PLAIN = torch.arange(24.0).reshape(6, 4)
+
+
+def with_attribute() -> Any:
+    dataset: Any = rows_of(PLAIN)
+    dataset.__getitems__ = lambda index: [(torch.zeros(1),) for _ in index]
+    return dataset
+
+
+NOT_PLAIN: dict[str, Callable[[], Any]] = {
+    "subclass": lambda: Own(PLAIN),
+    "subclass of Subset": lambda: OwnSubset(rows_of(PLAIN), [0, 1, 2, 3]),
+    "own attribute": with_attribute,
+    "grad": lambda: rows_of(PLAIN.clone().requires_grad_()),
+    "parameter": lambda: rows_of(torch.nn.Parameter(PLAIN, requires_grad=False)),
+    "transposed": lambda: rows_of(PLAIN.T),
+    "conjugated": lambda: rows_of(PLAIN.to(torch.complex64).conj()),
+    "sparse": lambda: rows_of(PLAIN.to_sparse()),
+    "a row for a mask": lambda: Subset(rows_of(PLAIN), torch.tensor([1, 0, 1, 1], dtype=torch.uint8)),  # type: ignore[arg-type]
+    "not an index for a row": lambda: Subset(rows_of(PLAIN), np.array([[1, 2], [0, 3], [1, 1]])),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("kind", NOT_PLAIN)
+def test_other_tables_are_read_row_by_row(kind: str) -> None:
+    dataset = NOT_PLAIN[kind]()
+    assert Gatherer().gather(dataset, [2, 0]) is None
+    if kind not in ("own attribute", "sparse"):
+        check(dataset, [2, 0])
+
+
+def test_an_index_that_is_refused_is_refused_where_torch_refuses_it() -> None:
+    table = rows_of(PLAIN)
+    for index in ([], [True], [1, 6], [-1, 0], [-7], [2**70], [torch.tensor(1)], (0, 1), [np.int64(1)]):
+        assert Gatherer().gather(table, index) is None
+        check(table, index)
+
+
+def test_what_was_replaced_since_the_last_batch_is_looked_at() -> None:
+    table, gatherer = rows_of(PLAIN), Gatherer()
+    assert gatherer.gather(table, [0]) is not None
+    table.tensors = (PLAIN.T,)
+    assert gatherer.gather(table, [0]) is None
+    table.tensors = (PLAIN + 1,)
+    assert gatherer.gather(table, [0])[0].tolist() == [[1, 2, 3, 4]]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("method", ["__getitem__", "__getitems__"])
+def test_a_method_that_was_replaced_is_called(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gatherer = Gatherer()
+    assert gatherer.gather(rows_of(PLAIN), [0]) is not None
+    monkeypatch.setattr(TensorDataset, method, lambda self, index: "own", raising=False)
+    assert gatherer.gather(rows_of(PLAIN), [0]) is None
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, tuple, object])
+def test_a_collate_function_of_the_users_is_called(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    gatherer = Gatherer()
+    assert gatherer.gather(rows_of(PLAIN), [0]) is not None
+    own = lambda batch, *, collate_fn_map=None: "own"  # noqa: E731
+    monkeypatch.setitem(torch_collate.default_collate_fn_map, kind, own)
+    assert gatherer.gather(rows_of(PLAIN), [0]) is None
