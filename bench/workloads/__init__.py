@@ -167,6 +167,7 @@ def all_workloads() -> dict[str, Workload]:
 
     workloads = [jpeg.BYTES, jpeg.FLOATS, files.TENSORS, tables.CSV, *ready_made.LARGE_BATCHES, tables.ROWS]
     workloads += [text.TOKENS, tables.FIELDS, text.OBJECTS, tables.VECTORISED, text.RAGGED, files.STREAM]
+    workloads += [tables.TABLE, tables.WIDE_TABLE]
     workloads.append(slow.HEAVY_TAIL)
     return {workload.name: workload for workload in workloads}
 

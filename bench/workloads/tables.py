@@ -3,7 +3,7 @@
 `csv`: a small table in a real training loop, whose step is part of what is timed: here a loader shows what it
 is worth to a training loop. `rows`: 2.6 KB a batch. `fields`: 50 tensors of a few hundred bytes a batch, as
 recommenders read them; whoever sends them one by one pays 50 times. `vectorised`: `__getitems__` indexes the
-tensor once and returns the batch.
+tensor once and returns the batch. `table`, `wide_table`: a TensorDataset, read at the loader's will.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from bench.workloads import Endless, Load, Workload
 
@@ -154,4 +154,17 @@ VECTORISED = Workload(
     "vectorised",
     "4096 shuffled rows of 1,000,000 x 16 float32, fetched by one vectorised call",
     lambda folder: Load(VectorisedRows(), batch_size=BATCH, shuffle=True, collate_fn=as_it_is),
+)
+
+
+TABLE = Workload(
+    "table",
+    "64 shuffled rows of a TensorDataset of 1,000,000 x 8 float32",
+    lambda folder: Load(TensorDataset(torch.rand(ALL_ROWS, 8)), batch_size=64, shuffle=True),
+)
+
+WIDE_TABLE = Workload(
+    "wide_table",
+    "16 shuffled rows of a TensorDataset of 100,000 x 50 fields",
+    lambda folder: Load(TensorDataset(*torch.rand(50, ALL_ROWS // 10)), batch_size=16, shuffle=True),
 )
