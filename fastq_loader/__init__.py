@@ -36,6 +36,7 @@ from fastq_loader.reading.sampling import PermutationSampler
 from fastq_loader.remote.ray_workers import RayWorkers
 from fastq_loader.resume.record import Position
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin
+from fastq_loader.sharing.share import share, sharing_report
 from fastq_loader.statistics.snapshots import (
     EpochStatistics,
     LateBatch,
@@ -87,5 +88,7 @@ __all__ = [
     "copy_into",
     "empty",
     "normalize",
+    "share",
+    "sharing_report",
     "tune",
 ]

@@ -53,6 +53,7 @@ ROOMS = {
     "scheduling": Room("memory ipc errors", pure="*"),
     "packing": Room("memory ipc system errors"),
     "reading": Room("memory ipc system", pure="first_indices"),
+    "sharing": Room("memory"),
     "memory": Room("system errors", pure="pool ledger blocks"),
     "tracing": Room("ipc system statistics errors"),
     "statistics": Room("ipc", pure="epoch snapshots"),
@@ -63,7 +64,7 @@ ROOMS = {
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}
 #: Code lines of the package (no blank lines, comments or docstrings), and its modules. Whoever raises them
 #: says in the commit what for.
-CODE_LINES, FILES_OF_CODE = 13_600, 115
+CODE_LINES, FILES_OF_CODE = 14_100, 120
 #: Lines of a file and of a function, with their docstrings and comments.
 LONGEST, LONGEST_FUNCTION = 500, 50
 

@@ -30,7 +30,7 @@ except ImportError:  # another system's
 # Numbers of <linux/memfd.h>, <linux/fcntl.h>, <asm-generic/fcntl.h> and <sys/eventfd.h>: not every Python has
 # names for them.
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 0x1, 0x2
-_F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4  # SEAL, SHRINK, GROW
+_F_ADD_SEALS, _SEALS, _SEAL_WRITE = 1033, 0x1 | 0x2 | 0x4, 0x8  # SEAL, SHRINK, GROW
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _EFD_CLOEXEC, _EFD_NONBLOCK = 0o2000000, 0o4000
 
@@ -209,10 +209,11 @@ def punch_hole(fd: int, offset: int, nbytes: int) -> None:
         _call("fallocate", fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, nbytes)
 
 
-def seal_length(fd: int) -> None:
-    """No process can cut a memfd short, or make it longer, from here on; unless a sandbox refuses that."""
+def seal_length(fd: int, contents: bool = False) -> None:
+    """No process can cut a memfd short, or make it longer, from here on, nor change what is in it; unless a
+    sandbox refuses that."""
     with contextlib.suppress(OSError):
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS | (_SEAL_WRITE if contents else 0))
 
 
 def limit_of(name: str) -> int | None:

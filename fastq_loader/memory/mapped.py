@@ -1,0 +1,78 @@
+"""A value whose large buffers lie in a sealed memfd, which every process that reads it maps.
+
+Runs in the consumer, in workers, and in programs that call `share`. The value is pickled with protocol 5: its
+buffers (of arrays of numpy and Arrow, and of what is made of these) are written beside the pickle and not
+into it. A reader maps them privately: it may write to them, and memory is spent once until it does.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from fastq_loader.system import calls
+
+#: Bytes from which on a buffer is worth a place of its own.
+SMALLEST = 64 << 10
+_ALIGNMENT = 64
+_HEAD = struct.Struct("<QQ")  # where the index begins, and its bytes
+
+
+def write(value: Any, pickler: Callable[..., Any] = pickle.Pickler) -> int:
+    """A descriptor of a memfd with the value, sealed.
+
+    Args:
+        value: whatever pickles.
+        pickler: called as `pickle.Pickler(file, protocol, buffer_callback=...)`.
+
+    Raises:
+        OSError: there is no memfd, or no memory for it.
+        Exception: what pickling raises.
+    """
+    file, buffers = io.BytesIO(), list[memoryview]()
+
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes >= SMALLEST:
+            buffers.append(raw)
+        return raw.nbytes < SMALLEST  # true: into the pickle
+
+    pickler(file, 5, buffer_callback=keep).dump(value)
+    fd = calls.memfd_create("fastq_loader.mapped")
+    try:
+        places, at = [], _HEAD.size
+        for buffer in (*buffers, file.getbuffer()):
+            at += -at % _ALIGNMENT
+            places.append((at, buffer.nbytes))
+            at = _put(fd, buffer, at)
+        index = pickle.dumps(places)
+        _put(fd, index, at)
+        _put(fd, _HEAD.pack(at, len(index)), 0)
+        calls.seal_length(fd, contents=True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _put(fd: int, data: Any, at: int) -> int:
+    """Write at a place; where it ends."""
+    left = memoryview(data).cast("B")
+    while left.nbytes:  # one call writes 2 GiB at most
+        written = os.pwrite(fd, left, at)
+        left, at = left[written:], at + written
+    return at
+
+
+def read(fd: int) -> Any:
+    """The value; its buffers are writable, and stay mapped while they are referred to. The descriptor is the
+    caller's, and need not stay open."""
+    memory = memoryview(mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+    at, nbytes = _HEAD.unpack_from(memory)
+    *places, stream = (memory[start : start + size] for start, size in pickle.loads(memory[at : at + nbytes]))
+    return pickle.loads(stream, buffers=places)

@@ -1,0 +1,129 @@
+"""Values as columns: of one type in Arrow's layout, tuples and dicts as a column for each field.
+
+Pure. Python's own objects cannot be shared by processes: to read one writes its reference count, which copies
+the page that it lies in. A column has no objects. `column[i]` makes a plain one each time.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+#: Of exactly these types, and None: a subclass would come back as its base.
+_ARROW = {
+    bool: pa.bool_(),
+    int: pa.int64(),
+    float: pa.float64(),
+    str: pa.large_string(),
+    bytes: pa.large_binary(),
+}
+#: Fields of a tuple or dict that get a column each, and containers in containers that are looked into.
+_WIDEST, _DEEPEST = 64, 8
+
+Column = Any  # what one of the classes below gives: `len`, `[i]` and `nbytes`
+
+
+class Numbers:
+    """Integers of 64 bits, or floats."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+        self.nbytes = array.nbytes
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __getitem__(self, at: int) -> Any:
+        return self._array.item(at)
+
+
+class Plain:
+    """Strings, bytes, bools; numbers among which there is None."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self.nbytes = array.nbytes
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __getitem__(self, at: int) -> Any:
+        return self._array[at].as_py()
+
+
+class Pickled(Plain):
+    """Whatever else, each item pickled for itself."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        super().__init__(pa.array([pickle.dumps(value, 5) for value in values], pa.large_binary()))
+
+    def __getitem__(self, at: int) -> Any:
+        return pickle.loads(self._array[at].as_buffer())
+
+
+class Fields:
+    """Tuples or lists of one length, or dicts of the same keys."""
+
+    def __init__(self, length: int, columns: list[Column], kind: type, keys: tuple[str, ...]) -> None:
+        self._length, self._columns, self._kind, self._keys = length, columns, kind, keys
+        self.nbytes = sum(column.nbytes for column in columns)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, at: int) -> Any:
+        values = [column[at] for column in self._columns]
+        if self._kind is dict:
+            return dict(zip(self._keys, values, strict=True))
+        return values if self._kind is list else tuple(values)
+
+
+class Ragged:
+    """Tuples or lists of several lengths."""
+
+    def __init__(self, values: Sequence[Any], kind: type, depth: int) -> None:
+        self._ends = np.cumsum([0, *map(len, values)])
+        self._items = column_of(list(chain.from_iterable(values)), depth)
+        self._kind = kind
+        self.nbytes = self._ends.nbytes + self._items.nbytes
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, at: int) -> Any:
+        items = self._items
+        return self._kind([items[place] for place in range(self._ends[at], self._ends[at + 1])])
+
+
+def column_of(values: Sequence[Any], depth: int = 0) -> Column:
+    """These values as a column."""
+    kinds = set(map(type, values))
+    kind = next(iter(kinds - {type(None)}), type(None))
+    try:
+        if kinds == {kind} and kind in (int, float):
+            return Numbers(np.array(values, np.int64 if kind is int else np.float64))
+        if kinds <= {kind, type(None)} and kind in _ARROW:
+            return Plain(pa.array(values, _ARROW[kind]))
+        if kinds == {kind} and depth < _DEEPEST and (kind in (tuple, list) or kind is dict):
+            return _of_containers(values, kind, depth + 1)
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError):  # what Arrow does not hold
+        return Pickled(values)
+    return Pickled(values)
+
+
+def _of_containers(values: Sequence[Any], kind: type, depth: int) -> Column:
+    first = values[0]
+    if kind is not dict and (len(first) > _WIDEST or set(map(len, values)) != {len(first)}):
+        return Ragged(values, kind, depth)
+    keys = tuple(first) if kind is dict else ()
+    if kind is dict and (
+        len(keys) > _WIDEST or set(map(type, keys)) != {str} or any(tuple(value) != keys for value in values)
+    ):
+        return Pickled(values)
+    columns = [column_of([value[key] for value in values], depth) for key in keys or range(len(first))]
+    return Fields(len(values), columns, kind, keys)

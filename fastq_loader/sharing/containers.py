@@ -1,0 +1,146 @@
+"""What takes the place of lists, tuples and dicts: columns that are read as these were.
+
+Runs in every process that reads a dataset. They cannot be changed, so copies are the same object. Pickled,
+their buffers go out of band with protocol 5.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fastq_loader.sharing.columns import Column, column_of
+
+
+class Shared:
+    """What the two have in common.
+
+    Attributes:
+        before: bytes of what it replaces, about.
+        nbytes: of its columns.
+        source: keeps memory with a name findable; None: it has none.
+    """
+
+    kind: type
+    before: int
+    nbytes: int
+    source: Any = None
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __repr__(self) -> str:
+        return f"<shared {self.kind.__name__} of {len(self):,} items, {self.nbytes / 1e6:,.1f} MB>"  # type: ignore[arg-type]
+
+
+class SharedSequence(Shared, Sequence[Any]):
+    """A list or tuple. Slices, and what it is compared or added to, are plain ones."""
+
+    def __init__(self, values: Sequence[Any], before: int) -> None:
+        self.kind, self.before = type(values), before
+        self._column: Column = column_of(values)
+        self.nbytes = self._column.nbytes
+        self._length = len(self._column)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, at: Any) -> Any:
+        if type(at) is int and 0 <= at < self._length:
+            return self._column[at]
+        if isinstance(at, slice):
+            return self.kind([self._column[place] for place in range(*at.indices(self._length))])
+        place = operator.index(at)
+        if not -self._length <= place < self._length:
+            raise IndexError(f"{self.kind.__name__} index out of range")
+        return self._column[place % self._length]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._column.__getitem__, range(self._length))
+
+    def __hash__(self) -> int:
+        return hash(self[:])
+
+    def _compare(self, other: Any, compare: Callable[[Any, Any], bool]) -> Any:
+        if isinstance(other, SharedSequence):
+            other = other[:]
+        return compare(self[:], other) if type(other) is self.kind else NotImplemented
+
+    def __eq__(self, other: object) -> Any:
+        return self._compare(other, operator.eq)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compare(other, operator.lt)
+
+    def __le__(self, other: Any) -> Any:
+        return self._compare(other, operator.le)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compare(other, operator.gt)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compare(other, operator.ge)
+
+    def __add__(self, other: Any) -> Any:
+        return self[:] + (other[:] if isinstance(other, SharedSequence) else other)
+
+
+class SharedMapping(Shared, Mapping[Any, Any]):
+    """A dict. A key is found by its digest, which is sorted; there is no dict of Python's."""
+
+    kind = dict
+
+    def __init__(self, values: dict[Any, Any], before: int) -> None:
+        self.before = before
+        self._keys, self._values = column_of(list(values)), column_of(list(values.values()))
+        digests = np.array([_digest(key) for key in values], np.uint64)
+        self._places = np.argsort(digests, kind="stable")
+        self._digests = digests[self._places]
+        self.nbytes = self._keys.nbytes + self._values.nbytes + self._places.nbytes + digests.nbytes
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._keys.__getitem__, range(len(self._keys)))
+
+    def __getitem__(self, key: Any) -> Any:
+        hash(key)  # of a list, dict's own error
+        digest = np.uint64(_digest(key))
+        at = int(np.searchsorted(self._digests, digest))
+        while at < len(self) and self._digests[at] == digest:
+            place = int(self._places[at])
+            if self._keys[place] == key:
+                return self._values[place]
+            at += 1
+        raise KeyError(key)
+
+
+def _digest(key: Any) -> int:
+    """64 bits that are the same in every process, and for keys that are equal."""
+    if isinstance(key, tuple):
+        data = b"".join(_digest(each).to_bytes(8, "little") for each in key)
+    elif isinstance(key, (str, bytes)):
+        data = key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key
+    else:  # of numbers it does not depend on the process
+        return 0 if key is None else hash(key) & ((1 << 64) - 1)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def can_be_key(key: Any) -> bool:
+    """Whether a dict with this key can be shared."""
+    if type(key) is tuple:
+        return all(map(can_be_key, key))
+    return type(key) in (str, bytes, int, float, bool, type(None))
+
+
+def shared(values: Any, before: int) -> SharedSequence | SharedMapping:
+    """What takes the place of a list, tuple or dict of about so many bytes."""
+    return SharedMapping(values, before) if type(values) is dict else SharedSequence(values, before)

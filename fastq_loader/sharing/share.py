@@ -1,0 +1,140 @@
+"""`share`: a dataset's large lists, tuples and dicts become columns, in its own attributes.
+
+Runs in the program, before it makes a loader.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+#: Bytes from which on a container is worth it, where the user names none, and items that are looked at.
+_LARGE, _SAMPLE = 1 << 20, 200
+_KINDS = (list, tuple, dict)
+
+logger = logging.getLogger("fastq_loader")
+
+
+def share(dataset: T, *attributes: str, name: str | None = None) -> T:
+    """Keep a dataset's lists, tuples and dicts of small objects once in memory, for any number of workers.
+
+    A forked worker that reads a Python object writes its reference count, which copies its page; under spawn
+    every worker gets all of it pickled. The attributes become sequences and mappings over columns that are
+    read like what they replace: by index, slice and key, in loops, in comparisons. They give plain objects,
+    new ones each time, and cannot be changed. Strings, bytes, numbers, None, and tuples, lists and dicts of
+    these lie in Arrow's layout; other items are pickled one by one.
+
+    Args:
+        dataset: is changed, and returned. Also looked into are `dataset.dataset` and `dataset.datasets`, as
+            torch's Subset and ConcatDataset have them.
+        attributes: names of the containers; none: those of 1 MB and more.
+        name: processes of this user on this machine that share under the same name have one memory. The
+            first of them makes it; it ends with the last.
+
+    Returns:
+        The dataset. What was replaced, and the bytes before and after, is logged at INFO; `sharing_report`
+        says it again.
+
+    Raises:
+        AttributeError: the dataset has no such attribute.
+        TypeError: it is no list, tuple or dict, or a key is of a type that cannot be shared.
+        ValueError: what others share under this name has another length.
+        ImportError: pyarrow is missing. Whatever is raised, nothing was replaced.
+    """
+    try:
+        from fastq_loader.sharing import containers, named
+    except ImportError as error:
+        raise ImportError(f"share() needs pyarrow ({error}): pip install '.[share]' in a clone") from error
+    chosen = _chosen(dataset, attributes)
+    values = {id(value): value for _, _, value in chosen}  # one object may have several names
+
+    def make() -> dict[str, Any]:
+        made = {of: containers.shared(value, _nbytes(value)) for of, value in values.items()}
+        return {key: made[id(value)] for _, key, value in chosen}
+
+    shared = make() if name is None else named.once(name, make)
+    for _, key, value in chosen:
+        if len(shared.get(key, ())) != len(value):
+            raise ValueError(
+                f"share(name={name!r}): another process shares {key!r} with {len(shared.get(key, ())):,} "
+                f"items under this name, and here it has {len(value):,}; use another name"
+            )
+    for part, key, _ in chosen:
+        setattr(part, key, shared[key])
+    logger.info("%s", sharing_report(dataset))
+    return dataset
+
+
+def _chosen(dataset: Any, attributes: tuple[str, ...]) -> list[tuple[Any, str, Any]]:
+    """Datasets, the names of their attributes that are to be shared, and these."""
+    chosen, done = [], {key for key, _ in _shared(dataset)}
+    for part in _parts(dataset):
+        for key, value in vars(part).items():
+            if key in done or (attributes and key not in attributes):
+                continue
+            refused = _refused(value)
+            if refused and attributes:
+                raise TypeError(f"share(): {type(part).__name__}.{key} {refused}")
+            if not refused and (attributes or _nbytes(value) >= _LARGE):
+                chosen.append((part, key, value))
+    if missing := set(attributes) - {key for _, key, _ in chosen} - done:
+        raise AttributeError(
+            f"share(): {type(dataset).__name__} has no attribute {min(missing)!r}; it has "
+            f"{', '.join(sorted(vars(dataset))) or 'none'}"
+        )
+    return chosen
+
+
+def _refused(value: Any) -> str:
+    """Why a value cannot be shared; "" if it can."""
+    from fastq_loader.sharing.containers import can_be_key
+
+    if type(value) not in _KINDS:
+        return f"is a {type(value).__name__}; only a list, tuple or dict, of exactly that type, can be shared"
+    if type(value) is dict and not all(map(can_be_key, value)):
+        return "has a key that is no string, bytes, number, None or tuple of these, and cannot be shared"
+    return ""
+
+
+def sharing_report(dataset: Any) -> str:
+    """What of a dataset is shared, a line for each attribute, and the bytes before and after."""
+    lines = [
+        f"{key}: {each.kind.__name__} of {len(each):,} items, about {each.before / 1e6:,.1f} MB in each "
+        f"process before, {each.nbytes / 1e6:,.1f} MB once now"
+        for key, each in _shared(dataset)
+    ]
+    return "\n".join(lines) or "nothing is shared: there is no list, tuple or dict of 1 MB or more"
+
+
+def _shared(dataset: Any) -> list[tuple[str, Any]]:
+    from fastq_loader.sharing.containers import Shared
+
+    parts = _parts(dataset)
+    return [(key, each) for part in parts for key, each in vars(part).items() if isinstance(each, Shared)]
+
+
+def _parts(dataset: Any) -> Iterator[Any]:
+    """A dataset, and those that it reads from."""
+    if hasattr(dataset, "__dict__"):
+        yield dataset
+        inner = vars(dataset).get("dataset")
+        several = vars(dataset).get("datasets")
+        for part in ([] if inner is None else [inner]) + (several if isinstance(several, list) else []):
+            yield from _parts(part)
+
+
+def _nbytes(value: Any, depth: int = 0) -> int:
+    """Bytes of a container with all that is in it, about: some items stand for the others."""
+    size = sys.getsizeof(value)
+    if type(value) not in _KINDS or not value or depth > 8:
+        return size
+    pairs = value.items() if type(value) is dict else value
+    step = max(1, len(value) // _SAMPLE)
+    some = list(islice(pairs, 0, None, step))
+    items = (each for pair in some for each in pair) if type(value) is dict else iter(some)
+    return size + sum(_nbytes(item, depth + 1) for item in items) * len(value) // len(some)

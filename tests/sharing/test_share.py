@@ -1,0 +1,169 @@
+"""`share`: what is replaced, what is refused, and memory that several processes find by a name."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from fastq_loader import DataLoader, share, sharing_report
+from tests.conftest import open_descriptors
+
+N = 30_000
+
+
+class Files(Dataset[Any]):
+    def __init__(self, count: int = N) -> None:
+        self.samples = [(f"images/{number:08d}.jpg", number % 10) for number in range(count)]
+        self.imgs = self.samples
+        self.index = {path: number for number, (path, _) in enumerate(self.samples)}
+        self.classes = ["cat", "dog"]
+        self.odd = {frozenset({1}): 1}
+        self.length = count
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, at: int) -> Any:
+        path, label = self.samples[at]
+        return self.index[path], label
+
+
+def test_large_containers_are_replaced_and_small_ones_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    dataset, plain = Files(), Files()
+    with caplog.at_level(logging.INFO, "fastq_loader"):
+        assert share(dataset) is dataset
+    assert type(dataset.samples).__name__ == "SharedSequence"
+    assert type(dataset.index).__name__ == "SharedMapping"
+    assert dataset.imgs is dataset.samples, "as it was before"
+    assert type(dataset.classes) is list
+    assert dataset.samples == plain.samples
+    assert dataset.index == plain.index
+    assert f"samples: list of {N:,} items, about " in caplog.text
+    assert sharing_report(dataset) in caplog.text
+    assert all(each.nbytes < each.before / 2 for each in (dataset.samples, dataset.index))
+    assert sharing_report(share(dataset)) == sharing_report(dataset), "twice is once"
+
+
+def test_what_is_named_is_shared_whatever_its_size() -> None:
+    dataset = share(Files(3), "classes", "samples")
+    assert type(dataset.classes) is not list
+    assert type(dataset.index) is dict
+    inner = share(ConcatDataset([Subset(Files(), [1, 2]), Files()]))
+    assert type(inner.datasets[0].dataset.samples) is not list  # type: ignore[attr-defined]
+    assert "nothing is shared" in sharing_report(Files(1))
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "text"),
+    [
+        (("samples", "paths"), AttributeError, "Files has no attribute 'paths'; it has classes, imgs"),
+        (("samples", "length"), TypeError, "Files.length is a int; only a list, tuple or dict"),
+        (("samples", "odd"), TypeError, "Files.odd has a key that is no string, bytes, number"),
+    ],
+)
+def test_what_is_refused_replaces_nothing(names: tuple[str, ...], error: type[Exception], text: str) -> None:
+    dataset = Files()
+    with pytest.raises(error, match=text):
+        share(dataset, *names)
+    assert type(dataset.samples) is list
+
+
+WITHOUT_PYARROW = """
+import sys
+sys.modules["pyarrow"] = None
+from tests.sharing.test_share import Files, share
+try:
+    share(Files(1))
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.processes
+def test_without_pyarrow_it_says_what_to_install() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_PYARROW], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("share() needs pyarrow (")
+    assert "pip install '.[share]'" in done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_read_what_is_shared(method: str) -> None:
+    plain = DataLoader(Files(), 1000)
+    with DataLoader(share(Files()), 1000, num_workers=2, multiprocessing_context=method) as shared:
+        for batch, wanted in zip(shared, plain, strict=True):
+            assert [each.tolist() for each in batch] == [each.tolist() for each in wanted]
+
+
+# ---- names ------------------------------------------------------------------------------------------
+
+OTHER = """
+import sys, time
+from tests.sharing.test_share import Files, share
+dataset = share(Files(), name=sys.argv[1])
+assert dataset.samples[7] == ("images/00000007.jpg", 7)
+print(dataset.samples.source is not None, flush=True)
+time.sleep(60)
+"""
+
+
+def inodes() -> set[int]:
+    """Of the memory of this kind that this process holds."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if "fastq_loader.mapped" in os.readlink(f"/proc/self/fd/{fd}"):
+                found.add(os.stat(f"/proc/self/fd/{fd}").st_ino)
+        except OSError:  # it was the descriptor of the listing
+            continue
+    return found
+
+
+@pytest.mark.processes
+def test_the_second_of_a_name_finds_the_memory_of_the_first_and_sigkill_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    before, descriptors = inodes(), open_descriptors()
+    other = subprocess.Popen([sys.executable, "-c", OTHER, "a/b"], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    with other, other.stdout:
+        assert other.stdout.readline() == "True\n"
+        dataset = share(Files(), name="a/b")
+        assert dataset.samples == Files().samples
+        (inode,) = inodes() - before
+        assert any(
+            os.stat(f"/proc/{other.pid}/fd/{fd}").st_ino == inode
+            for fd in os.listdir(f"/proc/{other.pid}/fd")
+        )
+        with pytest.raises(ValueError, match=rf"shares 'samples' with {N:,} items .* here it has 3"):
+            share(Files(3), "samples", name="a/b")
+        other.send_signal(signal.SIGKILL)
+    again = share(Files(), name="a/b")
+    assert inodes() - before == {inode}, "this process has held it on"
+    del dataset, again
+    deadline = time.monotonic() + 5
+    while inodes() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert open_descriptors().keys() == descriptors.keys()
+    new = share(Files(), name="a/b")
+    assert inodes() - before != {inode}, "nobody held it any more"
+    del new
+
+
+def test_a_file_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    mine = os.getuid()
+    monkeypatch.setattr("os.getuid", lambda: mine + 1)
+    with pytest.raises(PermissionError, match="is another user's; use another name"):
+        share(Files(), name="train")
