@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from multiprocessing import reduction
@@ -141,7 +140,7 @@ def main(pipe: Pipe[Any, Any]) -> None:
         setup: ProxySetup = pipe.recv()
     except EOFError:  # the consumer has not noticed that it was started
         return
-    threading.Thread(target=_leave_with_consumer, args=(setup,), daemon=True).start()
+    children.leave_with(setup.consumer, setup.folder)
     mapping = Mapping(setup.arena, setup.arena_length, setup.workers, setup.arena_whole)
     claims = ClaimTable(setup.arena, mapping.claims)
     if not os.path.isdir(setup.folder):  # the loader was closed before this was up
@@ -152,20 +151,6 @@ def main(pipe: Pipe[Any, Any]) -> None:
         Proxy(setup, pipe, socket, claims, blocks).run()
     finally:
         socket.close()
-
-
-def _leave_with_consumer(setup: ProxySetup) -> None:
-    """Wait for the consumer's death, whatever this process is doing."""
-    try:
-        consumer = calls.pidfd_open(setup.consumer)
-        calls.readable([consumer], None)
-    except ProcessLookupError:
-        pass  # it is gone
-    except OSError:  # no pidfd in this kernel or sandbox
-        while os.getppid() == setup.consumer:
-            time.sleep(0.1)
-    remove_folder(setup.folder)
-    os._exit(1)
 
 
 class Proxy:

@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from fastq_loader.memory.blocks import Extents
 from fastq_loader.remote.connection import Lost, Request, Tls, ask
 from fastq_loader.remote.far_worker import HostSpec
 from fastq_loader.remote.proxy import LOST, NoPlace, Place, ProxySetup, Status, traffic
-from fastq_loader.system import calls
+from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Ended, Forked, LaunchedProcess, Zygote
 from fastq_loader.workers.config import Plan
@@ -144,6 +143,7 @@ class ProxyPool(WorkerPool):
         self._words = -1  # descriptor of the words that count bytes
         self._traffic: memoryview | None = None
         self._counters: Counters | None = None
+        self._pid = process_id.current()
         self._lock = threading.RLock()  # for what follows, and the proxies' pipes
         self._open: list[_Proxy] = []  # proxies that have not ended
         self._lost: list[Place] = []  # places that the placement has to hear of
@@ -229,6 +229,8 @@ class ProxyPool(WorkerPool):
 
     def _read(self, proxy: _Proxy) -> None:
         """Take note of what a proxy has said by now. May be called on any thread."""
+        if process_id.current() != self._pid:  # a thread that a forked copy lacks may have the lock
+            return
         with self._lock:
             try:
                 while not proxy.pipe.closed and proxy.pipe.poll():
@@ -310,13 +312,6 @@ class ProxyPool(WorkerPool):
                 self._read(proxy)
                 return proxy.pid, "" if proxy.place is None else proxy.place.node
         return None
-
-    def forget(self) -> None:
-        super().forget()
-        if self._launcher is not None:
-            self._launcher.forget()
-        if self._counters is not None:  # the thread that has a lock is not there any more
-            self._counters.sources.discard(self)
 
     # ---- the end ------------------------------------------------------------------------------
 
@@ -417,11 +412,6 @@ class Launcher:
         if zygote is not None:
             zygote.close()
 
-    def forget(self) -> None:
-        """This process is a forked copy: the program is its sibling."""
-        if self._zygote is not None:
-            self._zygote.forget()
-
 
 class Program(popen_fork.Popen):
     """What multiprocessing has of a child process, for a program.
@@ -442,8 +432,6 @@ class Program(popen_fork.Popen):
         self.sentinel, kept = os.pipe()  # the program has the other end as long as it lives
         self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
         try:
-            process = subprocess.Popen(command, pass_fds=[*descriptors, kept], restore_signals=False)
+            self.pid = util.spawnv_passfds(command[0], command, [*descriptors, kept])
         finally:
             os.close(kept)
-        process.returncode = 0  # it is multiprocessing's to wait for
-        self.pid = process.pid

@@ -132,11 +132,6 @@ class LocalPool(WorkerPool):
             if one is not None:
                 one.close()
 
-    def forget(self) -> None:
-        super().forget()
-        if self._zygote is not None:
-            self._zygote.forget()
-
 
 def _preload(context: Any) -> None:
     """Let the fork server import torch, unless it runs already, or its modules were chosen.

@@ -12,15 +12,13 @@ import contextlib
 import gc
 import os
 import signal
-import threading
 import time
-from multiprocessing import parent_process
 from typing import Any, Protocol
 
 import torch
 
 from fastq_loader.ipc.claim_table import ClaimTable
-from fastq_loader.ipc.endpoints import remove_folder, socket_name
+from fastq_loader.ipc.endpoints import socket_name
 from fastq_loader.ipc.messages import (
     BATCH,
     BROKEN,
@@ -66,7 +64,7 @@ def main(setup: Setup) -> None:
     gc.freeze()
     prepare_signals()
     children.write_stacks(setup.descriptors["stacks"])
-    threading.Thread(target=_leave_with_consumer, args=(setup,), daemon=True).start()
+    children.leave_with(setup.consumer, setup.folder)
     plan, arena = setup.plan, setup.descriptors["arena"]
     mapping = setup.mapping or Mapping(arena, setup.arena_length, plan.workers, setup.arena_whole)
     claims = ClaimTable(arena, mapping.claims)
@@ -96,22 +94,6 @@ def prepare_signals() -> None:
     signal.set_wakeup_fd(-1)  # an inherited one belongs to an event loop of the consumer
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch._C._set_worker_signal_handlers()  # SIGTERM of the parent ends it, SIGSEGV and SIGBUS are named
-
-
-def _leave_with_consumer(setup: Setup) -> None:
-    """Wait for the consumer's death, however it dies and whatever this worker is doing."""
-    try:
-        consumer = calls.pidfd_open(setup.consumer)
-    except ProcessLookupError:
-        os._exit(1)
-    except OSError:  # no pidfd in this kernel or sandbox: the pipe that multiprocessing keeps
-        parent = parent_process()
-        if parent is None:
-            return
-        consumer = parent.sentinel
-    calls.readable([consumer], None)
-    remove_folder(setup.folder)
-    os._exit(1)
 
 
 class Consumer(Protocol):

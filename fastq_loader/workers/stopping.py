@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
 
 from fastq_loader.system import calls
 from fastq_loader.system.calls import readable
+from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Child
 
 #: Seconds that a worker which was told to stop has to finish: torch's MP_STATUS_CHECK_INTERVAL, for which it
@@ -53,22 +53,14 @@ class Stopping:
         owner: whose they are, see `wait`.
         leaving: the workers, each with the seconds that it has to leave on its own.
         after: called when all have ended, in this order, on any thread.
-        forget: what a forked copy of this process does instead.
 
     Attributes:
         over: set when they have ended, and all was done.
     """
 
-    def __init__(
-        self,
-        owner: object,
-        leaving: dict[Child, float],
-        after: list[Callable[[], None]],
-        forget: Callable[[], None],
-    ) -> None:
+    def __init__(self, owner: object, leaving: dict[Child, float], after: list[Callable[[], None]]) -> None:
         self.owner = owner
         self.over = threading.Event()
-        self.forget = forget
         self._leaving = [_Leaving(child, patience) for child, patience in leaving.items()]
         self._after = after[::-1]
         self._lock = threading.RLock()  # a signal handler may close the loader in the middle of a step
@@ -129,7 +121,6 @@ class Stopping:
                     self._after.pop()()
             finally:
                 if not self._after:
-                    self.forget = lambda: None  # it may be a method of an object that keeps this one
                     _active.discard(self)
                     self.over.set()
             return math.inf
@@ -138,22 +129,18 @@ class Stopping:
 
     def _watch(self) -> None:
         """Have a thread attend."""
-        with self._lock:
+        # Signals are the other threads' to notice: a Ctrl-C that came to this one would not wake them.
+        with self._lock, without_signals():
             if self._thread is not None and self._thread.is_alive():
                 return
-            # Signals are the other threads' to notice: a Ctrl-C that came to this one would not wake them.
-            masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
                 self._wake = calls.wake_up() if self._wake < 0 else self._wake
-                self._thread = threading.Thread(
-                    target=self._run, name="fastq_loader: stopping workers", daemon=True
-                )
+                name = "fastq_loader: stopping workers"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
                 return
             except (OSError, RuntimeError):  # there are too many, or the process is exiting
                 self._thread = None
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         try:
             self._run()
         except BaseException:  # an interrupt: the wait is over
@@ -201,8 +188,7 @@ def _of(owner: object) -> list[Stopping]:
 
 def _after_fork_in_child() -> None:
     """The workers are siblings of a forked copy, and there is no thread."""
-    for stopping in list(_active):
-        stopping.forget()
+    for stopping in _active:
         stopping.close_wake()
     _active.clear()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -45,7 +44,6 @@ class WorkerPool(ABC):
         self._children: list[Child] = []
         self._generations: list[int] = []  # of the workers: how many had the number before
         self._stopping: Stopping | None = None
-        _pools.add(self)
 
     # ---- what each kind does in its own way -----------------------------------------------------
 
@@ -196,7 +194,7 @@ class WorkerPool(ABC):
                 if not child.pid:
                     child.release()
             leaving = {child: patience(at) for at, child in enumerate(self._children) if child.pid}
-            self._stopping = Stopping(owner, leaving, [self._give_back, *after], self.forget)
+            self._stopping = Stopping(owner, leaving, [self._give_back, *after])
         self._stopping.finish()
 
     @property
@@ -207,25 +205,6 @@ class WorkerPool(ABC):
     def ended(self) -> bool:
         """Whether it was stopped, and none of its processes is left."""
         return self._stopping is not None and self._stopping.over.is_set()
-
-    def forget(self) -> None:
-        """This process is a forked copy: the workers are its siblings."""
-        for child in self._children:
-            child.forget()
-
-
-_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    # A child of the user's own os.fork() is no parent of our workers. multiprocessing does not know
-    # that, and would end and join them when the child exits.
-    for pool in list(_pools):
-        pool.forget()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def cores() -> int:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
@@ -89,7 +90,7 @@ class PlayedLauncher:
         self.pipes.append(its)
         return SimpleNamespace(pid=1), mine
 
-    close = forget = open
+    close = open
 
 
 class Pool:
@@ -271,10 +272,22 @@ def test_a_snapshot_says_where_workers_are_and_what_came_from_there(
     assert found == [(812, "node-1"), (812, "node-2"), (0, ""), None]
 
 
-def test_a_forked_copy_counts_nothing_of_it(pool: Pool) -> None:
-    pool.pool.forget()
-    pool.pool.forget()
-    assert not pool.counters.sources
+def test_a_forked_copy_does_not_wait_for_a_thread_that_it_lacks(pool: Pool) -> None:
+    its = pool.placed()
+    assert wait_until(lambda: pool.shown()[0][0] == 812, SECONDS)
+    held, let_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with pool.pool._lock:
+            held.set()
+            let_go.wait(SECONDS)
+
+    threading.Thread(target=hold).start()
+    assert held.wait(SECONDS)
+    its.send(Status(pid=813))
+    copy = fork(lambda: signal.alarm(SECONDS) or pool.shown())
+    assert end_of(copy) == 0
+    let_go.set()
 
 
 # ---- the launcher, with real programs -------------------------------------------------------------------
@@ -384,11 +397,7 @@ def test_without_process_descriptors_each_is_a_program(
 
 
 def test_in_a_forked_copy_of_the_consumer_it_is_left_alone(launcher: Launcher) -> None:
-    def leave() -> None:
-        launcher.forget()
-        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-
-    assert end_of(fork(leave)) == 0
+    assert end_of(fork(multiprocessing.util._exit_function)) == 0  # type: ignore[attr-defined]
     StandAlone(launcher).end()
 
 
