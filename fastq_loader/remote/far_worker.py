@@ -52,7 +52,7 @@ from fastq_loader.reading import collate
 from fastq_loader.remote.connection import LONGEST, MESSAGE, WELCOME, Connection, Lost, Request, Tls
 from fastq_loader.system import process_id
 from fastq_loader.workers import children
-from fastq_loader.workers.config import Descriptors, PickledPayload, Plan, Setup
+from fastq_loader.workers.config import Descriptors, PickledPayload, Setup
 from fastq_loader.workers.main import Worker, prepare_signals
 
 #: Answers that may wait to be sent. One is on its way then, and one is loaded.
@@ -91,8 +91,8 @@ class HostSpec:
         """
         payload = PickledPayload(_pickled(setup.plan.payload.open()), Descriptors())
         # A far worker is sent the tasks that its proxy has claimed; it claims none.
-        plan = replace(setup.plan, payload=payload, dynamic=False, make_pool=_nowhere)
-        sent = replace(setup, plan=plan, folder="", mapping=None, descriptors=Descriptors())
+        plan = replace(setup.plan, payload=payload, dynamic=False, make_pool=None)
+        sent = replace(setup, plan=plan, folder="", mapping=None, descriptors={})
         return cls(sent, tls, tuple(sys.path), versions())
 
 
@@ -124,10 +124,6 @@ def _pickled(parts: dict[str, Any]) -> bytes:
         raise
 
 
-def _nowhere(plan: Plan) -> Any:
-    raise NotImplementedError("a host starts no pool of its own")
-
-
 def main(connection: Connection, spec: HostSpec, request: Request, stacks: int) -> None:
     """Entry point of a far worker.
 
@@ -151,7 +147,7 @@ def main(connection: Connection, spec: HostSpec, request: Request, stacks: int) 
         mapping=arena.mapping,
         arena_length=arena.mapping.length,
         arena_whole=arena.mapping.whole,
-        descriptors=Descriptors(arena=arena.fd, stacks=stacks),
+        descriptors={"arena": arena.fd, "stacks": stacks},
     )
     proxy = ProxySocket(connection, blocks)
     connection.send(WELCOME, b"%d" % os.getpid())

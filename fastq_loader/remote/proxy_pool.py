@@ -24,7 +24,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import popen_fork, spawn, util
 from multiprocessing.connection import Connection as Pipe
@@ -34,14 +34,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import fastq_loader
 from fastq_loader.errors import ProtocolError
 from fastq_loader.memory.arena import Arena
-from fastq_loader.memory.blocks import Extents
 from fastq_loader.remote.connection import Lost, Request, Tls, ask
 from fastq_loader.remote.far_worker import HostSpec
-from fastq_loader.remote.proxy import LOST, NoPlace, Place, ProxySetup, Status, traffic
+from fastq_loader.remote.proxy import LOST, NoPlace, Place, Status, traffic
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Ended, Forked, LaunchedProcess, Zygote
-from fastq_loader.workers.config import Plan
+from fastq_loader.workers.config import Descriptors, PickledPayload, Plan, Setup
 from fastq_loader.workers.worker_pool import WorkerPool, cores
 
 if TYPE_CHECKING:
@@ -152,8 +151,7 @@ class ProxyPool(WorkerPool):
         self._thread = threading.Thread(target=self._run, name="fastq_loader: places", daemon=True)
 
     def _begin(self, arena: Arena) -> None:
-        setup, workers = self._setup, self._plan.workers
-        assert setup is not None, "it is made before"
+        setup, workers = self._told(), self._plan.workers
         self._token = setup.token
         self._words = calls.memfd_create("fastq_loader traffic")
         os.ftruncate(self._words, 8 * workers)
@@ -161,6 +159,8 @@ class ProxyPool(WorkerPool):
         self._launcher = Launcher([arena.fd, self._words], setup.folder)
         self._launcher.open()
         spec = pickle.dumps(HostSpec.of(setup, self._tls))
+        plan = replace(setup.plan, payload=PickledPayload(b"", Descriptors()), make_pool=None)
+        self._setup = replace(setup, plan=plan, descriptors={"arena": arena.fd, "traffic": self._words})
         self._wake = calls.wake_up()
         self._placement.start(spec, workers)
         with without_signals():  # they are for the main thread, which may keep them out of a start
@@ -168,25 +168,17 @@ class ProxyPool(WorkerPool):
         while self._left() and len(self._children) < self._launcher.at_once:
             self.start_next()
 
-    def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
-        setup = self._setup
-        assert setup is not None, "the pool was started"
-        told = ProxySetup(
-            *(worker, generation, folder, space, setup.consumer, setup.token),
-            *(setup.descriptors["arena"], setup.arena_length, setup.arena_whole, self._words),
-            *(setup.plan.workers, setup.plan.shared_tasks, setup.plan.for_device),
-            tls=self._tls,
-        )
-        return LaunchedProcess(partial(self._launch, told))
+    def _process(self, setup: Setup) -> BaseProcess:
+        return LaunchedProcess(partial(self._launch, setup))
 
-    def _launch(self, told: ProxySetup) -> popen_fork.Popen:
+    def _launch(self, setup: Setup) -> popen_fork.Popen:
         assert self._launcher is not None, "the pool was started"
         process, mine = self._launcher.start()
         proxy = _Proxy(mine)
-        _tell(proxy, told)
+        _tell(proxy, (setup, self._tls))
         with self._lock:
             self._open.append(proxy)
-            self._proxies[told.worker] = proxy
+            self._proxies[setup.worker] = proxy
             calls.wake(self._wake)
         return process
 
@@ -335,7 +327,7 @@ class ProxyPool(WorkerPool):
         self._wake = self._words = -1
 
 
-def _tell(proxy: _Proxy, message: ProxySetup | Place | NoPlace) -> None:
+def _tell(proxy: _Proxy, message: tuple[Setup, Tls | None] | Place | NoPlace) -> None:
     with contextlib.suppress(OSError):  # it has ended; `_read` finds that, too
         proxy.pipe.send(message)
 

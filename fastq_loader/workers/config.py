@@ -23,9 +23,6 @@ from multiprocessing.context import BaseContext, get_spawning_popen, set_spawnin
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import torch
-from torch.multiprocessing import get_sharing_strategy
-
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.scheduling.schedules import WindowLimits
@@ -56,7 +53,7 @@ class Plan:
         timeout: seconds to wait for a message; 0 waits for ever.
         persistent: whether the pool serves more than one epoch.
         context: multiprocessing's context; None is the default when the pool starts.
-        make_pool: makes the pool, a `WorkerPool`.
+        make_pool: makes the pool, a `WorkerPool`; None on another machine, and in proxies.
         for_device: whether batches go on to a device, and are laid out for it.
         save_generators: whether workers send the states of their generators with each batch.
     """
@@ -72,7 +69,7 @@ class Plan:
     timeout: float
     persistent: bool
     context: BaseContext | None
-    make_pool: Callable[[Plan], Any]
+    make_pool: Callable[[Plan], Any] | None
     for_device: bool = False
     save_generators: bool = False
 
@@ -99,7 +96,7 @@ class Setup:
         mapping: the arena as the consumer has mapped it, if the worker inherits that.
         arena_length: bytes of the arena.
         arena_whole: whether it is mapped as a whole.
-        descriptors: `arena` (the memfd) and `stacks` (see there).
+        descriptors: `arena` (the memfd) and `stacks` (see there); of a proxy, `traffic` (see there).
     """
 
     plan: Plan
@@ -114,23 +111,17 @@ class Setup:
     mapping: Mapping | None
     arena_length: int
     arena_whole: bool
-    descriptors: Descriptors
+    descriptors: dict[str, int]
 
 
 # ---- the user's objects -----------------------------------------------------------------------------
 
 
-class Descriptors:
+class Descriptors(dict[str, int]):
     """Descriptors that a worker needs, by name: inherited, or sent along under spawn and forkserver."""
 
-    def __init__(self, **descriptors: int) -> None:
-        self._descriptors = descriptors
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, ({name: reduction.DupFd(fd) for name, fd in self._descriptors.items()},)
-
-    def __getitem__(self, name: str) -> int:
-        return self._descriptors[name]
+        return _received, ({name: reduction.DupFd(fd) for name, fd in self.items()},)
 
 
 def _received(duplicates: dict[str, Any]) -> Descriptors:
@@ -244,6 +235,9 @@ class _OnlyOnce(Exception):
 
 class _Sealer(ForkingPickler):
     def reducer_override(self, value: Any) -> Any:
+        import torch  # here, because proxies do without it
+        from torch.multiprocessing import get_sharing_strategy
+
         if isinstance(value, (torch.Tensor, torch.UntypedStorage)) and (
             value.device.type != "cpu" or get_sharing_strategy() != "file_descriptor"  # type: ignore[no-untyped-call]
         ):

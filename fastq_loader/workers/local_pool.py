@@ -20,7 +20,6 @@ import os
 import resource
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing import context as contexts
 from multiprocessing import forkserver, popen_fork, popen_forkserver, popen_spawn_posix, spawn, util
 from multiprocessing.process import BaseProcess
@@ -32,11 +31,10 @@ import torch
 
 from fastq_loader.errors import warn_user
 from fastq_loader.memory.arena import Arena
-from fastq_loader.memory.blocks import Extents
 from fastq_loader.packing.pickling import explain, pickles
 from fastq_loader.system import calls
 from fastq_loader.workers.children import Child, Stacks, Zygote
-from fastq_loader.workers.config import Descriptors, Plan
+from fastq_loader.workers.config import Descriptors, Plan, Setup
 from fastq_loader.workers.main import main
 from fastq_loader.workers.worker_pool import WorkerPool, cores
 
@@ -47,6 +45,10 @@ _PICKLE_WARNING = (  # torch/utils/data/dataloader.py
     "to 'forkserver', which requires the worker Process arguments to be picklable. "
     "You can also try multiprocessing.set_start_method('fork')."
 )
+
+
+#: What differs between the setups of a pool's workers.
+_OWN = ("worker", "generation", "folder", "space")
 
 
 class LocalPool(WorkerPool):
@@ -75,33 +77,25 @@ class LocalPool(WorkerPool):
         self.forks = method == "fork"
         self._make = context.Process
         self._stacks = Stacks()
-        assert self._setup is not None, "it is made before"
-        self._setup = replace(
-            self._setup,
+        self._setup = self._told(
             mapping=arena.mapping if self.forks else None,
             descriptors=Descriptors(arena=arena.fd, stacks=self._stacks.write_end),
         )
-        self._prepare(context, method)
+        if method == "forkserver":
+            _preload(context)
+        if not self.forks:
+            self._late = LateStart.of(context.Process)
+        elif plan.restarts and calls.has_pidfd():
+            self._zygote = Zygote.forked(context, lambda fields: self._process(self._told(**fields)))
         at_once = plan.workers if self._late is None else cores()
         while self._left() and (len(self._children) < at_once or not self._payload.sealed):
             self.start_next()
         if self._late is not None:  # those that start from here on are late
             self._make = self._late.process
 
-    def _prepare(self, context: Any, method: str) -> None:
-        """Make what starts the first workers quickly, and what will start late ones and successors."""
-        if method == "forkserver":
-            _preload(context)
-        if not self.forks:
-            self._late = LateStart.of(context.Process)
-        elif self._plan.restarts and calls.has_pidfd():
-            self._zygote = Zygote.forked(context, self._process)
-
-    def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
-        if generation and self._zygote is not None:  # which has none
-            return self._zygote.process(worker, generation, folder, space)
-        assert self._setup is not None, "the pool was started"
-        setup = replace(self._setup, worker=worker, generation=generation, folder=folder, space=space)
+    def _process(self, setup: Setup) -> BaseProcess:
+        if setup.generation and self._zygote is not None:  # which has none
+            return self._zygote.process({name: getattr(setup, name) for name in _OWN})
         process: BaseProcess = self._make(target=main, args=(setup,), daemon=True)
         if self._plan.context is None:  # torch's name for it, which logs show
             process.name = f"Process-{process.name.rpartition('-')[2]}"

@@ -40,7 +40,6 @@ from fastq_loader.ipc.sockets import WorkerSocket
 from fastq_loader.memory import nontemporal, results
 from fastq_loader.memory.allocator import Allocator, Used
 from fastq_loader.memory.arena import Mapping
-from fastq_loader.memory.blocks import PAGE, Extents, size_class
 from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.pickling import dump_exception
 from fastq_loader.reading import collate
@@ -151,40 +150,21 @@ class Worker:
             if message is None:
                 return True
             if type(message) is Task:
-                if self._can_load(message):
-                    self._tasks.add(message)
-                    if self._quick:
-                        return True
+                self._tasks.add(message)
+                if self._quick:
+                    return True
             elif isinstance(message, Epoch):
                 if not self._break_off():
                     return False
                 self._tasks.begin_epoch()
                 self._reader.begin_epoch(message)
             elif isinstance(message, Space):
-                if self._owns(message.ranges):
-                    self._allocator.give(message.ranges)
+                self._allocator.give(message.ranges)
             elif isinstance(message, Ping):
                 self._socket.send(message)
             else:
                 assert isinstance(message, Stop)
                 return False
-
-    def _can_load(self, task: Task) -> bool:
-        """Whether a task comes after an epoch has begun, and its blocks are blocks of the arena. Any other is
-        dropped like a frame that is not a message."""
-        _, end = self._allocator.mapping.region(self._setup.plan.workers - 1)
-        return self._reader.epochs > 0 and all(
-            offset % PAGE == 0 and size == size_class(size) and offset + size <= end
-            for offset, size in task.grants + task.promises
-        )
-
-    def _owns(self, ranges: Extents) -> bool:
-        """Whether these ranges lie in this worker's part of the arena."""
-        start, end = self._allocator.mapping.region(self._setup.worker)
-        return all(
-            offset % PAGE == size % PAGE == 0 and start <= offset <= offset + size <= end
-            for offset, size in ranges
-        )
 
     def _break_off(self) -> bool:
         """Answer the tasks of the epoch that are left; False: stop."""

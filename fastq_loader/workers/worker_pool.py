@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
@@ -56,8 +57,8 @@ class WorkerPool(ABC):
         """The Python stacks of a worker as it writes them now, whatever it is doing."""
 
     @abstractmethod
-    def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
-        """A process to be started; see `replace`."""
+    def _process(self, setup: Setup) -> BaseProcess:
+        """A process to be started."""
 
     def _start(self, child: Child) -> None:
         child.start()
@@ -105,6 +106,11 @@ class WorkerPool(ABC):
             WorkerCounters(worker, self.pid(worker)) for worker in range(self._plan.workers)
         )
 
+    def _told(self, **fields: Any) -> Setup:
+        """What a worker is told: what all are, and these fields of a `Setup`."""
+        assert self._setup is not None, "the pool was started"
+        return replace(self._setup, **fields)
+
     def _left(self) -> bool:
         return self._setup is not None and len(self._children) < self._plan.workers
 
@@ -114,10 +120,10 @@ class WorkerPool(ABC):
         Raises:
             what `start` raises.
         """
-        if self._setup is None or not self._left():
+        if not self._left():
             return False
         with without_signals(signal.SIGINT):  # between fork and handler it would print a traceback there
-            child = Child(self._process(len(self._children), 0, self._setup.folder, None))
+            child = Child(self._process(self._told(worker=len(self._children))))
             self._children.append(child)
             self._generations.append(0)
             self._start(child)
@@ -136,7 +142,8 @@ class WorkerPool(ABC):
         """
         generation = self._generations[worker] + 1
         with without_signals(signal.SIGINT):
-            child = Child(self._process(worker, generation, folder, space))
+            told = self._told(worker=worker, generation=generation, folder=folder, space=space)
+            child = Child(self._process(told))
             self._start(child)
             self._children[worker].release()
             self._children[worker], self._generations[worker] = child, generation

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,11 +28,11 @@ from fastq_loader.remote.proxy_pool import Launcher, ProxyPool
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls
 from fastq_loader.workers.children import Child, LaunchedProcess
+from fastq_loader.workers.config import Descriptors, PickledPayload
 from fastq_loader.workers.worker_pool import cores
 from tests.conftest import descendants, process_table, wait_until
-from tests.remote.test_proxy import SETUP
 from tests.support.forking import end_of, fork
-from tests.support.worker_setup import make_plan
+from tests.support.worker_setup import make_plan, make_setup
 
 pytestmark = [
     pytest.mark.processes,
@@ -112,10 +113,11 @@ class Pool:
 
     def proxy(self, worker: int = 0) -> Connection[Any, Any]:
         """The proxy's end of its pipe, when it waits."""
-        told = SETUP._replace(worker=worker)
-        self.pool._launch(told)
+        setup = self.pool._told(worker=worker)
+        self.pool._launch(setup)
         its: Connection[Any, Any] = self.launcher.pipes[-1]
-        assert its.recv() == told
+        told, tls = its.recv()
+        assert (told.worker, told.descriptors, tls) == (worker, setup.descriptors, None)
         its.send(Status(waits=True))
         return its
 
@@ -312,9 +314,9 @@ class StandAlone:
 
     def waits(self, arena: Arena, folder: str) -> bool:
         """Tell it what it is; whether it says then that it waits for a place."""
-        mapping = arena.mapping
-        told = {"folder": folder, "consumer": os.getpid(), "arena": arena.fd, "arena_whole": mapping.whole}
-        self.pipe.send(SETUP._replace(arena_length=mapping.length, traffic=arena.fd, **told))
+        setup = make_setup(arena, None, workers=2, payload=PickledPayload(b"", Descriptors()), make_pool=None)
+        descriptors = {"arena": arena.fd, "traffic": arena.fd}
+        self.pipe.send((replace(setup, folder=folder, mapping=None, descriptors=descriptors), None))
         return self.pipe.poll(SECONDS) and self.pipe.recv() == Status(waits=True)
 
     def end(self) -> None:
