@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.errors import ProtocolError, UnpicklableError
+from fastq_loader.errors import UnpicklableError
 from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.decoding import decode_for_worker
 from fastq_loader.ipc.messages import (
@@ -59,9 +59,6 @@ from fastq_loader.workers.main import Worker, prepare_signals
 _WAITING = 1
 #: Batches that blocks are kept for: one on its way, one that waits, and the one that is loaded.
 _BATCHES = 3
-
-#: Bytes of a batch that the system takes at once: handing them to the thread takes longer.
-_QUICK = 64 * 1024
 
 #: Payload and body of an answer, and the offsets of the blocks that the body lies in.
 _Packed = tuple[bytes, Sequence[Any], Sequence[int]]
@@ -222,8 +219,7 @@ class ProxySocket:
         if payload is None:
             return None
         message = decode_for_worker(payload)
-        if isinstance(message, Bundle):
-            raise ProtocolError("a bundle, which is for workers of the consumer's machine")
+        assert not isinstance(message, Bundle), "these are for workers of the consumer's machine"
         return message
 
     def _payload(self, block: bool) -> bytes | None:
@@ -259,11 +255,7 @@ class ProxySocket:
         if not body:  # an error in place of a batch that does not fit
             self._blocks.sent.extend(offset for offset, _ in used)
             used = ()
-        answer = payload, body, [offset for offset, _ in used]
-        if self._sending.unfinished_tasks or sum(map(len, body)) > _QUICK:
-            self._sending.put(answer)
-        else:
-            self._send(answer)
+        self._sending.put((payload, body, [offset for offset, _ in used]))
 
     def _taken_apart(self, handle: Handle | None, used: Used) -> tuple[Handle | None, list[Any]]:
         """A handle whose segments say how many bytes each has, instead of where it lies, and these bytes.
@@ -282,16 +274,12 @@ class ProxySocket:
 
     def _send_all(self) -> None:
         while (answer := self._sending.get()) is not None:
-            self._send(answer)
-            self._sending.task_done()
-
-    def _send(self, answer: _Packed) -> None:
-        payload, body, offsets = answer
-        try:
-            self._connection.send(MESSAGE, payload, body)
-        except Lost:
-            os._exit(1)  # whatever the main thread is doing, its batch cannot be delivered
-        self._blocks.sent.extend(offsets)
+            payload, body, offsets = answer
+            try:
+                self._connection.send(MESSAGE, payload, body)
+            except Lost:
+                os._exit(1)  # whatever the main thread is doing, its batch cannot be delivered
+            self._blocks.sent.extend(offsets)
 
     def finish(self) -> None:
         """All answers are sent when this returns."""

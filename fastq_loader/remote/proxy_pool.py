@@ -416,11 +416,10 @@ class Program(popen_fork.Popen):
     method = "exec"
 
     def __init__(self, command: list[str | bytes], descriptors: list[int]) -> None:
-        self._how = command, descriptors
-        super().__init__(None)  # type: ignore[arg-type]
+        super().__init__((command, descriptors))  # type: ignore[arg-type]
 
-    def _launch(self, _: object) -> None:
-        command, descriptors = self.__dict__.pop("_how")
+    def _launch(self, how: Any) -> None:
+        command, descriptors = how
         self.sentinel, kept = os.pipe()  # the program has the other end as long as it lives
         self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
         try:

@@ -332,11 +332,10 @@ class Forked(popen_fork.Popen):
 
     def __init__(self, zygote: Zygote, arguments: tuple[Any, ...] = (), passed: Sequence[int] = ()) -> None:
         self._zygote = zygote
-        self._request = arguments, passed
-        super().__init__(None)  # type: ignore[arg-type]
+        super().__init__((arguments, passed))  # type: ignore[arg-type]
 
-    def _launch(self, _: Any) -> None:
-        arguments, passed = self.__dict__.pop("_request")
+    def _launch(self, request: Any) -> None:
+        arguments, passed = request
         self.pid = self._zygote.ask(_FORK, *arguments, passed=passed)
         self.sentinel = calls.pidfd_open(self.pid)  # its parent has not reaped it, so the number is its own
         self.finalizer = util.Finalize(self, os.close, (self.sentinel,))

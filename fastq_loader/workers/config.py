@@ -117,15 +117,15 @@ class Setup:
 # ---- the user's objects -----------------------------------------------------------------------------
 
 
-class Descriptors(dict[str, int]):
-    """Descriptors that a worker needs, by name: inherited, or sent along under spawn and forkserver."""
+class Descriptors(dict[Any, int]):
+    """What a worker needs, by name or number: inherited, or sent along under spawn and forkserver."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, ({name: reduction.DupFd(fd) for name, fd in self.items()},)
 
 
-def _received(duplicates: dict[str, Any]) -> Descriptors:
-    return Descriptors(**{name: duplicate.detach() for name, duplicate in duplicates.items()})
+def _received(duplicates: dict[Any, Any]) -> Descriptors:
+    return Descriptors({name: duplicate.detach() for name, duplicate in duplicates.items()})
 
 
 class Payload:
@@ -152,8 +152,7 @@ class Payload:
             if data is None:
                 return PickledPayload, (bytes(ForkingPickler.dumps(self.parts)), Descriptors())
             self._sealed, self._carried = data, recorder.descriptors
-        carried = {str(number): descriptor for number, descriptor in enumerate(self._carried)}
-        return PickledPayload, (self._sealed, Descriptors(**carried))
+        return PickledPayload, (self._sealed, Descriptors(enumerate(self._carried)))
 
     def unseal(self) -> None:
         """All workers were started: let the bytes and the descriptors go."""
@@ -191,7 +190,7 @@ class _Carried:
 
     def detach(self) -> int:
         """The descriptor, which is the caller's from here on."""
-        return self.descriptors[str(self._number)]
+        return self.descriptors[self._number]
 
 
 class _Recorder:

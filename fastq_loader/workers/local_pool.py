@@ -171,7 +171,6 @@ class LateStart:
         self._environment = dict(os.environ)
         self._umask = _umask()
         self._cpus = os.sched_getaffinity(0)
-        self._priority = os.getpriority(os.PRIO_PROCESS, 0)
         self._limits = [(limit, resource.getrlimit(limit)) for limit in _LIMITS]
         # The folder itself: it may have another name by then.
         self._folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -237,12 +236,10 @@ class LateStart:
         )
         process.returncode = 0  # it is multiprocessing's to wait for
         # It waits for what it is told, so no code of anybody's has run in it yet.
-        with contextlib.suppress(OSError):  # a priority may not be taken back
-            os.setpriority(os.PRIO_PROCESS, process.pid, self._priority)
         with contextlib.suppress(OSError):
             os.sched_setaffinity(process.pid, self._cpus)
         for limit, values in self._limits:
-            with contextlib.suppress(OSError, ValueError):  # nor a limit
+            with contextlib.suppress(OSError, ValueError):  # a limit may not be taken back
                 resource.prlimit(process.pid, limit, values)
         return process.pid
 
