@@ -202,7 +202,6 @@ class Proxy:
                 self._add(message)
             elif isinstance(message, Epoch):
                 self._tasks.drop()
-                self._tasks.begin_epoch()
                 if self._shared_tasks:
                     self._unsent.clear()
                 self._epoch = message

@@ -41,7 +41,7 @@ from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Ended, Forked, LaunchedProcess, Zygote
 from fastq_loader.workers.config import Descriptors, PickledPayload, Plan, Setup
-from fastq_loader.workers.worker_pool import WorkerPool, cores
+from fastq_loader.workers.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from fastq_loader.statistics.counters import Counters
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _STACKS, _DEATH = 2.0, 0.5
 #: Seconds that the launcher has for its imports; they may come over a network.
 _IMPORTS = 60.0
-#: Proxies that are forked at once. They connect to hosts at once, and a host that forks a worker lets the
+#: Proxies that are started at once. They connect to hosts at once, and a host that forks a worker lets the
 #: others wait.
 _AT_ONCE = 16
 
@@ -157,7 +157,6 @@ class ProxyPool(WorkerPool):
         os.ftruncate(self._words, 8 * workers)
         self._traffic = traffic(self._words, workers)
         self._launcher = Launcher([arena.fd, self._words], setup.folder)
-        self._launcher.open()
         spec = pickle.dumps(HostSpec.of(setup, self._tls))
         plan = replace(setup.plan, payload=PickledPayload(b"", Descriptors()), make_pool=None)
         self._setup = replace(setup, plan=plan, descriptors={"arena": arena.fd, "traffic": self._words})
@@ -165,7 +164,7 @@ class ProxyPool(WorkerPool):
         self._placement.start(spec, workers)
         with without_signals():  # they are for the main thread, which may keep them out of a start
             self._thread.start()
-        while self._left() and len(self._children) < self._launcher.at_once:
+        while self._left() and len(self._children) < _AT_ONCE:
             self.start_next()
 
     def _process(self, setup: Setup) -> BaseProcess:
@@ -338,6 +337,9 @@ class Launcher:
     Args:
         shared: descriptors that each proxy has under the same numbers.
         folder: where the first of them bind their sockets.
+
+    Raises:
+        OSError: processes or descriptors are used up.
     """
 
     def __init__(self, shared: Sequence[int], folder: str) -> None:
@@ -348,21 +350,9 @@ class Launcher:
             *map(os.path.abspath, spawn.get_preparation_data("")["sys_path"]),
         ]
         self._zygote: Zygote | None = None
-
-    def open(self) -> None:
-        """Start the program; it gets to its imports while others do other things.
-
-        Raises:
-            OSError: processes or descriptors are used up.
-        """
-        if calls.has_pidfd():
+        if calls.has_pidfd():  # it gets to its imports while others do other things
             with without_signals(signal.SIGINT):  # until it ignores them
                 self._zygote = Zygote(self._make, _IMPORTS)
-
-    @property
-    def at_once(self) -> int:
-        """How many proxies to start before one of them is up."""
-        return cores() if self._zygote is None else _AT_ONCE
 
     def start(self) -> tuple[popen_fork.Popen, Pipe[Any, Any]]:
         """Start a proxy.

@@ -36,7 +36,7 @@ from fastq_loader.system import calls
 from fastq_loader.workers.children import Child, Stacks, Zygote
 from fastq_loader.workers.config import Descriptors, Plan, Setup
 from fastq_loader.workers.main import main
-from fastq_loader.workers.worker_pool import WorkerPool, cores
+from fastq_loader.workers.worker_pool import WorkerPool
 
 _PICKLE_WARNING = (  # torch/utils/data/dataloader.py
     "Got pickle error when attempting to start a worker Process. "
@@ -88,7 +88,7 @@ class LocalPool(WorkerPool):
         elif plan.restarts and calls.has_pidfd():
             self._zygote = Zygote.forked(context, lambda fields: self._process(self._told(**fields)))
         at_once = plan.workers if self._late is None else cores()
-        while self._left() and (len(self._children) < at_once or not self._payload.sealed):
+        while self._left() and (len(self._children) < at_once or not self._plan.payload.sealed):
             self.start_next()
         if self._late is not None:  # those that start from here on are late
             self._make = self._late.process
@@ -106,10 +106,10 @@ class LocalPool(WorkerPool):
             child.start()
         except (TypeError, AttributeError, PicklingError) as error:
             warn_user(_PICKLE_WARNING, UserWarning)
-            raise _named(error, self._payload.parts) from error
+            raise _named(error, self._plan.payload.parts) from error
         finally:
             if not self._left() and not self._plan.restarts:
-                self._payload.unseal()
+                self._plan.payload.unseal()
 
     def stacks(self, worker: int) -> str:
         """The Python stacks of a worker as it writes them now, whatever it is doing."""
@@ -125,6 +125,11 @@ class LocalPool(WorkerPool):
         for one in held:
             if one is not None:
                 one.close()
+
+
+def cores() -> int:
+    """How many workers that begin with their imports are started at once."""
+    return len(os.sched_getaffinity(0))
 
 
 def _preload(context: Any) -> None:

@@ -156,7 +156,6 @@ class Worker:
             elif isinstance(message, Epoch):
                 if not self._break_off():
                     return False
-                self._tasks.begin_epoch()
                 self._reader.begin_epoch(message)
             elif isinstance(message, Space):
                 self._allocator.give(message.ranges)

@@ -40,7 +40,6 @@ class WorkerPool(ABC):
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._payload: Payload = plan.payload
         self._setup: Setup | None = None  # of worker 0, for all
         self._children: list[Child] = []
         self._generations: list[int] = []  # of the workers: how many had the number before
@@ -194,9 +193,8 @@ class WorkerPool(ABC):
         """
         self._setup = None
         if self._stopping is None:
-            self._payload.unseal()
-            self._payload = Payload(None, None, None)  # the user's objects are free now
-            self._plan = replace(self._plan, payload=self._payload)
+            self._plan.payload.unseal()
+            self._plan = replace(self._plan, payload=Payload(None, None, None))  # the user's are free now
             for child in self._children:
                 if not child.pid:
                     child.release()
@@ -212,8 +210,3 @@ class WorkerPool(ABC):
     def ended(self) -> bool:
         """Whether it was stopped, and none of its processes is left."""
         return self._stopping is not None and self._stopping.over.is_set()
-
-
-def cores() -> int:
-    """How many workers that begin with their imports are started at once."""
-    return len(os.sched_getaffinity(0))

@@ -29,7 +29,6 @@ from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls
 from fastq_loader.workers.children import Child, LaunchedProcess
 from fastq_loader.workers.config import Descriptors, PickledPayload
-from fastq_loader.workers.worker_pool import cores
 from tests.conftest import descendants, process_table, wait_until
 from tests.support.forking import end_of, fork
 from tests.support.worker_setup import make_plan, make_setup
@@ -81,17 +80,14 @@ class PlayedLauncher:
 
     def __init__(self, shared: Any, folder: str) -> None:
         self.pipes: list[Connection[Any, Any]] = []
-        self.at_once = 0
-
-    def open(self) -> None:
-        pass
 
     def start(self) -> Any:
         mine, its = Pipe()
         self.pipes.append(its)
         return SimpleNamespace(pid=1), mine
 
-    close = open
+    def close(self) -> None:
+        pass
 
 
 class Pool:
@@ -144,6 +140,7 @@ class Pool:
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     monkeypatch.setattr(module, "Launcher", PlayedLauncher)
+    monkeypatch.setattr(module, "_AT_ONCE", 0)
     monkeypatch.setattr(module, "ask", lambda *_: (9, False, "exited with code 7"))
     pool = Pool()
     yield pool
@@ -341,7 +338,6 @@ def arena() -> Iterator[Arena]:
 def opened(arena: Arena) -> Iterator[Launcher]:
     launcher = Launcher([arena.fd], "/nowhere")
     try:
-        launcher.open()
         yield launcher
     finally:
         launcher.close()
@@ -355,7 +351,6 @@ def launcher(arena: Arena) -> Iterator[Launcher]:
 
 def test_one_program_forks_all_proxies(launcher: Launcher, arena: Arena, tmp_path_factory: Any) -> None:
     (program,) = descendants()
-    assert launcher.at_once == 16
     folder = tmp_path_factory.mktemp("s")
     proxies = [StandAlone(launcher) for _ in range(3)]
     assert [one.parent for one in proxies] == [program] * 3
@@ -391,7 +386,6 @@ def test_without_process_descriptors_each_is_a_program(
     monkeypatch.setattr(calls, "has_pidfd", lambda: False)
     with opened(arena) as launcher:
         assert not descendants()
-        assert launcher.at_once == cores()
         one = StandAlone(launcher)
         assert one.parent == os.getpid()
         assert one.waits(arena, str(tmp_path))
