@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import re
 import signal
-import threading
 import time
 import warnings
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from fastq_loader.packing.pickling import dump_exception, load_exception
 from fastq_loader.scheduling.schedules import Dynamic, read_schedule
 from fastq_loader.system import calls
 from fastq_loader.system.interrupts import without_signals
-from fastq_loader.workers.children import Child
+from fastq_loader.workers.children import Child, leave_with
 
 #: Seconds that a child which was told to end has for it: workers have 5 to finish their sample.
 _PATIENCE = 8.0
@@ -143,7 +142,7 @@ def _interrupt(child: Child) -> None:
 def _end(child: Child) -> None:
     """End a child, with its workers. Another interrupt ends it at once; the workers see that."""
     if not child.pid:
-        child.forget()
+        child.release()
         return
     try:
         _interrupt(child)
@@ -169,7 +168,7 @@ def _run(
     answer: Any = None
     with contextlib.suppress(_TimeIsOver):
         # First, while SIGINT is blocked: a thread that took it would bring it into the start of a worker.
-        threading.Thread(target=_leave_with, args=(consumer,), daemon=True).start()
+        leave_with(consumer)  # the workers see this process end, and follow
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, _leave)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -192,21 +191,6 @@ def _let_finish() -> None:
 def _leave(signum: int, frame: object) -> None:
     _let_finish()  # once is enough: what follows is the way out
     raise _TimeIsOver
-
-
-def _leave_with(consumer: int) -> None:
-    """Wait for the consumer's death. The workers see this process end, and follow."""
-    try:
-        descriptor = calls.pidfd_open(consumer)
-    except ProcessLookupError:
-        os._exit(1)
-    except OSError:  # no pidfd in this kernel or sandbox
-        parent = multiprocessing.parent_process()
-        if parent is None:
-            return
-        descriptor = parent.sentinel
-    calls.readable([descriptor], None)
-    os._exit(1)
 
 
 class _Epoch(NamedTuple):

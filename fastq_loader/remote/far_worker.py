@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastq_loader.errors import ProtocolError, UnpicklableError
+from fastq_loader.errors import UnpicklableError
 from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.decoding import decode_for_worker
 from fastq_loader.ipc.messages import (
@@ -52,16 +52,13 @@ from fastq_loader.reading import collate
 from fastq_loader.remote.connection import LONGEST, MESSAGE, WELCOME, Connection, Lost, Request, Tls
 from fastq_loader.system import process_id
 from fastq_loader.workers import children
-from fastq_loader.workers.config import Descriptors, PickledPayload, Plan, Setup
+from fastq_loader.workers.config import Descriptors, PickledPayload, Setup
 from fastq_loader.workers.main import Worker, prepare_signals
 
 #: Answers that may wait to be sent. One is on its way then, and one is loaded.
 _WAITING = 1
 #: Batches that blocks are kept for: one on its way, one that waits, and the one that is loaded.
 _BATCHES = 3
-
-#: Bytes of a batch that the system takes at once: handing them to the thread takes longer.
-_QUICK = 64 * 1024
 
 #: Payload and body of an answer, and the offsets of the blocks that the body lies in.
 _Packed = tuple[bytes, Sequence[Any], Sequence[int]]
@@ -91,8 +88,8 @@ class HostSpec:
         """
         payload = PickledPayload(_pickled(setup.plan.payload.open()), Descriptors())
         # A far worker is sent the tasks that its proxy has claimed; it claims none.
-        plan = replace(setup.plan, payload=payload, dynamic=False, make_pool=_nowhere)
-        sent = replace(setup, plan=plan, folder="", mapping=None, descriptors=Descriptors())
+        plan = replace(setup.plan, payload=payload, dynamic=False, make_pool=None)
+        sent = replace(setup, plan=plan, folder="", mapping=None, descriptors={})
         return cls(sent, tls, tuple(sys.path), versions())
 
 
@@ -124,10 +121,6 @@ def _pickled(parts: dict[str, Any]) -> bytes:
         raise
 
 
-def _nowhere(plan: Plan) -> Any:
-    raise NotImplementedError("a host starts no pool of its own")
-
-
 def main(connection: Connection, spec: HostSpec, request: Request, stacks: int) -> None:
     """Entry point of a far worker.
 
@@ -151,7 +144,7 @@ def main(connection: Connection, spec: HostSpec, request: Request, stacks: int) 
         mapping=arena.mapping,
         arena_length=arena.mapping.length,
         arena_whole=arena.mapping.whole,
-        descriptors=Descriptors(arena=arena.fd, stacks=stacks),
+        descriptors={"arena": arena.fd, "stacks": stacks},
     )
     proxy = ProxySocket(connection, blocks)
     connection.send(WELCOME, b"%d" % os.getpid())
@@ -226,8 +219,7 @@ class ProxySocket:
         if payload is None:
             return None
         message = decode_for_worker(payload)
-        if isinstance(message, Bundle):
-            raise ProtocolError("a bundle, which is for workers of the consumer's machine")
+        assert not isinstance(message, Bundle), "these are for workers of the consumer's machine"
         return message
 
     def _payload(self, block: bool) -> bytes | None:
@@ -263,11 +255,7 @@ class ProxySocket:
         if not body:  # an error in place of a batch that does not fit
             self._blocks.sent.extend(offset for offset, _ in used)
             used = ()
-        answer = payload, body, [offset for offset, _ in used]
-        if self._sending.unfinished_tasks or sum(map(len, body)) > _QUICK:
-            self._sending.put(answer)
-        else:
-            self._send(answer)
+        self._sending.put((payload, body, [offset for offset, _ in used]))
 
     def _taken_apart(self, handle: Handle | None, used: Used) -> tuple[Handle | None, list[Any]]:
         """A handle whose segments say how many bytes each has, instead of where it lies, and these bytes.
@@ -286,16 +274,12 @@ class ProxySocket:
 
     def _send_all(self) -> None:
         while (answer := self._sending.get()) is not None:
-            self._send(answer)
-            self._sending.task_done()
-
-    def _send(self, answer: _Packed) -> None:
-        payload, body, offsets = answer
-        try:
-            self._connection.send(MESSAGE, payload, body)
-        except Lost:
-            os._exit(1)  # whatever the main thread is doing, its batch cannot be delivered
-        self._blocks.sent.extend(offsets)
+            payload, body, offsets = answer
+            try:
+                self._connection.send(MESSAGE, payload, body)
+            except Lost:
+                os._exit(1)  # whatever the main thread is doing, its batch cannot be delivered
+            self._blocks.sent.extend(offsets)
 
     def finish(self) -> None:
         """All answers are sent when this returns."""

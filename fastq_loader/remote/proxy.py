@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from multiprocessing import reduction
@@ -34,10 +33,11 @@ from fastq_loader.ipc.messages import Answer, Epoch, Handle, Ping, Space, Stop, 
 from fastq_loader.ipc.sockets import WorkerSocket
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import Mapping
-from fastq_loader.memory.blocks import SMALLEST, Extents
+from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.remote.connection import MESSAGE, WELCOME, Address, Connection, Lost, Request, Tls, connect
 from fastq_loader.system import calls
 from fastq_loader.workers import children
+from fastq_loader.workers.config import Setup
 from fastq_loader.workers.task_queue import TaskQueue
 
 #: The exit code of a proxy that has said why it dies (EX_UNAVAILABLE of <sysexits.h>).
@@ -46,38 +46,6 @@ LOST = 69
 _ATTEMPTS = 3
 #: Tasks that a proxy without a far worker keeps before it looks which of them others have claimed.
 _UNREAD = 256
-
-
-class ProxySetup(NamedTuple):
-    """The first message to a proxy.
-
-    Attributes:
-        worker, generation: the number of the worker that it is, and how many had it before.
-        folder: where it binds its socket.
-        space: see `workers.config.Setup`.
-        consumer: process id of the consumer.
-        token: the pool's.
-        arena: descriptor of the memfd, with its length and whether it is mapped as a whole.
-        traffic: descriptor of the words that count bytes; see `traffic`.
-        workers: of the pool.
-        shared_tasks, for_device: see `workers.config.Plan`.
-        tls: encrypts connections, or None.
-    """
-
-    worker: int
-    generation: int
-    folder: str
-    space: Extents | None
-    consumer: int
-    token: bytes
-    arena: int
-    arena_length: int
-    arena_whole: bool
-    traffic: int
-    workers: int
-    shared_tasks: bool
-    for_device: bool
-    tls: Tls | None = None
 
 
 class Place(NamedTuple):
@@ -138,41 +106,29 @@ def main(pipe: Pipe[Any, Any]) -> None:
     """Entry point of a proxy, with its end of the pipe to the consumer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the consumer decides what Ctrl-C means
     try:
-        setup: ProxySetup = pipe.recv()
+        setup, tls = pipe.recv()
     except EOFError:  # the consumer has not noticed that it was started
         return
-    threading.Thread(target=_leave_with_consumer, args=(setup,), daemon=True).start()
-    mapping = Mapping(setup.arena, setup.arena_length, setup.workers, setup.arena_whole)
-    claims = ClaimTable(setup.arena, mapping.claims)
+    children.leave_with(setup.consumer, setup.folder)
+    arena, plan = setup.descriptors["arena"], setup.plan
+    mapping = Mapping(arena, setup.arena_length, plan.workers, setup.arena_whole)
+    claims = ClaimTable(arena, mapping.claims)
     if not os.path.isdir(setup.folder):  # the loader was closed before this was up
         return
     socket = WorkerSocket(setup.folder, socket_name(setup.worker, setup.generation), setup.consumer)
-    blocks = Allocator(mapping, setup.worker, setup.space, setup.for_device)
+    blocks = Allocator(mapping, setup.worker, setup.space, plan.for_device)
     try:
-        Proxy(setup, pipe, socket, claims, blocks).run()
+        Proxy(setup, tls, pipe, socket, claims, blocks).run()
     finally:
         socket.close()
-
-
-def _leave_with_consumer(setup: ProxySetup) -> None:
-    """Wait for the consumer's death, whatever this process is doing."""
-    try:
-        consumer = calls.pidfd_open(setup.consumer)
-        calls.readable([consumer], None)
-    except ProcessLookupError:
-        pass  # it is gone
-    except OSError:  # no pidfd in this kernel or sandbox
-        while os.getppid() == setup.consumer:
-            time.sleep(0.1)
-    remove_folder(setup.folder)
-    os._exit(1)
 
 
 class Proxy:
     """The loop of a proxy.
 
     Args:
-        setup: what it is to do.
+        setup: what the worker is told.
+        tls: encrypts the connection, or None.
         pipe: to the consumer's `ProxyPool`.
         socket: to the consumer.
         claims: who loads which shared task.
@@ -181,19 +137,22 @@ class Proxy:
 
     def __init__(
         self,
-        setup: ProxySetup,
+        setup: Setup,
+        tls: Tls | None,
         pipe: Pipe[Any, Any],
         socket: WorkerSocket,
         claims: ClaimTable,
         blocks: Allocator,
     ) -> None:
         self._setup = setup
+        self._tls = tls
+        self._shared_tasks = setup.plan.shared_tasks
         self._pipe = pipe
         self._socket = socket
         self._claims = claims
         self._blocks = blocks
-        self._traffic = traffic(setup.traffic, setup.workers)
-        self._tasks = TaskQueue(claims, setup.shared_tasks, setup.worker)
+        self._traffic = traffic(setup.descriptors["traffic"], setup.plan.workers)
+        self._tasks = TaskQueue(claims, self._shared_tasks, setup.worker)
         self._far: Connection | None = None
         self._greeted = False
         self._epoch: Epoch | None = None
@@ -243,8 +202,7 @@ class Proxy:
                 self._add(message)
             elif isinstance(message, Epoch):
                 self._tasks.drop()
-                self._tasks.begin_epoch()
-                if self._setup.shared_tasks:
+                if self._shared_tasks:
                     self._unsent.clear()
                 self._epoch = message
                 self._unsent.append(message)
@@ -257,7 +215,7 @@ class Proxy:
                 self._stopping = True
 
     def _add(self, task: Task) -> None:
-        if not self._setup.shared_tasks:  # all are this worker's: the far one sees to their order
+        if not self._shared_tasks:  # all are this worker's: the far one sees to their order
             self._unsent.append(task)
             return
         self._tasks.add(task)
@@ -363,7 +321,7 @@ class Proxy:
         setup = self._setup
         request = Request(place.number, False, setup.worker)
         try:
-            far, frame = connect(place.address, setup.token, request, WELCOME, MESSAGE, tls=setup.tls)
+            far, frame = connect(place.address, setup.token, request, WELCOME, MESSAGE, tls=self._tls)
         except (Lost, ProtocolError) as error:
             self._failures += 1
             self._lose(str(error), final=self._failures == _ATTEMPTS)
@@ -382,7 +340,7 @@ class Proxy:
     def _lose(self, why: str, final: bool = False) -> None:
         """There is no far worker any more: wait for another one, if that makes no difference."""
         had_one, self._far = self._far is not None, None
-        if final or self._due or (had_one and not self._setup.shared_tasks):
+        if final or self._due or (had_one and not self._shared_tasks):
             self._die(why)
         if had_one:
             self._unsent = [] if self._epoch is None else [self._epoch]

@@ -22,10 +22,9 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import popen_fork, spawn, util
 from multiprocessing.connection import Connection as Pipe
@@ -35,15 +34,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import fastq_loader
 from fastq_loader.errors import ProtocolError
 from fastq_loader.memory.arena import Arena
-from fastq_loader.memory.blocks import Extents
 from fastq_loader.remote.connection import Lost, Request, Tls, ask
 from fastq_loader.remote.far_worker import HostSpec
-from fastq_loader.remote.proxy import LOST, NoPlace, Place, ProxySetup, Status, traffic
-from fastq_loader.system import calls
+from fastq_loader.remote.proxy import LOST, NoPlace, Place, Status, traffic
+from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Ended, Forked, LaunchedProcess, Zygote
-from fastq_loader.workers.config import Plan
-from fastq_loader.workers.worker_pool import WorkerPool, cores
+from fastq_loader.workers.config import Descriptors, PickledPayload, Plan, Setup
+from fastq_loader.workers.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from fastq_loader.statistics.counters import Counters
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
 _STACKS, _DEATH = 2.0, 0.5
 #: Seconds that the launcher has for its imports; they may come over a network.
 _IMPORTS = 60.0
-#: Proxies that are forked at once. They connect to hosts at once, and a host that forks a worker lets the
+#: Proxies that are started at once. They connect to hosts at once, and a host that forks a worker lets the
 #: others wait.
 _AT_ONCE = 16
 
@@ -144,6 +142,7 @@ class ProxyPool(WorkerPool):
         self._words = -1  # descriptor of the words that count bytes
         self._traffic: memoryview | None = None
         self._counters: Counters | None = None
+        self._pid = process_id.current()
         self._lock = threading.RLock()  # for what follows, and the proxies' pipes
         self._open: list[_Proxy] = []  # proxies that have not ended
         self._lost: list[Place] = []  # places that the placement has to hear of
@@ -152,41 +151,33 @@ class ProxyPool(WorkerPool):
         self._thread = threading.Thread(target=self._run, name="fastq_loader: places", daemon=True)
 
     def _begin(self, arena: Arena) -> None:
-        setup, workers = self._setup, self._plan.workers
-        assert setup is not None, "it is made before"
+        setup, workers = self._told(), self._plan.workers
         self._token = setup.token
         self._words = calls.memfd_create("fastq_loader traffic")
         os.ftruncate(self._words, 8 * workers)
         self._traffic = traffic(self._words, workers)
         self._launcher = Launcher([arena.fd, self._words], setup.folder)
-        self._launcher.open()
         spec = pickle.dumps(HostSpec.of(setup, self._tls))
+        plan = replace(setup.plan, payload=PickledPayload(b"", Descriptors()), make_pool=None)
+        self._setup = replace(setup, plan=plan, descriptors={"arena": arena.fd, "traffic": self._words})
         self._wake = calls.wake_up()
         self._placement.start(spec, workers)
         with without_signals():  # they are for the main thread, which may keep them out of a start
             self._thread.start()
-        while self._left() and len(self._children) < self._launcher.at_once:
+        while self._left() and len(self._children) < _AT_ONCE:
             self.start_next()
 
-    def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
-        setup = self._setup
-        assert setup is not None, "the pool was started"
-        told = ProxySetup(
-            *(worker, generation, folder, space, setup.consumer, setup.token),
-            *(setup.descriptors["arena"], setup.arena_length, setup.arena_whole, self._words),
-            *(setup.plan.workers, setup.plan.shared_tasks, setup.plan.for_device),
-            tls=self._tls,
-        )
-        return LaunchedProcess(partial(self._launch, told))
+    def _process(self, setup: Setup) -> BaseProcess:
+        return LaunchedProcess(partial(self._launch, setup))
 
-    def _launch(self, told: ProxySetup) -> popen_fork.Popen:
+    def _launch(self, setup: Setup) -> popen_fork.Popen:
         assert self._launcher is not None, "the pool was started"
         process, mine = self._launcher.start()
         proxy = _Proxy(mine)
-        _tell(proxy, told)
+        _tell(proxy, (setup, self._tls))
         with self._lock:
             self._open.append(proxy)
-            self._proxies[told.worker] = proxy
+            self._proxies[setup.worker] = proxy
             calls.wake(self._wake)
         return process
 
@@ -229,6 +220,8 @@ class ProxyPool(WorkerPool):
 
     def _read(self, proxy: _Proxy) -> None:
         """Take note of what a proxy has said by now. May be called on any thread."""
+        if process_id.current() != self._pid:  # a thread that a forked copy lacks may have the lock
+            return
         with self._lock:
             try:
                 while not proxy.pipe.closed and proxy.pipe.poll():
@@ -311,13 +304,6 @@ class ProxyPool(WorkerPool):
                 return proxy.pid, "" if proxy.place is None else proxy.place.node
         return None
 
-    def forget(self) -> None:
-        super().forget()
-        if self._launcher is not None:
-            self._launcher.forget()
-        if self._counters is not None:  # the thread that has a lock is not there any more
-            self._counters.sources.discard(self)
-
     # ---- the end ------------------------------------------------------------------------------
 
     def _give_back(self) -> None:
@@ -340,7 +326,7 @@ class ProxyPool(WorkerPool):
         self._wake = self._words = -1
 
 
-def _tell(proxy: _Proxy, message: ProxySetup | Place | NoPlace) -> None:
+def _tell(proxy: _Proxy, message: tuple[Setup, Tls | None] | Place | NoPlace) -> None:
     with contextlib.suppress(OSError):  # it has ended; `_read` finds that, too
         proxy.pipe.send(message)
 
@@ -351,6 +337,9 @@ class Launcher:
     Args:
         shared: descriptors that each proxy has under the same numbers.
         folder: where the first of them bind their sockets.
+
+    Raises:
+        OSError: processes or descriptors are used up.
     """
 
     def __init__(self, shared: Sequence[int], folder: str) -> None:
@@ -361,21 +350,9 @@ class Launcher:
             *map(os.path.abspath, spawn.get_preparation_data("")["sys_path"]),
         ]
         self._zygote: Zygote | None = None
-
-    def open(self) -> None:
-        """Start the program; it gets to its imports while others do other things.
-
-        Raises:
-            OSError: processes or descriptors are used up.
-        """
-        if calls.has_pidfd():
+        if calls.has_pidfd():  # it gets to its imports while others do other things
             with without_signals(signal.SIGINT):  # until it ignores them
                 self._zygote = Zygote(self._make, _IMPORTS)
-
-    @property
-    def at_once(self) -> int:
-        """How many proxies to start before one of them is up."""
-        return cores() if self._zygote is None else _AT_ONCE
 
     def start(self) -> tuple[popen_fork.Popen, Pipe[Any, Any]]:
         """Start a proxy.
@@ -417,11 +394,6 @@ class Launcher:
         if zygote is not None:
             zygote.close()
 
-    def forget(self) -> None:
-        """This process is a forked copy: the program is its sibling."""
-        if self._zygote is not None:
-            self._zygote.forget()
-
 
 class Program(popen_fork.Popen):
     """What multiprocessing has of a child process, for a program.
@@ -434,16 +406,13 @@ class Program(popen_fork.Popen):
     method = "exec"
 
     def __init__(self, command: list[str | bytes], descriptors: list[int]) -> None:
-        self._how = command, descriptors
-        super().__init__(None)  # type: ignore[arg-type]
+        super().__init__((command, descriptors))  # type: ignore[arg-type]
 
-    def _launch(self, _: object) -> None:
-        command, descriptors = self.__dict__.pop("_how")
+    def _launch(self, how: Any) -> None:
+        command, descriptors = how
         self.sentinel, kept = os.pipe()  # the program has the other end as long as it lives
         self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
         try:
-            process = subprocess.Popen(command, pass_fds=[*descriptors, kept], restore_signals=False)
+            self.pid = util.spawnv_passfds(command[0], command, [*descriptors, kept])
         finally:
             os.close(kept)
-        process.returncode = 0  # it is multiprocessing's to wait for
-        self.pid = process.pid

@@ -1,9 +1,9 @@
 """A child process: how it is started, when it has ended, how it died, its stacks; and one that forks others.
 
-Runs in the consumer, but for `serve` and `attend`, which run in the zygote, and `write_stacks`, which runs in
-a worker. Where SIGCHLD is ignored, as
-daemons have it, the system reaps children by itself, or other code does; multiprocessing takes a child
-whose exit code it cannot get for one that still runs. Only a descriptor says when it has ended.
+Runs in the consumer, but for `serve` and `attend`, which run in the zygote, and `leave_with` and
+`write_stacks`, which run in a worker. Where SIGCHLD is ignored, as daemons have it, the system reaps children
+by itself, or other code does; multiprocessing takes a child whose exit code it cannot get for one that still
+runs. Only a descriptor says when it has ended.
 
 A `Zygote` waits to fork others: what the fork server is for the other start methods. There are two kinds.
 One is forked together with the first workers where dead ones are to be replaced. A worker that was forked
@@ -23,13 +23,16 @@ import multiprocessing.process
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing import popen_fork, reduction, util
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from fastq_loader.ipc.endpoints import remove_folder
 from fastq_loader.system import calls
 from fastq_loader.system.calls import readable
 from fastq_loader.system.interrupts import without_signals
@@ -84,6 +87,7 @@ class Child:
             OSError: processes or descriptors are used up.
             Exception: what the start method pickles cannot be pickled.
         """
+        _started.add(self.process)
         self.process.start()
         with contextlib.suppress(OSError):  # no pidfd in this kernel or sandbox
             self._descriptor = calls.pidfd_open(self.pid)
@@ -95,13 +99,8 @@ class Child:
 
     @property
     def descriptor(self) -> int:
-        """A pidfd. Else there is none, or an interrupt came before it was noted, and a thread waits for the
-        child; it starts at the first use, when workers that are forked together have been. A child of a fork
-        server is not ours to wait for: it has a pipe of multiprocessing's, which no other process holds."""
-        if self._descriptor < 0:
-            # What a handler raises in the middle of `Thread.start` would come out as another error.
-            with without_signals(), contextlib.suppress(OSError, RuntimeError):  # they are used up
-                self._descriptor = _end_of(self.pid)
+        """A pidfd. Where there is none, or an interrupt came before it was noted, it is a pipe of
+        multiprocessing's, which children of the child's own hold, too: it ends with the last of them."""
         return self.process.sentinel if self._descriptor < 0 else self._descriptor
 
     def kill(self) -> None:
@@ -145,33 +144,47 @@ class Child:
             if popen.returncode is None:  # other code reaped it: SIGCHLD is ignored
                 popen.returncode = UNKNOWN_EXIT
             popen.close()
-        self.forget()
-
-    def forget(self) -> None:
-        """It is not multiprocessing's to end and to join when this process exits."""
-        multiprocessing.process._children.discard(self.process)  # type: ignore[attr-defined]
+        _not_ours([self.process])
 
 
-def _end_of(pid: int) -> int:
-    """A descriptor that becomes readable when a child of this process has ended. Not a pipe that the child
-    holds: its own children would hold it too.
+def _not_ours(processes: Iterable[BaseProcess]) -> None:
+    """multiprocessing is not to end and to join them when this process exits."""
+    multiprocessing.process._children.difference_update(processes)  # type: ignore[attr-defined]
 
-    Raises:
-        OSError: descriptors are used up, or the child is not this process's.
-        RuntimeError: threads are used up.
+
+_started: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    # A child of the user's own os.fork() is no parent of our processes. multiprocessing does not know that.
+    _not_ours(_started)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def leave_with(consumer: int, folder: str = "") -> None:
+    """In a child: leave when the consumer dies, however it dies and whatever this process is doing.
+
+    Args:
+        consumer: its process id.
+        folder: of sockets, to be removed then.
     """
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    ended, tell = multiprocessing.connection.Pipe(duplex=False)  # closed when they are dropped
-    threading.Thread(target=_wait_for, args=(pid, tell), daemon=True).start()
-    return os.dup(ended.fileno())
+    threading.Thread(target=_leave_with, args=(consumer, folder, os.getppid()), daemon=True).start()
 
 
-def _wait_for(pid: int, tell: Connection) -> None:
-    """In a thread: write to a pipe when a child has ended; its exit code stays there to be asked for."""
-    with contextlib.suppress(ChildProcessError):  # other code reaped it
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    with contextlib.suppress(BrokenPipeError):  # it is not needed any more
-        tell.send_bytes(b"!")
+def _leave_with(consumer: int, folder: str, parent: int) -> None:
+    try:
+        calls.readable([calls.pidfd_open(consumer)], None)
+    except ProcessLookupError:
+        pass  # it is gone
+    except OSError:  # no pidfd in this kernel or sandbox
+        while os.getppid() == parent:
+            time.sleep(0.1)
+    if folder:
+        remove_folder(folder)
+    os._exit(1)
 
 
 # ---- stacks -----------------------------------------------------------------------------------------
@@ -307,10 +320,6 @@ class Zygote:
             self._child.process.kill()
         self._child.release()
 
-    def forget(self) -> None:
-        """This process is a forked copy: the zygote is its sibling."""
-        self._child.forget()
-
 
 class Forked(popen_fork.Popen):
     """What multiprocessing has of a child process, for one that is the zygote's child.
@@ -323,11 +332,10 @@ class Forked(popen_fork.Popen):
 
     def __init__(self, zygote: Zygote, arguments: tuple[Any, ...] = (), passed: Sequence[int] = ()) -> None:
         self._zygote = zygote
-        self._request = arguments, passed
-        super().__init__(None)  # type: ignore[arg-type]
+        super().__init__((arguments, passed))  # type: ignore[arg-type]
 
-    def _launch(self, _: Any) -> None:
-        arguments, passed = self.__dict__.pop("_request")
+    def _launch(self, request: Any) -> None:
+        arguments, passed = request
         self.pid = self._zygote.ask(_FORK, *arguments, passed=passed)
         self.sentinel = calls.pidfd_open(self.pid)  # its parent has not reaped it, so the number is its own
         self.finalizer = util.Finalize(self, os.close, (self.sentinel,))

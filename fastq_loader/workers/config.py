@@ -23,9 +23,6 @@ from multiprocessing.context import BaseContext, get_spawning_popen, set_spawnin
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import torch
-from torch.multiprocessing import get_sharing_strategy
-
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.scheduling.schedules import WindowLimits
@@ -56,7 +53,7 @@ class Plan:
         timeout: seconds to wait for a message; 0 waits for ever.
         persistent: whether the pool serves more than one epoch.
         context: multiprocessing's context; None is the default when the pool starts.
-        make_pool: makes the pool, a `WorkerPool`.
+        make_pool: makes the pool, a `WorkerPool`; None on another machine, and in proxies.
         for_device: whether batches go on to a device, and are laid out for it.
         save_generators: whether workers send the states of their generators with each batch.
     """
@@ -72,7 +69,7 @@ class Plan:
     timeout: float
     persistent: bool
     context: BaseContext | None
-    make_pool: Callable[[Plan], Any]
+    make_pool: Callable[[Plan], Any] | None
     for_device: bool = False
     save_generators: bool = False
 
@@ -99,7 +96,7 @@ class Setup:
         mapping: the arena as the consumer has mapped it, if the worker inherits that.
         arena_length: bytes of the arena.
         arena_whole: whether it is mapped as a whole.
-        descriptors: `arena` (the memfd) and `stacks` (see there).
+        descriptors: `arena` (the memfd) and `stacks` (see there); of a proxy, `traffic` (see there).
     """
 
     plan: Plan
@@ -114,27 +111,21 @@ class Setup:
     mapping: Mapping | None
     arena_length: int
     arena_whole: bool
-    descriptors: Descriptors
+    descriptors: dict[str, int]
 
 
 # ---- the user's objects -----------------------------------------------------------------------------
 
 
-class Descriptors:
-    """Descriptors that a worker needs, by name: inherited, or sent along under spawn and forkserver."""
-
-    def __init__(self, **descriptors: int) -> None:
-        self._descriptors = descriptors
+class Descriptors(dict[Any, int]):
+    """What a worker needs, by name or number: inherited, or sent along under spawn and forkserver."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, ({name: reduction.DupFd(fd) for name, fd in self._descriptors.items()},)
-
-    def __getitem__(self, name: str) -> int:
-        return self._descriptors[name]
+        return _received, ({name: reduction.DupFd(fd) for name, fd in self.items()},)
 
 
-def _received(duplicates: dict[str, Any]) -> Descriptors:
-    return Descriptors(**{name: duplicate.detach() for name, duplicate in duplicates.items()})
+def _received(duplicates: dict[Any, Any]) -> Descriptors:
+    return Descriptors({name: duplicate.detach() for name, duplicate in duplicates.items()})
 
 
 class Payload:
@@ -161,8 +152,7 @@ class Payload:
             if data is None:
                 return PickledPayload, (bytes(ForkingPickler.dumps(self.parts)), Descriptors())
             self._sealed, self._carried = data, recorder.descriptors
-        carried = {str(number): descriptor for number, descriptor in enumerate(self._carried)}
-        return PickledPayload, (self._sealed, Descriptors(**carried))
+        return PickledPayload, (self._sealed, Descriptors(enumerate(self._carried)))
 
     def unseal(self) -> None:
         """All workers were started: let the bytes and the descriptors go."""
@@ -200,7 +190,7 @@ class _Carried:
 
     def detach(self) -> int:
         """The descriptor, which is the caller's from here on."""
-        return self.descriptors[str(self._number)]
+        return self.descriptors[self._number]
 
 
 class _Recorder:
@@ -244,6 +234,9 @@ class _OnlyOnce(Exception):
 
 class _Sealer(ForkingPickler):
     def reducer_override(self, value: Any) -> Any:
+        import torch  # here, because proxies do without it
+        from torch.multiprocessing import get_sharing_strategy
+
         if isinstance(value, (torch.Tensor, torch.UntypedStorage)) and (
             value.device.type != "cpu" or get_sharing_strategy() != "file_descriptor"  # type: ignore[no-untyped-call]
         ):

@@ -76,6 +76,7 @@ class WorkerGroup:
         self._shared_tasks = plan.shared_tasks
         self._pool = pool
         self._counters = counters
+        assert plan.make_pool is not None, "this is the consumer"
         self._processes: WorkerPool = plan.make_pool(plan)
         self._socket: ConsumerSocket | None = None
         self._claims: ClaimTable | None = None
@@ -137,16 +138,13 @@ class WorkerGroup:
             self._counters.rejected_frames += 1
             self.evict(worker, f"{_BROKE}: what came is not a message")
         elif type(message) is Ping:
-            self._pinged_back(worker)
+            try:
+                self._backlog.read(worker)
+            except ProtocolError:
+                self._counters.rejected_frames += 1
+                self.evict(worker)
         else:
             self._mark_ready(worker)
-
-    def _pinged_back(self, worker: int) -> None:
-        try:
-            self._backlog.read(worker)
-        except ProtocolError:
-            self._counters.rejected_frames += 1
-            self.evict(worker)
 
     def _mark_ready(self, worker: int) -> None:
         self._is_up.add(worker)

@@ -20,7 +20,6 @@ import os
 import resource
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing import context as contexts
 from multiprocessing import forkserver, popen_fork, popen_forkserver, popen_spawn_posix, spawn, util
 from multiprocessing.process import BaseProcess
@@ -32,13 +31,12 @@ import torch
 
 from fastq_loader.errors import warn_user
 from fastq_loader.memory.arena import Arena
-from fastq_loader.memory.blocks import Extents
 from fastq_loader.packing.pickling import explain, pickles
 from fastq_loader.system import calls
 from fastq_loader.workers.children import Child, Stacks, Zygote
-from fastq_loader.workers.config import Descriptors, Plan
+from fastq_loader.workers.config import Descriptors, Plan, Setup
 from fastq_loader.workers.main import main
-from fastq_loader.workers.worker_pool import WorkerPool, cores
+from fastq_loader.workers.worker_pool import WorkerPool
 
 _PICKLE_WARNING = (  # torch/utils/data/dataloader.py
     "Got pickle error when attempting to start a worker Process. "
@@ -47,6 +45,10 @@ _PICKLE_WARNING = (  # torch/utils/data/dataloader.py
     "to 'forkserver', which requires the worker Process arguments to be picklable. "
     "You can also try multiprocessing.set_start_method('fork')."
 )
+
+
+#: What differs between the setups of a pool's workers.
+_OWN = ("worker", "generation", "folder", "space")
 
 
 class LocalPool(WorkerPool):
@@ -75,33 +77,25 @@ class LocalPool(WorkerPool):
         self.forks = method == "fork"
         self._make = context.Process
         self._stacks = Stacks()
-        assert self._setup is not None, "it is made before"
-        self._setup = replace(
-            self._setup,
+        self._setup = self._told(
             mapping=arena.mapping if self.forks else None,
             descriptors=Descriptors(arena=arena.fd, stacks=self._stacks.write_end),
         )
-        self._prepare(context, method)
-        at_once = plan.workers if self._late is None else cores()
-        while self._left() and (len(self._children) < at_once or not self._payload.sealed):
-            self.start_next()
-        if self._late is not None:  # those that start from here on are late
-            self._make = self._late.process
-
-    def _prepare(self, context: Any, method: str) -> None:
-        """Make what starts the first workers quickly, and what will start late ones and successors."""
         if method == "forkserver":
             _preload(context)
         if not self.forks:
             self._late = LateStart.of(context.Process)
-        elif self._plan.restarts and calls.has_pidfd():
-            self._zygote = Zygote.forked(context, self._process)
+        elif plan.restarts and calls.has_pidfd():
+            self._zygote = Zygote.forked(context, lambda fields: self._process(self._told(**fields)))
+        at_once = plan.workers if self._late is None else cores()
+        while self._left() and (len(self._children) < at_once or not self._plan.payload.sealed):
+            self.start_next()
+        if self._late is not None:  # those that start from here on are late
+            self._make = self._late.process
 
-    def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
-        if generation and self._zygote is not None:  # which has none
-            return self._zygote.process(worker, generation, folder, space)
-        assert self._setup is not None, "the pool was started"
-        setup = replace(self._setup, worker=worker, generation=generation, folder=folder, space=space)
+    def _process(self, setup: Setup) -> BaseProcess:
+        if setup.generation and self._zygote is not None:  # which has none
+            return self._zygote.process({name: getattr(setup, name) for name in _OWN})
         process: BaseProcess = self._make(target=main, args=(setup,), daemon=True)
         if self._plan.context is None:  # torch's name for it, which logs show
             process.name = f"Process-{process.name.rpartition('-')[2]}"
@@ -112,10 +106,10 @@ class LocalPool(WorkerPool):
             child.start()
         except (TypeError, AttributeError, PicklingError) as error:
             warn_user(_PICKLE_WARNING, UserWarning)
-            raise _named(error, self._payload.parts) from error
+            raise _named(error, self._plan.payload.parts) from error
         finally:
             if not self._left() and not self._plan.restarts:
-                self._payload.unseal()
+                self._plan.payload.unseal()
 
     def stacks(self, worker: int) -> str:
         """The Python stacks of a worker as it writes them now, whatever it is doing."""
@@ -132,10 +126,10 @@ class LocalPool(WorkerPool):
             if one is not None:
                 one.close()
 
-    def forget(self) -> None:
-        super().forget()
-        if self._zygote is not None:
-            self._zygote.forget()
+
+def cores() -> int:
+    """How many workers that begin with their imports are started at once."""
+    return len(os.sched_getaffinity(0))
 
 
 def _preload(context: Any) -> None:
@@ -182,7 +176,6 @@ class LateStart:
         self._environment = dict(os.environ)
         self._umask = _umask()
         self._cpus = os.sched_getaffinity(0)
-        self._priority = os.getpriority(os.PRIO_PROCESS, 0)
         self._limits = [(limit, resource.getrlimit(limit)) for limit in _LIMITS]
         # The folder itself: it may have another name by then.
         self._folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -248,12 +241,10 @@ class LateStart:
         )
         process.returncode = 0  # it is multiprocessing's to wait for
         # It waits for what it is told, so no code of anybody's has run in it yet.
-        with contextlib.suppress(OSError):  # a priority may not be taken back
-            os.setpriority(os.PRIO_PROCESS, process.pid, self._priority)
         with contextlib.suppress(OSError):
             os.sched_setaffinity(process.pid, self._cpus)
         for limit, values in self._limits:
-            with contextlib.suppress(OSError, ValueError):  # nor a limit
+            with contextlib.suppress(OSError, ValueError):  # a limit may not be taken back
                 resource.prlimit(process.pid, limit, values)
         return process.pid
 

@@ -12,15 +12,13 @@ import contextlib
 import gc
 import os
 import signal
-import threading
 import time
-from multiprocessing import parent_process
 from typing import Any, Protocol
 
 import torch
 
 from fastq_loader.ipc.claim_table import ClaimTable
-from fastq_loader.ipc.endpoints import remove_folder, socket_name
+from fastq_loader.ipc.endpoints import socket_name
 from fastq_loader.ipc.messages import (
     BATCH,
     BROKEN,
@@ -42,7 +40,6 @@ from fastq_loader.ipc.sockets import WorkerSocket
 from fastq_loader.memory import nontemporal, results
 from fastq_loader.memory.allocator import Allocator, Used
 from fastq_loader.memory.arena import Mapping
-from fastq_loader.memory.blocks import PAGE, Extents, size_class
 from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.pickling import dump_exception
 from fastq_loader.reading import collate
@@ -66,7 +63,7 @@ def main(setup: Setup) -> None:
     gc.freeze()
     prepare_signals()
     children.write_stacks(setup.descriptors["stacks"])
-    threading.Thread(target=_leave_with_consumer, args=(setup,), daemon=True).start()
+    children.leave_with(setup.consumer, setup.folder)
     plan, arena = setup.plan, setup.descriptors["arena"]
     mapping = setup.mapping or Mapping(arena, setup.arena_length, plan.workers, setup.arena_whole)
     claims = ClaimTable(arena, mapping.claims)
@@ -96,22 +93,6 @@ def prepare_signals() -> None:
     signal.set_wakeup_fd(-1)  # an inherited one belongs to an event loop of the consumer
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch._C._set_worker_signal_handlers()  # SIGTERM of the parent ends it, SIGSEGV and SIGBUS are named
-
-
-def _leave_with_consumer(setup: Setup) -> None:
-    """Wait for the consumer's death, however it dies and whatever this worker is doing."""
-    try:
-        consumer = calls.pidfd_open(setup.consumer)
-    except ProcessLookupError:
-        os._exit(1)
-    except OSError:  # no pidfd in this kernel or sandbox: the pipe that multiprocessing keeps
-        parent = parent_process()
-        if parent is None:
-            return
-        consumer = parent.sentinel
-    calls.readable([consumer], None)
-    remove_folder(setup.folder)
-    os._exit(1)
 
 
 class Consumer(Protocol):
@@ -169,40 +150,20 @@ class Worker:
             if message is None:
                 return True
             if type(message) is Task:
-                if self._can_load(message):
-                    self._tasks.add(message)
-                    if self._quick:
-                        return True
+                self._tasks.add(message)
+                if self._quick:
+                    return True
             elif isinstance(message, Epoch):
                 if not self._break_off():
                     return False
-                self._tasks.begin_epoch()
                 self._reader.begin_epoch(message)
             elif isinstance(message, Space):
-                if self._owns(message.ranges):
-                    self._allocator.give(message.ranges)
+                self._allocator.give(message.ranges)
             elif isinstance(message, Ping):
                 self._socket.send(message)
             else:
                 assert isinstance(message, Stop)
                 return False
-
-    def _can_load(self, task: Task) -> bool:
-        """Whether a task comes after an epoch has begun, and its blocks are blocks of the arena. Any other is
-        dropped like a frame that is not a message."""
-        _, end = self._allocator.mapping.region(self._setup.plan.workers - 1)
-        return self._reader.epochs > 0 and all(
-            offset % PAGE == 0 and size == size_class(size) and offset + size <= end
-            for offset, size in task.grants + task.promises
-        )
-
-    def _owns(self, ranges: Extents) -> bool:
-        """Whether these ranges lie in this worker's part of the arena."""
-        start, end = self._allocator.mapping.region(self._setup.worker)
-        return all(
-            offset % PAGE == size % PAGE == 0 and start <= offset <= offset + size <= end
-            for offset, size in ranges
-        )
 
     def _break_off(self) -> bool:
         """Answer the tasks of the epoch that are left; False: stop."""

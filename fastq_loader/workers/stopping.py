@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
 
-from fastq_loader.system import calls
 from fastq_loader.system.calls import readable
+from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Child
 
 #: Seconds that a worker which was told to stop has to finish: torch's MP_STATUS_CHECK_INTERVAL, for which it
@@ -53,27 +52,18 @@ class Stopping:
         owner: whose they are, see `wait`.
         leaving: the workers, each with the seconds that it has to leave on its own.
         after: called when all have ended, in this order, on any thread.
-        forget: what a forked copy of this process does instead.
 
     Attributes:
         over: set when they have ended, and all was done.
     """
 
-    def __init__(
-        self,
-        owner: object,
-        leaving: dict[Child, float],
-        after: list[Callable[[], None]],
-        forget: Callable[[], None],
-    ) -> None:
+    def __init__(self, owner: object, leaving: dict[Child, float], after: list[Callable[[], None]]) -> None:
         self.owner = owner
         self.over = threading.Event()
-        self.forget = forget
         self._leaving = [_Leaving(child, patience) for child, patience in leaving.items()]
         self._after = after[::-1]
         self._lock = threading.RLock()  # a signal handler may close the loader in the middle of a step
         self._thread: threading.Thread | None = None
-        self._wake = -1  # a descriptor that wakes the thread
 
     def finish(self) -> None:
         """Wait for an instant, and leave those that need longer to a thread. May be called again, also when
@@ -95,20 +85,18 @@ class Stopping:
 
     def hurry(self) -> None:
         """The time of the workers is over now."""
-        for leaving in list(self._leaving):
-            leaving.deadline = min(leaving.deadline, time.monotonic())
         with self._lock:
-            if self._wake >= 0:
-                calls.wake(self._wake)
+            for leaving in self._leaving:
+                leaving.press()
 
     def _attend(self, until: float = math.inf) -> None:
         """Do what is due until all have ended, or until some time."""
         while not self.over.is_set() and (now := time.monotonic()) < until:
             due = self._step()
             if not self.over.is_set():
-                descriptors = [leaving.child.descriptor for leaving in self._leaving]
-                if self._wake in readable([*descriptors, self._wake], max(min(due, until) - now, 0)):
-                    os.read(self._wake, 8)
+                # No longer than `hurry`, on another thread, may bring the next time nearer.
+                seconds = min(due - now, until - now, BRIEF)
+                readable([leaving.child.descriptor for leaving in self._leaving], max(seconds, 0))
 
     def _step(self) -> float:
         """Do what is due now; the time (of `time.monotonic`) at which something else will be."""
@@ -129,7 +117,6 @@ class Stopping:
                     self._after.pop()()
             finally:
                 if not self._after:
-                    self.forget = lambda: None  # it may be a method of an object that keeps this one
                     _active.discard(self)
                     self.over.set()
             return math.inf
@@ -138,22 +125,17 @@ class Stopping:
 
     def _watch(self) -> None:
         """Have a thread attend."""
-        with self._lock:
+        # Signals are the other threads' to notice: a Ctrl-C that came to this one would not wake them.
+        with self._lock, without_signals():
             if self._thread is not None and self._thread.is_alive():
                 return
-            # Signals are the other threads' to notice: a Ctrl-C that came to this one would not wake them.
-            masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
-                self._wake = calls.wake_up() if self._wake < 0 else self._wake
-                self._thread = threading.Thread(
-                    target=self._run, name="fastq_loader: stopping workers", daemon=True
-                )
+                name = "fastq_loader: stopping workers"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
                 return
-            except (OSError, RuntimeError):  # there are too many, or the process is exiting
+            except RuntimeError:  # there are too many, or the process is exiting
                 self._thread = None
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         try:
             self._run()
         except BaseException:  # an interrupt: the wait is over
@@ -167,13 +149,6 @@ class Stopping:
         except Exception:  # what is left is done before it is told
             self._run()
             raise
-        with self._lock:
-            self.close_wake()
-
-    def close_wake(self) -> None:
-        wake, self._wake = self._wake, -1
-        if wake >= 0:
-            os.close(wake)
 
 
 _active: set[Stopping] = set()  # those that a thread watches
@@ -199,13 +174,5 @@ def _of(owner: object) -> list[Stopping]:
     return [stopping for stopping in list(_active) if owner is None or stopping.owner is owner]
 
 
-def _after_fork_in_child() -> None:
-    """The workers are siblings of a forked copy, and there is no thread."""
-    for stopping in list(_active):
-        stopping.forget()
-        stopping.close_wake()
-    _active.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+if hasattr(os, "register_at_fork"):  # the workers are siblings of a forked copy, and there is no thread
+    os.register_at_fork(after_in_child=_active.clear)

@@ -1,7 +1,7 @@
 """The tasks that a worker knows of and has not begun.
 
 Runs in a worker, on its main thread. Assigned tasks are all its own, in the order in which they came. Shared
-ones are known to every worker, and each takes the lowest that nobody has: the batch that is wanted next is
+ones are known to every worker, and each takes the lowest unclaimed one: the batch that is wanted next is
 never behind another one.
 """
 
@@ -47,17 +47,14 @@ class TaskQueue:
         else:
             self._tasks.append(task)
 
-    def begin_epoch(self) -> None:
-        """A new epoch begins; `drop` was called."""
-        self._retired = False  # it says so again at the first task that it claims
-
     def prune(self) -> None:
-        """Forget the shared tasks that others have claimed. Whoever takes tasks finds that out by itself."""
+        """Forget the shared tasks that others have claimed. `take` finds that out by itself."""
         self._tasks = deque(task for task in self._tasks if self._claims.on_offer(task.ticket))
 
     def drop(self) -> list[Task]:
-        """Forget all tasks; those that wait for an answer of this worker."""
+        """The epoch ends: forget all tasks; those that wait for an answer of this worker."""
         tasks, self._tasks = self._tasks, deque()
+        self._retired = False  # it says so again at the first task that it claims
         return [] if self._shared else list(tasks)
 
     def retire(self) -> None:
@@ -68,7 +65,7 @@ class TaskQueue:
 
     def take(self) -> Task | None:
         """The next task to work on, which is this worker's from here on; None if there is none now."""
-        task = self._claim() if self._shared else self._next()
+        task = self._next()
         if task is not None:
             self._claims.begin(self._worker, task.ticket)
         return task
@@ -78,15 +75,14 @@ class TaskQueue:
         self._claims.begin(self._worker, None)
 
     def _next(self) -> Task | None:
-        return self._tasks.popleft() if self._tasks else None
-
-    def _claim(self) -> Task | None:
+        if not self._shared:
+            return self._tasks.popleft() if self._tasks else None
         at = 0
         while at < len(self._tasks):
             task = self._tasks[at]
             try:
                 mine = self._claims.claim(task.ticket, self._worker)
-            except Busy:  # whoever it is has it in a moment, or dies and nobody has it
+            except Busy:  # the other worker has it in a moment, or dies, and it is unclaimed
                 at += 1
                 continue
             del self._tasks[at]

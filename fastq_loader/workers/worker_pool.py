@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import os
 import signal
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents
@@ -40,12 +40,10 @@ class WorkerPool(ABC):
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._payload: Payload = plan.payload
         self._setup: Setup | None = None  # of worker 0, for all
         self._children: list[Child] = []
         self._generations: list[int] = []  # of the workers: how many had the number before
         self._stopping: Stopping | None = None
-        _pools.add(self)
 
     # ---- what each kind does in its own way -----------------------------------------------------
 
@@ -58,8 +56,8 @@ class WorkerPool(ABC):
         """The Python stacks of a worker as it writes them now, whatever it is doing."""
 
     @abstractmethod
-    def _process(self, worker: int, generation: int, folder: str, space: Extents | None) -> BaseProcess:
-        """A process to be started; see `replace`."""
+    def _process(self, setup: Setup) -> BaseProcess:
+        """A process to be started."""
 
     def _start(self, child: Child) -> None:
         child.start()
@@ -107,6 +105,11 @@ class WorkerPool(ABC):
             WorkerCounters(worker, self.pid(worker)) for worker in range(self._plan.workers)
         )
 
+    def _told(self, **fields: Any) -> Setup:
+        """What a worker is told: what all are, and these fields of a `Setup`."""
+        assert self._setup is not None, "the pool was started"
+        return replace(self._setup, **fields)
+
     def _left(self) -> bool:
         return self._setup is not None and len(self._children) < self._plan.workers
 
@@ -116,10 +119,10 @@ class WorkerPool(ABC):
         Raises:
             what `start` raises.
         """
-        if self._setup is None or not self._left():
+        if not self._left():
             return False
         with without_signals(signal.SIGINT):  # between fork and handler it would print a traceback there
-            child = Child(self._process(len(self._children), 0, self._setup.folder, None))
+            child = Child(self._process(self._told(worker=len(self._children))))
             self._children.append(child)
             self._generations.append(0)
             self._start(child)
@@ -138,7 +141,8 @@ class WorkerPool(ABC):
         """
         generation = self._generations[worker] + 1
         with without_signals(signal.SIGINT):
-            child = Child(self._process(worker, generation, folder, space))
+            told = self._told(worker=worker, generation=generation, folder=folder, space=space)
+            child = Child(self._process(told))
             self._start(child)
             self._children[worker].release()
             self._children[worker], self._generations[worker] = child, generation
@@ -189,14 +193,13 @@ class WorkerPool(ABC):
         """
         self._setup = None
         if self._stopping is None:
-            self._payload.unseal()
-            self._payload = Payload(None, None, None)  # the user's objects are free now
-            self._plan = replace(self._plan, payload=self._payload)
+            self._plan.payload.unseal()
+            self._plan = replace(self._plan, payload=Payload(None, None, None))  # the user's are free now
             for child in self._children:
                 if not child.pid:
                     child.release()
             leaving = {child: patience(at) for at, child in enumerate(self._children) if child.pid}
-            self._stopping = Stopping(owner, leaving, [self._give_back, *after], self.forget)
+            self._stopping = Stopping(owner, leaving, [self._give_back, *after])
         self._stopping.finish()
 
     @property
@@ -207,27 +210,3 @@ class WorkerPool(ABC):
     def ended(self) -> bool:
         """Whether it was stopped, and none of its processes is left."""
         return self._stopping is not None and self._stopping.over.is_set()
-
-    def forget(self) -> None:
-        """This process is a forked copy: the workers are its siblings."""
-        for child in self._children:
-            child.forget()
-
-
-_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    # A child of the user's own os.fork() is no parent of our workers. multiprocessing does not know
-    # that, and would end and join them when the child exits.
-    for pool in list(_pools):
-        pool.forget()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def cores() -> int:
-    """How many workers that begin with their imports are started at once."""
-    return len(os.sched_getaffinity(0))

@@ -32,14 +32,14 @@ from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.remote import proxy as module
 from fastq_loader.remote.connection import MESSAGE, WELCOME, Address, Connection, Frame, header
-from fastq_loader.remote.proxy import LOST, NoPlace, Place, Proxy, ProxySetup, Status
+from fastq_loader.remote.proxy import LOST, NoPlace, Place, Proxy, Status
 from fastq_loader.system import calls
 from tests.support.simulation import Table
+from tests.support.worker_setup import make_setup
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
 EPOCH = Epoch(1, None, 5)
-SETUP = ProxySetup(1, 0, "/tmp/f", None, 7, bytes(16), 5, 1 << 20, True, 6, 2, True, False)
 PLACE = Place(Address("127.0.0.1", 1), 4, "node")
 WAITS = Status(waits=True)
 
@@ -83,8 +83,9 @@ class Scene:
         self.its = its
         words = calls.memfd_create("words")
         os.ftruncate(words, 16)
-        setup = SETUP._replace(shared_tasks=shared, traffic=words)
-        self.proxy = Proxy(setup, its, self.socket, self.claims, self.blocks)  # type: ignore[arg-type]
+        setup = make_setup(self.arena, None, worker=1, workers=2, dynamic=shared)
+        setup.descriptors["traffic"] = words
+        self.proxy = Proxy(setup, None, its, self.socket, self.claims, self.blocks)  # type: ignore[arg-type]
         self.traffic = module.traffic(words, 2)
         os.close(words)
         self.ends: list[socket.socket] = []

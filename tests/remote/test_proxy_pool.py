@@ -8,8 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +28,10 @@ from fastq_loader.remote.proxy_pool import Launcher, ProxyPool
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls
 from fastq_loader.workers.children import Child, LaunchedProcess
-from fastq_loader.workers.worker_pool import cores
+from fastq_loader.workers.config import Descriptors, PickledPayload
 from tests.conftest import descendants, process_table, wait_until
-from tests.remote.test_proxy import SETUP
 from tests.support.forking import end_of, fork
-from tests.support.worker_setup import make_plan
+from tests.support.worker_setup import make_plan, make_setup
 
 pytestmark = [
     pytest.mark.processes,
@@ -79,17 +80,14 @@ class PlayedLauncher:
 
     def __init__(self, shared: Any, folder: str) -> None:
         self.pipes: list[Connection[Any, Any]] = []
-        self.at_once = 0
-
-    def open(self) -> None:
-        pass
 
     def start(self) -> Any:
         mine, its = Pipe()
         self.pipes.append(its)
         return SimpleNamespace(pid=1), mine
 
-    close = forget = open
+    def close(self) -> None:
+        pass
 
 
 class Pool:
@@ -111,10 +109,11 @@ class Pool:
 
     def proxy(self, worker: int = 0) -> Connection[Any, Any]:
         """The proxy's end of its pipe, when it waits."""
-        told = SETUP._replace(worker=worker)
-        self.pool._launch(told)
+        setup = self.pool._told(worker=worker)
+        self.pool._launch(setup)
         its: Connection[Any, Any] = self.launcher.pipes[-1]
-        assert its.recv() == told
+        told, tls = its.recv()
+        assert (told.worker, told.descriptors, tls) == (worker, setup.descriptors, None)
         its.send(Status(waits=True))
         return its
 
@@ -141,6 +140,7 @@ class Pool:
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     monkeypatch.setattr(module, "Launcher", PlayedLauncher)
+    monkeypatch.setattr(module, "_AT_ONCE", 0)
     monkeypatch.setattr(module, "ask", lambda *_: (9, False, "exited with code 7"))
     pool = Pool()
     yield pool
@@ -271,10 +271,22 @@ def test_a_snapshot_says_where_workers_are_and_what_came_from_there(
     assert found == [(812, "node-1"), (812, "node-2"), (0, ""), None]
 
 
-def test_a_forked_copy_counts_nothing_of_it(pool: Pool) -> None:
-    pool.pool.forget()
-    pool.pool.forget()
-    assert not pool.counters.sources
+def test_a_forked_copy_does_not_wait_for_a_thread_that_it_lacks(pool: Pool) -> None:
+    its = pool.placed()
+    assert wait_until(lambda: pool.shown()[0][0] == 812, SECONDS)
+    held, let_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with pool.pool._lock:
+            held.set()
+            let_go.wait(SECONDS)
+
+    threading.Thread(target=hold).start()
+    assert held.wait(SECONDS)
+    its.send(Status(pid=813))
+    copy = fork(lambda: signal.alarm(SECONDS) or pool.shown())
+    assert end_of(copy) == 0
+    let_go.set()
 
 
 # ---- the launcher, with real programs -------------------------------------------------------------------
@@ -299,9 +311,9 @@ class StandAlone:
 
     def waits(self, arena: Arena, folder: str) -> bool:
         """Tell it what it is; whether it says then that it waits for a place."""
-        mapping = arena.mapping
-        told = {"folder": folder, "consumer": os.getpid(), "arena": arena.fd, "arena_whole": mapping.whole}
-        self.pipe.send(SETUP._replace(arena_length=mapping.length, traffic=arena.fd, **told))
+        setup = make_setup(arena, None, workers=2, payload=PickledPayload(b"", Descriptors()), make_pool=None)
+        descriptors = {"arena": arena.fd, "traffic": arena.fd}
+        self.pipe.send((replace(setup, folder=folder, mapping=None, descriptors=descriptors), None))
         return self.pipe.poll(SECONDS) and self.pipe.recv() == Status(waits=True)
 
     def end(self) -> None:
@@ -326,7 +338,6 @@ def arena() -> Iterator[Arena]:
 def opened(arena: Arena) -> Iterator[Launcher]:
     launcher = Launcher([arena.fd], "/nowhere")
     try:
-        launcher.open()
         yield launcher
     finally:
         launcher.close()
@@ -340,7 +351,6 @@ def launcher(arena: Arena) -> Iterator[Launcher]:
 
 def test_one_program_forks_all_proxies(launcher: Launcher, arena: Arena, tmp_path_factory: Any) -> None:
     (program,) = descendants()
-    assert launcher.at_once == 16
     folder = tmp_path_factory.mktemp("s")
     proxies = [StandAlone(launcher) for _ in range(3)]
     assert [one.parent for one in proxies] == [program] * 3
@@ -376,7 +386,6 @@ def test_without_process_descriptors_each_is_a_program(
     monkeypatch.setattr(calls, "has_pidfd", lambda: False)
     with opened(arena) as launcher:
         assert not descendants()
-        assert launcher.at_once == cores()
         one = StandAlone(launcher)
         assert one.parent == os.getpid()
         assert one.waits(arena, str(tmp_path))
@@ -384,11 +393,7 @@ def test_without_process_descriptors_each_is_a_program(
 
 
 def test_in_a_forked_copy_of_the_consumer_it_is_left_alone(launcher: Launcher) -> None:
-    def leave() -> None:
-        launcher.forget()
-        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-
-    assert end_of(fork(leave)) == 0
+    assert end_of(fork(multiprocessing.util._exit_function)) == 0  # type: ignore[attr-defined]
     StandAlone(launcher).end()
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from fastq_loader import Processes
-from fastq_loader.workers import config
 from fastq_loader.workers.config import Payload
 from fastq_loader.workers.kinds import read_workers
 from fastq_loader.workers.local_pool import LocalPool
@@ -123,11 +122,10 @@ def test_a_tensor_goes_to_every_worker_as_a_descriptor_though_its_owner_is_gone(
     assert len(open_descriptors()) == before
 
 
-def test_what_is_counted_elsewhere_is_pickled_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storages in files. Then nobody may start late."""
-    monkeypatch.setattr(config, "get_sharing_strategy", lambda: "file_system")
+def test_what_is_counted_elsewhere_is_pickled_for_each_worker() -> None:
+    """Storages on devices. Then nobody may start late."""
     dataset = CountsPickling(4)
-    sent = Payload([dataset, torch.zeros(3)], None, None)
+    sent = Payload([dataset, torch.zeros(3, device="meta")], None, None)
     before = len(open_descriptors())
     for length in (4, 5):
         dataset.length = length

@@ -34,7 +34,6 @@ def task(seq: int, attempt: int = 0, epoch: int = 1) -> Task:
 def queue(claims: Claims, *seqs: int, worker: int = 0, shared: bool = True) -> TaskQueue:
     """A worker that was sent tasks in this order; all of them are on offer."""
     tasks = TaskQueue(claims, shared, worker)  # type: ignore[arg-type]
-    tasks.begin_epoch()
     for seq in seqs:
         if claims.holder(100 + seq) is None:
             claims.offer(100 + seq)
@@ -116,7 +115,6 @@ def test_who_cannot_work_leaves_shared_tasks_to_the_others_until_the_next_epoch(
     assert taken(tasks) == []
     assert claims.holder(100) is None
     tasks.drop()
-    tasks.begin_epoch()
     tasks.add(task(0, epoch=2))
     assert tasks.take() is None, "another epoch, another ticket"
     claims.offer(200)
