@@ -3,17 +3,17 @@
 Made in the consumer. A `Setup` is read in the worker, which inherits it or gets it pickled.
 
 The user's objects travel as a `Payload`. Under fork they are inherited. Under spawn and forkserver they
-travel as bytes that the worker opens itself, so that a failure is reported like any other instead of ending
-the process. The bytes are made once, with the first worker: the others, of which some may start much later,
-get the objects as they were then. What torch and multiprocessing send as descriptors (tensors' storages,
-queues) is recorded beside the bytes, and every worker gets descriptors of its own. Only what is counted
+travel in memory that the worker opens itself, so that a failure is reported like any other instead of ending
+the process. It is written once, with the first worker: the others, of which some may start much later, get
+the objects as they were then. Large arrays in it are mapped by all workers, so they cost memory once. What
+torch and multiprocessing send as descriptors (tensors' storages,
+queues) is recorded beside it, and every worker gets descriptors of its own. Only what is counted
 elsewhere cannot be sent twice: storages in files and on devices. It is pickled for each worker, and they all
 start at once.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from multiprocessing.context import BaseContext, get_spawning_popen, set_spawnin
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+from fastq_loader.memory import mapped
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.scheduling.schedules import WindowLimits
@@ -137,26 +138,21 @@ class Payload:
 
     def __init__(self, dataset: Any, collate_fn: Any, init_fn: Any) -> None:
         self.parts = {"dataset": dataset, "collate_fn": collate_fn, "worker_init_fn": init_fn}
-        self._sealed: bytes | None = None
-        self._carried: list[int] = []
+        self._carried: list[int] = []  # the last one is that of the parts
 
     @property
     def sealed(self) -> bool:
         """Whether workers that start later get the objects as they are now."""
-        return self._sealed is not None
+        return bool(self._carried)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._sealed is None:
-            recorder = _Recorder()
-            data = recorder.seal(self.parts)
-            if data is None:
-                return PickledPayload, (bytes(ForkingPickler.dumps(self.parts)), Descriptors())
-            self._sealed, self._carried = data, recorder.descriptors
-        return PickledPayload, (self._sealed, Descriptors(enumerate(self._carried)))
+        self._carried = self._carried or _Recorder().seal(self.parts)
+        if not self._carried:
+            return PickledPayload, (bytes(ForkingPickler.dumps(self.parts)), Descriptors())
+        return PickledPayload, (None, Descriptors(enumerate(self._carried)))
 
     def unseal(self) -> None:
-        """All workers were started: let the bytes and the descriptors go."""
-        self._sealed = None
+        """All workers were started: let the memory and the descriptors go."""
         _close_all(self._carried)
 
     def open(self) -> dict[str, Any]:
@@ -165,9 +161,10 @@ class Payload:
 
 
 class PickledPayload(Payload):
-    """What arrives in a worker that did not inherit."""
+    """What arrives in a worker that did not inherit: a pickle, or descriptors of which the last is that of
+    memory with one."""
 
-    def __init__(self, data: bytes, carried: Descriptors) -> None:
+    def __init__(self, data: bytes | None, carried: Descriptors) -> None:
         self._data = data
         self._descriptors = carried
 
@@ -175,13 +172,20 @@ class PickledPayload(Payload):
         return PickledPayload, (self._data, self._descriptors)
 
     def open(self) -> dict[str, Any]:
-        _Carried.descriptors = self._descriptors
-        parts: dict[str, Any] = pickle.loads(self._data)
+        _Carried.descriptors = carried = self._descriptors
+        if self._data is not None:
+            parts: dict[str, Any] = pickle.loads(self._data)
+            return parts
+        fd = carried.pop(max(carried))
+        try:
+            parts = mapped.read(fd)
+        finally:
+            os.close(fd)
         return parts
 
 
 class _Carried:
-    """In the sealed bytes: a descriptor, by its number. What torch and multiprocessing know as a DupFd."""
+    """In what is sealed: a descriptor, by its number. What torch and multiprocessing know as a DupFd."""
 
     descriptors = Descriptors()  # of this process, a worker
 
@@ -206,21 +210,21 @@ class _Recorder:
 
     DupFd = _Carried
 
-    def seal(self, parts: dict[str, Any]) -> bytes | None:
-        """The pickled parts; None if they hold what can be sent only once."""
-        file = io.BytesIO()
+    def seal(self, parts: dict[str, Any]) -> list[int]:
+        """The descriptors that go with the parts, the last of memory with the parts themselves; none if they
+        hold what can be sent only once."""
         starting = get_spawning_popen()
         set_spawning_popen(self)  # type: ignore[arg-type]
         try:
-            _Sealer(file, pickle.HIGHEST_PROTOCOL).dump(parts)
+            memory = mapped.write(parts, _Sealer)  # which adds to the others
+            return [*self.descriptors, memory]
         except BaseException as error:
             _close_all(self.descriptors)
             if isinstance(error, _OnlyOnce):
-                return None
+                return []
             raise
         finally:
             set_spawning_popen(starting)
-        return file.getvalue()
 
 
 def _close_all(descriptors: list[int]) -> None:
@@ -233,6 +237,14 @@ class _OnlyOnce(Exception):
 
 
 class _Sealer(ForkingPickler):
+    """multiprocessing's pickler, whose constructor passes no callback on."""
+
+    def __init__(self, file: Any, protocol: int, buffer_callback: Any) -> None:
+        super().__init__(file, protocol)
+        table = self.dispatch_table
+        pickle.Pickler.__init__(self, file, protocol, buffer_callback=buffer_callback)
+        self.dispatch_table = table
+
     def reducer_override(self, value: Any) -> Any:
         import torch  # here, because proxies do without it
         from torch.multiprocessing import get_sharing_strategy

@@ -9,6 +9,7 @@ from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from pickle import loads
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -148,3 +149,23 @@ def test_what_fails_to_unpickle_fails_when_it_is_opened() -> None:
     arrived = send(Payload(FailsToUnpickle(), None, None))
     with pytest.raises(ValueError, match="does not survive the journey"):
         arrived.open()
+
+
+def test_large_arrays_are_mapped_and_what_is_written_to_them_stays_where_it_is() -> None:
+    before = len(open_descriptors())
+    array = np.arange(100_000)
+    frozen = np.arange(100_000)
+    frozen.flags.writeable = False
+    sent = Payload([array, array, frozen, np.arange(3), array[::2]], None, None)
+    arrived = [send(sent) for _ in range(2)]
+    one, other = (each.open()["dataset"] for each in arrived)
+    assert all(np.array_equal(*each) for each in zip(one, sent.parts["dataset"], strict=True))
+    assert one[0] is one[1]
+    assert [each.flags.writeable for each in one] == [True, True, False, True, True]
+    one[0][:] = 7
+    assert other[0][1] == array[1] == 1
+    assert not one[0].flags.owndata, "it lies in memory that both have mapped"
+    sent.unseal()
+    assert one[0][1] == 7
+    del one, other, arrived
+    assert len(open_descriptors()) == before
