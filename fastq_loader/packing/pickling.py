@@ -24,6 +24,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from fastq_loader.errors import ProtocolError, UnpicklableError, WorkerTraceback, shorten
+from fastq_loader.packing import by_value
 from fastq_loader.system.interrupts import refuse_interrupt
 
 _COWARDLY = (  # torch/multiprocessing/reductions.py, reduce_tensor
@@ -170,8 +171,14 @@ def dump(
     file = io.BytesIO()
     try:
         arguments = (file, leaf_number, for_device)
-        pickler = _WatchfulPickler(outside, *arguments) if outside else _Pickler(*arguments)
-        pickler.dump(value)
+        try:
+            pickler = _WatchfulPickler(outside, *arguments) if outside else _Pickler(*arguments)
+            pickler.dump(value)
+        except Exception as error:
+            if not by_value.answers or isinstance(error, (SharedContainer, MemoryError)):
+                raise
+            arguments = (file := io.BytesIO(), leaf_number, for_device)
+            by_value.pickler(_Pickler)(*arguments).dump(value)
     except (SharedContainer, MemoryError):
         raise
     except Exception as error:
@@ -273,7 +280,7 @@ def dump_exception(error: BaseException, worker: int) -> bytes:
 def _survives(candidate: Any, where: str) -> bytes | None:
     """The bytes of a form of an exception; None: it would come out as something else, or not at all."""
     try:
-        data = pickle.dumps((candidate, where), pickle.HIGHEST_PROTOCOL)
+        data = by_value.dumps((candidate, where))
         again, _ = _rebuild(data)
         if isinstance(candidate, BaseException):
             same = type(again) is type(candidate) and again.args == candidate.args

@@ -14,6 +14,7 @@ start at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from typing import Any
 from fastq_loader.memory import mapped
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents
+from fastq_loader.packing import by_value
 from fastq_loader.scheduling.schedules import WindowLimits
 
 
@@ -178,7 +180,7 @@ class PickledPayload(Payload):
             return parts
         fd = carried.pop(max(carried))
         try:
-            parts = mapped.read(fd)
+            by_value.answers, parts = mapped.read(fd)
         finally:
             os.close(fd)
         return parts
@@ -216,7 +218,7 @@ class _Recorder:
         starting = get_spawning_popen()
         set_spawning_popen(self)  # type: ignore[arg-type]
         try:
-            memory = mapped.write(parts, _Sealer)  # which adds to the others
+            memory = self._written(parts)  # which adds to the others
             return [*self.descriptors, memory]
         except BaseException as error:
             _close_all(self.descriptors)
@@ -225,6 +227,21 @@ class _Recorder:
             raise
         finally:
             set_spawning_popen(starting)
+
+    def _written(self, parts: dict[str, Any]) -> int:
+        """The parts as pickle takes them; by value where it refuses them, or a worker would."""
+        with contextlib.suppress(ImportError):
+            if by_value.is_interactive():
+                return mapped.write((True, parts), by_value.pickler(_Sealer))
+        try:
+            return mapped.write((False, parts), _Sealer)
+        except (TypeError, AttributeError, pickle.PicklingError):
+            _close_all(self.descriptors)
+            try:
+                return mapped.write((True, parts), by_value.pickler(_Sealer))
+            except Exception:  # the error of what everybody has says where it lies
+                _close_all(self.descriptors)
+            raise
 
 
 def _close_all(descriptors: list[int]) -> None:

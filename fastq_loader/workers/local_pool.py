@@ -31,6 +31,7 @@ import torch
 
 from fastq_loader.errors import warn_user
 from fastq_loader.memory.arena import Arena
+from fastq_loader.packing import by_value
 from fastq_loader.packing.pickling import explain, pickles
 from fastq_loader.system import calls
 from fastq_loader.workers.children import Child, Stacks, Zygote
@@ -147,7 +148,7 @@ def _named(error: Exception, parts: dict[str, Any]) -> Exception:
     """The same error with the path to what cannot be pickled, if it is among the user's objects."""
     for name, part in parts.items():
         if not pickles(part):
-            return type(error)(str(explain(part, error, name)))
+            return type(error)(f"{explain(part, error, name)}{by_value.hint()}")
     return error
 
 
