@@ -27,7 +27,7 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -132,47 +132,27 @@ def _check_mac(mac: bytes, token: bytes, *parts: bytes) -> None:
         raise Refused("wrong token")
 
 
-class Accepting:
-    """The server's side of a handshake. Pure, because a host has many at once: bytes in, bytes out.
+def accepting(token: bytes, nonce: bytes) -> Generator[tuple[bytes, int], bytes, Request]:
+    """The server's side of a handshake. Pure, because a host has many at once: it yields the bytes to send,
+    and how many to receive then, which it is sent.
 
     Args:
         token: the pool's.
         nonce: random bytes that were never used before.
 
-    Attributes:
-        wanted: bytes to receive next; no more may be given to `feed`.
-        request: what the client wants, when the handshake is over.
+    Returns:
+        What the client wants.
+
+    Raises:
+        Refused: the other side does not belong to this pool.
     """
-
-    def __init__(self, token: bytes, nonce: bytes) -> None:
-        self.request: Request | None = None
-        self.wanted = len(MAGIC) + NONCE_BYTES
-        self._token = token
-        self._nonce = nonce
-        self._nonces = b""
-        self._received = b""
-
-    def feed(self, data: bytes) -> bytes:
-        """Take received bytes; the bytes to send.
-
-        Raises:
-            Refused: the other side does not belong to this pool.
-        """
-        assert len(data) <= self.wanted, "more was received than asked for"
-        self._received += data
-        self.wanted -= len(data)
-        if self.wanted:
-            return b""
-        received, self._received = self._received, b""
-        if not self._nonces:
-            _check_magic(received[: len(MAGIC)])
-            self._nonces = received[len(MAGIC) :] + self._nonce
-            self.wanted = _MAC_BYTES + _REQUEST.size
-            return MAGIC + self._nonce + _mac(self._token, b"server", self._nonces)
-        request = received[_MAC_BYTES:]
-        _check_mac(received[:_MAC_BYTES], self._token, b"client", self._nonces, request)
-        self.request = Request(*_REQUEST.unpack(request))
-        return b""
+    received = yield b"", len(MAGIC) + NONCE_BYTES
+    _check_magic(received[: len(MAGIC)])
+    nonces = received[len(MAGIC) :] + nonce
+    received = yield MAGIC + nonce + _mac(token, b"server", nonces), _MAC_BYTES + _REQUEST.size
+    request = received[_MAC_BYTES:]
+    _check_mac(received[:_MAC_BYTES], token, b"client", nonces, request)
+    return Request(*_REQUEST.unpack(request))
 
 
 def _introduce(connection: Connection, token: bytes, request: Request) -> None:

@@ -33,7 +33,6 @@ from fastq_loader.ipc.messages import Answer, Epoch, Handle, Ping, Space, Stop, 
 from fastq_loader.ipc.sockets import WorkerSocket
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import Mapping
-from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.remote.connection import MESSAGE, WELCOME, Address, Connection, Lost, Request, Tls, connect
 from fastq_loader.system import calls
 from fastq_loader.workers import children
@@ -256,10 +255,8 @@ class Proxy:
             return
         with contextlib.suppress(Lost, ProtocolError):
             self._far.send(MESSAGE, encode(Stop()))
-            scratch = memoryview(bytearray(SMALLEST))
             while (frame := self._far.receive()) is not None:
-                for begin in range(0, frame.body, SMALLEST):
-                    self._far.receive_body(scratch[: frame.body - begin])
+                self._far.receive_exactly(frame.body)
 
     # ---- from the far worker ------------------------------------------------------------------
 
