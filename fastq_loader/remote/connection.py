@@ -26,7 +26,7 @@ import socket
 import ssl
 import struct
 from collections.abc import Generator, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -59,8 +59,6 @@ _ASK_AFTER, _ASK_EVERY, _ASKS = 1, 1, 4
 NOTICED_HERE, NOTICED_THERE = 4_000, 60_000
 #: Buffers of one call; Linux takes 1024.
 _AT_ONCE = 512
-
-T = TypeVar("T")
 
 
 class Lost(ConnectionError):

@@ -39,8 +39,6 @@ from fastq_loader.workers import children
 from fastq_loader.workers.config import Setup
 from fastq_loader.workers.task_queue import TaskQueue
 
-#: The exit code of a proxy that has said why it dies (EX_UNAVAILABLE of <sysexits.h>).
-LOST = 69
 #: Places, one after the other, where no far worker was to be had, until the proxy gives up.
 _ATTEMPTS = 3
 #: Tasks that a proxy without a far worker keeps before it looks which of them others have claimed.
@@ -345,7 +343,7 @@ class Proxy:
 
     def _die(self, why: str) -> NoReturn:
         self._report(Status(why=why))
-        sys.exit(LOST)
+        sys.exit(1)
 
 
 def _at_this_clock(answer: Answer, now: int) -> Answer:

@@ -233,7 +233,7 @@ class LateStart:
             restore_signals=False,
         )
         process.returncode = 0  # it is multiprocessing's to wait for
-        # It waits for what it is told, so no code of anybody's has run in it yet.
+        # It waits for what it is told, so no code but the interpreter's has run in it yet.
         with contextlib.suppress(OSError):
             os.sched_setaffinity(process.pid, self._cpus)
         for limit, values in self._limits:
