@@ -225,8 +225,8 @@ class _Epoch(Iterator[Any]):
         return staging.begin(next(self._batches), ahead=True)
 
     def _standing(self) -> _Standing | None:
-        """Where the loader stands now; None if it cannot say. What its `state_dict` raises is raised where
-        somebody asks."""
+        """Where the loader stands now; None if it cannot say. What its `state_dict` raises is raised when
+        it is asked for."""
         loader, told = self._loader, self._told
         if hasattr(loader, "_state_of"):
             return Attempt(loader._state_of, told).again, told.position

@@ -10,8 +10,8 @@ The order in a call of `next()`: find the copies that have run, whose blocks are
 whose copy was begun before, or begin it; let the consumer's stream wait for that copy; begin the copies of
 the next `prefetch` batches, so far as they are ready; hand out.
 
-What fails before it is asked for waits for its turn (`Attempt`) without its frames. They would keep whoever
-called, and so the loader that the error waits in: dropped in the middle of an epoch, it would live on until
+What fails before it is asked for waits for its turn (`Attempt`) without its frames. They would keep the
+caller, and so the loader that the error waits in: dropped in the middle of an epoch, it would live on until
 the garbage collector comes.
 """
 
@@ -350,7 +350,7 @@ class SerialStaging(_Stage):
             batch: as in `stage`.
             ahead: the loader goes on before it is handed out, and may write to it then: all that can be
                 copied is copied here and now. It may also never be handed out: its memory is shared with the
-                stream of the copies, so that whoever has it next writes to it after the copy.
+                stream of the copies, so that its next owner writes to it after the copy.
 
         Raises:
             UnpicklableError, RuntimeError: as in `stage`.

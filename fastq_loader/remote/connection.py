@@ -22,14 +22,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import select
 import socket
 import ssl
 import struct
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Generator, Iterable
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -62,8 +59,6 @@ _ASK_AFTER, _ASK_EVERY, _ASKS = 1, 1, 4
 NOTICED_HERE, NOTICED_THERE = 4_000, 60_000
 #: Buffers of one call; Linux takes 1024.
 _AT_ONCE = 512
-
-T = TypeVar("T")
 
 
 class Lost(ConnectionError):
@@ -132,47 +127,27 @@ def _check_mac(mac: bytes, token: bytes, *parts: bytes) -> None:
         raise Refused("wrong token")
 
 
-class Accepting:
-    """The server's side of a handshake. Pure, because a host has many at once: bytes in, bytes out.
+def accepting(token: bytes, nonce: bytes) -> Generator[tuple[bytes, int], bytes, Request]:
+    """The server's side of a handshake. Pure, because a host has many at once: it yields the bytes to send,
+    and how many to receive then, which it is sent.
 
     Args:
         token: the pool's.
         nonce: random bytes that were never used before.
 
-    Attributes:
-        wanted: bytes to receive next; no more may be given to `feed`.
-        request: what the client wants, when the handshake is over.
+    Returns:
+        What the client wants.
+
+    Raises:
+        Refused: the other side does not belong to this pool.
     """
-
-    def __init__(self, token: bytes, nonce: bytes) -> None:
-        self.request: Request | None = None
-        self.wanted = len(MAGIC) + NONCE_BYTES
-        self._token = token
-        self._nonce = nonce
-        self._nonces = b""
-        self._received = b""
-
-    def feed(self, data: bytes) -> bytes:
-        """Take received bytes; the bytes to send.
-
-        Raises:
-            Refused: the other side does not belong to this pool.
-        """
-        assert len(data) <= self.wanted, "more was received than asked for"
-        self._received += data
-        self.wanted -= len(data)
-        if self.wanted:
-            return b""
-        received, self._received = self._received, b""
-        if not self._nonces:
-            _check_magic(received[: len(MAGIC)])
-            self._nonces = received[len(MAGIC) :] + self._nonce
-            self.wanted = _MAC_BYTES + _REQUEST.size
-            return MAGIC + self._nonce + _mac(self._token, b"server", self._nonces)
-        request = received[_MAC_BYTES:]
-        _check_mac(received[:_MAC_BYTES], self._token, b"client", self._nonces, request)
-        self.request = Request(*_REQUEST.unpack(request))
-        return b""
+    received = yield b"", len(MAGIC) + NONCE_BYTES
+    _check_magic(received[: len(MAGIC)])
+    nonces = received[len(MAGIC) :] + nonce
+    received = yield MAGIC + nonce + _mac(token, b"server", nonces), _MAC_BYTES + _REQUEST.size
+    request = received[_MAC_BYTES:]
+    _check_mac(received[:_MAC_BYTES], token, b"client", nonces, request)
+    return Request(*_REQUEST.unpack(request))
 
 
 def _introduce(connection: Connection, token: bytes, request: Request) -> None:
@@ -251,60 +226,23 @@ class Tls(NamedTuple):
         return context
 
 
-class Encrypted:
-    """A connected socket that one thread may receive from while another one sends. OpenSSL takes one thread
-    at a time, so no thread waits inside of it. Has the calls of a socket that `Connection` makes.
-
-    Args:
-        sock: after the handshake of TLS.
-    """
-
-    def __init__(self, sock: ssl.SSLSocket) -> None:
-        self._seconds = sock.gettimeout()
-        sock.setblocking(False)
-        self._socket = sock
-        self._lock = threading.Lock()
-        self.fileno = sock.fileno
-        self.close = sock.close
-
-    def settimeout(self, seconds: float | None) -> None:
-        self._seconds = seconds
-
-    def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:
-        return self._do(partial(self._socket.recv_into, buffer), select.POLLIN)
-
-    def sendmsg(self, buffers: Sequence[Any]) -> int:
-        return self._do(partial(self._socket.send, buffers[0]), select.POLLOUT)
-
-    def _do(self, call: Callable[[], T], event: int) -> T:
-        while True:
-            try:
-                with self._lock:
-                    return call()
-            except ssl.SSLWantReadError:
-                event = select.POLLIN
-            except ssl.SSLWantWriteError:
-                event = select.POLLOUT
-            poller = select.poll()
-            poller.register(self._socket, event)
-            if not poller.poll(None if self._seconds is None else self._seconds * 1000):
-                raise TimeoutError("timed out")
-
-
 class Connection:
-    """A connection that carries frames. One thread receives, and one sends; they may be two.
+    """A connection that carries frames. One thread receives, and one sends. They may be two, unless it is
+    encrypted: OpenSSL takes one thread at a time.
 
     Args:
         sock: connected, and blocking.
         kinds: of the frames that the other side may send.
+
+    Attributes:
+        encrypted: whether it is.
     """
 
     def __init__(self, sock: socket.socket, *kinds: int) -> None:
-        self._socket = Encrypted(sock) if isinstance(sock, ssl.SSLSocket) else sock
+        self.encrypted = isinstance(sock, ssl.SSLSocket)
+        self._socket = sock
         self._kinds = kinds
-        self.fileno = self._socket.fileno
-        self.settimeout = self._socket.settimeout
-        self.close = self._socket.close
+        self.fileno, self.settimeout, self.close = sock.fileno, sock.settimeout, sock.close
 
     def receive(self, block: bool = True) -> Frame | None:
         """The next frame; without `block` None if none has begun to come. Its body is to be received next.
@@ -337,9 +275,10 @@ class Connection:
         Raises:
             Lost: the connection has ended.
         """
+        flags = 0 if self.encrypted else socket.MSG_WAITALL
         while buffer:
             try:
-                received = self._socket.recv_into(buffer, 0, socket.MSG_WAITALL)
+                received = self._socket.recv_into(buffer, 0, flags)
             except OSError as error:
                 raise Lost(str(error)) from error
             if not received:
@@ -370,7 +309,10 @@ class Connection:
         parts = [memoryview(buffer) for buffer in buffers]
         try:
             while parts:
-                sent = self._socket.sendmsg(parts[:_AT_ONCE])
+                if self.encrypted:
+                    sent = self._socket.send(parts[0])
+                else:
+                    sent = self._socket.sendmsg(parts[:_AT_ONCE])
                 while parts and sent >= parts[0].nbytes:
                     sent -= parts.pop(0).nbytes
                 if sent:

@@ -31,7 +31,7 @@ import torch
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.remote import connection, far_worker
-from fastq_loader.remote.connection import MESSAGE, REFUSED, REPORT, Accepting, Connection, Lost, Request
+from fastq_loader.remote.connection import MESSAGE, REFUSED, REPORT, Connection, Lost, Request, accepting
 from fastq_loader.remote.far_worker import HostSpec
 from fastq_loader.system import calls
 from fastq_loader.workers.children import Child, Stacks
@@ -39,8 +39,6 @@ from fastq_loader.workers.config import Payload
 
 #: Handshakes at a time. Each takes two round trips; more come from a scan of ports.
 _HANDSHAKES = 64
-#: Dead workers that are remembered.
-_REMEMBERED = 1000
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -65,8 +63,31 @@ class _Handshake:
 
     def __init__(self, sock: socket.socket, token: bytes) -> None:
         self.sock = sock
-        self.side = Accepting(token, os.urandom(connection.NONCE_BYTES))
         self.deadline = time.monotonic() + connection.PATIENCE
+        self._side = accepting(token, os.urandom(connection.NONCE_BYTES))
+        _, self._wanted = next(self._side)
+        self._received = b""
+
+    def hear(self) -> Request:
+        """Take what has come, and no more than a line of the handshake; what the client wants, at the end.
+
+        Raises:
+            BlockingIOError, ssl.SSLWantReadError: it is not at the end.
+            ProtocolError, OSError: the other side does not belong to this pool, or has left.
+        """
+        while True:
+            data = self.sock.recv(self._wanted - len(self._received))
+            if not data:
+                raise Lost("the other side has left")
+            self._received += data
+            if len(self._received) == self._wanted:
+                try:
+                    answer, self._wanted = self._side.send(self._received)
+                except StopIteration as end:
+                    request: Request = end.value
+                    return request
+                self._received = b""
+                self.sock.send(answer)  # less than 100 bytes, and the first ones
 
 
 class _Place(NamedTuple):
@@ -76,12 +97,11 @@ class _Place(NamedTuple):
     environment: dict[str, str]
 
 
-class _Worker:
+class _Worker(NamedTuple):
     """A far worker, and this process's end of its connection."""
 
-    def __init__(self, child: Child, sock: socket.socket) -> None:
-        self.child = child
-        self.sock = sock
+    child: Child
+    sock: socket.socket
 
 
 class Host:
@@ -182,22 +202,15 @@ class Host:
         handshake.sock.close()
 
     def _hear(self, handshake: _Handshake) -> None:
-        """What has come. Until the token is shown, no more is read than a line of the handshake."""
-        side, sock = handshake.side, handshake.sock
         try:
-            while side.request is None:
-                data = sock.recv(side.wanted)
-                if not data:
-                    raise Lost("the other side has left")
-                if answer := side.feed(data):  # less than 100 bytes, and the first ones
-                    sock.send(answer)
+            request = handshake.hear()
         except (BlockingIOError, ssl.SSLWantReadError):
             return
         except (ProtocolError, OSError):
             self._refuse(handshake)
         else:
-            del self._handshakes[sock.fileno()]
-            self._admit(sock, side.request)
+            del self._handshakes[handshake.sock.fileno()]
+            self._admit(handshake.sock, request)
 
     def _admit(self, sock: socket.socket, request: Request) -> None:
         sock.setblocking(True)
@@ -246,8 +259,6 @@ class Host:
         """A worker has ended. Its proxy sees that when it can ask for the reason, and not before."""
         cause, _ = worker.child.death()
         self._dead[number] = worker.child.pid, cause
-        if len(self._dead) > _REMEMBERED:
-            del self._dead[next(iter(self._dead))]
         del self._workers[number]
         self._release(worker)
 

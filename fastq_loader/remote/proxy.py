@@ -33,15 +33,12 @@ from fastq_loader.ipc.messages import Answer, Epoch, Handle, Ping, Space, Stop, 
 from fastq_loader.ipc.sockets import WorkerSocket
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import Mapping
-from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.remote.connection import MESSAGE, WELCOME, Address, Connection, Lost, Request, Tls, connect
 from fastq_loader.system import calls
 from fastq_loader.workers import children
 from fastq_loader.workers.config import Setup
 from fastq_loader.workers.task_queue import TaskQueue
 
-#: The exit code of a proxy that has said why it dies (EX_UNAVAILABLE of <sysexits.h>).
-LOST = 69
 #: Places, one after the other, where no far worker was to be had, until the proxy gives up.
 _ATTEMPTS = 3
 #: Tasks that a proxy without a far worker keeps before it looks which of them others have claimed.
@@ -256,10 +253,8 @@ class Proxy:
             return
         with contextlib.suppress(Lost, ProtocolError):
             self._far.send(MESSAGE, encode(Stop()))
-            scratch = memoryview(bytearray(SMALLEST))
             while (frame := self._far.receive()) is not None:
-                for begin in range(0, frame.body, SMALLEST):
-                    self._far.receive_body(scratch[: frame.body - begin])
+                self._far.receive_exactly(frame.body)
 
     # ---- from the far worker ------------------------------------------------------------------
 
@@ -348,7 +343,7 @@ class Proxy:
 
     def _die(self, why: str) -> NoReturn:
         self._report(Status(why=why))
-        sys.exit(LOST)
+        sys.exit(1)
 
 
 def _at_this_clock(answer: Answer, now: int) -> Answer:

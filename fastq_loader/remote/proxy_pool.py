@@ -36,7 +36,7 @@ from fastq_loader.errors import ProtocolError
 from fastq_loader.memory.arena import Arena
 from fastq_loader.remote.connection import Lost, Request, Tls, ask
 from fastq_loader.remote.far_worker import HostSpec
-from fastq_loader.remote.proxy import LOST, NoPlace, Place, Status, traffic
+from fastq_loader.remote.proxy import NoPlace, Place, Status, traffic
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Ended, Forked, LaunchedProcess, Zygote
@@ -257,8 +257,7 @@ class ProxyPool(WorkerPool):
         proxy = self._proxies[worker]
         if not proxy.death:
             self._read(proxy)
-            lost = proxy.why or self._children[worker].process.exitcode == LOST
-            proxy.death = self._how_lost(proxy) if lost else cause
+            proxy.death = self._how_lost(proxy) if proxy.why else cause
         return proxy.death, torch_text
 
     def _how_lost(self, proxy: _Proxy) -> str:

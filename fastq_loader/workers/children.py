@@ -363,8 +363,8 @@ def serve(connection: Connection, consumer: int, make: Make, *others: Connection
     for other in others:
         other.close()
     attend(connection, consumer, make)
-    # Workers that still run have been told, or see for themselves that the consumer is gone. Nobody is waited
-    # for: that would be this process's exit handlers' doing.
+    # Workers that still run have been told, or see for themselves that the consumer is gone. They are not
+    # waited for: that would be this process's exit handlers' doing.
     os._exit(0)
 
 

@@ -85,7 +85,7 @@ class LocalPool(WorkerPool):
         if method == "forkserver":
             _preload(context)
         if not self.forks:
-            self._late = LateStart.of(context.Process)
+            self._late = LateStart(context.Process) if context.Process._Popen in _WAYS else None
         elif plan.restarts and calls.has_pidfd():
             self._zygote = Zygote.forked(context, lambda fields: self._process(self._told(**fields)))
         at_once = plan.workers if self._late is None else cores()
@@ -156,7 +156,7 @@ def _named(error: Exception, parts: dict[str, Any]) -> Exception:
 
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
-#: multiprocessing's ways to start a process, by what its process classes call.
+#: multiprocessing's ways to start a process, by what its process classes call; a class may have its own.
 _WAYS: dict[Callable[..., Any], type[popen_fork.Popen]] = {
     contexts.SpawnProcess._Popen: popen_spawn_posix.Popen,
     contexts.ForkServerProcess._Popen: popen_forkserver.Popen,
@@ -194,15 +194,8 @@ class LateStart:
         Late.__name__ = process.__name__  # it is part of a process's repr()
         self.process = Late
 
-    @classmethod
-    def of(cls, process: Any) -> LateStart | None:
-        """None for processes that have a way of their own to start."""
-        return cls(process) if process._Popen in _WAYS else None
-
     def close(self) -> None:
-        folder, self._folder = self._folder, -1
-        if folder >= 0:
-            os.close(folder)
+        os.close(self._folder)
 
     def _way(self, popen: Any) -> type[popen_fork.Popen]:
         """multiprocessing's own way to start a process, as it would have been then. Its code runs with other
@@ -241,7 +234,7 @@ class LateStart:
             restore_signals=False,
         )
         process.returncode = 0  # it is multiprocessing's to wait for
-        # It waits for what it is told, so no code of anybody's has run in it yet.
+        # It waits for what it is told, so no code but the interpreter's has run in it yet.
         with contextlib.suppress(OSError):
             os.sched_setaffinity(process.pid, self._cpus)
         for limit, values in self._limits:

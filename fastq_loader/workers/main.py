@@ -3,7 +3,7 @@
 Everything here runs in a worker: the loop on its main thread, and one thread that only waits for the
 consumer's death. The worker reads tasks from its socket, looks ahead for a new epoch before each one, and
 answers every task that is its own exactly once. What is left of an epoch that was broken off is loaded if
-torch's workers would and anybody could tell (see `Reader.is_missed`), and skipped otherwise.
+torch's workers would and it makes a difference (see `Reader.is_missed`), and skipped otherwise.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Worker:
         self._socket = socket
         self._packer = Packer(blocks, setup.token)
         self._quick = False  # the last task took no time worth mentioning
-        self._mapped = 0  # what the allocator had spent on new memory before this task
+        self._mapped = 0  # the allocator's nanoseconds for new memory before this task
         self._asked_for_cpu = 0
         self._reader = Reader(setup)
 
@@ -191,7 +191,7 @@ class Worker:
     def _skip(self, task: Task, load: bool = False) -> None:
         started = self._begin(task)
         if load:
-            with contextlib.suppress(Exception):  # nobody gets the batch, nor what user code raises
+            with contextlib.suppress(Exception):  # the batch is dropped, and so is what user code raises
                 self._read(task)
         self._answer(task, SKIPPED, started)
 

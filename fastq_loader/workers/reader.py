@@ -40,7 +40,7 @@ class Reader:
         epochs: how many were begun.
         failure: what user code raised when it was to start or to begin an epoch: there is nothing to load.
         ended: nothing more is to be loaded in this epoch.
-        state: of the worker after the batch that was loaded last, as a sealed pickle; b"" if nobody wants it.
+        state: of the worker after the batch that was loaded last, as a sealed pickle; b"" if there is none.
         timing: of that batch, as `Answer` has it: fetched, collated, slowest, slowest_at.
     """
 
@@ -136,13 +136,13 @@ class Reader:
 
         Raises:
             EndOfStream: an iterable dataset has no further one.
-            HandedOutBefore: the epoch was resumed, and nobody waits for this batch.
+            HandedOutBefore: the epoch was resumed after this batch.
             Exception: whatever user code raises.
         """
         assert self._fetcher is not None, "an epoch comes before its tasks"
         if self._base_seed is not None:
             seed = generators.seed_batch(self._base_seed, self._number(seq))
-            # torch's class lets nobody set its attributes; who asked for it before sees the new seed too.
+            # torch's class refuses to have its attributes set; user code that has it sees the new seed too.
             object.__setattr__(torch_worker._worker_info, "seed", seed)
         self._fetched = True
         self._asked += 1
@@ -189,9 +189,9 @@ class Reader:
         self.state = seal(state, self._setup.token) if state else b""
 
     def is_missed(self) -> bool:
-        """Whether a batch that nobody will get has to be loaded all the same. torch's workers load whatever
+        """Whether a batch of an epoch that was broken off has to be loaded. torch's workers load whatever
         was dispatched, which decides on what the next epoch draws. Where nothing was ever drawn from any
-        generator, nobody can tell; the first batch of all has to show it."""
+        generator, it makes no difference; the first batch of all has to show it."""
         if self._base_seed is not None or self.ended or self.failure is not None:
             return False
         if not self._fetched or getattr(self._fetcher, "dataset_iter", None) is self._dataset:

@@ -7,7 +7,7 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,17 +27,18 @@ from fastq_loader.remote.connection import (
     REFUSED,
     REPORT,
     WELCOME,
-    Accepting,
     Address,
     Connection,
     Lost,
     Refused,
     Request,
     Tls,
+    accepting,
     connect,
     header,
     listen,
 )
+from fastq_loader.remote.host import _Handshake
 from tests.support import certificates
 
 TOKEN, OTHER = bytes(range(16)), bytes(16)
@@ -54,20 +55,26 @@ def said_by_a_client(token: bytes = TOKEN, nonces: Any = NONCES) -> bytes:
     return MAGIC + nonces[0] + module._mac(token, b"client", *nonces, request) + request
 
 
-def hear(server: Accepting, said: bytes, sizes: list[int] | None = None) -> None:
-    """Give a server these bytes, cut into pieces."""
-    sizes = list(sizes or [])
-    while said and server.wanted:
-        size = min(sizes.pop(0) if sizes else len(said), server.wanted)
-        server.feed(said[:size])
-        said = said[size:]
+def heard(said: bytes, sizes: Sequence[int] = ()) -> Request:
+    """What a server makes of these bytes, which come in pieces."""
+    mine, its = socket.socketpair()
+    with mine, its:
+        mine.setblocking(False)
+        server = _Handshake(mine, TOKEN)
+        server._side = accepting(TOKEN, NONCES[1])
+        next(server._side)
+        for size in (*sizes, len(said)):
+            its.sendall(said[:size])
+            said = said[size:]
+            with suppress(BlockingIOError):
+                return server.hear()
+        its.close()
+        return server.hear()
 
 
 @given(cuts)
 def test_a_client_with_the_token_is_let_in_however_its_bytes_are_cut(sizes: list[int]) -> None:
-    server = Accepting(TOKEN, NONCES[1])
-    hear(server, said_by_a_client(), sizes)
-    assert (server.request, server.wanted) == (REQUEST, 0)
+    assert heard(said_by_a_client(), sizes) == REQUEST
 
 
 @pytest.mark.parametrize(
@@ -81,27 +88,25 @@ def test_a_client_with_the_token_is_let_in_however_its_bytes_are_cut(sizes: list
     ],
 )
 def test_a_client_that_does_not_speak_the_protocol_is_refused(said: bytes, reason: str) -> None:
-    server = Accepting(TOKEN, NONCES[1])
     with pytest.raises(Refused, match=reason):
-        hear(server, said)
-    assert server.request is None
+        heard(said)
+
+
+def test_before_the_token_is_shown_no_more_is_wanted_than_a_line() -> None:
+    server = accepting(TOKEN, NONCES[1])
+    said, first = next(server)
+    assert (said, first) == (b"", len(MAGIC) + NONCE_BYTES)
+    said, second = server.send(MAGIC + NONCES[0])
+    assert said.startswith(MAGIC + NONCES[1])
+    assert max(first, second) <= 50
+    with pytest.raises(Refused):
+        server.send(bytes(second))
 
 
 @given(st.binary(max_size=3000), cuts)
-def test_before_the_token_is_shown_no_more_is_wanted_than_a_line(said: bytes, sizes: list[int]) -> None:
-    server = Accepting(TOKEN, NONCES[1])
-    kept: list[int] = []
-    feed = server.feed
-
-    def measured(data: bytes) -> bytes:
-        kept.append(server.wanted)
-        return feed(data)
-
-    server.feed = measured  # type: ignore[method-assign]
-    with suppress(Refused):
-        hear(server, MAGIC + said, sizes)
-    assert server.request is None
-    assert max(kept) <= 50
+def test_whatever_else_is_said_nobody_gets_in(said: bytes, sizes: list[int]) -> None:
+    with pytest.raises((Refused, Lost)):
+        heard(MAGIC + said, sizes)
 
 
 # ---- connections ----------------------------------------------------------------------------------------
@@ -119,14 +124,8 @@ def served() -> Iterator[Served]:
 
         def run() -> None:
             sock, _ = listener.accept()
-            with sock:
-                handshake = Accepting(token, os.urandom(NONCE_BYTES))
-                while handshake.wanted:
-                    data = sock.recv(handshake.wanted)
-                    if not data:
-                        return
-                    sock.sendall(handshake.feed(data))
-                assert handshake.request == REQUEST
+            with sock, suppress(Lost):
+                assert _Handshake(sock, token).hear() == REQUEST
                 then(Connection(sock, MESSAGE))
 
         thread = threading.Thread(target=run)
@@ -276,25 +275,21 @@ def pair(tls: Tls) -> Iterator[tuple[Connection, Connection]]:
 
 
 @NEEDS_OPENSSL
-def test_frames_come_as_they_were_sent_while_both_sides_send(pair: tuple[Connection, Connection]) -> None:
-    body, right = os.urandom(5 << 20), []
+def test_frames_come_encrypted_as_they_were_sent(pair: tuple[Connection, Connection]) -> None:
+    one, other = pair
+    body = os.urandom(5 << 20)
 
-    def send(connection: Connection) -> None:
+    def send() -> None:
         for at in range(4):
-            connection.send(MESSAGE, b"%d" % at, [body, b"", b"end"])
+            one.send(MESSAGE, b"%d" % at, [body, b"", b"end"])
 
-    def receive(connection: Connection) -> None:
-        for at in range(4):
-            frame, received = connection.receive(), bytearray(len(body) + 3)
-            connection.receive_body(memoryview(received))
-            right.append((frame, received) == ((MESSAGE, b"%d" % at, len(received)), body + b"end"))
-
-    threads = [threading.Thread(target=use, args=(end,)) for end in pair for use in (send, receive)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert right == [True] * 8
+    sending = threading.Thread(target=send)
+    sending.start()
+    for at in range(4):
+        assert other.receive() == (MESSAGE, b"%d" % at, len(body) + 3)
+        assert other.receive_exactly(len(body) + 3) == body + b"end"
+    sending.join()
+    assert other.receive(block=False) is None
 
 
 @NEEDS_OPENSSL
