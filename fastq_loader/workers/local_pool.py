@@ -19,21 +19,20 @@ import multiprocessing
 import os
 import resource
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing import context as contexts
-from multiprocessing import forkserver, popen_fork, popen_forkserver, popen_spawn_posix, spawn, util
+from multiprocessing import popen_fork, popen_forkserver, popen_spawn_posix, spawn, util
 from multiprocessing.process import BaseProcess
 from pickle import PicklingError
 from types import FunctionType, SimpleNamespace
 from typing import Any
-
-import torch
 
 from fastq_loader.errors import warn_user
 from fastq_loader.memory.arena import Arena
 from fastq_loader.packing import by_value
 from fastq_loader.packing.pickling import explain, pickles
 from fastq_loader.system import calls
+from fastq_loader.workers import fork_server
 from fastq_loader.workers.children import Child, Stacks, Zygote
 from fastq_loader.workers.config import Descriptors, Plan, Setup
 from fastq_loader.workers.main import main
@@ -82,17 +81,17 @@ class LocalPool(WorkerPool):
             mapping=arena.mapping if self.forks else None,
             descriptors=Descriptors(arena=arena.fd, stacks=self._stacks.write_end),
         )
-        if method == "forkserver":
-            _preload(context)
-        if not self.forks:
-            self._late = LateStart(context.Process) if context.Process._Popen in _WAYS else None
+        if not self.forks and context.Process._Popen in _WAYS:
+            self._late = LateStart(
+                context.Process, {type(part).__module__ for part in plan.payload.parts.values()}
+            )
         elif plan.restarts and calls.has_pidfd():
             self._zygote = Zygote.forked(context, lambda fields: self._process(self._told(**fields)))
+        if self._late is not None:
+            self._make = self._late.process
         at_once = plan.workers if self._late is None else cores()
         while self._left() and (len(self._children) < at_once or not self._plan.payload.sealed):
             self.start_next()
-        if self._late is not None:  # those that start from here on are late
-            self._make = self._late.process
 
     def _process(self, setup: Setup) -> BaseProcess:
         if setup.generation and self._zygote is not None:  # which has none
@@ -133,17 +132,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _preload(context: Any) -> None:
-    """Let the fork server import torch, unless it runs already, or its modules were chosen.
-
-    Not numpy.random, which our own modules need: other children of the server would inherit one state of
-    its global generator, where each seeds its own now.
-    """
-    server: Any = forkserver._forkserver
-    if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
-        context.set_forkserver_preload(["__main__", torch.__name__])
-
-
 def _named(error: Exception, parts: dict[str, Any]) -> Exception:
     """The same error with the path to what cannot be pickled, if it is among the user's objects."""
     for name, part in parts.items():
@@ -168,9 +156,11 @@ class LateStart:
 
     Args:
         process: the class of a context's processes.
+        modules: that they need, besides `__main__` and ours.
     """
 
-    def __init__(self, process: Any) -> None:
+    def __init__(self, process: Any, modules: Iterable[str]) -> None:
+        self._modules = modules
         self._preparation = spawn.get_preparation_data("")
         self._preparation["sys_argv"] = list(self._preparation["sys_argv"])
         self._executable = spawn.get_executable()
@@ -189,7 +179,12 @@ class LateStart:
                 # What arrives is one of the context's own: this class is known here only.
                 plain = process.__new__(process)
                 vars(plain).update(vars(itself))
-                return way(plain)
+                try:
+                    return way(plain)
+                except (EOFError, ConnectionError):  # the fork server has died: a module of the user's raised
+                    if not fork_server.without_the_users():
+                        raise
+                    return way(plain)
 
         Late.__name__ = process.__name__  # it is part of a process's repr()
         self.process = Late
@@ -212,6 +207,8 @@ class LateStart:
             "spawn": SimpleNamespace(**{**vars(spawn), "get_preparation_data": preparation}),
             "util": SimpleNamespace(**{**vars(util), "spawnv_passfds": self._run}),
         }
+        if not spawned:
+            names["forkserver"] = fork_server.names(self._modules)
         launch = popen._launch
         named = FunctionType(launch.__code__, {**launch.__globals__, **names}, launch.__name__)
         return type(popen.__name__, (popen,), {"_launch": named})

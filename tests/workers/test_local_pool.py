@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix
+from multiprocessing import popen_forkserver, popen_spawn_posix
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,17 +82,39 @@ def test_what_cannot_be_pickled_is_named_by_its_path() -> None:
     assert module._named(error, {"dataset": range(3)}) is error
 
 
-@pytest.mark.parametrize("chosen", [False, True])
-def test_the_fork_server_imports_torch_unless_somebody_chose(
-    chosen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server: Any = forkserver.ForkServer()
-    if chosen:
-        server.set_forkserver_preload(["json"])
-    monkeypatch.setattr(forkserver, "_forkserver", server)
-    monkeypatch.setattr(forkserver, "set_forkserver_preload", server.set_forkserver_preload)
-    module._preload(multiprocessing.get_context("forkserver"))
-    assert server._preload_modules == (["json"] if chosen else ["__main__", "torch"])
+WARM = """
+import gc, multiprocessing, os
+from fastq_loader import DataLoader
+
+if {refuses} and __name__ == "__mp_main__" and multiprocessing.current_process().name == "MainProcess":
+    raise SystemError("not in a server")
+
+class Forked:
+    def __len__(self):
+        return 2
+    def __getitem__(self, at):
+        with open(f"/proc/{{os.getppid()}}/cmdline") as file:
+            return "fastq_loader.workers.warm" in file.read() and gc.get_freeze_count() > 100_000
+
+if __name__ == "__main__":
+    if {others}:
+        process = multiprocessing.get_context("forkserver").Process(target=print)
+        process.start()
+        process.join()
+    for _ in range(2):
+        with DataLoader(Forked(), num_workers=2, multiprocessing_context="forkserver") as loader:
+            print([bool(batch) for batch in loader])
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("refuses", "others"), [(False, False), (False, True), (True, False)])
+def test_workers_are_forked_from_a_warm_server(refuses: bool, others: bool, tmp_path: Path) -> None:
+    """Also where Python's own server is up before, and where the server cannot import what the user has."""
+    script = tmp_path / "script.py"  # which the server imports
+    script.write_text(WARM.format(refuses=refuses, others=others))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split("\n")[-3:] == [*["[True, True]"] * 2, ""], done
 
 
 def test_the_code_of_multiprocessing_is_as_it_is_known() -> None:
