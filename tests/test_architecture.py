@@ -42,7 +42,7 @@ ROOMS = {
     "iterators": Room(
         "insight resume arguments consumer workers device scheduling reading statistics ipc system errors"
     ),
-    "resources": Room("resume consumer workers device statistics errors"),
+    "resources": Room("insight resume consumer workers device statistics errors"),
     "insight": Room("workers memory system statistics", pure="model advice"),
     "resume": Room("arguments workers scheduling reading system errors"),
     "arguments": Room("remote workers device scheduling memory ipc errors"),

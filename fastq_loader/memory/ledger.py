@@ -21,18 +21,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, pairwise, repeat
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
 
 from fastq_loader.errors import InvalidTransition, ProtocolError
 from fastq_loader.memory.blocks import (
     BLOCK_TRANSITIONS,
-    FILLED,
     FREE,
     GRANTED,
     HELD,
-    PAGE,
     PROMISED,
     Block,
     Extents,
@@ -104,13 +100,13 @@ class Demand:
         self.wanted = tuple(wanted)
         self.wanted_bytes = sum(wanted)
 
-    def cold(self) -> int | None:
-        """Now and then the task since which blocks should have been used; None: not yet.
+    def cold(self) -> int:
+        """Now and then the task since which blocks should have been used; 0: not yet.
 
         Kinds of batches that have not come of late are forgotten.
         """
         if self.tasks < self._next_check:
-            return None
+            return 0
         self._next_check = self.tasks + EXPECTED // 8
         lasting = {kind: task for kind, task in self._kinds.items() if task >= self.tasks - EXPECTED}
         if len(lasting) < len(self._kinds):
@@ -121,15 +117,8 @@ class Demand:
         return self.tasks - PATIENCE
 
 
-def _anywhere(worker: int) -> tuple[int, int]:
-    return 0, 1 << 63
-
-
 class BlockLedger:
     """All blocks of one arena, by state.
-
-    Args:
-        region: start and end, in bytes, of the part in which a worker makes blocks.
 
     Attributes:
         grown: blocks adopted since the ledger was made.
@@ -139,11 +128,9 @@ class BlockLedger:
         demand: what batches need.
     """
 
-    def __init__(self, region: Callable[[int], tuple[int, int]] = _anywhere) -> None:
-        self._region = region
+    def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}
         self.block_at = self._blocks.get
-        self._offsets: list[int] = []  # of all blocks, ascending
         self._free: dict[int, deque[int]] = {}  # size → offsets; the warmest at the right end
         self._sizes: list[int] = []  # sizes that have a free list, ascending
         self.grown = 0
@@ -173,7 +160,9 @@ class BlockLedger:
             block = self._blocks[offset]
             state = BLOCK_TRANSITIONS[block.state][event]
         except KeyError:
-            self._refuse(offset, event)
+            at = self._blocks.get(offset)
+            found = f"is {at.state}" if at else "is not there"
+            raise InvalidTransition(f"block at {offset} {found}: event {event!r} is not allowed") from None
         before, block.state = block.state, state
         if before == FREE:
             self.free_blocks -= 1
@@ -190,14 +179,6 @@ class BlockLedger:
         elif state in _HELD:
             self._held_bytes += block.size
         return block
-
-    def _refuse(self, offset: int, event: str) -> NoReturn:
-        block = self._blocks.get(offset)
-        if block is None:
-            raise InvalidTransition(f"no block at offset {offset} (event {event!r})") from None
-        raise InvalidTransition(
-            f"block at {offset} is {block.state}: event {event!r} is not allowed"
-        ) from None
 
     def grant(self, holder: Holder) -> tuple[Extents, Extents]:
         """Blocks for a batch like the recent ones, as far as there are any: free ones, and promised ones."""
@@ -254,11 +235,9 @@ class BlockLedger:
                 returned: user code references them there.
 
         Raises:
-            ProtocolError: these are not blocks that the worker can have written to; nothing was changed.
+            ProtocolError: these are not blocks of the worker; nothing was changed.
         """
-        if fresh:
-            self._check_fresh(worker, fresh)
-        self._check_written(worker, used, dict(fresh), returned)
+        self._check_own(worker, used, fresh, returned)
         for offset, size in fresh:
             self._adopt(worker, offset, size)
         if returned:
@@ -281,53 +260,22 @@ class BlockLedger:
                 self._needs, self._needed = needs, [size_class(need) for need in needs]
             self.demand.learn(self._needed)
 
-    def _check_fresh(self, worker: int, fresh: Extents) -> None:
-        end = 0
-        for offset, size in sorted(fresh):
-            if offset % PAGE or size != size_class(size):
-                raise ProtocolError(f"worker {worker}: {size} bytes at {offset} are no block")
-            if offset < end or not self._is_vacant(worker, offset, size):
-                raise ProtocolError(f"worker {worker} cannot have made a block of {size} bytes at {offset}")
-            end = offset + size
-
-    def _is_vacant(self, worker: int, offset: int, size: int) -> bool:
-        """Whether a worker may have made a block here, as far as is known in the consumer."""
-        start, end = self._region(worker)
-        if not start <= offset <= offset + size <= end:
-            return False
-        at = bisect_left(self._offsets, offset)
-        if at and offset < self._offsets[at - 1] + self._blocks[self._offsets[at - 1]].size:
-            return False
-        if at < len(self._offsets) and self._offsets[at] < offset + size:
-            return False
-        trimmed = self._space.get(worker, ())  # the worker was not told of it yet
-        return all(offset + size <= other or other + length <= offset for other, length in trimmed)
-
-    def _check_written(
-        self, worker: int, used: Extents, fresh: dict[int, int], returned: tuple[int, ...]
-    ) -> None:
-        seen: set[int] = set()
-        for offset, need in chain(used, zip(returned, repeat(None))):
-            size = fresh.get(offset) if fresh else None
-            if size is None:
-                block = self._blocks.get(offset)
-                if block is None or block.writer != (worker, None):
-                    raise ProtocolError(f"worker {worker} has no grant for the block at {offset}")
-                if block.state != GRANTED and (block.state != PROMISED or need is not None):
-                    raise ProtocolError(
-                        f"worker {worker} names the block at {offset}, which is {block.state}"
-                    )
-                size = block.size
-            if need is not None and not 0 < need <= size:
-                raise ProtocolError(f"worker {worker} needs {need} bytes in a block of {size}")
-            seen.add(offset)
-        if len(seen) < len(used) + len(returned):
+    def _check_own(self, worker: int, used: Extents, fresh: Extents, returned: tuple[int, ...]) -> None:
+        named, made = [*[offset for offset, _ in used], *returned], {offset for offset, _ in fresh}
+        if len({*named}) < len(named) or not made.isdisjoint(self._blocks):
             raise ProtocolError(f"worker {worker} names one block twice")
+        for offset in named:
+            if offset in made:
+                continue
+            block = self._blocks.get(offset)
+            if block is None or block.writer != (worker, None):
+                raise ProtocolError(f"worker {worker} has no grant for the block at {offset}")
+            if block.state != GRANTED and (block.state != PROMISED or offset not in returned):
+                raise ProtocolError(f"worker {worker} names the block at {offset}, which is {block.state}")
 
     def _adopt(self, worker: int, offset: int, size: int) -> None:
         block = self._blocks[offset] = Block(offset, size, worker)
         block.last_task = self.demand.tasks
-        insort(self._offsets, offset)
         if size not in self._free:
             self._free[size] = deque()
             insort(self._sizes, size)
@@ -384,23 +332,15 @@ class BlockLedger:
         trimmed: list[tuple[int, int]] = []
         demand = self.demand
         since = demand.cold()
-        if since is not None:
-            trimmed = self._trim_cold(since)
-        needed = batches * max(demand.batch_bytes, demand.wanted_bytes)
-        spare = self.nbytes - self._held_bytes - self._kept_bytes - int(needed)
-        if spare <= 0 or not self.free_bytes:
-            return trimmed
-        for size in reversed(self._sizes):
-            while self._free[size] and spare >= size:
-                spare -= size
-                trimmed.append(self._trim(size))
-        return trimmed
-
-    def _trim_cold(self, since: int) -> list[tuple[int, int]]:
-        trimmed: list[tuple[int, int]] = []
-        for size in self._sizes:
+        for size in self._sizes if since > 0 else ():
             free = self._free[size]
             while free and self._blocks[free[0]].last_task < since:
+                trimmed.append(self._trim(size))
+        needed = batches * max(demand.batch_bytes, demand.wanted_bytes)
+        spare = self.nbytes - self._held_bytes - self._kept_bytes - int(needed)
+        for size in reversed(self._sizes) if spare > 0 else ():
+            while self._free[size] and spare >= size:
+                spare -= size
                 trimmed.append(self._trim(size))
         return trimmed
 
@@ -408,7 +348,6 @@ class BlockLedger:
         """Take the coldest free block of a size out."""
         offset = self._free[size].popleft()
         block = self._blocks.pop(offset)
-        del self._offsets[bisect_left(self._offsets, offset)]
         self.nbytes -= size
         self.free_bytes -= size
         self.free_blocks -= 1
@@ -419,47 +358,16 @@ class BlockLedger:
         """Address ranges (offset, size) of trimmed blocks that `worker` may make new blocks in."""
         return tuple(self._space.pop(worker)) if worker in self._space else ()
 
-    def forget_space(self, worker: int) -> Extents:
-        """`worker` is dead: the ranges (offset, size) of its part of the arena that are not blocks. Its
-        successor may make blocks there, as if it were the first one."""
+    def forget_space(self, worker: int, start: int, end: int) -> Extents:
+        """`worker` is dead: the ranges (offset, size) of its part of the arena, from `start` to `end`, that
+        are not blocks. Its successor may make blocks there, as if it were the first one."""
         self._space.pop(worker, None)
-        start, end = self._region(worker)
         gaps = []
-        for offset in [offset for offset in self._offsets if start <= offset < end]:
-            if offset > start:
-                gaps.append((start, offset - start))
+        for offset in sorted(offset for offset in self._blocks if start <= offset < end):
+            gaps.append((start, offset - start))
             start = offset + self._blocks[offset].size
-        if end > start:
-            gaps.append((start, end - start))
-        return tuple(gaps)
+        return tuple(gap for gap in [*gaps, (start, end - start)] if gap[1])
 
     def held(self) -> list[tuple[int, int]]:
         """The blocks (offset, size) that users reference."""
         return [(block.offset, block.size) for block in self._blocks.values() if block.state in _HELD]
-
-    # ---- invariants ---------------------------------------------------------------------------
-
-    def filled(self) -> list[int]:
-        """Offsets of the blocks of batches that wait to be delivered, ascending."""
-        return sorted(offset for offset, block in self._blocks.items() if block.state == FILLED)
-
-    def states(self) -> dict[int, str]:
-        """The state of every block by offset, for tests and error texts."""
-        return {offset: block.state for offset, block in self._blocks.items()}
-
-    def check(self) -> None:
-        """Raise AssertionError unless counts, free lists and states agree."""
-        blocks = self._blocks.values()
-        free = [offset for offsets in self._free.values() for offset in offsets]
-        assert len(free) == len(set(free)) == self.free_blocks, "a block is in a free list twice"
-        assert {b.offset for b in blocks if b.state == FREE} == set(free), "free lists and states differ"
-        assert all(self._blocks[o].size == s for s, os in self._free.items() for o in os)
-        assert self._held_bytes == sum(b.size for b in blocks if b.state in _HELD)
-        assert self._kept_bytes == sum(b.size for b in blocks if b.kept)
-        assert all(b.state == GRANTED for b in blocks if b.kept), "a worker keeps what is not its own"
-        assert self.nbytes == sum(b.size for b in blocks)
-        assert self.free_bytes == sum(b.size for b in blocks if b.state == FREE)
-        assert self._offsets == sorted(self._blocks), "a block is not found by its address"
-        spans = sorted([(b.offset, b.size) for b in blocks] + list(chain(*self._space.values())))
-        for (left, size), (right, _) in pairwise(spans):
-            assert left + size <= right, f"blocks {left} and {right} overlap"

@@ -29,7 +29,7 @@ class BlockPool(BlockLedger):
     """
 
     def __init__(self, arena: Arena, workers: int) -> None:
-        super().__init__(arena.mapping.region)
+        super().__init__()
         self.arena = arena
         self.released = arena.released
         self._workers = workers
@@ -59,7 +59,7 @@ class BlockPool(BlockLedger):
     def clear_space(self, worker: int) -> Extents:
         """The ranges (offset, size) of a dead worker's part of the arena in which its successor may make
         blocks. Pages that the dead one wrote there go back to the system."""
-        space = self.forget_space(worker)
+        space = self.forget_space(worker, *self.arena.mapping.region(worker))
         for offset, size in space:
             self.arena.mapping.punch(offset, size)
         return space
