@@ -39,9 +39,6 @@ _SMALLEST = 1 << 20  # has room for the tables
 #: It is mapped as a whole where that takes at most a quarter of RLIMIT_AS, which is not there for the arena
 #: alone. Else it is at most 16 times as long as the limit: its tables, which are mapped, take 1/512 of that.
 _SHARE, _BEYOND = 4, 16
-#: Part of RLIMIT_AS for blocks that stay mapped for the next time.
-_KEPT_SHARE = 32
-_AT_ONCE = 1 << 30  # bytes of one read; Linux reads up to 2 GiB
 
 #: Words of the claim table, see `ipc.claim_table`.
 CLAIMS = 1 << 15
@@ -70,9 +67,6 @@ class Mapping:
         self.length = length
         self.whole = whole
         self._fd = fd
-        # Parts (offset, bytes) that were used of late: mapping them anew costs a fault for each page.
-        self._mapped: dict[tuple[int, int], calls.Piece] = {}
-        self._budget = (calls.limit_of("AS") or _LARGEST) // _KEPT_SHARE
         # At the end of the range: two words for every possible start of a block (see `is_released`), claims.
         table = length // PAGE * PAGE - CLAIMS * 8
         words = (table - length // SMALLEST * 8) // PAGE * PAGE
@@ -97,43 +91,23 @@ class Mapping:
         """
         if self.whole:
             return self.base + offset, self.piece
-        piece = self._mapped.pop((offset, nbytes), None) or self._map_piece(offset, nbytes)
-        if nbytes <= self._budget:
-            self._mapped[offset, nbytes] = piece  # the newest
+        piece = calls.Piece(self._fd, offset, nbytes)
         return piece.address, piece
-
-    def _map_piece(self, offset: int, nbytes: int) -> calls.Piece:
-        kept = sum(length for _, length in self._mapped)
-        while self._mapped and kept + nbytes > self._budget:
-            oldest = next(iter(self._mapped))
-            del self._mapped[oldest]
-            kept -= oldest[1]
-        try:
-            return calls.Piece(self._fd, offset, nbytes)
-        except MemoryError:
-            if not self._mapped:
-                raise
-            self._mapped.clear()
-            return calls.Piece(self._fd, offset, nbytes)
 
     def read(self, offset: int, nbytes: int) -> memoryview | bytes:
         """Some bytes, to be copied at once."""
         if self.whole:
             return self.memory[offset : offset + nbytes]
-        return b"".join(
-            os.pread(self._fd, min(_AT_ONCE, offset + nbytes - at), at)
-            for at in range(offset, offset + nbytes, _AT_ONCE)
-        )
+        address, _piece = self.reach(offset, nbytes)
+        return calls.view(address, nbytes).tobytes()
 
     def write(self, offset: int, data: Any) -> None:
         """Copy bytes in."""
         if self.whole:
             self.memory[offset : offset + len(data)] = data
-            return
-        source = memoryview(data)
-        while source:
-            written = os.pwrite(self._fd, source, offset)
-            source, offset = source[written:], offset + written
+        else:
+            address, _piece = self.reach(offset, len(data))
+            calls.view(address, len(data))[:] = data
 
     # The words of a block hold the number of its last lease, and the number of the last lease that died.
     # The consumer writes them, and the worker to which the block is promised reads them. Numbers rather
@@ -164,7 +138,6 @@ class Mapping:
         """Unmap all but the blocks at these offsets. May be called again."""
         for view in (self.memory, self.words, self.claims):
             view.release()
-        self._mapped.clear()
         for offset in self.piece.parts() - held:
             self.piece.unmap(offset, pages=False)
 

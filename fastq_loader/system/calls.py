@@ -1,7 +1,7 @@
 """System calls that not every Python, kernel or system has, each with a way around.
 
 Runs in every process. Linux has all that workers need. But a Python that was built with old headers, as
-conda's is, lacks the names of newer calls. Those go through the C library, or straight to the kernel. On
+conda's is, lacks the names of newer calls. So these go through the C library, or straight to the kernel. On
 another system this module is imported, and nothing in it but `AVAILABLE` is used.
 """
 
@@ -14,11 +14,9 @@ import functools
 import math
 import mmap
 import os
-import platform
 import select
-import signal
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 try:
@@ -45,9 +43,6 @@ WRITE_LOCK, UNLOCK = 1, 2
 
 #: Numbers of calls for a C library that is as old as the headers. Those from 424 on are the same everywhere.
 _NUMBERS = {"pidfd_send_signal": 424, "pidfd_open": 434}
-_MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
-if platform.machine() in _MEMFD_CREATE:
-    _NUMBERS["memfd_create"] = _MEMFD_CREATE[platform.machine()]
 
 
 def _call(name: str, *arguments: int | bytes | None) -> int:
@@ -71,28 +66,20 @@ def _call(name: str, *arguments: int | bytes | None) -> int:
     return result
 
 
-@contextlib.contextmanager
-def _needed(name: str) -> Iterator[None]:
+def _needed(name: str, *arguments: int | bytes) -> int:
     """A call that there is no way around."""
     try:
-        yield
+        return _call(name, *arguments)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
             raise
         advice = "workers need this call: allow it in this sandbox, or use num_workers=0"
-        raise OSError(error.errno, f"{name}: {error.strerror}; {advice}") from error
+        raise OSError(error.errno, f"{error.strerror}; {advice}") from error
 
 
-def _has_memfd() -> bool:
-    if sys.platform != "linux":  # others that have it lack what else workers need: holes, /proc
-        return False
-    if hasattr(os, "memfd_create") or "memfd_create" in _NUMBERS:
-        return True
-    return hasattr(ctypes.CDLL(None), "memfd_create")
-
-
-#: Whether there can be shared memory for workers.
-AVAILABLE = _has_memfd()
+#: Whether there can be shared memory for workers. Other systems that have memfds lack what else these need:
+#: holes, /proc.
+AVAILABLE = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "memfd_create")
 
 
 # ---- memory -----------------------------------------------------------------------------------------
@@ -104,11 +91,7 @@ def memfd_create(name: str) -> int:
     Raises:
         OSError: there is none in this kernel or sandbox, or descriptors are used up.
     """
-    flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING
-    with _needed("memfd_create"):
-        if hasattr(os, "memfd_create"):
-            return os.memfd_create(name, flags)
-        return _call("memfd_create", name.encode(), flags)
+    return _needed("memfd_create", name.encode(), _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
 
 
 class Piece:
@@ -249,10 +232,7 @@ def wake_up() -> int:
     Raises:
         OSError: descriptors are used up.
     """
-    with _needed("eventfd"):
-        if hasattr(os, "eventfd"):
-            return os.eventfd(0, _EFD_CLOEXEC | _EFD_NONBLOCK)
-        return _call("eventfd", 0, _EFD_CLOEXEC | _EFD_NONBLOCK)
+    return _needed("eventfd", 0, _EFD_CLOEXEC | _EFD_NONBLOCK)
 
 
 def wake(descriptor: int) -> None:
@@ -313,8 +293,6 @@ def pidfd_open(pid: int) -> int:
         ProcessLookupError: there is no such process.
         OSError: there are none in this kernel or sandbox, or they are used up.
     """
-    if hasattr(os, "pidfd_open"):
-        return os.pidfd_open(pid)
     return _call("pidfd_open", pid, 0)
 
 
@@ -333,10 +311,7 @@ def pidfd_send_signal(descriptor: int, number: int) -> None:
     Raises:
         OSError: it has ended, or may not be sent one.
     """
-    if hasattr(signal, "pidfd_send_signal"):
-        signal.pidfd_send_signal(descriptor, number)
-    else:
-        _call("pidfd_send_signal", descriptor, number, None, 0)
+    _call("pidfd_send_signal", descriptor, number, None, 0)
 
 
 def occupy_standard_streams() -> None:

@@ -1,4 +1,4 @@
-"""System calls, through Python's names for them and around those that are missing."""
+"""System calls, which go around Python's names for them: not every Python has these."""
 
 from __future__ import annotations
 
@@ -22,15 +22,6 @@ from tests.support import sandbox
 from tests.support.forking import end_of, fork
 
 pytestmark = pytest.mark.skipif(not calls.AVAILABLE, reason="this system has no memfd")
-
-
-@pytest.fixture(params=["Python's names", "without them"], autouse=True)
-def _headers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a Python that was built with old headers."""
-    if request.param == "without them":
-        for name in ("memfd_create", "eventfd", "pidfd_open"):
-            monkeypatch.delattr(os, name, raising=False)
-        monkeypatch.delattr(signal, "pidfd_send_signal", raising=False)
 
 
 @pytest.fixture
