@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 import sys
 import warnings
+from collections.abc import Collection
 from types import FrameType
 from typing import Any
 
@@ -135,6 +136,16 @@ def _is_ours(frame: FrameType) -> bool:
 def is_int(value: Any) -> bool:
     """Whether an argument is a whole number; True is none."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def checked_names(argument: str, names: Any, known: Collection[str], least: int = 0) -> list[str]:
+    """The names that an argument gives, each once: at least so many of the `known` ones."""
+    if isinstance(names, str):
+        raise TypeError(f"{argument}={names!r} must be a collection of names: {argument}=({names!r},)")
+    chosen = list(dict.fromkeys(names))
+    if len(chosen) < least or set(chosen) - set(known):
+        raise ValueError(f"{argument}={names!r} is not possible here: use some of {', '.join(known)}")
+    return chosen
 
 
 def shorten(value: Any, limit: int = 80) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastq_loader import arguments, trials
-from fastq_loader.errors import is_int
+from fastq_loader.errors import checked_names, is_int
 from fastq_loader.insight import machine
 from fastq_loader.insight.model import NOISE, Costs, Setting, most_workers, numbers, seconds_per_batch
 from fastq_loader.loader import DataLoader
@@ -262,10 +262,11 @@ def checked(
         _check_number("step_seconds", step_seconds, least=0.0)
     if max_workers is not None and (not is_int(max_workers) or max_workers < 0):
         raise ValueError(f"max_workers={max_workers!r} must be a number of workers, 0 or more, or None")
-    methods = _names("start_methods", start_methods, multiprocessing.get_all_start_methods())
+    there = multiprocessing.get_all_start_methods()
+    methods = None if start_methods is None else checked_names("start_methods", start_methods, there, 1)
     dynamic = arguments.is_dynamic(loader)
     known = ["dynamic" if dynamic else "round_robin"] if arguments.is_iterable(loader) else list(_SCHEDULES)
-    tried = _names("schedules", schedules, known) or known
+    tried = known if schedules is None else checked_names("schedules", schedules, known, 1)
     method = None if methods is None else trials.start_method(loader)
     own = Setting(int(loader.num_workers), loader.prefetch_factor or 2, dynamic, start_method=method)
     limits = Limits(
@@ -283,17 +284,6 @@ def _check_number(name: str, value: Any, least: float) -> None:
         raise TypeError(f"{name}={value!r} must be a number of seconds")
     if not least <= value < math.inf:
         raise ValueError(f"{name}={value!r} must be {least:g} seconds or more")
-
-
-def _names(argument: str, names: Any, known: Sequence[str]) -> list[str] | None:
-    if names is None:
-        return None
-    if isinstance(names, str):
-        raise TypeError(f"{argument}={names!r} must be a collection of names: {argument}=({names!r},)")
-    chosen = list(dict.fromkeys(names))
-    if not chosen or set(chosen) - set(known):
-        raise ValueError(f"{argument}={names!r} is not possible here: use some of {', '.join(known)}")
-    return chosen
 
 
 # ---- the search -----------------------------------------------------------------------------------

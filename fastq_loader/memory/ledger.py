@@ -68,23 +68,16 @@ class Demand:
         self.batch_bytes = 0.0
         self._kinds: dict[tuple[int, ...], int] = {}  # bytes of a batch's blocks → its task; newest last
         self._next_check = EXPECTED
-        self._newest: Sequence[int] = ()  # sizes of the newest batch, and what they come to
-        self._kind: tuple[int, ...] = ()
-        self._bytes = 0.0
 
-    def learn(self, sizes: Sequence[int]) -> None:
-        """A batch used blocks of these sizes. The same object is the same kind, for as long as it comes."""
-        if sizes is not self._newest:
-            self._newest, self._kind = sizes, tuple(sorted(sizes, reverse=True))
-            self._bytes = float(sum(sizes))
-        kind = self._kind
+    def learn(self, kind: tuple[int, ...]) -> None:
+        """A batch used blocks of these sizes, in descending order."""
         known = self._kinds.pop(kind, None) is not None
         self._kinds[kind] = self.tasks
         if not known:
             if len(self._kinds) > KINDS:
                 del self._kinds[next(iter(self._kinds))]
             self._want()
-        self.batch_bytes = max(self._bytes, 0.99 * self.batch_bytes)
+        self.batch_bytes = max(sum(kind), 0.99 * self.batch_bytes)
 
     def _want(self) -> None:
         wanted: list[int] = []
@@ -142,8 +135,8 @@ class BlockLedger:
         self._recent: Sequence[int] = ()  # the blocks of the batch that was delivered last
         self._space: dict[int, list[tuple[int, int]]] = {}  # worker → trimmed blocks that it gets back
         self.demand = Demand()
-        self._needs: list[int] = []  # bytes of the newest batch in each block, and the sizes that these take
-        self._needed: list[int] = []
+        self._needs: list[int] = []  # bytes of the newest batch in each block, and what kind of batch that is
+        self._kind: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -257,8 +250,8 @@ class BlockLedger:
             self._kept_bytes += size
         if needs:
             if needs != self._needs:
-                self._needs, self._needed = needs, [size_class(need) for need in needs]
-            self.demand.learn(self._needed)
+                self._needs, self._kind = needs, tuple(sorted(map(size_class, needs), reverse=True))
+            self.demand.learn(self._kind)
 
     def _check_own(self, worker: int, used: Extents, fresh: Extents, returned: tuple[int, ...]) -> None:
         named, made = [*[offset for offset, _ in used], *returned], {offset for offset, _ in fresh}

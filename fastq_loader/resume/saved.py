@@ -13,7 +13,7 @@ from typing import Any
 
 from fastq_loader import arguments
 from fastq_loader.arguments import Loader
-from fastq_loader.errors import is_int
+from fastq_loader.errors import checked_names, is_int
 from fastq_loader.reading import generators
 from fastq_loader.reading.position import is_stateful
 from fastq_loader.resume import samplers
@@ -71,7 +71,7 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
         TypeError: `ignore` is no collection of names.
     """
     now = describe(loader)
-    ignored = _names(ignore, [*now, "order"])
+    ignored = checked_names("ignore", ignore, [*now, "order"])
     fields = _check(_ours(state), {**dict.fromkeys(now, object), **_ALWAYS})
     _compare(fields, now, ignored)
     own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
@@ -163,7 +163,7 @@ def _progress(fields: dict[str, Any], drawn: int, workers: tuple[WorkerProgress,
     return Progress(fields[name], frozenset(beyond), workers)
 
 
-def _workers(fields: dict[str, Any], loader: Loader, ignored: frozenset[str]) -> tuple[WorkerProgress, ...]:
+def _workers(fields: dict[str, Any], loader: Loader, ignored: Container[str]) -> tuple[WorkerProgress, ...]:
     """Nothing is known of them between two epochs, if they do not live on."""
     if not (fields["resumes"] or fields.get("workers")):
         return ()
@@ -171,15 +171,6 @@ def _workers(fields: dict[str, Any], loader: Loader, ignored: frozenset[str]) ->
     _check(said, dict.fromkeys(said, dict), "workers.")
     workers = [_worker(number, worker, loader.dataset) for number, worker in said.items()]
     return _dealt(fields, tuple(workers), loader, ignored)
-
-
-def _names(ignore: Any, known: list[str]) -> frozenset[str]:
-    if isinstance(ignore, str):
-        raise TypeError(f"ignore={ignore!r} must be a collection of names: ignore=({ignore!r},)")
-    names = frozenset(ignore)
-    if unknown := names.difference(known):
-        raise ValueError(f"ignore={sorted(map(str, unknown))} is unknown: use some of {', '.join(known)}")
-    return names
 
 
 def _ours(state: Any) -> dict[str, Any]:
@@ -214,7 +205,7 @@ def _states(texts: Any, where: str, known: dict[str, Any], needed: Iterable[str]
     return read
 
 
-def _compare(fields: dict[str, Any], now: dict[str, Any], ignored: frozenset[str]) -> None:
+def _compare(fields: dict[str, Any], now: dict[str, Any], ignored: Container[str]) -> None:
     for name in now:
         if name == "num_workers" or name in ignored or fields[name] == now[name]:
             continue

@@ -494,7 +494,7 @@ SIZES = st.lists(st.integers(1, 1000), max_size=4)
 def test_a_task_gets_enough_for_any_recent_kind_of_batch(kinds: list[list[int]]) -> None:
     demand = Demand()
     for kind in kinds:
-        demand.learn(kind)
+        demand.learn(tuple(sorted(kind, reverse=True)))
     assert list(demand.wanted) == sorted(demand.wanted, reverse=True)
     assert demand.wanted_bytes == sum(demand.wanted)
     for kind in kinds:
@@ -507,10 +507,10 @@ def test_a_task_gets_enough_for_any_recent_kind_of_batch(kinds: list[list[int]])
 
 def test_a_kind_that_has_not_come_for_long_is_forgotten() -> None:
     demand = Demand()
-    demand.learn([100])
+    demand.learn((100,))
     assert demand.cold() == 0
     for demand.tasks in range(1, PATIENT + 1):
-        demand.learn([7])
+        demand.learn((7,))
     assert demand.cold() == PATIENT - PATIENT
     assert demand.wanted == (100, 7), "it came as many tasks ago as are waited for"
     demand.tasks += PATIENT
@@ -525,13 +525,13 @@ def test_a_kind_that_has_not_come_for_long_is_forgotten() -> None:
 def test_the_oldest_of_many_kinds_gives_way() -> None:
     demand = Demand()
     for kind in range(KINDS + 1):
-        demand.learn([10**kind, 3 * 10**kind])
+        demand.learn((3 * 10**kind, 10**kind))
     wanted = [size * 10**kind for kind in range(1, KINDS + 1) for size in (1, 3)]
     assert demand.wanted == tuple(reversed(wanted))
 
 
 def test_the_bytes_of_a_batch_fade_slowly_from_their_maximum() -> None:
     demand = Demand()
-    for kind, expected in (([600, 400], 1000), ([100], 990), ([200], 980.1), ([980, 1], 981)):
+    for kind, expected in (((600, 400), 1000), ((100,), 990), ((200,), 980.1), ((980, 1), 981)):
         demand.learn(kind)
         assert demand.batch_bytes == pytest.approx(expected)
