@@ -117,7 +117,7 @@ class BlockLedger:
         grown: blocks adopted since the ledger was made.
         block_at: gives the block at an offset, or None.
         nbytes: bytes of all blocks.
-        free_blocks, free_bytes: the free ones.
+        free_blocks: how many are free.
         demand: what batches need.
     """
 
@@ -128,7 +128,6 @@ class BlockLedger:
         self._sizes: list[int] = []  # sizes that have a free list, ascending
         self.grown = 0
         self.nbytes = 0
-        self.free_bytes = 0
         self._held_bytes = 0
         self._kept_bytes = 0
         self.free_blocks = 0
@@ -159,7 +158,6 @@ class BlockLedger:
         before, block.state = block.state, state
         if before == FREE:
             self.free_blocks -= 1
-            self.free_bytes -= block.size
         elif before in _HELD:
             self._held_bytes -= block.size
         elif block.kept:
@@ -168,7 +166,6 @@ class BlockLedger:
         if state == FREE:
             self._free[block.size].append(offset)
             self.free_blocks += 1
-            self.free_bytes += block.size
         elif state in _HELD:
             self._held_bytes += block.size
         return block
@@ -239,15 +236,11 @@ class BlockLedger:
         for offset, need in used:
             self._move(offset, "fill").last_task = self.demand.tasks
             needs += (need,)
-        written = dict(used)
         for offset, size in given:
-            if offset in written or offset in returned:
-                continue
             block = self._blocks[offset]
-            if block.kept or block.state != GRANTED or block.writer != (worker, None):
-                continue
-            block.kept = True
-            self._kept_bytes += size
+            if block.state == GRANTED and not block.kept and block.writer == (worker, None):
+                block.kept = True
+                self._kept_bytes += size
         if needs:
             if needs != self._needs:
                 self._needs, self._kind = needs, tuple(sorted(map(size_class, needs), reverse=True))
@@ -294,9 +287,7 @@ class BlockLedger:
     def give_back(self, offsets: Iterable[int]) -> None:
         """What was granted or promised is not used."""
         for offset in offsets:
-            block = self._blocks.get(offset)
-            promised = block is not None and block.state == PROMISED
-            self._move(offset, "decline" if promised else "return")
+            self._move(offset, "give_back")
 
     def hand_over(self, holder: Holder, worker: int, blocks: Extents) -> None:
         """What was granted or promised to the one who claims a ticket is `worker`'s from here on."""
@@ -308,9 +299,9 @@ class BlockLedger:
 
     def mark_dead(self, worker: int) -> None:
         """`worker` is confirmed dead: what was granted to it can be granted again."""
-        for block in self._blocks.values():
+        for offset, block in self._blocks.items():
             if block.state in (GRANTED, PROMISED) and block.writer == (worker, None):
-                self._move(block.offset, "writer_dead")
+                self._move(offset, "give_back")
 
     # ---- shrinking ----------------------------------------------------------------------------
 
@@ -342,7 +333,6 @@ class BlockLedger:
         offset = self._free[size].popleft()
         block = self._blocks.pop(offset)
         self.nbytes -= size
-        self.free_bytes -= size
         self.free_blocks -= 1
         self._space.setdefault(block.home, []).append((offset, size))
         return offset, size

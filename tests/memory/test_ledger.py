@@ -79,7 +79,7 @@ def block_in(state: str) -> BlockLedger:
 
 EVENTS: dict[str, Callable[[BlockLedger, int], object]] = {
     "fill": lambda ledger, offset: ledger.accept(0, ((offset, B),), (), (), ()),
-    "give back": lambda ledger, offset: ledger.give_back([offset]),
+    "give_back": lambda ledger, offset: ledger.give_back([offset]),
     "deliver": lambda ledger, offset: ledger.deliver([offset]),
     "drop": lambda ledger, offset: ledger.drop([offset]),
     "release": lambda ledger, offset: ledger.release([offset]),
@@ -87,9 +87,7 @@ EVENTS: dict[str, Callable[[BlockLedger, int], object]] = {
 
 
 def after(state: str, event: str) -> str | None:
-    """The state after an event, by the table. To give back is to return a grant, or to decline a promise."""
-    if event == "give back":
-        event = "decline" if state == PROMISED else "return"
+    """The state after an event, by the table."""
     return BLOCK_TRANSITIONS[state].get(event)
 
 
@@ -208,7 +206,7 @@ def released(batches: int, held: int = 0) -> BlockLedger:
 def test_trimming_keeps_what_some_batches_need_beside_those_that_users_hold() -> None:
     ledger = released(10, held=2)
     assert ledger.take_spare(3) == [(at * B, B) for at in range(5)], "the coldest"
-    assert (ledger.nbytes, ledger.free_bytes) == (5 * B, 3 * B)
+    assert (ledger.nbytes, ledger.free_blocks) == (5 * B, 3)
     assert ledger.take_spare(3) == []
     check_ledger(ledger)
 
@@ -368,7 +366,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.move(offset, HELD)
 
     @precondition(lambda self: bool(self.model))
-    @rule(data=st.data(), event=st.sampled_from(["give back", "drop", "release"]))
+    @rule(data=st.data(), event=st.sampled_from(["give_back", "drop", "release"]))
     def one_block(self, data: st.DataObject, event: str) -> None:
         offset = self.pick(data, *BLOCK_TRANSITIONS)
         target = after(self.model[offset].state, event)
