@@ -196,17 +196,8 @@ def _leave(signum: int, frame: object) -> None:
 
 def _leave_with(consumer: int) -> None:
     """Wait for the consumer's death. The workers see this process end, and follow."""
-    try:
-        descriptor = calls.pidfd_open(consumer)
-    except ProcessLookupError:
+    if calls.wait_for_parent(consumer):
         os._exit(1)
-    except OSError:  # no pidfd in this kernel or sandbox
-        parent = multiprocessing.parent_process()
-        if parent is None:
-            return
-        descriptor = parent.sentinel
-    calls.readable([descriptor], None)
-    os._exit(1)
 
 
 class _Epoch(NamedTuple):

@@ -322,6 +322,7 @@ class Row:
         return (max(rates) - min(rates)) / 2 / self.rate if len(rates) > 1 else None
 
 
+@dataclass
 class Search:
     """Finds the best setting.
 
@@ -336,24 +337,18 @@ class Search:
         rows: what was measured, by setting.
     """
 
-    def __init__(
-        self,
-        own: Setting,
-        limits: Limits,
-        measure: Callable[[Setting, float, float], Measured],
-        clock: Callable[[], float],
-        seconds: float,
-    ) -> None:
-        self._own = own
-        self._limits = limits
-        self._measure = measure
-        self._clock = clock
-        self._seconds = seconds
-        self._until = clock() + seconds
-        self._overhead = 0.0  # seconds that a measurement takes besides
-        self._least = _LEAST_SECONDS  # of one measurement
-        self.rows: dict[Setting, Row] = {}
-        self._survivors: list[Row] = []
+    own: Setting
+    limits: Limits
+    measure: Callable[[Setting, float, float], Measured]
+    clock: Callable[[], float]
+    seconds: float
+    rows: dict[Setting, Row] = field(default_factory=dict)
+    _survivors: list[Row] = field(default_factory=list)
+    _overhead: float = 0.0  # seconds that a measurement takes besides
+    _least: float = _LEAST_SECONDS  # of one measurement
+
+    def __post_init__(self) -> None:
+        self._until = self.clock() + self.seconds
 
     def run(self) -> None:
         """Measure until one setting is left, or the time is over.
@@ -366,7 +361,7 @@ class Search:
             row.expected = expected.get(row.setting)
         # As many as can be measured in half of the time that is left.
         affordable = max(2, min(_MOST, int(self._left / 2 / (self._least + self._overhead))))
-        chosen = promising(expected, self._own, affordable)
+        chosen = promising(expected, self.own, affordable)
         probed = [each for each in self.rows if each in expected]
         for each in dict.fromkeys([*chosen[:1], *probed, *chosen[1:]][:_MOST]):
             self._survivors.append(self.rows.setdefault(each, Row(each, expected[each])))
@@ -389,19 +384,19 @@ class Search:
 
     @property
     def _left(self) -> float:
-        return self._until - self._clock()
+        return self._until - self.clock()
 
     def _probe(self) -> tuple[Measured, Costs]:
         """Measure the loader's own setting, and one worker if there is time; the one that tells what a batch
         costs."""
-        one = replace(self._own, num_workers=1, prefetch_factor=2)
-        seconds, known = self._seconds * _PROBES / 2, []
-        for setting in dict.fromkeys([self._own, one] if self._limits.most_workers != 0 else [self._own]):
+        one = replace(self.own, num_workers=1, prefetch_factor=2)
+        seconds, known = self.seconds * _PROBES / 2, []
+        for setting in dict.fromkeys([self.own, one] if self.limits.most_workers != 0 else [self.own]):
             if self._left > 0:
-                row, began = self.rows.setdefault(setting, Row(setting)), self._clock()
+                row, began = self.rows.setdefault(setting, Row(setting)), self.clock()
                 row.probe = self._try(row, seconds)
                 if row.probe is not None and row.probe.costs:
-                    self._overhead = max(0.0, self._clock() - began - seconds)
+                    self._overhead = max(0.0, self.clock() - began - seconds)
                     known.append((row.probe, row.probe.costs))
         if not known:
             raise next(row.error for row in self.rows.values() if row.error is not None)
@@ -409,7 +404,7 @@ class Search:
 
     def _expected(self, measured: Measured, costs: Costs) -> dict[Setting, float]:
         """Batches per second of every setting, by the model."""
-        limits, own = self._limits, self._own
+        limits, own = self.limits, self.own
         wanted = max(
             _LEAST_BATCHES * max(costs.load + costs.pack, costs.step), _LEAST_LATE * max(costs.loads)
         )
@@ -439,7 +434,7 @@ class Search:
     def _try(self, row: Row, seconds: float) -> Measured | None:
         try:
             patience = max(seconds + 2 * self._overhead + _SLACK, self._left)
-            return self._measure(row.setting, seconds, patience)
+            return self.measure(row.setting, seconds, patience)
         except Exception as error:
             row.error = error
             return None
@@ -447,7 +442,7 @@ class Search:
     def _rank(self, rows: Iterable[Row]) -> Callable[[Row], tuple[object, ...]]:
         """Sorts by speed, and those within the noise of the best by what they take."""
         enough = max((row.rate for row in rows), default=0.0) * (1 - NOISE)
-        own = self._own
+        own = self.own
         return lambda row: (True, -row.rate) if row.rate < enough else (False, *price(row.setting, own))
 
 

@@ -13,6 +13,7 @@ import errno
 import functools
 import math
 import mmap
+import multiprocessing
 import os
 import select
 import sys
@@ -294,6 +295,21 @@ def pidfd_open(pid: int) -> int:
         OSError: there are none in this kernel or sandbox, or they are used up.
     """
     return _call("pidfd_open", pid, 0)
+
+
+def wait_for_parent(consumer: int) -> bool:
+    """Wait until the consumer has ended, which has started this process. False: nothing here can tell."""
+    try:
+        descriptor = pidfd_open(consumer)
+    except ProcessLookupError:
+        return True
+    except OSError:  # no pidfd in this kernel or sandbox: the pipe that multiprocessing keeps
+        parent = multiprocessing.parent_process()
+        if parent is None:
+            return False
+        descriptor = parent.sentinel
+    readable([descriptor], None)
+    return True
 
 
 def has_pidfd() -> bool:

@@ -14,7 +14,6 @@ import os
 import signal
 import threading
 import time
-from multiprocessing import parent_process
 from typing import Any, Protocol
 
 import torch
@@ -100,18 +99,9 @@ def prepare_signals() -> None:
 
 def _leave_with_consumer(setup: Setup) -> None:
     """Wait for the consumer's death, however it dies and whatever this worker is doing."""
-    try:
-        consumer = calls.pidfd_open(setup.consumer)
-    except ProcessLookupError:
+    if calls.wait_for_parent(setup.consumer):
+        remove_folder(setup.folder)
         os._exit(1)
-    except OSError:  # no pidfd in this kernel or sandbox: the pipe that multiprocessing keeps
-        parent = parent_process()
-        if parent is None:
-            return
-        consumer = parent.sentinel
-    calls.readable([consumer], None)
-    remove_folder(setup.folder)
-    os._exit(1)
 
 
 class Consumer(Protocol):
