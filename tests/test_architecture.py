@@ -53,7 +53,7 @@ ROOMS = {
     "scheduling": Room("memory ipc errors", pure="*"),
     "packing": Room("memory ipc system errors"),
     "reading": Room("memory ipc system", pure="first_indices"),
-    "memory": Room("system errors", pure="pool ledger blocks"),
+    "memory": Room("system errors", pure="pool blocks"),
     "tracing": Room("ipc system statistics errors"),
     "statistics": Room("ipc", pure="epoch snapshots"),
     "ipc": Room("system errors", pure="messages decoding"),

@@ -1,6 +1,6 @@
 """The shared memory of one pool of workers: one memfd, its mapping, and the leases of what users reference.
 
-Runs in the consumer (`Arena`, `Lease`) and in its workers (`Mapping`). The ledger and the worker's allocator
+Runs in the consumer (`Arena`, `Lease`) and in its workers (`Mapping`). The pool and the worker's allocator
 decide who may use a block; this module only knows addresses.
 
 The memfd is sparse: it is as long as all that its blocks could ever take, and costs the pages that were

@@ -1,6 +1,6 @@
 """One block of shared memory: its states, its sizes, who may write to it, and where new ones have room.
 
-Pure. Used in the consumer by the ledger, in workers by the allocator, and for the sizes on both sides.
+Pure. Used in the consumer by the pool, in workers by the allocator, and for the sizes on both sides.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What holds between any two events of the scheduler, and of its ledger of blocks. Tests check it after every
+"""What holds between any two events of the scheduler, and of its pool of blocks. Tests check it after every
 step.
 
 Pure. It reads the scheduler's private parts, because it speaks about them.
@@ -14,13 +14,13 @@ from fastq_loader.memory.blocks import FILLED, FREE, GRANTED, HELD, PROMISED
 from fastq_loader.scheduling.states import LOST, READY, SENT, Batch
 
 if TYPE_CHECKING:
-    from fastq_loader.memory.ledger import BlockLedger
+    from fastq_loader.memory.pool import BlockPool
     from fastq_loader.scheduling.scheduler import Scheduler
 
 
 def check(scheduler: Scheduler) -> None:
     """Raise AssertionError unless the invariants hold."""
-    check_ledger(scheduler.pool)
+    check_pool(scheduler.pool)
     scheduler.pending_tasks.check()
     _check_batches(scheduler)
     _check_blocks(scheduler)
@@ -71,22 +71,22 @@ def _check_workers(scheduler: Scheduler) -> None:
         assert epoch != scheduler.epoch or not workers.is_dead(None), f"no worker is left for batch {seq}"
 
 
-def states(ledger: BlockLedger) -> dict[int, str]:
+def states(pool: BlockPool) -> dict[int, str]:
     """The state of every block, by its offset."""
-    return {offset: block.state for offset, block in ledger._blocks.items()}
+    return {offset: block.state for offset, block in pool._blocks.items()}
 
 
-def check_ledger(ledger: BlockLedger) -> None:
+def check_pool(pool: BlockPool) -> None:
     """Raise AssertionError unless counts, free lists and states agree."""
-    known, blocks = ledger._blocks, ledger._blocks.values()
-    free = [offset for offsets in ledger._free.values() for offset in offsets]
-    assert len(free) == len(set(free)) == ledger.free_blocks, "a block is in a free list twice"
+    known, blocks = pool._blocks, pool._blocks.values()
+    free = [offset for offsets in pool._free.values() for offset in offsets]
+    assert len(free) == len(set(free)) == pool.free_blocks, "a block is in a free list twice"
     assert {b.offset for b in blocks if b.state == FREE} == set(free), "free lists and states differ"
-    assert all(known[offset].size == size for size, offsets in ledger._free.items() for offset in offsets)
-    assert ledger._held_bytes == sum(b.size for b in blocks if b.state in (HELD, PROMISED))
-    assert ledger._kept_bytes == sum(b.size for b in blocks if b.kept)
+    assert all(known[offset].size == size for size, offsets in pool._free.items() for offset in offsets)
+    assert pool._held_bytes == sum(b.size for b in blocks if b.state in (HELD, PROMISED))
+    assert pool._kept_bytes == sum(b.size for b in blocks if b.kept)
     assert all(b.state == GRANTED for b in blocks if b.kept), "a worker keeps what is not its own"
-    assert ledger.nbytes == sum(b.size for b in blocks)
-    spans = sorted([(b.offset, b.size) for b in blocks] + list(chain(*ledger._space.values())))
+    assert pool.nbytes == sum(b.size for b in blocks)
+    spans = sorted([(b.offset, b.size) for b in blocks] + list(chain(*pool._space.values())))
     for (left, size), (right, _) in pairwise(spans):
         assert left + size <= right, f"blocks {left} and {right} overlap"
