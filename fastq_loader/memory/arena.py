@@ -130,15 +130,11 @@ class Mapping:
 
     # The end. No view is used any more but by a finalizer that was held up, see `mark_released`.
 
-    def cut(self, held: list[tuple[int, int]]) -> None:
-        """Blocks (offset, size) from which on each goes by itself. Those that are mapped one by one do."""
-        self.piece.cut(held if self.whole else ())
-
     def unmap_but(self, held: set[int]) -> None:
         """Unmap all but the blocks at these offsets. May be called again."""
         for view in (self.memory, self.words, self.claims):
             view.release()
-        for offset in self.piece.parts() - held:
+        for offset in self.piece.parts.keys() - held:
             self.piece.unmap(offset, pages=False)
 
 
@@ -178,12 +174,9 @@ class Arena:
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         limit = calls.limit_of("AS")
         length = min(machine * _OVERCOMMIT, _LARGEST, calls.limit_of("FSIZE") or _LARGEST)
-        if limit is not None and whole:
-            length = min(length, limit // _SHARE)
-        elif limit is not None and length > limit // _SHARE:
-            length = min(length, limit * _BEYOND)
-        else:
-            whole = True
+        whole = whole or limit is None or length <= limit // _SHARE
+        if limit is not None:
+            length = min(length, limit // _SHARE if whole else limit * _BEYOND)
         length = max(length, _SMALLEST)
         while True:
             length = length // PAGE * PAGE
@@ -249,7 +242,7 @@ class Arena:
         an interrupt cut it short."""
         mapping = self.mapping
         if not self.retired:
-            mapping.cut(held)
+            mapping.piece.cut(held if mapping.whole else ())  # pieces are cut already
             self.retired = True
         # The user's threads go on meanwhile: what they dropped has no lease any more.
         dropped = {offset: bool(died) for offset, _, died in [*self.released, *self._quarantine]}

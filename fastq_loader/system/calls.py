@@ -18,6 +18,7 @@ import os
 import select
 import sys
 from collections.abc import Collection, Iterable
+from itertools import pairwise
 from typing import Any
 
 try:
@@ -105,16 +106,17 @@ class Piece:
 
     Attributes:
         address: of the byte at `offset`.
+        parts: offset → (address, bytes) of what is mapped.
 
     Raises:
         MemoryError: there is not enough address space.
     """
 
-    __slots__ = ("_library", "_parts", "address")
+    __slots__ = ("_library", "address", "parts")
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
         self._library = _memory()
-        self._parts: dict[int, tuple[int, int]] = {}  # offset → (address, bytes) of what is mapped
+        self.parts: dict[int, tuple[int, int]] = {}
         before = offset % mmap.PAGESIZE
         length = -(-(before + max(nbytes, 1)) // mmap.PAGESIZE) * mmap.PAGESIZE
         access, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
@@ -122,7 +124,7 @@ class Piece:
         if start == _FAILED:
             reason = os.strerror(ctypes.get_errno())
             raise MemoryError(f"{nbytes} bytes of a batch find no address space in this process: {reason}")
-        self._parts[offset] = start, length
+        self.parts = {offset: (start, length)}
         self.address = start + before
         self._library.madvise(start, length, _MADV_DONTDUMP)  # a sandbox may refuse it: core dumps are larger
 
@@ -133,31 +135,22 @@ class Piece:
 
     def cut(self, parts: Iterable[tuple[int, int]]) -> None:
         """From here on `unmap` takes these parts (offset, nbytes), and what lies between them, one by one."""
-        first, (address, _) = min(self._parts.items())
-        end = first + sum(length for _, length in self._parts.values())
-        offset, cut = first, {}
-        for start, nbytes in [*sorted(parts), (end, 0)]:
-            for at, until in ((offset, start), (start, start + nbytes)):
-                if at < until:
-                    cut[at] = address + at - first, until - at
-            offset = start + nbytes
-        self._parts = cut
-
-    def parts(self) -> set[int]:
-        """Offsets of the parts that are mapped."""
-        return set(self._parts)
+        first, (address, _) = min(self.parts.items())
+        end = first + sum(length for _, length in self.parts.values())
+        edges = {edge for start, nbytes in parts for edge in (start, start + nbytes)} | {first, end}
+        self.parts = {at: (address + at - first, until - at) for at, until in pairwise(sorted(edges))}
 
     def unmap(self, offset: int, pages: bool = True) -> None:
         """Give the addresses of a part back, and its pages. May be called on any thread, and again."""
-        address, length = self._parts.pop(offset, (0, 0))
+        address, length = self.parts.pop(offset, (0, 0))
         start, end = _whole_pages(address, length)
         if pages and end > start:  # a sandbox may refuse it: pages go with the last part that is mapped
             self._library.madvise(start, end - start, _MADV_REMOVE)
         if end > start and self._library.munmap(start, end - start):
-            self._parts[offset] = address, length  # there may be no more mappings; this would make one two
+            self.parts[offset] = address, length  # there may be no more mappings; this would make one two
 
     def __del__(self) -> None:
-        for start, end in [_whole_pages(*part) for part in self._parts.values()]:
+        for start, end in [_whole_pages(*part) for part in self.parts.values()]:
             self._library.munmap(start, end - start)
 
 
