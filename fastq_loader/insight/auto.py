@@ -115,10 +115,7 @@ def decide(seen: Sequence[Seen], cpus: float, most: float, prefetch: int) -> int
 def _with_transport(seen: Sequence[Seen]) -> Costs:
     """The newest costs. An epoch without workers does not tell what they add, so an older one does."""
     newest = seen[-1].costs
-    with_workers = [epoch.costs for epoch in seen if epoch.workers]
-    if seen[-1].workers or not with_workers:
-        return newest
-    of = with_workers[-1]
+    of = next((epoch.costs for epoch in reversed(seen) if epoch.workers), newest)
     return replace(newest, pack=of.pack, overhead=of.overhead, load_cpu=of.load_cpu)
 
 

@@ -21,7 +21,7 @@ blocks would be made anew all the time. A kind that has not come for many tasks 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -214,15 +214,9 @@ class BlockPool:
     def _take(self, wanted: int) -> Block | None:
         # A block up to twice as large will do: with sizes that vary, more would turn small batches
         # into holders of large blocks.
-        if not self.free_blocks:
-            return None
-        for at in range(bisect_left(self._sizes, wanted), len(self._sizes)):
-            size = self._sizes[at]
-            if size > 2 * wanted:
-                return None
+        for size in self._sizes[bisect_left(self._sizes, wanted) : bisect_right(self._sizes, 2 * wanted)]:
             if self._free[size]:
-                offset = self._free[size].pop()
-                return self._move(offset, "grant")
+                return self._move(self._free[size].pop(), "grant")
         return None
 
     def accept(

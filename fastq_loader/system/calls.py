@@ -56,11 +56,9 @@ def _call(name: str, *arguments: int | bytes | None) -> int:
     library = ctypes.CDLL(None, use_errno=True)
     function = getattr(library, name, None)
     typed = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
-    if function is None and name in _NUMBERS:
-        function = library.syscall
-        typed.insert(0, ctypes.c_long(_NUMBERS[name]))
     if function is None:
-        raise OSError(errno.ENOSYS, f"{name}: {os.strerror(errno.ENOSYS)}")
+        function = library.syscall
+        typed.insert(0, ctypes.c_long(_NUMBERS.get(name, -1)))
     result: int = function(*typed)
     if result < 0:
         number = ctypes.get_errno()
