@@ -11,7 +11,6 @@ import pickle
 import sys
 import warnings
 from collections.abc import Collection
-from types import FrameType
 from typing import Any
 
 
@@ -61,7 +60,7 @@ class LoaderHint(UserWarning):
 
 
 class SameOrder(LoaderHint):
-    """A sampler with `set_epoch` gave the same shuffle in two epochs: nobody told it the epoch.
+    """A sampler with `set_epoch` gave the same shuffle in two epochs: it was not told the epoch.
 
     The first 32 batches are compared. Not given for an order that ascends, with `shuffle=False`, for fewer
     than 2 batches or 20 samples, where the sampler was told another epoch, or where the first of the two was
@@ -120,17 +119,13 @@ def warn_user(text: str, category: type[Warning]) -> None:
     `warnings.warn` fails where stderr is closed, and not where it is None or its pipe is gone; this does not.
     """
     depth, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_ours(frame):
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(f"{__package__}."):
         depth, frame = depth + 1, frame.f_back
     try:
         warnings.warn(text, category, stacklevel=depth)
     except ValueError:
         if not getattr(sys.stderr, "closed", False):
             raise
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith(f"{__package__}.")
 
 
 def is_int(value: Any) -> bool:

@@ -32,7 +32,7 @@ class Resources:
         session: its way to a device, once an iteration has begun, or None.
         idle: the staging of iterations without workers that are over, to be used again.
         place: of the newest epoch the record, or None, and what the next one goes on from, or None; as one
-            immutable record, for whoever asks in another thread.
+            immutable record, which other threads can read.
         held: gives the state of before, while an epoch is being begun; else None.
         shared: states of shared generators that the first epoch begins from, because a state says so.
         hinted: what the user was told of, and is not told again.

@@ -6,7 +6,7 @@ were, also where the setting is to load without workers. The step is simulated b
 accelerator uses no CPU of this process. Batches stay on the host, and are not pinned: no context of an
 accelerator outlives a fork.
 
-The child starts as the loader's workers do: whoever chose "spawn" has a reason. It ends with all of its
+The child starts as the loader's workers do: "spawn" is chosen for a reason. It ends with all of its
 workers: in time by itself, on SIGINT when the consumer or Ctrl-C asks for it, and when the consumer dies.
 """
 
@@ -247,7 +247,7 @@ class _Trial:
                 return
 
     def _weigh(self) -> None:
-        """Note what a worker has of memory that it shares with nobody."""
+        """Note how much memory a worker has that it does not share."""
         for worker in self._loader.statistics().workers:
             with contextlib.suppress(OSError):  # it has ended, or is not ours to look into
                 text = Path(f"/proc/{worker.pid}/smaps_rollup").read_text()

@@ -2,7 +2,7 @@
 
 Runs in the consumer; each trial runs in a process of its own, see `trials`.
 
-Two settings are measured first: the loader's own, and one worker, which tells what a batch costs when nobody
+Two settings are measured first: the loader's own, and one worker, which tells what a batch costs when nothing
 competes for the CPUs. The model says from that what every other setting is worth. The most promising ones are
 measured in rounds, in turn, so that what else the machine does hits all alike: each round takes the same
 share of the time, and the better half goes on. Settings within the noise of the best are equal. Of equals the

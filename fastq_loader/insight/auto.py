@@ -167,8 +167,8 @@ class Chooser:
             if started != number:
                 return number
         self._started = None
-        spent = epoch.nanoseconds - (epoch.spent["start_up"] if persistent else 0)
-        remember(self.seen, Seen(number, spent / 1e9 / epoch.batches, costs))
+        took = epoch.nanoseconds - (epoch.spent["start_up"] if persistent else 0)
+        remember(self.seen, Seen(number, took / 1e9 / epoch.batches, costs))
         each = _WORKER_BYTES + (prefetch + 1) * counters.bytes / max(1, counters.batches)
         held = number if persistent else 0  # their memory is used already
         most = held + machine.memory_bytes() * _MEMORY_SHARE / machine.ranks() // each

@@ -297,7 +297,7 @@ class Allocator:
             return fresh, returned
 
     def _reclaim(self) -> None:
-        """Blocks that nobody holds can be written to again, those of the batch too."""
+        """Blocks that are not held can be written to again, those of the batch too."""
         self._rest = None
         if self._open or self._dropped:
             self._drain()

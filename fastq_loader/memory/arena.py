@@ -10,9 +10,9 @@ or writes, one by one, for as long as it does. Each worker makes new blocks in a
 own. The memory of a memfd is not bound by the size of /dev/shm, has no name, and goes with its last holder.
 
 A finalizer may run on any thread, at any moment. So that of a lease only appends to a queue. Once the loader
-is closed nobody reads that queue. What is left of the arena then is the blocks that users hold: no
+is closed, that queue is not read any more. What is left of the arena then is the blocks that users hold: no
 descriptor, and no other addresses. The dying lease gives back the pages and the addresses of its own block,
-which nobody else can reach any more.
+to which there is no other way any more.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class Lease:
             if not seen:
                 try:  # noqa: SIM105 - `suppress` takes three calls
                     arena.mapping.words[offset // SMALLEST * 2 + 1] = self._number
-                except ValueError:  # the loader was closed meanwhile on another thread: nobody looks
+                except ValueError:  # the loader was closed meanwhile on another thread: it is not looked at
                     pass
-        if arena.retired:  # or was, on another thread, and nobody has read the queue
+        if arena.retired:  # or was, on another thread, and the queue is not read
             self._memory.unmap(self._offset, pages=not seen)

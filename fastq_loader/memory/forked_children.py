@@ -6,7 +6,7 @@ ended or runs another program. `ForkedChildren` tells its owner: the arena, for 
 and a worker's allocator, for what a batch is being written to.
 
 The child holds one end of a pipe, which closes when it and its own children are gone. Where descriptors are
-used up there is no pipe: nobody knows when the child ends, and it counts as alive as long as its owner is in
+used up there is no pipe: the end of the child is unknown, and it counts as alive as long as its owner is in
 use.
 
 Points in time are moments: numbers that grow from call to call, on all threads. A fork takes more than one
@@ -52,9 +52,7 @@ class _Child:
         self.write: list[int] = []
         if watched:
             with contextlib.suppress(OSError):  # descriptors are used up
-                read, write = os.pipe()
-                self.read.append(read)
-                self.write.append(write)
+                self.read, self.write = ([end] for end in os.pipe())
 
     def gone(self) -> bool:
         """Whether it is known to have ended, with its own children, or to run another program."""
@@ -145,8 +143,7 @@ _forks = _Forks()
 
 
 def _living() -> list[ForkedChildren]:
-    found = [reference() for reference in _registry.valuerefs()]
-    return [children for children in found if children is not None]
+    return [children for reference in _registry.valuerefs() if (children := reference()) is not None]
 
 
 def _before_fork() -> None:

@@ -9,7 +9,7 @@ which a worker may write.
 A held block can be *promised*. The user is about to drop the batch before the one that is handed out, and
 its block should serve the next task. When the last lease dies, its finalizer marks the block in shared
 memory, and the worker finds the mark. If it finds none, it makes a new block and declines. So the pool needs
-one batch less than if the consumer had to hear of the release first, and no message is spent on it.
+one batch less than if the consumer had to hear of the release first, and that takes no message.
 
 A worker makes new blocks on its own when no granted block fits, in a part of the arena's address range that
 belongs to it. The pool adopts them when it hears of them. So no worker ever waits for space.

@@ -52,7 +52,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def now(loader: Loader) -> dict[str, Any]:
-    """The state of a loader, for whoever asks: on any thread, or in a handler of a signal."""
+    """The state of a loader. May be called on any thread, and in a handler of a signal."""
     resources = loader._resources
     while True:  # once, unless another thread begins an epoch meanwhile
         held, place = resources.held, resources.place
@@ -67,7 +67,7 @@ def begun(loader: Loader, begin: Callable[[], T]) -> T:
     """Begin an epoch. Meanwhile the state of the loader is that of before; and if it was asked for before
     the first epoch, this draws what it would have drawn then."""
     resources = loader._resources
-    with contextlib.suppress(Exception):  # of user code; whoever asks hears of it
+    with contextlib.suppress(Exception):  # of user code; `now` raises it
         resources.held = _hold(loader)
     try:
         with generators.as_at(resources.shared):
