@@ -27,7 +27,7 @@ from fastq_loader.insight import machine
 from fastq_loader.insight.model import NOISE, Costs, Setting, most_workers, numbers, seconds_per_batch
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory import arena
-from fastq_loader.trials import Measured
+from fastq_loader.trials import Measured, settings_of
 
 #: The part of the memory that workers and batches may take.
 _MEMORY_SHARE = 0.8
@@ -182,7 +182,7 @@ def _trying(
         if progress and (tenth := int(10 * passed / seconds)) > told:
             told = tenth
             with contextlib.suppress(AttributeError, OSError, ValueError):  # there is no stderr, or no more
-                sys.stderr.write(f"tune: {passed:.0f} of {seconds:.0f} s: {_words(_settings(setting))}\n")
+                sys.stderr.write(f"tune: {passed:.0f} of {seconds:.0f} s: {_words(settings_of(setting))}\n")
                 sys.stderr.flush()
         return trials.measure(loader, setting, step, duration, patience)
 
@@ -193,7 +193,7 @@ def _result(
     loader: DataLoader[Any], ranked: list[Row], own: Setting, step: float, interrupted: bool
 ) -> Tuning:
     rows = tuple(
-        TuningRow(_settings(row.setting), row.rate, row.spread, row.expected, row.setting == own, row.error)
+        TuningRow(settings_of(row.setting), row.rate, row.spread, row.expected, row.setting == own, row.error)
         for row in ranked
     )
     failed = [row for row in rows if row.error is not None]
@@ -203,20 +203,6 @@ def _result(
     if interrupted:
         notes.append("It was interrupted: this is what was measured so far.")
     return Tuning(rows[0].settings, rows, step, tuple(notes), trials.like(loader, ranked[0].setting))
-
-
-def _settings(setting: Setting) -> dict[str, Any]:
-    """The arguments of `DataLoader` that make a setting."""
-    if not setting.num_workers:
-        return {"num_workers": 0}
-    settings: dict[str, Any] = {
-        "num_workers": setting.num_workers,
-        "prefetch_factor": setting.prefetch_factor,
-        "schedule": "dynamic" if setting.dynamic else "round_robin",
-    }
-    if setting.start_method is not None:
-        settings["multiprocessing_context"] = setting.start_method
-    return settings
 
 
 # ---- what may be tried ---------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class Room(NamedTuple):
 ROOMS = {
     "__main__": Room("tuning"),
     "tuning": Room("trials loader insight arguments memory errors"),
-    "trials": Room("loader insight workers scheduling packing system"),
+    "trials": Room("loader insight arguments workers packing system"),
     "loader": Room(
         "iterators resources insight resume arguments consumer workers device scheduling reading tracing "
         "statistics"

@@ -13,7 +13,7 @@ from itertools import combinations
 from math import ceil
 from typing import Any
 
-from fastq_loader.insight.model import Costs, Evidence, Setting, seconds_per_batch
+from fastq_loader.insight.model import Costs, Evidence, seconds_per_batch
 from fastq_loader.statistics.epoch import FIRST_BATCHES, EpochCounters
 
 #: Of a worker's first batches: a digest, and the bytes that it was made of.
@@ -312,18 +312,14 @@ def tiny_batches(epoch: EpochCounters, workers: int) -> str | None:
     if batches < LEAST_BATCHES or not epoch.costs:
         return None
     seconds = {cause: nanoseconds / 1e9 / batches for cause, nanoseconds in epoch.spent.items()}
-    costs = Costs(
-        (epoch.load / 1e9,),
-        draw=seconds["sampler"],
-        step=seconds["consumer"] + seconds["device_copy"],
-    )
-    alone = seconds_per_batch(costs, Setting(0), 1)
+    load = epoch.load / 1e9
+    alone = load + seconds["sampler"] + seconds["consumer"] + seconds["device_copy"]
     took = epoch.nanoseconds / 1e9 / batches - seconds["start_up"]
     if took < _LEAST_TIMES * alone or (took - alone) * batches < _LEAST_SECONDS:
         return None
     of = f"{workers} worker{'s' * (workers > 1)}"
     return (
-        f"A batch takes {costs.load * 1e6:.0f} µs to load, and {took * 1e6:.0f} µs with its way from {of} "
+        f"A batch takes {load * 1e6:.0f} µs to load, and {took * 1e6:.0f} µs with its way from {of} "
         f"and the step: with num_workers=0 this epoch of {batches} batches would have taken about "
         f"{alone * batches:.1f} s in place of {took * batches:.1f} s. Use that, or larger batches"
     )
