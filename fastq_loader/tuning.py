@@ -228,12 +228,7 @@ class Limits:
 
 
 def checked(
-    loader: Any,
-    step_seconds: Any,
-    seconds: Any,
-    start_methods: Sequence[str] | None,
-    schedules: Sequence[str] | None,
-    max_workers: Any,
+    loader: Any, step_seconds: Any, seconds: Any, start_methods: Any, schedules: Any, max_workers: Any
 ) -> tuple[Setting, Limits]:
     """The loader's own setting, and what may be tried; for arguments and errors see `tune`."""
     if not isinstance(loader, DataLoader):

@@ -81,13 +81,7 @@ def begun(loader: Loader, begin: Callable[[], T]) -> T:
 def _hold(loader: Loader) -> Callable[[], dict[str, Any]]:
     """What gives the state of now while an epoch begins. Few ask then: what cannot change is read later."""
     record, loaded = loader._resources.place
-    if (
-        loaded is None
-        and record is not None
-        and record.over
-        and record.shown is None
-        and record.order.traits.still
-    ):
+    if record and not loaded and record.over and not record.shown and record.order.traits.still:
         seen = record.order.seen()
         return lambda: state_of(loader, record, seen)
     state = _of_place(loader)
@@ -103,10 +97,9 @@ def _of_place(loader: Loader) -> dict[str, Any]:
 
 def _shared(loader: Loader) -> dict[str, Any]:
     """The states of the shared generators that an epoch draws from when it begins."""
-    names = {
-        *samplers.shared_generators(loader._index_sampler),
-        *(["torch"] if loader.generator is None else []),
-    }
+    names = set(samplers.shared_generators(loader._index_sampler))
+    if loader.generator is None:
+        names.add("torch")
     return {name: generators.state_of(generators.GLOBAL[name]) for name in names}
 
 
