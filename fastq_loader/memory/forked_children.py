@@ -54,10 +54,6 @@ class _Child:
             with contextlib.suppress(OSError):  # descriptors are used up
                 self.read, self.write = ([end] for end in os.pipe())
 
-    def gone(self) -> bool:
-        """Whether it is known to have ended, with its own children, or to run another program."""
-        return self.ended < _NEVER and bool(self.read and calls.readable(self.read, 0))
-
 
 def _close(descriptors: list[int]) -> None:
     with contextlib.suppress(IndexError):  # it is closed already
@@ -87,9 +83,9 @@ class ForkedChildren:
         return any(born < child.ended and died > child.began for child in tuple(self.alive))
 
     def reap(self) -> None:
-        """Forget the children that are gone."""
+        """Forget the children that have ended, with their own children, or run another program."""
         for child in tuple(self.alive):
-            if child.gone():
+            if child.ended < _NEVER and child.read and calls.readable(child.read, 0):
                 self._forget(child)
 
     def close(self) -> None:
