@@ -63,14 +63,12 @@ class Demand:
     Attributes:
         tasks: that there have been.
         wanted: bytes of the blocks that serve every recent kind of batch, each by itself; descending.
-        wanted_bytes: their sum.
         batch_bytes: of a batch's blocks: a maximum that fades over some hundred batches.
     """
 
     def __init__(self) -> None:
         self.tasks = 0
         self.wanted: tuple[int, ...] = ()
-        self.wanted_bytes = 0
         self.batch_bytes = 0.0
         self._kinds: dict[tuple[int, ...], int] = {}  # bytes of a batch's blocks → its task; newest last
         self._next_check = EXPECTED
@@ -97,7 +95,6 @@ class Demand:
                     wanted.append(size)
             wanted.sort(reverse=True)
         self.wanted = tuple(wanted)
-        self.wanted_bytes = sum(wanted)
 
     def cold(self) -> int:
         """Now and then the task since which blocks should have been used; 0: not yet.
@@ -240,16 +237,15 @@ class BlockPool:
             self._adopt(worker, offset, size)
         if returned:
             self.give_back(returned)
-        needs: list[int] = []
-        for offset, need in used:
+        for offset, _ in used:
             self._move(offset, "fill").last_task = self.demand.tasks
-            needs += (need,)
         for offset, size in given:
             block = self._blocks[offset]
             if block.state == GRANTED and not block.kept and block.writer == (worker, None):
                 block.kept = True
                 self._kept_bytes += size
-        if needs:
+        if used:
+            needs = [need for _, need in used]
             if needs != self._needs:
                 self._needs, self._kind = needs, tuple(sorted(map(size_class, needs), reverse=True))
             self.demand.learn(self._kind)
@@ -349,7 +345,7 @@ class BlockPool:
             free = self._free[size]
             while free and self._blocks[free[0]].last_task < since:
                 taken.append(self._take_coldest(size))
-        needed = batches * max(demand.batch_bytes, demand.wanted_bytes)
+        needed = batches * max(demand.batch_bytes, sum(demand.wanted))
         spare = self.nbytes - self._held_bytes - self._kept_bytes - int(needed)
         for size in reversed(self._sizes) if spare > 0 else ():
             while self._free[size] and spare >= size:
