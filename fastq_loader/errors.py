@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import sys
 import warnings
-from types import FrameType
+from collections.abc import Collection
 from typing import Any
 
 
@@ -60,7 +60,7 @@ class LoaderHint(UserWarning):
 
 
 class SameOrder(LoaderHint):
-    """A sampler with `set_epoch` gave the same shuffle in two epochs: nobody told it the epoch.
+    """A sampler with `set_epoch` gave the same shuffle in two epochs: it was not told the epoch.
 
     The first 32 batches are compared. Not given for an order that ascends, with `shuffle=False`, for fewer
     than 2 batches or 20 samples, where the sampler was told another epoch, or where the first of the two was
@@ -119,7 +119,7 @@ def warn_user(text: str, category: type[Warning]) -> None:
     `warnings.warn` fails where stderr is closed, and not where it is None or its pipe is gone; this does not.
     """
     depth, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_ours(frame):
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(f"{__package__}."):
         depth, frame = depth + 1, frame.f_back
     try:
         warnings.warn(text, category, stacklevel=depth)
@@ -128,13 +128,19 @@ def warn_user(text: str, category: type[Warning]) -> None:
             raise
 
 
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith(f"{__package__}.")
-
-
 def is_int(value: Any) -> bool:
     """Whether an argument is a whole number; True is none."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def checked_names(argument: str, names: Any, known: Collection[str], least: int = 0) -> list[str]:
+    """The names that an argument gives, each once: at least so many of the `known` ones."""
+    if isinstance(names, str):
+        raise TypeError(f"{argument}={names!r} must be a collection of names: {argument}=({names!r},)")
+    chosen = list(dict.fromkeys(names))
+    if len(chosen) < least or set(chosen) - set(known):
+        raise ValueError(f"{argument}={names!r} is not possible here: use some of {', '.join(known)}")
+    return chosen
 
 
 def shorten(value: Any, limit: int = 80) -> str:

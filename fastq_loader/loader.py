@@ -168,12 +168,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _choose_workers(self) -> None:
         """`num_workers="auto"`: as many as the epoch that begins is to have. Those of another number end."""
         resources, number = self._resources, int(self.num_workers)
-        resources.chooser = chooser = resources.chooser or auto.Chooser()
         if resources.saved is not None:  # the rest of an epoch whose workers may have said where they stand
             chosen = len(resources.saved.progress.workers) or number
         else:
             prefetch = self.prefetch_factor or 2
-            chosen = chooser.next_number(number, resources.counters, prefetch, self.persistent_workers)
+            counters, stay = resources.counters, self.persistent_workers
+            chosen = resources.chooser.next_number(number, counters, prefetch, stay)
         if chosen != number and self.persistent_workers:
             resources.close_engines(f"num_workers='auto' has come to {chosen}")
         self.num_workers = Auto(chosen)

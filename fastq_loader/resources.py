@@ -13,6 +13,7 @@ from typing import Any
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.device.staging import DeviceSession, SerialStaging
 from fastq_loader.errors import LoaderHint
+from fastq_loader.insight.auto import Chooser
 from fastq_loader.resume.record import EpochRecord, Saved
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers import stopping
@@ -31,11 +32,11 @@ class Resources:
         session: its way to a device, once an iteration has begun, or None.
         idle: the staging of iterations without workers that are over, to be used again.
         place: of the newest epoch the record, or None, and what the next one goes on from, or None; as one
-            immutable record, for whoever asks in another thread.
+            immutable record, which other threads can read.
         held: gives the state of before, while an epoch is being begun; else None.
         shared: states of shared generators that the first epoch begins from, because a state says so.
         hinted: what the user was told of, and is not told again.
-        chooser: an `insight.auto.Chooser`, once the loader has chosen its number of workers; else None.
+        chooser: of `num_workers="auto"`: how many workers the next epoch gets.
     """
 
     def __init__(self, owner: object | None = None, saved: Saved | None = None) -> None:
@@ -48,7 +49,7 @@ class Resources:
         self.held: Callable[[], dict[str, Any]] | None = None
         self.shared: dict[str, Any] = {}
         self.hinted: set[type[LoaderHint]] = set()
-        self.chooser: Any = None
+        self.chooser = Chooser()
 
     @property
     def record(self) -> EpochRecord | None:

@@ -6,7 +6,7 @@ were, also where the setting is to load without workers. The step is simulated b
 accelerator uses no CPU of this process. Batches stay on the host, and are not pinned: no context of an
 accelerator outlives a fork.
 
-The child starts as the loader's workers do: whoever chose "spawn" has a reason. It ends with all of its
+The child starts as the loader's workers do: "spawn" is chosen for a reason. It ends with all of its
 workers: in time by itself, on SIGINT when the consumer or Ctrl-C asks for it, and when the consumer dies.
 """
 
@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastq_loader import arguments
 from fastq_loader.insight.model import Costs, Setting, costs_of
 from fastq_loader.loader import DataLoader
 from fastq_loader.packing.pickling import dump_exception, load_exception
-from fastq_loader.scheduling.schedules import Dynamic, read_schedule
 from fastq_loader.system import calls
 from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Child, leave_with
@@ -58,21 +58,30 @@ class Measured:
     worker_bytes: float = 0.0
 
 
+def settings_of(setting: Setting) -> dict[str, Any]:
+    """The arguments of `DataLoader` that make a setting."""
+    if not setting.num_workers:
+        return {"num_workers": 0}
+    settings: dict[str, Any] = {
+        "num_workers": setting.num_workers,
+        "prefetch_factor": setting.prefetch_factor,
+        "schedule": "dynamic" if setting.dynamic else "round_robin",
+    }
+    if setting.start_method is not None:
+        settings["multiprocessing_context"] = setting.start_method
+    return settings
+
+
 def like(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
     """A new loader with another setting, and everything else as it is.
 
     Its attributes are such that the constructor would take them: without workers, none of what goes with them
     is left.
     """
-    new = copy.copy(loader)
-    changed: dict[str, Any] = {"num_workers": setting.num_workers}
-    if setting.dynamic != isinstance(read_schedule(loader.schedule), Dynamic):
-        changed["schedule"] = "dynamic" if setting.dynamic else "round_robin"
-    if setting.num_workers:
-        changed["prefetch_factor"] = setting.prefetch_factor
-        if setting.start_method is not None:
-            changed["multiprocessing_context"] = setting.start_method
-    else:
+    new, changed = copy.copy(loader), settings_of(setting)
+    if setting.dynamic == arguments.is_dynamic(loader):
+        changed.pop("schedule", None)  # as it was said
+    if not setting.num_workers:
         changed |= {"prefetch_factor": None, "persistent_workers": False, "timeout": 0}
         changed["multiprocessing_context"] = None
     for name, value in changed.items():
@@ -240,7 +249,7 @@ class _Trial:
                 return
 
     def _weigh(self) -> None:
-        """Note what a worker has of memory that it shares with nobody."""
+        """Note how much memory a worker has that it does not share."""
         for worker in self._loader.statistics().workers:
             with contextlib.suppress(OSError):  # it has ended, or is not ours to look into
                 text = Path(f"/proc/{worker.pid}/smaps_rollup").read_text()

@@ -2,7 +2,7 @@
 
 Runs in the consumer; each trial runs in a process of its own, see `trials`.
 
-Two settings are measured first: the loader's own, and one worker, which tells what a batch costs when nobody
+Two settings are measured first: the loader's own, and one worker, which tells what a batch costs when nothing
 competes for the CPUs. The model says from that what every other setting is worth. The most promising ones are
 measured in rounds, in turn, so that what else the machine does hits all alike: each round takes the same
 share of the time, and the better half goes on. Settings within the noise of the best are equal. Of equals the
@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastq_loader import arguments, trials
-from fastq_loader.errors import is_int
+from fastq_loader.errors import checked_names, is_int
 from fastq_loader.insight import machine
 from fastq_loader.insight.model import NOISE, Costs, Setting, most_workers, numbers, seconds_per_batch
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory import arena
-from fastq_loader.trials import Measured
+from fastq_loader.trials import Measured, settings_of
 
 #: The part of the memory that workers and batches may take.
 _MEMORY_SHARE = 0.8
@@ -182,7 +182,7 @@ def _trying(
         if progress and (tenth := int(10 * passed / seconds)) > told:
             told = tenth
             with contextlib.suppress(AttributeError, OSError, ValueError):  # there is no stderr, or no more
-                sys.stderr.write(f"tune: {passed:.0f} of {seconds:.0f} s: {_words(_settings(setting))}\n")
+                sys.stderr.write(f"tune: {passed:.0f} of {seconds:.0f} s: {_words(settings_of(setting))}\n")
                 sys.stderr.flush()
         return trials.measure(loader, setting, step, duration, patience)
 
@@ -193,7 +193,7 @@ def _result(
     loader: DataLoader[Any], ranked: list[Row], own: Setting, step: float, interrupted: bool
 ) -> Tuning:
     rows = tuple(
-        TuningRow(_settings(row.setting), row.rate, row.spread, row.expected, row.setting == own, row.error)
+        TuningRow(settings_of(row.setting), row.rate, row.spread, row.expected, row.setting == own, row.error)
         for row in ranked
     )
     failed = [row for row in rows if row.error is not None]
@@ -203,20 +203,6 @@ def _result(
     if interrupted:
         notes.append("It was interrupted: this is what was measured so far.")
     return Tuning(rows[0].settings, rows, step, tuple(notes), trials.like(loader, ranked[0].setting))
-
-
-def _settings(setting: Setting) -> dict[str, Any]:
-    """The arguments of `DataLoader` that make a setting."""
-    if not setting.num_workers:
-        return {"num_workers": 0}
-    settings: dict[str, Any] = {
-        "num_workers": setting.num_workers,
-        "prefetch_factor": setting.prefetch_factor,
-        "schedule": "dynamic" if setting.dynamic else "round_robin",
-    }
-    if setting.start_method is not None:
-        settings["multiprocessing_context"] = setting.start_method
-    return settings
 
 
 # ---- what may be tried ---------------------------------------------------------------------------
@@ -242,12 +228,7 @@ class Limits:
 
 
 def checked(
-    loader: Any,
-    step_seconds: Any,
-    seconds: Any,
-    start_methods: Sequence[str] | None,
-    schedules: Sequence[str] | None,
-    max_workers: Any,
+    loader: Any, step_seconds: Any, seconds: Any, start_methods: Any, schedules: Any, max_workers: Any
 ) -> tuple[Setting, Limits]:
     """The loader's own setting, and what may be tried; for arguments and errors see `tune`."""
     if not isinstance(loader, DataLoader):
@@ -262,10 +243,11 @@ def checked(
         _check_number("step_seconds", step_seconds, least=0.0)
     if max_workers is not None and (not is_int(max_workers) or max_workers < 0):
         raise ValueError(f"max_workers={max_workers!r} must be a number of workers, 0 or more, or None")
-    methods = _names("start_methods", start_methods, multiprocessing.get_all_start_methods())
+    there = multiprocessing.get_all_start_methods()
+    methods = None if start_methods is None else checked_names("start_methods", start_methods, there, 1)
     dynamic = arguments.is_dynamic(loader)
     known = ["dynamic" if dynamic else "round_robin"] if arguments.is_iterable(loader) else list(_SCHEDULES)
-    tried = _names("schedules", schedules, known) or known
+    tried = known if schedules is None else checked_names("schedules", schedules, known, 1)
     method = None if methods is None else trials.start_method(loader)
     own = Setting(int(loader.num_workers), loader.prefetch_factor or 2, dynamic, start_method=method)
     limits = Limits(
@@ -283,17 +265,6 @@ def _check_number(name: str, value: Any, least: float) -> None:
         raise TypeError(f"{name}={value!r} must be a number of seconds")
     if not least <= value < math.inf:
         raise ValueError(f"{name}={value!r} must be {least:g} seconds or more")
-
-
-def _names(argument: str, names: Any, known: Sequence[str]) -> list[str] | None:
-    if names is None:
-        return None
-    if isinstance(names, str):
-        raise TypeError(f"{argument}={names!r} must be a collection of names: {argument}=({names!r},)")
-    chosen = list(dict.fromkeys(names))
-    if not chosen or set(chosen) - set(known):
-        raise ValueError(f"{argument}={names!r} is not possible here: use some of {', '.join(known)}")
-    return chosen
 
 
 # ---- the search -----------------------------------------------------------------------------------
@@ -332,6 +303,7 @@ class Row:
         return (max(rates) - min(rates)) / 2 / self.rate if len(rates) > 1 else None
 
 
+@dataclass
 class Search:
     """Finds the best setting.
 
@@ -346,24 +318,18 @@ class Search:
         rows: what was measured, by setting.
     """
 
-    def __init__(
-        self,
-        own: Setting,
-        limits: Limits,
-        measure: Callable[[Setting, float, float], Measured],
-        clock: Callable[[], float],
-        seconds: float,
-    ) -> None:
-        self._own = own
-        self._limits = limits
-        self._measure = measure
-        self._clock = clock
-        self._seconds = seconds
-        self._until = clock() + seconds
-        self._overhead = 0.0  # seconds that a measurement takes besides
-        self._least = _LEAST_SECONDS  # of one measurement
-        self.rows: dict[Setting, Row] = {}
-        self._survivors: list[Row] = []
+    own: Setting
+    limits: Limits
+    measure: Callable[[Setting, float, float], Measured]
+    clock: Callable[[], float]
+    seconds: float
+    rows: dict[Setting, Row] = field(default_factory=dict)
+    _survivors: list[Row] = field(default_factory=list)
+    _overhead: float = 0.0  # seconds that a measurement takes besides
+    _least: float = _LEAST_SECONDS  # of one measurement
+
+    def __post_init__(self) -> None:
+        self._until = self.clock() + self.seconds
 
     def run(self) -> None:
         """Measure until one setting is left, or the time is over.
@@ -376,7 +342,7 @@ class Search:
             row.expected = expected.get(row.setting)
         # As many as can be measured in half of the time that is left.
         affordable = max(2, min(_MOST, int(self._left / 2 / (self._least + self._overhead))))
-        chosen = promising(expected, self._own, affordable)
+        chosen = promising(expected, self.own, affordable)
         probed = [each for each in self.rows if each in expected]
         for each in dict.fromkeys([*chosen[:1], *probed, *chosen[1:]][:_MOST]):
             self._survivors.append(self.rows.setdefault(each, Row(each, expected[each])))
@@ -399,19 +365,19 @@ class Search:
 
     @property
     def _left(self) -> float:
-        return self._until - self._clock()
+        return self._until - self.clock()
 
     def _probe(self) -> tuple[Measured, Costs]:
         """Measure the loader's own setting, and one worker if there is time; the one that tells what a batch
         costs."""
-        one = replace(self._own, num_workers=1, prefetch_factor=2)
-        seconds, known = self._seconds * _PROBES / 2, []
-        for setting in dict.fromkeys([self._own, one] if self._limits.most_workers != 0 else [self._own]):
+        one = replace(self.own, num_workers=1, prefetch_factor=2)
+        seconds, known = self.seconds * _PROBES / 2, []
+        for setting in dict.fromkeys([self.own, one] if self.limits.most_workers != 0 else [self.own]):
             if self._left > 0:
-                row, began = self.rows.setdefault(setting, Row(setting)), self._clock()
+                row, began = self.rows.setdefault(setting, Row(setting)), self.clock()
                 row.probe = self._try(row, seconds)
                 if row.probe is not None and row.probe.costs:
-                    self._overhead = max(0.0, self._clock() - began - seconds)
+                    self._overhead = max(0.0, self.clock() - began - seconds)
                     known.append((row.probe, row.probe.costs))
         if not known:
             raise next(row.error for row in self.rows.values() if row.error is not None)
@@ -419,7 +385,7 @@ class Search:
 
     def _expected(self, measured: Measured, costs: Costs) -> dict[Setting, float]:
         """Batches per second of every setting, by the model."""
-        limits, own = self._limits, self._own
+        limits, own = self.limits, self.own
         wanted = max(
             _LEAST_BATCHES * max(costs.load + costs.pack, costs.step), _LEAST_LATE * max(costs.loads)
         )
@@ -449,7 +415,7 @@ class Search:
     def _try(self, row: Row, seconds: float) -> Measured | None:
         try:
             patience = max(seconds + 2 * self._overhead + _SLACK, self._left)
-            return self._measure(row.setting, seconds, patience)
+            return self.measure(row.setting, seconds, patience)
         except Exception as error:
             row.error = error
             return None
@@ -457,7 +423,7 @@ class Search:
     def _rank(self, rows: Iterable[Row]) -> Callable[[Row], tuple[object, ...]]:
         """Sorts by speed, and those within the noise of the best by what they take."""
         enough = max((row.rate for row in rows), default=0.0) * (1 - NOISE)
-        own = self._own
+        own = self.own
         return lambda row: (True, -row.rate) if row.rate < enough else (False, *price(row.setting, own))
 
 

@@ -34,7 +34,7 @@ class Room(NamedTuple):
 ROOMS = {
     "__main__": Room("tuning"),
     "tuning": Room("trials loader insight arguments memory errors"),
-    "trials": Room("loader insight workers scheduling packing system"),
+    "trials": Room("loader insight arguments workers packing system"),
     "loader": Room(
         "iterators resources insight resume arguments consumer workers device scheduling reading tracing "
         "statistics"
@@ -42,7 +42,7 @@ ROOMS = {
     "iterators": Room(
         "insight resume arguments consumer workers device scheduling reading statistics ipc system errors"
     ),
-    "resources": Room("resume consumer workers device statistics errors"),
+    "resources": Room("insight resume consumer workers device statistics errors"),
     "insight": Room("workers memory system statistics", pure="model advice"),
     "resume": Room("arguments workers scheduling reading system errors"),
     "arguments": Room("remote workers device scheduling memory ipc errors"),
@@ -54,7 +54,7 @@ ROOMS = {
     "packing": Room("memory ipc system errors"),
     "reading": Room("memory ipc system", pure="first_indices"),
     "sharing": Room("memory"),
-    "memory": Room("system errors", pure="pool ledger blocks"),
+    "memory": Room("system errors", pure="pool blocks"),
     "tracing": Room("ipc system statistics errors"),
     "statistics": Room("ipc", pure="epoch snapshots"),
     "ipc": Room("system errors", pure="messages decoding"),

@@ -13,7 +13,7 @@ from itertools import combinations
 from math import ceil
 from typing import Any
 
-from fastq_loader.insight.model import Costs, Evidence, Setting, seconds_per_batch
+from fastq_loader.insight.model import Costs, Evidence, seconds_per_batch
 from fastq_loader.statistics.epoch import FIRST_BATCHES, EpochCounters
 
 #: Of a worker's first batches: a digest, and the bytes that it was made of.
@@ -57,8 +57,7 @@ def advice(evidence: Evidence, limits: Sequence[str]) -> tuple[str, ...]:
     case = _Case(evidence, evidence.costs)
     for rules in (_RULES, _OTHERWISE):
         chosen = dict.fromkeys(rule for limit in limits for rule in rules.get(limit, ()))
-        possible = (rule for rule in chosen if evidence.setting.num_workers or rule in _WITHOUT_WORKERS)
-        found = [advised for rule in possible for advised in rule(case) if advised[0] >= _LEAST_GAIN]
+        found = [advised for rule in chosen for advised in rule(case) if advised[0] >= _LEAST_GAIN]
         if found:
             found.sort(key=lambda advised: -advised[0])
             return tuple(line for _, line in found[:_LINES])
@@ -135,14 +134,15 @@ def _no_workers(case: _Case) -> Iterator[_Advised]:
     measured = (epoch.seconds - epoch.start_up_seconds) / max(1, epoch.batches)
     gain = max(measured, case.now) / case.seconds(num_workers=0)
     took = duration(case.costs.load)
-    yield gain, f"a batch takes {took} to load: num_workers=0 is {_times(gain)} as fast"
+    if case.setting.num_workers:
+        yield gain, f"a batch takes {took} to load: num_workers=0 is {_times(gain)} as fast"
 
 
 def _no_start(case: _Case) -> Iterator[_Advised]:
     """Not where a later epoch starts none, nor where `iter(dataset)` may be what takes the time: without
     workers that would be called, too."""
     epoch = case.evidence.epoch
-    if not (case.evidence.persistent or case.evidence.iterable):
+    if case.setting.num_workers and not (case.evidence.persistent or case.evidence.iterable):
         gain = epoch.seconds / (max(1, epoch.batches) * case.seconds(num_workers=0))
         yield gain, f"epochs as short as this: num_workers=0 is {_times(gain)} as fast"
 
@@ -150,7 +150,7 @@ def _no_start(case: _Case) -> Iterator[_Advised]:
 def _workers_stay(case: _Case) -> Iterator[_Advised]:
     epoch = case.evidence.epoch
     gain = epoch.seconds / max(epoch.seconds - epoch.start_up_seconds, 1e-9)
-    if not case.evidence.persistent:
+    if case.setting.num_workers and not case.evidence.persistent:
         times = f"{_times(gain)} from the second epoch on"
         if case.evidence.iterable:
             times = f"up to {times}, as far as it is not iter(dataset) that takes the time"
@@ -259,14 +259,6 @@ _RULES: dict[str, tuple[_Rule, ...]] = {
 }
 #: Where no argument would help: what the user's own code could do.
 _OTHERWISE: dict[str, tuple[_Rule, ...]] = {"workers": (_cheaper_samples,), "head_of_line": (_even_batches,)}
-#: These have an effect without workers, too.
-_WITHOUT_WORKERS = (
-    _other_workers,
-    _other_sampler,
-    _on_the_way_to_the_device,
-    _cheaper_samples,
-    _even_batches,
-)
 
 
 # ---- hints ----------------------------------------------------------------------------------------
@@ -320,18 +312,14 @@ def tiny_batches(epoch: EpochCounters, workers: int) -> str | None:
     if batches < LEAST_BATCHES or not epoch.costs:
         return None
     seconds = {cause: nanoseconds / 1e9 / batches for cause, nanoseconds in epoch.spent.items()}
-    costs = Costs(
-        (epoch.load / 1e9,),
-        draw=seconds["sampler"],
-        step=seconds["consumer"] + seconds["device_copy"],
-    )
-    alone = seconds_per_batch(costs, Setting(0), 1)
+    load = epoch.load / 1e9
+    alone = load + seconds["sampler"] + seconds["consumer"] + seconds["device_copy"]
     took = epoch.nanoseconds / 1e9 / batches - seconds["start_up"]
     if took < _LEAST_TIMES * alone or (took - alone) * batches < _LEAST_SECONDS:
         return None
     of = f"{workers} worker{'s' * (workers > 1)}"
     return (
-        f"A batch takes {costs.load * 1e6:.0f} µs to load, and {took * 1e6:.0f} µs with its way from {of} "
+        f"A batch takes {load * 1e6:.0f} µs to load, and {took * 1e6:.0f} µs with its way from {of} "
         f"and the step: with num_workers=0 this epoch of {batches} batches would have taken about "
         f"{alone * batches:.1f} s in place of {took * batches:.1f} s. Use that, or larger batches"
     )

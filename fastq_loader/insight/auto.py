@@ -115,10 +115,7 @@ def decide(seen: Sequence[Seen], cpus: float, most: float, prefetch: int) -> int
 def _with_transport(seen: Sequence[Seen]) -> Costs:
     """The newest costs. An epoch without workers does not tell what they add, so an older one does."""
     newest = seen[-1].costs
-    with_workers = [epoch.costs for epoch in seen if epoch.workers]
-    if seen[-1].workers or not with_workers:
-        return newest
-    of = with_workers[-1]
+    of = next((epoch.costs for epoch in reversed(seen) if epoch.workers), newest)
     return replace(newest, pack=of.pack, overhead=of.overhead, load_cpu=of.load_cpu)
 
 
@@ -170,8 +167,8 @@ class Chooser:
             if started != number:
                 return number
         self._started = None
-        spent = epoch.nanoseconds - (epoch.spent["start_up"] if persistent else 0)
-        remember(self.seen, Seen(number, spent / 1e9 / epoch.batches, costs))
+        took = epoch.nanoseconds - (epoch.spent["start_up"] if persistent else 0)
+        remember(self.seen, Seen(number, took / 1e9 / epoch.batches, costs))
         each = _WORKER_BYTES + (prefetch + 1) * counters.bytes / max(1, counters.batches)
         held = number if persistent else 0  # their memory is used already
         most = held + machine.memory_bytes() * _MEMORY_SHARE / machine.ranks() // each

@@ -173,8 +173,8 @@ class Evidence:
     Attributes:
         epoch: where its time went.
         costs: what its batches cost; None before the first.
-        setting: what was chosen, as the model has it: batches that are handed out as they come are nobody's
-            in particular, as with a dynamic schedule.
+        setting: what was chosen, as the model has it: batches that are handed out as they come belong to no
+            worker in particular, as with a dynamic schedule.
         cpus: how many CPUs all processes may use together.
         workers: what they did; none without workers.
         late: batches of the epoch that held up others, the worst first.

@@ -237,12 +237,11 @@ class Allocator:
     def write(self, offset: int, source: int, nbytes: int) -> None:
         """Copy `nbytes` from an address elsewhere into the arena."""
         process_id.stay_in(self._pid)
-        if not self.mapping.whole:
-            self.mapping.write(offset, (ctypes.c_char * nbytes).from_address(source))
-        elif self.is_nontemporal(nbytes):
-            nontemporal.copy(self.mapping.base + offset, [source], nbytes)
+        address, _piece = self.mapping.reach(offset, nbytes)
+        if self.is_nontemporal(nbytes):
+            nontemporal.copy(address, [source], nbytes)
         else:
-            ctypes.memmove(self.mapping.base + offset, source, nbytes)
+            ctypes.memmove(address, source, nbytes)
 
     # ---- the answer ---------------------------------------------------------------------------
 
@@ -298,7 +297,7 @@ class Allocator:
             return fresh, returned
 
     def _reclaim(self) -> None:
-        """Blocks that nobody holds can be written to again, those of the batch too."""
+        """Blocks that are not held can be written to again, those of the batch too."""
         self._rest = None
         if self._open or self._dropped:
             self._drain()

@@ -1,6 +1,6 @@
 """The shared memory of one pool of workers: one memfd, its mapping, and the leases of what users reference.
 
-Runs in the consumer (`Arena`, `Lease`) and in its workers (`Mapping`). The ledger and the worker's allocator
+Runs in the consumer (`Arena`, `Lease`) and in its workers (`Mapping`). The pool and the worker's allocator
 decide who may use a block; this module only knows addresses.
 
 The memfd is sparse: it is as long as all that its blocks could ever take, and costs the pages that were
@@ -10,9 +10,9 @@ or writes, one by one, for as long as it does. Each worker makes new blocks in a
 own. The memory of a memfd is not bound by the size of /dev/shm, has no name, and goes with its last holder.
 
 A finalizer may run on any thread, at any moment. So that of a lease only appends to a queue. Once the loader
-is closed nobody reads that queue. What is left of the arena then is the blocks that users hold: no
+is closed, that queue is not read any more. What is left of the arena then is the blocks that users hold: no
 descriptor, and no other addresses. The dying lease gives back the pages and the addresses of its own block,
-which nobody else can reach any more.
+to which there is no other way any more.
 """
 
 from __future__ import annotations
@@ -39,9 +39,6 @@ _SMALLEST = 1 << 20  # has room for the tables
 #: It is mapped as a whole where that takes at most a quarter of RLIMIT_AS, which is not there for the arena
 #: alone. Else it is at most 16 times as long as the limit: its tables, which are mapped, take 1/512 of that.
 _SHARE, _BEYOND = 4, 16
-#: Part of RLIMIT_AS for blocks that stay mapped for the next time.
-_KEPT_SHARE = 32
-_AT_ONCE = 1 << 30  # bytes of one read; Linux reads up to 2 GiB
 
 #: Words of the claim table, see `ipc.claim_table`.
 CLAIMS = 1 << 15
@@ -70,9 +67,6 @@ class Mapping:
         self.length = length
         self.whole = whole
         self._fd = fd
-        # Parts (offset, bytes) that were used of late: mapping them anew costs a fault for each page.
-        self._mapped: dict[tuple[int, int], calls.Piece] = {}
-        self._budget = (calls.limit_of("AS") or _LARGEST) // _KEPT_SHARE
         # At the end of the range: two words for every possible start of a block (see `is_released`), claims.
         table = length // PAGE * PAGE - CLAIMS * 8
         words = (table - length // SMALLEST * 8) // PAGE * PAGE
@@ -97,43 +91,23 @@ class Mapping:
         """
         if self.whole:
             return self.base + offset, self.piece
-        piece = self._mapped.pop((offset, nbytes), None) or self._map_piece(offset, nbytes)
-        if nbytes <= self._budget:
-            self._mapped[offset, nbytes] = piece  # the newest
+        piece = calls.Piece(self._fd, offset, nbytes)
         return piece.address, piece
-
-    def _map_piece(self, offset: int, nbytes: int) -> calls.Piece:
-        kept = sum(length for _, length in self._mapped)
-        while self._mapped and kept + nbytes > self._budget:
-            oldest = next(iter(self._mapped))
-            del self._mapped[oldest]
-            kept -= oldest[1]
-        try:
-            return calls.Piece(self._fd, offset, nbytes)
-        except MemoryError:
-            if not self._mapped:
-                raise
-            self._mapped.clear()
-            return calls.Piece(self._fd, offset, nbytes)
 
     def read(self, offset: int, nbytes: int) -> memoryview | bytes:
         """Some bytes, to be copied at once."""
         if self.whole:
             return self.memory[offset : offset + nbytes]
-        return b"".join(
-            os.pread(self._fd, min(_AT_ONCE, offset + nbytes - at), at)
-            for at in range(offset, offset + nbytes, _AT_ONCE)
-        )
+        address, _piece = self.reach(offset, nbytes)
+        return calls.view(address, nbytes).tobytes()
 
     def write(self, offset: int, data: Any) -> None:
         """Copy bytes in."""
         if self.whole:
             self.memory[offset : offset + len(data)] = data
-            return
-        source = memoryview(data)
-        while source:
-            written = os.pwrite(self._fd, source, offset)
-            source, offset = source[written:], offset + written
+        else:
+            address, _piece = self.reach(offset, len(data))
+            calls.view(address, len(data))[:] = data
 
     # The words of a block hold the number of its last lease, and the number of the last lease that died.
     # The consumer writes them, and the worker to which the block is promised reads them. Numbers rather
@@ -156,16 +130,11 @@ class Mapping:
 
     # The end. No view is used any more but by a finalizer that was held up, see `mark_released`.
 
-    def cut(self, held: list[tuple[int, int]]) -> None:
-        """Blocks (offset, size) from which on each goes by itself. Those that are mapped one by one do."""
-        self.piece.cut(held if self.whole else ())
-
     def unmap_but(self, held: set[int]) -> None:
         """Unmap all but the blocks at these offsets. May be called again."""
         for view in (self.memory, self.words, self.claims):
             view.release()
-        self._mapped.clear()
-        for offset in self.piece.parts() - held:
+        for offset in self.piece.parts.keys() - held:
             self.piece.unmap(offset, pages=False)
 
 
@@ -205,12 +174,9 @@ class Arena:
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         limit = calls.limit_of("AS")
         length = min(machine * _OVERCOMMIT, _LARGEST, calls.limit_of("FSIZE") or _LARGEST)
-        if limit is not None and whole:
-            length = min(length, limit // _SHARE)
-        elif limit is not None and length > limit // _SHARE:
-            length = min(length, limit * _BEYOND)
-        else:
-            whole = True
+        whole = whole or limit is None or length <= limit // _SHARE
+        if limit is not None:
+            length = min(length, limit // _SHARE if whole else limit * _BEYOND)
         length = max(length, _SMALLEST)
         while True:
             length = length // PAGE * PAGE
@@ -276,7 +242,7 @@ class Arena:
         an interrupt cut it short."""
         mapping = self.mapping
         if not self.retired:
-            mapping.cut(held)
+            mapping.piece.cut(held if mapping.whole else ())  # pieces are cut already
             self.retired = True
         # The user's threads go on meanwhile: what they dropped has no lease any more.
         dropped = {offset: bool(died) for offset, _, died in [*self.released, *self._quarantine]}
@@ -326,7 +292,7 @@ class Lease:
             if not seen:
                 try:  # noqa: SIM105 - `suppress` takes three calls
                     arena.mapping.words[offset // SMALLEST * 2 + 1] = self._number
-                except ValueError:  # the loader was closed meanwhile on another thread: nobody looks
+                except ValueError:  # the loader was closed meanwhile on another thread: it is not looked at
                     pass
-        if arena.retired:  # or was, on another thread, and nobody has read the queue
+        if arena.retired:  # or was, on another thread, and the queue is not read
             self._memory.unmap(self._offset, pages=not seen)

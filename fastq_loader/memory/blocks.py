@@ -1,6 +1,6 @@
 """One block of shared memory: its states, its sizes, who may write to it, and where new ones have room.
 
-Pure. Used in the consumer by the ledger, in workers by the allocator, and for the sizes on both sides.
+Pure. Used in the consumer by the pool, in workers by the allocator, and for the sizes on both sides.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ FREE, GRANTED, FILLED, HELD, PROMISED = "free", "granted", "filled", "held", "pr
 #: state → event → next state. What is not listed is a defect and raises.
 BLOCK_TRANSITIONS: dict[str, dict[str, str]] = {
     FREE: {"grant": GRANTED},
-    GRANTED: {"fill": FILLED, "return": FREE, "writer_dead": FREE},
+    GRANTED: {"fill": FILLED, "give_back": FREE},
     FILLED: {"deliver": HELD, "drop": FREE},
     HELD: {"release": FREE, "promise": PROMISED},
-    PROMISED: {"release": GRANTED, "decline": HELD, "writer_dead": HELD},
+    PROMISED: {"release": GRANTED, "give_back": HELD},
 }
 
 PAGE = 4096

@@ -6,7 +6,7 @@ ended or runs another program. `ForkedChildren` tells its owner: the arena, for 
 and a worker's allocator, for what a batch is being written to.
 
 The child holds one end of a pipe, which closes when it and its own children are gone. Where descriptors are
-used up there is no pipe: nobody knows when the child ends, and it counts as alive as long as its owner is in
+used up there is no pipe: the end of the child is unknown, and it counts as alive as long as its owner is in
 use.
 
 Points in time are moments: numbers that grow from call to call, on all threads. A fork takes more than one
@@ -52,13 +52,7 @@ class _Child:
         self.write: list[int] = []
         if watched:
             with contextlib.suppress(OSError):  # descriptors are used up
-                read, write = os.pipe()
-                self.read.append(read)
-                self.write.append(write)
-
-    def gone(self) -> bool:
-        """Whether it is known to have ended, with its own children, or to run another program."""
-        return self.ended < _NEVER and bool(self.read and calls.readable(self.read, 0))
+                self.read, self.write = ([end] for end in os.pipe())
 
 
 def _close(descriptors: list[int]) -> None:
@@ -89,9 +83,9 @@ class ForkedChildren:
         return any(born < child.ended and died > child.began for child in tuple(self.alive))
 
     def reap(self) -> None:
-        """Forget the children that are gone."""
+        """Forget the children that have ended, with their own children, or run another program."""
         for child in tuple(self.alive):
-            if child.gone():
+            if child.ended < _NEVER and child.read and calls.readable(child.read, 0):
                 self._forget(child)
 
     def close(self) -> None:
@@ -145,8 +139,7 @@ _forks = _Forks()
 
 
 def _living() -> list[ForkedChildren]:
-    found = [reference() for reference in _registry.valuerefs()]
-    return [children for children in found if children is not None]
+    return [children for reference in _registry.valuerefs() if (children := reference()) is not None]
 
 
 def _before_fork() -> None:

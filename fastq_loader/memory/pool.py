@@ -1,24 +1,120 @@
-"""The blocks of one pool of workers: the ledger with the memory behind it.
+"""The shared-memory blocks of one pool of workers: who may write to one, who references it, which are free.
 
-Pure but for what the arena does. Runs in the consumer, on the thread that calls `next()`. A block is granted
-to a task, accepted with the batch that a worker has written to it, and delivered to the user or dropped;
-`collect` hears of the leases that have died. All ways back to a free block begin here.
+Pure but for what the arena does: it counts offsets and sizes. Runs in the consumer, on the thread that calls
+`next()`. A block lives by the table in `blocks`: it is granted to a task, accepted with the batch that a
+worker has written to it, and delivered to the user or dropped; `collect` hears of the leases that have died.
+No block is written to while anything references it: from HELD and PROMISED only `release` leads to a state in
+which a worker may write.
+
+A held block can be *promised*. The user is about to drop the batch before the one that is handed out, and
+its block should serve the next task. When the last lease dies, its finalizer marks the block in shared
+memory, and the worker finds the mark. If it finds none, it makes a new block and declines. So the pool needs
+one batch less than if the consumer had to hear of the release first, and that takes no message.
+
+A worker makes new blocks on its own when no granted block fits, in a part of the arena's address range that
+belongs to it. The pool adopts them when it hears of them. So no worker ever waits for space.
+
+What batches need is counted by tasks and sizes. Batches of a few kinds may take turns, and the kind of the
+next one is unknown. So a task gets enough for any of them, and gives back what it does not use; else their
+blocks would be made anew all the time. A kind that has not come for many tasks is forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from fastq_loader.memory.blocks import Extents
-from fastq_loader.memory.ledger import BlockLedger
+from fastq_loader.errors import InvalidTransition, ProtocolError
+from fastq_loader.memory.blocks import (
+    BLOCK_TRANSITIONS,
+    FREE,
+    GRANTED,
+    HELD,
+    PROMISED,
+    Block,
+    Extents,
+    Holder,
+    size_class,
+)
 
 if TYPE_CHECKING:
     from fastq_loader.memory.arena import Arena
 
+#: Bytes from which a block is promised. For less, another block costs less than the worker's polls for the
+#: release: it is made once, and the next tasks find it free.
+WORTH_A_PROMISE = 4 << 20
+_HELD = frozenset((HELD, PROMISED))
+#: Tasks after which a block that none of them used goes back to the system. Making 200 MB of pages anew takes
+#: as long as a thousand of the smallest batches.
+PATIENCE = 1000
+#: Tasks after which a kind of batch that has not come is not expected any more: tasks are not granted blocks
+#: for it, and blocks that only it needs go back to the system.
+EXPECTED = 125
+#: Kinds of batches that are told apart. Where there are more, their sizes are so many that blocks of one kind
+#: serve another.
+KINDS = 4
 
-class BlockPool(BlockLedger):
-    """The shared memory of one pool of workers.
+
+class Demand:
+    """The needs of the recent batches.
+
+    Attributes:
+        tasks: that there have been.
+        wanted: bytes of the blocks that serve every recent kind of batch, each by itself; descending.
+        batch_bytes: of a batch's blocks: a maximum that fades over some hundred batches.
+    """
+
+    def __init__(self) -> None:
+        self.tasks = 0
+        self.wanted: tuple[int, ...] = ()
+        self.batch_bytes = 0.0
+        self._kinds: dict[tuple[int, ...], int] = {}  # bytes of a batch's blocks → its task; newest last
+        self._next_check = EXPECTED
+
+    def learn(self, kind: tuple[int, ...]) -> None:
+        """A batch used blocks of these sizes, in descending order."""
+        known = self._kinds.pop(kind, None) is not None
+        self._kinds[kind] = self.tasks
+        if not known:
+            if len(self._kinds) > KINDS:
+                del self._kinds[next(iter(self._kinds))]
+            self._want()
+        self.batch_bytes = max(sum(kind), 0.99 * self.batch_bytes)
+
+    def _want(self) -> None:
+        wanted: list[int] = []
+        for kind in sorted(self._kinds, reverse=True):
+            left = list(wanted)
+            for size in kind:
+                fitting = [other for other in left if size <= other <= 2 * size]
+                if fitting:
+                    left.remove(fitting[-1])
+                else:
+                    wanted.append(size)
+            wanted.sort(reverse=True)
+        self.wanted = tuple(wanted)
+
+    def cold(self) -> int:
+        """Now and then the task since which blocks should have been used; 0: not yet.
+
+        Kinds of batches that have not come of late are forgotten.
+        """
+        if self.tasks < self._next_check:
+            return 0
+        self._next_check = self.tasks + EXPECTED // 8
+        lasting = {kind: task for kind, task in self._kinds.items() if task >= self.tasks - EXPECTED}
+        if len(lasting) < len(self._kinds):
+            self._kinds = lasting
+            self._want()
+            if not lasting:
+                self.batch_bytes = 0.0
+        return self.tasks - PATIENCE
+
+
+class BlockPool:
+    """All blocks of one arena, by state.
 
     Args:
         arena: the memory. The pool gives it back in `close`.
@@ -26,20 +122,204 @@ class BlockPool(BlockLedger):
 
     Attributes:
         released: what `collect` looks at, if anything.
+        grown: blocks adopted since the pool was made.
+        block_at: gives the block at an offset, or None.
+        nbytes: bytes of all blocks.
+        free_blocks: how many are free.
+        demand: what batches need.
     """
 
     def __init__(self, arena: Arena, workers: int) -> None:
-        super().__init__(arena.mapping.region)
         self.arena = arena
         self.released = arena.released
         self._workers = workers
+        self._blocks: dict[int, Block] = {}
+        self.block_at = self._blocks.get
+        self._free: dict[int, deque[int]] = {}  # size → offsets; the warmest at the right end
+        self._sizes: list[int] = []  # sizes that have a free list, ascending
+        self.grown = 0
+        self.nbytes = 0
+        self._held_bytes = 0
+        self._kept_bytes = 0
+        self.free_blocks = 0
+        self._recent: Sequence[int] = ()  # the blocks of the batch that was delivered last
+        self._space: dict[int, list[tuple[int, int]]] = {}  # worker → trimmed blocks that it gets back
+        self.demand = Demand()
+        self._needs: list[int] = []  # bytes of the newest batch in each block, and what kind of batch that is
+        self._kind: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def batch_bytes(self) -> float:
+        """Bytes of a batch's blocks: a maximum that fades over some hundred batches."""
+        return self.demand.batch_bytes
+
+    # ---- the life of a block ------------------------------------------------------------------
+
+    def _move(self, offset: int, event: str) -> Block:
+        try:
+            block = self._blocks[offset]
+            state = BLOCK_TRANSITIONS[block.state][event]
+        except KeyError:
+            at = self._blocks.get(offset)
+            found = f"is {at.state}" if at else "is not there"
+            raise InvalidTransition(f"block at {offset} {found}: event {event!r} is not allowed") from None
+        before, block.state = block.state, state
+        if before == FREE:
+            self.free_blocks -= 1
+        elif before in _HELD:
+            self._held_bytes -= block.size
+        elif block.kept:
+            block.kept = False
+            self._kept_bytes -= block.size
+        if state == FREE:
+            self._free[block.size].append(offset)
+            self.free_blocks += 1
+        elif state in _HELD:
+            self._held_bytes += block.size
+        return block
+
+    def grant(self, holder: Holder) -> tuple[Extents, Extents]:
+        """Blocks for a batch like the recent ones, as far as there are any: free ones, and promised ones."""
+        demand = self.demand
+        demand.tasks += 1
+        if not demand.wanted:
+            return (), ()
+        grants: list[tuple[int, int]] = []
+        promises: list[tuple[int, int]] = []
+        for wanted in demand.wanted:
+            free, chosen = self._free.get(wanted), grants
+            block = self._move(free.pop(), "grant") if free else self._take(wanted)
+            if block is None:
+                block, chosen = self._promise(wanted), promises
+            if block is not None:
+                block.writer = holder
+                chosen.append((block.offset, block.size))
+        return tuple(grants), tuple(promises)
+
+    def _promise(self, wanted: int) -> Block | None:
+        if wanted < WORTH_A_PROMISE:
+            return None
+        for offset in self._recent:
+            block = self._blocks.get(offset)  # None: it was let go and trimmed
+            if block is not None and block.state == HELD and wanted <= block.size <= 2 * wanted:
+                return self._move(offset, "promise")
+        return None
+
+    def _take(self, wanted: int) -> Block | None:
+        # A block up to twice as large will do: with sizes that vary, more would turn small batches
+        # into holders of large blocks.
+        for size in self._sizes[bisect_left(self._sizes, wanted) : bisect_right(self._sizes, 2 * wanted)]:
+            if self._free[size]:
+                return self._move(self._free[size].pop(), "grant")
+        return None
+
+    def accept(
+        self, worker: int, used: Extents, fresh: Extents, returned: tuple[int, ...], given: Extents
+    ) -> None:
+        """A worker has written a batch.
+
+        Args:
+            worker: its number.
+            used: the batch's blocks (offset, bytes needed).
+            fresh: blocks (offset, size) that the worker made.
+            returned: offsets of granted and promised blocks that it did not use.
+            given: what its task was granted and promised. Of these it keeps those that it neither used nor
+                returned: user code references them there.
+
+        Raises:
+            ProtocolError: these are not blocks of the worker; nothing was changed.
+        """
+        self._check_own(worker, used, fresh, returned)
+        for offset, size in fresh:
+            self._adopt(worker, offset, size)
+        if returned:
+            self.give_back(returned)
+        for offset, _ in used:
+            self._move(offset, "fill").last_task = self.demand.tasks
+        for offset, size in given:
+            block = self._blocks[offset]
+            if block.state == GRANTED and not block.kept and block.writer == (worker, None):
+                block.kept = True
+                self._kept_bytes += size
+        if used:
+            needs = [need for _, need in used]
+            if needs != self._needs:
+                self._needs, self._kind = needs, tuple(sorted(map(size_class, needs), reverse=True))
+            self.demand.learn(self._kind)
+
+    def _check_own(self, worker: int, used: Extents, fresh: Extents, returned: tuple[int, ...]) -> None:
+        named, made = [*[offset for offset, _ in used], *returned], {offset for offset, _ in fresh}
+        if len({*named}) < len(named) or not made.isdisjoint(self._blocks):
+            raise ProtocolError(f"worker {worker} names one block twice")
+        for offset in named:
+            if offset in made:
+                continue
+            block = self._blocks.get(offset)
+            if block is None or block.writer != (worker, None):
+                raise ProtocolError(f"worker {worker} has no grant for the block at {offset}")
+            if block.state != GRANTED and (block.state != PROMISED or offset not in returned):
+                raise ProtocolError(f"worker {worker} names the block at {offset}, which is {block.state}")
+
+    def _adopt(self, worker: int, offset: int, size: int) -> None:
+        block = self._blocks[offset] = Block(offset, size, worker)
+        block.last_task = self.demand.tasks
+        if size not in self._free:
+            self._free[size] = deque()
+            insort(self._sizes, size)
+        self.grown += 1
+        self.nbytes += size
+
+    def deliver(self, offsets: Sequence[int]) -> None:
+        """The batch in these blocks is handed out; its views hold leases."""
+        for offset in offsets:
+            self._move(offset, "deliver")
+        self._recent = offsets
+
+    def release(self, offsets: Iterable[int]) -> None:
+        """The last views of these blocks are gone: each is free, or its writer's if it was promised."""
+        for offset in offsets:
+            self._move(offset, "release").last_task = self.demand.tasks
 
     def collect(self) -> None:
         """Blocks whose last view has died are free again."""
         self.release(self.arena.released_blocks())
 
+    def drop(self, offsets: Iterable[int]) -> None:
+        """The batch in these blocks is not handed out, or was copied out of them."""
+        for offset in offsets:
+            self._move(offset, "drop")
+
+    def give_back(self, offsets: Iterable[int]) -> None:
+        """What was granted or promised is not used."""
+        for offset in offsets:
+            self._move(offset, "give_back")
+
+    def hand_over(self, holder: Holder, worker: int, blocks: Extents) -> None:
+        """What was granted or promised to the one who claims a ticket is `worker`'s from here on."""
+        for offset, _ in blocks:
+            block = self._blocks[offset]
+            if block.writer != holder or block.state not in (GRANTED, PROMISED):
+                raise InvalidTransition(f"block {offset} is {block.state}, and not {holder}'s to hand over")
+            block.writer = Holder(worker)
+
+    def mark_dead(self, worker: int) -> None:
+        """`worker` is confirmed dead: what was granted to it can be granted again."""
+        for offset, block in self._blocks.items():
+            if block.state in (GRANTED, PROMISED) and block.writer == (worker, None):
+                self._move(offset, "give_back")
+
+    # ---- shrinking ----------------------------------------------------------------------------
+
     def trim(self, batches: int, forget: Callable[[int], None] | None = None) -> bool:
-        """Give the pages of free blocks that `batches` batches do not need back to the system.
+        """Give the pages of blocks back to the system.
+
+        Blocks that users hold, or their datasets keep, are their wish. Of the others as many stay as
+        `batches` batches need, so that a loop that kept batches for a while pays their memory back, and none
+        that was of no use for many tasks. A trimmed block is a block no more: its address range goes back to
+        the worker that made it, see `space`.
 
         Args:
             batches: for which blocks stay.
@@ -49,19 +329,51 @@ class BlockPool(BlockLedger):
         Returns:
             Whether there is new `space` to tell workers of.
         """
-        trimmed = self.take_spare(batches)
-        for offset, size in trimmed:
+        spare = self._take_spare(batches)
+        for block in spare:
             if forget is not None:
-                forget(offset)
-            self.arena.mapping.punch(offset, size)
-        return bool(trimmed)
+                forget(block.offset)
+            self.arena.mapping.punch(block.offset, block.size)
+            self._space.setdefault(block.home, []).append((block.offset, block.size))
+        return bool(spare)
+
+    def _take_spare(self, batches: int) -> list[Block]:
+        taken: list[Block] = []
+        demand = self.demand
+        since = demand.cold()
+        for size in self._sizes if since > 0 else ():
+            free = self._free[size]
+            while free and self._blocks[free[0]].last_task < since:
+                taken.append(self._take_coldest(size))
+        needed = batches * max(demand.batch_bytes, sum(demand.wanted))
+        spare = self.nbytes - self._held_bytes - self._kept_bytes - int(needed)
+        for size in reversed(self._sizes) if spare > 0 else ():
+            while self._free[size] and spare >= size:
+                spare -= size
+                taken.append(self._take_coldest(size))
+        return taken
+
+    def _take_coldest(self, size: int) -> Block:
+        self.nbytes -= size
+        self.free_blocks -= 1
+        return self._blocks.pop(self._free[size].popleft())
+
+    def space(self, worker: int) -> Extents:
+        """Address ranges (offset, size) of trimmed blocks that `worker` may make new blocks in."""
+        return tuple(self._space.pop(worker)) if worker in self._space else ()
 
     def clear_space(self, worker: int) -> Extents:
         """The ranges (offset, size) of a dead worker's part of the arena in which its successor may make
-        blocks. Pages that the dead one wrote there go back to the system."""
-        space = self.forget_space(worker)
-        for offset, size in space:
-            self.arena.mapping.punch(offset, size)
+        blocks: all that are not blocks. Pages that the dead one wrote there go back to the system."""
+        self._space.pop(worker, None)
+        start, end = self.arena.mapping.region(worker)
+        gaps = []
+        for offset in sorted(offset for offset in self._blocks if start <= offset < end):
+            gaps.append((start, offset - start))
+            start = offset + self._blocks[offset].size
+        space = tuple(gap for gap in [*gaps, (start, end - start)] if gap[1])
+        for gap in space:
+            self.arena.mapping.punch(*gap)
         return space
 
     def usage(self) -> tuple[int, int, int]:
@@ -76,4 +388,5 @@ class BlockPool(BlockLedger):
             self.collect()
             for worker in range(self._workers):
                 self.mark_dead(worker)
-        self.arena.retire(self.held())
+        held = [block for block in self._blocks.values() if block.state in _HELD]
+        self.arena.retire([(block.offset, block.size) for block in held])

@@ -3,7 +3,7 @@
 Runs in a process that a host has forked: the worker on its main thread, and a thread that sends batches, so
 that the wire is busy while the next batch is loaded. (With TLS the main thread sends, see `Connection`.)
 Batches are written to blocks of an arena of its own. When their bytes have been sent, the blocks serve the
-next tasks; a ledger like the consumer's says which.
+next tasks; a pool like the consumer's says which.
 
 The proxy gives tasks out one by one, and the host ends this process when the connection is gone.
 

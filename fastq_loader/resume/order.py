@@ -89,7 +89,7 @@ class Order:
         traits: of the samplers.
         own: the generators that belong to the loader, by name.
         beginning: what is noted.
-        drawn: what was drawn so far, as one immutable record, for whoever asks in the middle of a draw.
+        drawn: what was drawn so far, as one immutable record, which can be read in the middle of a draw.
         drawing: whether that is now.
         last: the position from which on the loader's own generators may be drawn from for any index.
         states: of these generators, after what was drawn from them for indices.

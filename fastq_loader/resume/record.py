@@ -23,7 +23,7 @@ from fastq_loader.reading.position import is_stateful
 from fastq_loader.resume.order import Beginning, Order
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
 
-#: The state of a reader that nobody knows.
+#: In place of a reader's state that is unknown.
 UNKNOWN = pickle.dumps({"unknown": True})
 
 
@@ -200,7 +200,7 @@ class EpochRecord:
 
     def left(self) -> tuple[WorkerProgress, ...]:
         """Where the readers stand that go on with the next epoch. If this one was broken off, they have read
-        more than was handed out, and nobody knows how much."""
+        more than was handed out, and it is unknown how much."""
         workers = self.progress.workers
         if self.over or not self.order.beginning.drawn:
             return workers

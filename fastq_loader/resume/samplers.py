@@ -103,8 +103,8 @@ def asked_sampler(index_sampler: Any) -> Stateful | None:
 
 
 def said(part: Any) -> Any:
-    """What it says of where it stands, for keeps; None: nothing. Or what it raised: whoever only iterates a
-    loader need not hear of that."""
+    """What it says of where it stands, for keeps; None: nothing. Or what it raised, which is no error for a
+    loop that only iterates the loader."""
     try:
         return copy.deepcopy(part.state_dict()) if is_stateful(part) else None
     except Exception as error:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastq_loader import arguments
 from fastq_loader.arguments import Loader
-from fastq_loader.errors import is_int
+from fastq_loader.errors import checked_names, is_int
 from fastq_loader.reading import generators
 from fastq_loader.reading.position import is_stateful
 from fastq_loader.resume import samplers
@@ -23,17 +23,21 @@ from fastq_loader.resume.state import LIBRARY, VERSION, describe
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
 from fastq_loader.workers.kinds import Auto
 
+#: Parts of a state by name, and the progress of all workers.
+Fields = dict[str, Any]
+Workers = tuple[WorkerProgress, ...]
+
 #: Seeds and positions are int64 elsewhere.
 _WHOLE = range(2**63)
 #: The fields of a state, each of a type or a number in a range; `object` is anything.
-_ALWAYS: dict[str, Any] = {
+_ALWAYS: Fields = {
     **dict.fromkeys(("epoch", "batches", "_num_yielded", "_sampler_iter_yielded"), _WHOLE),
     **dict.fromkeys(("num_workers", "base_seed"), _WHOLE),
     **dict.fromkeys(("lives_on", "resumes", "_iterator_finished"), bool),
     **dict.fromkeys(("generators", "order"), dict),
 }
-_OF_ORDER: dict[str, Any] = {"epochs": dict, "attributes": dict}
-_OF_ORDER_IN_EPOCH: dict[str, Any] = {
+_OF_ORDER: Fields = {"epochs": dict, "attributes": dict}
+_OF_ORDER_IN_EPOCH: Fields = {
     "starts": range(1, 3),
     "drawn": _WHOLE,
     **dict.fromkeys(("seeded", "short", "exhausted"), bool),
@@ -42,7 +46,7 @@ _OF_ORDER_IN_EPOCH: dict[str, Any] = {
 }
 
 
-def _check(values: Any, fields: dict[Any, Any], where: str = "") -> dict[str, Any]:
+def _check(values: Any, fields: dict[Any, Any], where: str = "") -> Fields:
     """The values, which must have these fields."""
     for name, kind in fields.items():
         if name not in values:
@@ -71,7 +75,7 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
         TypeError: `ignore` is no collection of names.
     """
     now = describe(loader)
-    ignored = _names(ignore, [*now, "order"])
+    ignored = checked_names("ignore", ignore, [*now, "order"])
     fields = _check(_ours(state), {**dict.fromkeys(now, object), **_ALWAYS})
     _compare(fields, now, ignored)
     own = samplers.own_generators(loader._index_sampler, loader.generator, loader.dataset)
@@ -109,7 +113,7 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
     )
 
 
-def _beginning(order: dict[str, Any], which: int) -> Beginning:
+def _beginning(order: Fields, which: int) -> Beginning:
     """What is known of an order with the attributes that samplers had now (0), or when it began (1)."""
     set_before = _check(order["epochs"], dict.fromkeys(order["epochs"], _WHOLE), "order.epochs.")
     moved = _check(order["attributes"], dict.fromkeys(order["attributes"], list), "order.attributes.")
@@ -118,11 +122,7 @@ def _beginning(order: dict[str, Any], which: int) -> Beginning:
 
 
 def _beginning_of_epoch(
-    order: dict[str, Any],
-    loader: Loader,
-    own: dict[str, Any],
-    torchs: Iterable[str],
-    ignored: Container[str],
+    order: Fields, loader: Loader, own: Fields, torchs: Iterable[str], ignored: Container[str]
 ) -> Beginning:
     _check(order, _OF_ORDER_IN_EPOCH, "order.")
     return replace(
@@ -146,7 +146,7 @@ def _digest(digest: Any, part: str | None) -> tuple[int, int] | None:
     return (digest[0], digest[1]) if digest[2] == part else None
 
 
-def _snapshots(fields: dict[str, Any], loader: Loader, head: int) -> dict[int, Snapshot]:
+def _snapshots(fields: Fields, loader: Loader, head: int) -> dict[int, Snapshot]:
     names = "_index_sampler_state", "_sampler_iter_state"
     if samplers.asked_sampler(loader._index_sampler) is None and names[0] not in fields:
         return {}
@@ -154,7 +154,7 @@ def _snapshots(fields: dict[str, Any], loader: Loader, head: int) -> dict[int, S
     return {head: copy.deepcopy((fields[names[0]], fields[names[1]]))}
 
 
-def _progress(fields: dict[str, Any], drawn: int, workers: tuple[WorkerProgress, ...]) -> Progress:
+def _progress(fields: Fields, drawn: int, workers: Workers) -> Progress:
     beyond, name = fields["beyond"], "_sampler_iter_yielded"
     _check(fields, {name: range(len(beyond) + drawn + 1)})
     head = fields[name] - len(beyond)
@@ -163,7 +163,7 @@ def _progress(fields: dict[str, Any], drawn: int, workers: tuple[WorkerProgress,
     return Progress(fields[name], frozenset(beyond), workers)
 
 
-def _workers(fields: dict[str, Any], loader: Loader, ignored: frozenset[str]) -> tuple[WorkerProgress, ...]:
+def _workers(fields: Fields, loader: Loader, ignored: Container[str]) -> Workers:
     """Nothing is known of them between two epochs, if they do not live on."""
     if not (fields["resumes"] or fields.get("workers")):
         return ()
@@ -173,16 +173,7 @@ def _workers(fields: dict[str, Any], loader: Loader, ignored: frozenset[str]) ->
     return _dealt(fields, tuple(workers), loader, ignored)
 
 
-def _names(ignore: Any, known: list[str]) -> frozenset[str]:
-    if isinstance(ignore, str):
-        raise TypeError(f"ignore={ignore!r} must be a collection of names: ignore=({ignore!r},)")
-    names = frozenset(ignore)
-    if unknown := names.difference(known):
-        raise ValueError(f"ignore={sorted(map(str, unknown))} is unknown: use some of {', '.join(known)}")
-    return names
-
-
-def _ours(state: Any) -> dict[str, Any]:
+def _ours(state: Any) -> Fields:
     if not isinstance(state, Mapping):
         raise ValueError(f"the state is a {type(state).__name__}, and not a dict that state_dict() returned")
     if "_snapshot" in state or ("_sampler_iter_state" in state and "library" not in state):
@@ -200,7 +191,7 @@ def _ours(state: Any) -> dict[str, Any]:
     return dict(state)
 
 
-def _states(texts: Any, where: str, known: dict[str, Any], needed: Iterable[str] = ()) -> dict[str, Any]:
+def _states(texts: Any, where: str, known: Fields, needed: Iterable[str] = ()) -> Fields:
     """Generators by name → their states. Those that are known are checked, and those needed are there."""
     read = {}
     for name, text in _check(texts, dict.fromkeys(needed, object), where).items():
@@ -214,7 +205,7 @@ def _states(texts: Any, where: str, known: dict[str, Any], needed: Iterable[str]
     return read
 
 
-def _compare(fields: dict[str, Any], now: dict[str, Any], ignored: frozenset[str]) -> None:
+def _compare(fields: Fields, now: Fields, ignored: Container[str]) -> None:
     for name in now:
         if name == "num_workers" or name in ignored or fields[name] == now[name]:
             continue
@@ -226,7 +217,7 @@ def _compare(fields: dict[str, Any], now: dict[str, Any], ignored: frozenset[str
         )
 
 
-def _worker(number: int, worker: dict[str, Any], dataset: Any) -> WorkerProgress:
+def _worker(number: int, worker: Fields, dataset: Any) -> WorkerProgress:
     if "unknown" in worker:
         raise ValueError(
             f"field 'workers.{number}': the epoch before was broken off, and worker {number} had not said "
@@ -234,7 +225,7 @@ def _worker(number: int, worker: dict[str, Any], dataset: Any) -> WorkerProgress
         )
     where, needed = f"workers.{number}.", {"delivered": _WHOLE}
     delivered = _check(worker, needed, where)["delivered"]
-    state: dict[str, Any] = {name: worker[name] for name in ("over", "position") if name in worker}
+    state: Fields = {name: worker[name] for name in ("over", "position") if name in worker}
     if "position" in state or (delivered and is_stateful(dataset)):
         place, fields = _check(worker, {"position": dict}, where)["position"], {"ended": bool}
         says = "iterator" not in place and is_stateful(dataset)
@@ -244,12 +235,7 @@ def _worker(number: int, worker: dict[str, Any], dataset: Any) -> WorkerProgress
     return WorkerProgress(delivered, pickle.dumps(state) if state else b"")
 
 
-def _dealt(
-    fields: dict[str, Any],
-    workers: tuple[WorkerProgress, ...],
-    loader: Loader,
-    ignored: Container[str],
-) -> tuple[WorkerProgress, ...]:
+def _dealt(fields: Fields, workers: Workers, loader: Loader, ignored: Container[str]) -> Workers:
     """The progress of the workers that there will be."""
     known = any(worker.state for worker in workers)
     if isinstance(loader.num_workers, Auto) and known:
@@ -272,9 +258,7 @@ def _dealt(
     )
 
 
-def _resharded(
-    reshard: Callable[..., Any], workers: tuple[WorkerProgress, ...], wanted: int
-) -> tuple[WorkerProgress, ...]:
+def _resharded(reshard: Callable[..., Any], workers: Workers, wanted: int) -> Workers:
     states = [pickle.loads(worker.state).get("position") if worker.state else None for worker in workers]
     parts = list(reshard(states, wanted))
     if len(parts) != wanted:
@@ -304,7 +288,7 @@ def take(loaded: Saved, loader: Loader) -> None:
     samplers.set_attributes(loader._index_sampler, loaded.beginning.attributes)
 
 
-def _take_sampler(loaded: Saved, index_sampler: Any, own: dict[str, Any]) -> None:
+def _take_sampler(loaded: Saved, index_sampler: Any, own: Fields) -> None:
     sampler, state = samplers.stateful_sampler(index_sampler), loaded.state.get("_index_sampler_state")
     if sampler is None or state is None:
         return

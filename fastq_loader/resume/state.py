@@ -52,7 +52,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def now(loader: Loader) -> dict[str, Any]:
-    """The state of a loader, for whoever asks: on any thread, or in a handler of a signal."""
+    """The state of a loader. May be called on any thread, and in a handler of a signal."""
     resources = loader._resources
     while True:  # once, unless another thread begins an epoch meanwhile
         held, place = resources.held, resources.place
@@ -67,7 +67,7 @@ def begun(loader: Loader, begin: Callable[[], T]) -> T:
     """Begin an epoch. Meanwhile the state of the loader is that of before; and if it was asked for before
     the first epoch, this draws what it would have drawn then."""
     resources = loader._resources
-    with contextlib.suppress(Exception):  # of user code; whoever asks hears of it
+    with contextlib.suppress(Exception):  # of user code; `now` raises it
         resources.held = _hold(loader)
     try:
         with generators.as_at(resources.shared):
@@ -81,13 +81,7 @@ def begun(loader: Loader, begin: Callable[[], T]) -> T:
 def _hold(loader: Loader) -> Callable[[], dict[str, Any]]:
     """What gives the state of now while an epoch begins. Few ask then: what cannot change is read later."""
     record, loaded = loader._resources.place
-    if (
-        loaded is None
-        and record is not None
-        and record.over
-        and record.shown is None
-        and record.order.traits.still
-    ):
+    if record and not loaded and record.over and not record.shown and record.order.traits.still:
         seen = record.order.seen()
         return lambda: state_of(loader, record, seen)
     state = _of_place(loader)
@@ -103,10 +97,9 @@ def _of_place(loader: Loader) -> dict[str, Any]:
 
 def _shared(loader: Loader) -> dict[str, Any]:
     """The states of the shared generators that an epoch draws from when it begins."""
-    names = {
-        *samplers.shared_generators(loader._index_sampler),
-        *(["torch"] if loader.generator is None else []),
-    }
+    names = set(samplers.shared_generators(loader._index_sampler))
+    if loader.generator is None:
+        names.add("torch")
     return {name: generators.state_of(generators.GLOBAL[name]) for name in names}
 
 

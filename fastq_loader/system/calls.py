@@ -1,7 +1,7 @@
 """System calls that not every Python, kernel or system has, each with a way around.
 
 Runs in every process. Linux has all that workers need. But a Python that was built with old headers, as
-conda's is, lacks the names of newer calls. Those go through the C library, or straight to the kernel. On
+conda's is, lacks the names of newer calls. So these go through the C library, or straight to the kernel. On
 another system this module is imported, and nothing in it but `AVAILABLE` is used.
 """
 
@@ -14,11 +14,10 @@ import functools
 import math
 import mmap
 import os
-import platform
 import select
-import signal
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
+from itertools import pairwise
 from typing import Any
 
 try:
@@ -45,9 +44,6 @@ WRITE_LOCK, UNLOCK = 1, 2
 
 #: Numbers of calls for a C library that is as old as the headers. Those from 424 on are the same everywhere.
 _NUMBERS = {"pidfd_send_signal": 424, "pidfd_open": 434}
-_MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
-if platform.machine() in _MEMFD_CREATE:
-    _NUMBERS["memfd_create"] = _MEMFD_CREATE[platform.machine()]
 
 
 def _call(name: str, *arguments: int | bytes | None) -> int:
@@ -59,11 +55,9 @@ def _call(name: str, *arguments: int | bytes | None) -> int:
     library = ctypes.CDLL(None, use_errno=True)
     function = getattr(library, name, None)
     typed = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
-    if function is None and name in _NUMBERS:
-        function = library.syscall
-        typed.insert(0, ctypes.c_long(_NUMBERS[name]))
     if function is None:
-        raise OSError(errno.ENOSYS, f"{name}: {os.strerror(errno.ENOSYS)}")
+        function = library.syscall
+        typed.insert(0, ctypes.c_long(_NUMBERS.get(name, -1)))
     result: int = function(*typed)
     if result < 0:
         number = ctypes.get_errno()
@@ -71,28 +65,20 @@ def _call(name: str, *arguments: int | bytes | None) -> int:
     return result
 
 
-@contextlib.contextmanager
-def _needed(name: str) -> Iterator[None]:
+def _needed(name: str, *arguments: int | bytes) -> int:
     """A call that there is no way around."""
     try:
-        yield
+        return _call(name, *arguments)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
             raise
         advice = "workers need this call: allow it in this sandbox, or use num_workers=0"
-        raise OSError(error.errno, f"{name}: {error.strerror}; {advice}") from error
+        raise OSError(error.errno, f"{error.strerror}; {advice}") from error
 
 
-def _has_memfd() -> bool:
-    if sys.platform != "linux":  # others that have it lack what else workers need: holes, /proc
-        return False
-    if hasattr(os, "memfd_create") or "memfd_create" in _NUMBERS:
-        return True
-    return hasattr(ctypes.CDLL(None), "memfd_create")
-
-
-#: Whether there can be shared memory for workers.
-AVAILABLE = _has_memfd()
+#: Whether there can be shared memory for workers. Other systems that have memfds lack what else these need:
+#: holes, /proc.
+AVAILABLE = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "memfd_create")
 
 
 # ---- memory -----------------------------------------------------------------------------------------
@@ -104,11 +90,7 @@ def memfd_create(name: str) -> int:
     Raises:
         OSError: there is none in this kernel or sandbox, or descriptors are used up.
     """
-    flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING
-    with _needed("memfd_create"):
-        if hasattr(os, "memfd_create"):
-            return os.memfd_create(name, flags)
-        return _call("memfd_create", name.encode(), flags)
+    return _needed("memfd_create", name.encode(), _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
 
 
 class Piece:
@@ -121,16 +103,17 @@ class Piece:
 
     Attributes:
         address: of the byte at `offset`.
+        parts: offset → (address, bytes) of what is mapped.
 
     Raises:
         MemoryError: there is not enough address space.
     """
 
-    __slots__ = ("_library", "_parts", "address")
+    __slots__ = ("_library", "address", "parts")
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
         self._library = _memory()
-        self._parts: dict[int, tuple[int, int]] = {}  # offset → (address, bytes) of what is mapped
+        self.parts: dict[int, tuple[int, int]] = {}
         before = offset % mmap.PAGESIZE
         length = -(-(before + max(nbytes, 1)) // mmap.PAGESIZE) * mmap.PAGESIZE
         access, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
@@ -138,7 +121,7 @@ class Piece:
         if start == _FAILED:
             reason = os.strerror(ctypes.get_errno())
             raise MemoryError(f"{nbytes} bytes of a batch find no address space in this process: {reason}")
-        self._parts[offset] = start, length
+        self.parts = {offset: (start, length)}
         self.address = start + before
         self._library.madvise(start, length, _MADV_DONTDUMP)  # a sandbox may refuse it: core dumps are larger
 
@@ -149,31 +132,22 @@ class Piece:
 
     def cut(self, parts: Iterable[tuple[int, int]]) -> None:
         """From here on `unmap` takes these parts (offset, nbytes), and what lies between them, one by one."""
-        first, (address, _) = min(self._parts.items())
-        end = first + sum(length for _, length in self._parts.values())
-        offset, cut = first, {}
-        for start, nbytes in [*sorted(parts), (end, 0)]:
-            for at, until in ((offset, start), (start, start + nbytes)):
-                if at < until:
-                    cut[at] = address + at - first, until - at
-            offset = start + nbytes
-        self._parts = cut
-
-    def parts(self) -> set[int]:
-        """Offsets of the parts that are mapped."""
-        return set(self._parts)
+        first, (address, _) = min(self.parts.items())
+        end = first + sum(length for _, length in self.parts.values())
+        edges = {edge for start, nbytes in parts for edge in (start, start + nbytes)} | {first, end}
+        self.parts = {at: (address + at - first, until - at) for at, until in pairwise(sorted(edges))}
 
     def unmap(self, offset: int, pages: bool = True) -> None:
         """Give the addresses of a part back, and its pages. May be called on any thread, and again."""
-        address, length = self._parts.pop(offset, (0, 0))
+        address, length = self.parts.pop(offset, (0, 0))
         start, end = _whole_pages(address, length)
         if pages and end > start:  # a sandbox may refuse it: pages go with the last part that is mapped
             self._library.madvise(start, end - start, _MADV_REMOVE)
         if end > start and self._library.munmap(start, end - start):
-            self._parts[offset] = address, length  # there may be no more mappings; this would make one two
+            self.parts[offset] = address, length  # there may be no more mappings; this would make one two
 
     def __del__(self) -> None:
-        for start, end in [_whole_pages(*part) for part in self._parts.values()]:
+        for start, end in [_whole_pages(*part) for part in self.parts.values()]:
             self._library.munmap(start, end - start)
 
 
@@ -250,10 +224,7 @@ def wake_up() -> int:
     Raises:
         OSError: descriptors are used up.
     """
-    with _needed("eventfd"):
-        if hasattr(os, "eventfd"):
-            return os.eventfd(0, _EFD_CLOEXEC | _EFD_NONBLOCK)
-        return _call("eventfd", 0, _EFD_CLOEXEC | _EFD_NONBLOCK)
+    return _needed("eventfd", 0, _EFD_CLOEXEC | _EFD_NONBLOCK)
 
 
 def wake(descriptor: int) -> None:
@@ -314,8 +285,6 @@ def pidfd_open(pid: int) -> int:
         ProcessLookupError: there is no such process.
         OSError: there are none in this kernel or sandbox, or they are used up.
     """
-    if hasattr(os, "pidfd_open"):
-        return os.pidfd_open(pid)
     return _call("pidfd_open", pid, 0)
 
 
@@ -334,10 +303,7 @@ def pidfd_send_signal(descriptor: int, number: int) -> None:
     Raises:
         OSError: it has ended, or may not be sent one.
     """
-    if hasattr(signal, "pidfd_send_signal"):
-        signal.pidfd_send_signal(descriptor, number)
-    else:
-        _call("pidfd_send_signal", descriptor, number, None, 0)
+    _call("pidfd_send_signal", descriptor, number, None, 0)
 
 
 def occupy_standard_streams() -> None:

@@ -12,6 +12,7 @@ import functools
 import inspect
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,12 +29,7 @@ def raised_by_handler(error: BaseException) -> bool:
         return False
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = {code for handler in handlers if callable(handler) for code in _codes(handler)}
-    traceback = error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code in codes:
-            return True
-        traceback = traceback.tb_next
-    return False
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _codes(handler: Any) -> list[Any]:

@@ -52,7 +52,7 @@ def is_full_of(tensor: torch.Tensor, value: float) -> bool:
 
 def test_a_fork_between_the_end_of_a_lease_and_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker may write to the promised block already: the fork must not take it back."""
-    monkeypatch.setattr("fastq_loader.memory.ledger.WORTH_A_PROMISE", 0)
+    monkeypatch.setattr("fastq_loader.memory.pool.WORTH_A_PROMISE", 0)
     children = []
     loader = DataLoader(Made(full, 30), batch_size=None, num_workers=1, prefetch_factor=1)
     for number, batch in enumerate(loader):

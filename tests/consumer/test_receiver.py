@@ -36,7 +36,6 @@ from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.workers import WorkerCounters
 from tests.scheduling.test_scheduler import begin, started, states
 from tests.support import invariants
-from tests.support.simulation import REGION
 
 B = SMALLEST
 BLOCK = (20 * B, B)
@@ -155,10 +154,8 @@ def test_what_comes_of_an_older_epoch_is_no_first_batch() -> None:
 MISFITS: list[Any] = [
     {"outcome": ENDED, "handle": None},  # the end of a dataset with indices
     *({"outcome": SKIPPED}, {"handle": None}, {"outcome": ERROR, "handle": None}),
-    # A block of another size, one that is not there, and one with more bytes than it has.
+    # A block of another size, and one that is not there.
     *({"handle": Handle(0, None, (), None, (block,))} for block in ((20 * B, 2 * B, 1), (40 * B, B, 1))),
-    {"handle": Handle(0, None, (), None, ((20 * B, B, B + 1),))},
-    {"fresh": ((REGION, B),)},  # in another worker's part
     {"returned": (40 * B,)},
 ]
 

@@ -348,7 +348,6 @@ def test_a_piece_that_dies_after_the_end_gives_back_what_is_its_own(pieces: Aren
     tensors = [floats(pieces, block).fill_(block[0] + 1) for block in blocks(2)]
     inner = pieces.lease((4 * SMALLEST, SMALLEST), SMALLEST - 300, 300)
     inner[:] = 7
-    pieces.mapping.reach(9 * SMALLEST, SMALLEST)
     pieces.retire([*blocks(2), (4 * SMALLEST, SMALLEST)])
     assert (mapped(fd), pages(fd)) == (3 * SMALLEST, 2 * PAGES + 1)
     del tensors[0]

@@ -49,7 +49,7 @@ def test_there_are_four_size_classes_between_powers_of_two() -> None:
 
 def test_only_these_events_free_a_block() -> None:
     freeing = {(s, e) for s, events in BLOCK_TRANSITIONS.items() for e, to in events.items() if to == FREE}
-    assert freeing == {(GRANTED, "return"), (GRANTED, "writer_dead"), (FILLED, "drop"), (HELD, "release")}
+    assert freeing == {(GRANTED, "give_back"), (FILLED, "drop"), (HELD, "release")}
 
 
 @settings(deadline=None, max_examples=100)

@@ -23,6 +23,7 @@ from fastq_loader.remote.connection import LONGEST, MESSAGE, Connection
 from fastq_loader.remote.far_worker import HostSpec, ProxySocket, SentBlocks
 from tests.conftest import wait_until
 from tests.support.forking import end_of, fork
+from tests.support.invariants import states
 from tests.support.pair import TOKEN
 from tests.support.worker_setup import host_spec
 
@@ -70,7 +71,7 @@ class Scene:
         self.proxy.send(MESSAGE, encode(message))
 
     def states(self) -> set[str]:
-        return set(self.blocks._pool.states().values())
+        return set(states(self.blocks._pool).values())
 
     def close(self) -> None:
         self.socket.finish()

@@ -136,7 +136,8 @@ def test_samplers_with_another_order_are_refused_and_those_of_another_rank_are_n
 
 def test_names_to_ignore_are_checked() -> None:
     with pytest.raises(
-        ValueError, match=r"ignore=\['length'\] is unknown: use some of dataset_kind, dataset_length"
+        ValueError,
+        match=r"ignore=\('length',\) is not possible here: use some of dataset_kind",
     ):
         loader().load_state_dict(state(), ignore=("length",))
     with pytest.raises(TypeError, match=r"ignore='batch_size' must be a collection of names"):

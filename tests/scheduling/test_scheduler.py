@@ -77,7 +77,7 @@ def draw(scheduler: Scheduler, draws: Sequence[Instruction], indices: Iterable[i
 
 def states(scheduler: Scheduler) -> dict[int, str]:
     """The blocks by offset."""
-    return scheduler.pool.states()
+    return invariants.states(scheduler.pool)
 
 
 def answer(send: Send, outcome: int = BATCH, worker: int | None = None, nbytes: int = 0) -> Arrived:

@@ -1,22 +1,26 @@
-"""What holds between any two events of the scheduler. Tests check it after every step.
+"""What holds between any two events of the scheduler, and of its pool of blocks. Tests check it after every
+step.
 
 Pure. It reads the scheduler's private parts, because it speaks about them.
 """
 
 from __future__ import annotations
 
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from fastq_loader.ipc.messages import ENDED
+from fastq_loader.memory.blocks import FILLED, FREE, GRANTED, HELD, PROMISED
 from fastq_loader.scheduling.states import LOST, READY, SENT, Batch
 
 if TYPE_CHECKING:
+    from fastq_loader.memory.pool import BlockPool
     from fastq_loader.scheduling.scheduler import Scheduler
 
 
 def check(scheduler: Scheduler) -> None:
     """Raise AssertionError unless the invariants hold."""
-    scheduler.pool.check()
+    check_pool(scheduler.pool)
     scheduler.pending_tasks.check()
     _check_batches(scheduler)
     _check_blocks(scheduler)
@@ -49,7 +53,10 @@ def _check_batches(scheduler: Scheduler) -> None:
 
 def _check_blocks(scheduler: Scheduler) -> None:
     filled = sorted(offset for answer in scheduler._answers() for offset, _ in answer.used)
-    assert filled == scheduler.pool.filled(), "a filled block belongs to no batch that waits"
+    blocks = states(scheduler.pool)
+    assert filled == sorted(offset for offset, state in blocks.items() if state == FILLED), (
+        "a filled block belongs to no batch that waits"
+    )
 
 
 def _check_workers(scheduler: Scheduler) -> None:
@@ -62,3 +69,24 @@ def _check_workers(scheduler: Scheduler) -> None:
     for (epoch, seq), batch in pending.items():
         assert batch.worker is None or not workers.is_dead(batch.worker), "a dead worker owes an answer"
         assert epoch != scheduler.epoch or not workers.is_dead(None), f"no worker is left for batch {seq}"
+
+
+def states(pool: BlockPool) -> dict[int, str]:
+    """The state of every block, by its offset."""
+    return {offset: block.state for offset, block in pool._blocks.items()}
+
+
+def check_pool(pool: BlockPool) -> None:
+    """Raise AssertionError unless counts, free lists and states agree."""
+    known, blocks = pool._blocks, pool._blocks.values()
+    free = [offset for offsets in pool._free.values() for offset in offsets]
+    assert len(free) == len(set(free)) == pool.free_blocks, "a block is in a free list twice"
+    assert {b.offset for b in blocks if b.state == FREE} == set(free), "free lists and states differ"
+    assert all(known[offset].size == size for size, offsets in pool._free.items() for offset in offsets)
+    assert pool._held_bytes == sum(b.size for b in blocks if b.state in (HELD, PROMISED))
+    assert pool._kept_bytes == sum(b.size for b in blocks if b.kept)
+    assert all(b.state == GRANTED for b in blocks if b.kept), "a worker keeps what is not its own"
+    assert pool.nbytes == sum(b.size for b in blocks)
+    spans = sorted([(b.offset, b.size) for b in blocks] + list(chain(*pool._space.values())))
+    for (left, size), (right, _) in pairwise(spans):
+        assert left + size <= right, f"blocks {left} and {right} overlap"

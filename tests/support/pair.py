@@ -1,6 +1,6 @@
 """A worker and its consumer in one process: packing on one side, unpacking on the other.
 
-The ledger, the arena and the unpacker are the consumer's, the allocator and the packer the worker's, and
+The pool, the arena and the unpacker are the consumer's, the allocator and the packer the worker's, and
 every handle travels as a frame between them.
 """
 
@@ -23,6 +23,7 @@ from fastq_loader.memory.pool import BlockPool
 from fastq_loader.memory.results import install
 from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.unpack import Unpacker
+from tests.support.invariants import check_pool, states
 
 LARGE = SMALLEST // 4 + 100  # float32 elements of a tensor that is worth a block
 TOKEN = bytes(range(TOKEN_BYTES))
@@ -102,11 +103,11 @@ class Pair:
         return decoded._replace(used=tuple(used))
 
     def account(self, answer: Answer) -> Handle:
-        """The consumer's ledger hears of a batch; the handle is as it was sent."""
+        """The consumer's pool hears of a batch; the handle is as it was sent."""
         assert answer.handle is not None
         self.hear_releases()
         self.ledger.accept(0, answer.used, answer.fresh, answer.returned, self.given)
-        self.ledger.check()
+        check_pool(self.ledger)
         return answer.handle
 
     def handle_of(self, batch: Any) -> Handle:
@@ -123,13 +124,13 @@ class Pair:
         if self.allocator.for_device:
             batch = put_on_device(self.unpacker, self.arena, handle)
             self.ledger.drop(offset for offset, _, _ in handle.segments)
-            self.ledger.check()
+            check_pool(self.ledger)
             return batch
         leased, copied, pickled = self.unpacker.open(handle)
         self.ledger.deliver(leased)
         batch = self.unpacker.unpack(handle, pickled)
         self.ledger.drop(copied)
-        self.ledger.check()
+        check_pool(self.ledger)
         return batch
 
     def run(self, make: Callable[[], Any]) -> Any:
@@ -145,7 +146,7 @@ class Pair:
     def idle(self) -> bool:
         """Whether every block is free again."""
         self.hear_releases()
-        return set(self.ledger.states().values()) <= {FREE}
+        return set(states(self.ledger).values()) <= {FREE}
 
 
 def put_on_device(unpacker: Unpacker, arena: Arena, handle: Handle) -> Any:

@@ -123,7 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [worker for worker in self.workers if worker.alive]
 
     def states(self) -> dict[int, str]:
-        return self.pool.states()
+        return invariants.states(self.pool)
 
     # ---- the sampler --------------------------------------------------------------------------
 
