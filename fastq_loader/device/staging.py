@@ -435,7 +435,7 @@ class SerialStaging(_Stage):
     def _fill_buffer(self, nbytes: int, segments: list[_Segment]) -> Buffer:
         """A buffer with these segments in it."""
         stager = self._session.stager
-        buffer = self._pinner.buffer(max(nbytes, 1))
+        buffer = self._pinner.buffer(nbytes)
         assert buffer is not None, "where there are no blocks, there is always a buffer"
         for start, end, offset in segments:
             if size := end - start:

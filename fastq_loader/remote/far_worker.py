@@ -170,22 +170,22 @@ class SentBlocks(Allocator):
         super().__init__(arena.mapping, 0, for_device=for_device)
         self.sent: deque[int] = deque()
         self.shipped: Used = ()
-        self._pool = BlockPool(arena, 1)
+        self._kept = BlockPool(arena, 1)
         self._given: Extents = ()
 
     def begin(self, grants: Extents, promises: Extents = ()) -> None:
         self.shipped = ()
         while self.sent:
-            self._pool.drop([self.sent.popleft()])
-        if self._pool.trim(_BATCHES):
-            self.give(self._pool.space(0))
-        granted, promised = self._pool.grant(Holder(0))
+            self._kept.drop([self.sent.popleft()])
+        if self._kept.trim(_BATCHES):
+            self.give(self._kept.space(0))
+        granted, promised = self._kept.grant(Holder(0))
         self._given = granted + promised
         super().begin(granted, promised)
 
     def finish(self, used: Used) -> tuple[list[tuple[int, int]], list[int]]:
         fresh, returned = super().finish(used)
-        self._pool.accept(0, tuple(used), tuple(fresh), tuple(returned), self._given)
+        self._kept.accept(0, tuple(used), tuple(fresh), tuple(returned), self._given)
         self.shipped = used
         return [], []
 

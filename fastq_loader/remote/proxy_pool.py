@@ -364,11 +364,7 @@ class Launcher:
         """
         mine, its = multiprocessing.Pipe()
         with its:
-            try:
-                return self._start(its.fileno()), mine
-            except BaseException:
-                mine.close()
-                raise
+            return self._start(its.fileno()), mine
 
     def _start(self, its: int) -> popen_fork.Popen:
         if self._zygote is not None:

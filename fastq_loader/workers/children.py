@@ -155,13 +155,9 @@ def _not_ours(processes: Iterable[BaseProcess]) -> None:
 _started: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
 
-def _after_fork_in_child() -> None:
-    # A child of the user's own os.fork() is no parent of our processes. multiprocessing does not know that.
-    _not_ours(_started)
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    # A child of the user's own os.fork() is no parent of our processes. multiprocessing does not know that.
+    os.register_at_fork(after_in_child=lambda: _not_ours(_started))
 
 
 def leave_with(consumer: int, folder: str = "") -> None:
@@ -248,14 +244,9 @@ class Zygote:
         self._patience = patience
         self._requests = 0
         self._connection, other = multiprocessing.Pipe()
-        try:
+        with other:
             self._child = Child(make(other, self._connection))
             self._child.start()
-        except BaseException:
-            self._connection.close()
-            raise
-        finally:
-            other.close()
 
     @classmethod
     def forked(cls, context: Any, make: Make) -> Zygote:

@@ -62,7 +62,7 @@ class WorkerGroup:
 
     Args:
         plan: what they do.
-        pool: the shared memory they write to.
+        blocks: the shared memory they write to.
         counters: the loader's.
 
     Attributes:
@@ -70,11 +70,11 @@ class WorkerGroup:
         behind: workers that were passed over with tasks, and may have time again.
     """
 
-    def __init__(self, plan: Plan, pool: BlockPool, counters: Counters) -> None:
+    def __init__(self, plan: Plan, blocks: BlockPool, counters: Counters) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._workers = plan.workers
         self._shared_tasks = plan.shared_tasks
-        self._pool = pool
+        self._blocks = blocks
         self._counters = counters
         assert plan.make_pool is not None, "this is the consumer"
         self._processes: WorkerPool = plan.make_pool(plan)
@@ -96,7 +96,7 @@ class WorkerGroup:
             OSError: descriptors, processes or temporary folders are used up.
         """
         workers = self._workers
-        arena = self._pool.arena
+        arena = self._blocks.arena
         _in_use.add(arena)
         folder = self._new_folder(set(range(workers)))
         self._claims = claims = ClaimTable(arena.fd, arena.mapping.claims)
@@ -258,7 +258,7 @@ class WorkerGroup:
         if self._failed_starts[worker] >= _FAILED_STARTS:
             raise OSError(f"{_FAILED_STARTS} processes in a row ended before they were up")
         folder = self._new_folder({worker})
-        generation = self._processes.replace(worker, folder, self._pool.clear_space(worker))
+        generation = self._processes.replace(worker, folder, self._blocks.clear_space(worker))
         self._dead.discard(worker)
         self._evicted.pop(worker, None)
         self._is_up.discard(worker)
@@ -389,5 +389,5 @@ class WorkerGroup:
 
     def _close_memory(self) -> None:
         """No worker writes any more."""
-        _in_use.discard(self._pool.arena)
-        self._pool.close()
+        _in_use.discard(self._blocks.arena)
+        self._blocks.close()

@@ -71,7 +71,7 @@ class Scene:
         self.proxy.send(MESSAGE, encode(message))
 
     def states(self) -> set[str]:
-        return set(states(self.blocks._pool).values())
+        return set(states(self.blocks._kept).values())
 
     def close(self) -> None:
         self.socket.finish()
@@ -115,7 +115,7 @@ def test_blocks_serve_the_next_task_when_their_bytes_were_sent(scene: Scene) -> 
         _, (part,) = scene.receive()
         assert part == bytes([at]) * 3 * SMALLEST
         assert wait_until(lambda: len(scene.blocks.sent) == 1, 5)
-    assert scene.blocks._pool.grown == 1
+    assert scene.blocks._kept.grown == 1
     scene.blocks.begin(())
     scene.blocks.finish(())
     assert scene.states() == {FREE}
@@ -126,7 +126,7 @@ def test_what_is_on_its_way_is_not_written_to(scene: Scene) -> None:
     nbytes = 64 * SMALLEST
     for at in range(2):
         scene.load(torch.full((nbytes,), at, dtype=torch.uint8))
-    assert scene.blocks._pool.grown == 2
+    assert scene.blocks._kept.grown == 2
     for at in range(2):
         _, (part,) = scene.receive()
         assert part == bytes([at]) * nbytes
