@@ -22,16 +22,21 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import select
 import socket
 import ssl
 import struct
-from collections.abc import Generator, Iterable
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.system.calls import readable
+
+T = TypeVar("T")
 
 #: The first bytes of both sides; the last one is the version of the handshake and of the frames.
 MAGIC = b"FQLr2"
@@ -226,23 +231,60 @@ class Tls(NamedTuple):
         return context
 
 
+class Encrypted:
+    """A connected socket that one thread may receive from while another one sends. OpenSSL takes one thread
+    at a time, so no thread waits inside of it. Has the calls of a socket that `Connection` makes.
+
+    Args:
+        sock: after the handshake of TLS.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._seconds = sock.gettimeout()
+        sock.setblocking(False)
+        self._socket = sock
+        self._lock = threading.Lock()
+        self.fileno = sock.fileno
+        self.close = sock.close
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._seconds = seconds
+
+    def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:
+        return self._do(partial(self._socket.recv_into, buffer), select.POLLIN)
+
+    def sendmsg(self, buffers: Sequence[Any]) -> int:
+        return self._do(partial(self._socket.send, buffers[0]), select.POLLOUT)
+
+    def _do(self, call: Callable[[], T], event: int) -> T:
+        while True:
+            try:
+                with self._lock:
+                    return call()
+            except ssl.SSLWantReadError:
+                event = select.POLLIN
+            except ssl.SSLWantWriteError:
+                event = select.POLLOUT
+            poller = select.poll()
+            poller.register(self._socket, event)
+            if not poller.poll(None if self._seconds is None else self._seconds * 1000):
+                raise TimeoutError("timed out")
+
+
 class Connection:
-    """A connection that carries frames. One thread receives, and one sends. They may be two, unless it is
-    encrypted: OpenSSL takes one thread at a time.
+    """A connection that carries frames. One thread receives, and one sends; they may be two.
 
     Args:
         sock: connected, and blocking.
         kinds: of the frames that the other side may send.
-
-    Attributes:
-        encrypted: whether it is.
     """
 
     def __init__(self, sock: socket.socket, *kinds: int) -> None:
-        self.encrypted = isinstance(sock, ssl.SSLSocket)
-        self._socket = sock
+        self._socket = Encrypted(sock) if isinstance(sock, ssl.SSLSocket) else sock
         self._kinds = kinds
-        self.fileno, self.settimeout, self.close = sock.fileno, sock.settimeout, sock.close
+        self.fileno = self._socket.fileno
+        self.settimeout = self._socket.settimeout
+        self.close = self._socket.close
 
     def receive(self, block: bool = True) -> Frame | None:
         """The next frame; without `block` None if none has begun to come. Its body is to be received next.
@@ -275,10 +317,9 @@ class Connection:
         Raises:
             Lost: the connection has ended.
         """
-        flags = 0 if self.encrypted else socket.MSG_WAITALL
         while buffer:
             try:
-                received = self._socket.recv_into(buffer, 0, flags)
+                received = self._socket.recv_into(buffer, 0, socket.MSG_WAITALL)
             except OSError as error:
                 raise Lost(str(error)) from error
             if not received:
@@ -309,10 +350,7 @@ class Connection:
         parts = [memoryview(buffer) for buffer in buffers]
         try:
             while parts:
-                if self.encrypted:
-                    sent = self._socket.send(parts[0])
-                else:
-                    sent = self._socket.sendmsg(parts[:_AT_ONCE])
+                sent = self._socket.sendmsg(parts[:_AT_ONCE])
                 while parts and sent >= parts[0].nbytes:
                     sent -= parts.pop(0).nbytes
                 if sent:

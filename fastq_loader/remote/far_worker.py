@@ -1,9 +1,8 @@
 """A worker on another machine: `workers.main.Worker`, with a connection in place of its socket.
 
 Runs in a process that a host has forked: the worker on its main thread, and a thread that sends batches, so
-that the wire is busy while the next batch is loaded. (With TLS the main thread sends, see `Connection`.)
-Batches are written to blocks of an arena of its own. When their bytes have been sent, the blocks serve the
-next tasks; a pool like the consumer's says which.
+that the wire is busy while the next batch is loaded. Batches are written to blocks of an arena of its own.
+When their bytes have been sent, the blocks serve the next tasks; a pool like the consumer's says which.
 
 The proxy gives tasks out one by one, and the host ends this process when the connection is gone.
 
@@ -256,11 +255,7 @@ class ProxySocket:
         if not body:  # an error in place of a batch that does not fit
             self._blocks.sent.extend(offset for offset, _ in used)
             used = ()
-        answer = payload, body, [offset for offset, _ in used]
-        if self._connection.encrypted:
-            self._send(answer)
-        else:
-            self._sending.put(answer)
+        self._sending.put((payload, body, [offset for offset, _ in used]))
 
     def _taken_apart(self, handle: Handle | None, used: Used) -> tuple[Handle | None, list[Any]]:
         """A handle whose segments say how many bytes each has, instead of where it lies, and these bytes.
@@ -279,15 +274,12 @@ class ProxySocket:
 
     def _send_all(self) -> None:
         while (answer := self._sending.get()) is not None:
-            self._send(answer)
-
-    def _send(self, answer: _Packed) -> None:
-        payload, body, offsets = answer
-        try:
-            self._connection.send(MESSAGE, payload, body)
-        except Lost:
-            os._exit(1)  # whatever the main thread is doing, its batch cannot be delivered
-        self._blocks.sent.extend(offsets)
+            payload, body, offsets = answer
+            try:
+                self._connection.send(MESSAGE, payload, body)
+            except Lost:
+                os._exit(1)  # whatever the main thread is doing, its batch cannot be delivered
+            self._blocks.sent.extend(offsets)
 
     def finish(self) -> None:
         """All answers are sent when this returns."""

@@ -59,9 +59,8 @@ class RayWorkers(WorkerKind):
         address: of the cluster, "host:port"; "auto" is one that runs on this machine.
         ports: the first and the last TCP port that workers may listen on, for firewalls; None is any.
         tls: a folder with `cert.pem`, `key.pem` and `ca.pem` on every machine, at the same path: connections
-            are encrypted, and both sides show a certificate. One core moves 0.6 GB/s so, and else 2.5; and a
-            worker sends a batch before it loads the next one, instead of meanwhile. With None both sides
-            prove that they have the pool's token, and nothing is encrypted.
+            are encrypted, and both sides show a certificate; one core moves 0.6 GB/s so, and else 2.5. With
+            None both sides prove that they have the pool's token, and nothing is encrypted.
         max_restarts: workers that may die in an iteration and be replaced, as in `Processes`. None is 100,
             and with an iterable dataset 0, which is all that goes with it: a new worker would read its part
             from the beginning.

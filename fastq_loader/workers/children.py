@@ -99,8 +99,13 @@ class Child:
 
     @property
     def descriptor(self) -> int:
-        """A pidfd. Where there is none, or an interrupt came before it was noted, it is a pipe of
-        multiprocessing's, which children of the child's own hold, too: it ends with the last of them."""
+        """A pidfd. Else there is none, or an interrupt came before it was noted, and a thread waits for the
+        child; it starts at the first use, when workers that are forked together have been. A child of a fork
+        server is not ours to wait for: it has a pipe of multiprocessing's, which no other process holds."""
+        if self._descriptor < 0:
+            # What a handler raises in the middle of `Thread.start` would come out as another error.
+            with without_signals(), contextlib.suppress(OSError, RuntimeError):  # they are used up
+                self._descriptor = _end_of(self.pid)
         return self.process.sentinel if self._descriptor < 0 else self._descriptor
 
     def kill(self) -> None:
@@ -160,6 +165,28 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: _not_ours(_started))
 
 
+def _end_of(pid: int) -> int:
+    """A descriptor that becomes readable when a child of this process has ended. Not a pipe that the child
+    holds: its own children would hold it too.
+
+    Raises:
+        OSError: descriptors are used up, or the child is not this process's.
+        RuntimeError: threads are used up.
+    """
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    ended, tell = multiprocessing.connection.Pipe(duplex=False)  # closed when they are dropped
+    threading.Thread(target=_wait_for, args=(pid, tell), daemon=True).start()
+    return os.dup(ended.fileno())
+
+
+def _wait_for(pid: int, tell: Connection) -> None:
+    """In a thread: write to a pipe when a child has ended; its exit code stays there to be asked for."""
+    with contextlib.suppress(ChildProcessError):  # other code reaped it
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with contextlib.suppress(BrokenPipeError):  # it is not needed any more
+        tell.send_bytes(b"!")
+
+
 def leave_with(consumer: int, folder: str = "") -> None:
     """In a child: leave when the consumer dies, however it dies and whatever this process is doing.
 
@@ -171,12 +198,14 @@ def leave_with(consumer: int, folder: str = "") -> None:
 
 
 def _leave_with(consumer: int, folder: str, parent: int) -> None:
+    known = multiprocessing.parent_process()
     try:
-        calls.readable([calls.pidfd_open(consumer)], None)
-    except ProcessLookupError:
-        pass  # it is gone
-    except OSError:  # no pidfd in this kernel or sandbox
-        while os.getppid() == parent:
+        with contextlib.suppress(ProcessLookupError):  # it is gone
+            calls.readable([calls.pidfd_open(consumer)], None)
+    except OSError:  # no pidfd in this kernel or sandbox: the pipe that multiprocessing keeps
+        if known is not None:
+            calls.readable([known.sentinel], None)
+        while known is None and os.getppid() == parent:
             time.sleep(0.1)
     if folder:
         remove_folder(folder)

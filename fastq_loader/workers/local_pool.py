@@ -82,9 +82,8 @@ class LocalPool(WorkerPool):
             descriptors=Descriptors(arena=arena.fd, stacks=self._stacks.write_end),
         )
         if not self.forks and context.Process._Popen in _WAYS:
-            self._late = LateStart(
-                context.Process, {type(part).__module__ for part in plan.payload.parts.values()}
-            )
+            modules = {str(getattr(part, "__module__", "torch")) for part in plan.payload.parts.values()}
+            self._late = LateStart(context.Process, modules)
         elif plan.restarts and calls.has_pidfd():
             self._zygote = Zygote.forked(context, lambda fields: self._process(self._told(**fields)))
         if self._late is not None:
@@ -144,7 +143,7 @@ def _named(error: Exception, parts: dict[str, Any]) -> Exception:
 
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
-#: multiprocessing's ways to start a process, by what its process classes call; a class may have its own.
+#: multiprocessing's ways to start a process, by what its process classes call.
 _WAYS: dict[Callable[..., Any], type[popen_fork.Popen]] = {
     contexts.SpawnProcess._Popen: popen_spawn_posix.Popen,
     contexts.ForkServerProcess._Popen: popen_forkserver.Popen,
@@ -190,7 +189,9 @@ class LateStart:
         self.process = Late
 
     def close(self) -> None:
-        os.close(self._folder)
+        folder, self._folder = self._folder, -1
+        if folder >= 0:
+            os.close(folder)
 
     def _way(self, popen: Any) -> type[popen_fork.Popen]:
         """multiprocessing's own way to start a process, as it would have been then. Its code runs with other

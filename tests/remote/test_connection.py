@@ -275,21 +275,25 @@ def pair(tls: Tls) -> Iterator[tuple[Connection, Connection]]:
 
 
 @NEEDS_OPENSSL
-def test_frames_come_encrypted_as_they_were_sent(pair: tuple[Connection, Connection]) -> None:
-    one, other = pair
-    body = os.urandom(5 << 20)
+def test_frames_come_as_they_were_sent_while_both_sides_send(pair: tuple[Connection, Connection]) -> None:
+    body, right = os.urandom(5 << 20), []
 
-    def send() -> None:
+    def send(connection: Connection) -> None:
         for at in range(4):
-            one.send(MESSAGE, b"%d" % at, [body, b"", b"end"])
+            connection.send(MESSAGE, b"%d" % at, [body, b"", b"end"])
 
-    sending = threading.Thread(target=send)
-    sending.start()
-    for at in range(4):
-        assert other.receive() == (MESSAGE, b"%d" % at, len(body) + 3)
-        assert other.receive_exactly(len(body) + 3) == body + b"end"
-    sending.join()
-    assert other.receive(block=False) is None
+    def receive(connection: Connection) -> None:
+        for at in range(4):
+            frame, received = connection.receive(), bytearray(len(body) + 3)
+            connection.receive_body(memoryview(received))
+            right.append((frame, received) == ((MESSAGE, b"%d" % at, len(received)), body + b"end"))
+
+    threads = [threading.Thread(target=use, args=(end,)) for end in pair for use in (send, receive)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 8
 
 
 @NEEDS_OPENSSL

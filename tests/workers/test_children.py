@@ -25,12 +25,17 @@ FORK = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(params=["pidfd", "pipe"])
+@pytest.fixture(params=["pidfd", "thread", "pipe"])
 def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the end of a child is noticed: the pipe is for a kernel or sandbox that has no pidfd."""
+    """How the end of a child is noticed: the last two are for a kernel or sandbox that lacks the others."""
 
-    if request.param == "pipe":
+    def refuse(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if request.param != "pidfd":
         monkeypatch.setattr(calls, "pidfd_open", lambda pid: -1)
+    if request.param == "pipe":
+        monkeypatch.setattr(children.threading.Thread, "start", refuse)
     return str(request.param)
 
 
@@ -57,7 +62,25 @@ def test_its_descriptor_says_when_it_has_ended(means: str) -> None:
     child.release()
 
 
-def test_a_child_of_its_own_that_lives_does_not_hide_its_end() -> None:
+def test_no_signal_comes_while_the_thread_starts_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a handler raises there comes out as a KeyError of `threading`."""
+    blocked: list[set[signal.Signals]] = []
+
+    def end_of_child(pid: int) -> int:
+        blocked.append(set(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+        raise OSError
+
+    monkeypatch.setattr(children, "_end_of", end_of_child)
+    process = multiprocessing.get_context("fork").Process(target=os.getpid)
+    process.start()
+    child = Child(process)
+    assert child.descriptor == process.sentinel
+    assert signal.SIGALRM in blocked[0]
+    process.join()
+
+
+@pytest.mark.parametrize("means", ["pidfd", "thread"], indirect=True)
+def test_a_child_of_its_own_that_lives_does_not_hide_its_end(means: str) -> None:
     said, say = os.pipe()
 
     def leave_a_child(say: int) -> None:
