@@ -146,13 +146,6 @@ def test_a_claim_locks_its_own_slot_under_its_own_name(
     other.close()
 
 
-def test_a_claim_leaves_no_lock_behind(shared: SharedTable) -> None:
-    for claims, worker in ((shared.claims, 1), (shared.other(), 2)):
-        for ticket in range(4):
-            claims.offer(ticket)
-            assert claims.claim(ticket, worker)
-
-
 def test_an_error_of_the_system_is_no_busy_ticket(shared: SharedTable) -> None:
     other = shared.other()
     other.offer(7)

@@ -351,12 +351,6 @@ def test_a_folder_that_cannot_be_used_is_passed_over(parent: str, monkeypatch: p
     assert len(longest) <= endpoints._LONGEST_PATH
 
 
-def test_without_any_folder_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "mkdtemp", Mock(side_effect=PermissionError("no")))
-    with pytest.raises(PermissionError, match="no"):
-        endpoint_folder()
-
-
 # ---- connections that break -------------------------------------------------------------------------
 
 
@@ -412,19 +406,6 @@ def test_a_worker_whose_folder_is_removed_does_not_wait(
 
 
 # ---- threads ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("probe", ["expect_descriptors", "expect_threads"])
-def test_neither_end_is_made_where_zmq_would_end_the_process(
-    probe: str, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sockets, probe, Mock(side_effect=OSError("too few")))
-    if probe == "expect_descriptors":  # threads are counted with those of the workers, before any is started
-        with pytest.raises(OSError, match="too few"):
-            ConsumerSocket(folder, 1, TOKEN)
-    with pytest.raises(OSError, match="too few"):
-        end_of_worker(folder, 0)
 
 
 def policies() -> dict[int, int]:

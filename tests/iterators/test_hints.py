@@ -158,22 +158,6 @@ def iterate_quietly(loader: Any) -> int:
         return iterate(loader)
 
 
-@pytest.mark.usefixtures("easily_told")
-@KINDS
-def test_it_is_silenced_by_its_class(kind: type[LoaderHint]) -> None:
-    make, epochs, _ = CASES[kind]
-    loader = make()
-    with warnings.catch_warnings():
-        for silenced in (*(other for other in CASES if other is not kind), UserWarning):
-            warnings.simplefilter("ignore", silenced)
-        warnings.simplefilter("error", LoaderHint)
-        warnings.simplefilter("ignore", kind)
-        for other in CASES:
-            warnings.simplefilter("ignore", other)
-        for _ in range(epochs):
-            iterate(loader)
-
-
 def test_of_two_hints_that_are_errors_the_first_ends_the_epoch() -> None:
     class Sampled(Whole):
         """Two of three workers repeat each other, and the third has nothing."""

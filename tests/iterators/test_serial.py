@@ -53,14 +53,6 @@ def test_i9_a_timeout_without_workers_is_refused() -> None:
         iter(DataLoader(range(4), timeout=1))
 
 
-def test_statistics_count_batches_and_the_time_to_load_them() -> None:
-    loader = DataLoader(range(4))
-    assert numbers(iter(loader)) == [0, 1, 2, 3]
-    found = loader.statistics()
-    assert (found.epochs, found.batches, found.bytes, found.workers) == (1, 4, 0, ())
-    assert 0 < found.wait_seconds < 60
-
-
 class Interrupt(BaseException):
     pass
 

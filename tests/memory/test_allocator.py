@@ -36,20 +36,6 @@ def pair() -> Iterator[Pair]:
 # ---- without a copy ---------------------------------------------------------------------------------
 
 
-def test_a_second_segment_in_one_block_is_copied(pair: Pair) -> None:
-    def make() -> Any:
-        tensor = torch.arange(3 * LARGE, out=empty((3 * LARGE,), torch.int32))
-        return tensor[:LARGE], tensor[2 * LARGE :]
-
-    first, second = pair.run(make)
-    assert pair.copied == [LARGE * 4]
-    assert first.tolist() == list(range(LARGE))
-    assert second.tolist() == list(range(2 * LARGE, 3 * LARGE))
-    del first
-    assert len(pair.arena.released_blocks()) == 1
-    assert second[1] == 2 * LARGE + 1
-
-
 def test_a_small_part_of_a_block_does_not_hold_the_whole(pair: Pair) -> None:
     def make() -> torch.Tensor:
         tensor = torch.arange(40 * LARGE, out=empty((40 * LARGE,), torch.int32))
@@ -86,14 +72,6 @@ def test_what_a_dataset_keeps_is_shipped_in_a_copy(pair: Pair) -> None:
     kept.clear()
     pair.trip(None)
     assert pair.idle(), "blocks that the dataset dropped did not come back"
-
-
-def test_a_kept_tensor_can_be_shipped_again_and_at_last_without_a_copy(pair: Pair) -> None:
-    kept = [empty((LARGE,)).fill_(1)]
-    for make, copies in ((lambda: kept[0], 1), (lambda: kept[0], 2), (kept.pop, 2)):
-        assert float(pair.run(make).sum()) == LARGE
-        assert len(pair.copied) == copies
-    assert pair.idle()
 
 
 @settings(deadline=None, max_examples=30)
@@ -248,14 +226,6 @@ def test_of_a_block_that_is_mapped_by_itself_only_what_is_mapped_is_the_block(
     assert block.size > SMALLEST + 1
     assert pair.allocator.block_at(block.address + SMALLEST) is block
     assert pair.allocator.block_at(block.address + SMALLEST + 1) is None
-
-
-def test_new_blocks_are_made_in_space_that_came_back(pair: Pair) -> None:
-    taken = [pair.allocator.take(SMALLEST) for _ in range(3)]
-    pair.allocator.finish([(block.offset, SMALLEST) for block in taken])
-    pair.allocator.give(((0, SMALLEST), (SMALLEST, SMALLEST)))
-    assert pair.allocator.take(2 * SMALLEST).offset == 0
-    assert pair.allocator.take(SMALLEST).offset == 3 * SMALLEST
 
 
 @pytest.mark.parametrize("space", [None, ((SMALLEST, SMALLEST), (4 * SMALLEST, 2 * SMALLEST))])

@@ -6,12 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastq_loader.memory.blocks import (
-    BLOCK_TRANSITIONS,
     DEVICE_ALIGNMENT,
-    FILLED,
-    FREE,
-    GRANTED,
-    HELD,
     PAGE,
     SMALLEST,
     FreeRanges,
@@ -47,11 +42,6 @@ def test_there_are_four_size_classes_between_powers_of_two() -> None:
         assert sizes == {(1 << power) * quarters // 4 for quarters in (5, 6, 7, 8)}
 
 
-def test_only_these_events_free_a_block() -> None:
-    freeing = {(s, e) for s, events in BLOCK_TRANSITIONS.items() for e, to in events.items() if to == FREE}
-    assert freeing == {(GRANTED, "return"), (GRANTED, "writer_dead"), (FILLED, "drop"), (HELD, "release")}
-
-
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 20)), max_size=40))
 def test_the_address_space_gives_each_byte_once(steps: list[tuple[bool, int, int]]) -> None:
@@ -72,11 +62,3 @@ def test_the_address_space_gives_each_byte_once(steps: list[tuple[bool, int, int
             offset, size = taken.pop(which % len(taken))
             space.give(((offset, size),))
             free |= {*range(offset, offset + size)}
-
-
-def test_the_first_range_with_room_is_cut_and_ranges_merge_again() -> None:
-    space = FreeRanges(((10, 30), (50, 60)))
-    assert [space.take(size) for size in (40, 20, 20, 5, 10)] == [50, 10, 90, 30, None]
-    for offset, size in ((50, 40), (90, 20), (30, 5), (10, 20)):
-        space.give(((offset, size),))
-    assert [space.take(size) for size in (61, 60, 31, 30, 1)] == [None, 50, None, 10, None]

@@ -164,32 +164,12 @@ def test_only_large_blocks_are_promised(nbytes: int, monkeypatch: pytest.MonkeyP
     assert ledger.grant(Holder(1)) == ((), promised)
 
 
-def test_only_blocks_of_the_newest_batch_are_promised_and_each_once() -> None:
-    ledger = BlockLedger()
-    for at in range(3):
-        ledger.deliver(write(ledger, 0, B, at=at * B))
-    assert ledger.grant(Holder(1)) == ((), ((2 * B, B),))
-    assert ledger.grant(Holder(0)) == ((), ())
-    ledger.release([2 * B])
-    ledger.give_back([2 * B])
-    assert ledger.take_spare(0) == [(2 * B, B)]
-    assert ledger.grant(Holder(0)) == ((), ()), "it is trimmed"
-
-
 def test_a_grant_has_the_sizes_of_recent_batches_and_the_warmest_blocks() -> None:
     ledger = BlockLedger()
     offsets = write(ledger, 0, 16 * B, 4 * B, 4 * B, 4 * B)
     ledger.drop([offsets[at] for at in (2, 0, 3, 1)])
     assert ledger.grant(Holder(1)) == (((0, 16 * B), *[(offsets[at], 4 * B) for at in (1, 3, 2)]), ())
     assert ledger.free_blocks == 0
-
-
-@pytest.mark.parametrize(("size", "fits"), [(2 * B, True), (size_class(2 * B + 1), False)])
-def test_a_block_twice_as_large_will_do_and_a_larger_one_will_not(size: int, fits: bool) -> None:
-    ledger = BlockLedger()
-    write(ledger, 0, B)
-    ledger.accept(0, (), ((B, size),), (B,), ())
-    assert ledger.grant(Holder(1))[0] == (((B, size),) if fits else ())
 
 
 def test_blocks_of_a_shared_task_are_handed_over_to_the_worker_that_claims_it() -> None:
@@ -226,20 +206,6 @@ def test_trimming_keeps_what_some_batches_need_beside_those_that_users_hold() ->
     assert (ledger.nbytes, ledger.free_bytes) == (5 * B, 3 * B)
     assert ledger.take_spare(3) == []
     ledger.check()
-
-
-def test_a_trimmed_block_is_a_range_for_the_worker_that_made_it_or_for_its_successor() -> None:
-    ledger = BlockLedger(part)
-    for worker in (0, 1):
-        ledger.drop(write(ledger, worker, B))
-    ((one,), _), ((other,), _) = ledger.grant(Holder(0)), ledger.grant(Holder(1))
-    assert (one, other) == ((REGION, B), (0, B)), "each writes to the other's"
-    ledger.give_back([0, REGION])
-    assert len(ledger.take_spare(0)) == 2
-    assert (ledger.space(1), ledger.space(1)) == (((REGION, B),), ())
-    write(ledger, 0, B, at=3 * B)
-    assert ledger.forget_space(0) == ((0, 3 * B), (4 * B, REGION - 4 * B))
-    assert ledger.space(0) == ()
 
 
 def test_trimming_keeps_what_every_recent_kind_of_batch_needs() -> None:

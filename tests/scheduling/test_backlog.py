@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastq_loader.errors import ProtocolError
 from fastq_loader.scheduling.backlog import Backlog
 
 
@@ -119,40 +118,6 @@ def test_in_order_no_worker_is_passed_over_in_an_epoch(window: int) -> None:
         for seq in range(busy_from, busy_from + window):
             pool.offer(seq)
         assert not pool.backlog.behind
-
-
-def test_every_worker_that_was_passed_over_is_sent_what_it_missed_itself() -> None:
-    pool = Pool(workers=2, limit=1)
-    for ticket in range(1, 5):
-        pool.offer(ticket)
-    assert pool.backlog.behind == {0, 1}
-    for worker in range(2):
-        read = pool.read(worker)
-        pool.catch_up()
-        assert read + pool.read(worker) == [1, 2, 3, 4]
-
-
-def test_a_new_worker_has_nothing_to_read_and_a_death_takes_nothing_from_others() -> None:
-    pool = Pool(workers=2, limit=1)
-    for ticket in range(1, 5):
-        pool.offer(ticket)
-    pool.die(1)
-    assert pool.backlog.behind == {0}
-    pool.offer(5)
-    pool.start(1)
-    with pytest.raises(ProtocolError, match="worker 1 sent a ping back that it had not got"):
-        pool.backlog.read(1)
-    pool.offer(6)
-    assert pool.read(1) == [6]
-    read = pool.read(0)
-    pool.catch_up()
-    assert read + pool.read(0) == [1, 2, 3, 4, 5, 6]
-    for ticket in range(7, 11):
-        pool.offer(ticket)
-    assert pool.backlog._missed
-    for worker in (0, 1):
-        pool.die(worker)
-    assert not pool.backlog._missed
 
 
 def test_a_ping_goes_along_after_so_many_messages_of_any_kind() -> None:

@@ -186,18 +186,6 @@ def test_a_batch_lasts_from_its_first_task_and_a_new_worker_is_a_mark(played: Pl
     assert mark["args"] == {"about": "killed by SIGKILL: \ud800"}
 
 
-def test_an_error_is_a_mark_in_the_call_and_a_task_that_was_not_sent_no_batch(played: Played) -> None:
-    played.sent(1, 7, 90)
-    played.entered(1, 100)
-    played.raised(1, 7, ValueError('a "quoted"\n text'), 200)
-    played.left(1, 7, 200)
-    found = played.events()
-    (mark,) = of(found, "i")
-    assert mark["name"] == "ValueError at batch 7"
-    assert mark["args"]["about"] == "ValueError('a \"quoted\"\\n text')"
-    assert not batches(found)
-
-
 def test_the_step_of_the_last_batch_ends_with_the_next_epoch(played: Played) -> None:
     played.entered(1, 10)
     played.left(1, 0, 20)
@@ -217,17 +205,6 @@ def test_batches_that_are_ready_are_counted_at_each_that_is_handed_out(played: P
     played.dropped(1, 50)
     ready = [(event["ts"], event["args"]["batches"]) for event in of(played.events(), "C")]
     assert ready == [(0.040, 1), (0.050, 0)]
-
-
-def test_without_workers_the_consumer_loads(played: Played) -> None:
-    played.entered(1, 10)
-    played.loaded(1, 0, 13, 20, 25)
-    played.left(1, 0, 30)
-    played.entered(1, 40)
-    played.loaded(1, 1, 41, 20, 42)  # it failed before it was fetched: 20 is of the batch before
-    found = spans(played.events(), "consumer")
-    assert [name for name, _, _ in found[:4]] == ["next", "fetch", "collate", "step"]
-    assert set(found[4:]) == {("fetch", 41, 41), ("collate", 41, 42)}
 
 
 @given(draw=st.randoms(use_true_random=False))
@@ -412,16 +389,6 @@ def test_it_is_written_as_it_goes_also_where_the_system_takes_it_in_parts(
         for seen, _ in enumerate(ours):
             assert len(of(opened(path.read_text()), "X", "fetch")) == seen + 1
     check(read(path))
-
-
-def test_it_is_not_written_for_every_batch(played: Played) -> None:
-    sizes = set()
-    for seq in range(100):
-        now = played.recorder._written + 1000
-        played.entered(1, now)
-        played.left(1, seq, now)
-        sizes.add(played.path.stat().st_size)
-    assert sizes == {0}
 
 
 @pytest.mark.processes

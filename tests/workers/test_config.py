@@ -18,7 +18,7 @@ from fastq_loader.workers.config import Payload
 from fastq_loader.workers.kinds import read_workers
 from fastq_loader.workers.local_pool import LocalPool
 from tests.conftest import open_descriptors
-from tests.support.crimes import CountsPickling, FailsToUnpickle
+from tests.support.crimes import CountsPickling
 from tests.support.worker_setup import MAP_STYLE, STREAM, make_plan
 
 
@@ -144,9 +144,3 @@ def test_what_cannot_be_pickled_leaves_nothing_open() -> None:
         send(sent)
     assert not sent.sealed
     assert len(open_descriptors()) <= before + 1  # torch's own, of the tensor
-
-
-def test_what_fails_to_unpickle_fails_when_it_is_opened() -> None:
-    arrived = send(Payload(FailsToUnpickle(), None, None))
-    with pytest.raises(ValueError, match="does not survive the journey"):
-        arrived.open()

@@ -69,16 +69,6 @@ def test_in_a_forked_copy_the_workers_are_nobodys_children(pool: LocalPool) -> N
     assert end_of(fork(check)) == 0
 
 
-def test_what_cannot_be_pickled_is_named_by_its_path() -> None:
-    class Holder:
-        def __init__(self, held: Any) -> None:
-            self.held = held
-
-    error = TypeError("cannot pickle")
-    assert "dataset" in str(module._named(error, {"dataset": Holder(lambda: None), "collate_fn": max}))
-    assert module._named(error, {"dataset": range(3)}) is error
-
-
 @pytest.mark.parametrize("chosen", [False, True])
 def test_the_fork_server_imports_torch_unless_somebody_chose(
     chosen: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,14 +1,19 @@
-"""The loop of a worker, without its process: what it answers to what comes in."""
+"""A worker without its process: which task it takes, what it loads and draws, and what it answers."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data._utils import worker as torch_worker
 
-from fastq_loader.ipc.claim_table import ClaimTable
+from fastq_loader.ipc.claim_table import Busy, ClaimTable
 from fastq_loader.ipc.messages import (
     BATCH,
     BROKEN,
@@ -27,11 +32,31 @@ from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST, FreeRanges
 from fastq_loader.memory.results import empty, install
+from fastq_loader.reading import generators
+from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.system import calls
+from fastq_loader.workers import task_queue
+from fastq_loader.workers.config import Payload, Rules
 from fastq_loader.workers.main import Worker
-from tests.support.worker_setup import STREAM, make_setup
+from fastq_loader.workers.reader import Reader
+from fastq_loader.workers.task_queue import TaskQueue
+from tests.support.simulation import Table
+from tests.support.worker_setup import MAP_STYLE, STREAM, as_it_is, make_setup
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    """A worker of this arena may run in this process, which is put back afterwards."""
+    threads = torch.get_num_threads()
+    arena = Arena(1)
+    with generators.put_back():
+        yield arena
+    install(None)
+    arena.retire([])
+    torch_worker._worker_info = None
+    torch.set_num_threads(threads)
 
 
 class Wire:
@@ -219,3 +244,153 @@ def test_an_error_finds_its_way_where_no_room_is_left(arena: Arena, fails: bool,
     first, failed = answers_to(arena, Full(fails, any_blocks), epoch(), task(0), task(1))
     assert (first.outcome, failed.outcome) == (BATCH, ERROR)
     assert failed.handle is not None
+
+
+class Claims(Table):
+    """A table of claims in which another worker may be in the middle of a claim."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 12)
+        self.busy: set[int] = set()
+
+    def claim(self, ticket: int, worker: int) -> bool:
+        if ticket in self.busy:
+            raise Busy
+        return super().claim(ticket, worker)
+
+
+def attempt_at(seq: int, attempt: int = 0, epoch: int = 1) -> Task:
+    """An attempt at a batch, with a ticket of its own."""
+    return Task(epoch, seq, attempt, seq, (), (), 100 * epoch + 50 * attempt + seq)
+
+
+def queue(claims: Claims, *seqs: int, worker: int = 0, shared: bool = True) -> TaskQueue:
+    """A worker that was sent tasks in this order; all of them are on offer."""
+    tasks = TaskQueue(claims, shared, worker)  # type: ignore[arg-type]
+    tasks.begin_epoch()
+    for seq in seqs:
+        if claims.holder(100 + seq) is None:
+            claims.offer(100 + seq)
+        tasks.add(attempt_at(seq))
+    return tasks
+
+
+def taken(tasks: TaskQueue) -> list[int]:
+    seqs = []
+    while (one := tasks.take()) is not None:
+        seqs.append(one.seq)
+    return seqs
+
+
+@given(st.permutations(range(6)))
+def test_shared_tasks_are_taken_from_the_lowest_and_assigned_ones_as_they_came(order: list[int]) -> None:
+    claims = Claims()
+    assert taken(queue(claims, *order, shared=False)) == order
+    assert taken(queue(claims, *order)) == sorted(order)
+    assert claims.holder(102) == 0
+
+
+def test_what_others_have_is_passed_over_and_forgotten_until_it_is_sent_again() -> None:
+    claims = Claims()
+    one, other = (queue(claims, 0, 1, 2, worker=worker) for worker in (0, 1))
+    assert [tasks.take() for tasks in (one, other)] == [attempt_at(0), attempt_at(1)]
+    claims.offer(150)  # the first worker dies
+    other.add(attempt_at(0, attempt=1))
+    assert (other.take(), taken(other), taken(one)) == (attempt_at(0, attempt=1), [2], [])
+    assert len(one) == len(other) == 0
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_a_worker_works_on_is_known_until_it_has_answered(shared: bool) -> None:
+    claims = Claims()
+    tasks = queue(claims, 0, 1, worker=5, shared=shared)
+    for seq in (0, 1):
+        assert tasks.take() is not None
+        assert claims.begun(5) == 100 + seq
+    tasks.answered()
+    assert claims.begun(5) is None
+    assert tasks.take() is None
+    assert claims.begun(5) is None
+
+
+def test_a_busy_task_is_kept_for_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(task_queue.time, "sleep", waits.append)
+    claims = Claims()
+    tasks = queue(claims, 0, 1)
+    claims.busy = {100}
+    assert taken(tasks) == [1]
+    assert len(tasks) == len(waits) == 1
+    claims.busy = set()
+    assert taken(tasks) == [0]
+
+
+def draws() -> tuple[Any, ...]:
+    return random.random(), torch.rand(1).item(), float(np.random.rand())
+
+
+class Draws:
+    """Every sample is some random numbers."""
+
+    def __init__(self) -> None:
+        self.own = random.Random(1)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return draws()
+
+
+def reader(arena: Arena, dataset: Any, init_fn: Any = None, **fields: Any) -> Reader:
+    given = {"payload": Payload(dataset, as_it_is, init_fn), **fields}
+    return Reader(make_setup(arena, dataset, **given))
+
+
+def test_the_seeds_of_a_stream_do_not_depend_on_when_others_ended(arena: Arena) -> None:
+    class DrawsOnAndOn:
+        def __iter__(self) -> Any:
+            return iter(draws, None)
+
+    loading = reader(arena, DrawsOnAndOn(), workers=3, worker=1, rules=Rules(True, False, False))
+    found = []
+    for seqs in ((1, 4, 6, 8), (1, 4, 7, 10)):
+        loading.begin_epoch(Epoch(1, None, 7))
+        found.append([loading.load(seq, None) for seq in seqs])
+    assert found[0] == found[1]
+    generators.seed_batch(7, 10)
+    assert found[0][-1] == draws()
+
+
+class DrawsOnce:
+    def __iter__(self) -> Any:
+        yield draws()
+
+
+def test_a_stream_that_ended_is_not_missed(arena: Arena) -> None:
+    loading = reader(arena, DrawsOnce(), rules=STREAM)
+    loading.begin_epoch(Epoch(1, None))
+    loading.load(0, None)
+    with pytest.raises(EndOfStream):
+        loading.load(1, None)
+    assert loading.ended
+    assert not loading.is_missed()
+    loading.begin_epoch(Epoch(1, None))
+    assert not loading.ended
+
+
+@pytest.mark.parametrize(
+    ("dataset", "rules", "missed"),
+    [
+        (Draws(), MAP_STYLE, True),
+        (range(3), MAP_STYLE, False),
+        (DrawsOnce(), STREAM, True),
+        (iter(range(3)), STREAM, True),  # its own iterator, which goes on where it stopped
+    ],
+    ids=["draws", "draws nothing", "a stream that draws", "an iterator"],
+)
+def test_a_batch_is_missed_if_anything_was_drawn_and_the_first_of_all_has_to_show_it(
+    arena: Arena, dataset: Any, rules: Rules, missed: bool
+) -> None:
+    loading = reader(arena, dataset, rules=rules)
+    loading.begin_epoch(Epoch(1, None))
+    assert loading.is_missed()
+    loading.load(0, 0)
+    assert loading.is_missed() is missed
