@@ -73,9 +73,6 @@ def measure(
     return trials.measure(loader, setting, step, seconds, 60.0)
 
 
-# ---- a loader like another one -----------------------------------------------------------------------
-
-
 class Special(DataLoader[Any]):
     """Has an attribute of its own."""
 
@@ -139,9 +136,6 @@ def test_a_schedule_stays_as_it_was_said_if_it_is_of_that_kind() -> None:
     assert trials.like(loader, Setting(1, 2, dynamic=False)).schedule == "round_robin"
 
 
-# ---- what it gives -----------------------------------------------------------------------------------
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("persistent", [False, True])
@@ -189,9 +183,6 @@ def test_what_has_no_batch_is_told_so_and_not_to_take_more_time(workers: int) ->
         measure(DataLoader(Made(float, 0), num_workers=workers), Setting(workers, 2))
 
 
-# ---- what it leaves alone ----------------------------------------------------------------------------
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_loader_and_all_that_is_its_stay_as_they_were(workers: int) -> None:
@@ -218,9 +209,6 @@ def test_batches_stay_on_the_host() -> None:
     assert measure(loader, Setting(0, 2)).batches > 0
     assert loader.device is to_device
     assert loader.pin_memory
-
-
-# ---- how it ends -------------------------------------------------------------------------------------
 
 
 @pytest.mark.processes

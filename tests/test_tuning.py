@@ -236,9 +236,7 @@ def test_where_the_own_setting_fails_another_one_may_win_and_where_all_fail_its_
     ),
     st.integers(1, 10),
 )
-def test_what_promises_most_is_among_those_that_are_measured(
-    expected: dict[Setting, float], limit: int
-) -> None:
+def test_what_promises_most_is_measured(expected: dict[Setting, float], limit: int) -> None:
     chosen = promising(expected, OWN, limit)
     assert len(chosen) == len(set(chosen)) <= limit
     assert set(chosen) <= set(expected)

@@ -42,9 +42,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.processes
-def test_the_packages_are_the_commit_s_and_the_working_tree_s(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_revisions_are_packed(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
 
     def install(source: Path, target: Path) -> None:
@@ -100,8 +98,6 @@ def test_each_revision_is_timed_in_a_process_of_its_own(tmp_path: Path) -> None:
         (ROOT / "nosuch", {}, f"RuntimeError: the package came from {ROOT}"),
     ],
 )
-def test_what_a_revision_cannot_do_has_a_reason(
-    folder: Path, keywords: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_a_failure_has_a_reason(folder: Path, keywords: dict[str, Any], said: str, tmp_path: Path) -> None:
     (answer,) = answers((str(folder), str(tmp_path), "rows", LoaderSettings(1, "fork"), keywords, 0.01))
     assert re.match(said, answer["failure"])

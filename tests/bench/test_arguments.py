@@ -94,9 +94,7 @@ def test_two_revisions_have_usual_workloads_and_rounds() -> None:
         ("program csv_table --data /nosuch", "folder that exists"),
     ],
 )
-def test_a_wrong_command_line_says_what_is_wrong(
-    line: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_line_is_named(line: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
     first, *rest = line.split()
     with pytest.raises(SystemExit):
         command.parse(rest) if first == "program" else parse([first, *rest])

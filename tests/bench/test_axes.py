@@ -51,9 +51,6 @@ def measured(case: Case) -> CaseRows:
     return Results(measure(case)).cases()[0]
 
 
-# ---- exact resume -----------------------------------------------------------------------------------
-
-
 @pytest.mark.processes
 def test_every_contender_of_a_resume_is_measured(cases: Cases) -> None:
     pytest.importorskip("torchdata")
@@ -72,15 +69,10 @@ def test_every_contender_of_a_resume_is_measured(cases: Cases) -> None:
 
 
 @pytest.mark.processes
-def test_another_batch_than_the_one_that_follows_is_no_figure(
-    cases: Cases, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_batch_is_no_figure(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DataLoader, "load_state_dict", lambda loader, state: None)
     found = measured(cases("resume", f"--peers {OURS}")["resume_1000"])
     assert "did not go on after batch 5" in str(found.peers[PERMUTED].failure)
-
-
-# ---- tune() and "auto" ------------------------------------------------------------------------------
 
 
 @pytest.mark.processes
@@ -106,12 +98,7 @@ def test_what_is_chosen_takes_turns_with_every_setting(cases: Cases, monkeypatch
     assert found.peers[AUTO].label.count(",") == 2, "two epochs before the first block"
 
 
-# ---- other machines ---------------------------------------------------------------------------------
-
-
-def test_without_ray_the_reason_stands_in_place_of_figures(
-    cases: Cases, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_ray_the_reason_is_given(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RayWorkers, "missing", lambda workers: "ray, which is not installed")
     for name, case in cases("cluster").items():
         failures = {name: peer.failure for name, peer in measured(case).peers.items()}

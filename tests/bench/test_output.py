@@ -30,8 +30,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = "bench/results/here.jsonl"
 EMPTY = "<!-- bench:begin -->\n<!-- bench:end -->\n"
 
-# ---- rows -----------------------------------------------------------------------------------------
-
 
 def test_rows_come_back_from_their_file(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
@@ -57,9 +55,7 @@ class OneBlock(Lane):
         return [{"seconds": 1.0}]
 
 
-def test_a_resumed_run_measures_only_what_is_left_and_says_when(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_measures_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "results.jsonl"
     planned: list[int] = []
 
@@ -80,9 +76,6 @@ def test_a_resumed_run_measures_only_what_is_left_and_says_when(
     assert capsys.readouterr().out.count("1,000 (1,000..1,000)") == 2 + 4
     assert perform(options, later, []) == 0, "without --resume the file begins anew"
     assert rows.read(path).days == "2026-01-03"
-
-
-# ---- figures --------------------------------------------------------------------------------------
 
 
 def test_a_ratio_is_of_medians_and_its_range_is_within_rounds() -> None:
@@ -123,9 +116,6 @@ def test_goals_of_a_device() -> None:
     assert [name.split(": ")[1][:12] for name in missed] == ["GB/s of a fu", "stall beyond"]
     broken = goals(example.device_run(**{TORCH: {"failure": "it broke"}}))
     assert {goal.verdict for goal in broken if "torch / ours" in goal.measure} == {"not measured"}
-
-
-# ---- tables ---------------------------------------------------------------------------------------
 
 
 def table(results: Results, title: str) -> Table:
@@ -216,9 +206,6 @@ def test_ratios_of_two_revisions_are_of_rounds() -> None:
     assert cells(found, "unclear")[4] == "1.00 (0.90..1.20), within noise"
     assert cells(found, "failed")[2:5] == ["–", "100", "–"]  # noqa: RUF001
     assert found.notes == ["failed: 1234567: not measured: no schedule"]
-
-
-# ---- READMEs --------------------------------------------------------------------------------------
 
 
 def test_the_readmes_and_all_tables_are_what_their_results_say() -> None:

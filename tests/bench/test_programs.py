@@ -81,9 +81,7 @@ def test_the_command_runs_a_program_under_its_limit(folder: Path, capfd: pytest.
     assert "fastq: each process may have 2,000 MB of data (RLIMIT_DATA)" in printed
 
 
-def test_loaders_run_to_and_fro_and_tables_are_written(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loaders_run_to_and_fro(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     losses = {"torch": 0.5, "fastq": 0.5}
 
@@ -106,9 +104,6 @@ def test_a_run_that_is_out_of_memory_says_so(folder: Path, capfd: pytest.Capture
     line = f"csv_table --few --data {folder} --workers 0 --limit 20"
     with pytest.raises(SystemExit, match=r"ended with .* 20 MB of data"):
         command.main(line.split())
-
-
-# ---- what is said of a run ----------------------------------------------------------------------
 
 
 def a_run(loader: str = "torch", workers: int = 2, seconds: float = 1.0, **others: Any) -> report.Run:
@@ -159,12 +154,7 @@ def test_another_number_of_workers_may_train_otherwise_and_is_compared_with_none
     ]
 
 
-# ---- waits, queue, limits -----------------------------------------------------------------------
-
-
-def test_waits_are_what_iter_and_next_take_and_not_what_the_step_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_waits_are_what_iter_and_next_take_and_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     class Batches:

@@ -58,9 +58,7 @@ def test_batches_are_the_same_again_and_from_a_spawned_worker(name: str, tmp_pat
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 16])
-def test_a_worker_streams_every_so_manieth_record(
-    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_streams_its_records(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "PASSES", 1)
     dataset: Any = built("stream", tmp_path).dataset
     everything = list(dataset)

@@ -215,9 +215,7 @@ def test_the_generic_interface_suffices_and_is_not_asked_at_construction() -> No
     assert ToDevice(KIND, transform=list).target == torch.device(KIND)
 
 
-def test_what_torch_has_no_common_interface_for_is_refused(
-    another: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_devices_are_refused(another: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=f"device='xpu' cannot be used: .* that of torch .* here is {KIND};"):
         parse("xpu")
     with pytest.raises(ValueError, match=f"device='{KIND}:2' cannot be used: there are 2 {KIND} devices"):

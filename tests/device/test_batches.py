@@ -39,9 +39,6 @@ pytestmark = [
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
-# ---- the same batches -------------------------------------------------------------------------------
-
-
 def configuration(draw: random.Random) -> dict[str, Any]:
     """Arguments for both loaders."""
     kind = draw.choice(sorted(SAMPLES))
@@ -186,9 +183,6 @@ def test_without_workers_what_is_no_tensor_need_not_be_picklable(late: Late) -> 
     assert all(value is unpicklable for _, value in loader)
 
 
-# ---- one copy ---------------------------------------------------------------------------------------
-
-
 def fields(index: int) -> Any:
     small = {f"field {at}": torch.full((at + 1,), float(index)) for at in range(50)}
     return {**small, "image": torch.full((100_000,), index, dtype=torch.uint8)}
@@ -233,9 +227,6 @@ def test_batches_are_collated_where_they_are_copied_from(late: Late, monkeypatch
     assert max(counts) == counts[-1] <= 2  # both fields of the first batch, and nothing after it
 
 
-# ---- from epoch to epoch -------------------------------------------------------------------------------
-
-
 def add_one(batch: Any) -> Any:
     return [batch[0] + 1, batch[1]]
 
@@ -258,9 +249,7 @@ def test_statistics_say_what_was_copied(late: Late) -> None:
     assert (staging.copies, staging_of(loader).copies) == (10, 20)
 
 
-def test_buffers_are_kept_from_epoch_to_epoch_without_workers(
-    late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_workers_buffers_are_kept(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     device = late()
     made: list[int] = []
     pinned = device.pinned

@@ -40,9 +40,6 @@ from tests.support.gpu import (
 pytestmark = MARKS
 
 
-# ---- who waits for whom -------------------------------------------------------------------------------
-
-
 def at_once(*_: Any) -> bool:
     return True
 
@@ -122,9 +119,7 @@ def test_a_batch_may_be_read_on_another_stream(
 
 
 @guarded
-def test_a_transform_on_the_side_stream_reads_memory_that_is_still_its_own(
-    guard: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transform_beside_reads_memory_of_its_own(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(memory: torch.Tensor) -> torch.Tensor:
         lag()
         return memory.clone()
@@ -139,9 +134,6 @@ def test_a_transform_on_the_side_stream_reads_memory_that_is_still_its_own(
     with guard.outcome:
         assert seen.item()
     pair.copies.drain()
-
-
-# ---- one copy, which nobody waits for -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pin", ["register", "bounce", "pageable"])
@@ -161,9 +153,6 @@ def test_a_batch_is_one_copy_from_page_locked_memory(pin: str) -> None:
     names = [event.name for event in profiled.events() if event.name.startswith("Memcpy HtoD")]
     with Guard(pin != "pageable").outcome:
         assert names == ["Memcpy HtoD (Pinned -> Device)"] * BATCHES
-
-
-# ---- captured graphs ----------------------------------------------------------------------------------
 
 
 CAPTURE = """
@@ -217,9 +206,6 @@ def test_a_graph_is_captured_between_two_batches(crime: str, outcome: str) -> No
     assert result.stdout.splitlines()[-1:] == [outcome], result.stderr
 
 
-# ---- what is handed out -------------------------------------------------------------------------------
-
-
 DTYPES = """uint8 int8 uint16 int16 uint32 int32 uint64 int64 bfloat16 float16 float32 float64 complex64
     complex128 float8_e4m3fn float8_e5m2"""
 
@@ -242,9 +228,6 @@ def test_every_dtype_arrives_to_the_bit(workers: int) -> None:
         for wanted, found in zip(torch.utils.data.DataLoader(dataset, 4), loader, strict=True):
             assert all(field.is_cuda for field in found.values())
             assert_same(wanted, {name: field.cpu() for name, field in found.items()})
-
-
-# ---- transforms ---------------------------------------------------------------------------------------
 
 
 def image(index: int) -> tuple[torch.Tensor, int]:
@@ -286,9 +269,6 @@ def test_normalize_is_torchvisions_formula(
             assert images.is_contiguous(memory_format=layout)
             error = (images.cpu().double() - torchvisions(plain)).abs().max().item()
             assert error <= TOLERANCE[dtype], f"{error} off"
-
-
-# ---- captured steps -----------------------------------------------------------------------------------
 
 
 @pytest.mark.processes

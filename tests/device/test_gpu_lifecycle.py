@@ -35,15 +35,10 @@ from tests.support.gpu import (
 pytestmark = MARKS
 
 
-# ---- the end of an iteration --------------------------------------------------------------------------
-
-
 @pytest.mark.processes
 @guarded
 @pytest.mark.parametrize("end", ["break", "close"])
-def test_blocks_are_unlocked_after_their_copies(
-    end: str, guard: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_unlocked_after_copies(end: str, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     idle: list[bool] = []
     unregister = TorchStager.unregister
 
@@ -65,8 +60,6 @@ def test_blocks_are_unlocked_after_their_copies(
             assert idle
             assert all(idle)
 
-
-# ---- what is left behind ------------------------------------------------------------------------------
 
 DESCRIPTORS = """
 import os, torch
@@ -120,13 +113,10 @@ def test_twenty_epochs_take_no_more_device_memory_than_two(stream: str, guard: G
             assert epochs(18) == before
 
 
-# ---- hard times ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.processes
 @guarded
 @pytest.mark.parametrize("pin", ["register", "bounce", "pageable"])
-def test_few_blocks_a_deep_prefetch_and_a_slow_gpu_come_to_an_end(
+def test_few_blocks_and_a_slow_gpu_do_not_hang(
     pin: str, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within this module's time limit. Workers never wait for a block: without the guard, that copies give
@@ -141,14 +131,9 @@ def test_few_blocks_a_deep_prefetch_and_a_slow_gpu_come_to_an_end(
             assert loader.statistics().blocks_grown <= 9
 
 
-# ---- page-locking -------------------------------------------------------------------------------------
-
-
 @pytest.mark.processes
 @guarded
-def test_a_copy_reads_from_one_registration_which_close_undoes(
-    guard: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_reads_from_one_registration(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run without the guard unlocks behind the ledger's back: the driver is not left with memory that is
     gone, and the ledger has to tell."""
 
@@ -181,9 +166,7 @@ def test_a_copy_reads_from_one_registration_which_close_undoes(
 
 
 @guarded
-def test_an_error_of_the_driver_is_not_left_for_the_next_kernel(
-    guard: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_driver_is_cleared(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     guard.remove(monkeypatch, TorchStager, "_clear_error", lambda self: None)
     with pytest.raises(PinFailed, match="cudaHostRegister of 4096 bytes failed with error"):
         TorchStager(torch.device("cuda")).register(4096, 4096)
@@ -223,9 +206,6 @@ def test_a_refusal_of_the_driver_leads_to_the_next_mode(
     assert [code != 0 for code in runtime.codes].count(True) == bool(workers), "the driver was asked again"
     assert set(runtime.locked) <= {4096}, "half a pool stays locked"
     assert torch.ones(1000, device="cuda").sum().item() == 1000
-
-
-# ---- pin_memory=True without a device ------------------------------------------------------------------
 
 
 @pytest.mark.processes

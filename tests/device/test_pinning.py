@@ -45,9 +45,6 @@ class Pool:
         self.device.populated.add(offset)
 
 
-# ---- the policy -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("pin", "in_blocks", "mode", "reason"),
     [
@@ -85,9 +82,6 @@ def test_a_mode_that_the_driver_refused_is_not_chosen_again(in_blocks: bool) -> 
     pool.policy.choose(pool.device, in_blocks)
     assert (pool.statistics.pin, pool.statistics.pin_reason) == (PAGEABLE, "no buffers; no registration")
     pool.policy.fall_back(REGISTER, "no registration")  # said before: a warning would be an error
-
-
-# ---- blocks and buffers -----------------------------------------------------------------------------
 
 
 def test_seconds_are_counted() -> None:
@@ -142,9 +136,6 @@ def test_without_blocks_a_buffer_that_is_not_locked_takes_the_place_of_one_that_
     assert pool.pinner.buffer(100) is not buffer
 
 
-# ---- what is counted of copies ------------------------------------------------------------------------
-
-
 def test_a_batch_that_is_taken_before_it_has_arrived_is_late() -> None:
     pool = Pool(in_blocks=False)
     for key in range(4):
@@ -186,9 +177,6 @@ def test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted() -> Non
     assert pool.statistics.block_wait_seconds == pool.device.seconds > 0
 
 
-# ---- whole loaders ----------------------------------------------------------------------------------
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("workers", "refuse", "modes", "reason"),
@@ -224,9 +212,7 @@ def test_a_mode_by_name_raises_rather_than_degrade(pin: str, workers: int, late:
 
 
 @pytest.mark.processes
-def test_an_interrupt_while_a_block_is_locked_leaves_no_lock(
-    late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_locking_leaves_no_lock(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     device = late()
     register = device.register
 

@@ -288,9 +288,7 @@ def numbers_in(value: Any) -> set[int]:
 
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("stream", ["side", "consumer"])
-def test_a_loader_may_write_to_a_batch_again(
-    stream: str, where: str, late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_may_be_reused(stream: str, where: str, late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is made of, also what is on the device already."""
     device = late()
     finish_moves = move_late(monkeypatch, device) if where == "host" else list
@@ -374,7 +372,7 @@ def test_an_error_keeps_nothing_alive(failing: str, raised: bool, late: Late) ->
         gc.enable()
 
 
-def test_what_is_on_the_device_already_is_transformed_on_the_consumers_stream(
+def test_batches_of_the_device_are_not_transformed_beside(
     late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing waits for what was queued there. The late device is the host, where a sparse tensor is."""
@@ -461,9 +459,7 @@ def test_an_epoch_ends_where_another_begins(late: Late) -> None:
         batches.close()
 
 
-def test_the_loaders_iterator_comes_before_the_device_and_goes_with_the_epoch(
-    late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_iterator_comes_before_the_device(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its workers must not inherit a device that is in use, and end where nobody waits for them."""
     device, loader, made = late(), Failing(), []
     batches = Prefetcher(loader, "cuda")

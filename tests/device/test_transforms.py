@@ -31,9 +31,6 @@ def images(*shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
-# ---- normalize --------------------------------------------------------------------------------------
-
-
 @settings(deadline=None)
 @given(
     shape=st.sampled_from([(1, 3, 1, 1), (4, 3, 8, 5), (2, 3, 7), (2, 3, 4, 5, 6), (0, 3, 2, 2), (5, 3)]),
@@ -152,7 +149,7 @@ def test_it_can_be_pickled_and_shown() -> None:
         ([None, None], False, 2),  # where streams cannot be told apart
     ],
 )
-def test_factors_are_kept_for_the_stream_that_made_them(
+def test_factors_have_a_stream(
     streams: Any, captured: bool, made: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apply, factors = normalize(MEAN, STD), []
@@ -175,9 +172,6 @@ def test_in_a_compiled_step() -> None:
     compiled = torch.compile(step, backend="eager", fullgraph=True)
     pixels = images(2, 3, 4, 4)
     torch.testing.assert_close(compiled(pixels), step(pixels))
-
-
-# ---- copy_into --------------------------------------------------------------------------------------
 
 
 def batch_of(value: float, size: int = 4) -> Any:

@@ -37,9 +37,6 @@ def lines(limit: str, costs: Costs, setting: Setting = TWO, cpus: float = 4.0, *
     return "\n".join(advice(evidence, [limit]))
 
 
-# ---- workers ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("costs", "workers", "cpus", "line"),
     [
@@ -77,9 +74,6 @@ def test_what_takes_microseconds_needs_no_workers() -> None:
     assert "num_workers=0" not in lines("transport", costs, Setting(0), epoch=measured)
 
 
-# ---- head of the line ---------------------------------------------------------------------------------
-
-
 def test_dynamic_removes_what_slow_batches_cost() -> None:
     found = lines("head_of_line", UNEVEN)
     assert found.startswith("schedule='dynamic' removes the 23% lost at the head of the line: about ")
@@ -94,9 +88,7 @@ def test_dynamic_removes_what_slow_batches_cost() -> None:
         (Setting(0), {}, ["dynamic", "prefetch", "in_order"]),
     ],
 )
-def test_what_has_no_effect_is_not_advised(
-    setting: Setting, fields: dict[str, Any], not_advised: list[str]
-) -> None:
+def test_no_effect_is_no_advice(setting: Setting, fields: dict[str, Any], not_advised: list[str]) -> None:
     for limit in ("head_of_line", "workers", "memory"):
         found = lines(limit, UNEVEN, setting, **fields)
         assert not any(word in found for word in not_advised)
@@ -107,9 +99,6 @@ def test_where_dynamic_waits_already_the_slow_batches_are_named() -> None:
     assert "no batch that takes longer than 20 ms to load" in lines(
         "head_of_line", slowest, Setting(4, dynamic=True), 64
     )
-
-
-# ---- others -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -195,9 +184,6 @@ def test_the_way_to_the_device() -> None:
     assert "pin_memory=True" in lines("device_copy", costs, pins=True)
 
 
-# ---- always -------------------------------------------------------------------------------------------
-
-
 def test_without_costs_there_is_no_advice() -> None:
     assert advice(Evidence(EPOCH), ["workers"]) == ()
 
@@ -243,8 +229,6 @@ def test_durations_are_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-# ---- hints --------------------------------------------------------------------------------------------
-
 Batch = tuple[bytes, int]
 
 
@@ -254,9 +238,6 @@ def test_few_samples_in_the_same_order_say_nothing() -> None:
     assert text is not None
     assert "Shuffle gave the same order in epochs 6 and 7 (the first 20 samples" in text
     assert "set_epoch(epoch)" in text
-
-
-# ---- duplicate data ---------------------------------------------------------------------------------
 
 
 def batches(letters: str, nbytes: int = 8) -> list[Batch]:
@@ -296,9 +277,6 @@ def test_workers_that_give_the_same_data(case: str) -> None:
         assert "get_worker_info()" in text
 
 
-# ---- idle workers -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given_by", "idle"),
     [
@@ -317,9 +295,6 @@ def test_workers_that_give_nothing(given_by: list[int], idle: str | None) -> Non
     if text is not None and idle is not None:
         assert text.startswith(idle)
         assert f"num_workers={len(first)}" in text
-
-
-# ---- tiny batches -----------------------------------------------------------------------------------
 
 
 def was_loaded(counters: EpochCounters, seq: int, load: int) -> None:
@@ -374,8 +349,6 @@ def test_batches_that_are_worth_no_worker() -> None:
 def test_where_it_does_not_matter_nothing_is_said(counters: EpochCounters, told: bool) -> None:
     assert (tiny_batches(counters, 2) is not None) == told
 
-
-# ---- memory -----------------------------------------------------------------------------------------
 
 MB = 1 << 20
 

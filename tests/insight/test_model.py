@@ -52,7 +52,7 @@ def test_without_workers_everything_is_done_in_turn(costs: Costs, cpus: float) -
 
 
 @given(COSTS, TIMES, WORKERS, st.integers(2, 4), st.booleans())
-def test_equal_batches_take_what_the_slower_side_takes(
+def test_the_slower_side_counts(
     costs: Costs, load: float, workers: int, prefetch: int, dynamic: bool
 ) -> None:
     costs = replace(costs, loads=(load,))
@@ -62,9 +62,7 @@ def test_equal_batches_take_what_the_slower_side_takes(
 
 
 @given(COSTS, TIMES, WORKERS)
-def test_in_a_window_of_one_only_the_step_runs_beside_loading(
-    costs: Costs, load: float, workers: int
-) -> None:
+def test_in_a_window_of_one_only_the_step_runs_beside_loads(costs: Costs, load: float, workers: int) -> None:
     costs = replace(costs, loads=(load,))
     between = costs.draw + costs.overhead + costs.device
     found = seconds_per_batch(costs, Setting(workers, fixed_window=1), MANY)
@@ -72,9 +70,7 @@ def test_in_a_window_of_one_only_the_step_runs_beside_loading(
 
 
 @given(COSTS, WORKERS, PREFETCH, st.booleans(), st.floats(0.5, 8))
-def test_nothing_is_faster_than_consumer_workers_and_cpus(
-    costs: Costs, workers: int, prefetch: int, dynamic: bool, cpus: float
-) -> None:
+def test_the_limits_are_kept(costs: Costs, workers: int, prefetch: int, dynamic: bool, cpus: float) -> None:
     found = seconds_per_batch(costs, Setting(workers, prefetch, dynamic), cpus)
     assert found >= 0.999 * (costs.draw + costs.overhead + costs.device + costs.step)
     assert found * ENDS >= (costs.load + costs.pack) / workers
@@ -105,9 +101,6 @@ def test_sleeping_needs_no_cpu() -> None:
     costs = Costs((0.1,), load_cpu=0.0)
     assert seconds_per_batch(costs, Setting(10), 1) == pytest.approx(0.01, rel=0.05)
     assert seconds_per_batch(replace(costs, load_cpu=1.0), Setting(10), 1) == pytest.approx(0.1)
-
-
-# ---- which numbers of workers ----------------------------------------------------------------------
 
 
 def waiting(load_cpu: float) -> Costs:
@@ -141,8 +134,6 @@ def test_numbers_grow_in_steps_of_which_none_is_wide(most: int, cpus: float) -> 
         assert math.ceil(cpus) in tried
 
 
-# ---- what is known of a run ---------------------------------------------------------------------------
-
 EPOCH = EpochStatistics(1, batches=100, seconds=10.0, consumer_seconds=4.0, workers_seconds=6.0)
 
 
@@ -173,8 +164,6 @@ def test_new_memory_is_a_part_of_all_workers_work() -> None:
 def test_a_few_batches_say_nothing(batches: int, seconds: float, enough: bool) -> None:
     assert is_enough(EpochStatistics(1, batches, seconds)) is enough
 
-
-# ---- what batches cost --------------------------------------------------------------------------------
 
 MS = 1_000_000
 
@@ -293,9 +282,7 @@ def test_without_workers_the_cpu_is_the_loadings_first(cpu: int, load_cpu: float
 
 
 @pytest.mark.parametrize(("contention", "load_cpu"), [(0.0, 0.25), (0.8, 0.85), (1.0, 1.0)])
-def test_on_a_busy_machine_loading_waits_for_a_cpu_and_not_for_a_disk(
-    contention: float, load_cpu: float
-) -> None:
+def test_on_a_busy_machine_loading_waits_for_a_cpu(contention: float, load_cpu: float) -> None:
     found = costs_of(serial(1), (), contention)
     assert found is not None
     assert found.load_cpu == pytest.approx(load_cpu)

@@ -96,9 +96,7 @@ def test_little_waiting_is_no_limit(shares: dict[str, float], busy: float, limit
         (7, 10.0, {"start_up": 0.3, "workers": 0.5}, "unknown"),
     ],
 )
-def test_too_little_data_says_nothing_but_for_a_slow_start(
-    batches: int, seconds: float, shares: dict[str, float], limit: str
-) -> None:
+def test_too_little_says_nothing(batches: int, seconds: float, shares: dict[str, float], limit: str) -> None:
     found = diagnose(evidence_of(batches=batches, seconds=seconds, **shares))
     assert found.limit == limit
     if limit == "unknown":
@@ -153,9 +151,7 @@ def test_it_is_immutable_and_travels_and_every_field_is_explained() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "no such encoding", None])
-def test_where_the_terminal_has_no_blocks_it_prints_ascii(
-    encoding: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_without_blocks_gets_ascii(encoding: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         pass
 
@@ -169,8 +165,6 @@ def test_where_the_terminal_has_no_blocks_it_prints_ascii(
     monkeypatch.setattr(sys, "stdout", Terminal())
     assert "█" in str(diagnose(run))
 
-
-# ---- the page -----------------------------------------------------------------------------------------
 
 EPOCH = EpochStatistics(
     epoch=3,
@@ -272,9 +266,6 @@ def test_what_is_the_users_is_escaped_in_html() -> None:
     found = replace(PAGE, culprit="<script>alert('&')</script>")
     assert found._repr_html_() == f"<pre>{html.escape(verdict.text(found))}</pre>"
     assert "<script>" not in found._repr_html_()
-
-
-# ---- a loader's runs ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

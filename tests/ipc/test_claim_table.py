@@ -129,9 +129,7 @@ def test_a_ticket_that_another_process_is_claiming_is_busy(shared: SharedTable) 
 
 
 @pytest.mark.parametrize("worker", [0, WORKERS - 1])
-def test_a_claim_locks_its_own_slot_under_its_own_name(
-    shared: SharedTable, worker: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_locks_its_slot(shared: SharedTable, worker: int, monkeypatch: pytest.MonkeyPatch) -> None:
     other = shared.other()
     seen: list[int | None] = []
 
@@ -199,9 +197,6 @@ def test_numbers_come_round_past_batches_that_are_late(size: int, steps: list[tu
             for ticket in pending.tickets():
                 assert claims.holder(ticket) == claimed.get(ticket)
                 assert claims.on_offer(ticket) == (ticket not in claimed)
-
-
-# ---- among processes --------------------------------------------------------------------------------
 
 
 @pytest.mark.processes

@@ -83,9 +83,6 @@ FROM_CONSUMER = st.one_of(
 )
 
 
-# ---- there and back ---------------------------------------------------------------------------------
-
-
 @settings(deadline=None, max_examples=150)
 @given(FROM_CONSUMER, FROM_WORKERS)
 def test_messages_survive(to_worker: messages.Message, to_consumer: messages.Message) -> None:
@@ -163,8 +160,6 @@ def test_packs_says_what_msgpack_takes(value: int) -> None:
     else:
         assert packs(value)
 
-
-# ---- pickles stay closed ----------------------------------------------------------------------------
 
 opened: list[int] = []
 

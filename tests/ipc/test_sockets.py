@@ -229,9 +229,7 @@ def test_garbage_from_a_worker_is_named_and_the_last_that_is_read(garbage: bytes
 
 @pytest.mark.processes
 @pytest.mark.parametrize("room", [2304, sockets._ROOM])
-def test_answers_wait_in_the_worker_while_there_is_no_room_and_stay_in_order(
-    room: int, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_wait_for_room_in_order(room: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many and however long they are; and it reads its messages meanwhile."""
     monkeypatch.setattr(sockets, "_ROOM", room)
     with connected(folder, 2) as (consumer, (worker, other)):
@@ -381,9 +379,7 @@ def test_a_broken_connection_is_named_once(junk: bool, folder: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_socket_whose_file_is_removed_is_made_anew(
-    folder: str, worker: WorkerSocket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_file_is_remade(folder: str, worker: WorkerSocket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "_LOOK_MS", 1)
     path = Path(folder, "w0.0")
     path.unlink()
@@ -396,9 +392,7 @@ def test_a_socket_whose_file_is_removed_is_made_anew(
 
 
 @pytest.mark.processes
-def test_a_worker_whose_folder_is_removed_does_not_wait(
-    folder: str, worker: WorkerSocket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_folder_it_ends(folder: str, worker: WorkerSocket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "_LOOK_MS", 1)
     remove_folder(folder)
     with pytest.raises(zmq.ZMQError, match="No such file"):
@@ -419,9 +413,7 @@ def policies() -> dict[int, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="this system schedules otherwise")
 @pytest.mark.parametrize("refused", [False, True])
-def test_threads_of_the_consumers_socket_wait_for_a_free_core(
-    refused: bool, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_wait_for_a_free_core(refused: bool, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if refused:  # as in some sandboxes
         monkeypatch.setattr(os, "sched_setscheduler", Mock(side_effect=PermissionError))
     before = policies()

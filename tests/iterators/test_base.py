@@ -60,9 +60,7 @@ def test_i9b_the_length_of_a_stream_warns_in_torchs_words_at_the_users_line(work
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the warning is about having no accelerator")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("device", ["", "cuda"])
-def test_i9b_pinning_without_an_accelerator_warns_in_torchs_words_at_the_users_line(
-    workers: int, device: str
-) -> None:
+def test_i9b_pinning_without_an_accelerator_warns_in_torchs_words(workers: int, device: str) -> None:
     """torch names a line of its own."""
     given = {"pin_memory": True, "pin_memory_device": device, "num_workers": workers}
     ours = warned(iterate, make(DataLoader, **given))
@@ -93,9 +91,7 @@ def test_a_warning_that_was_made_an_error_loses_its_batch_as_with_torch() -> Non
             next(iterator)
 
 
-def test_a_batch_whose_warning_an_interrupt_cut_short_is_handed_out_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_batch_whose_warning_was_interrupted_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(text: str, category: type[Warning]) -> None:
         raise KeyboardInterrupt
 

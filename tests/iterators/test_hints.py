@@ -422,9 +422,7 @@ def test_memory_that_the_loader_has_already_counts_as_left(monkeypatch: pytest.M
     assert iterate(large()) == 8
 
 
-def test_memory_is_looked_at_once_and_when_the_size_of_batches_is_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_is_looked_at_once_when_batches_have_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     monkeypatch.setattr(hints, "memory_bytes", lambda: looks.append(1) or 1 << 40)
     short, longer = (DataLoader(range(count), num_workers=1) for count in (3, 5))  # type: ignore[arg-type]

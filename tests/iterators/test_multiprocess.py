@@ -62,9 +62,7 @@ def test_a_pool_that_has_ended_is_replaced_in_the_next_epoch() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "seeds"), [("round_robin", 1), ("dynamic", 2)])
-def test_persistent_workers_have_one_base_seed_and_with_dynamic_one_for_each_epoch(
-    schedule: str, seeds: int
-) -> None:
+def test_base_seeds_of_persistent_workers(schedule: str, seeds: int) -> None:
     with persistent(schedule=schedule) as loader:
         assert len({iter(loader)._base_seed for _ in range(2)}) == seeds
 

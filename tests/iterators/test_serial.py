@@ -31,9 +31,7 @@ def draw_and_fail(index: int) -> None:
 
 
 @pytest.mark.parametrize("make", [draw, draw_and_fail])
-def test_with_dynamic_the_consumers_generators_go_on_as_if_nothing_was_loaded(
-    make: Callable[[int], Any],
-) -> None:
+def test_with_dynamic_the_consumers_generators_stay_as_they_were(make: Callable[[int], Any]) -> None:
     iterator = iter(DataLoader(Made(make, 4), schedule="dynamic"))  # draws the base seed
 
     def states() -> tuple[Any, ...]:

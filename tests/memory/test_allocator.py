@@ -33,9 +33,6 @@ def pair() -> Iterator[Pair]:
         yield pair
 
 
-# ---- without a copy ---------------------------------------------------------------------------------
-
-
 def test_a_small_part_of_a_block_does_not_hold_the_whole(pair: Pair) -> None:
     def make() -> torch.Tensor:
         tensor = torch.arange(40 * LARGE, out=empty((40 * LARGE,), torch.int32))
@@ -47,9 +44,6 @@ def test_a_small_part_of_a_block_does_not_hold_the_whole(pair: Pair) -> None:
     result = pair.deliver(pair.arrive(answer))
     assert result.tolist() == list(range(LARGE, 2 * LARGE))
     assert [size < 8 * LARGE for _, size in pair.ledger.held()] == [True]
-
-
-# ---- what user code keeps ---------------------------------------------------------------------------
 
 
 def test_what_a_dataset_keeps_is_shipped_in_a_copy(pair: Pair) -> None:
@@ -123,9 +117,6 @@ def test_a_block_that_a_child_saw_is_shipped_in_a_copy_and_comes_back_with_its_e
     pair.trip(None)
     assert pair.idle()
     later.die()
-
-
-# ---- the allocator ----------------------------------------------------------------------------------
 
 
 def test_block_at_finds_the_blocks_of_the_task_and_no_others(pair: Pair) -> None:
@@ -218,9 +209,7 @@ def test_no_result_is_cut_from_a_block_that_is_free_or_kept() -> None:
         assert blocks.block_at(empty((LARGE,)).data_ptr()) is not blocks.block_at(kept.data_ptr())
 
 
-def test_of_a_block_that_is_mapped_by_itself_only_what_is_mapped_is_the_block(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_piece_only_what_is_mapped_is_the_block(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair.arena.mapping, "whole", False)
     block = pair.allocator.take(SMALLEST + 1)
     assert block.size > SMALLEST + 1
@@ -229,9 +218,7 @@ def test_of_a_block_that_is_mapped_by_itself_only_what_is_mapped_is_the_block(
 
 
 @pytest.mark.parametrize("space", [None, ((SMALLEST, SMALLEST), (4 * SMALLEST, 2 * SMALLEST))])
-def test_a_worker_makes_blocks_in_its_own_part_and_in_the_ranges_that_it_was_given(
-    space: Extents | None, pair: Pair
-) -> None:
+def test_a_worker_makes_blocks_in_its_part_and_the_ranges_given(space: Extents | None, pair: Pair) -> None:
     """A worker in a dead one's place must not write where the dead one's batches still lie."""
     mapping = Mapping(pair.arena.fd, pair.arena.mapping.length, 4)
     for number in range(4):
@@ -242,9 +229,6 @@ def test_a_worker_makes_blocks_in_its_own_part_and_in_the_ranges_that_it_was_giv
         with pytest.raises(MemoryError, match="do not fit"):
             blocks.take(end - start)
         assert blocks.finish([])[0] == [(block.offset, block.size) for block in taken]
-
-
-# ---- what collate functions call --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -244,9 +244,7 @@ def test_the_memory_cannot_be_cut_short_and_is_not_inherited_by_programs(arena: 
 
 @settings(deadline=None, max_examples=50)
 @given(st.sampled_from([1, 2, 3, 64]), st.lists(st.integers(1, 1 << 22), min_size=1, max_size=20))
-def test_every_worker_has_its_part_and_every_block_words_behind_all_of_them(
-    workers: int, needs: list[int]
-) -> None:
+def test_every_worker_has_its_part_and_every_block_its_words(workers: int, needs: list[int]) -> None:
     with opened(workers) as arena:
         mapping, starts, last = arena.mapping, [], 0
         for worker in range(workers):

@@ -119,9 +119,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize(("used", "fresh", "returned"), MISFITS.values(), ids=MISFITS)
-def test_an_answer_that_does_not_fit_changes_nothing(
-    used: Extents, fresh: Extents, returned: tuple[int, ...]
-) -> None:
+def test_a_wrong_answer_changes_nothing(used: Extents, fresh: Extents, returned: tuple[int, ...]) -> None:
     ledger = BlockLedger(part)
     ledger.deliver(write(ledger, 0, B))
     for size in (B, 2 * B):  # free ones; the larger is trimmed below

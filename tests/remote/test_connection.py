@@ -46,9 +46,6 @@ REQUEST = Request(3, False, 5)
 cuts = st.lists(st.integers(1, 40), max_size=60)
 
 
-# ---- the handshake --------------------------------------------------------------------------------------
-
-
 def said_by_a_client(token: bytes = TOKEN, nonces: Any = NONCES) -> bytes:
     request = module._REQUEST.pack(*REQUEST)
     return MAGIC + nonces[0] + module._mac(token, b"client", *nonces, request) + request
@@ -103,8 +100,6 @@ def test_before_the_token_is_shown_no_more_is_wanted_than_a_line(said: bytes, si
     assert server.request is None
     assert max(kept) <= 50
 
-
-# ---- connections ----------------------------------------------------------------------------------------
 
 Served = Callable[..., Address]
 
@@ -236,9 +231,7 @@ def test_it_listens_at_the_first_port_that_is_free() -> None:
         (MESSAGE, 0, LARGEST_BODY + 1),
     ],
 )
-def test_a_kind_or_a_size_that_may_not_be_sent_is_refused_by_its_header(
-    kind: int, payload: int, body: int
-) -> None:
+def test_a_kind_or_size_that_may_not_be_sent_is_refused(kind: int, payload: int, body: int) -> None:
     mine, other = socket.socketpair()
     with mine, other:
         mine.sendall(struct.pack("<BIQ", kind, payload, body))
@@ -248,8 +241,6 @@ def test_a_kind_or_a_size_that_may_not_be_sent_is_refused_by_its_header(
             with pytest.raises(ProtocolError, match=f"a frame of kind {kind}"):
                 header(kind, payload, body)
 
-
-# ---- encryption -----------------------------------------------------------------------------------------
 
 NEEDS_OPENSSL = pytest.mark.skipif(not certificates.AVAILABLE, reason="there is no program openssl")
 
@@ -298,9 +289,7 @@ def test_frames_come_as_they_were_sent_while_both_sides_send(pair: tuple[Connect
 
 
 @NEEDS_OPENSSL
-def test_without_waiting_there_may_be_nothing_and_a_wait_may_be_limited(
-    pair: tuple[Connection, Connection],
-) -> None:
+def test_a_wait_may_be_limited(pair: tuple[Connection, Connection]) -> None:
     one, other = pair
     assert one.receive(block=False) is None
     one.settimeout(0.01)

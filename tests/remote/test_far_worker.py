@@ -6,14 +6,12 @@ import os
 import pickle
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from fastq_loader.errors import UnpicklableError
 from fastq_loader.ipc.decoding import decode_for_consumer
 from fastq_loader.ipc.messages import BATCH, Answer, Epoch, Stop, Task, encode
 from fastq_loader.memory.arena import AVAILABLE, Arena
@@ -99,15 +97,6 @@ def test_only_the_bytes_of_a_batch_are_sent_and_each_segment_says_how_many(scene
     assert handle.packet
 
 
-def test_for_a_device_one_piece_is_sent() -> None:
-    scene = Scene(for_device=True)
-    scene.load([torch.full((SMALLEST,), 3, dtype=torch.uint8), torch.ones(2)])
-    handle, (part,) = scene.receive()
-    assert handle.segments == ((0, len(part), 0),)
-    assert part.startswith(bytes([3]) * SMALLEST)
-    scene.close()
-
-
 def test_blocks_serve_the_next_task_when_their_bytes_were_sent(scene: Scene) -> None:
     for at in range(20):
         scene.load(torch.full((3 * SMALLEST,), at, dtype=torch.uint8))
@@ -131,9 +120,7 @@ def test_what_is_on_its_way_is_not_written_to(scene: Scene) -> None:
         assert part == bytes([at]) * nbytes
 
 
-def test_what_does_not_fit_into_a_message_raises_and_its_blocks_are_free(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_raises_and_frees_its_blocks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LONGEST, MESSAGE, 2000)
     with pytest.raises(ValueError, match="plain values do not fit"):
         scene.load([torch.zeros(SMALLEST), "x" * 3000])
@@ -180,9 +167,6 @@ def test_an_answer_for_nobody_ends_the_process(scene: Scene) -> None:
     assert end_of(fork(answer)) == 1
 
 
-# ---- what a host is told --------------------------------------------------------------------------------
-
-
 def test_it_arrives_with_what_was_defined_in_a_function() -> None:
     factor = 3
     spec: HostSpec = pickle.loads(pickle.dumps(host_spec(lambda index: factor * index, dynamic=True)))
@@ -192,8 +176,3 @@ def test_it_arrives_with_what_was_defined_in_a_function() -> None:
     assert not plan.shared_tasks, "the proxy claims"
     assert TOKEN.hex() not in repr(spec)
     assert {"Python", "torch", "numpy"} < spec.versions.keys()
-
-
-def test_what_cannot_travel_is_named() -> None:
-    with pytest.raises(UnpicklableError, match="collate_fn cannot be sent to another machine: TypeError"):
-        host_spec(range(3), collate_fn=threading.Lock().acquire)

@@ -9,7 +9,6 @@ import pickle
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from fastq_loader.ipc.messages import Epoch, Stop, Task, encode
 from fastq_loader.remote import connection as connections
 from fastq_loader.remote import host_process
 from fastq_loader.remote.connection import (
-    MAGIC,
     MESSAGE,
     WELCOME,
     Address,
@@ -134,14 +132,6 @@ def test_a_worker_for_each_connection_answers_and_ends_when_it_is_told(host: Hos
     assert wait_until(lambda: not descendants(host.process.pid), SECONDS), "its proxy is gone"
 
 
-def test_it_has_a_worker_write_its_stacks(host: Host) -> None:
-    connection, pid = host.connect(place := host.place())
-    tell(connection, Epoch(1, None), Task(1, 0, 0, "slow", (), ()))
-    assert wait_until(lambda: "in slow" in host.report(place)[2], SECONDS)
-    assert host.report(place)[0] == pid
-    connection.close()
-
-
 def test_a_worker_ends_with_its_place(host: Host) -> None:
     connection, pid = host.connect(place := host.place())
     host.places.pop(place).close()
@@ -159,19 +149,6 @@ def test_another_version_is_refused_with_what_differs() -> None:
     with pytest.raises(Refused, match=r"it has .*'torch': '2.*, and the consumer \{'torch': '0.1'\}"):
         host.connect(host.first)
     host.close()
-
-
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", MAGIC + bytes(77)])
-def test_strangers_are_refused(said: bytes, host: Host) -> None:
-    with socket.create_connection(host.address) as stranger:
-        stranger.sendall(said)
-        stranger.shutdown(socket.SHUT_WR)
-        stranger.settimeout(SECONDS)
-        with suppress(ConnectionResetError):
-            while stranger.recv(100):
-                pass
-    with pytest.raises((Refused, Lost)):
-        connections.ask(host.address, bytes(16), Request(1, True), None, SECONDS)
 
 
 def test_many_at_once_do_not_keep_anybody_out_and_do_not_stay(host: Host) -> None:
@@ -233,9 +210,6 @@ def test_with_tls_only_a_certificate_of_the_authority_is_let_in(tmp_path: Path) 
     assert connections.ask(host.address, TOKEN, Request(host.first, True), tls, SECONDS)[1]
     connection.close()
     host.close()
-
-
-# ---- how it is started ----------------------------------------------------------------------------------
 
 
 class Opened:

@@ -261,9 +261,6 @@ def test_what_is_for_the_proxy_is_not_passed_on(scene: Scene) -> None:
     assert scene.blocks.take(space).offset == start
 
 
-# ---- without a far worker ---------------------------------------------------------------------------
-
-
 def test_without_a_claim_another_far_worker_is_waited_for_and_told_of_the_epoch(scene: Scene) -> None:
     scene.tell(EPOCH, EPOCH._replace(epoch=2))
     scene.proxy._lose("the cable was pulled")
@@ -316,9 +313,7 @@ def test_where_there_is_no_place_it_dies(scene: Scene) -> None:
     assert scene.said() == [Status(why="none is left")]
 
 
-def test_it_greets_the_consumer_with_its_first_far_worker(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_greets_the_consumer_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "connect", lambda *_, **__: (scene.proxy._far, Frame(WELCOME, b"7", 0)))
     for _ in range(2):
         scene.pipe.send(PLACE)

@@ -40,9 +40,6 @@ pytestmark = [
 SECONDS = 20  # against hanging
 
 
-# ---- places -------------------------------------------------------------------------------------------
-
-
 class Played:
     """A placement that gives what stands in `ready`."""
 
@@ -203,9 +200,6 @@ def test_one_that_was_never_started_can_be_stopped() -> None:
     assert played.closed
 
 
-# ---- what is said of far workers ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("says", "number", "how"),
     [
@@ -249,35 +243,10 @@ def test_stacks_come_with_the_process_and_its_machine(pool: Pool, monkeypatch: p
     assert pool.pool.stacks(0) == "  (its host does not answer)"
 
 
-def test_a_snapshot_says_where_workers_are_and_what_came_from_there(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool.placed(1, 0)
-    pool.placed(2, 1)
-    pool.proxy(2)
-    successor = module.traffic(pool.pool._words, 4)
-    assert pool.pool._traffic is not None
-    pool.pool._traffic[1] += 500
-    successor[1] += 1 << 40
-    assert pool.shown() == [
-        (812, "node-1", 0),
-        (812, "node-2", 500 + (1 << 40)),
-        (0, None, 0),
-        (0, None, 0),
-    ]
-    assert pool.counters.snapshot().wire_bytes == 500 + (1 << 40)
-    monkeypatch.setattr(pool.pool, "pid", lambda worker: 90 + worker)
-    found = [pool.counters.far_worker(90 + worker) for worker in range(4)]
-    assert found == [(812, "node-1"), (812, "node-2"), (0, ""), None]
-
-
 def test_a_forked_copy_counts_nothing_of_it(pool: Pool) -> None:
     pool.pool.forget()
     pool.pool.forget()
     assert not pool.counters.sources
-
-
-# ---- the launcher, with real programs -------------------------------------------------------------------
 
 
 class StandAlone:
@@ -352,25 +321,7 @@ def test_one_program_forks_all_proxies(launcher: Launcher, arena: Arena, tmp_pat
     assert list(descendants()) == [program]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_when_the_launcher_is_gone_proxies_go_on_and_new_ones_are_programs(
-    number: signal.Signals, launcher: Launcher, arena: Arena, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if number == signal.SIGSTOP:
-        monkeypatch.setattr("fastq_loader.workers.children._ANSWER", 0.1)
-    (program,) = descendants()
-    old = StandAlone(launcher)
-    os.kill(program, number)
-    new = StandAlone(launcher)
-    assert new.parent == os.getpid()
-    assert new.waits(arena, str(tmp_path))
-    assert old.child.process.is_alive()
-    assert program not in descendants()
-    old.end()
-    new.end()
-
-
-def test_without_process_descriptors_each_is_a_program(
+def test_without_pidfd_each_is_a_program(
     arena: Arena, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "has_pidfd", lambda: False)

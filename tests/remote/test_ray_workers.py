@@ -95,9 +95,7 @@ def test_equal_ones_have_one_hash_and_survive_a_journey(given: dict[str, Any]) -
         ("tls", True, TypeError, "must be the path of a folder, or None"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_value(
-    name: str, value: Any, error: type[Exception], text: str
-) -> None:
+def test_a_wrong_value_is_named(name: str, value: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(f"RayWorkers({name}={value!r}): {name} {text}")):
         RayWorkers(**{name: value})
 
@@ -137,9 +135,7 @@ def test_certificates_are_read_from_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("found", [None, "2.51.9", "1.13.0"])
-def test_without_ray_a_loader_with_workers_says_what_to_install(
-    found: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_ray_it_is_said_what_to_install(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     version(monkeypatch, found)
     text = re.escape("pip install '.[ray]' in a clone of fastq_loader")
     for workers in ("ray", RayWorkers()):
@@ -152,9 +148,7 @@ def test_without_ray_a_loader_with_workers_says_what_to_install(
 
 
 @pytest.mark.parametrize("found", ["2.52.0", "2.60.0", "3.0.0.dev0", "2.53.0rc1"])
-def test_a_ray_that_is_new_enough_is_not_complained_about(
-    found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ray_that_is_new_enough_is_accepted(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     version(monkeypatch, found)
     made = DataLoader(range(4), num_workers=2, workers="ray")
     assert arguments.workers(made) == RayWorkers()

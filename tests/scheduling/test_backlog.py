@@ -138,9 +138,7 @@ STEPS = st.sampled_from(["offer", "claim", "read", "epoch", "look", "restart"])
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 3), st.integers(1, 6), st.lists(st.tuples(STEPS, st.integers(0, 5)), max_size=80))
-def test_each_worker_knows_the_tasks_or_has_a_ping_to_send_back(
-    workers: int, limit: int, steps: list[tuple[str, int]]
-) -> None:
+def test_each_worker_knows_the_tasks_or_asks(workers: int, limit: int, steps: list[tuple[str, int]]) -> None:
     pool, known, epoch, ticket = Pool(workers, limit), [set[int]() for _ in range(workers)], 1, 0
     pool.announce(1)
     for what, number in steps:

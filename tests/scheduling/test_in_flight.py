@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fastq_loader.errors import InvalidTransition
 from fastq_loader.ipc.messages import BATCH, Answer
+from fastq_loader.scheduling.events import Died
 from fastq_loader.scheduling.in_flight import InFlight, PendingTasks, ReorderRing
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
 from fastq_loader.scheduling.states import Batch, WorkerTable
@@ -96,9 +97,7 @@ def test_an_answer_is_due_from_one_worker_and_for_this_attempt(worker: int | Non
         ((1, 1, None), 3, True),
     ],
 )
-def test_a_worker_is_idle_when_there_are_fewer_tasks_than_workers(
-    tasks: tuple[int | None, ...], workers: int, idle: bool
-) -> None:
+def test_with_few_tasks_workers_are_idle(tasks: tuple[int | None, ...], workers: int, idle: bool) -> None:
     assert outstanding(*tasks)[0].leave_idle(workers) is idle
 
 
@@ -128,6 +127,14 @@ def test_no_two_shared_tasks_have_a_slot_in_common(slots: int, steps: list[int])
         tasks.settle(*key)
     tasks.check()
     assert not tasks
+
+
+def test_what_is_lost_with_a_worker() -> None:
+    tasks, batches = outstanding(0, 1, None, None, None)
+    claimed = frozenset([batches[3].ticket])
+    assert tasks.lost_with(Died(1, 4), 1, last=False) == [(1, 1), (1, 4)]
+    assert tasks.lost_with(Died(1, 4), 2, last=False) == [(1, 1)], "batch 4 of another epoch"
+    assert tasks.lost_with(Died(2, None, "died", claimed), 1, last=False) == [(1, 3)]
 
 
 def test_the_batch_of_a_ticket() -> None:

@@ -11,17 +11,13 @@ HEADS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1), st.integers(0, 
 
 
 @given(HEADS, st.sampled_from([(0, False), (0, True), (5, False)]))
-def test_without_one_there_is_no_end_and_torchs_is_that_of_one_message(
-    heads: list[tuple[int, int, int]], options: tuple[int, bool]
-) -> None:
+def test_torchs_timeout_is_of_a_message(heads: list[tuple[int, int, int]], options: tuple[int, bool]) -> None:
     patience = Timeout(*options)
     assert {patience.seconds(*head) for head in heads} <= {options[0] or None}
 
 
 @given(HEADS, st.integers(1, 60))
-def test_of_a_head_it_ends_at_a_moment_that_does_not_move(
-    heads: list[tuple[int, int, int]], timeout: int
-) -> None:
+def test_of_a_head_it_ends_at_a_fixed_moment(heads: list[tuple[int, int, int]], timeout: int) -> None:
     patience = Timeout(timeout, of_head=True)
     now, since, last = 0, 0, None
     for seq, attempt, later in heads:

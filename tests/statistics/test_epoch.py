@@ -26,9 +26,6 @@ def spent(epoch: EpochCounters) -> dict[str, int]:
     return {cause: nanoseconds for cause, nanoseconds in epoch.spent.items() if nanoseconds}
 
 
-# ---- one call -----------------------------------------------------------------------------------------
-
-
 def waiting(previous: int, *waits: tuple[int, int], cause: str = "workers", **times: int) -> dict[str, int]:
     """What a call from 100 to 1000 is spent on, in which these waits end with an answer of these times."""
     epoch = EpochCounters(1, 100)
@@ -136,9 +133,6 @@ def test_a_batch_that_is_loaded_by_the_call_is_the_workers_time() -> None:
     assert [tuple(cost) for cost in epoch.costs] == [(0, 80, 0)]
 
 
-# ---- any calls ----------------------------------------------------------------------------------------
-
-
 @given(st.data())
 def test_the_causes_add_up_to_the_time_whatever_happens(data: Any) -> None:
     epoch = EpochCounters(1, began := data.draw(TIMES))
@@ -235,13 +229,8 @@ def test_what_a_batch_took_to_load_is_known_of_all_though_the_last_thousand_are_
     assert epoch.load == 2
 
 
-# ---- how far ahead ------------------------------------------------------------------------------------
-
-
 @given(st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=30))
-def test_the_batches_that_were_ready_are_averaged_over_parts_of_the_epoch(
-    batches: list[tuple[int, int]],
-) -> None:
+def test_ready_batches_are_averaged_over_parts_of_the_epoch(batches: list[tuple[int, int]]) -> None:
     epoch = EpochCounters(1, 0)
     epoch.started(0)
     now = ready = 0
@@ -260,9 +249,6 @@ def test_the_batches_that_were_ready_are_averaged_over_parts_of_the_epoch(
     widths = [width] * (parts - 1) + [max(1, now - width * (parts - 1))]
     total = sum(each * size for each, size in zip(found.ready, widths, strict=True))
     assert abs(total - ready) <= 0.006 * sum(widths) + 1
-
-
-# ---- several epochs, and who is told --------------------------------------------------------------------
 
 
 def test_what_was_counted_in_several_epochs_is_one_sum() -> None:

@@ -208,9 +208,7 @@ def test_batches_that_are_ready_are_counted_at_each_that_is_handed_out(played: P
 
 
 @given(draw=st.randoms(use_true_random=False))
-def test_whatever_happens_spans_nest_and_times_are_those_of_the_trace(
-    draw: random.Random, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_spans_nest_whatever_happens(draw: random.Random, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Epochs on two threads at once, each with two workers, whose answers are taken in any order."""
     played: Any = MagicMock()  # the trace begins later
     now, begins = 100, draw.choice((1, 5))
@@ -379,9 +377,7 @@ def test_a_full_disk_ends_the_trace_and_is_said_at_its_end(
 
 
 @pytest.mark.usefixtures("written_at_once")
-def test_it_is_written_as_it_goes_also_where_the_system_takes_it_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, path, write = loader(), tmp_path / "a.json", os.write
     path.write_text("x" * 10_000)  # an older file, which is longer
     with ours.trace(path), monkeypatch.context() as patch:
@@ -441,9 +437,7 @@ def test_a_file_has_one_writer_also_of_other_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [errno.ENOLCK, errno.EOPNOTSUPP, None])
-def test_a_system_without_locks_is_no_obstacle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: int | None
-) -> None:
+def test_locks_are_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: int | None) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(fault, "no locks")
 

@@ -127,9 +127,7 @@ def test_its_death_is_told(end: Any, number: int, ours: str, torchs: str) -> Non
 
 
 @pytest.mark.parametrize("reaps", [False, True], ids=["ignored", "reaped"])
-def test_where_somebody_else_reaps_it_nobody_knows_how_it_ended(
-    reaps: bool, means: str, request: pytest.FixtureRequest
-) -> None:
+def test_reaped_by_others_it_has_no_code(reaps: bool, means: str, request: pytest.FixtureRequest) -> None:
     """Exit codes go to nobody, or to a handler of the user's."""
     taken: list[int] = []
 
@@ -174,9 +172,6 @@ def test_a_process_that_hangs_shows_where_and_one_that_is_stopped_or_gone_does_n
     written.close()
     os.close(ready)
     os.close(say)
-
-
-# ---- the process that forks successors ------------------------------------------------------------------
 
 
 def make(code: int, seconds: float = 0) -> Any:
@@ -292,9 +287,7 @@ def test_it_leaves_with_the_consumer() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_one_that_was_stopped_or_killed_holds_nobody_up(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_zygote_holds_nobody_up(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a child of it, which holds its end of the connection, goes on."""
     monkeypatch.setattr("fastq_loader.workers.children._ANSWER", 0.1 if number == signal.SIGSTOP else 60)
     with zygote() as one:

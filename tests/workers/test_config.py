@@ -51,9 +51,6 @@ def test_tasks_of_a_stream_are_never_shared(dynamic: bool, rules: object, shared
     assert make_plan(range(3), dynamic=dynamic, rules=rules).shared_tasks is shared
 
 
-# ---- the user's objects: pickled once, with descriptors that each worker gets for itself ----------------
-
-
 class Journey:
     """Stands for a process that is being started: its descriptors arrive in this one."""
 

@@ -95,9 +95,7 @@ def test_a_worker_that_sends_garbage_is_ended() -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_worker_whose_connection_breaks_is_ended_unless_it_ends_by_itself(
-    leaves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_whose_connection_breaks_is_ended(leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     workers, socket, killed = group()
     workers._processes.descriptors = [70, 71]
     monkeypatch.setattr("fastq_loader.system.calls.readable", lambda asked, seconds: asked if leaves else [])

@@ -70,9 +70,7 @@ def test_in_a_forked_copy_the_workers_are_nobodys_children(pool: LocalPool) -> N
 
 
 @pytest.mark.parametrize("chosen", [False, True])
-def test_the_fork_server_imports_torch_unless_somebody_chose(
-    chosen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fork_server_imports_torch_or_as_chosen(chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     server: Any = forkserver.ForkServer()
     if chosen:
         server.set_forkserver_preload(["json"])

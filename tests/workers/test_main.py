@@ -157,18 +157,14 @@ def claims(arena: Arena) -> Iterator[ClaimTable]:
     claims.close()
 
 
-def test_an_answer_says_now_and_then_how_long_the_worker_waited_for_a_cpu(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_says_how_long_cpus_were_waited_for(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "waited_for_cpu", lambda: 77)
     first, second = answers_to(arena, range(2), epoch(), task(0), task(1))
     assert (first.cpu_wait, first.cpu > 0) == (77, True)
     assert (second.cpu_wait > 0) == (second.cpu > 0), "they are asked for together"
 
 
-def test_a_worker_that_could_not_start_leaves_shared_tasks_to_others(
-    arena: Arena, claims: ClaimTable
-) -> None:
+def test_a_worker_that_could_not_start_leaves_tasks_to_others(arena: Arena, claims: ClaimTable) -> None:
     found = answers_to(arena, Broken(), epoch(1, 7), *SHARED, dynamic=True, init_fn=Broken.start)
     assert outcomes(found) == [(0, BROKEN)]
     assert claims.on_offer(2)
@@ -203,9 +199,7 @@ def test_who_was_told_to_stop_loads_nothing_for_nobody(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("numel", [1, SMALLEST])
-def test_what_does_not_fit_into_a_message_is_an_error_and_gives_its_blocks_back(
-    arena: Arena, numel: int
-) -> None:
+def test_what_is_too_long_for_a_message_is_an_error_and_frees_its_blocks(arena: Arena, numel: int) -> None:
     found = answers_to(arena, Asked(numel=numel), epoch(), task(0), task(1), refuse=1)
     assert outcomes(found) == [(0, ERROR), (1, BATCH)]
     assert set(found[0].returned) == {offset for offset, _ in found[0].fresh}
@@ -386,9 +380,7 @@ def test_a_stream_that_ended_is_not_missed(arena: Arena) -> None:
     ],
     ids=["draws", "draws nothing", "a stream that draws", "an iterator"],
 )
-def test_a_batch_is_missed_if_anything_was_drawn_and_the_first_of_all_has_to_show_it(
-    arena: Arena, dataset: Any, rules: Rules, missed: bool
-) -> None:
+def test_a_batch_that_drew_is_missed(arena: Arena, dataset: Any, rules: Rules, missed: bool) -> None:
     loading = reader(arena, dataset, rules=rules)
     loading.begin_epoch(Epoch(1, None))
     assert loading.is_missed()
