@@ -23,8 +23,6 @@ TWO = Setting(2, 2)
 
 
 class Counting(Dataset[Any]):
-    """Changes when it is read."""
-
     def __init__(self) -> None:
         self.read = 0
         self.generator = torch.Generator().manual_seed(3)
@@ -74,8 +72,6 @@ def measure(
 
 
 class Special(DataLoader[Any]):
-    """Has an attribute of its own."""
-
     def __init__(self, dataset: Any, colour: str, **arguments: Any) -> None:
         super().__init__(dataset, **arguments)
         self.colour = colour

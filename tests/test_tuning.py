@@ -20,7 +20,7 @@ from fastq_loader.insight import machine
 from fastq_loader.insight.model import NOISE, Costs, Setting, most_workers, numbers, seconds_per_batch
 from fastq_loader.memory import arena
 from fastq_loader.trials import Measured
-from fastq_loader.tuning import Limits, Row, Search, price, promising
+from fastq_loader.tuning import Limits, Search, price, promising
 from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import Made, Stream
 
@@ -79,13 +79,6 @@ class Machine:
 
 
 # ---- what is measured ------------------------------------------------------------------------------
-
-
-def test_where_the_own_setting_took_all_the_time_nothing_else_is_measured() -> None:
-    slow = Machine(decoding(), overhead=6.0)
-    search = slow.found(seconds=6)
-    assert [setting for setting, *_ in slow.calls] == [OWN]
-    assert search.best is search.rows[OWN]
 
 
 def test_the_own_setting_is_measured_first_and_then_one_worker() -> None:
@@ -157,25 +150,11 @@ def test_rounds_go_there_and_back() -> None:
     assert max(counts.values()) > min(counts.values()), "the better half goes on"
 
 
-def test_a_start_that_takes_long_leaves_time_for_fewer() -> None:
-    quick, slow = Machine(decoding(), overhead=0.05), Machine(decoding(), overhead=4.0)
-    for played in (quick, slow):
-        played.found()
-    assert len({call[0] for call in slow.calls}) < len({call[0] for call in quick.calls})
-
-
 def test_no_measurement_may_take_longer_than_the_time_that_is_left() -> None:
     played = Machine(decoding())
     played.found(seconds=20)
     for before, (_, seconds, patience) in enumerate(played.calls):
         assert seconds + 2 <= patience <= max(20 - 0.1 * before, seconds + 2.3)
-
-
-def test_a_quiet_moment_before_the_rounds_makes_no_winner() -> None:
-    row = Row(OWN, probe=Measured(1000, 1.0))
-    assert (row.rate, row.spread) == (1000.0, None)
-    row.slices = [Measured(10, 1.0), Measured(90, 3.0)]
-    assert (row.rate, row.spread) == (25.0, 0.4)
 
 
 # ---- limits ----------------------------------------------------------------------------------------
@@ -263,7 +242,6 @@ def test_a_price_is_workers_then_prefetch_then_change() -> None:
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """What measures for `tune`, on a machine with four CPUs."""
     played = Machine(decoding(), 4.0, overhead=0.0)
 
     def measure(loader: Any, setting: Setting, step: float, *times: float) -> Measured:

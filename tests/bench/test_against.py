@@ -27,7 +27,6 @@ def git(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One with a commit of a package, which has been changed since."""
     root = tmp_path / "repository"
     package = root / "fastq_loader" / "__init__.py"
     package.parent.mkdir(parents=True)

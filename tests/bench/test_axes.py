@@ -31,7 +31,6 @@ Cases = Callable[..., dict[str, Case]]
 
 @pytest.fixture
 def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cases:
-    """Those of an axis, small, by name."""
     monkeypatch.setattr(resume, "CALLS", 3)
     monkeypatch.setattr(resume, "STATE_ITEMS", dict.fromkeys(resume.STATE_ITEMS, 1000))
     monkeypatch.setattr(resume, "RESUMES", {1000: (5, (PERMUTED, OURS, THEIRS))})

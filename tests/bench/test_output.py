@@ -124,7 +124,6 @@ def table(results: Results, title: str) -> Table:
 
 
 def cells(found: Table, first: str) -> list[str]:
-    """The cells of the row that starts so."""
     return next(list(row) for row in found.frame.itertuples(index=False) if row[0].startswith(first))
 
 

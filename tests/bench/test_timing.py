@@ -63,7 +63,6 @@ class Noting(Lane):
 
 
 def noted(lanes: list[Lane], **plan: Any) -> CaseRows:
-    """Two rounds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "wait_until_quiet", lambda: None)
         return measured(Case("steady", "noted", 1, "fork", 2, lambda: Plan({}, lanes, **plan)))

@@ -69,11 +69,6 @@ def test_a_wrong_device_is_named(device: Any, kind: type[Exception], text: str) 
         DataLoader([1, 2], device=device)
 
 
-def test_no_device_has_no_options() -> None:
-    with pytest.raises(TypeError, match=r"ToDevice\(None\): name a device"):
-        ToDevice(None)  # type: ignore[arg-type]
-
-
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs a torch without CUDA")
 def test_an_absent_device_is_named_when_it_is_said_and_set() -> None:
     makers: list[Callable[[str], Any]] = [ToDevice, lambda device: DataLoader([1, 2], device=device)]
@@ -98,8 +93,6 @@ def test_the_cpu_is_no_device(device: Any, workers: int) -> None:
 
 @pytest.mark.processes
 def test_on_the_cpu_the_transform_runs_too_and_cannot_end_the_epoch() -> None:
-    """Without workers: see iterators/test_serial."""
-
     def transform(batch: Any) -> Any:
         if 2 in batch[1]:
             raise StopIteration("out of the transform")
@@ -260,7 +253,6 @@ def test_a_transform_beside_the_step_needs_memory_that_can_be_shared(monkeypatch
 
 
 def test_torch_says_who_has_record_stream() -> None:
-    """In a process of its own: a backend cannot be taken back."""
     script = """
 import torch
 from fastq_loader.device.accelerator import can_share
@@ -276,7 +268,6 @@ print(can_share(late), can_share(torch.device("mps")))
 
 
 def test_a_backend_of_its_own_is_served_by_torch_itself() -> None:
-    """Streams and events of a registered backend, which are all one here."""
     if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("needs a torch that lets Python register a backend")
     script = """
@@ -297,7 +288,6 @@ print(stager.on_side(lambda: torch.accelerator.current_stream() == stager.side))
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_the_current_device_and_both_streams_are_put_back(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own bookkeeping, over two devices; the stager's is the second."""
     current, index = ["first", "second"], [at]
     devices = {"first": 0, "second": 1, "side": 1}
 
@@ -324,7 +314,6 @@ def test_the_current_device_and_both_streams_are_put_back(at: int, monkeypatch: 
 
 
 def test_events_of_cuda_let_the_thread_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the generic interface take the argument and spin."""
     event = Mock()
     monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event if blocking else None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda **numbers: tuple(numbers.values()))
@@ -333,16 +322,6 @@ def test_events_of_cuda_let_the_thread_sleep(monkeypatch: pytest.MonkeyPatch) ->
     generic = torch.Stream(stream_id=7, device_index=1, device_type=1)
     stager.wait(generic, stager.record(generic))
     assert event.mock_calls == [call.record((7, 1, 1)), call.wait((7, 1, 1))]
-
-
-def test_streams_of_torch_are_equal_by_device_and_number() -> None:
-    """What `copies` relies on: torch makes a new object at every call."""
-    one, same, number, place = (
-        torch.Stream(stream_id=stream_id, device_index=index, device_type=1)
-        for stream_id, index in ((3, 0), (3, 0), (4, 0), (3, 1))
-    )
-    assert one == same
-    assert len({one, same, number, place}) == 3
 
 
 # ---- page-locking -----------------------------------------------------------------------------------

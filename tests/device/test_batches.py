@@ -40,7 +40,6 @@ WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
 def configuration(draw: random.Random) -> dict[str, Any]:
-    """Arguments for both loaders."""
     kind = draw.choice(sorted(SAMPLES))
     collate = identity if kind in ("ragged", "objects", "text") else draw.choice((None, identity, wrap))
     workers = draw.choice((0, 1, 2, 3))

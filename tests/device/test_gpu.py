@@ -88,7 +88,6 @@ class Pair:
         return rows.contiguous().view(-1).view(torch.uint8).pin_memory()
 
     def begin(self, key: int, then: Callable[[Any], Any] | None = None) -> None:
-        """Copy a batch, and wait until its bytes are there."""
         self.copies.wait_for(self.copies.begin(key, self.sources[key], BATCH_BYTES, (), then))
 
     def read_first_elsewhere(self, pause: Callable[[], None]) -> torch.Tensor:
@@ -236,7 +235,6 @@ def image(index: int) -> tuple[torch.Tensor, int]:
 
 
 def torchvisions(images: torch.Tensor) -> torch.Tensor:
-    """What torchvision's ToTensor and Normalize make of uint8 images, in float64 on the host."""
     mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (MEAN, STD))
     return (images.double() / 255 - mean) / std
 

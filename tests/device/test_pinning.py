@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -24,8 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 
 
 class Pool:
-    """One pool's pinner over a simulated device."""
-
     def __init__(self, in_blocks: bool, refuse: tuple[str, ...] = (), **options: Any) -> None:
         self.device = SimulatedDevice(0, refuse)
         self.device.query = lambda event: event.token.over  # type: ignore[method-assign]  # nothing runs
@@ -148,22 +145,6 @@ def test_a_batch_that_is_taken_before_it_has_arrived_is_late() -> None:
     pool.copies.take(2)
     assert pool.statistics.late_copies == 1
     assert (pool.statistics.copies, pool.statistics.copied_bytes) == (4, 4 * 64)
-
-
-def test_an_observer_is_told_of_each_copy_from_its_begin_to_when_it_was_seen_to_be_over() -> None:
-    pool, told = Pool(in_blocks=False), MagicMock()
-    pool.statistics.observer = told
-    for key, second in enumerate((3, 4, 5)):
-        pool.device.seconds = second
-        pool.begin(key)
-    pool.device.seconds = 7
-    pool.copies.reap()
-    assert not told.copied.called
-    pool.device.finish()
-    pool.copies.reap()
-    assert [call.args for call in told.copied.call_args_list] == [
-        (64, begun * 10**9, 7 * 10**9) for begun in (3, 4, 5)
-    ]
 
 
 def test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted() -> None:

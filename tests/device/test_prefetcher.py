@@ -31,8 +31,6 @@ FAILURE = "the loader fails"
 
 
 class Loader:
-    """Gives every batch in the same page-locked memory; some fail."""
-
     def __init__(self, draw: random.Random) -> None:
         self.failing = {at for at in range(BATCHES) if draw.random() < 0.1}
         self.expected = [FAILURE if at in self.failing else ("transformed", at) for at in range(BATCHES)]
@@ -55,8 +53,6 @@ class Loader:
 
 
 def simulated(kind: type) -> Any:
-    """Serial staging of such batches."""
-
     class Simulated(kind):
         def _pack(self, batch: Host, ahead: bool) -> Any:
             value, transform = batch.value, self._options.apply_transform
@@ -71,7 +67,6 @@ def simulated(kind: type) -> Any:
 
 
 def transform(device: SimulatedDevice, batch: Batch) -> Batch:
-    """A kernel that reads a batch and writes something new."""
     [(source, value)] = batch.parts
     cell, made = source.cell, device.empty(NBYTES)
     device.write(made, lambda: ("transformed", cell.value))
@@ -132,7 +127,6 @@ def iterate(batches: Any, device: SimulatedDevice, draw: random.Random, pace: in
 
 
 def use_memory(device: SimulatedDevice, draw: random.Random, times: int) -> None:
-    """The step allocates, writes and lets go."""
     for _ in range(times):
         memory = device.empty(NBYTES)
         device.write(memory, lambda: "the step's")
@@ -270,14 +264,12 @@ def parts_of(part: Any) -> list[Any]:
 
 
 def fill(batch: dict[str, Any], number: int) -> None:
-    """Write a number everywhere."""
     for part in [inner for value in batch.values() for inner in parts_of(value)]:
         with torch.no_grad():
             part[:] = type(part)([number] * 3) if isinstance(part, (list, bytearray)) else number
 
 
 def numbers_in(value: Any) -> set[int]:
-    """The numbers that were written."""
     found: set[int] = set()
     for part in parts_of(value):
         if isinstance(part, torch.Tensor):
@@ -289,7 +281,6 @@ def numbers_in(value: Any) -> set[int]:
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("stream", ["side", "consumer"])
 def test_a_batch_may_be_reused(stream: str, where: str, late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it is made of, also what is on the device already."""
     device = late()
     finish_moves = move_late(monkeypatch, device) if where == "host" else list
 
@@ -311,8 +302,6 @@ def test_a_batch_may_be_reused(stream: str, where: str, late: Late, monkeypatch:
 
 
 class Failing:
-    """Fails to give batches 1 and 2."""
-
     def __iter__(self) -> Iterator[Any]:
         self.at = -1
         return self
@@ -478,7 +467,6 @@ def interrupt(_: Any) -> Any:
 
 @pytest.mark.parametrize("stream", ["side", "consumer"])
 def test_an_interrupt_ends_the_epoch(stream: str, late: Late) -> None:
-    """Its batch would be lost without a word."""
     late()
     batches = Prefetcher(images(), ToDevice("cuda", 1, interrupt, transform_stream=stream))
     for _ in range(6):  # more often than there are buffers

@@ -20,7 +20,6 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def by_hand(pixels: torch.Tensor, limit: float = 255.0) -> torch.Tensor:
-    """torchvision's ToTensor and Normalize, in double."""
     shape = (-1, *[1] * (pixels.dim() - 2))
     mean = torch.tensor(MEAN, dtype=torch.float64).view(shape)
     std = torch.tensor(STD, dtype=torch.float64).view(shape)

@@ -32,7 +32,6 @@ LIMITS = {*CAUSES, "balanced", "unknown"}
 
 
 def epoch_of(batches: int = 100, seconds: float = 10.0, **shares: float) -> EpochStatistics:
-    """An epoch with these shares; the rest is the consumer's."""
     spent = {"consumer": 1 - sum(shares.values()), **shares}
     return EpochStatistics(
         1, batches, seconds, **{f"{cause}_seconds": share * seconds for cause, share in spent.items()}
@@ -44,12 +43,6 @@ def evidence_of(busy: float = 0.5, **shares: Any) -> Evidence:
     epoch = epoch_of(**shares)
     load = 2 * busy * epoch.seconds / max(1, epoch.batches)
     return Evidence(epoch, Costs((load,)), Setting(2))
-
-
-@pytest.mark.parametrize("cause", [cause for cause in CAUSES if cause != "consumer"])
-def test_the_largest_loss_is_the_limit(cause: str) -> None:
-    found = diagnose(evidence_of(**{"sampler": 0.15, cause: 0.3}))
-    assert (found.limit, found.share) == (cause, pytest.approx(0.3))
 
 
 @given(st.lists(st.integers(0, 100), min_size=8, max_size=8).filter(any), st.floats(0, 1))
@@ -270,7 +263,6 @@ def test_what_is_the_users_is_escaped_in_html() -> None:
 
 @pytest.fixture
 def evidence(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the verdict would be about."""
     monkeypatch.setattr(verdict, "diagnose", lambda evidence: evidence)
     return lambda loader, epoch=None: loader.diagnose(epoch)
 

@@ -33,8 +33,6 @@ GO = SLOTS - 1  # a slot that no ticket of these tests has: the children may sta
 
 
 class SharedTable:
-    """The memory of a table, and the consumer's access to it."""
-
     def __init__(self, size: int = SLOTS) -> None:
         self.fd = os.memfd_create("claims", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, (size + WORKERS) * 8)
@@ -99,7 +97,6 @@ def test_a_slot_serves_one_ticket_at_a_time(shared: SharedTable) -> None:
 
 
 def test_what_a_worker_works_on_is_no_claim(shared: SharedTable) -> None:
-    """The first and the last word of either kind lie apart."""
     claims = shared.claims
     for worker, ticket in ((0, 0), (WORKERS - 1, SLOTS - 1)):
         claims.offer(ticket)

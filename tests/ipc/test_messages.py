@@ -48,7 +48,6 @@ PLAIN = st.one_of(st.none(), st.booleans(), SMALL_INTS, st.floats(), TEXT, st.bi
 
 
 def tuples(*items: st.SearchStrategy[Any], size: int = 4) -> st.SearchStrategy[tuple[Any, ...]]:
-    """Tuples of tuples of these, or of these where it is one."""
     return st.lists(st.tuples(*items) if len(items) > 1 else items[0], max_size=size).map(tuple)
 
 
@@ -98,7 +97,6 @@ def test_what_the_consumer_finds_out_is_not_sent() -> None:
 
 
 def travel(index: Any) -> Any:
-    """An index as the dataset receives it."""
     task = decode_for_worker(encode(Task(1, 2, 3, index, ()), TOKEN))
     assert isinstance(task, Task)
     return load_index(task.index, TOKEN)
@@ -165,8 +163,6 @@ opened: list[int] = []
 
 
 class Trap:
-    """Unpickling one leaves a trace."""
-
     def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
         return _open, (1,)
 

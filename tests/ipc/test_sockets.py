@@ -403,7 +403,6 @@ def test_without_a_folder_it_ends(folder: str, worker: WorkerSocket, monkeypatch
 
 
 def policies() -> dict[int, int]:
-    """How each thread of this process is scheduled."""
     found = {}
     for task in map(int, os.listdir("/proc/self/task")):
         with suppress(ProcessLookupError):  # one that was joined is still listed for a moment

@@ -32,7 +32,6 @@ def iterate(loader: Any) -> int:
 
 
 def warned(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[tuple[str, str, int]]:
-    """Of each warning its text, file and line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call(*arguments, **keywords)

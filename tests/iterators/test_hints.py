@@ -39,8 +39,6 @@ MIB = torch.zeros(1 << 20, dtype=torch.uint8)
 
 
 class Whole(IterableDataset):
-    """Every worker reads all of it."""
-
     def __init__(self, length: int, make: Callable[[int], Any] = torch.tensor) -> None:
         self.length, self.make = length, make
 
@@ -120,7 +118,6 @@ def test_each_kind_comes_once_at_the_users_line_and_says_what_was_seen(kind: typ
 
 
 def only(kind: type[LoaderHint]) -> None:
-    """Of all warnings, one kind is an error."""
     warnings.simplefilter("ignore")
     warnings.simplefilter("error", kind)
 
@@ -216,7 +213,6 @@ class GoesOn(Sampler[int]):
 
 
 def calls(loader: Any, count: int) -> list[Any]:
-    """What calls of `next()` give."""
     iterator, given = iter(loader), []
     for _ in range(count):
         try:
@@ -253,7 +249,6 @@ def tell_epochs(loader: DataLoader[Any]) -> None:
 
 
 def break_off(loader: DataLoader[Any]) -> None:
-    """Look at some batches, and begin then."""
     list(islice(loader, 31))
     iterate(loader)
 

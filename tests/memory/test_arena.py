@@ -50,7 +50,6 @@ def arena() -> Iterator[Arena]:
 
 
 def floats(arena: Arena, block: tuple[int, int] = BLOCK) -> torch.Tensor:
-    """A leased tensor over all of a block."""
     return torch.from_numpy(arena.lease(block, 0, block[1])).view(torch.float32)
 
 
@@ -267,7 +266,6 @@ def test_every_worker_has_its_part_and_every_block_its_words(workers: int, needs
 
 
 def address_space() -> int:
-    """Bytes that this process has mapped."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[0]) * PAGE
 
@@ -307,7 +305,6 @@ def test_no_room_at_all_is_an_error_that_leaves_nothing_open(limit: int) -> None
 
 @pytest.fixture
 def pieces() -> Iterator[Arena]:
-    """An arena whose blocks are mapped one by one."""
     with limited(resource.RLIMIT_AS, address_space() + (1 << 30)), opened() as arena:
         assert not arena.mapping.whole
         yield arena

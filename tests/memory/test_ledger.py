@@ -63,7 +63,6 @@ def write(ledger: BlockLedger, worker: int, *sizes: int, at: int = 0) -> list[in
 
 
 def block_in(state: str) -> BlockLedger:
-    """A ledger with one block, at offset 0, that worker 0 made."""
     ledger = BlockLedger()
     if state in (FREE, GRANTED):
         ledger.accept(0, (), ((0, B),), (0,) if state == FREE else (), ())
@@ -258,8 +257,6 @@ def test_a_block_is_cold_if_it_was_neither_made_nor_filled_nor_released_of_late(
 
 @dataclass
 class Known:
-    """What the model knows of a block."""
-
     size: int
     writer: Holder | None
     home: int
@@ -373,7 +370,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(worker=st.integers(0, WORKERS - 1), ticket=st.integers(1, 2))
     def hand_over(self, worker: int, ticket: int) -> None:
-        """A shared task was claimed."""
         mine = self.of(Holder(None, ticket), GRANTED, PROMISED)
         self.ledger.hand_over(Holder(None, ticket), worker, mine)
         for offset, _ in mine:

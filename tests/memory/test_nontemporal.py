@@ -48,7 +48,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    """A worker that writes all that it can with non-temporal stores."""
     monkeypatch.setattr(nontemporal, "SMALLEST_PIECE", 1)
     with paired(nontemporal_from=0) as pair:
         yield pair
@@ -98,7 +97,6 @@ NONTEMPORAL: dict[str, Callable[[int], torch.Tensor]] = {
 
 
 def one(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[int], torch.Tensor]:
-    """Samples of which the second is another."""
     return lambda index: change(floats(index)) if index == 1 else floats(index)
 
 

@@ -52,7 +52,6 @@ def said_by_a_client(token: bytes = TOKEN, nonces: Any = NONCES) -> bytes:
 
 
 def hear(server: Accepting, said: bytes, sizes: list[int] | None = None) -> None:
-    """Give a server these bytes, cut into pieces."""
     sizes = list(sizes or [])
     while said and server.wanted:
         size = min(sizes.pop(0) if sizes else len(said), server.wanted)
@@ -252,7 +251,6 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
 
 @pytest.fixture
 def pair(tls: Tls) -> Iterator[tuple[Connection, Connection]]:
-    """Both ends of an encrypted connection."""
     mine, its = socket.socketpair()
     ends: list[ssl.SSLSocket] = []
     server = tls.context(server=True)

@@ -31,8 +31,6 @@ TASK = Task(1, 0, 0, [1, 2], (), ())
 
 
 class Scene:
-    """A far worker's blocks and connection, and the proxy's end of it."""
-
     def __init__(self, for_device: bool = False) -> None:
         self.arena = Arena(1)
         self.blocks = SentBlocks(self.arena, for_device)
@@ -42,7 +40,6 @@ class Scene:
         self.proxy = Connection(other, MESSAGE)
 
     def load(self, batch: Any) -> None:
-        """One task, as a worker does it."""
         self.blocks.begin(())
         handle, used = self.packer.pack(batch)
         del batch
@@ -51,7 +48,6 @@ class Scene:
         self.socket.send(ANSWER._replace(handle=handle))
 
     def receive(self) -> tuple[Any, list[bytes]]:
-        """The answer's handle, and the bytes of its segments."""
         frame = self.proxy.receive()
         assert frame is not None
         answer = decode_for_consumer(frame.payload)

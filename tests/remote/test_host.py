@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib
 import os
 import pickle
 import socket
@@ -11,7 +10,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +67,6 @@ class Host:
         (self.process,) = host_process.hosts
 
     def place(self, **environment: str) -> int:
-        """The number of another place."""
         mine = str(id(self))
         place, port, number = host_process.attach(self.spec, "127.0.0.1", [0], mine, environment)
         self.places[number] = place
@@ -213,8 +210,6 @@ def test_with_tls_only_a_certificate_of_the_authority_is_let_in(tmp_path: Path) 
 
 
 class Opened:
-    """Notes each time that it is opened, and may fail."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -243,36 +238,6 @@ def test_one_that_does_not_get_up_is_told_of(capfd: Any) -> None:
     with pytest.raises(OSError, match="ended before it was up"):
         host_process.attach(b"no pickle", "127.0.0.1", [0], "", {})
     host_process.hosts[0].wait(SECONDS)
-
-
-def test_an_actor_says_where_it_is_and_what_devices_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = SimpleNamespace(get_node_id=lambda: "f" * 56)
-    ray: Any = SimpleNamespace(
-        get_runtime_context=lambda: context, util=SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7")
-    )
-    places = [socket.socket(), socket.socket()]
-    given: list[Any] = []
-
-    def attach(*arguments: Any) -> Any:
-        given.append(arguments)
-        return places[len(given) - 1], 4711, len(given)
-
-    played: dict[str, Any] = {
-        "ray": ray,
-        "fastq_loader.remote.host_process": SimpleNamespace(attach=attach),
-    }
-    monkeypatch.setattr(importlib, "import_module", lambda name: played[name])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    monkeypatch.setenv("ONEAPI_DEVICE_SELECTOR", "level_zero:1")
-    actor = actor_class()()
-    for number in (1, 2):
-        assert actor.attach(b"spec", [5]) == ("f" * 56, "10.0.0.7", 4711, number)
-        *asked, devices = given[-1]
-        assert asked == [b"spec", "10.0.0.7", [5], "f" * 56]
-    assert [place.fileno() >= 0 for place in places] == [False, True], "the first is given up for the second"
-    assert devices.items() >= {"CUDA_VISIBLE_DEVICES": "1", "ONEAPI_DEVICE_SELECTOR": "level_zero:1"}.items()
-    assert "PATH" not in devices
-    places[1].close()
 
 
 def test_an_actor_needs_neither_this_package_nor_torch_before_it_looks_for_a_place() -> None:

@@ -106,7 +106,6 @@ class Scene:
         self.proxy._forward()
 
     def heard(self) -> list[Any]:
-        """What the far worker has been told since it was asked last."""
         found = []
         while (frame := self.far.receive(block=False)) is not None:
             found.append(decode_for_worker(frame.payload))
@@ -119,7 +118,6 @@ class Scene:
         return self.socket.sent.pop()
 
     def said(self) -> list[Any]:
-        """What the backend has been told."""
         found = []
         while self.pipe.poll():
             found.append(self.pipe.recv())

@@ -107,7 +107,6 @@ class Pool:
         self.pool.count_in(self.counters)
 
     def proxy(self, worker: int = 0) -> Connection[Any, Any]:
-        """The proxy's end of its pipe, when it waits."""
         told = SETUP._replace(worker=worker)
         self.pool._launch(told)
         its: Connection[Any, Any] = self.launcher.pipes[-1]
@@ -116,7 +115,6 @@ class Pool:
         return its
 
     def placed(self, number: int = 1, worker: int = 0) -> Connection[Any, Any]:
-        """The same when it has a place, and a far worker there."""
         its = self.proxy(worker)
         self.played.ready.append(place(number))
         assert received(its) == place(number)

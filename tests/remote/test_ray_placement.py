@@ -63,14 +63,11 @@ class Actor:
         return not self.attach.calls[-1].done()
 
     def place(self, number: int, port: int = 4711) -> Place:
-        """It has found this place."""
         self.attach.answer((NODE, "10.0.0.7", port, number))
         return Place(Address("10.0.0.7", port), number, "10.0.0.7 (Ray's node ffffffffffff)")
 
 
 class Ray:
-    """As much of Ray as is used."""
-
     exceptions = SimpleNamespace(
         ActorDiedError=ActorDiedError,
         ActorUnavailableError=ActorUnavailableError,
@@ -183,7 +180,6 @@ def placement(ray: Ray) -> Iterator[RayPlacement]:
 
 
 def lose(placement: RayPlacement, place: Place) -> None:
-    """A place is lost: its actor is asked for another one."""
     assert placement.find([place], 0) == []
 
 

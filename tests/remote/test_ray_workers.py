@@ -29,8 +29,6 @@ EVERYTHING: dict[str, Any] = {
 
 
 class Affinity:
-    """Stands for a strategy of Ray's."""
-
     __module__ = "ray.util.scheduling_strategies"
 
 

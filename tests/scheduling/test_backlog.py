@@ -46,7 +46,6 @@ class Pool:
         self._to_all([-epoch], self.backlog.announce(-epoch))
 
     def read(self, worker: int) -> list[int]:
-        """A worker reads its queue; what stood there."""
         read, self.queues[worker] = self.queues[worker], []
         for message in read:
             if message is None:

@@ -179,7 +179,6 @@ def test_no_worker_has_more_than_its_share_of_a_window(workers: int, window: int
 
 
 def test_a_dead_worker_keeps_its_turns_and_an_ended_one_does_not() -> None:
-    """A dead worker is reported at the first batch that would be its own."""
     table = WorkerTable(2)
     assert not table.is_dead(0)
     assert not table.is_dead(None)

@@ -29,7 +29,6 @@ SECOND = 1_000_000_000
 
 
 def answer(started: float, finished: float, **fields: Any) -> Answer:
-    """The answer for a batch that was loaded between two seconds."""
     times = round(started * SECOND), round(finished * SECOND)
     return Answer(1, fields.pop("seq", 0), 0, BATCH, *times, (), (), None, **fields)
 

@@ -68,17 +68,6 @@ def test_it_makes_no_difference_when_notes_are_counted(count: int, data: Any) ->
     assert later.counted().batches == count
 
 
-def test_a_call_counts_every_ten_milliseconds() -> None:
-    counters = EpochCounters(1, 0)
-    notes = Notes(counters)
-    seen = []
-    for now in (5, 6, 5_000_000, 10_000_004, 10_000_005, 10_000_006):
-        if notes.left(now, None, None, None):
-            notes.counted()
-        seen.append(counters.batches)
-    assert seen == [1, 1, 1, 1, 5, 5]
-
-
 def test_an_error_is_not_kept() -> None:
     counters = EpochCounters(1, 0)
     notes = Notes(counters, among := NoteList())
@@ -86,16 +75,6 @@ def test_an_error_is_not_kept() -> None:
     assert notes.left(6, None, 3, KeyError())
     notes.counted()
     assert (counters.batches, among.notes) == (2, [])
-
-
-def test_what_happens_seldom_is_counted_after_what_was_before() -> None:
-    counters = EpochCounters(1, 0)
-    notes = Notes(counters)
-    notes.entered(10)
-    notes.happened(EpochCounters.ended, 30, 0)
-    assert not counters.over, "counting many batches in one go is cheaper"
-    assert notes.counted().over
-    assert counters.nanoseconds == 30
 
 
 def test_an_interrupt_loses_no_note() -> None:

@@ -175,7 +175,6 @@ def test_a_process_that_hangs_shows_where_and_one_that_is_stopped_or_gone_does_n
 
 
 def make(code: int, seconds: float = 0) -> Any:
-    """A process that leaves with a code; it is made in the zygote."""
     return FORK.Process(target=leave, args=(code, seconds), daemon=True)
 
 

@@ -70,7 +70,6 @@ class Journey:
 
 
 def send(thing: Any) -> Any:
-    """What a worker unpickles."""
     set_spawning_popen(Journey())  # type: ignore[arg-type]
     try:
         return loads(bytes(reduction.ForkingPickler.dumps(thing)))

@@ -37,8 +37,6 @@ class Claims(Table):
 
 
 class Socket:
-    """Notes what is sent, (worker, message or frames)."""
-
     def __init__(self) -> None:
         self.sent: list[tuple[int | None, Any]] = []
         self.cut: list[int] = []  # workers whose connection has broken

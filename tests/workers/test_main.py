@@ -108,7 +108,6 @@ SHARED = [task(0)._replace(ticket=1), task(1)._replace(ticket=2)]
 def answers_to(
     arena: Arena, dataset: Any, *messages: Message, refuse: int = 0, **fields: Any
 ) -> list[Answer]:
-    """What a worker sends back."""
     blocks = Allocator(arena.mapping, 0)
     install(blocks)
     claims = ClaimTable(arena.fd, arena.mapping.claims)
@@ -254,12 +253,10 @@ class Claims(Table):
 
 
 def attempt_at(seq: int, attempt: int = 0, epoch: int = 1) -> Task:
-    """An attempt at a batch, with a ticket of its own."""
     return Task(epoch, seq, attempt, seq, (), (), 100 * epoch + 50 * attempt + seq)
 
 
 def queue(claims: Claims, *seqs: int, worker: int = 0, shared: bool = True) -> TaskQueue:
-    """A worker that was sent tasks in this order; all of them are on offer."""
     tasks = TaskQueue(claims, shared, worker)  # type: ignore[arg-type]
     tasks.begin_epoch()
     for seq in seqs:
@@ -324,8 +321,6 @@ def draws() -> tuple[Any, ...]:
 
 
 class Draws:
-    """Every sample is some random numbers."""
-
     def __init__(self) -> None:
         self.own = random.Random(1)
 

@@ -34,8 +34,6 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def child(seconds: float, ignores_sigterm: bool = False) -> Child:
-    """A process that leaves after some seconds."""
-
     def work() -> None:
         if ignores_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -50,8 +48,6 @@ def child(seconds: float, ignores_sigterm: bool = False) -> Child:
 
 
 class Told(list[str]):
-    """What is called, in order."""
-
     def tell(self, what: str) -> Any:
         return lambda: self.append(what)
 
