@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, ToDevice
 from fastq_loader.device import accelerator, prefetcher, staging
 from tests.support.datasets import Made, Point, Record, assert_same, identity
-from tests.support.defects import defects
 from tests.support.late_device import Late, image_and_label, move_late
 from tests.support.simulated_device import HOME, OTHER, Batch, Breach, Host, SimulatedDevice
 from tests.support.staging_runs import options_for
@@ -138,29 +137,6 @@ def use_memory(device: SimulatedDevice, draw: random.Random, times: int) -> None
 @given(st.integers(0, 2**32))
 def test_every_batch_is_right_however_slow_the_step_is(seed: int) -> None:
     run(seed)
-
-
-#: What keeps memory from being written too early, by where it stands.
-GUARDS = {"SerialStaging.begin: if ahead: never"}
-
-
-def is_found() -> bool:
-    def fails(seed: int) -> bool:
-        try:
-            run(seed)
-        except Exception:
-            return True
-        return False
-
-    return any(map(fails, range(300)))
-
-
-def test_a_guard_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    left_out = [(what, made) for what, made in defects(staging, "SerialStaging") if what in GUARDS]
-    assert len(left_out) == len(GUARDS)
-    for what, defective in left_out:
-        monkeypatch.setattr(prefetcher, "SerialStaging", defective.SerialStaging)
-        assert is_found(), what
 
 
 # ---- any loader, over a late device -----------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The worker's blocks: what is handed over without a copy, what is copied, and what comes back."""
+"""The worker's blocks: their sizes and places, what is handed over without a copy, and what comes back."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastq_loader.memory import results
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Mapping
-from fastq_loader.memory.blocks import SMALLEST, Extents
+from fastq_loader.memory.blocks import (
+    DEVICE_ALIGNMENT,
+    PAGE,
+    SMALLEST,
+    Extents,
+    FreeRanges,
+    device_aligned,
+    size_class,
+)
 from fastq_loader.memory.results import empty, out_array, out_tensor
 from tests.support.datasets import Opaque, assert_same
 from tests.support.pair import DTYPES, LARGE, Pair, offset_of, paired
@@ -291,3 +299,53 @@ def test_small_results_are_not_worth_a_block(pair: Pair) -> None:
     assert block is not None
     assert (block.offset, block.size) == (0, SMALLEST)
     assert empty((LARGE,)).dtype is torch.get_default_dtype()
+
+
+SIZES = st.one_of(
+    st.integers(0, 1 << 20),
+    st.integers(0, 1 << 44),
+    st.builds(lambda power, off: max((1 << power) + off, 0), st.integers(10, 44), st.integers(-2, 2)),
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(SIZES, SIZES)
+@example(SMALLEST, SMALLEST + 1)
+def test_a_size_class_fits_and_wastes_little(smaller: int, larger: int) -> None:
+    smaller, larger = sorted((smaller, larger))
+    size = size_class(larger)
+    assert size >= max(larger, SMALLEST, size_class(smaller))
+    assert size % PAGE == 0
+    assert size_class(size) == size
+    assert 4 * size <= 5 * max(larger, SMALLEST)
+    assert device_aligned(larger) % DEVICE_ALIGNMENT == 0
+    assert 0 <= device_aligned(larger) - larger < DEVICE_ALIGNMENT
+
+
+def test_there_are_four_size_classes_between_powers_of_two() -> None:
+    for power in range(17, 30):
+        step = (1 << power) // 64
+        sizes = {size_class(nbytes) for nbytes in range((1 << power) + 1, (2 << power) + 1, step)}
+        assert sizes == {(1 << power) * quarters // 4 for quarters in (5, 6, 7, 8)}
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 20)), max_size=40))
+def test_the_address_space_gives_each_byte_once(steps: list[tuple[bool, int, int]]) -> None:
+    space = FreeRanges(((10, 60), (70, 40)))  # neighbours: they merge when one is given back
+    taken: list[tuple[int, int]] = []
+    free = {*range(10, 110)}
+    for take, size, which in steps:
+        if take:
+            offset = space.take(size)
+            fitting = [byte for byte in sorted(free) if free >= {*range(byte, byte + size)}]
+            if offset is None:
+                assert not [byte for byte in fitting if not byte < 70 < byte + size], "there was room"
+            else:
+                assert free >= {*range(offset, offset + size)}
+                taken.append((offset, size))
+                free -= {*range(offset, offset + size)}
+        elif taken:
+            offset, size = taken.pop(which % len(taken))
+            space.give(((offset, size),))
+            free |= {*range(offset, offset + size)}

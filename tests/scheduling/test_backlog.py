@@ -1,4 +1,4 @@
-"""What a busy worker has to read is bounded, and it is told what it missed. See `scheduler_machine` too."""
+"""What a busy worker has to read is bounded, and how long the consumer waits. See `scheduler_machine` too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastq_loader.consumer.deaths import Timeout
 from fastq_loader.scheduling.backlog import Backlog
 
 
@@ -170,3 +171,39 @@ def test_each_worker_knows_the_tasks_or_asks(workers: int, limit: int, steps: li
     pool.catch_up()
     for one in range(workers):
         assert pool.offered | {-epoch} <= known[one] | set(pool.queues[one])
+
+
+HEADS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1), st.integers(0, 5)), max_size=30)
+
+
+@given(HEADS, st.sampled_from([(0, False), (0, True), (5, False)]))
+def test_torchs_timeout_is_of_a_message(heads: list[tuple[int, int, int]], options: tuple[int, bool]) -> None:
+    patience = Timeout(*options)
+    assert {patience.seconds(*head) for head in heads} <= {options[0] or None}
+
+
+@given(HEADS, st.integers(1, 60))
+def test_of_a_head_it_ends_at_a_fixed_moment(heads: list[tuple[int, int, int]], timeout: int) -> None:
+    patience = Timeout(timeout, of_head=True)
+    now, since, last = 0, 0, None
+    for seq, attempt, later in heads:
+        now += later
+        if (seq, attempt) != last:
+            last, since = (seq, attempt), now
+        assert patience.seconds(seq, attempt, now) == max(since + timeout - now, 0)
+    patience.forget()
+    if last is not None:
+        assert patience.seconds(*last, now + 1) == timeout
+
+
+def test_a_consumer_that_was_stopped_gives_each_head_one_grace() -> None:
+    patience = Timeout(1, of_head=True)
+    for seq in (0, 1):
+        patience.seconds(seq, 0, 5)
+        assert patience.is_over(message=False)
+        assert not patience.is_over(message=True)
+        assert patience.is_over(message=True), "the same head again"
+    patience.forget()
+    assert not any(patience.is_over(message=True) for _ in range(2)), "no batch is waited for"
+    each = Timeout(1, of_head=False)
+    assert not any(each.is_over(message=True) for _ in range(3))

@@ -124,8 +124,6 @@ def test_a_batch_that_came_early_waits_for_the_ones_before_it() -> None:
     assert delivered(scheduler) == 1
 
 
-
-
 def test_the_end_of_a_workers_part_may_be_processed_after_its_death() -> None:
     """And in the next epoch it is dead, and no longer excused."""
     scheduler, sends = started(prefetch=1, length=2)
@@ -147,8 +145,6 @@ def test_an_answer_that_is_not_due_is_a_defect() -> None:
         arrive(scheduler, *answer(sends[0]))
     with pytest.raises(AssertionError, match="does not owe"):
         arrive(scheduler, *answer(sends[1]._replace(worker=0)))
-
-
 
 
 def test_new_blocks_that_the_batch_does_not_use_are_heard_of() -> None:
@@ -197,8 +193,6 @@ def test_a_wait_says_whether_a_worker_has_nothing_to_do_because_the_window_is_fu
     wait = scheduler.wanted()
     assert isinstance(wait, Wait)
     assert not wait.blocked, "there is nothing more to do"
-
-
 
 
 def granted(**keywords: Any) -> tuple[Scheduler, Send]:
