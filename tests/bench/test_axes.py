@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +16,7 @@ from bench import run
 from bench.arguments import parse
 from bench.output.rows import CaseRows, Results
 from bench.timing import cluster, resume, tuning
-from bench.timing.bare_tcp import BareLane
-from bench.timing.cluster import BARE, LABELS, LOOPBACK, REMOTE, TURN
+from bench.timing.cluster import LABELS, LOOPBACK, REMOTE, TURN
 from bench.timing.resume import FRESH, INLINE, OURS, PERMUTED, RESUMED, SHUFFLE, THEIRS, WITH, WITHOUT
 from bench.timing.rounds import Case, measure
 from bench.timing.tuning import AUTO, TUNED, Setting, Tuned
@@ -102,19 +100,6 @@ def test_without_ray_the_reason_is_given(cases: Cases, monkeypatch: pytest.Monke
     for name, case in cases("cluster").items():
         failures = {name: peer.failure for name, peer in measured(case).peers.items()}
         assert failures == {REMOTE: "needs ray, which is not installed"}, name
-
-
-@pytest.mark.processes
-def test_a_bare_stream_counts_whole_batches() -> None:
-    lane = BareLane(BARE, BARE, 0.02, batch_bytes=1000, connections=2)
-    try:
-        lane.start()
-        rows = lane.block("")
-    finally:
-        lane.close()
-    assert rows[0]["batches"] >= 2
-    assert rows[0]["seconds"] > 0
-    assert threading.active_count() == 1
 
 
 @pytest.mark.ray

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import subprocess
@@ -81,24 +80,6 @@ def test_the_command_runs_a_program_under_its_limit(folder: Path, capfd: pytest.
     assert "fastq: each process may have 2,000 MB of data (RLIMIT_DATA)" in printed
 
 
-def test_loaders_run_to_and_fro(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    losses = {"torch": 0.5, "fastq": 0.5}
-
-    def instead(arguments: list[str], limited: Limited) -> report.Run:
-        ran.append(arguments[1])
-        return a_run(arguments[1], loss=losses[arguments[1]])
-
-    monkeypatch.setattr(command, "TABLES", tmp_path / "tables.md")
-    monkeypatch.setattr(command, "run", instead)
-    line = f"csv_table --workers 2 --few --data {folder} --rounds 2 --readme".split()
-    assert command.main(line) == 0
-    assert ran == ["torch", "fastq", "fastq", "torch"]
-    assert report.SAME in (tmp_path / "tables.md").read_text()
-    losses["fastq"] = math.nextafter(0.5, 1)
-    assert command.main(line) == 1
-
-
 @pytest.mark.processes
 def test_a_run_that_is_out_of_memory_says_so(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     line = f"csv_table --few --data {folder} --workers 0 --limit 20"
@@ -142,16 +123,6 @@ def test_one_bit_of_difference_is_told(other: dict[str, Any]) -> None:
         f"2 workers: {report.DIFFERENT}: torch: loss 0.30000000000000004, predictions abc; "
     )
     assert str(*other.values()) in told
-
-
-def test_another_number_of_workers_may_train_otherwise_and_is_compared_with_none() -> None:
-    runs = [a_run(workers=0), a_run(workers=4, seconds=3.0, loss=0.5)]
-    assert report.agree(runs)
-    assert report.table("csv_table", runs).notes == [
-        f"0 workers: loss 0.30000000000000004, predictions abc, {report.SAME}",
-        f"4 workers: loss 0.5, predictions abc, {report.SAME}",
-        "torch, 4 workers: an epoch takes 3.0 times as long as without",
-    ]
 
 
 def test_waits_are_what_iter_and_next_take_and_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,13 +63,9 @@ def write(ledger: BlockLedger, worker: int, *sizes: int, at: int = 0) -> list[in
 
 
 def block_in(state: str) -> BlockLedger:
+    """A ledger with one block, held or promised, at offset 0, that worker 0 made."""
     ledger = BlockLedger()
-    if state in (FREE, GRANTED):
-        ledger.accept(0, (), ((0, B),), (0,) if state == FREE else (), ())
-    else:
-        write(ledger, 0, B)
-    if state in (HELD, PROMISED):
-        ledger.deliver([0])
+    ledger.deliver(write(ledger, 0, B))
     if state == PROMISED:
         assert ledger.grant(Holder(0)) == ((), ((0, B),))
     assert ledger.states() == {0: state}
@@ -77,9 +73,7 @@ def block_in(state: str) -> BlockLedger:
 
 
 EVENTS: dict[str, Callable[[BlockLedger, int], object]] = {
-    "fill": lambda ledger, offset: ledger.accept(0, ((offset, B),), (), (), ()),
     "give back": lambda ledger, offset: ledger.give_back([offset]),
-    "deliver": lambda ledger, offset: ledger.deliver([offset]),
     "drop": lambda ledger, offset: ledger.drop([offset]),
     "release": lambda ledger, offset: ledger.release([offset]),
 }

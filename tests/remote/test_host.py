@@ -148,15 +148,6 @@ def test_another_version_is_refused_with_what_differs() -> None:
     host.close()
 
 
-def test_many_at_once_do_not_keep_anybody_out_and_do_not_stay(host: Host) -> None:
-    strangers = [socket.create_connection(host.address) for _ in range(100)]
-    assert host.report(0) == (0, False, "")
-    strangers[0].settimeout(SECONDS)
-    assert strangers[0].recv(1) == b""
-    for stranger in strangers:
-        stranger.close()
-
-
 def test_silence_is_refused_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import fastq_loader.remote.connection as c; c.PATIENCE = 0.1")
     monkeypatch.syspath_prepend(tmp_path)

@@ -6,14 +6,13 @@ import math
 import pickle
 from dataclasses import FrozenInstanceError, asdict, fields, replace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader.ipc.messages import BATCH, Answer
-from fastq_loader.statistics.counters import Counters, StagingCounters
+from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.snapshots import (
     CAUSES,
     EpochStatistics,
@@ -149,53 +148,6 @@ def test_epochs_are_kept_one_by_one_and_in_sum() -> None:
     assert [epoch.epoch for epoch in found.per_epoch] == list(range(151, 251))
     assert (found.total.seconds, found.total.start_up_seconds) == (125, 125)
     assert round(found.total.cpu_seconds * 1e9) == 750
-
-
-class Nobody:
-    """Stands for an observer."""
-
-    def began(self, *_: int) -> None:
-        """An epoch."""
-
-    def thread(self) -> int:
-        return 811
-
-
-def test_an_observer_is_told_of_copies_to_any_device() -> None:
-    counters, told, staging = Counters(), MagicMock(), StagingCounters("cuda")
-    staging.copied(8, 1.0, 2.0)
-    counters.observe(told)
-    counters.stage(staging)
-    staging.copied(8, 1.0, 2.0)
-    counters.observe(None)
-    staging.copied(8, 1.0, 2.0)
-    told.copied.assert_called_once_with(8, 10**9, 2 * 10**9)
-    assert counters.snapshot().staging == staging.snapshot()
-    counters.stage(None)
-    assert counters.snapshot().staging is None
-
-
-def test_an_epoch_that_is_not_kept_any_more_tells_nobody() -> None:
-    counters, told = Counters(), MagicMock()
-    counters.observe(told)
-    first = counters.begin_epoch(5, 0)
-    told.began.assert_called_once_with(1, 5)
-    for _ in range(100):
-        counters.begin_epoch(5, 0)
-    assert first.counted().observer is None, "it would not hear of the end"
-
-
-def test_an_observer_is_told_of_epochs_that_are_under_way_and_of_later_ones() -> None:
-    counters, observer = Counters(), Nobody()
-    first = counters.begin_epoch(0, 0)
-    counters.observe(observer)  # type: ignore[arg-type]
-    second = counters.begin_epoch(1, 0)
-    assert first.counted().observer is second.counted().observer is observer
-    assert first.thread() == second.thread() == 811
-    counters.observe(None)
-    found = (first, second, counters.begin_epoch(2, 0))
-    assert {notes.counted().observer for notes in found} == {None}
-    assert {notes.thread() for notes in found} == {0}
 
 
 def snapshot() -> LoaderStatistics:

@@ -33,11 +33,9 @@ PID = os.getpid()
 class Played:
     """A trace that is told of what happens by hand, at times that count from its origin."""
 
-    def __init__(self, path: Path, places: dict[int, tuple[int, str]] | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        counters = Counters()
-        counters.far_worker = (places or {}).get  # type: ignore[method-assign]
-        self.recorder = Recorder(path, counters)
+        self.recorder = Recorder(path, Counters())
         self.recorder.thread = lambda: PID
         self.recorder.origin = 0
 
@@ -118,33 +116,6 @@ def test_times_that_are_missing_or_of_an_earlier_batch_leave_no_gap(
     fetched, collated, finished = phases
     loading = [("fetch", 70, fetched), ("collate", fetched, collated), ("pack", collated, finished)]
     assert sorted(spans(one_batch(played, **others), "worker 1 (pid 101)")) == sorted(loading)
-
-
-def test_workers_on_other_machines_have_rows_of_their_own_whatever_their_process_ids(tmp_path: Path) -> None:
-    places = {101: (812, "10.0.0.2"), 102: (812, '"b"'), 104: (0, ""), 105: (0, "")}
-    played = Played(tmp_path / "a.json", places)
-    for seq, pid in enumerate((101, 102, 103, 812, 101)):
-        if seq == 4:
-            places[101] = 900, "10.0.0.3"  # its machine was lost between two batches
-        times = (10 + 9 * seq, 11 + 9 * seq, 12 + 9 * seq, 13 + 9 * seq)
-        played.answered(1, min(pid % 100, 3), pid, answer(seq, *times))
-    for worker in (4, 5):
-        played.replaced(1, worker, 100 + worker, "it died", 90)  # and the next one is not up yet
-    found = played.events()
-    loading = {track: len(spans) for track, spans in tracks(found).items()}
-    assert loading == {
-        "worker 1 (pid 812 on 10.0.0.2)": 3,
-        'worker 2 (pid 812 on "b")': 3,
-        "worker 3 (pid 103)": 3,
-        "worker 3 (pid 812)": 3,
-        "worker 1 (pid 900 on 10.0.0.3)": 3,
-    }
-    named = {event["tid"]: event["args"]["name"] for event in of(found, "M", "thread_name")}
-    assert len(named) == 8, "and the consumer's"
-    assert [named[mark["tid"]] for mark in of(found, "i")] == [
-        "worker 4 (not up yet)",
-        "worker 5 (not up yet)",
-    ]
 
 
 def test_what_began_before_the_trace_is_left_out(played: Played) -> None:
