@@ -19,6 +19,8 @@ from tests.conftest import descendants, running_script, wait_until
 from tests.support.datasets import Made
 from tests.support.loaders import image
 
+pytestmark = pytest.mark.processes
+
 TWO = Setting(2, 2)
 
 
@@ -132,7 +134,6 @@ def test_a_schedule_stays_as_it_was_said_if_it_is_of_that_kind() -> None:
     assert trials.like(loader, Setting(1, 2, dynamic=False)).schedule == "round_robin"
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_it_tells_the_rate_and_what_a_batch_costs(workers: int, persistent: bool) -> None:
@@ -150,14 +151,12 @@ def test_it_tells_the_rate_and_what_a_batch_costs(workers: int, persistent: bool
         assert found.batch_bytes == found.worker_bytes == 0
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_it_starts_as_the_workers_do(method: str) -> None:
     loader: DataLoader[Any] = DataLoader(Made(float, 64), 4, num_workers=1, multiprocessing_context=method)
     assert measure(loader, Setting(1, 2)).batches > 0
 
 
-@pytest.mark.processes
 def test_threads_of_torch_in_the_consumer_do_not_stop_it() -> None:
     torch.set_num_threads(4)
     try:
@@ -172,14 +171,12 @@ def _add(index: int) -> float:
     return float(torch.ones(1 << 20).add_(index).sum())
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_has_no_batch_is_told_so_and_not_to_take_more_time(workers: int) -> None:
     with pytest.raises(ValueError, match="the loader gives no batch: its dataset is empty"):
         measure(DataLoader(Made(float, 0), num_workers=workers), Setting(workers, 2))
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_loader_and_all_that_is_its_stay_as_they_were(workers: int) -> None:
     dataset, generator = Counting(), torch.Generator().manual_seed(1)
@@ -198,7 +195,6 @@ def test_the_loader_and_all_that_is_its_stay_as_they_were(workers: int) -> None:
     assert loader.statistics().epochs == 1
 
 
-@pytest.mark.processes
 def test_batches_stay_on_the_host() -> None:
     to_device = ToDevice("cpu", transform=lambda batch: refuse())
     loader: DataLoader[Any] = DataLoader(Made(float, 12), 4, device=to_device, pin_memory=True)
@@ -207,20 +203,17 @@ def test_batches_stay_on_the_host() -> None:
     assert loader.pin_memory
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_the_users_code_is_raised(workers: int) -> None:
     with pytest.raises(KeyError, match="no such file"):
         measure(DataLoader(Failing(refuse), num_workers=2), Setting(workers, 2))
 
 
-@pytest.mark.processes
 def test_a_process_that_dies_says_how() -> None:
     with pytest.raises(RuntimeError, match="the process of a trial exited with code 7 before it said"):
         measure(DataLoader(Failing(vanish)), Setting(0, 2))
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_one_that_takes_too_long_is_ended_with_its_workers(workers: int) -> None:
     with pytest.raises(TimeoutError, match="too few batches in 1 s"):
@@ -228,13 +221,11 @@ def test_one_that_takes_too_long_is_ended_with_its_workers(workers: int) -> None
     assert not descendants()
 
 
-@pytest.mark.processes
 def test_when_time_is_over_what_there_is_counts() -> None:
     found = trials.measure(DataLoader(Made(float, 10**6), num_workers=1), TWO, 0.0, 60.0, 1.5)
     assert found.batches > 0
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("to_the_group", [False, True])
 def test_ctrl_c_ends_it_with_its_workers(to_the_group: bool) -> None:
     with running_script(
@@ -257,7 +248,6 @@ def test_ctrl_c_ends_it_with_its_workers(to_the_group: bool) -> None:
     assert not result.left
 
 
-@pytest.mark.processes
 def test_the_consumers_death_ends_it_with_its_workers() -> None:
     with running_script(
         """

@@ -78,9 +78,6 @@ class Machine:
         return best.setting
 
 
-# ---- what is measured ------------------------------------------------------------------------------
-
-
 def test_the_own_setting_is_measured_first_and_then_one_worker() -> None:
     played = Machine(decoding())
     played.found(Setting(5, 3, dynamic=True, start_method="spawn"))
@@ -157,9 +154,6 @@ def test_no_measurement_may_take_longer_than_the_time_that_is_left() -> None:
         assert seconds + 2 <= patience <= max(20 - 0.1 * before, seconds + 2.3)
 
 
-# ---- limits ----------------------------------------------------------------------------------------
-
-
 def tried(search: Search) -> set[Setting]:
     return {row.setting for row in search.rows.values()}
 
@@ -185,9 +179,6 @@ def test_only_the_schedules_and_start_methods_that_were_named_are_tried() -> Non
     assert not any(setting.dynamic for setting in tried(search))
     rows = [row.setting for row in search.rows.values() if row.setting.num_workers]
     assert {setting.start_method for setting in rows} == {"fork", "spawn"}
-
-
-# ---- failures --------------------------------------------------------------------------------------
 
 
 def test_a_setting_that_fails_has_a_row_and_is_not_tried_again() -> None:
@@ -235,9 +226,6 @@ def test_a_price_is_workers_then_prefetch_then_change() -> None:
         Setting(2, 2, dynamic=True),
     ]
     assert sorted(order, key=lambda each: price(each, OWN)) == order
-
-
-# ---- what `tune` makes of it -------------------------------------------------------------------------
 
 
 @pytest.fixture

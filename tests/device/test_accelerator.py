@@ -26,8 +26,6 @@ from tests.support.late_device import image_and_label
 
 KIND = "hpu"  # torch knows the name, and has no module for it
 
-# ---- what a user says -------------------------------------------------------------------------------
-
 
 def test_short_forms_and_configurations_mean_the_same() -> None:
     assert read_device(None) is None
@@ -107,9 +105,6 @@ def test_on_the_cpu_the_transform_runs_too_and_cannot_end_the_epoch() -> None:
                     next(iterator)
             else:
                 assert next(iterator)[0][:, 0, 0, 0].tolist() == [first + 1, first + 2]
-
-
-# ---- which devices there are ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -249,9 +244,6 @@ def test_a_transform_beside_the_step_needs_memory_that_can_be_shared(monkeypatch
     assert ToDevice(KIND, transform_stream="side").target == torch.device(KIND)
 
 
-# ---- torch's streams and events ---------------------------------------------------------------------
-
-
 def test_torch_says_who_has_record_stream() -> None:
     script = """
 import torch
@@ -322,9 +314,6 @@ def test_events_of_cuda_let_the_thread_sleep(monkeypatch: pytest.MonkeyPatch) ->
     generic = torch.Stream(stream_id=7, device_index=1, device_type=1)
     stager.wait(generic, stager.record(generic))
     assert event.mock_calls == [call.record((7, 1, 1)), call.wait((7, 1, 1))]
-
-
-# ---- page-locking -----------------------------------------------------------------------------------
 
 
 class HostStager(TorchStager):

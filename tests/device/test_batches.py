@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastq_loader import DataLoader, ToDevice
+from fastq_loader import DataLoader, Prefetcher, ToDevice
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT
 from tests.support.datasets import (
@@ -294,14 +294,16 @@ def test_two_iterators_at_once_do_not_mix(workers: int, late: Late) -> None:
             assert images[:, 1, 1, 1].tolist() == labels.tolist()
 
 
-@WORKERS
-def test_next_is_refused_while_a_graph_is_captured(workers: int, late: Late) -> None:
-    device = late()
-    with DataLoader(Made(image_and_label, 20), 2, num_workers=workers, device="cuda") as loader:
-        iterator = iter(loader)
+@pytest.mark.parametrize("workers", [0, 2, "prefetcher"])
+def test_next_is_refused_while_a_graph_is_captured(workers: Any, late: Late) -> None:
+    device, dataset = late(), Made(image_and_label, 20)
+    if workers == "prefetcher":
+        iterator: Any = iter(Prefetcher(TorchDataLoader(dataset, 2), "cuda"))
+    else:
+        iterator = iter(DataLoader(dataset, 2, num_workers=workers, device="cuda"))
+    next(iterator)
+    device.is_capturing = True
+    with pytest.raises(RuntimeError, match="CUDA graph is being captured"):
         next(iterator)
-        device.is_capturing = True
-        with pytest.raises(RuntimeError, match="CUDA graph is being captured"):
-            next(iterator)
-        device.is_capturing = False
-        assert next(iterator)[1].tolist() == [2, 3]
+    device.is_capturing = False
+    assert next(iterator)[1].tolist() == [2, 3]

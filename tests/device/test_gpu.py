@@ -18,6 +18,7 @@ from fastq_loader import DataLoader, ToDevice, copy_into, normalize
 from fastq_loader.device.accelerator import TorchStager
 from fastq_loader.device.staging import DeviceSession
 from tests.conftest import run_script
+from tests.device.test_transforms import MEAN, STD, by_hand
 from tests.support.crimes import ManyFields
 from tests.support.datasets import Made, assert_same
 from tests.support.gpu import (
@@ -234,12 +235,6 @@ def image(index: int) -> tuple[torch.Tensor, int]:
     return torch.randint(0, 256, (3, 96, 64), dtype=torch.uint8, generator=generator), index
 
 
-def torchvisions(images: torch.Tensor) -> torch.Tensor:
-    mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (MEAN, STD))
-    return (images.double() / 255 - mean) / std
-
-
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IMAGES = Made(image, 16)
 PLAIN = [torch.stack([image(at)[0] for at in range(first, first + 4)]) for first in range(0, 16, 4)]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
@@ -265,7 +260,7 @@ def test_normalize_is_torchvisions_formula(
         for (images, labels), plain, first in zip(loader, PLAIN, range(0, 16, 4), strict=True):
             assert (images.dtype, labels.tolist()) == (dtype, list(range(first, first + 4)))
             assert images.is_contiguous(memory_format=layout)
-            error = (images.cpu().double() - torchvisions(plain)).abs().max().item()
+            error = (images.cpu().double() - by_hand(plain)).abs().max().item()
             assert error <= TOLERANCE[dtype], f"{error} off"
 
 
@@ -291,5 +286,5 @@ def test_a_captured_step_normalises_what_is_copied_into_its_inputs(monkeypatch: 
             graph.replay()
             outputs.append((images.clone(), labels.clone()))
     for (images, labels), plain, number in zip(outputs, PLAIN, range(4), strict=True):
-        assert (images.cpu().double() - torchvisions(plain)).abs().max().item() <= TOLERANCE[torch.float16]
+        assert (images.cpu().double() - by_hand(plain)).abs().max().item() <= TOLERANCE[torch.float16]
         assert labels.tolist() == list(range(4 * number, 4 * number + 4))

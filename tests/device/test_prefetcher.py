@@ -337,9 +337,7 @@ def test_an_error_keeps_nothing_alive(failing: str, raised: bool, late: Late) ->
         gc.enable()
 
 
-def test_batches_of_the_device_are_not_transformed_beside(
-    late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_of_the_device_are_not_moved_beside(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits for what was queued there. The late device is the host, where a sparse tensor is."""
     device, beside = late(), False
     seen: list[bool] = []
@@ -453,17 +451,6 @@ def test_an_interrupt_ends_the_epoch(stream: str, late: Late) -> None:
             next(epoch)
 
 
-def test_nothing_is_asked_for_while_a_graph_is_captured(late: Late) -> None:
-    device = late()
-    batches = Prefetcher(images(), "cuda")
-    batches.next()
-    device.is_capturing = True
-    with pytest.raises(RuntimeError, match="CUDA graph is being captured"):
-        batches.next()
-    device.is_capturing = False
-    assert batches.next()[1].tolist() == [2, 3]
-
-
 # ---- where a loader stands that is read so -------------------------------------------------------------
 
 LENGTH, FAILING = 12, 5
@@ -493,8 +480,13 @@ def read(batches: Iterator[Any], most: int = LENGTH + 1) -> list[Any]:
     return seen
 
 
-def check_each_stop(workers: int, schedule: str) -> None:
-    """Stopped after each batch, an epoch and the next one go on as if it had not been."""
+@pytest.mark.parametrize(
+    ("workers", "schedule"),
+    [(0, "round_robin"), (0, "dynamic"), pytest.param(2, "dynamic", marks=pytest.mark.processes)],
+)
+def test_an_epoch_goes_on_after_what_was_handed_out(workers: int, schedule: str, late: Late) -> None:
+    """Stopped after each batch, it and the next one go on as if they had not been."""
+    late()
     plain = loader_of(workers, schedule)
     whole = [read(iter(plain)) for _ in range(2)]
     for stop in range(LENGTH + 1):
@@ -513,18 +505,6 @@ def check_each_stop(workers: int, schedule: str) -> None:
             assert prefetcher.position == (0, stop, stop)
             assert read(iter(prefetcher)) == whole[0][stop:], f"stop={stop}"
             assert read(iter(prefetcher)) == whole[1], f"stop={stop}"
-
-
-@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
-def test_an_epoch_goes_on_after_what_was_handed_out(schedule: str, late: Late) -> None:
-    late()
-    check_each_stop(0, schedule)
-
-
-@pytest.mark.processes
-def test_an_epoch_of_workers_goes_on_after_what_was_handed_out(late: Late) -> None:
-    late()
-    check_each_stop(2, "dynamic")
 
 
 def test_the_end_is_known_when_it_was_handed_out(late: Late) -> None:

@@ -148,9 +148,7 @@ def test_it_can_be_pickled_and_shown() -> None:
         ([None, None], False, 2),  # where streams cannot be told apart
     ],
 )
-def test_factors_have_a_stream(
-    streams: Any, captured: bool, made: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_factors_by_stream(streams: Any, captured: bool, made: int, monkeypatch: pytest.MonkeyPatch) -> None:
     apply, factors = normalize(MEAN, STD), []
     monkeypatch.setattr(apply, "_make", lambda *form: factors.append(form) or (torch.ones(()),) * 2)
     monkeypatch.setattr(transforms, "is_captured", lambda device: captured)

@@ -53,9 +53,7 @@ def test_without_workers_everything_is_done_in_turn(costs: Costs, cpus: float) -
 
 
 @given(COSTS, TIMES, WORKERS, st.integers(2, 4), st.booleans())
-def test_the_slower_side_counts(
-    costs: Costs, load: float, workers: int, prefetch: int, dynamic: bool
-) -> None:
+def test_the_slower_side_wins(costs: Costs, load: float, workers: int, prefetch: int, dynamic: bool) -> None:
     costs = replace(costs, loads=(load,))
     consumer = costs.draw + costs.overhead + costs.device + costs.step
     found = seconds_per_batch(costs, Setting(workers, prefetch, dynamic), MANY)

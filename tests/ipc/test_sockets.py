@@ -35,6 +35,8 @@ from tests.conftest import open_descriptors, wait_until
 from tests.support.alarms import Alarm, alarm_after, ring
 from tests.support.forking import end_of, fork
 
+pytestmark = pytest.mark.processes
+
 TOKEN = bytes(range(TOKEN_BYTES))
 ANSWER = Answer(1, 2, 0, 0, 5, 6, ((0, 81920),), (), None)
 EPOCHS = [Epoch(number, None) for number in range(9)]
@@ -95,10 +97,6 @@ def broken(consumer: ConsumerSocket, timeout: float) -> list[int]:
     return found
 
 
-# ---- there and back ---------------------------------------------------------------------------------
-
-
-@pytest.mark.processes
 def test_messages_reach_the_worker_that_they_are_for(folder: str) -> None:
     with connected(folder, 2) as (consumer, (one, other)):
         consumer.send(0, EPOCHS[0])
@@ -117,7 +115,6 @@ def test_messages_reach_the_worker_that_they_are_for(folder: str) -> None:
         assert consumer.receive() is None
 
 
-@pytest.mark.processes
 def test_a_stop_is_seen_before_what_stands_in_front_of_it(folder: str) -> None:
     with connected(folder) as (consumer, (worker,)):
         consumer.send(0, EPOCHS[0])
@@ -131,7 +128,6 @@ def test_a_stop_is_seen_before_what_stands_in_front_of_it(folder: str) -> None:
         assert [worker.receive(block=True) for _ in range(2)] == [EPOCHS[2], Stop()]
 
 
-@pytest.mark.processes
 def test_nothing_reaches_the_process_that_replaces_a_worker_but_what_is_its_own(folder: str) -> None:
     with connected(folder) as (consumer, (dead,)):
         dead.send(ANSWER)
@@ -147,7 +143,6 @@ def test_nothing_reaches_the_process_that_replaces_a_worker_but_what_is_its_own(
             assert broken(consumer, 0.05) == [], "the dead one's connection is nobody's"
 
 
-@pytest.mark.processes
 def test_one_wait_serves_messages_descriptors_and_a_wake_up(folder: str) -> None:
     with connected(folder) as (consumer, (worker,)):
         assert consumer.wait(0) == ([], False)
@@ -186,7 +181,6 @@ def test_a_worker_can_wait_for_more_than_messages(folder: str) -> None:
             os.close(end)
 
 
-@pytest.mark.processes
 def test_a_forked_child_of_a_worker_cannot_use_its_socket(folder: str) -> None:
     with connected(folder) as (consumer, (worker,)):
 
@@ -200,7 +194,6 @@ def test_a_forked_child_of_a_worker_cannot_use_its_socket(folder: str) -> None:
         assert received(consumer) == (0, Hello(2))
 
 
-@pytest.mark.processes
 def test_a_signal_while_sockets_are_closed_leaves_nothing() -> None:
     """Many times under a hail of signals: whatever is left of one is found after the test."""
     handler = signal.signal(signal.SIGALRM, lambda number, frame: None)
@@ -215,14 +208,10 @@ def test_a_signal_while_sockets_are_closed_leaves_nothing() -> None:
         signal.signal(signal.SIGALRM, handler)
 
 
-# ---- garbage, and other users -----------------------------------------------------------------------
-
-
 #: Not messages of a worker's, nor of a consumer's.
 GARBAGE = [b"junk", encode(Bundle(()))[:-1], encode(ANSWER)[1:], b"\xc1half a message"]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("garbage", [*GARBAGE, b""])
 def test_garbage_from_a_worker_is_named_and_the_last_that_is_read(garbage: bytes, folder: str) -> None:
     with (
@@ -238,7 +227,6 @@ def test_garbage_from_a_worker_is_named_and_the_last_that_is_read(garbage: bytes
         assert broken(consumer, 0.05) == ([] if garbage else [0]), "an empty one is the end"
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("room", [2304, sockets._ROOM])
 def test_answers_wait_for_room_in_order(room: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many and however long they are; and it reads its messages meanwhile."""
@@ -269,7 +257,6 @@ def test_answers_wait_for_room_in_order(room: int, folder: str, monkeypatch: pyt
         assert found == {0: answers, 1: [ANSWER._replace(state=bytes(100_000))]}
 
 
-@pytest.mark.processes
 def test_a_worker_drops_garbage(folder: str, worker: WorkerSocket) -> None:
     with raw_socket() as consumer:
         consumer.connect(endpoint(folder, "w0.0"))
@@ -278,7 +265,6 @@ def test_a_worker_drops_garbage(folder: str, worker: WorkerSocket) -> None:
         assert worker.receive(block=True) == EPOCHS[1]
 
 
-@pytest.mark.processes
 def test_where_each_peer_is_taken_for_the_process_that_asks_the_consumer_can_connect(folder: str) -> None:
     """As gVisor answers SO_PEERCRED."""
     with (
@@ -289,7 +275,6 @@ def test_where_each_peer_is_taken_for_the_process_that_asks_the_consumer_can_con
         assert received(consumer) == (0, Hello(os.getpid()))
 
 
-@pytest.mark.processes
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize(("user", "error"), [(0, 0), (65534, 13)])  # EACCES
 def test_another_user_cannot_connect(user: int, error: int, folder: str, worker: WorkerSocket) -> None:
@@ -307,7 +292,6 @@ def test_another_user_cannot_connect(user: int, error: int, folder: str, worker:
     assert end_of(fork(connect)) == 0
 
 
-@pytest.mark.processes
 def test_a_worker_accepts_no_process_but_its_consumer(folder: str, worker: WorkerSocket) -> None:
     """Not even one of the same user: it would get every second answer."""
 
@@ -360,9 +344,6 @@ def test_a_folder_that_cannot_be_used_is_passed_over(parent: str, monkeypatch: p
     assert len(longest) <= endpoints._LONGEST_PATH
 
 
-# ---- connections that break -------------------------------------------------------------------------
-
-
 def scribble(path: str) -> None:
     """Write where a socket of zmq's is connected that was bound at `path`, or is connected to it."""
     for name, target in open_descriptors().items():
@@ -372,7 +353,6 @@ def scribble(path: str) -> None:
                     end.send(b"\xff" * 99)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("junk", [True, False], ids=["junk", "the worker closes it"])
 def test_a_broken_connection_is_named_once(junk: bool, folder: str) -> None:
     with connected(folder, 2) as (consumer, ends):
@@ -389,7 +369,6 @@ def test_a_broken_connection_is_named_once(junk: bool, folder: str) -> None:
         assert received(consumer) == (0, ANSWER)
 
 
-@pytest.mark.processes
 def test_a_removed_file_is_remade(folder: str, worker: WorkerSocket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "_LOOK_MS", 1)
     path = Path(folder, "w0.0")
@@ -402,15 +381,11 @@ def test_a_removed_file_is_remade(folder: str, worker: WorkerSocket, monkeypatch
         thread.join()
 
 
-@pytest.mark.processes
 def test_without_a_folder_it_ends(folder: str, worker: WorkerSocket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "_LOOK_MS", 1)
     remove_folder(folder)
     with pytest.raises(zmq.ZMQError, match="No such file"):
         worker.say_hello()
-
-
-# ---- threads ----------------------------------------------------------------------------------------
 
 
 def policies() -> dict[int, int]:
@@ -440,7 +415,6 @@ def tasks() -> set[str]:
     return set(os.listdir("/proc/self/task"))
 
 
-@pytest.mark.processes
 def test_too_few_descriptors_are_an_error_that_says_how_to_get_more() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = open_descriptors()

@@ -235,9 +235,6 @@ def test_the_end_comes_once_and_after_the_hint(action: Any) -> None:
         assert calls(loader, len(expected)) == expected
 
 
-# ---- near misses: a hint would be an error ----------------------------------------------------------
-
-
 def twice(loader: DataLoader[Any]) -> None:
     assert iterate(loader) == iterate(loader) > 0
 

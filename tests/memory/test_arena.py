@@ -76,9 +76,6 @@ def mapped(fd: int) -> int:
     return sum(int(end, 16) - int(start, 16) for start, end in spans)
 
 
-# ---- leases -----------------------------------------------------------------------------------------
-
-
 VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "the tensor": lambda tensor: tensor,
     "a slice": lambda tensor: tensor[5:6],
@@ -127,9 +124,6 @@ def test_a_finalizer_that_is_held_up_does_not_release_the_next_lease(arena: Aren
     arena.released = deque()
 
 
-# ---- memory -----------------------------------------------------------------------------------------
-
-
 def test_an_arena_costs_what_was_written_and_punched_pages_go_back(arena: Arena) -> None:
     assert pages(arena.fd) == 0
     assert arena.mapping.length >= 1 << 30
@@ -142,9 +136,6 @@ def test_an_arena_costs_what_was_written_and_punched_pages_go_back(arena: Arena)
     assert [float(part.sum()) for part in parts] == [FLOATS, 0, 0, FLOATS]
     parts[1].fill_(3)
     assert float(parts[1].sum()) == 3 * FLOATS
-
-
-# ---- the end ----------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=15)
@@ -229,9 +220,6 @@ def test_retiring_may_be_interrupted(calls_before: int, monkeypatch: pytest.Monk
     os.close(fd)
 
 
-# ---- the file and its mapping -----------------------------------------------------------------------
-
-
 def test_the_memory_cannot_be_cut_short_and_is_not_inherited_by_programs(arena: Arena) -> None:
     for length in (0, arena.mapping.length - PAGE, arena.mapping.length + PAGE):
         with pytest.raises(PermissionError):
@@ -298,9 +286,6 @@ def test_no_room_at_all_is_an_error_that_leaves_nothing_open(limit: int) -> None
     with limited(limit, 1 << 19), pytest.raises(OSError, match=r"at least 1,048,576 bytes.*ulimit"):
         Arena(1)
     assert os.listdir("/proc/self/fd") == before
-
-
-# ---- little address space ---------------------------------------------------------------------------
 
 
 @pytest.fixture

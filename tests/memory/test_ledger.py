@@ -45,8 +45,6 @@ def _small_blocks_are_promised() -> Iterator[None]:
         yield
 
 
-# ---- the table --------------------------------------------------------------------------------------
-
 B = SMALLEST
 
 
@@ -85,8 +83,6 @@ def after(state: str, event: str) -> str | None:
         event = "decline" if state == PROMISED else "return"
     return BLOCK_TRANSITIONS[state].get(event)
 
-
-# ---- what a worker says -----------------------------------------------------------------------------
 
 #: Answers of worker 0, which has a grant of B bytes at B: used, fresh, returned.
 MISFITS = {
@@ -143,9 +139,6 @@ def test_a_worker_may_decline_a_promise_and_writes_to_the_block_only_when_it_is_
     assert ledger.demand.wanted == (B,)
 
 
-# ---- grants -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("nbytes", [SMALLEST, WORTH_A_PROMISE // 2, WORTH_A_PROMISE])
 def test_only_large_blocks_are_promised(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastq_loader.memory.ledger.WORTH_A_PROMISE", WORTH_A_PROMISE)
@@ -175,9 +168,6 @@ def test_blocks_of_a_shared_task_are_handed_over_to_the_worker_that_claims_it() 
     ledger.give_back([0])
     with pytest.raises(InvalidTransition, match="block 0 is held, and not"):
         ledger.hand_over(Holder(1), 0, blocks)
-
-
-# ---- trimming ---------------------------------------------------------------------------------------
 
 
 def released(batches: int, held: int = 0) -> BlockLedger:
@@ -244,9 +234,6 @@ def test_a_block_is_cold_if_it_was_neither_made_nor_filled_nor_released_of_late(
     assert ledger.take_spare(9) == []
     ledger.demand.tasks += 1
     assert ledger.take_spare(9) == [released, filled, made]
-
-
-# ---- everything at once -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -409,9 +396,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(deadline=None, max_examples=80, stateful_step_count=50)
-
-
-# ---- with the memory behind it ----------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -319,9 +319,7 @@ def test_one_program_forks_all_proxies(launcher: Launcher, arena: Arena, tmp_pat
     assert list(descendants()) == [program]
 
 
-def test_without_pidfd_each_is_a_program(
-    arena: Arena, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pidfd_each_is_new(arena: Arena, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "has_pidfd", lambda: False)
     with opened(arena) as launcher:
         assert not descendants()

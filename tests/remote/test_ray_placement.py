@@ -26,12 +26,7 @@ class ActorDiedError(Exception):
     actor_init_failed = False
 
 
-class ActorUnavailableError(Exception):
-    pass
-
-
-class GetTimeoutError(Exception):
-    pass
+ActorUnavailableError, GetTimeoutError = (type(name, (Exception,), {}) for name in ("Unavailable", "Timeout"))
 
 
 class Method:

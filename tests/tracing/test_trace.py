@@ -63,9 +63,6 @@ def spans(found: list[Event], track: str) -> list[tuple[str, int, int]]:
     return [(span["name"], *interval(span)) for span in tracks(found)[track]]
 
 
-# ---- what each occurrence becomes ---------------------------------------------------------------------
-
-
 def one_batch(played: Played, **others: Any) -> list[Event]:
     played.began(1, 10)
     played.drew(1, 20, 30)
@@ -110,9 +107,7 @@ def test_each_row_shows_its_part_of_a_batch(played: Played) -> None:
         ({"fetched": 500, "collated": 400}, (180, 180, 180)),
     ],
 )
-def test_times_that_are_missing_or_of_an_earlier_batch_leave_no_gap(
-    played: Played, others: dict[str, Any], phases: tuple[int, int, int]
-) -> None:
+def test_times_leave_no_gap(played: Played, others: dict[str, Any], phases: tuple[int, int, int]) -> None:
     fetched, collated, finished = phases
     loading = [("fetch", 70, fetched), ("collate", fetched, collated), ("pack", collated, finished)]
     assert sorted(spans(one_batch(played, **others), "worker 1 (pid 101)")) == sorted(loading)
@@ -230,9 +225,6 @@ def test_spans_nest_whatever_happens(draw: random.Random, tmp_path_factory: pyte
                 draw.choice((played.ended, played.dropped))(which, tick())
                 del live[which]
     played.events()
-
-
-# ---- its beginning and its end ------------------------------------------------------------------------
 
 
 def loader() -> Any:
@@ -386,9 +378,6 @@ def test_a_loader_that_was_traced_is_free(tmp_path: Path) -> None:
     gc.collect()
     assert not [found for found in gc.get_objects() if type(found) is Recorder]
     assert len(json.loads((tmp_path / "a.json").read_text())) == 1
-
-
-# ---- the file -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.processes

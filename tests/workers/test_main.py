@@ -181,7 +181,7 @@ class Broken:
 @pytest.mark.parametrize(
     ("draws", "base_seed", "loaded"), [(True, None, [0, 1, 2]), (False, None, [0]), (True, 7, [])]
 )
-def test_what_is_left_of_an_epoch_that_was_broken_off_is_loaded_if_it_is_missed(
+def test_what_is_missed_is_loaded(
     arena: Arena, draws: bool, base_seed: int | None, loaded: list[int]
 ) -> None:
     """The first batch has to show whether it draws; with a seed for each batch nobody can tell."""
