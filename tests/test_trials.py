@@ -151,12 +151,6 @@ def test_it_tells_the_rate_and_what_a_batch_costs(workers: int, persistent: bool
         assert found.batch_bytes == found.worker_bytes == 0
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_it_starts_as_the_workers_do(method: str) -> None:
-    loader: DataLoader[Any] = DataLoader(Made(float, 64), 4, num_workers=1, multiprocessing_context=method)
-    assert measure(loader, Setting(1, 2)).batches > 0
-
-
 def test_threads_of_torch_in_the_consumer_do_not_stop_it() -> None:
     torch.set_num_threads(4)
     try:

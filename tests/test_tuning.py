@@ -78,15 +78,6 @@ class Machine:
         return best.setting
 
 
-def test_the_own_setting_is_measured_first_and_then_one_worker() -> None:
-    played = Machine(decoding())
-    played.found(Setting(5, 3, dynamic=True, start_method="spawn"))
-    assert [call[0] for call in played.calls[:2]] == [
-        Setting(5, 3, dynamic=True, start_method="spawn"),
-        Setting(1, 2, dynamic=True, start_method="spawn"),
-    ]
-
-
 @settings(deadline=None, max_examples=30)
 @given(
     load=st.floats(1e-5, 2.0),

@@ -20,7 +20,6 @@ from fastq_loader.ipc.messages import (
     Answer,
     Epoch,
     Handle,
-    Pickled,
     Ping,
     Space,
     Stop,
@@ -85,7 +84,6 @@ class Scene:
         os.ftruncate(words, 16)
         setup = SETUP._replace(shared_tasks=shared, traffic=words)
         self.proxy = Proxy(setup, its, self.socket, self.claims, self.blocks)  # type: ignore[arg-type]
-        self.traffic = module.traffic(words, 2)
         os.close(words)
         self.ends: list[socket.socket] = []
         self.connect()
@@ -200,19 +198,6 @@ def test_an_answer_without_a_batch_gives_its_blocks_back(scene: Scene) -> None:
     assert (sent.outcome, sent.handle, sent.returned) == (ENDED, None, (SMALLEST,))
 
 
-def test_bytes_of_whole_answers_are_counted_before_the_consumer_hears_of_them(scene: Scene) -> None:
-    scene.tell(EPOCH, task(0), task(1))
-    whole = answer(0, (0, 2 * SMALLEST, 0))
-    scene.socket.send = lambda message: counted.append(scene.traffic[1])  # type: ignore[method-assign]
-    counted: list[int] = []
-    for seq in range(2):
-        part = whole._replace(seq=seq)
-        scene.far.send(MESSAGE, encode(part), [bytes(2 * SMALLEST)])
-        scene.proxy._receive(scene.proxy._far)  # type: ignore[arg-type]
-    each = len(header(MESSAGE, 0)) + len(encode(whole)) + 2 * SMALLEST
-    assert counted == [each, 2 * each]
-
-
 def test_times_are_of_this_clock(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "monotonic_ns", lambda: 90_000)
     scene.tell(EPOCH, task(0))
@@ -239,14 +224,6 @@ def test_what_is_no_answer_is_refused(wrong: bytes, body: int, reason: str, scen
     with pytest.raises(ProtocolError, match=reason):
         scene.proxy._receive(scene.proxy._far)  # type: ignore[arg-type]
     assert scene.socket.sent == []
-
-
-def test_assigned_tasks_and_epochs_are_passed_on_as_they_come(assigned: Scene) -> None:
-    index = Pickled(bytes(16) + b"opaque")
-    said = [EPOCH, task(0), task(1, index=index), EPOCH._replace(epoch=2), task(2)]
-    assigned.tell(*said)
-    assert assigned.heard() == [forwarded(m) if isinstance(m, Task) else m for m in said]
-    assert assigned.claims.begun(1) == 100
 
 
 def test_what_is_for_the_proxy_is_not_passed_on(scene: Scene) -> None:
@@ -334,15 +311,6 @@ def test_it_leaves_when_the_far_worker_has(scene: Scene) -> None:
     running.join()
     assert scene.socket.sent == []
     assert scene.said() == [WAITS]
-
-
-def test_a_lost_connection_is_noticed_by_the_loop(scene: Scene) -> None:
-    scene.tell(EPOCH, task(0))
-    scene.heard()
-    scene.far.close()
-    with pytest.raises(SystemExit):
-        scene.proxy.run()
-    assert scene.said() == [WAITS, Status(why="the other side closed the connection")]
 
 
 def test_one_whose_consumer_is_gone_leaves_without_a_word(assigned: Scene) -> None:

@@ -157,16 +157,6 @@ def test_the_first_place_goes_to_the_first_proxy_that_waits(pool: Pool) -> None:
     assert not first.poll(0.05)
 
 
-def test_a_proxy_that_lost_its_place_gets_another_one(pool: Pool) -> None:
-    its = pool.placed(1)
-    its.send(Status(waits=True))
-    assert wait_until(lambda: pool.played.lost == [place(1)], SECONDS)
-    pool.played.ready.append(place(2))
-    assert received(its) == place(2)
-    its.close()
-    assert wait_until(lambda: pool.played.lost == [place(1), place(2)], SECONDS)
-
-
 def test_the_place_of_a_proxy_that_dies_is_given_back_once(pool: Pool) -> None:
     its = pool.placed(1)
     its.send(Status(why="of it"))

@@ -203,16 +203,6 @@ def test_a_place_is_found_once_an_actor_has_one(ray: Ray, placement: RayPlacemen
     assert ray.killed == [actor]
 
 
-def test_an_actor_whose_place_is_lost_is_asked_for_another_one(ray: Ray, placement: RayPlacement) -> None:
-    (actor,) = ray.actors
-    first = actor.place(3)
-    placement.find([], 1)
-    assert placement.find([first], 1) == []
-    second = actor.place(4)
-    assert placement.find([], 1) == [second]
-    assert ray.actors == [actor]
-
-
 @pytest.mark.parametrize("error", [ActorDiedError, ActorUnavailableError, OSError, None])
 def test_a_dead_actor_makes_way(error: Any, ray: Ray, placement: RayPlacement, clock: Clock) -> None:
     (actor,) = ray.actors

@@ -120,19 +120,6 @@ def test_in_order_no_worker_is_passed_over_in_an_epoch(window: int) -> None:
         assert not pool.backlog.behind
 
 
-def test_a_ping_goes_along_after_so_many_messages_of_any_kind() -> None:
-    pool = Pool(workers=1, limit=3)
-    pool.announce(1)
-    pool.offer(1)
-    assert pool.queues[0] == [-1, 1]
-    pool.offer(2)
-    assert pool.queues[0] == [-1, 1, 2, None]
-    assert pool.read(0) == [-1, 1, 2]
-    pool.offer(3, 4)
-    pool.announce(2)
-    assert pool.queues[0] == [3, 4, -2, None]
-
-
 STEPS = st.sampled_from(["offer", "claim", "read", "epoch", "look", "restart"])
 
 

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastq_loader.errors import InvalidTransition
-from fastq_loader.ipc.messages import BATCH, Answer
 from fastq_loader.scheduling.events import Died
 from fastq_loader.scheduling.in_flight import InFlight, PendingTasks, ReorderRing
 from fastq_loader.scheduling.progress import START, Progress, WorkerProgress
@@ -70,18 +69,6 @@ def outstanding(*workers: int | None, slots: int = 100) -> tuple[PendingTasks, l
     for batch in batches:
         tasks.add(1, batch)
     return tasks, batches
-
-
-@pytest.mark.parametrize("worker", [0, None])
-def test_an_answer_is_due_from_one_worker_and_for_this_attempt(worker: int | None) -> None:
-    tasks, (batch,) = outstanding(worker)
-    answer = Answer(1, 0, 0, BATCH, 0, 0, (), (), None)
-    assert tasks.due(0, answer) is batch
-    assert tasks.due(1, answer) is (batch if worker is None else None)
-    for changed in ({"epoch": 2}, {"seq": 1}, {"attempt": 1}):
-        assert tasks.due(0, answer._replace(**changed)) is None
-    assert tasks.settle(1, 0) is batch
-    assert tasks.due(0, answer) is None, "it was answered"
 
 
 @pytest.mark.parametrize(
@@ -145,19 +132,6 @@ def test_the_batch_of_a_ticket() -> None:
 
 def turns(table: WorkerTable, count: int, share_of: int | None = None) -> list[int | None]:
     return [table.take_turn(share_of) for _ in range(count)]
-
-
-def test_turns_go_round_the_workers_that_have_something_left_to_read() -> None:
-    table = WorkerTable(3)
-    assert turns(table, 4) == [0, 1, 2, 0]
-    table.move(2, "end")
-    assert table.active() == 2
-    assert turns(table, 3) == [1, 0, 1]
-    table.begin_epoch()
-    assert turns(table, 3) == [0, 1, 2]
-    for worker in range(3):
-        table.move(worker, "end")
-    assert turns(table, 1) == [None]
 
 
 @given(st.integers(1, 5), st.integers(1, 20), st.sets(st.integers(0, 4)))

@@ -152,20 +152,6 @@ def test_it_shrinks_back_when_no_batch_is_late_any_more(least: int, widest: int)
     assert handed_out >= 4 * widest, "one calm moment is not the end of late batches"
 
 
-def test_a_window_that_just_grew_is_given_time() -> None:
-    in_flight = InFlight(window := Window(2, 100, 1 << 40))
-    in_flight.ask(10)
-    for _ in range(39):  # four windows, less one
-        in_flight.hand_out()
-    assert window.size == 10
-    in_flight.ask(1)
-    for _ in range(43):
-        in_flight.hand_out()
-    assert window.size == 11
-    in_flight.hand_out()
-    assert window.size == 8
-
-
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 40))
 def test_a_group_is_asked_for_together(least: int, group: int, batches: int) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.ipc.claim_table import Busy
 from fastq_loader.ipc.messages import Answer, Epoch, Hello, Ping
 from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.scheduling.states import Batch
@@ -18,22 +17,6 @@ from fastq_loader.workers.group import WorkerGroup
 from tests.support.simulation import Table
 
 ANSWER = Answer(1, 0, 0, 3, 0, 0, (), (), None)
-
-
-class Claims(Table):
-    """Tickets in `busy` are being claimed by a worker that is stopped: ticket → worker."""
-
-    def __init__(self, slots: int) -> None:
-        super().__init__(slots)
-        self.busy: dict[int, int] = {}
-
-    def claiming(self, ticket: int) -> int | None:
-        return self.busy.get(ticket)
-
-    def take_back(self, ticket: int) -> bool:
-        if ticket in self.busy:
-            raise Busy
-        return super().take_back(ticket)
 
 
 class Socket:
@@ -74,7 +57,7 @@ def group() -> tuple[WorkerGroup, Any, list[int]]:
         patch.setattr(module, "_UNREAD", 1)
         made: Any = WorkerGroup(plan, memory, Counters())
     made._socket = Socket()
-    made._claims = Claims(100)
+    made._claims = Table(100)
     for worker in range(2):
         made._backlog.begin(worker)
     return made, made._socket, killed

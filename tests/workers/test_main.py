@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data._utils import worker as torch_worker
 
-from fastq_loader.ipc.claim_table import Busy, ClaimTable
+from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.messages import (
     BATCH,
     BROKEN,
@@ -239,24 +239,11 @@ def test_an_error_finds_its_way_where_no_room_is_left(arena: Arena, fails: bool,
     assert failed.handle is not None
 
 
-class Claims(Table):
-    """A table of claims in which another worker may be in the middle of a claim."""
-
-    def __init__(self) -> None:
-        super().__init__(1 << 12)
-        self.busy: set[int] = set()
-
-    def claim(self, ticket: int, worker: int) -> bool:
-        if ticket in self.busy:
-            raise Busy
-        return super().claim(ticket, worker)
-
-
 def attempt_at(seq: int, attempt: int = 0, epoch: int = 1) -> Task:
     return Task(epoch, seq, attempt, seq, (), (), 100 * epoch + 50 * attempt + seq)
 
 
-def queue(claims: Claims, *seqs: int, worker: int = 0, shared: bool = True) -> TaskQueue:
+def queue(claims: Table, *seqs: int, worker: int = 0, shared: bool = True) -> TaskQueue:
     tasks = TaskQueue(claims, shared, worker)  # type: ignore[arg-type]
     tasks.begin_epoch()
     for seq in seqs:
@@ -275,14 +262,14 @@ def taken(tasks: TaskQueue) -> list[int]:
 
 @given(st.permutations(range(6)))
 def test_shared_tasks_are_taken_from_the_lowest_and_assigned_ones_as_they_came(order: list[int]) -> None:
-    claims = Claims()
+    claims = Table(1 << 12)
     assert taken(queue(claims, *order, shared=False)) == order
     assert taken(queue(claims, *order)) == sorted(order)
     assert claims.holder(102) == 0
 
 
 def test_what_others_have_is_passed_over_and_forgotten_until_it_is_sent_again() -> None:
-    claims = Claims()
+    claims = Table(1 << 12)
     one, other = (queue(claims, 0, 1, 2, worker=worker) for worker in (0, 1))
     assert [tasks.take() for tasks in (one, other)] == [attempt_at(0), attempt_at(1)]
     claims.offer(150)  # the first worker dies
@@ -293,7 +280,7 @@ def test_what_others_have_is_passed_over_and_forgotten_until_it_is_sent_again() 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_what_a_worker_works_on_is_known_until_it_has_answered(shared: bool) -> None:
-    claims = Claims()
+    claims = Table(1 << 12)
     tasks = queue(claims, 0, 1, worker=5, shared=shared)
     for seq in (0, 1):
         assert tasks.take() is not None
@@ -307,12 +294,12 @@ def test_what_a_worker_works_on_is_known_until_it_has_answered(shared: bool) -> 
 def test_a_busy_task_is_kept_for_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(task_queue.time, "sleep", waits.append)
-    claims = Claims()
+    claims = Table(1 << 12)
     tasks = queue(claims, 0, 1)
-    claims.busy = {100}
+    claims.busy = {100: 1}
     assert taken(tasks) == [1]
     assert len(tasks) == len(waits) == 1
-    claims.busy = set()
+    claims.busy = {}
     assert taken(tasks) == [0]
 
 
