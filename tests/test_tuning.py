@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -338,12 +337,9 @@ def test_an_interrupt_gives_what_was_measured(played: Machine) -> None:
     [
         ({"seconds": "30"}, r"seconds='30' must be a number of seconds"),
         ({"seconds": 0}, r"seconds=0 must be 1 seconds or more"),
-        ({"seconds": math.inf}, r"seconds=inf must be 1 seconds or more"),
         ({"seconds": True}, r"seconds=True must be a number of seconds"),
         ({"step_seconds": -0.1}, r"step_seconds=-0.1 must be 0 seconds or more"),
-        ({"step_seconds": math.nan}, r"step_seconds=nan must be 0 seconds or more"),
         ({"max_workers": -1}, r"max_workers=-1 must be a number of workers, 0 or more, or None"),
-        ({"max_workers": 1.5}, r"max_workers=1.5 must be a number of workers"),
         ({"start_methods": "fork"}, r"start_methods='fork' must be a collection.*\('fork',\)"),
         ({"start_methods": ["thread"]}, r"start_methods=\['thread'\] is not possible here: use some of fork"),
         ({"schedules": []}, r"schedules=\[\] is not possible here: use some of round_robin, dynamic"),

@@ -200,7 +200,6 @@ def test_ratios_of_two_revisions_are_of_rounds() -> None:
 def test_the_readmes_and_all_tables_are_what_their_results_say() -> None:
     sources = {readme.source_of((ROOT / name).read_text()) for name in readme.SECTIONS}
     (source,) = sources
-    assert source is not None
     results = rows.read(ROOT / source)
     for path, text in readme.texts(results, source, ROOT).items():
         assert path.read_text() == text

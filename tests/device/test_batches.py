@@ -197,7 +197,6 @@ def test_a_batch_is_one_copy_and_its_fields_are_aligned(workers: int, late: Late
             start = storages.pop()
             assert all((value.data_ptr() - start) % DEVICE_ALIGNMENT == 0 for value in batch.values())
         staging = loader.statistics().staging
-    assert staging is not None
     assert len(device.copies) == staging.copies == 6
     assert sum(device.copies) == staging.copied_bytes
     assert staging.copied_bytes < 1.1 * 24 * sum(value.nbytes for value in fields(0).values()) + 6 * 51 * 256

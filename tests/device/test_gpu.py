@@ -145,8 +145,7 @@ def test_a_transform_beside_reads_memory_of_its_own(guard: Guard, monkeypatch: p
 
 @pytest.mark.parametrize("pin", ["register", "bounce", "pageable"])
 def test_a_batch_is_one_copy_from_page_locked_memory(pin: str) -> None:
-    """`pageable` is the run without the guard. The profiler keeps descriptors of its own, so that nothing is
-    said here about what is left behind."""
+    """`pageable` is the run without the guard. The profiler keeps descriptors of its own."""
     dataset = ManyFields(BATCH * BATCHES, 32, 1000)
     with DataLoader(
         dataset, BATCH, num_workers=2, device=ToDevice("cuda", pin=pin), persistent_workers=True
@@ -207,8 +206,7 @@ os._exit(0)  # a broken capture leaves a context that cannot be tidied up
     [("", "captured"), ("next", "captured"), ("next without the guard", "broken"), ("thread", "broken")],
 )
 def test_a_graph_is_captured_between_two_batches(crime: str, outcome: str) -> None:
-    """The guards: `next()` refuses in the middle of it, and there is no thread of the loader's own. A broken
-    capture takes its process along, so it has one of its own."""
+    """The guards: `next()` refuses, and the loader has no thread. A broken capture ends its process."""
     result = run_script(CAPTURE.format(crime=crime), timeout=50)
     assert result.stdout.splitlines()[-1:] == [outcome], result.stderr
 
@@ -354,8 +352,7 @@ def test_forked_workers_inherit_nothing_of_the_driver(early: bool) -> None:
     ("stream", "guard"), [("consumer", Guard(True)), ("side", Guard(True)), ("side", Guard(False))]
 )
 def test_twenty_epochs_take_no_more_device_memory_than_two(stream: str, guard: Guard) -> None:
-    """The run without the guard has a new side stream in every epoch. The host waits at every step, so that
-    how many batches are under way does not depend on time."""
+    """The run without the guard has a new side stream in every epoch. The host waits at every step."""
     torch.cuda.empty_cache()
     device = ToDevice("cuda", transform=torch.clone, transform_stream=stream)
 
@@ -379,8 +376,7 @@ def test_twenty_epochs_take_no_more_device_memory_than_two(stream: str, guard: G
 @guarded
 @pytest.mark.parametrize("pin", ["register", "bounce", "pageable"])
 def test_few_blocks_and_a_slow_gpu_go_on(pin: str, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within this module's time limit. Workers never wait for a block: without the guard, that copies give
-    their blocks back, they make new ones without end."""
+    """Without the guard, that copies give their blocks back, workers make new ones without end."""
     guard.remove(monkeypatch, Copies, "reap", lambda self: [])
     slow_copies(monkeypatch)
     device = ToDevice("cuda", prefetch=3, pin=pin)
@@ -394,8 +390,7 @@ def test_few_blocks_and_a_slow_gpu_go_on(pin: str, guard: Guard, monkeypatch: py
 @pytest.mark.processes
 @guarded
 def test_a_copy_reads_from_one_registration(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run without the guard unlocks behind the ledger's back: the driver is not left with memory that is
-    gone, and the ledger has to tell."""
+    """The run without the guard unlocks behind the ledger's back, which has to tell."""
 
     def forget(self: Pinner, offset: int) -> None:
         if self._registered.pop(offset, None):
@@ -471,8 +466,7 @@ def test_a_refusal_of_the_driver_leads_to_the_next_mode(
 @pytest.mark.processes
 @guarded
 def test_a_users_own_copy_of_a_pinned_batch_is_safe(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run without the guard hands out blocks that are page-locked where they lie: torch's allocator does
-    not know that a copy still reads them."""
+    """The run without the guard hands out locked blocks: torch's allocator does not know of their copies."""
     locked: set[int] = set()
 
     def lock_in_place(batch: torch.Tensor, device: str) -> torch.Tensor:

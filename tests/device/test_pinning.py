@@ -97,7 +97,6 @@ def test_waiting_for_a_buffer_is_counted() -> None:
     pool = Pool(in_blocks=False, prefetch=1)
     for key in range(2):
         buffer = pool.pinner.buffer(100)
-        assert buffer is not None
         buffer.copy = pool.copies.begin(key, buffer.memory, 100, ())
     assert pool.statistics.copy_wait_seconds == 0
     assert pool.pinner.busy
@@ -112,7 +111,6 @@ def test_buffers_grow_and_are_locked_in_powers_of_two() -> None:
     sizes = []
     for nbytes in (0, 100, 100, 200):  # a batch of no bytes has a buffer, too
         buffer = pool.pinner.buffer(nbytes)
-        assert buffer is not None
         sizes.append(buffer.nbytes)
     assert sizes == [1, 128, 128, 256]
     assert pool.statistics.pinned_bytes == 128 + 256
@@ -127,7 +125,6 @@ def test_without_blocks_a_buffer_that_is_not_locked_takes_the_place_of_one_that_
         pool.pinner.buffer(nbytes)
     with pytest.warns(PinFallback, match="pin_limit_bytes=300 leaves no room for buffers"):
         buffer = pool.pinner.buffer(1000)
-    assert buffer is not None
     assert (buffer.nbytes, buffer.locked, buffer.memory.locked) == (1000, 0, False)
     assert pool.statistics.pinned_bytes == 128
     assert pool.pinner.buffer(100) is not buffer
@@ -177,7 +174,6 @@ def test_auto_falls_back_and_says_so_once(
     said = [str(warning.message) for warning in of_kind(caught, PinFallback)]
     assert [text.split("pin='")[1].split("'")[0] for text in said] == modes
     staging = loader.statistics().staging
-    assert staging is not None
     assert staging.pin == modes[-1]
     assert reason in staging.pin_reason
 

@@ -139,9 +139,6 @@ def test_every_batch_is_right_however_slow_the_step_is(seed: int) -> None:
     run(seed)
 
 
-# ---- any loader, over a late device -----------------------------------------------------------------
-
-
 def images(size: int = 10) -> Any:
     return TorchDataLoader(Made(image_and_label, size), 2)
 
@@ -177,7 +174,6 @@ def test_a_copy_is_under_way_when_a_batch_is_handed_out_and_statistics_say_so(la
     for at, _ in enumerate(batches):
         assert len(device.copies) == min(at + 2, 5)
     staged = batches.statistics()
-    assert staged is not None
     assert (staged.pin, staged.copies, staged.pinned_bytes > 0) == ("bounce", 5, True)
     assert len(list(batches)) == 5
     assert batches.statistics().pinned_bytes == staged.pinned_bytes  # type: ignore[union-attr]
@@ -381,9 +377,6 @@ def test_transforms_are_called_in_the_order_of_the_batches_whatever_these_are(pa
     assert called == list(range(20))
 
 
-# ---- arguments, and ends ----------------------------------------------------------------------------
-
-
 def test_what_cannot_be_meant_is_refused(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     late()
     with pytest.raises(ValueError, match=r"transform=.* are two transforms: give one"):
@@ -450,8 +443,6 @@ def test_an_interrupt_ends_the_epoch(stream: str, late: Late) -> None:
         with pytest.raises(IteratorInvalid, match="an interrupt cut a call"):
             next(epoch)
 
-
-# ---- where a loader stands that is read so -------------------------------------------------------------
 
 LENGTH, FAILING = 12, 5
 

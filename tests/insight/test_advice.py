@@ -212,21 +212,10 @@ def test_little_gains_are_not_mentioned_and_the_best_comes_first(
     assert gains == sorted(gains, reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0, "0 µs"),
-        (4.2e-5, "42 µs"),
-        (0.000_99, "990 µs"),
-        (0.031, "31 ms"),
-        (0.00234, "2.34 ms"),
-        (0.9999, "1 s"),
-        (7.4, "7.4 s"),
-        (123.4, "123 s"),
-    ],
-)
-def test_durations_are_short(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+def test_durations_are_short() -> None:
+    seconds = (0.0, 4.2e-5, 0.000_99, 0.031, 0.00234, 0.9999, 7.4, 123.4)
+    texts = ["0 µs", "42 µs", "990 µs", "31 ms", "2.34 ms", "1 s", "7.4 s", "123 s"]
+    assert list(map(duration, seconds)) == texts
 
 
 Batch = tuple[bytes, int]
@@ -235,7 +224,6 @@ Batch = tuple[bytes, int]
 def test_few_samples_in_the_same_order_say_nothing() -> None:
     assert same_order("Shuffle", 7, 19) is None
     text = same_order("Shuffle", 7, 20)
-    assert text is not None
     assert "Shuffle gave the same order in epochs 6 and 7 (the first 20 samples" in text
     assert "set_epoch(epoch)" in text
 
@@ -325,7 +313,6 @@ def epoch_of(
 
 def test_batches_that_are_worth_no_worker() -> None:
     text = tiny_batches(epoch_of(60_000, load=20, way=180, step=30), 2)
-    assert text is not None
     assert "takes 20 µs to load, and 210 µs with its way from 2 workers" in text
     assert "this epoch of 60000 batches would have taken about 3.0 s in place of 12.6 s" in text
 

@@ -172,12 +172,6 @@ def answer(seq: int, started: int, collated: int, finished: int, cpu: int = 0) -
     return Answer(1, seq, 0, BATCH, *times, (), (), None, collated=collated * MS, cpu=cpu * MS)
 
 
-def costs(*arguments: Any) -> Costs:
-    found = costs_of(*arguments)
-    assert found is not None
-    return found
-
-
 def epoch_of_two_batches() -> EpochCounters:
     """In milliseconds: 10 from call to call; the batches came as 1, 0."""
     epoch = EpochCounters(1, 0)
@@ -197,7 +191,7 @@ def test_of_workers_everything_is_measured() -> None:
     epoch = epoch_of_two_batches()
     epoch.used_cpu(20 * MS)
     workers = (WorkerCounters(0, 70), WorkerCounters(1, 71))
-    found = costs(epoch, workers)
+    found: Any = costs_of(epoch, workers)
     assert found.loads == (0.004, 0.002), "in the order of batches"
     assert found.pack == pytest.approx(0.0015)
     assert (found.draw, found.device) == (0.001, 0.002)
@@ -211,7 +205,7 @@ def test_batches_whose_costs_are_not_kept_count_in_the_mean() -> None:
     for seq in range(3000):
         took = 10 if seq < 1000 else 2
         epoch.answered(0, answer(seq, 0, took, took), True, WorkerCounters(0, 1))
-    found = costs(epoch, (WorkerCounters(0, 70), WorkerCounters(1, 71)))
+    found: Any = costs_of(epoch, (WorkerCounters(0, 70), WorkerCounters(1, 71)))
     assert len(found.loads) == 1024
     assert found.load == pytest.approx((2 * 6 + 1000 * 10 + 2000 * 2) * 0.001 / 3002, rel=0.01)
 
@@ -226,7 +220,7 @@ def test_a_wait_is_no_overhead_though_it_counts_as_transport() -> None:
     epoch.answered(0, came, True, WorkerCounters(0, 1))
     epoch.left(11 * MS, came)
     assert (epoch.spent["transport"], epoch.spent["workers"]) == (8 * MS, 1 * MS)
-    found = costs(epoch, (WorkerCounters(0, 70),))
+    found: Any = costs_of(epoch, (WorkerCounters(0, 70),))
     assert found.overhead == pytest.approx(0.001)
 
 
@@ -234,7 +228,7 @@ def test_the_cpu_of_workers_counts_from_their_first_batch_on() -> None:
     started, worker = WorkerCounters(0, 70), WorkerCounters(1, 71)
     for at, cpu in ((1, 3000), (2, 3000 + 100), (3, 3000 + 250)):
         worker.answered(answer(0, 1000 * at, 1000 * at + 500, 1000 * at + 500, cpu))
-    found = costs(epoch_of_two_batches(), (started, worker))
+    found: Any = costs_of(epoch_of_two_batches(), (started, worker))
     assert found.load_cpu == pytest.approx(0.25), "of a second of work after the first batch"
 
 
@@ -243,7 +237,7 @@ def test_where_the_cpu_of_workers_is_not_known_they_use_one(marks: int) -> None:
     worker = WorkerCounters(0, 70)
     for at in range(marks):
         worker.answered(answer(0, at, at + 1, at + 1, 1))
-    found = costs(epoch_of_two_batches(), (worker,))
+    found: Any = costs_of(epoch_of_two_batches(), (worker,))
     assert found.load_cpu == 1.0
 
 
@@ -252,7 +246,7 @@ def test_a_worker_that_waits_for_a_cpu_does_not_wait_for_a_disk() -> None:
     for seq, (cpu, cpu_wait) in enumerate([(100, 50), (103, 54)]):
         came = answer(seq, 10 * seq, 10 * seq + 10, 10 * seq + 10, cpu)
         worker.answered(came._replace(cpu_wait=cpu_wait * MS))
-    found = costs(epoch_of_two_batches(), (worker,))
+    found: Any = costs_of(epoch_of_two_batches(), (worker,))
     assert found.load_cpu == pytest.approx(0.7), "3 ms of 10 with a CPU, and 4 waiting for one"
     assert worker.snapshot().cpu_seconds == pytest.approx(0.103)
 
@@ -272,7 +266,7 @@ def serial(cpu: int) -> EpochCounters:
     ("cpu", "load_cpu", "step_cpu"), [(0, 1.0, 0.0), (1, 0.25, 0.0), (4, 1.0, 0.0), (9, 1.0, 0.005)]
 )
 def test_without_workers_the_cpu_is_the_loadings_first(cpu: int, load_cpu: float, step_cpu: float) -> None:
-    found = costs(serial(cpu), ())
+    found: Any = costs_of(serial(cpu), ())
     assert (found.loads, found.step) == ((0.004,), 0.006)
     assert found.load_cpu == pytest.approx(load_cpu)
     assert found.step_cpu == pytest.approx(step_cpu)
@@ -281,5 +275,5 @@ def test_without_workers_the_cpu_is_the_loadings_first(cpu: int, load_cpu: float
 
 @pytest.mark.parametrize(("contention", "load_cpu"), [(0.0, 0.25), (0.8, 0.85), (1.0, 1.0)])
 def test_on_a_busy_machine_loading_waits_for_a_cpu(contention: float, load_cpu: float) -> None:
-    found = costs(serial(1), (), contention)
+    found: Any = costs_of(serial(1), (), contention)
     assert found.load_cpu == pytest.approx(load_cpu)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import pytest
@@ -48,9 +48,7 @@ class Whole(IterableDataset):
 
 class Endless(IterableDataset):
     def __iter__(self) -> Iterator[int]:
-        number = 0 if get_worker_info() is not None else None
-        while number is not None:
-            yield (number := number + 1)
+        return count(1)
 
 
 def distributed(workers: int, **options: Any) -> DataLoader[Any]:

@@ -388,7 +388,6 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.filled() == sorted(o for o, b in self.model.items() if b.state == FILLED)
         for offset, of_model in self.model.items():
             block = self.ledger.block_at(offset)
-            assert block is not None
             assert block.size == of_model.size
         held = sorted((o, b.size) for o, b in self.model.items() if b.state in (HELD, PROMISED))
         assert sorted(self.ledger.held()) == held

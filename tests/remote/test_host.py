@@ -63,12 +63,7 @@ class Asked:
 
 
 class Host:
-    """A host that is started here, and its places.
-
-    Attributes:
-        process: of the host.
-        address: where it listens.
-    """
+    """A host that is started here, with its `process` and places."""
 
     def __init__(self, dataset: Any = None, **fields: Any) -> None:
         self.spec = pickle.dumps(replace(host_spec(dataset or Asked()), **fields))
@@ -191,7 +186,6 @@ def test_a_worker_has_the_variables_of_its_place(host: Host) -> None:
     connection, _ = host.connect(host.place(CUDA_VISIBLE_DEVICES="3"))
     tell(connection, Epoch(1, None), Task(1, 0, 0, "CUDA_VISIBLE_DEVICES", (), ()))
     frame = connection.receive()
-    assert frame is not None
     assert b"devices: 3" in frame.payload
     connection.close()
 
@@ -279,7 +273,6 @@ class Scene:
 
     def receive(self) -> tuple[Any, list[bytes]]:
         frame = self.proxy.receive()
-        assert frame is not None
         answer = decode_for_consumer(frame.payload)
         assert isinstance(answer, Answer)
         assert answer.fresh == answer.returned == (), "its blocks are none of the consumer's"

@@ -65,12 +65,7 @@ class PlayedSocket:
 
 
 class Scene:
-    """A proxy and those around it.
-
-    Attributes:
-        far: the far worker's end of the connection.
-        pipe: the consumer's end of the pipe.
-    """
+    """A proxy; the ends of the far worker's connection (`far`) and of the consumer's `pipe`."""
 
     def __init__(self, shared: bool = True) -> None:
         self.arena = Arena(2)
@@ -166,7 +161,6 @@ def test_one_task_is_claimed_and_the_next_when_the_head_of_an_answer_has_come(sc
     receiving = threading.Thread(target=scene.proxy._receive, args=(scene.proxy._far,))
     receiving.start()
     frame = scene.far.receive()
-    assert frame is not None
     assert decode_for_worker(frame.payload) == forwarded(task(1))
     assert scene.claims.begun(1) == 101, "what it would die of is what it loads"
     assert scene.socket.sent == [], "no answer before its last byte"
@@ -303,7 +297,6 @@ def test_it_leaves_when_the_far_worker_has(scene: Scene) -> None:
     running = threading.Thread(target=scene.proxy.run)
     running.start()
     frame = scene.far.receive()
-    assert frame is not None
     assert decode_for_worker(frame.payload) == Stop()
     scene.far.send(MESSAGE, b"late", [bytes(3 * SMALLEST + 5)])
     assert running.is_alive()

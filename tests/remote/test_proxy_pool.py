@@ -90,12 +90,7 @@ class PlayedLauncher:
 
 
 class Pool:
-    """A pool with its thread.
-
-    Attributes:
-        pool: whose processes are none.
-        played: its placement.
-    """
+    """A pool with its thread, and a placement that is played; its processes are none."""
 
     def __init__(self) -> None:
         self.played = Played()
@@ -238,11 +233,7 @@ def test_a_forked_copy_counts_nothing_of_it(pool: Pool) -> None:
 
 
 class StandAlone:
-    """A proxy that was started.
-
-    Attributes:
-        pipe: this end of the pipe to it.
-    """
+    """A proxy that was started, and this end of the pipe to it."""
 
     pipe: Connection[Any, Any]
 

@@ -253,18 +253,6 @@ def test_a_signal_in_the_middle_of_a_request_leaves_no_answer_to_the_next_one() 
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_when_it_has_died_none_can_be_started_and_no_exit_code_be_had() -> None:
-    with zygote() as one:
-        child = forked(one, 7)
-        os.kill(one._child.pid, signal.SIGKILL)
-        readable([one._child.descriptor, child.descriptor], 5)
-        with pytest.raises(OSError, match="the process that starts new workers has ended"):
-            forked(one, 0)
-        child.process.join(5)
-        assert child.process.exitcode == UNKNOWN_EXIT
-        child.release()
-
-
 def test_it_leaves_with_the_consumer() -> None:
     """Also while a child of the user's holds the consumer's end of their pipe."""
     pids, say = os.pipe()
@@ -290,9 +278,12 @@ def test_a_dead_zygote_holds_nobody_up(number: signal.Signals, monkeypatch: pyte
     """While a child of it, which holds its end of the connection, goes on."""
     monkeypatch.setattr("fastq_loader.workers.children._ANSWER", 0.1 if number == signal.SIGSTOP else 60)
     with zygote() as one:
-        held = forked(one, 0, 60)
+        over, held = forked(one, 7), forked(one, 0, 60)
         os.kill(one._child.pid, number)
         with pytest.raises(OSError, match="the process that starts new workers has ended"):
             forked(one, 7)
+        over.process.join(5)
+        assert over.process.exitcode == UNKNOWN_EXIT
+        over.release()
         held.kill()
         held.release()

@@ -222,7 +222,6 @@ class Full(Asked):
         sample = empty((SMALLEST,), torch.uint8).fill_(index)
         if index == 1:
             blocks = results._current
-            assert blocks is not None
             blocks._space = FreeRanges(())
             if not self.any_blocks:  # as if this were the worker's first batch
                 blocks._idle, blocks._promised = [], []
