@@ -224,6 +224,13 @@ def test_of_a_piece_only_what_is_mapped_is_the_block(pair: Pair, monkeypatch: py
     assert pair.allocator.block_at(block.address + SMALLEST + 1) is None
 
 
+def test_new_blocks_are_made_in_space_that_came_back(pair: Pair) -> None:
+    taken = [pair.allocator.take(SMALLEST) for _ in range(3)]
+    pair.allocator.finish([(block.offset, SMALLEST) for block in taken])
+    pair.allocator.give(((0, SMALLEST), (SMALLEST, SMALLEST)))
+    assert [pair.allocator.take(factor * SMALLEST).offset for factor in (2, 1)] == [0, 3 * SMALLEST]
+
+
 @pytest.mark.parametrize("space", [None, ((SMALLEST, SMALLEST), (4 * SMALLEST, 2 * SMALLEST))])
 def test_a_worker_makes_blocks_in_its_part_and_the_ranges_given(space: Extents | None, pair: Pair) -> None:
     """A worker in a dead one's place must not write where the dead one's batches still lie."""

@@ -156,6 +156,14 @@ def test_a_grant_has_the_sizes_of_recent_batches_and_the_warmest_blocks() -> Non
     assert ledger.free_blocks == 0
 
 
+@pytest.mark.parametrize(("size", "fits"), [(2 * B, True), (size_class(2 * B + 1), False)])
+def test_a_block_twice_as_large_will_do_and_a_larger_one_will_not(size: int, fits: bool) -> None:
+    ledger = BlockLedger()
+    write(ledger, 0, B)
+    ledger.accept(0, (), ((B, size),), (B,), ())
+    assert ledger.grant(Holder(1))[0] == (((B, size),) if fits else ())
+
+
 def test_blocks_of_a_shared_task_are_handed_over_to_the_worker_that_claims_it() -> None:
     ledger = block_in(HELD)
     blocks = sum(ledger.grant(Holder(None, 7)), ())

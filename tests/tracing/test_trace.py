@@ -173,6 +173,13 @@ def test_batches_that_are_ready_are_counted_at_each_that_is_handed_out(played: P
     assert ready == [(0.040, 1), (0.050, 0)]
 
 
+def test_what_failed_before_it_was_fetched_has_no_times_of_an_earlier_batch(played: Played) -> None:
+    played.entered(1, 40)
+    played.loaded(1, 1, 41, 20, 42)
+    played.left(1, None, 50)
+    assert set(spans(played.events(), "consumer")[1:]) == {("fetch", 41, 41), ("collate", 41, 42)}
+
+
 @given(draw=st.randoms(use_true_random=False))
 def test_spans_nest_whatever_happens(draw: random.Random, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Epochs on two threads at once, each with two workers, whose answers are taken in any order."""

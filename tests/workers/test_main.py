@@ -302,6 +302,28 @@ def test_a_busy_task_is_kept_for_the_next_look(monkeypatch: pytest.MonkeyPatch) 
     assert taken(tasks) == [0]
 
 
+def test_shared_tasks_that_others_have_or_of_an_old_epoch_are_forgotten() -> None:
+    claims = Table(1 << 12)
+    tasks, assigned = queue(claims, 0, 1, 2), queue(Table(1 << 12), 0, shared=False)
+    claims.claim(101, 3)
+    tasks.prune()
+    assert [task.seq for task in tasks._tasks] == [0, 2]
+    assert (tasks.drop(), assigned.drop()) == ([], [attempt_at(0)]), "assigned ones wait for an answer"
+    assert taken(tasks) == taken(assigned) == []
+
+
+def test_who_cannot_work_leaves_shared_tasks_to_the_others_until_the_next_epoch() -> None:
+    claims = Table(1 << 12)
+    tasks = queue(claims, 0)
+    tasks.retire()
+    tasks.add(attempt_at(2))
+    assert (taken(tasks), len(tasks), claims.holder(100)) == ([], 0, None)
+    tasks.begin_epoch()
+    claims.offer(200)
+    tasks.add(attempt_at(0, epoch=2))
+    assert taken(tasks) == [0]
+
+
 def draws() -> tuple[Any, ...]:
     return random.random(), torch.rand(1).item(), float(np.random.rand())
 
