@@ -16,7 +16,6 @@ from fastq_loader.insight.advice import (
     duration,
     idle_workers,
     memory_pressure,
-    same_order,
     tiny_batches,
 )
 from fastq_loader.insight.model import Costs, Evidence, Setting
@@ -219,13 +218,6 @@ def test_durations_are_short() -> None:
 
 
 Batch = tuple[bytes, int]
-
-
-def test_few_samples_in_the_same_order_say_nothing() -> None:
-    assert same_order("Shuffle", 7, 19) is None
-    text = same_order("Shuffle", 7, 20)
-    assert "Shuffle gave the same order in epochs 6 and 7 (the first 20 samples" in text
-    assert "set_epoch(epoch)" in text
 
 
 def batches(letters: str, nbytes: int = 8) -> list[Batch]:

@@ -41,41 +41,6 @@ def pair() -> Iterator[Pair]:
         yield pair
 
 
-def test_a_small_part_of_a_block_does_not_hold_the_whole(pair: Pair) -> None:
-    def make() -> torch.Tensor:
-        tensor = torch.arange(40 * LARGE, out=empty((40 * LARGE,), torch.int32))
-        return tensor[LARGE : 2 * LARGE]
-
-    answer = pair.pack(make)
-    assert pair.copied == [LARGE * 4]
-    assert [size for _, size in answer.used] == [LARGE * 4]
-    result = pair.deliver(pair.arrive(answer))
-    assert result.tolist() == list(range(LARGE, 2 * LARGE))
-    assert [size < 8 * LARGE for _, size in pair.ledger.held()] == [True]
-
-
-def test_what_a_dataset_keeps_is_shipped_in_a_copy(pair: Pair) -> None:
-    kept: list[torch.Tensor] = []
-
-    def make() -> Any:
-        kept.append(empty((LARGE,)).fill_(len(kept)))
-        return {"kept": kept[-1][3:], "free": empty((LARGE,)).fill_(9)}
-
-    first = pair.run(make)
-    assert len(pair.copied) == 1
-    kept[0].fill_(100)
-    assert float(first["kept"].sum()) == 0
-    assert offset_of(pair, first["kept"]) != offset_of(pair, kept[0]) + 12
-    second = pair.run(make)
-    assert float(kept[0].sum()) == 100 * LARGE, "a later task wrote to what the dataset keeps"
-    assert float(second["kept"].sum()) == LARGE - 3
-    del first, second
-    assert not pair.idle()  # the dataset's two
-    kept.clear()
-    pair.trip(None)
-    assert pair.idle(), "blocks that the dataset dropped did not come back"
-
-
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from(("make", "keep", "drop", "ship")), st.integers(1, 4)), max_size=20))
 def test_no_block_is_written_to_while_somebody_has_it(steps: list[tuple[str, int]]) -> None:

@@ -152,6 +152,17 @@ def test_it_shrinks_back_when_no_batch_is_late_any_more(least: int, widest: int)
     assert handed_out >= 4 * widest, "one calm moment is not the end of late batches"
 
 
+def test_a_window_that_just_grew_is_given_time() -> None:
+    in_flight, sizes = InFlight(window := Window(2, 100, 1 << 40)), []
+    in_flight.ask(10)
+    for grown, handed_out in ((1, 39), (0, 43), (0, 1)):  # four windows, less one; and four of the wider one
+        for _ in range(handed_out):
+            in_flight.hand_out()
+        in_flight.ask(grown)
+        sizes.append(window.size)
+    assert sizes == [11, 11, 8]
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 40))
 def test_a_group_is_asked_for_together(least: int, group: int, batches: int) -> None:

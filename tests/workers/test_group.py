@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.ipc.messages import Answer, Epoch, Hello, Ping
+from fastq_loader.ipc.messages import Answer, Epoch, Hello, Ping, encode
 from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
@@ -38,7 +38,7 @@ class Socket:
     disconnect = unwatch
 
 
-def group() -> tuple[WorkerGroup, Any, list[int]]:
+def group(shared_tasks: bool = True) -> tuple[WorkerGroup, Any, list[int]]:
     """Two workers, their socket, and those that were killed."""
     window = SimpleNamespace(widest=1)
     killed: list[int] = []
@@ -52,7 +52,7 @@ def group() -> tuple[WorkerGroup, Any, list[int]]:
     )
     memory: Any = None
     made_by = {"make_pool": lambda plan: pool}
-    plan: Any = SimpleNamespace(workers=2, shared_tasks=True, window=window, **made_by)
+    plan: Any = SimpleNamespace(workers=2, shared_tasks=shared_tasks, window=window, **made_by)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_UNREAD", 1)
         made: Any = WorkerGroup(plan, memory, Counters())
@@ -103,6 +103,13 @@ def test_a_ping_that_a_worker_was_not_sent_ends_it() -> None:
         workers.heard(worker, Ping())
     assert killed == [0], "its second one"
     assert workers._counters.rejected_frames == 1
+
+
+def test_assigned_tasks_need_no_pings() -> None:
+    workers, socket, _ = group(shared_tasks=False)
+    for number in range(9):
+        workers.begin_epoch(Epoch(number, None))
+    assert socket.sent == [(worker, [encode(Epoch(at, None))]) for at in range(9) for worker in range(2)]
 
 
 def test_what_a_dead_worker_had_claimed_is_known() -> None:

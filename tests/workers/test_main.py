@@ -105,9 +105,7 @@ def task(seq: int, number: int = 1) -> Task:
 SHARED = [task(0)._replace(ticket=1), task(1)._replace(ticket=2)]
 
 
-def answers_to(
-    arena: Arena, dataset: Any, *messages: Message, refuse: int = 0, **fields: Any
-) -> list[Answer]:
+def replies(arena: Arena, dataset: Any, *messages: Message, refuse: int = 0, **fields: Any) -> list[Answer]:
     blocks = Allocator(arena.mapping, 0)
     install(blocks)
     claims = ClaimTable(arena.fd, arena.mapping.claims)
@@ -125,7 +123,7 @@ def outcomes(answers: list[Answer]) -> list[tuple[int, int]]:
 
 def test_every_task_of_an_epoch_is_answered_once_in_order_and_a_ping_comes_back(arena: Arena) -> None:
     dataset = Asked(raises=1, numel=SMALLEST)
-    ping, *answers = answers_to(arena, dataset, task(7), Ping(), epoch(), *map(task, range(3)))
+    ping, *answers = replies(arena, dataset, task(7), Ping(), epoch(), *map(task, range(3)))
     assert ping == Ping()
     assert outcomes(answers) == [(0, BATCH), (1, ERROR), (2, BATCH)]
     assert None not in [answer.handle for answer in answers]
@@ -134,15 +132,15 @@ def test_every_task_of_an_epoch_is_answered_once_in_order_and_a_ping_comes_back(
 
 def test_a_stream_ends_once_and_what_comes_after_is_skipped(arena: Arena) -> None:
     stream = [torch.zeros(1)]
-    found = answers_to(arena, stream, epoch(), task(0), task(1), task(2), rules=STREAM)
+    found = replies(arena, stream, epoch(), task(0), task(1), task(2), rules=STREAM)
     assert outcomes(found) == [(0, BATCH), (1, ENDED), (2, SKIPPED)]
-    found = answers_to(arena, stream, epoch(), task(0), epoch(2), task(0, 2), rules=STREAM)
+    found = replies(arena, stream, epoch(), task(0), epoch(2), task(0, 2), rules=STREAM)
     assert outcomes(found)[-1] == (0, BATCH), "a new epoch reads it anew"
 
 
 def test_a_worker_that_could_not_start_says_so_in_every_epoch_once(arena: Arena) -> None:
     messages = [epoch(), task(0), epoch(2), task(0, 2), task(1, 2)]
-    broken = answers_to(arena, Broken(), *messages, rules=STREAM)
+    broken = replies(arena, Broken(), *messages, rules=STREAM)
     assert outcomes(broken) == [(0, SKIPPED), (0, BROKEN), (1, SKIPPED)]
 
 
@@ -158,13 +156,13 @@ def claims(arena: Arena) -> Iterator[ClaimTable]:
 
 def test_an_answer_says_how_long_cpus_were_waited_for(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "waited_for_cpu", lambda: 77)
-    first, second = answers_to(arena, range(2), epoch(), task(0), task(1))
+    first, second = replies(arena, range(2), epoch(), task(0), task(1))
     assert (first.cpu_wait, first.cpu > 0) == (77, True)
     assert (second.cpu_wait > 0) == (second.cpu > 0), "they are asked for together"
 
 
 def test_a_worker_that_could_not_start_leaves_tasks_to_others(arena: Arena, claims: ClaimTable) -> None:
-    found = answers_to(arena, Broken(), epoch(1, 7), *SHARED, dynamic=True, init_fn=Broken.start)
+    found = replies(arena, Broken(), epoch(1, 7), *SHARED, dynamic=True, init_fn=Broken.start)
     assert outcomes(found) == [(0, BROKEN)]
     assert claims.on_offer(2)
 
@@ -181,32 +179,30 @@ class Broken:
 @pytest.mark.parametrize(
     ("draws", "base_seed", "loaded"), [(True, None, [0, 1, 2]), (False, None, [0]), (True, 7, [])]
 )
-def test_what_is_missed_is_loaded(
-    arena: Arena, draws: bool, base_seed: int | None, loaded: list[int]
-) -> None:
+def test_what_is_missed_is_read(arena: Arena, draws: bool, base_seed: int | None, loaded: list[int]) -> None:
     """The first batch has to show whether it draws; with a seed for each batch nobody can tell."""
     dataset = Asked(draws)
-    answers = answers_to(arena, dataset, epoch(1, base_seed), *map(task, range(3)), epoch(2, base_seed))
+    answers = replies(arena, dataset, epoch(1, base_seed), *map(task, range(3)), epoch(2, base_seed))
     assert outcomes(answers) == [(0, SKIPPED), (1, SKIPPED), (2, SKIPPED)]
     assert dataset.asked == loaded
 
 
 def test_who_was_told_to_stop_loads_nothing_for_nobody(arena: Arena) -> None:
     dataset = Asked(draws=True)
-    assert answers_to(arena, dataset, epoch(), task(0), epoch(2), Stop()) == []
+    assert replies(arena, dataset, epoch(), task(0), epoch(2), Stop()) == []
     assert dataset.asked == []
 
 
 @pytest.mark.parametrize("numel", [1, SMALLEST])
 def test_what_is_too_long_for_a_message_is_an_error_and_frees_its_blocks(arena: Arena, numel: int) -> None:
-    found = answers_to(arena, Asked(numel=numel), epoch(), task(0), task(1), refuse=1)
+    found = replies(arena, Asked(numel=numel), epoch(), task(0), task(1), refuse=1)
     assert outcomes(found) == [(0, ERROR), (1, BATCH)]
     assert set(found[0].returned) == {offset for offset, _ in found[0].fresh}
 
 
 def test_shared_tasks_are_loaded_by_who_claims_them(arena: Arena, claims: ClaimTable) -> None:
     assert claims.claim(1, 8)
-    assert outcomes(answers_to(arena, Asked(), epoch(), *SHARED, dynamic=True)) == [(1, BATCH)]
+    assert outcomes(replies(arena, Asked(), epoch(), *SHARED, dynamic=True)) == [(1, BATCH)]
     assert claims.holder(2) == 0
     assert claims.begun(0) is None
 
@@ -233,7 +229,7 @@ class Full(Asked):
 
 @pytest.mark.parametrize(("fails", "any_blocks"), [(False, True), (True, True), (True, False)])
 def test_an_error_finds_its_way_where_no_room_is_left(arena: Arena, fails: bool, any_blocks: bool) -> None:
-    first, failed = answers_to(arena, Full(fails, any_blocks), epoch(), task(0), task(1))
+    first, failed = replies(arena, Full(fails, any_blocks), epoch(), task(0), task(1))
     assert (first.outcome, failed.outcome) == (BATCH, ERROR)
     assert failed.handle is not None
 
