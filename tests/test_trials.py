@@ -155,14 +155,10 @@ def test_threads_of_torch_in_the_consumer_do_not_stop_it() -> None:
     torch.set_num_threads(4)
     try:
         torch.ones(1 << 20).add_(1).sum()  # starts them
-        found = measure(DataLoader(Made(_add, 16), 4, num_workers=0), Setting(0, 2))
-        assert found.batches > 0
+        dataset = Made(lambda index: float(torch.ones(1 << 20).add_(index).sum()), 16)
+        assert measure(DataLoader(dataset, 4, num_workers=0), Setting(0, 2)).batches > 0
     finally:
         torch.set_num_threads(1)
-
-
-def _add(index: int) -> float:
-    return float(torch.ones(1 << 20).add_(index).sum())
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -255,28 +251,28 @@ def test_the_consumers_death_ends_it_with_its_workers() -> None:
         assert not script.finish().left
 
 
+def rate(loader: DataLoader[Any], *epochs: tuple[Any, ...], step: float = 0.0) -> tuple[float, float]:
+    return trials._rate(loader, [trials._Epoch(*epoch) for epoch in epochs], step) or (0.0, 1.0)
+
+
 def test_a_rate_is_taken_between_two_batches_of_the_same_worker() -> None:
     loader: DataLoader[Any] = DataLoader(Made(float, 8), num_workers=2, persistent_workers=True)
     came = [number // 2 * 1.0 for number in range(14)]  # two at a time, each second
     for length in range(9, 14):
-        batches, seconds = trials._rate(loader, [trials._Epoch(0.0, came[:length], [])]) or (0.0, 1.0)
+        batches, seconds = rate(loader, (0.0, came[:length], []))
         assert batches / seconds == 2.0
+    came = [0.0, *[9.0 + number / 100 for number in range(9)]]
+    batches, seconds = rate(loader, (0.0, came, []), step=1.0)
+    assert seconds / batches == pytest.approx(1.008), "those behind a late one come at once, and are no rate"
 
 
 def test_the_start_of_workers_that_do_not_stay_is_part_of_an_epoch() -> None:
     loader: DataLoader[Any] = DataLoader(Made(float, 10))
-    came = [5.0 + number for number in range(6)]
-    batches, seconds = trials._rate(loader, [trials._Epoch(0.0, came, [])]) or (0.0, 1.0)
+    under_way = 0.0, [5.0 + number for number in range(6)], []
+    batches, seconds = rate(loader, under_way)
     assert seconds / batches == pytest.approx((5 + 9) / 10)
-    whole = [trials._Epoch(0.0, [1.0, 2.0], [3.0]), trials._Epoch(3.0, [5.0, 6.0], [7.0])]
-    assert trials._rate(loader, [*whole, trials._Epoch(7.0, came, [])]) == (4.0, 7.0)
+    whole = (0.0, [1.0, 2.0], [3.0]), (3.0, [5.0, 6.0], [7.0])
+    assert rate(loader, *whole, (7.0, *under_way[1:])) == (4.0, 7.0)
     stays: DataLoader[Any] = DataLoader(Made(float, 10), num_workers=1, persistent_workers=True)
-    assert trials._rate(stays, whole) == (2.0, 4.0)
-    assert trials._rate(loader, [trials._Epoch(0.0, [1.0], [])]) is None
-
-
-def test_batches_that_come_at_once_behind_a_late_one_are_no_rate() -> None:
-    loader: DataLoader[Any] = DataLoader(Made(float, 8), num_workers=2, persistent_workers=True)
-    came = [0.0, *[9.0 + number / 100 for number in range(9)]]
-    batches, seconds = trials._rate(loader, [trials._Epoch(0.0, came, [])], 1.0) or (0.0, 1.0)
-    assert seconds / batches == pytest.approx(1.008)
+    assert rate(stays, *whole) == (2.0, 4.0)
+    assert rate(loader, (0.0, [1.0], [])) == (0.0, 1.0)

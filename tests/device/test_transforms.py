@@ -219,14 +219,11 @@ def test_what_cannot_be_filled_is_refused() -> None:
         copy_into([Record("r", torch.zeros(2)), torch.zeros(2)], [Record("r", torch.ones(2)), torch.ones(2)])
 
 
-def sample(index: int) -> Any:
-    return {"x": torch.full((3,), float(index)), "name": str(index)}
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_iterators_copy_their_next_batch(workers: int) -> None:
-    iterator = iter(DataLoader(Made(sample, 7), 2, num_workers=workers))
+    dataset = Made(lambda index: {"x": torch.full((3,), float(index)), "name": str(index)}, 7)
+    iterator = iter(DataLoader(dataset, 2, num_workers=workers))
     static: Any = {"x": torch.empty(2, 3), "name": None}
     for first in (0, 2, 4):
         iterator.copy_into(static)

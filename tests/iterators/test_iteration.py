@@ -239,12 +239,6 @@ def test_a_pool_that_has_ended_is_replaced_in_the_next_epoch() -> None:
         assert not loader._iterator._shutdown
 
 
-@pytest.mark.parametrize(("schedule", "seeds"), [("round_robin", 1), ("dynamic", 2)])
-def test_base_seeds_of_persistent_workers(schedule: str, seeds: int) -> None:
-    with persistent(schedule=schedule) as loader:
-        assert len({iter(loader)._base_seed for _ in range(2)}) == seeds
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_no_method_of_torchs_iterators_runs_in_ours(workers: int) -> None:
     iterator = iter(DataLoader(range(2), num_workers=workers))

@@ -41,6 +41,25 @@ def pair() -> Iterator[Pair]:
         yield pair
 
 
+def parts_of(length: int, *parts: int) -> list[torch.Tensor]:
+    """Parts of one block."""
+    tensor = torch.arange(length * LARGE, out=empty((length * LARGE,), torch.int32))
+    return [tensor[part * LARGE : (part + 1) * LARGE] for part in parts]
+
+
+@pytest.mark.parametrize(("length", "parts", "blocks"), [(3, (0, 2), 2), (40, (1,), 1)])
+def test_a_second_part_of_a_block_and_a_small_one_are_copied(
+    length: int, parts: tuple[int, ...], blocks: int, pair: Pair
+) -> None:
+    results = pair.run(partial(parts_of, length, *parts))
+    assert pair.copied == [LARGE * 4]
+    assert [result.tolist() for result in results] == [
+        list(range(part * LARGE, (part + 1) * LARGE)) for part in parts
+    ]
+    held = [size for _, size in pair.ledger.held()]
+    assert (len(held), max(held) < 4 * 4 * LARGE) == (blocks, True)
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from(("make", "keep", "drop", "ship")), st.integers(1, 4)), max_size=20))
 def test_no_block_is_written_to_while_somebody_has_it(steps: list[tuple[str, int]]) -> None:

@@ -113,9 +113,6 @@ TORCHS_WAY: dict[str, Callable[[int], torch.Tensor]] = {
     "one that requires grad": one(torch.Tensor.requires_grad_),
     "one of another shape": one(lambda sample: sample.view(9000, 3)),
     "one sparse": one(torch.Tensor.to_sparse),
-    "one quantized": one(lambda sample: torch.quantize_per_tensor(sample, 0.1, 0, torch.quint8)),
-    "one nested": one(lambda sample: torch.nested.nested_tensor(list(sample))),
-    "one for oneDNN": one(torch.Tensor.to_mkldnn),
     "one without memory": one(lambda sample: sample.to("meta")),
 }
 
@@ -136,7 +133,6 @@ def test_samples_like_the_batch_are_written_nontemporally(name: str, always: Pai
 
 
 @pytest.mark.parametrize("name", TORCHS_WAY)
-@pytest.mark.filterwarnings("ignore:.*quantize.*", "ignore:.*TypedStorage.*", "ignore:.*nested tensors.*")
 def test_other_samples_go_torchs_way(name: str, copies: Copies) -> None:
     batch = [TORCHS_WAY[name](index) for index in range(3)]
     with paired(nontemporal_from=0) as pair:

@@ -290,8 +290,7 @@ def test_a_batch_of_which_three_workers_died_fails_at_its_position(shared: bool)
     ("in_order", "lost"), [(True, 1), (True, None), (False, 0), (False, 1), (False, None)]
 )
 def test_a_death_is_reported_after_what_came_before(in_order: bool, lost: int | None) -> None:
-    """At the batch that was lost with it, or, out of order, when it is heard of. That of an idle worker is
-    reported when there is nothing else to do."""
+    """That of an idle worker is reported when there is nothing else to do."""
     scheduler, sends = started(shared_tasks=True, in_order=in_order)
     first = 0 if in_order else 3
     arrive(scheduler, *answer(sends[first], worker=0))
