@@ -133,8 +133,6 @@ ONE = Shape(LARGE, "one tensor", 1, 4, (3, 8), torch.uint8)
 
 
 class HostDevice(CudaDevice):
-    """A device whose steps take their time at once, on the host's clock."""
-
     def __init__(self) -> None:
         self.torch = torch.device("cpu")
         self.steps: list[float] = []

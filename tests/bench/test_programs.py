@@ -50,7 +50,6 @@ def built(name: str, folder: Path) -> Load:
 
 
 def batches(load: Load) -> Iterator[Any]:
-    """As torch's loader gives them, on this thread."""
     torch.manual_seed(0)
     return iter(DataLoader(**loader_arguments(load, LoaderSettings(0, "fork"))))
 

@@ -40,8 +40,6 @@ def measured(case: Case) -> CaseRows:
 
 
 class Noting(Lane):
-    """A lane that notes what it does, and breaks where it should."""
-
     def __init__(self, name: str, story: list[str], breaks: str = "") -> None:
         super().__init__(name, name)
 

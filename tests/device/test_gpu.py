@@ -80,10 +80,7 @@ def test_no_memory_is_read_or_written_too_early(
 
 
 class Pair:
-    """Two batches on their way through memory of the current stream, the first read on another stream.
-
-    Once the first is gone, its memory is what torch's allocator hands out next: to the second batch.
-    """
+    """Two batches, of which the second gets the memory of the first, which another stream reads."""
 
     def __init__(self) -> None:
         torch.cuda.empty_cache()
@@ -99,7 +96,6 @@ class Pair:
         self.copies.wait_for(self.copies.begin(key, self.sources[key], BATCH_BYTES, (), then))
 
     def read_first_elsewhere(self, pause: Callable[[], None]) -> torch.Tensor:
-        """Take batch 0 on the other stream, read it there after a pause, and let go of it."""
         with torch.cuda.stream(self.other):
             copy = self.copies.take(0)
             pause()

@@ -148,7 +148,6 @@ def add_one(batch: Any) -> Any:
 
 
 def drained(batches: Prefetcher) -> list[Any]:
-    """Batches by `next()`, up to the end."""
     return list(takewhile(lambda batch: batch != (None, None), iter(batches.next, None)))
 
 
@@ -227,7 +226,6 @@ def everything() -> dict[str, Any]:
 
 
 def parts_of(part: Any) -> list[Any]:
-    """The tensors, arrays and lists of numbers in a part of a batch."""
     if isinstance(part, Record):
         return [inner for each in part.value for inner in parts_of(each)]
     if isinstance(part, torch.Tensor):

@@ -285,8 +285,6 @@ def test_an_interrupt_in_a_transform_leaves_no_buffer_behind(late: Late) -> None
 
 
 def fail_with(kind: type[BaseException], first: int = 0, last: int = 1000) -> Any:
-    """Fails, as a transform at batches with these labels."""
-
     def fail(batch: Any = None, *_: Any) -> Any:
         if isinstance(batch, list) and not first <= batch[1][0] < last:
             return batch

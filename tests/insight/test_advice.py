@@ -287,7 +287,6 @@ def was_loaded(counters: EpochCounters, seq: int, load: int) -> None:
 def epoch_of(
     batches: int, *, load: int, way: int, step: int = 0, start_up: int = 0, sampler: int = 0, copy: int = 0
 ) -> EpochCounters:
-    """An epoch that is over; all times in microseconds for each batch."""
     counters = EpochCounters(1, 0)
     counters.batches = batches
     for seq in range(batches):

@@ -252,7 +252,6 @@ def test_a_worker_that_waits_for_a_cpu_does_not_wait_for_a_disk() -> None:
 
 
 def serial(cpu: int) -> EpochCounters:
-    """Without workers: 4 ms of loading and 6 ms of a step."""
     epoch = EpochCounters(1, 0)
     epoch.started(0)
     epoch.entered(6 * MS)

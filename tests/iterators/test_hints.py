@@ -146,8 +146,6 @@ def test_as_an_error_it_costs_no_batch_and_the_epoch_ends_with_the_next_call(kin
 
 def test_of_two_hints_that_are_errors_the_first_ends_the_epoch() -> None:
     class Sampled(Whole):
-        """Two of three workers repeat each other, and the third has nothing."""
-
         def __iter__(self) -> Iterator[Any]:
             info = get_worker_info()
             return iter(()) if info is not None and info.id == 2 else super().__iter__()
@@ -185,8 +183,6 @@ def test_an_interrupt_in_the_middle_of_a_hint_does_not_lose_the_end(monkeypatch:
 
 
 class GoesOn(Sampler[int]):
-    """An iterator that gives more after its end; without workers torch asks it again."""
-
     def __iter__(self) -> Iterator[int]:
         self.numbers = iter([*DOWN[:20], None, *DOWN[:2]])
         return self
@@ -259,8 +255,6 @@ def begin_again(loader: DataLoader[Any]) -> None:
 
 
 class Wraps(Sampler[Any]):
-    """Gives what it was given, and can be told the epoch."""
-
     def __init__(self, order: Any, shuffle: Any = None) -> None:
         self.order, self.shuffle = order, shuffle
 

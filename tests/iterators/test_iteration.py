@@ -68,7 +68,6 @@ def test_i9b_the_length_of_a_stream_warns_in_torchs_words_at_the_users_line(work
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("device", ["", "cuda"])
 def test_i9b_pinning_without_an_accelerator_warns_in_torchs_words(workers: int, device: str) -> None:
-    """torch names a line of its own."""
     given = {"pin_memory": True, "pin_memory_device": device, "num_workers": workers}
     ours = warned(iterate, make(DataLoader, **given))
     if torch_has("no accelerator is found"):  # older versions say nothing, or fail
@@ -113,7 +112,6 @@ def test_a_batch_whose_warning_was_interrupted_comes_next(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_iterator_is_not_kept_alive_by_an_error_that_it_raised(workers: int) -> None:
-    """It would keep its workers until the garbage collector comes."""
     iterator = iter(DataLoader(FaultyDataset("tensors", 1, frozenset({0}), LookupError), num_workers=workers))
     gc.disable()
     try:

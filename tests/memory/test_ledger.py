@@ -37,7 +37,6 @@ REGION = 1 << 40  # bytes of address range for each worker in these tests
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_blocks_are_promised() -> Iterator[None]:
-    """The tests count in small blocks, which are not promised in real life."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastq_loader.memory.ledger.WORTH_A_PROMISE", 0)
         patch.setattr("fastq_loader.memory.ledger.PATIENCE", PATIENT)
@@ -366,7 +365,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(worker=st.integers(0, WORKERS - 1))
     def replace(self, worker: int) -> None:
-        """A new process for a dead worker may make blocks wherever none lies."""
         self.writer_dead(worker)
         start, end = worker * REGION, (worker + 1) * REGION
         spans = sorted((offset, known.size) for offset, known in self.model.items() if start <= offset < end)

@@ -34,7 +34,6 @@ Copies = list[tuple[int, int]]
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
-    """(pieces, bytes of each) of all copies with non-temporal stores."""
     seen: Copies = []
     copy = nontemporal.copy
 
@@ -179,8 +178,6 @@ def test_small_pieces_are_written_as_ever(nbytes: int, expected: Copies, copies:
 
 
 class Images(Dataset[Any]):
-    """Images, and whether they are about to be written with non-temporal stores."""
-
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 

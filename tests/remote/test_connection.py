@@ -105,7 +105,6 @@ Served = Callable[..., Address]
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    """A host that lets one client in, and then does something with the connection."""
     ends: list[Callable[[], None]] = []
 
     def serve(token: bytes, then: Callable[[Connection], Any]) -> Address:

@@ -44,8 +44,6 @@ WAITS = Status(waits=True)
 
 
 class PlayedSocket:
-    """The consumer's messages wait in `messages`; what it is sent is in `sent`."""
-
     def __init__(self) -> None:
         self.messages: list[Any] = []
         self.sent: list[Any] = []
@@ -105,7 +103,6 @@ class Scene:
         return found
 
     def answer(self, answer: Answer, *body: bytes) -> Any:
-        """The far worker answers; what the consumer hears of it."""
         self.far.send(MESSAGE, encode(answer), body)
         self.proxy._receive(self.proxy._far)  # type: ignore[arg-type]
         return self.socket.sent.pop()

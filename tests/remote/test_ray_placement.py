@@ -30,8 +30,6 @@ ActorUnavailableError, GetTimeoutError = (type(name, (Exception,), {}) for name 
 
 
 class Method:
-    """A method of an actor: its calls, which the test answers."""
-
     def __init__(self) -> None:
         self.calls: list[Future[Any]] = []
         self.given: list[Any] = []

@@ -66,7 +66,6 @@ def test_the_lowest_batch_that_was_lost_with_a_worker() -> None:
 
 
 def outstanding(*workers: int | None, slots: int = 100) -> tuple[PendingTasks, list[Batch]]:
-    """Tasks of epoch 1, one for each worker; None: shared."""
     tasks, batches = PendingTasks(slots), [Batch(seq, worker, None) for seq, worker in enumerate(workers)]
     for batch in batches:
         tasks.add(1, batch)

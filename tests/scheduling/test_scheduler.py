@@ -93,7 +93,6 @@ def delivered(scheduler: Scheduler) -> int:
 
 
 def handed_out(scheduler: Scheduler, index: int) -> list[Send]:
-    """Hand the next batch out; the task of an index that is drawn for it."""
     assert isinstance(scheduler.wanted(), Batch)
     return draw(scheduler, [Draw(scheduler.to_draw)], [index])
 
@@ -103,7 +102,6 @@ def of(sends: Sequence[Instruction]) -> list[tuple[int | None, int, int]]:
 
 
 def unanswered(scheduler: Scheduler) -> list[tuple[int, int]]:
-    """(seq, attempt) of the tasks of this epoch that are to be answered."""
     outstanding = sorted(scheduler.pending_tasks.items())
     return [(seq, batch.attempt) for (epoch, seq), batch in outstanding if epoch == scheduler.epoch]
 

@@ -53,8 +53,6 @@ def test_what_is_no_schedule_is_named(value: Any, error: type[Exception]) -> Non
 
 @dataclass
 class InFlight:
-    """Batches under way, and how many of them the workers have still to answer."""
-
     window: Window
     under_way: int = 0
     unanswered: int = 0

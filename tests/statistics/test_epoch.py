@@ -299,7 +299,6 @@ Step = tuple[str, tuple[Any, ...]]
 
 
 def batches(count: int) -> list[Step]:
-    """What happens to so many batches, each of which takes 100 ns."""
     worker, found = WorkerCounters(0, 4711), []
     for seq in range(count):
         at = 100 * seq

@@ -113,6 +113,18 @@ def test_times_leave_no_gap(played: Played, others: dict[str, Any], phases: tupl
     assert sorted(spans(one_batch(played, **others), "worker 1 (pid 101)")) == sorted(loading)
 
 
+def test_workers_on_other_machines_have_rows_of_their_own(played: Played) -> None:
+    places = {101: (812, "10.0.0.2"), 102: (812, '"b"'), 104: (0, "")}
+    played.recorder._counters.far_worker = places.get  # type: ignore[assignment]
+    for worker, pid in ((1, 101), (2, 102), (3, 103), (3, 812)):
+        played.answered(1, worker, pid, answer(worker, *range(10, 14)))
+    played.replaced(1, 4, 104, "it died", 90)  # and the next one is not up yet
+    found = played.events()
+    names = ["1 (pid 812 on 10.0.0.2)", '2 (pid 812 on "b")', "3 (pid 103)", "3 (pid 812)"]
+    assert set(tracks(found)) == {f"worker {name}" for name in names}
+    assert "worker 4 (not up yet)" in [event["args"]["name"] for event in of(found, "M", "thread_name")]
+
+
 def test_what_began_before_the_trace_is_left_out(played: Played) -> None:
     played.recorder.origin = 100
     played.waited(1, "workers", 99, 110)

@@ -49,6 +49,8 @@ def group(shared_tasks: bool = True) -> tuple[WorkerGroup, Any, list[int]]:
         kill=killed.append,
         killed=killed.__contains__,
         death=lambda worker: ("was killed", "torch's text"),
+        pid=lambda worker: 700 + worker,
+        stacks=lambda worker: f"  stacks of {worker}",
     )
     memory: Any = None
     made_by = {"make_pool": lambda plan: pool}
@@ -103,6 +105,20 @@ def test_a_ping_that_a_worker_was_not_sent_ends_it() -> None:
         workers.heard(worker, Ping())
     assert killed == [0], "its second one"
     assert workers._counters.rejected_frames == 1
+
+
+def test_the_texts_name_the_worker_its_batch_and_its_stacks() -> None:
+    workers, _, _ = group()
+    assert workers.report(1, "was killed", 7, [4, 5]) == (
+        "DataLoader worker (pid(s) 701) exited unexpectedly: "
+        "worker 1 was killed before it answered batch 7 (indices [4, 5])"
+    )
+    assert workers.report_late(None, 7, 3) == "no worker has come to batch 7 (indices 3) yet"
+    late = "worker 0 (pid 700) has not answered batch 7 (indices 3). Its Python stacks:\n  "
+    for doing, stacks in (("before it was up", "(it is still starting)"), ("between batches", "stacks of 0")):
+        assert workers.report(0, "was killed", None, None).endswith(f"worker 0 was killed {doing}")
+        assert workers.report_late(0, 7, 3) == late + stacks
+        workers.heard(0, Hello(5))
 
 
 def test_assigned_tasks_need_no_pings() -> None:

@@ -151,7 +151,6 @@ def test_what_cannot_be_pickled_leaves_nothing_open() -> None:
 
 
 def wait_for_the_end(setup: Any) -> None:
-    """In place of a worker's loop: worker 1 leaves at once."""
     if setup.worker == 1:
         os._exit(4 + setup.generation)
     time.sleep(60)

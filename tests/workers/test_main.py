@@ -60,8 +60,6 @@ def arena() -> Iterator[Arena]:
 
 
 class Wire:
-    """Hands out messages as `WorkerSocket` does, and takes answers until `refuse` of them were too much."""
-
     def __init__(self, messages: list[Message]) -> None:
         self.messages = messages
         self.sent: list[Message] = []
@@ -81,8 +79,6 @@ class Wire:
 
 
 class Asked:
-    """Notes what was asked for. Some samples draw a random number, raise, or are large."""
-
     def __init__(self, draws: bool = False, raises: int = -1, numel: int = 1) -> None:
         self.asked: list[int] = []
         self.draws, self.raises, self.numel = draws, raises, numel

@@ -62,7 +62,6 @@ def stopped(*workers: Child, patience: float = 30, told: Told | None = None) -> 
 
 
 def test_workers_that_leave_at_once_are_waited_for_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The turn of an epoch would take the whole instant that workers are given."""
     monkeypatch.setattr(stopping, "_INSTANT", 30)
     threads, told, began = threading.active_count(), Told(), time.monotonic()
     group = stopped(child(0), child(0.05), told=told)
