@@ -19,12 +19,12 @@ from tests.conftest import descendants, running_script, wait_until
 from tests.support.datasets import Made
 from tests.support.loaders import image
 
+pytestmark = pytest.mark.processes
+
 TWO = Setting(2, 2)
 
 
 class Counting(Dataset[Any]):
-    """Changes when it is read."""
-
     def __init__(self) -> None:
         self.read = 0
         self.generator = torch.Generator().manual_seed(3)
@@ -73,12 +73,7 @@ def measure(
     return trials.measure(loader, setting, step, seconds, 60.0)
 
 
-# ---- a loader like another one -----------------------------------------------------------------------
-
-
 class Special(DataLoader[Any]):
-    """Has an attribute of its own."""
-
     def __init__(self, dataset: Any, colour: str, **arguments: Any) -> None:
         super().__init__(dataset, **arguments)
         self.colour = colour
@@ -139,10 +134,6 @@ def test_a_schedule_stays_as_it_was_said_if_it_is_of_that_kind() -> None:
     assert trials.like(loader, Setting(1, 2, dynamic=False)).schedule == "round_robin"
 
 
-# ---- what it gives -----------------------------------------------------------------------------------
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_it_tells_the_rate_and_what_a_batch_costs(workers: int, persistent: bool) -> None:
@@ -160,39 +151,22 @@ def test_it_tells_the_rate_and_what_a_batch_costs(workers: int, persistent: bool
         assert found.batch_bytes == found.worker_bytes == 0
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_it_starts_as_the_workers_do(method: str) -> None:
-    loader: DataLoader[Any] = DataLoader(Made(float, 64), 4, num_workers=1, multiprocessing_context=method)
-    assert measure(loader, Setting(1, 2)).batches > 0
-
-
-@pytest.mark.processes
 def test_threads_of_torch_in_the_consumer_do_not_stop_it() -> None:
     torch.set_num_threads(4)
     try:
         torch.ones(1 << 20).add_(1).sum()  # starts them
-        found = measure(DataLoader(Made(_add, 16), 4, num_workers=0), Setting(0, 2))
-        assert found.batches > 0
+        dataset = Made(lambda index: float(torch.ones(1 << 20).add_(index).sum()), 16)
+        assert measure(DataLoader(dataset, 4, num_workers=0), Setting(0, 2)).batches > 0
     finally:
         torch.set_num_threads(1)
 
 
-def _add(index: int) -> float:
-    return float(torch.ones(1 << 20).add_(index).sum())
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_has_no_batch_is_told_so_and_not_to_take_more_time(workers: int) -> None:
     with pytest.raises(ValueError, match="the loader gives no batch: its dataset is empty"):
         measure(DataLoader(Made(float, 0), num_workers=workers), Setting(workers, 2))
 
 
-# ---- what it leaves alone ----------------------------------------------------------------------------
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_loader_and_all_that_is_its_stay_as_they_were(workers: int) -> None:
     dataset, generator = Counting(), torch.Generator().manual_seed(1)
@@ -211,7 +185,6 @@ def test_the_loader_and_all_that_is_its_stay_as_they_were(workers: int) -> None:
     assert loader.statistics().epochs == 1
 
 
-@pytest.mark.processes
 def test_batches_stay_on_the_host() -> None:
     to_device = ToDevice("cpu", transform=lambda batch: refuse())
     loader: DataLoader[Any] = DataLoader(Made(float, 12), 4, device=to_device, pin_memory=True)
@@ -220,23 +193,17 @@ def test_batches_stay_on_the_host() -> None:
     assert loader.pin_memory
 
 
-# ---- how it ends -------------------------------------------------------------------------------------
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_the_users_code_is_raised(workers: int) -> None:
     with pytest.raises(KeyError, match="no such file"):
         measure(DataLoader(Failing(refuse), num_workers=2), Setting(workers, 2))
 
 
-@pytest.mark.processes
 def test_a_process_that_dies_says_how() -> None:
     with pytest.raises(RuntimeError, match="the process of a trial exited with code 7 before it said"):
         measure(DataLoader(Failing(vanish)), Setting(0, 2))
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_one_that_takes_too_long_is_ended_with_its_workers(workers: int) -> None:
     with pytest.raises(TimeoutError, match="too few batches in 1 s"):
@@ -244,13 +211,11 @@ def test_one_that_takes_too_long_is_ended_with_its_workers(workers: int) -> None
     assert not descendants()
 
 
-@pytest.mark.processes
 def test_when_time_is_over_what_there_is_counts() -> None:
     found = trials.measure(DataLoader(Made(float, 10**6), num_workers=1), TWO, 0.0, 60.0, 1.5)
     assert found.batches > 0
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("to_the_group", [False, True])
 def test_ctrl_c_ends_it_with_its_workers(to_the_group: bool) -> None:
     with running_script(
@@ -273,7 +238,6 @@ def test_ctrl_c_ends_it_with_its_workers(to_the_group: bool) -> None:
     assert not result.left
 
 
-@pytest.mark.processes
 def test_the_consumers_death_ends_it_with_its_workers() -> None:
     with running_script(
         """
@@ -287,28 +251,28 @@ def test_the_consumers_death_ends_it_with_its_workers() -> None:
         assert not script.finish().left
 
 
+def rate(loader: DataLoader[Any], *epochs: tuple[Any, ...], step: float = 0.0) -> tuple[float, float]:
+    return trials._rate(loader, [trials._Epoch(*epoch) for epoch in epochs], step) or (0.0, 1.0)
+
+
 def test_a_rate_is_taken_between_two_batches_of_the_same_worker() -> None:
     loader: DataLoader[Any] = DataLoader(Made(float, 8), num_workers=2, persistent_workers=True)
     came = [number // 2 * 1.0 for number in range(14)]  # two at a time, each second
     for length in range(9, 14):
-        batches, seconds = trials._rate(loader, [trials._Epoch(0.0, came[:length], [])]) or (0.0, 1.0)
+        batches, seconds = rate(loader, (0.0, came[:length], []))
         assert batches / seconds == 2.0
+    came = [0.0, *[9.0 + number / 100 for number in range(9)]]
+    batches, seconds = rate(loader, (0.0, came, []), step=1.0)
+    assert seconds / batches == pytest.approx(1.008), "those behind a late one come at once, and are no rate"
 
 
 def test_the_start_of_workers_that_do_not_stay_is_part_of_an_epoch() -> None:
     loader: DataLoader[Any] = DataLoader(Made(float, 10))
-    came = [5.0 + number for number in range(6)]
-    batches, seconds = trials._rate(loader, [trials._Epoch(0.0, came, [])]) or (0.0, 1.0)
+    under_way = 0.0, [5.0 + number for number in range(6)], []
+    batches, seconds = rate(loader, under_way)
     assert seconds / batches == pytest.approx((5 + 9) / 10)
-    whole = [trials._Epoch(0.0, [1.0, 2.0], [3.0]), trials._Epoch(3.0, [5.0, 6.0], [7.0])]
-    assert trials._rate(loader, [*whole, trials._Epoch(7.0, came, [])]) == (4.0, 7.0)
+    whole = (0.0, [1.0, 2.0], [3.0]), (3.0, [5.0, 6.0], [7.0])
+    assert rate(loader, *whole, (7.0, *under_way[1:])) == (4.0, 7.0)
     stays: DataLoader[Any] = DataLoader(Made(float, 10), num_workers=1, persistent_workers=True)
-    assert trials._rate(stays, whole) == (2.0, 4.0)
-    assert trials._rate(loader, [trials._Epoch(0.0, [1.0], [])]) is None
-
-
-def test_batches_that_come_at_once_behind_a_late_one_are_no_rate() -> None:
-    loader: DataLoader[Any] = DataLoader(Made(float, 8), num_workers=2, persistent_workers=True)
-    came = [0.0, *[9.0 + number / 100 for number in range(9)]]
-    batches, seconds = trials._rate(loader, [trials._Epoch(0.0, came, [])], 1.0) or (0.0, 1.0)
-    assert seconds / batches == pytest.approx(1.008)
+    assert rate(stays, *whole) == (2.0, 4.0)
+    assert rate(loader, (0.0, [1.0], [])) == (0.0, 1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -78,25 +77,6 @@ class Machine:
         return best.setting
 
 
-# ---- what is measured ------------------------------------------------------------------------------
-
-
-def test_where_the_own_setting_took_all_the_time_nothing_else_is_measured() -> None:
-    slow = Machine(decoding(), overhead=6.0)
-    search = slow.found(seconds=6)
-    assert [setting for setting, *_ in slow.calls] == [OWN]
-    assert search.best is search.rows[OWN]
-
-
-def test_the_own_setting_is_measured_first_and_then_one_worker() -> None:
-    played = Machine(decoding())
-    played.found(Setting(5, 3, dynamic=True, start_method="spawn"))
-    assert [call[0] for call in played.calls[:2]] == [
-        Setting(5, 3, dynamic=True, start_method="spawn"),
-        Setting(1, 2, dynamic=True, start_method="spawn"),
-    ]
-
-
 @settings(deadline=None, max_examples=30)
 @given(
     load=st.floats(1e-5, 2.0),
@@ -157,13 +137,6 @@ def test_rounds_go_there_and_back() -> None:
     assert max(counts.values()) > min(counts.values()), "the better half goes on"
 
 
-def test_a_start_that_takes_long_leaves_time_for_fewer() -> None:
-    quick, slow = Machine(decoding(), overhead=0.05), Machine(decoding(), overhead=4.0)
-    for played in (quick, slow):
-        played.found()
-    assert len({call[0] for call in slow.calls}) < len({call[0] for call in quick.calls})
-
-
 def test_no_measurement_may_take_longer_than_the_time_that_is_left() -> None:
     played = Machine(decoding())
     played.found(seconds=20)
@@ -176,9 +149,6 @@ def test_a_quiet_moment_before_the_rounds_makes_no_winner() -> None:
     assert (row.rate, row.spread) == (1000.0, None)
     row.slices = [Measured(10, 1.0), Measured(90, 3.0)]
     assert (row.rate, row.spread) == (25.0, 0.4)
-
-
-# ---- limits ----------------------------------------------------------------------------------------
 
 
 def tried(search: Search) -> set[Setting]:
@@ -208,9 +178,6 @@ def test_only_the_schedules_and_start_methods_that_were_named_are_tried() -> Non
     assert {setting.start_method for setting in rows} == {"fork", "spawn"}
 
 
-# ---- failures --------------------------------------------------------------------------------------
-
-
 def test_a_setting_that_fails_has_a_row_and_is_not_tried_again() -> None:
     error, eight = RuntimeError("no"), Setting(8, 2)
     played = Machine(decoding(), fails={eight: error})
@@ -236,9 +203,7 @@ def test_where_the_own_setting_fails_another_one_may_win_and_where_all_fail_its_
     ),
     st.integers(1, 10),
 )
-def test_what_promises_most_is_among_those_that_are_measured(
-    expected: dict[Setting, float], limit: int
-) -> None:
+def test_what_promises_most_is_measured(expected: dict[Setting, float], limit: int) -> None:
     chosen = promising(expected, OWN, limit)
     assert len(chosen) == len(set(chosen)) <= limit
     assert set(chosen) <= set(expected)
@@ -260,12 +225,8 @@ def test_a_price_is_workers_then_prefetch_then_change() -> None:
     assert sorted(order, key=lambda each: price(each, OWN)) == order
 
 
-# ---- what `tune` makes of it -------------------------------------------------------------------------
-
-
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """What measures for `tune`, on a machine with four CPUs."""
     played = Machine(decoding(), 4.0, overhead=0.0)
 
     def measure(loader: Any, setting: Setting, step: float, *times: float) -> Measured:
@@ -383,12 +344,9 @@ def test_an_interrupt_gives_what_was_measured(played: Machine) -> None:
     [
         ({"seconds": "30"}, r"seconds='30' must be a number of seconds"),
         ({"seconds": 0}, r"seconds=0 must be 1 seconds or more"),
-        ({"seconds": math.inf}, r"seconds=inf must be 1 seconds or more"),
         ({"seconds": True}, r"seconds=True must be a number of seconds"),
         ({"step_seconds": -0.1}, r"step_seconds=-0.1 must be 0 seconds or more"),
-        ({"step_seconds": math.nan}, r"step_seconds=nan must be 0 seconds or more"),
         ({"max_workers": -1}, r"max_workers=-1 must be a number of workers, 0 or more, or None"),
-        ({"max_workers": 1.5}, r"max_workers=1.5 must be a number of workers"),
         ({"start_methods": "fork"}, r"start_methods='fork' must be a collection.*\('fork',\)"),
         ({"start_methods": ["thread"]}, r"start_methods=\['thread'\] is not possible here: use some of fork"),
         ({"schedules": []}, r"schedules=\[\] is not possible here: use some of round_robin, dynamic"),

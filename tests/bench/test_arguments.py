@@ -1,24 +1,31 @@
-"""The command line: what a bare one means, what is named, and what is wrong with others."""
+"""The command line, and two revisions of the package: what is meant, and what is said of others."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("pandas", reason="the bench extra is not installed")
+pytest.importorskip("psutil", reason="the bench extra is not installed")
 
 from bench import run
 from bench.__main__ import NO_GPU, main
 from bench.arguments import AXES, COMPARED, SHORT, parse
-from bench.peers import PEERS
+from bench.output.rows import Results
+from bench.peers import PEERS, LoaderSettings
 from bench.peers.device import ARMS
 from bench.programs import command
-from bench.timing.against import AGAINST, NEW_WORKERS
+from bench.timing import against
+from bench.timing.against import AGAINST, NEW, NEW_WORKERS, OLD, RevisionLane, answers
+from bench.timing.rounds import Case, Plan, measure
 from bench.workloads import all_workloads
 from bench.workloads.ready_made import SHAPES
+from tests.conftest import ROOT
 
 
 def test_a_bare_command_is_a_short_run_and_full_is_everything() -> None:
@@ -77,9 +84,7 @@ def test_two_revisions_have_usual_workloads_and_rounds() -> None:
         ("rows --device cuda", "is not a workload"),
         ("--peers torch,nosuch", "is not a peer"),
         ("--axis nosuch", "is not an axis"),
-        ("--device tpu", "invalid choice"),
         ("--workers two", "whole numbers"),
-        ("--workers -1", "whole numbers"),
         ("--blocks 0", "at least 1"),
         ("--seconds nan", "above 0"),
         ("--json /nosuch/x.json", "folder that exists"),
@@ -88,15 +93,11 @@ def test_two_revisions_have_usual_workloads_and_rounds() -> None:
         ("--prefetch 16", "go with --against"),
         ("program nosuch", "invalid choice"),
         ("program csv_table --loader nosuch", "invalid choice"),
-        ("program csv_table --rounds 0", "at least 1"),
-        ("program csv_table --workers two", "whole numbers"),
         ("program csv_table --limit -1", "megabytes"),
         ("program csv_table --data /nosuch", "folder that exists"),
     ],
 )
-def test_a_wrong_command_line_says_what_is_wrong(
-    line: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_line_is_named(line: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
     first, *rest = line.split()
     with pytest.raises(SystemExit):
         command.parse(rest) if first == "program" else parse([first, *rest])
@@ -116,3 +117,85 @@ def test_the_list_has_all_that_can_be_named(capsys: pytest.CaptureFixture[str]) 
     assert main(["--list"]) == 0
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
     assert listed == {*all_workloads(), *PEERS, *AXES, *SHAPES, *ARMS}
+
+
+def git(folder: Path, *arguments: str) -> str:
+    command = ("git", "-c", "user.name=a", "-c", "user.email=b", *arguments)
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    root = tmp_path / "repository"
+    package = root / "fastq_loader" / "__init__.py"
+    package.parent.mkdir(parents=True)
+    for file in (package, root / "pyproject.toml", root / "README.md"):
+        file.write_text("committed")
+    git(root, "init", "--quiet")
+    git(root, "add", ".")
+    git(root, "commit", "--quiet", "-m", "first")
+    package.write_text("changed")
+    monkeypatch.setattr(against, "ROOT", root)
+    return root
+
+
+@pytest.mark.processes
+def test_both_revisions_are_packed(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+
+    def install(source: Path, target: Path) -> None:
+        found[target.name] = (source / "fastq_loader" / "__init__.py").read_text()
+
+    monkeypatch.setattr(against, "_install", install)
+    cases = against.cases(parse(["rows", "--against", "HEAD", "--workers", "0,2"]), tmp_path)
+    assert found == {OLD: "committed", NEW: "changed"}
+    assert [(case.name, case.workers) for case in cases] == [("rows", 0), ("rows", 2)]
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+    with pytest.raises(SystemExit, match="invalid reference: nosuch"):
+        against.cases(parse(["--against", "nosuch"]), tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_interrupt_leaves_no_worktree(lost: bool, repository: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "worktree"
+
+    def interrupted() -> None:
+        with against.worktree("HEAD", folder) as tree:
+            assert (tree / "README.md").read_text() == "committed"
+            if lost:
+                tree.rename(tmp_path / "elsewhere")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not folder.exists()
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+
+
+@pytest.mark.processes
+def test_each_revision_is_timed_in_a_process_of_its_own(tmp_path: Path) -> None:
+    def lane(name: str, workload: str = "rows", **keywords: str) -> RevisionLane:
+        settings = LoaderSettings(1, "fork", persistent=workload != NEW_WORKERS)
+        trial = (str(ROOT), str(tmp_path), workload, settings, keywords, 0.01)
+        return RevisionLane(name, name, trial=trial)
+
+    lanes = [lane(OLD), lane(NEW, NEW_WORKERS, schedule="dynamic")]
+    rows = measure(Case(AGAINST, "rows", 1, "fork", 2, lambda: Plan({}, lanes)))
+    found = Results(rows).cases()[0].peers
+    assert [len(found[name].rows) for name in (OLD, NEW)] == [2, 2]
+    for row in found[OLD].rows + found[NEW].rows:
+        assert row["batches"] > 0
+        assert min(row["seconds"], row["consumer_cpu"], row["worker_cpu"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("folder", "keywords", "said"),
+    [
+        (ROOT, {"nosuch": 1}, "TypeError: .*unexpected keyword argument 'nosuch'"),
+        (ROOT / "nosuch", {}, f"RuntimeError: the package came from {ROOT}"),
+    ],
+)
+def test_a_failure_has_a_reason(folder: Path, keywords: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (answer,) = answers((str(folder), str(tmp_path), "rows", LoaderSettings(1, "fork"), keywords, 0.01))
+    assert re.match(said, answer["failure"])

@@ -1,37 +1,46 @@
-"""A short run of the axes that have ways of their own: exact resume, `tune`, workers on other machines."""
+"""A short run of the axes that have ways of their own, and of `--device cuda` over simulated devices."""
 
 from __future__ import annotations
 
-import threading
+import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("psutil", reason="the bench extra is not installed")
+pytest.importorskip("pandas", reason="the bench extra is not installed")
 
-
+from bench import __main__ as command
 from bench import run
 from bench.arguments import parse
+from bench.output import rows
 from bench.output.rows import CaseRows, Results
-from bench.timing import cluster, resume, tuning
-from bench.timing.bare_tcp import BareLane
-from bench.timing.cluster import BARE, LABELS, LOOPBACK, REMOTE, TURN
+from bench.peers.device import OURS as STAGED
+from bench.peers.device import PAGEABLE, REGISTER, RESIDENT, TORCH, Arm
+from bench.timing import cluster, device, resume, tuning
+from bench.timing.cluster import LABELS, LOOPBACK, REMOTE, TURN
+from bench.timing.device import COPY, LENGTHS, LINK, PARTS
+from bench.timing.device_clock import AHEAD, CudaDevice, Pace, timed_block
 from bench.timing.resume import FRESH, INLINE, OURS, PERMUTED, RESUMED, SHUFFLE, THEIRS, WITH, WITHOUT
 from bench.timing.rounds import Case, measure
 from bench.timing.tuning import AUTO, TUNED, Setting, Tuned
 from bench.workloads import Load
+from bench.workloads.ready_made import LARGE, Shape
 from bench.workloads.slow import Naps
 from fastq_loader import DataLoader, RayWorkers
+from tests.support.bench_example import MACHINE
+from tests.support.late_device import late_device
 
 Cases = Callable[..., dict[str, Case]]
 
 
 @pytest.fixture
 def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cases:
-    """Those of an axis, small, by name."""
     monkeypatch.setattr(resume, "CALLS", 3)
     monkeypatch.setattr(resume, "STATE_ITEMS", dict.fromkeys(resume.STATE_ITEMS, 1000))
     monkeypatch.setattr(resume, "RESUMES", {1000: (5, (PERMUTED, OURS, THEIRS))})
@@ -49,9 +58,6 @@ def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cases:
 
 def measured(case: Case) -> CaseRows:
     return Results(measure(case)).cases()[0]
-
-
-# ---- exact resume -----------------------------------------------------------------------------------
 
 
 @pytest.mark.processes
@@ -72,15 +78,10 @@ def test_every_contender_of_a_resume_is_measured(cases: Cases) -> None:
 
 
 @pytest.mark.processes
-def test_another_batch_than_the_one_that_follows_is_no_figure(
-    cases: Cases, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_batch_is_no_figure(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DataLoader, "load_state_dict", lambda loader, state: None)
     found = measured(cases("resume", f"--peers {OURS}")["resume_1000"])
     assert "did not go on after batch 5" in str(found.peers[PERMUTED].failure)
-
-
-# ---- tune() and "auto" ------------------------------------------------------------------------------
 
 
 @pytest.mark.processes
@@ -106,29 +107,11 @@ def test_what_is_chosen_takes_turns_with_every_setting(cases: Cases, monkeypatch
     assert found.peers[AUTO].label.count(",") == 2, "two epochs before the first block"
 
 
-# ---- other machines ---------------------------------------------------------------------------------
-
-
-def test_without_ray_the_reason_stands_in_place_of_figures(
-    cases: Cases, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_ray_the_reason_is_given(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RayWorkers, "missing", lambda workers: "ray, which is not installed")
     for name, case in cases("cluster").items():
         failures = {name: peer.failure for name, peer in measured(case).peers.items()}
         assert failures == {REMOTE: "needs ray, which is not installed"}, name
-
-
-@pytest.mark.processes
-def test_a_bare_stream_counts_whole_batches() -> None:
-    lane = BareLane(BARE, BARE, 0.02, batch_bytes=1000, connections=2)
-    try:
-        lane.start()
-        rows = lane.block("")
-    finally:
-        lane.close()
-    assert rows[0]["batches"] >= 2
-    assert rows[0]["seconds"] > 0
-    assert threading.active_count() == 1
 
 
 @pytest.mark.ray
@@ -142,3 +125,100 @@ def test_every_contender_is_measured(name: str, cases: Cases) -> None:
     assert {*found.peers} <= {*LABELS}
     assert {peer.failure for peer in found.peers.values()} == {None}
     assert all(len(peer.rows) == 1 for peer in found.peers.values())
+
+
+NO_PINNING = "ignore:'pin_memory' argument is set as true but no accelerator is found"
+SMALL = Shape("small", "a few fields", 3, 2, (5,), torch.float32)
+ONE = Shape(LARGE, "one tensor", 1, 4, (3, 8), torch.uint8)
+
+
+class HostDevice(CudaDevice):
+    def __init__(self) -> None:
+        self.torch = torch.device("cpu")
+        self.steps: list[float] = []
+        self.waited: list[float] = []
+        self.mark = time.perf_counter  # type: ignore[method-assign]
+        self.wait = self.waited.append  # type: ignore[method-assign]
+
+    def between(self, first: float, second: float) -> float:
+        return second - first
+
+    def step(self, seconds: float) -> None:
+        self.steps.append(seconds)
+        time.sleep(seconds)
+
+    def copy_seconds(self, memory: str, nbytes: int, pieces: int) -> float:
+        return nbytes / 50e9 * (2 if memory == PAGEABLE else 1)
+
+    def describe(self) -> dict[str, str]:
+        return {"device": "a host", "driver": "none", "cuda": "none"}
+
+
+def slow_arm(seconds: float, ahead: int = 0) -> Arm:
+    def begin() -> Any:
+        for number in itertools.count():
+            time.sleep(seconds)
+            yield number
+
+    return Arm(begin, ahead)
+
+
+def test_a_block_knows_steps_from_what_is_between_them() -> None:
+    host = HostDevice()
+    done = timed_block(slow_arm(0.004), host, Pace(step=0.002), 0.06)
+    assert done["batches"] == len(host.steps)
+    assert set(host.steps) == {0.002}
+    assert done["p50"] >= 0.004
+    assert done["steps"] >= 0.002 * done["batches"]
+    assert done["gaps"] >= 0.004 * (done["batches"] - 1)  # what came before the first step is not between two
+    assert done["steps"] + done["gaps"] + 0.004 <= done["seconds"]
+    assert len(host.waited) == done["batches"] - AHEAD + 1
+
+
+@pytest.fixture
+def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "SHAPES", {LARGE: ONE, "fields_32": SMALL})
+    monkeypatch.setattr(device, "PAUSE_S", 0.001)
+    monkeypatch.setattr("bench.timing.rounds.wait_until_quiet", lambda: None)
+
+
+def device_cases(line: str) -> list[device.Case]:
+    options = parse(["--device", "cuda", "--workers", "1", "--seconds", "0.01", *line.split()])
+    return run.device_cases(options, HostDevice(), cores=2, start_method="fork")
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("small_shapes")
+@pytest.mark.filterwarnings(NO_PINNING)
+def test_a_whole_run_in_miniature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "results.jsonl"
+    options = parse(["--device", "cuda", "--json", str(written)])
+    with late_device(monkeypatch):
+        here = MACHINE | HostDevice().describe()
+        assert command.perform(options, here, device_cases("large fields_32 --blocks 2")) == 0
+    for shape in rows.read(written).cases():
+        assert "left_out" not in shape.facts
+        asked = {LINK: [COPY], RESIDENT: LENGTHS, TORCH: PARTS, **dict.fromkeys(STAGED, PARTS)}
+        for name, parts in asked.items():
+            peer = shape.peers[name]
+            assert (peer.failure, peer.about["notes"]) == (None, [])
+            assert [len(peer.part(part)) for part in parts] == [2] * len(parts)
+            assert len(peer.rows) == 2 * len(parts)
+        copies = shape.part(PAGEABLE, COPY)
+        assert (copies["bytes"] / copies["seconds"]).tolist() == pytest.approx([25e9] * 2, rel=0.1)
+    text = capsys.readouterr().out
+    assert text.startswith("a host, driver none")
+    assert "fields_32: a few fields" in text
+    assert "large: GB/s of a full drain / peak" in text
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("small_shapes")
+def test_batches_that_did_not_arrive_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    with late_device(monkeypatch) as stager:
+        monkeypatch.setattr(stager, "copy_async", lambda memory, source, nbytes: None)
+        (case,) = device_cases("large --blocks 2 --peers register")
+        peer = Results(measure(case)).cases()[0].peers[REGISTER]
+    assert (peer.failure, peer.rows) == ("RuntimeError: wrong batches", [])

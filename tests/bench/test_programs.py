@@ -1,27 +1,80 @@
-"""The programs: the same to the bit with every loader, here and copied out; what is said of a run."""
+"""Workloads and programs: the same every time, and to the bit with every loader; what is said of a run."""
 
 from __future__ import annotations
 
-import math
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("pandas", reason="the bench extra is not installed")
-
 import torch
+from torch.utils.data import DataLoader
+
+pytest.importorskip("PIL", reason="comes with the bench's extra")
+pytest.importorskip("sklearn", reason="comes with the bench's extra")
+pytest.importorskip("pandas", reason="the bench extra is not installed")
 
 import fastq_loader
 from bench.__main__ import main
+from bench.peers import LoaderSettings
+from bench.peers.torch_loader import loader_arguments
 from bench.programs import PROGRAMS, command, report, run
 from bench.programs.limits import Limited
 from bench.programs.track import Pass, Track
+from bench.timing.ceiling import as_worker
+from bench.workloads import Load, all_workloads, files, find_workload, jpeg, ready_made, slow, tables
+from tests.support.datasets import assert_same
+
+NAMES = [*all_workloads(), "bytes_1024"]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jpeg, "FILES", 4)
+    monkeypatch.setattr(ready_made, "IMAGES", 2)
+    monkeypatch.setattr(ready_made, "LARGEST_SET", 1 << 20)
+    monkeypatch.setattr(files, "FILES", 6)
+    monkeypatch.setattr(tables, "ALL_ROWS", 3 * tables.BATCH + 1)
+    monkeypatch.setattr(slow, "time", SimpleNamespace(sleep=lambda seconds: None))
+
+
+def built(name: str, folder: Path) -> Load:
+    return find_workload(name).load(folder)
+
+
+def batches(load: Load) -> Iterator[Any]:
+    torch.manual_seed(0)
+    return iter(DataLoader(**loader_arguments(load, LoaderSettings(0, "fork"))))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_are_the_same_again_and_from_a_spawned_worker(name: str, tmp_path: Path) -> None:
+    load = built(name, tmp_path)
+    first = list(islice(batches(load), 2))
+    assert len(first) == 2
+    assert_same(list(islice(batches(load), 2)), first)
+    assert_same(list(islice(batches(pickle.loads(pickle.dumps(load))), 2)), first)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("workers", [1, 2, 3, 16])
+def test_a_worker_streams_its_records(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PASSES", 1)
+    dataset: Any = built("stream", tmp_path).dataset
+    everything = list(dataset)
+    assert len(everything) == files.RECORDS
+    for worker in range(workers):
+        with as_worker(worker, workers, dataset):
+            assert_same(list(dataset), everything[worker::workers])
+
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,14 +85,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("programs")
 
 
-def files(folder: Path, name: str) -> Path:
+def program_files(folder: Path, name: str) -> Path:
     return command.files(folder, name, PROGRAMS[name], few=True)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_loader_trains_the_same_to_the_bit(name: str, folder: Path) -> None:
-    own = files(folder, name)
+    own = program_files(folder, name)
     runs = [run.run(name, loader, 2, 2, own, Track()) for loader in PROGRAMS[name].loaders]
     assert report.agree(runs)
     for each in runs:
@@ -64,7 +117,7 @@ def test_programs_run_alone_where_only_the_package_is(folder: Path, tmp_path: Pa
     for name in PROGRAMS:
         shutil.copy(ROOT / f"bench/programs/{name}.py", tmp_path)
         assert 60 <= len((tmp_path / f"{name}.py").read_text().splitlines()) <= 120
-        given += [name, files(folder, name)]
+        given += [name, program_files(folder, name)]
     command = [sys.executable, "-W", "ignore:This DataLoader will create", "-c", ALONE, *given]
     environment = {**os.environ, "PYTHONPATH": "installed"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -81,34 +134,11 @@ def test_the_command_runs_a_program_under_its_limit(folder: Path, capfd: pytest.
     assert "fastq: each process may have 2,000 MB of data (RLIMIT_DATA)" in printed
 
 
-def test_loaders_run_to_and_fro_and_tables_are_written(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[str] = []
-    losses = {"torch": 0.5, "fastq": 0.5}
-
-    def instead(arguments: list[str], limited: Limited) -> report.Run:
-        ran.append(arguments[1])
-        return a_run(arguments[1], loss=losses[arguments[1]])
-
-    monkeypatch.setattr(command, "TABLES", tmp_path / "tables.md")
-    monkeypatch.setattr(command, "run", instead)
-    line = f"csv_table --workers 2 --few --data {folder} --rounds 2 --readme".split()
-    assert command.main(line) == 0
-    assert ran == ["torch", "fastq", "fastq", "torch"]
-    assert report.SAME in (tmp_path / "tables.md").read_text()
-    losses["fastq"] = math.nextafter(0.5, 1)
-    assert command.main(line) == 1
-
-
 @pytest.mark.processes
 def test_a_run_that_is_out_of_memory_says_so(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     line = f"csv_table --few --data {folder} --workers 0 --limit 20"
     with pytest.raises(SystemExit, match=r"ended with .* 20 MB of data"):
         command.main(line.split())
-
-
-# ---- what is said of a run ----------------------------------------------------------------------
 
 
 def a_run(loader: str = "torch", workers: int = 2, seconds: float = 1.0, **others: Any) -> report.Run:
@@ -149,22 +179,7 @@ def test_one_bit_of_difference_is_told(other: dict[str, Any]) -> None:
     assert str(*other.values()) in told
 
 
-def test_another_number_of_workers_may_train_otherwise_and_is_compared_with_none() -> None:
-    runs = [a_run(workers=0), a_run(workers=4, seconds=3.0, loss=0.5)]
-    assert report.agree(runs)
-    assert report.table("csv_table", runs).notes == [
-        f"0 workers: loss 0.30000000000000004, predictions abc, {report.SAME}",
-        f"4 workers: loss 0.5, predictions abc, {report.SAME}",
-        "torch, 4 workers: an epoch takes 3.0 times as long as without",
-    ]
-
-
-# ---- waits, queue, limits -----------------------------------------------------------------------
-
-
-def test_waits_are_what_iter_and_next_take_and_not_what_the_step_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_waits_are_what_iter_and_next_take_and_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     class Batches:

@@ -40,8 +40,6 @@ def measured(case: Case) -> CaseRows:
 
 
 class Noting(Lane):
-    """A lane that notes what it does, and breaks where it should."""
-
     def __init__(self, name: str, story: list[str], breaks: str = "") -> None:
         super().__init__(name, name)
 
@@ -63,7 +61,6 @@ class Noting(Lane):
 
 
 def noted(lanes: list[Lane], **plan: Any) -> CaseRows:
-    """Two rounds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "wait_until_quiet", lambda: None)
         return measured(Case("steady", "noted", 1, "fork", 2, lambda: Plan({}, lanes, **plan)))
@@ -90,9 +87,7 @@ def test_lanes_take_turns_to_and_fro_part_by_part() -> None:
         ("close", None, ["closing: ValueError: close"], 2),
     ],
 )
-def test_a_lane_that_breaks_has_a_reason_and_others_go_on(
-    breaks: str, failure: str | None, notes: list[str], blocks: int
-) -> None:
+def test_a_broken_lane_has_a_reason(breaks: str, failure: str | None, notes: list[str], blocks: int) -> None:
     story: list[str] = []
     found = noted([Noting("bad", story, breaks), Noting("good", story)])
     assert (found.peers["bad"].failure, found.peers["bad"].about["notes"]) == (failure, notes)
@@ -139,9 +134,7 @@ def test_other_batches_are_told(change: dict[str, Any], said: str | None) -> Non
 
 @pytest.mark.parametrize("length", [3, SMALLEST_BUFFER])
 @pytest.mark.parametrize("kind", ["tensor", "array"])
-def test_the_ceiling_makes_the_batches_that_torch_makes(
-    length: int, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ceiling_makes_torchs_batches(length: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = torch.arange(length, dtype=torch.float32)
     samples = [{"x": sample if kind == "tensor" else sample.numpy(), "y": number} for number in range(4)]
     expected = default_collate(samples)

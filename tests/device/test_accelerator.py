@@ -26,8 +26,6 @@ from tests.support.late_device import image_and_label
 
 KIND = "hpu"  # torch knows the name, and has no module for it
 
-# ---- what a user says -------------------------------------------------------------------------------
-
 
 def test_short_forms_and_configurations_mean_the_same() -> None:
     assert read_device(None) is None
@@ -69,11 +67,6 @@ def test_a_wrong_device_is_named(device: Any, kind: type[Exception], text: str) 
         DataLoader([1, 2], device=device)
 
 
-def test_no_device_has_no_options() -> None:
-    with pytest.raises(TypeError, match=r"ToDevice\(None\): name a device"):
-        ToDevice(None)  # type: ignore[arg-type]
-
-
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs a torch without CUDA")
 def test_an_absent_device_is_named_when_it_is_said_and_set() -> None:
     makers: list[Callable[[str], Any]] = [ToDevice, lambda device: DataLoader([1, 2], device=device)]
@@ -98,8 +91,6 @@ def test_the_cpu_is_no_device(device: Any, workers: int) -> None:
 
 @pytest.mark.processes
 def test_on_the_cpu_the_transform_runs_too_and_cannot_end_the_epoch() -> None:
-    """Without workers: see iterators/test_serial."""
-
     def transform(batch: Any) -> Any:
         if 2 in batch[1]:
             raise StopIteration("out of the transform")
@@ -114,9 +105,6 @@ def test_on_the_cpu_the_transform_runs_too_and_cannot_end_the_epoch() -> None:
                     next(iterator)
             else:
                 assert next(iterator)[0][:, 0, 0, 0].tolist() == [first + 1, first + 2]
-
-
-# ---- which devices there are ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -215,9 +203,7 @@ def test_the_generic_interface_suffices_and_is_not_asked_at_construction() -> No
     assert ToDevice(KIND, transform=list).target == torch.device(KIND)
 
 
-def test_what_torch_has_no_common_interface_for_is_refused(
-    another: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_devices_are_refused(another: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=f"device='xpu' cannot be used: .* that of torch .* here is {KIND};"):
         parse("xpu")
     with pytest.raises(ValueError, match=f"device='{KIND}:2' cannot be used: there are 2 {KIND} devices"):
@@ -258,11 +244,7 @@ def test_a_transform_beside_the_step_needs_memory_that_can_be_shared(monkeypatch
     assert ToDevice(KIND, transform_stream="side").target == torch.device(KIND)
 
 
-# ---- torch's streams and events ---------------------------------------------------------------------
-
-
 def test_torch_says_who_has_record_stream() -> None:
-    """In a process of its own: a backend cannot be taken back."""
     script = """
 import torch
 from fastq_loader.device.accelerator import can_share
@@ -278,7 +260,6 @@ print(can_share(late), can_share(torch.device("mps")))
 
 
 def test_a_backend_of_its_own_is_served_by_torch_itself() -> None:
-    """Streams and events of a registered backend, which are all one here."""
     if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("needs a torch that lets Python register a backend")
     script = """
@@ -299,7 +280,6 @@ print(stager.on_side(lambda: torch.accelerator.current_stream() == stager.side))
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_the_current_device_and_both_streams_are_put_back(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own bookkeeping, over two devices; the stager's is the second."""
     current, index = ["first", "second"], [at]
     devices = {"first": 0, "second": 1, "side": 1}
 
@@ -326,7 +306,6 @@ def test_the_current_device_and_both_streams_are_put_back(at: int, monkeypatch: 
 
 
 def test_events_of_cuda_let_the_thread_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the generic interface take the argument and spin."""
     event = Mock()
     monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event if blocking else None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda **numbers: tuple(numbers.values()))
@@ -335,19 +314,6 @@ def test_events_of_cuda_let_the_thread_sleep(monkeypatch: pytest.MonkeyPatch) ->
     generic = torch.Stream(stream_id=7, device_index=1, device_type=1)
     stager.wait(generic, stager.record(generic))
     assert event.mock_calls == [call.record((7, 1, 1)), call.wait((7, 1, 1))]
-
-
-def test_streams_of_torch_are_equal_by_device_and_number() -> None:
-    """What `copies` relies on: torch makes a new object at every call."""
-    one, same, number, place = (
-        torch.Stream(stream_id=stream_id, device_index=index, device_type=1)
-        for stream_id, index in ((3, 0), (3, 0), (4, 0), (3, 1))
-    )
-    assert one == same
-    assert len({one, same, number, place}) == 3
-
-
-# ---- page-locking -----------------------------------------------------------------------------------
 
 
 class HostStager(TorchStager):

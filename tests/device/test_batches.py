@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastq_loader import DataLoader, ToDevice
+from fastq_loader import DataLoader, Prefetcher, ToDevice
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT
 from tests.support.datasets import (
@@ -39,11 +39,7 @@ pytestmark = [
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
-# ---- the same batches -------------------------------------------------------------------------------
-
-
 def configuration(draw: random.Random) -> dict[str, Any]:
-    """Arguments for both loaders."""
     kind = draw.choice(sorted(SAMPLES))
     collate = identity if kind in ("ragged", "objects", "text") else draw.choice((None, identity, wrap))
     workers = draw.choice((0, 1, 2, 3))
@@ -186,9 +182,6 @@ def test_without_workers_what_is_no_tensor_need_not_be_picklable(late: Late) -> 
     assert all(value is unpicklable for _, value in loader)
 
 
-# ---- one copy ---------------------------------------------------------------------------------------
-
-
 def fields(index: int) -> Any:
     small = {f"field {at}": torch.full((at + 1,), float(index)) for at in range(50)}
     return {**small, "image": torch.full((100_000,), index, dtype=torch.uint8)}
@@ -204,7 +197,6 @@ def test_a_batch_is_one_copy_and_its_fields_are_aligned(workers: int, late: Late
             start = storages.pop()
             assert all((value.data_ptr() - start) % DEVICE_ALIGNMENT == 0 for value in batch.values())
         staging = loader.statistics().staging
-    assert staging is not None
     assert len(device.copies) == staging.copies == 6
     assert sum(device.copies) == staging.copied_bytes
     assert staging.copied_bytes < 1.1 * 24 * sum(value.nbytes for value in fields(0).values()) + 6 * 51 * 256
@@ -233,9 +225,6 @@ def test_batches_are_collated_where_they_are_copied_from(late: Late, monkeypatch
     assert max(counts) == counts[-1] <= 2  # both fields of the first batch, and nothing after it
 
 
-# ---- from epoch to epoch -------------------------------------------------------------------------------
-
-
 def add_one(batch: Any) -> Any:
     return [batch[0] + 1, batch[1]]
 
@@ -258,9 +247,7 @@ def test_statistics_say_what_was_copied(late: Late) -> None:
     assert (staging.copies, staging_of(loader).copies) == (10, 20)
 
 
-def test_buffers_are_kept_from_epoch_to_epoch_without_workers(
-    late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_workers_buffers_are_kept(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     device = late()
     made: list[int] = []
     pinned = device.pinned
@@ -306,14 +293,16 @@ def test_two_iterators_at_once_do_not_mix(workers: int, late: Late) -> None:
             assert images[:, 1, 1, 1].tolist() == labels.tolist()
 
 
-@WORKERS
-def test_next_is_refused_while_a_graph_is_captured(workers: int, late: Late) -> None:
-    device = late()
-    with DataLoader(Made(image_and_label, 20), 2, num_workers=workers, device="cuda") as loader:
-        iterator = iter(loader)
+@pytest.mark.parametrize("workers", [0, 2, "prefetcher"])
+def test_next_is_refused_while_a_graph_is_captured(workers: Any, late: Late) -> None:
+    device, dataset = late(), Made(image_and_label, 20)
+    if workers == "prefetcher":
+        iterator: Any = iter(Prefetcher(TorchDataLoader(dataset, 2), "cuda"))
+    else:
+        iterator = iter(DataLoader(dataset, 2, num_workers=workers, device="cuda"))
+    next(iterator)
+    device.is_capturing = True
+    with pytest.raises(RuntimeError, match="CUDA graph is being captured"):
         next(iterator)
-        device.is_capturing = True
-        with pytest.raises(RuntimeError, match="CUDA graph is being captured"):
-            next(iterator)
-        device.is_capturing = False
-        assert next(iterator)[1].tolist() == [2, 3]
+    device.is_capturing = False
+    assert next(iterator)[1].tolist() == [2, 3]

@@ -1,23 +1,28 @@
-"""On a real GPU: no batch is read before it has come, no memory is written while anybody reads it, and what
-users do with batches there.
+"""On a real GPU: who waits for whom, what users do with batches there, and what is left behind.
 
-Each test that has a guard runs without it too, and must fail then; see `tests.support.gpu`. What begins, ends
-and is left behind is in `test_gpu_lifecycle`.
+Each test that has a guard runs without it too, and must fail then; see `tests.support.gpu`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fastq_loader import DataLoader, ToDevice, copy_into, normalize
+import fastq_loader.iterators.base
+from fastq_loader import DataLoader, PinFailed, PinFallback, ToDevice, copy_into, normalize
 from fastq_loader.device.accelerator import TorchStager
+from fastq_loader.device.copies import Copies
+from fastq_loader.device.pinning import Pinner
 from fastq_loader.device.staging import DeviceSession
 from tests.conftest import run_script
+from tests.device.test_transforms import MEAN, STD, by_hand
 from tests.support.crimes import ManyFields
 from tests.support.datasets import Made, assert_same
 from tests.support.gpu import (
@@ -27,10 +32,13 @@ from tests.support.gpu import (
     MARKS,
     WIDTH,
     Guard,
+    Numbers,
+    Runtime,
     guarded,
     lag,
     looks_right,
     slow_copies,
+    staging_of,
     waits_of,
     warm_loader,
     warm_prefetcher,
@@ -38,9 +46,6 @@ from tests.support.gpu import (
 )
 
 pytestmark = MARKS
-
-
-# ---- who waits for whom -------------------------------------------------------------------------------
 
 
 def at_once(*_: Any) -> bool:
@@ -75,10 +80,7 @@ def test_no_memory_is_read_or_written_too_early(
 
 
 class Pair:
-    """Two batches on their way through memory of the current stream, the first read on another stream.
-
-    Once the first is gone, its memory is what torch's allocator hands out next: to the second batch.
-    """
+    """Two batches, of which the second gets the memory of the first, which another stream reads."""
 
     def __init__(self) -> None:
         torch.cuda.empty_cache()
@@ -91,11 +93,9 @@ class Pair:
         return rows.contiguous().view(-1).view(torch.uint8).pin_memory()
 
     def begin(self, key: int, then: Callable[[Any], Any] | None = None) -> None:
-        """Copy a batch, and wait until its bytes are there."""
         self.copies.wait_for(self.copies.begin(key, self.sources[key], BATCH_BYTES, (), then))
 
     def read_first_elsewhere(self, pause: Callable[[], None]) -> torch.Tensor:
-        """Take batch 0 on the other stream, read it there after a pause, and let go of it."""
         with torch.cuda.stream(self.other):
             copy = self.copies.take(0)
             pause()
@@ -122,9 +122,7 @@ def test_a_batch_may_be_read_on_another_stream(
 
 
 @guarded
-def test_a_transform_on_the_side_stream_reads_memory_that_is_still_its_own(
-    guard: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transform_beside_reads_memory_of_its_own(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(memory: torch.Tensor) -> torch.Tensor:
         lag()
         return memory.clone()
@@ -141,13 +139,9 @@ def test_a_transform_on_the_side_stream_reads_memory_that_is_still_its_own(
     pair.copies.drain()
 
 
-# ---- one copy, which nobody waits for -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pin", ["register", "bounce", "pageable"])
 def test_a_batch_is_one_copy_from_page_locked_memory(pin: str) -> None:
-    """`pageable` is the run without the guard. The profiler keeps descriptors of its own, so that nothing is
-    said here about what is left behind."""
+    """`pageable` is the run without the guard. The profiler keeps descriptors of its own."""
     dataset = ManyFields(BATCH * BATCHES, 32, 1000)
     with DataLoader(
         dataset, BATCH, num_workers=2, device=ToDevice("cuda", pin=pin), persistent_workers=True
@@ -161,9 +155,6 @@ def test_a_batch_is_one_copy_from_page_locked_memory(pin: str) -> None:
     names = [event.name for event in profiled.events() if event.name.startswith("Memcpy HtoD")]
     with Guard(pin != "pageable").outcome:
         assert names == ["Memcpy HtoD (Pinned -> Device)"] * BATCHES
-
-
-# ---- captured graphs ----------------------------------------------------------------------------------
 
 
 CAPTURE = """
@@ -211,13 +202,9 @@ os._exit(0)  # a broken capture leaves a context that cannot be tidied up
     [("", "captured"), ("next", "captured"), ("next without the guard", "broken"), ("thread", "broken")],
 )
 def test_a_graph_is_captured_between_two_batches(crime: str, outcome: str) -> None:
-    """The guards: `next()` refuses in the middle of it, and there is no thread of the loader's own. A broken
-    capture takes its process along, so it has one of its own."""
+    """The guards: `next()` refuses, and the loader has no thread. A broken capture ends its process."""
     result = run_script(CAPTURE.format(crime=crime), timeout=50)
     assert result.stdout.splitlines()[-1:] == [outcome], result.stderr
-
-
-# ---- what is handed out -------------------------------------------------------------------------------
 
 
 DTYPES = """uint8 int8 uint16 int16 uint32 int32 uint64 int64 bfloat16 float16 float32 float64 complex64
@@ -244,21 +231,11 @@ def test_every_dtype_arrives_to_the_bit(workers: int) -> None:
             assert_same(wanted, {name: field.cpu() for name, field in found.items()})
 
 
-# ---- transforms ---------------------------------------------------------------------------------------
-
-
 def image(index: int) -> tuple[torch.Tensor, int]:
     generator = torch.Generator().manual_seed(index)
     return torch.randint(0, 256, (3, 96, 64), dtype=torch.uint8, generator=generator), index
 
 
-def torchvisions(images: torch.Tensor) -> torch.Tensor:
-    """What torchvision's ToTensor and Normalize make of uint8 images, in float64 on the host."""
-    mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (MEAN, STD))
-    return (images.double() / 255 - mean) / std
-
-
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IMAGES = Made(image, 16)
 PLAIN = [torch.stack([image(at)[0] for at in range(first, first + 4)]) for first in range(0, 16, 4)]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
@@ -284,11 +261,8 @@ def test_normalize_is_torchvisions_formula(
         for (images, labels), plain, first in zip(loader, PLAIN, range(0, 16, 4), strict=True):
             assert (images.dtype, labels.tolist()) == (dtype, list(range(first, first + 4)))
             assert images.is_contiguous(memory_format=layout)
-            error = (images.cpu().double() - torchvisions(plain)).abs().max().item()
+            error = (images.cpu().double() - by_hand(plain)).abs().max().item()
             assert error <= TOLERANCE[dtype], f"{error} off"
-
-
-# ---- captured steps -----------------------------------------------------------------------------------
 
 
 @pytest.mark.processes
@@ -313,5 +287,205 @@ def test_a_captured_step_normalises_what_is_copied_into_its_inputs(monkeypatch: 
             graph.replay()
             outputs.append((images.clone(), labels.clone()))
     for (images, labels), plain, number in zip(outputs, PLAIN, range(4), strict=True):
-        assert (images.cpu().double() - torchvisions(plain)).abs().max().item() <= TOLERANCE[torch.float16]
+        assert (images.cpu().double() - by_hand(plain)).abs().max().item() <= TOLERANCE[torch.float16]
         assert labels.tolist() == list(range(4 * number, 4 * number + 4))
+
+
+@pytest.mark.processes
+@guarded
+@pytest.mark.parametrize("end", ["break", "close"])
+def test_blocks_are_unlocked_after_copies(end: str, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    idle: list[bool] = []
+    unregister = TorchStager.unregister
+
+    def watched(self: TorchStager, address: int) -> None:
+        idle.append(self.side.query())
+        self.side.synchronize()  # or the run without the guard would take memory from under a copy
+        unregister(self, address)
+
+    with warm_loader(pin="register", persistent_workers=False) as loader:
+        monkeypatch.setattr(TorchStager, "unregister", watched)
+        guard.remove(monkeypatch, TorchStager, "synchronize", lambda self, event: None)
+        slow_copies(monkeypatch)
+        batches = iter(loader)
+        next(batches)
+        if end == "close":
+            loader.close()
+        del batches
+        with guard.outcome:
+            assert idle
+            assert all(idle)
+
+
+DESCRIPTORS = """
+import os, torch
+from fastq_loader import DataLoader
+from tests.conftest import descendants
+from tests.support.gpu import Numbers, nvidia_descriptors
+if {early}:
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")
+loader = DataLoader(Numbers(), 4, num_workers=2, device="cuda", multiprocessing_context="fork")
+assert torch.cuda.is_initialized() == {early}, "the constructor initialised CUDA"
+batches = iter(loader)
+next(batches), next(batches)
+workers = descendants()
+assert len(workers) == 2
+print(bool(nvidia_descriptors(os.getpid())), any(nvidia_descriptors(pid) for pid in workers))
+loader.close()
+"""
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_forked_workers_inherit_nothing_of_the_driver(early: bool) -> None:
+    """With CUDA initialised before, which is the run without the guard, they do."""
+    result = run_script(DESCRIPTORS.format(early=early), timeout=50)
+    assert result.stdout.split() == ["True", str(early)], result.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("stream", "guard"), [("consumer", Guard(True)), ("side", Guard(True)), ("side", Guard(False))]
+)
+def test_twenty_epochs_take_no_more_device_memory_than_two(stream: str, guard: Guard) -> None:
+    """The run without the guard has a new side stream in every epoch. The host waits at every step."""
+    torch.cuda.empty_cache()
+    device = ToDevice("cuda", transform=torch.clone, transform_stream=stream)
+
+    def epochs(count: int) -> int:
+        for _ in range(count):
+            for _ in loader:
+                torch.cuda.synchronize()
+                time.sleep(0.02)  # the next batches are ready by then
+            session = loader._resources.session
+            if not guard.kept and session is not None:
+                vars(session).pop("stager")
+        return torch.cuda.memory_reserved()
+
+    with DataLoader(Numbers(8 * BATCH), BATCH, num_workers=2, device=device) as loader:
+        before = epochs(2)
+        with guard.outcome:
+            assert epochs(18) == before
+
+
+@pytest.mark.processes
+@guarded
+@pytest.mark.parametrize("pin", ["register", "bounce", "pageable"])
+def test_few_blocks_and_a_slow_gpu_go_on(pin: str, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the guard, that copies give their blocks back, workers make new ones without end."""
+    guard.remove(monkeypatch, Copies, "reap", lambda self: [])
+    slow_copies(monkeypatch)
+    device = ToDevice("cuda", prefetch=3, pin=pin)
+    with DataLoader(Numbers(), BATCH, num_workers=1, prefetch_factor=1, device=device) as loader:
+        assert wrong_batches(loader, lag) == []
+        with guard.outcome:
+            # One with the worker, one that has come, twice `prefetch` under way, and one to spare.
+            assert loader.statistics().blocks_grown <= 9
+
+
+@pytest.mark.processes
+@guarded
+def test_a_copy_reads_from_one_registration(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run without the guard unlocks behind the ledger's back, which has to tell."""
+
+    def forget(self: Pinner, offset: int) -> None:
+        if self._registered.pop(offset, None):
+            torch.cuda.cudart().cudaHostUnregister(self._address(offset))  # type: ignore[no-untyped-call]
+
+    runtime = Runtime()
+    monkeypatch.setattr(TorchStager, "_runtime", lambda self: runtime)
+    guard.remove(monkeypatch, Pinner, "forget", forget)
+    copy_async = TorchStager.copy_async
+    registrations: list[int] = []
+
+    def watched(self: TorchStager, memory: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
+        start = source.data_ptr()
+        ends = [(address, address + size) for address, size in runtime.locked.items()]
+        registrations.append(sum(first <= start and start + nbytes <= end for first, end in ends))
+        assert source.is_pinned()
+        copy_async(self, memory, source, nbytes)
+
+    monkeypatch.setattr(TorchStager, "copy_async", watched)
+    with warm_loader(pin="register") as loader:
+        assert wrong_batches(loader) == []
+        assert sum(runtime.locked.values()) == staging_of(loader).pinned_bytes
+    assert registrations == [1] * len(registrations)
+    assert len(registrations) > 2 * BATCHES, "the proof at the start is one of them"
+    with guard.outcome:
+        assert runtime.locked == {}
+    assert set(runtime.codes) == {0}
+
+
+@guarded
+def test_an_error_of_the_driver_is_cleared(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    guard.remove(monkeypatch, TorchStager, "_clear_error", lambda self: None)
+    with pytest.raises(PinFailed, match="cudaHostRegister of 4096 bytes failed with error"):
+        TorchStager(torch.device("cuda")).register(4096, 4096)
+    # Raising clears it.
+    with nullcontext() if guard.kept else pytest.raises(RuntimeError, match="CUDA error"):
+        assert torch.ones(1000, device="cuda").sum().item() == 1000
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("succeed", "workers", "pin"),
+    [(0, 2, "bounce"), (1, 2, "bounce"), (3, 2, "bounce"), (0, 2, "pageable"), (0, 0, "pageable")],
+    ids=["the proof", "the first block", "the third block", "buffers too", "without workers"],
+)
+def test_a_refusal_of_the_driver_leads_to_the_next_mode(
+    succeed: int, workers: int, pin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `succeed` calls it is asked to lock memory that is not there: the error is its own."""
+    runtime, calls = Runtime(), count()
+    register, pinned = TorchStager.register, TorchStager.pinned
+
+    def failing(self: TorchStager, address: int, nbytes: int) -> None:
+        register(self, address if next(calls) < succeed else 4096, nbytes)
+
+    monkeypatch.setattr(TorchStager, "_runtime", lambda self: runtime)
+    monkeypatch.setattr(TorchStager, "register", failing)
+    if pin == "pageable":
+        monkeypatch.setattr(TorchStager, "pinned", lambda self, nbytes: pinned(self, 1 << 50))
+    with DataLoader(Numbers(), BATCH, num_workers=workers, device="cuda") as loader:
+        with pytest.warns(PinFallback) as said:
+            assert wrong_batches(loader) == []
+        assert wrong_batches(loader) == []  # the next pool knows, and nothing is said again
+        staging = staging_of(loader)
+    assert len(said) == (2 if workers and pin == "pageable" else 1)
+    assert (staging.pin, staging.copies) == (pin, 2 * BATCHES)
+    assert pin == "bounce" or staging.pinned_bytes == 0
+    assert [code != 0 for code in runtime.codes].count(True) == bool(workers), "the driver was asked again"
+    assert set(runtime.locked) <= {4096}, "half a pool stays locked"
+    assert torch.ones(1000, device="cuda").sum().item() == 1000
+
+
+@pytest.mark.processes
+@guarded
+def test_a_users_own_copy_of_a_pinned_batch_is_safe(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run without the guard hands out locked blocks: torch's allocator does not know of their copies."""
+    locked: set[int] = set()
+
+    def lock_in_place(batch: torch.Tensor, device: str) -> torch.Tensor:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if batch.data_ptr() not in locked:
+            locked.add(batch.data_ptr())
+            assert int(runtime.cudaHostRegister(batch.data_ptr(), batch.nbytes, 1)) == 0
+        return batch
+
+    def sent(batches: Any) -> Iterator[torch.Tensor]:
+        for batch in batches:
+            assert batch.is_pinned()
+            lag()
+            yield batch.to("cuda", non_blocking=True)
+
+    guard.remove(monkeypatch, fastq_loader.iterators.base, "pin_memory", lock_in_place)
+    with DataLoader(Numbers(), BATCH, num_workers=2, pin_memory=True, persistent_workers=True) as loader:
+        for batch in loader:  # everything is locked, or in torch's cache, after this epoch
+            batch.to("cuda")
+        own = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(own):
+            wrong = wrong_batches(sent(loader))
+        for address in locked:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    with guard.outcome:
+        assert wrong == []

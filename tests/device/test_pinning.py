@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -24,8 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 
 
 class Pool:
-    """One pool's pinner over a simulated device."""
-
     def __init__(self, in_blocks: bool, refuse: tuple[str, ...] = (), **options: Any) -> None:
         self.device = SimulatedDevice(0, refuse)
         self.device.query = lambda event: event.token.over  # type: ignore[method-assign]  # nothing runs
@@ -43,9 +40,6 @@ class Pool:
     def populate(self, offset: int, size: int) -> None:
         self.device.seconds += 1
         self.device.populated.add(offset)
-
-
-# ---- the policy -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -87,9 +81,6 @@ def test_a_mode_that_the_driver_refused_is_not_chosen_again(in_blocks: bool) -> 
     pool.policy.fall_back(REGISTER, "no registration")  # said before: a warning would be an error
 
 
-# ---- blocks and buffers -----------------------------------------------------------------------------
-
-
 def test_seconds_are_counted() -> None:
     pool = Pool(in_blocks=True)
     pool.pinner.prepare(Source(0, KIB, 0, 64))
@@ -106,7 +97,6 @@ def test_waiting_for_a_buffer_is_counted() -> None:
     pool = Pool(in_blocks=False, prefetch=1)
     for key in range(2):
         buffer = pool.pinner.buffer(100)
-        assert buffer is not None
         buffer.copy = pool.copies.begin(key, buffer.memory, 100, ())
     assert pool.statistics.copy_wait_seconds == 0
     assert pool.pinner.busy
@@ -121,7 +111,6 @@ def test_buffers_grow_and_are_locked_in_powers_of_two() -> None:
     sizes = []
     for nbytes in (0, 100, 100, 200):  # a batch of no bytes has a buffer, too
         buffer = pool.pinner.buffer(nbytes)
-        assert buffer is not None
         sizes.append(buffer.nbytes)
     assert sizes == [1, 128, 128, 256]
     assert pool.statistics.pinned_bytes == 128 + 256
@@ -136,13 +125,9 @@ def test_without_blocks_a_buffer_that_is_not_locked_takes_the_place_of_one_that_
         pool.pinner.buffer(nbytes)
     with pytest.warns(PinFallback, match="pin_limit_bytes=300 leaves no room for buffers"):
         buffer = pool.pinner.buffer(1000)
-    assert buffer is not None
     assert (buffer.nbytes, buffer.locked, buffer.memory.locked) == (1000, 0, False)
     assert pool.statistics.pinned_bytes == 128
     assert pool.pinner.buffer(100) is not buffer
-
-
-# ---- what is counted of copies ------------------------------------------------------------------------
 
 
 def test_a_batch_that_is_taken_before_it_has_arrived_is_late() -> None:
@@ -159,22 +144,6 @@ def test_a_batch_that_is_taken_before_it_has_arrived_is_late() -> None:
     assert (pool.statistics.copies, pool.statistics.copied_bytes) == (4, 4 * 64)
 
 
-def test_an_observer_is_told_of_each_copy_from_its_begin_to_when_it_was_seen_to_be_over() -> None:
-    pool, told = Pool(in_blocks=False), MagicMock()
-    pool.statistics.observer = told
-    for key, second in enumerate((3, 4, 5)):
-        pool.device.seconds = second
-        pool.begin(key)
-    pool.device.seconds = 7
-    pool.copies.reap()
-    assert not told.copied.called
-    pool.device.finish()
-    pool.copies.reap()
-    assert [call.args for call in told.copied.call_args_list] == [
-        (64, begun * 10**9, 7 * 10**9) for begun in (3, 4, 5)
-    ]
-
-
 def test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted() -> None:
     pool = Pool(in_blocks=False, prefetch=1)
     for key in range(2):
@@ -184,9 +153,6 @@ def test_a_consumer_that_is_too_far_ahead_waits_and_the_wait_is_counted() -> Non
     assert pool.copies.full
     pool.begin(2)
     assert pool.statistics.block_wait_seconds == pool.device.seconds > 0
-
-
-# ---- whole loaders ----------------------------------------------------------------------------------
 
 
 @pytest.mark.processes
@@ -208,7 +174,6 @@ def test_auto_falls_back_and_says_so_once(
     said = [str(warning.message) for warning in of_kind(caught, PinFallback)]
     assert [text.split("pin='")[1].split("'")[0] for text in said] == modes
     staging = loader.statistics().staging
-    assert staging is not None
     assert staging.pin == modes[-1]
     assert reason in staging.pin_reason
 
@@ -224,9 +189,7 @@ def test_a_mode_by_name_raises_rather_than_degrade(pin: str, workers: int, late:
 
 
 @pytest.mark.processes
-def test_an_interrupt_while_a_block_is_locked_leaves_no_lock(
-    late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_locking_leaves_no_lock(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     device = late()
     register = device.register
 

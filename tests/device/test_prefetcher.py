@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from fastq_loader import DataLoader, IteratorInvalid, Prefetcher, ToDevice
 from fastq_loader.device import accelerator, prefetcher, staging
 from tests.support.datasets import Made, Point, Record, assert_same, identity
-from tests.support.defects import defects
 from tests.support.late_device import Late, image_and_label, move_late
 from tests.support.simulated_device import HOME, OTHER, Batch, Breach, Host, SimulatedDevice
 from tests.support.staging_runs import options_for
@@ -31,8 +30,6 @@ FAILURE = "the loader fails"
 
 
 class Loader:
-    """Gives every batch in the same page-locked memory; some fail."""
-
     def __init__(self, draw: random.Random) -> None:
         self.failing = {at for at in range(BATCHES) if draw.random() < 0.1}
         self.expected = [FAILURE if at in self.failing else ("transformed", at) for at in range(BATCHES)]
@@ -55,8 +52,6 @@ class Loader:
 
 
 def simulated(kind: type) -> Any:
-    """Serial staging of such batches."""
-
     class Simulated(kind):
         def _pack(self, batch: Host, ahead: bool) -> Any:
             value, transform = batch.value, self._options.apply_transform
@@ -71,7 +66,6 @@ def simulated(kind: type) -> Any:
 
 
 def transform(device: SimulatedDevice, batch: Batch) -> Batch:
-    """A kernel that reads a batch and writes something new."""
     [(source, value)] = batch.parts
     cell, made = source.cell, device.empty(NBYTES)
     device.write(made, lambda: ("transformed", cell.value))
@@ -132,7 +126,6 @@ def iterate(batches: Any, device: SimulatedDevice, draw: random.Random, pace: in
 
 
 def use_memory(device: SimulatedDevice, draw: random.Random, times: int) -> None:
-    """The step allocates, writes and lets go."""
     for _ in range(times):
         memory = device.empty(NBYTES)
         device.write(memory, lambda: "the step's")
@@ -146,32 +139,6 @@ def test_every_batch_is_right_however_slow_the_step_is(seed: int) -> None:
     run(seed)
 
 
-#: What keeps memory from being written too early, by where it stands.
-GUARDS = {"SerialStaging.begin: if ahead: never"}
-
-
-def is_found() -> bool:
-    def fails(seed: int) -> bool:
-        try:
-            run(seed)
-        except Exception:
-            return True
-        return False
-
-    return any(map(fails, range(300)))
-
-
-def test_a_guard_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    left_out = [(what, made) for what, made in defects(staging, "SerialStaging") if what in GUARDS]
-    assert len(left_out) == len(GUARDS)
-    for what, defective in left_out:
-        monkeypatch.setattr(prefetcher, "SerialStaging", defective.SerialStaging)
-        assert is_found(), what
-
-
-# ---- any loader, over a late device -----------------------------------------------------------------
-
-
 def images(size: int = 10) -> Any:
     return TorchDataLoader(Made(image_and_label, size), 2)
 
@@ -181,7 +148,6 @@ def add_one(batch: Any) -> Any:
 
 
 def drained(batches: Prefetcher) -> list[Any]:
-    """Batches by `next()`, up to the end."""
     return list(takewhile(lambda batch: batch != (None, None), iter(batches.next, None)))
 
 
@@ -207,7 +173,6 @@ def test_a_copy_is_under_way_when_a_batch_is_handed_out_and_statistics_say_so(la
     for at, _ in enumerate(batches):
         assert len(device.copies) == min(at + 2, 5)
     staged = batches.statistics()
-    assert staged is not None
     assert (staged.pin, staged.copies, staged.pinned_bytes > 0) == ("bounce", 5, True)
     assert len(list(batches)) == 5
     assert batches.statistics().pinned_bytes == staged.pinned_bytes  # type: ignore[union-attr]
@@ -261,7 +226,6 @@ def everything() -> dict[str, Any]:
 
 
 def parts_of(part: Any) -> list[Any]:
-    """The tensors, arrays and lists of numbers in a part of a batch."""
     if isinstance(part, Record):
         return [inner for each in part.value for inner in parts_of(each)]
     if isinstance(part, torch.Tensor):
@@ -270,14 +234,12 @@ def parts_of(part: Any) -> list[Any]:
 
 
 def fill(batch: dict[str, Any], number: int) -> None:
-    """Write a number everywhere."""
     for part in [inner for value in batch.values() for inner in parts_of(value)]:
         with torch.no_grad():
             part[:] = type(part)([number] * 3) if isinstance(part, (list, bytearray)) else number
 
 
 def numbers_in(value: Any) -> set[int]:
-    """The numbers that were written."""
     found: set[int] = set()
     for part in parts_of(value):
         if isinstance(part, torch.Tensor):
@@ -288,10 +250,7 @@ def numbers_in(value: Any) -> set[int]:
 
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("stream", ["side", "consumer"])
-def test_a_loader_may_write_to_a_batch_again(
-    stream: str, where: str, late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever it is made of, also what is on the device already."""
+def test_a_batch_may_be_reused(stream: str, where: str, late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     device = late()
     finish_moves = move_late(monkeypatch, device) if where == "host" else list
 
@@ -313,8 +272,6 @@ def test_a_loader_may_write_to_a_batch_again(
 
 
 class Failing:
-    """Fails to give batches 1 and 2."""
-
     def __iter__(self) -> Iterator[Any]:
         self.at = -1
         return self
@@ -374,9 +331,7 @@ def test_an_error_keeps_nothing_alive(failing: str, raised: bool, late: Late) ->
         gc.enable()
 
 
-def test_what_is_on_the_device_already_is_transformed_on_the_consumers_stream(
-    late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_of_the_device_are_not_moved_beside(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits for what was queued there. The late device is the host, where a sparse tensor is."""
     device, beside = late(), False
     seen: list[bool] = []
@@ -420,9 +375,6 @@ def test_transforms_are_called_in_the_order_of_the_batches_whatever_these_are(pa
     assert called == list(range(20))
 
 
-# ---- arguments, and ends ----------------------------------------------------------------------------
-
-
 def test_what_cannot_be_meant_is_refused(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     late()
     with pytest.raises(ValueError, match=r"transform=.* are two transforms: give one"):
@@ -461,9 +413,7 @@ def test_an_epoch_ends_where_another_begins(late: Late) -> None:
         batches.close()
 
 
-def test_the_loaders_iterator_comes_before_the_device_and_goes_with_the_epoch(
-    late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_iterator_comes_before_the_device(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its workers must not inherit a device that is in use, and end where nobody waits for them."""
     device, loader, made = late(), Failing(), []
     batches = Prefetcher(loader, "cuda")
@@ -482,7 +432,6 @@ def interrupt(_: Any) -> Any:
 
 @pytest.mark.parametrize("stream", ["side", "consumer"])
 def test_an_interrupt_ends_the_epoch(stream: str, late: Late) -> None:
-    """Its batch would be lost without a word."""
     late()
     batches = Prefetcher(images(), ToDevice("cuda", 1, interrupt, transform_stream=stream))
     for _ in range(6):  # more often than there are buffers
@@ -492,19 +441,6 @@ def test_an_interrupt_ends_the_epoch(stream: str, late: Late) -> None:
         with pytest.raises(IteratorInvalid, match="an interrupt cut a call"):
             next(epoch)
 
-
-def test_nothing_is_asked_for_while_a_graph_is_captured(late: Late) -> None:
-    device = late()
-    batches = Prefetcher(images(), "cuda")
-    batches.next()
-    device.is_capturing = True
-    with pytest.raises(RuntimeError, match="CUDA graph is being captured"):
-        batches.next()
-    device.is_capturing = False
-    assert batches.next()[1].tolist() == [2, 3]
-
-
-# ---- where a loader stands that is read so -------------------------------------------------------------
 
 LENGTH, FAILING = 12, 5
 
@@ -533,8 +469,13 @@ def read(batches: Iterator[Any], most: int = LENGTH + 1) -> list[Any]:
     return seen
 
 
-def check_each_stop(workers: int, schedule: str) -> None:
-    """Stopped after each batch, an epoch and the next one go on as if it had not been."""
+@pytest.mark.parametrize(
+    ("workers", "schedule"),
+    [(0, "round_robin"), (0, "dynamic"), pytest.param(2, "dynamic", marks=pytest.mark.processes)],
+)
+def test_an_epoch_goes_on_after_what_was_handed_out(workers: int, schedule: str, late: Late) -> None:
+    """Stopped after each batch, it and the next one go on as if they had not been."""
+    late()
     plain = loader_of(workers, schedule)
     whole = [read(iter(plain)) for _ in range(2)]
     for stop in range(LENGTH + 1):
@@ -553,18 +494,6 @@ def check_each_stop(workers: int, schedule: str) -> None:
             assert prefetcher.position == (0, stop, stop)
             assert read(iter(prefetcher)) == whole[0][stop:], f"stop={stop}"
             assert read(iter(prefetcher)) == whole[1], f"stop={stop}"
-
-
-@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
-def test_an_epoch_goes_on_after_what_was_handed_out(schedule: str, late: Late) -> None:
-    late()
-    check_each_stop(0, schedule)
-
-
-@pytest.mark.processes
-def test_an_epoch_of_workers_goes_on_after_what_was_handed_out(late: Late) -> None:
-    late()
-    check_each_stop(2, "dynamic")
 
 
 def test_the_end_is_known_when_it_was_handed_out(late: Late) -> None:

@@ -54,7 +54,6 @@ HARMLESS = {
 
 
 def is_found() -> bool:
-    """Whether some run fails."""
     for seed in range(1000):
         try:
             run(seed)
@@ -71,25 +70,12 @@ def is_found() -> bool:
 def test_whatever_is_left_out_is_found(
     module: ModuleType, name: str, place: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every wait, every count, every condition."""
     for what, defective in defects(module, name):
         if any(part in what for part in HARMLESS):
             continue
         monkeypatch.setattr(place, name, getattr(defective, name))
         assert is_found(), f"{what}: not seen"
 
-
-class _FenceOnWrongStream(copies.Copies):
-    def _queue(self, memory: Any, home: Any, source: Any, nbytes: int) -> Any:
-        return super()._queue(memory, self._stager.side, source, nbytes)
-
-
-def test_a_fence_on_the_wrong_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "Copies", _FenceOnWrongStream)
-    assert is_found()
-
-
-# ---- whole loaders: when copies begin, and when memory is free ---------------------------------------
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 IMAGES = functools.partial(Made, image_and_label)
@@ -127,9 +113,7 @@ def wait_at_1(late_batch: Any, index: int) -> Any:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
-def test_transforms_are_called_in_the_order_of_the_batches_whatever_has_come(
-    schedule: str, late: Late
-) -> None:
+def test_transforms_are_called_in_order_whatever_has_come(schedule: str, late: Late) -> None:
     late()
     late_batch = torch.multiprocessing.get_context("fork").Event()
     called: list[Any] = []
@@ -168,9 +152,7 @@ def shrinking(index: int) -> torch.Tensor:
 
 
 @pytest.mark.processes
-def test_pages_go_back_to_the_system_only_when_they_are_not_locked(
-    late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_go_back_only_when_they_are_not_locked(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the device would read the locked ones, and workers write to new ones."""
     device = late()
     punched: list[bool] = []
@@ -189,9 +171,7 @@ def test_pages_go_back_to_the_system_only_when_they_are_not_locked(
 
 
 @pytest.mark.processes
-def test_what_is_locked_stays_locked_while_batches_are_alike(
-    late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_stay_locked_while_batches_are_alike(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     device = late()
     # The consumer runs ahead of a device that is slow, and now and then everything arrives at once.
     monkeypatch.setattr(device, "wait", lambda stream, event: None)
@@ -209,9 +189,7 @@ def test_what_is_locked_stays_locked_while_batches_are_alike(
 
 
 @pytest.mark.parametrize("beside", ["consumer", "side"])
-def test_a_dataset_may_write_to_its_sample_again(
-    beside: str, late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_may_reuse_its_sample(beside: str, late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without workers: nothing waits for what is moved by itself."""
     finish_moves = move_late(monkeypatch, late())
     sample = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
@@ -227,15 +205,10 @@ def test_a_dataset_may_write_to_its_sample_again(
         assert batch.unique().tolist() == [number]
 
 
-# ---- ends -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("beside", ["consumer", "side"])
-def test_an_epoch_that_is_broken_off_leaves_nothing_under_way(
-    persistent: bool, beside: str, late: Late
-) -> None:
+def test_a_broken_epoch_leaves_nothing_under_way(persistent: bool, beside: str, late: Late) -> None:
     device, order = late(), list(range(60))
     to_device = ToDevice("cuda", transform=identity, transform_stream=beside)
     options: Any = {"num_workers": 2, "persistent_workers": persistent, "device": to_device}
@@ -285,9 +258,7 @@ print(next(iterator)[1].tolist())
 
 
 @pytest.mark.processes
-def test_an_interrupt_while_copies_are_drained_leaves_the_rest_to_the_next_close(
-    late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_drain_is_left_to_the_next_close(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     device = late()
     loader = DataLoader(MapDataset("large", 40), 2, num_workers=2, device="cuda")
     iterator = iter(loader)
@@ -313,12 +284,7 @@ def test_an_interrupt_in_a_transform_leaves_no_buffer_behind(late: Late) -> None
             next(iter(loader))
 
 
-# ---- errors -----------------------------------------------------------------------------------------
-
-
 def fail_with(kind: type[BaseException], first: int = 0, last: int = 1000) -> Any:
-    """Fails, as a transform at batches with these labels."""
-
     def fail(batch: Any = None, *_: Any) -> Any:
         if isinstance(batch, list) and not first <= batch[1][0] < last:
             return batch
@@ -365,9 +331,7 @@ def test_an_error_of_the_transform_does_not_keep_the_workers(first: int, late: L
 
 
 @pytest.mark.processes
-def test_a_device_without_memory_is_an_error_at_its_place(
-    late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_without_memory_is_an_error_in_place(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     device = late()
     with DataLoader(IMAGES(30), 2, num_workers=2, device="cuda") as loader:
         iterator = iter(loader)

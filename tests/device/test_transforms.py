@@ -20,7 +20,6 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def by_hand(pixels: torch.Tensor, limit: float = 255.0) -> torch.Tensor:
-    """torchvision's ToTensor and Normalize, in double."""
     shape = (-1, *[1] * (pixels.dim() - 2))
     mean = torch.tensor(MEAN, dtype=torch.float64).view(shape)
     std = torch.tensor(STD, dtype=torch.float64).view(shape)
@@ -29,9 +28,6 @@ def by_hand(pixels: torch.Tensor, limit: float = 255.0) -> torch.Tensor:
 
 def images(*shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8)
-
-
-# ---- normalize --------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -152,9 +148,7 @@ def test_it_can_be_pickled_and_shown() -> None:
         ([None, None], False, 2),  # where streams cannot be told apart
     ],
 )
-def test_factors_are_kept_for_the_stream_that_made_them(
-    streams: Any, captured: bool, made: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_factors_by_stream(streams: Any, captured: bool, made: int, monkeypatch: pytest.MonkeyPatch) -> None:
     apply, factors = normalize(MEAN, STD), []
     monkeypatch.setattr(apply, "_make", lambda *form: factors.append(form) or (torch.ones(()),) * 2)
     monkeypatch.setattr(transforms, "is_captured", lambda device: captured)
@@ -175,9 +169,6 @@ def test_in_a_compiled_step() -> None:
     compiled = torch.compile(step, backend="eager", fullgraph=True)
     pixels = images(2, 3, 4, 4)
     torch.testing.assert_close(compiled(pixels), step(pixels))
-
-
-# ---- copy_into --------------------------------------------------------------------------------------
 
 
 def batch_of(value: float, size: int = 4) -> Any:
@@ -228,14 +219,11 @@ def test_what_cannot_be_filled_is_refused() -> None:
         copy_into([Record("r", torch.zeros(2)), torch.zeros(2)], [Record("r", torch.ones(2)), torch.ones(2)])
 
 
-def sample(index: int) -> Any:
-    return {"x": torch.full((3,), float(index)), "name": str(index)}
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_iterators_copy_their_next_batch(workers: int) -> None:
-    iterator = iter(DataLoader(Made(sample, 7), 2, num_workers=workers))
+    dataset = Made(lambda index: {"x": torch.full((3,), float(index)), "name": str(index)}, 7)
+    iterator = iter(DataLoader(dataset, 2, num_workers=workers))
     static: Any = {"x": torch.empty(2, 3), "name": None}
     for first in (0, 2, 4):
         iterator.copy_into(static)

@@ -16,7 +16,6 @@ from fastq_loader.insight.advice import (
     duration,
     idle_workers,
     memory_pressure,
-    same_order,
     tiny_batches,
 )
 from fastq_loader.insight.model import Costs, Evidence, Setting
@@ -35,9 +34,6 @@ TWO = Setting(2)
 def lines(limit: str, costs: Costs, setting: Setting = TWO, cpus: float = 4.0, **fields: Any) -> str:
     evidence = Evidence(**{"epoch": EPOCH, "costs": costs, "setting": setting, "cpus": cpus, **fields})
     return "\n".join(advice(evidence, [limit]))
-
-
-# ---- workers ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -77,9 +73,6 @@ def test_what_takes_microseconds_needs_no_workers() -> None:
     assert "num_workers=0" not in lines("transport", costs, Setting(0), epoch=measured)
 
 
-# ---- head of the line ---------------------------------------------------------------------------------
-
-
 def test_dynamic_removes_what_slow_batches_cost() -> None:
     found = lines("head_of_line", UNEVEN)
     assert found.startswith("schedule='dynamic' removes the 23% lost at the head of the line: about ")
@@ -94,9 +87,7 @@ def test_dynamic_removes_what_slow_batches_cost() -> None:
         (Setting(0), {}, ["dynamic", "prefetch", "in_order"]),
     ],
 )
-def test_what_has_no_effect_is_not_advised(
-    setting: Setting, fields: dict[str, Any], not_advised: list[str]
-) -> None:
+def test_no_effect_is_no_advice(setting: Setting, fields: dict[str, Any], not_advised: list[str]) -> None:
     for limit in ("head_of_line", "workers", "memory"):
         found = lines(limit, UNEVEN, setting, **fields)
         assert not any(word in found for word in not_advised)
@@ -107,9 +98,6 @@ def test_where_dynamic_waits_already_the_slow_batches_are_named() -> None:
     assert "no batch that takes longer than 20 ms to load" in lines(
         "head_of_line", slowest, Setting(4, dynamic=True), 64
     )
-
-
-# ---- others -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -195,9 +183,6 @@ def test_the_way_to_the_device() -> None:
     assert "pin_memory=True" in lines("device_copy", costs, pins=True)
 
 
-# ---- always -------------------------------------------------------------------------------------------
-
-
 def test_without_costs_there_is_no_advice() -> None:
     assert advice(Evidence(EPOCH), ["workers"]) == ()
 
@@ -226,37 +211,13 @@ def test_little_gains_are_not_mentioned_and_the_best_comes_first(
     assert gains == sorted(gains, reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0, "0 µs"),
-        (4.2e-5, "42 µs"),
-        (0.000_99, "990 µs"),
-        (0.031, "31 ms"),
-        (0.00234, "2.34 ms"),
-        (0.9999, "1 s"),
-        (7.4, "7.4 s"),
-        (123.4, "123 s"),
-    ],
-)
-def test_durations_are_short(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+def test_durations_are_short() -> None:
+    seconds = (0.0, 4.2e-5, 0.000_99, 0.031, 0.00234, 0.9999, 7.4, 123.4)
+    texts = ["0 µs", "42 µs", "990 µs", "31 ms", "2.34 ms", "1 s", "7.4 s", "123 s"]
+    assert list(map(duration, seconds)) == texts
 
-
-# ---- hints --------------------------------------------------------------------------------------------
 
 Batch = tuple[bytes, int]
-
-
-def test_few_samples_in_the_same_order_say_nothing() -> None:
-    assert same_order("Shuffle", 7, 19) is None
-    text = same_order("Shuffle", 7, 20)
-    assert text is not None
-    assert "Shuffle gave the same order in epochs 6 and 7 (the first 20 samples" in text
-    assert "set_epoch(epoch)" in text
-
-
-# ---- duplicate data ---------------------------------------------------------------------------------
 
 
 def batches(letters: str, nbytes: int = 8) -> list[Batch]:
@@ -296,9 +257,6 @@ def test_workers_that_give_the_same_data(case: str) -> None:
         assert "get_worker_info()" in text
 
 
-# ---- idle workers -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given_by", "idle"),
     [
@@ -319,9 +277,6 @@ def test_workers_that_give_nothing(given_by: list[int], idle: str | None) -> Non
         assert f"num_workers={len(first)}" in text
 
 
-# ---- tiny batches -----------------------------------------------------------------------------------
-
-
 def was_loaded(counters: EpochCounters, seq: int, load: int) -> None:
     took = load * 1000
     counters.answered(
@@ -332,7 +287,6 @@ def was_loaded(counters: EpochCounters, seq: int, load: int) -> None:
 def epoch_of(
     batches: int, *, load: int, way: int, step: int = 0, start_up: int = 0, sampler: int = 0, copy: int = 0
 ) -> EpochCounters:
-    """An epoch that is over; all times in microseconds for each batch."""
     counters = EpochCounters(1, 0)
     counters.batches = batches
     for seq in range(batches):
@@ -350,7 +304,6 @@ def epoch_of(
 
 def test_batches_that_are_worth_no_worker() -> None:
     text = tiny_batches(epoch_of(60_000, load=20, way=180, step=30), 2)
-    assert text is not None
     assert "takes 20 µs to load, and 210 µs with its way from 2 workers" in text
     assert "this epoch of 60000 batches would have taken about 3.0 s in place of 12.6 s" in text
 
@@ -374,8 +327,6 @@ def test_batches_that_are_worth_no_worker() -> None:
 def test_where_it_does_not_matter_nothing_is_said(counters: EpochCounters, told: bool) -> None:
     assert (tiny_batches(counters, 2) is not None) == told
 
-
-# ---- memory -----------------------------------------------------------------------------------------
 
 MB = 1 << 20
 

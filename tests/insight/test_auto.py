@@ -58,9 +58,7 @@ def run(
     st.sampled_from([0.5, 1.0, 2.0, 12.0]),
     st.integers(1, 8),
 )
-def test_from_the_third_epoch_on_the_number_is_near_the_best_and_stays(
-    load: float, load_cpu: float, step: float, cpus: float, first: int
-) -> None:
+def test_it_is_soon_near_the_best(load: float, load_cpu: float, step: float, cpus: float, first: int) -> None:
     costs = Costs((load,), pack=0.0001, overhead=0.0001, load_cpu=load_cpu, step=step)
     chosen = run(costs, cpus, first, epochs=6)
     possible = {0, first, *numbers(most_workers(costs, cpus), cpus)}
@@ -129,13 +127,8 @@ def test_memory_bounds_the_number(most: int, now: int) -> None:
     assert decide([Seen(now, 0.01, WAITING)], 4.0, most, 2) <= most
 
 
-# ---- the first number, and what stands for it ------------------------------------------------------
-
-
 @pytest.mark.parametrize(("cpus", "number"), [(0.25, 1), (1.0, 1), (2.0, 2), (3.5, 4), (96.0, 8)])
-def test_the_first_epoch_gets_as_many_as_there_are_cpus(
-    monkeypatch: pytest.MonkeyPatch, cpus: float, number: int
-) -> None:
+def test_the_first_epoch_goes_by_the_cpus(monkeypatch: pytest.MonkeyPatch, cpus: float, number: int) -> None:
     monkeypatch.setattr(machine, "cpus", lambda: cpus)
     first = number_given("auto")
     assert first == number
@@ -188,9 +181,6 @@ def test_a_loader_is_rebuilt_from_its_attributes(number: int) -> None:
             name: getattr(loader, name) for name in names
         }
         assert type(each.num_workers) is Auto
-
-
-# ---- what it cannot go with ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["round_robin", RoundRobin()])

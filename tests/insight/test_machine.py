@@ -134,9 +134,7 @@ def test_files_that_are_not_for_us_say_nothing(tmp_path: Path) -> None:
         (None, 0.0),
     ],
 )
-def test_the_kernel_says_how_much_processes_wait_for_cpus(
-    tmp_path: Path, text: str | None, found: float
-) -> None:
+def test_the_kernel_says_how_long_cpus_are_waited_for(tmp_path: Path, text: str | None, found: float) -> None:
     file = tmp_path / "cpu"
     if text is not None:
         file.write_text(text)

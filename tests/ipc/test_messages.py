@@ -20,6 +20,7 @@ from fastq_loader.ipc.decoding import decode_for_consumer, decode_for_worker
 from fastq_loader.ipc.messages import (
     OUTCOMES,
     TOKEN_BYTES,
+    VERSION,
     Answer,
     Bundle,
     Epoch,
@@ -48,7 +49,6 @@ PLAIN = st.one_of(st.none(), st.booleans(), SMALL_INTS, st.floats(), TEXT, st.bi
 
 
 def tuples(*items: st.SearchStrategy[Any], size: int = 4) -> st.SearchStrategy[tuple[Any, ...]]:
-    """Tuples of tuples of these, or of these where it is one."""
     return st.lists(st.tuples(*items) if len(items) > 1 else items[0], max_size=size).map(tuple)
 
 
@@ -83,9 +83,6 @@ FROM_CONSUMER = st.one_of(
 )
 
 
-# ---- there and back ---------------------------------------------------------------------------------
-
-
 @settings(deadline=None, max_examples=150)
 @given(FROM_CONSUMER, FROM_WORKERS)
 def test_messages_survive(to_worker: messages.Message, to_consumer: messages.Message) -> None:
@@ -101,7 +98,6 @@ def test_what_the_consumer_finds_out_is_not_sent() -> None:
 
 
 def travel(index: Any) -> Any:
-    """An index as the dataset receives it."""
     task = decode_for_worker(encode(Task(1, 2, 3, index, ()), TOKEN))
     assert isinstance(task, Task)
     return load_index(task.index, TOKEN)
@@ -142,12 +138,6 @@ def test_plain_indices_travel_without_a_pickle(monkeypatch: pytest.MonkeyPatch) 
         assert_same(index, travel(index), "index")
 
 
-@pytest.mark.parametrize("value", [np.int64(1), (1,), {1}, slice(1), np.float64(1), bytearray()])
-def test_values_that_are_not_plain(value: Any) -> None:
-    assert type(travel(value)) is type(value)
-    assert type(travel([value])[0]) is type(value)
-
-
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1)))
 def test_packed_integers_come_out_as_a_list(integers: list[int]) -> None:
     packed = Indices(array("q", integers).tobytes())
@@ -170,14 +160,10 @@ def test_packs_says_what_msgpack_takes(value: int) -> None:
         assert packs(value)
 
 
-# ---- pickles stay closed ----------------------------------------------------------------------------
-
 opened: list[int] = []
 
 
 class Trap:
-    """Unpickling one leaves a trace."""
-
     def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
         return _open, (1,)
 
@@ -222,3 +208,115 @@ def test_an_index_that_cannot_be_pickled_raises_when_it_is_sent() -> None:
             encode(Task(0, 0, 0, index, ()), TOKEN)
     with pytest.raises(ZeroDivisionError):  # one that cannot be unpickled, where it is loaded
         travel(Refusing())
+
+
+def packed(*fields: Any) -> bytes:
+    frame: bytes = msgpack.packb(fields)
+    return frame
+
+
+def task(*fields: Any) -> bytes:
+    return packed(VERSION, messages.TASK, *fields)
+
+
+def answer(at: int | None = None, value: Any = None, *, fields: int = 17) -> bytes:
+    """The frame of an answer, with one field changed, or not all of them."""
+    values = [1, 2, 0, messages.SKIPPED, 5, 6, [], [], None, b"", 7, 8, 9, 10, 11, 12, 13]
+    if at is not None:
+        values[at] = value
+    return packed(VERSION, messages.ANSWER, *values[:fields])
+
+
+MALFORMED = [
+    *(b"", b"\xc1", b"\x93\x02\x03\xd4\xff\x00", b"\x91" * 5000, b"\x81\x01" * 5000),
+    *(b"\x92\x03\x81\x91\x01\x02", b"\x92\x03\x81\x81\x01\x02\x03"),  # a list or a map as a key
+    *(b"\xdd\xff\xff\xff\xff", b"\x92\x03\xc6\xff\xff\xff\xff"),  # lengths of 4 billion
+    *(
+        msgpack.packb(7),
+        packed(),
+        packed(VERSION),
+        packed(VERSION, 17),
+        packed(VERSION, [2]),
+        packed(VERSION, {}),
+    ),
+    *(packed(VERSION + 1, messages.STOP), packed(None, messages.STOP), encode(Stop()) + b"\x00"),
+    encode(Task(0, 0, 0, list(range(20)), ()))[:-3],
+    *(
+        packed(VERSION, messages.STOP, msgpack.ExtType(9, b"")),
+        encode(Task(1, 2, 3, Indices(bytes(12)), ())),
+    ),
+    *(task(1, 2, 3, 4, [], []), task(1, 2, 3, 4, [], [], 0, 0), task(1, 2, 3, 4, [], [5], 0)),
+    *(task(1, 2, 3, 4, grants, [], 0) for grants in (5, [5], [[1, 2, 3]], [{1: 2, 3: 4}], {}, [b"ab"], "")),
+    *(task(1, 2, 3, 4, [[number, 2]], [], 0) for number in (-1, 1 << 63)),
+    *(task(1, number, 3, 4, [], [], 0) for number in (True, 0.5, "2", -1, None, 1 << 63)),
+    task(1, 2, 3, 4, [], [], None),
+    *(packed(VERSION, messages.EPOCH, *seeds) for seeds in ((1, None), (1, None, None, None))),
+    *(packed(VERSION, messages.EPOCH, 1, *seeds) for seeds in (("1", None), (None, -1))),
+    *(packed(VERSION, messages.SPACE, *ranges) for ranges in ((), ([], []), ([5],))),
+    *(packed(VERSION, messages.BUNDLE, *frames) for frames in ((), (5,), ([5],), (["a"],))),
+    *(packed(VERSION, messages.STOP, 1), packed(VERSION, messages.PING, 1)),
+    *(packed(VERSION, messages.HELLO), packed(VERSION, messages.HELLO, "1")),
+    *(answer(fields=fields) for fields in (8, 16, 10)),
+    *(answer(10, -1), answer(15, None), answer(12, 0.5)),
+    *(
+        packed(VERSION, messages.ANSWER, 0, 0, 0, 2, 0, 0, [], [], None, [], *range(each))
+        for each in (0, 6, 7)
+    ),
+    *(answer(3, outcome) for outcome in (99, [0], True, -1, None)),
+    *(answer(4, None), answer(2, -1)),
+    *(answer(6, fresh) for fresh in ([[1]], None, [[True, 1]], "", b"ab")),
+    *(answer(7, returned) for returned in (["a"], "", b"ab", None, {1: 2}, [-1])),
+    *(answer(8, handle) for handle in ("abcde", 3, [1, None, []], [-1, None, [], None, []])),
+    *(answer(8, [1, None, values, packet, []]) for values, packet in (("", None), ([], ""))),
+    *(answer(8, [1, None, [], None, segments]) for segments in ([[1, 2]], None)),
+]
+
+
+def test_the_frames_that_the_malformed_ones_are_made_of_are_well_formed() -> None:
+    assert decode_for_worker(task(1, 2, 3, 4, [[0, 8]], [], 0)) == Task(1, 2, 3, 4, ((0, 8),))
+    costs = 7, 8, 9, 10, 11, 12, 13
+    expected = Answer(1, 2, 0, messages.SKIPPED, 5, 6, (), (), None, (), b"", *costs)
+    assert decode_for_consumer(answer()) == expected
+    assert decode_for_consumer(answer(8, [1, None, [], None, []]))
+
+
+@pytest.mark.parametrize("frame", MALFORMED, ids=lambda frame: repr(frame)[:60])
+def test_malformed_frames_are_refused(frame: bytes) -> None:
+    for decode in (decode_for_worker, decode_for_consumer):
+        with pytest.raises(ProtocolError):
+            decode(frame)
+
+
+def test_each_side_refuses_the_messages_of_its_own() -> None:
+    for message in (Hello(1), Answer(0, 0, 0, 2, 0, 0, (), (), None)):
+        with pytest.raises(ProtocolError, match="kind"):
+            decode_for_worker(encode(message))
+    for other in (Stop(), Epoch(0, None), Space(((0, 65536),)), Task(0, 0, 0, [1], ()), Bundle(())):
+        with pytest.raises(ProtocolError, match="kind"):
+            decode_for_consumer(encode(other))
+
+
+def decodes_or_refuses(frame: bytes) -> None:
+    for decode, kinds in (
+        (decode_for_worker, (Task, Epoch, Space, Bundle, Stop, Ping)),
+        (decode_for_consumer, (Hello, Answer, Ping)),
+    ):
+        try:
+            assert isinstance(decode(frame), kinds)  # type: ignore[operator]
+        except ProtocolError:
+            continue
+
+
+MSGPACK_VALUES = st.recursive(
+    PLAIN | st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=4)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(PLAIN, inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(0, 7), st.lists(MSGPACK_VALUES, max_size=12), st.binary(max_size=40))
+def test_other_frames_raise_nothing_else(kind: int, fields: list[Any], junk: bytes) -> None:
+    for frame in (msgpack.packb((VERSION, kind, *fields), unicode_errors="surrogatepass"), junk):
+        decodes_or_refuses(frame)
+    decodes_or_refuses(bytes([0x92, VERSION]) + junk)

@@ -1,8 +1,11 @@
-"""Both ends of the sockets in one process, what keeps others out, and connections that break."""
+"""Both ends of the sockets in one process, what keeps others out, connections that break, and limits."""
 
 from __future__ import annotations
 
+import _thread
+import errno
 import os
+import resource
 import signal
 import socket
 import sys
@@ -18,11 +21,21 @@ import pytest
 import zmq
 
 from fastq_loader.ipc import endpoints, sockets
-from fastq_loader.ipc.endpoints import endpoint, endpoint_folder, remove_folder, socket_name
+from fastq_loader.ipc.endpoints import (
+    endpoint,
+    endpoint_folder,
+    expect_descriptors,
+    expect_threads,
+    remove_folder,
+    socket_name,
+)
 from fastq_loader.ipc.messages import TOKEN_BYTES, Answer, Bundle, Epoch, Hello, Ping, Stop, encode
 from fastq_loader.ipc.sockets import ConsumerSocket, WorkerSocket
 from tests.conftest import open_descriptors, wait_until
+from tests.support.alarms import Alarm, alarm_after, ring
 from tests.support.forking import end_of, fork
+
+pytestmark = pytest.mark.processes
 
 TOKEN = bytes(range(TOKEN_BYTES))
 ANSWER = Answer(1, 2, 0, 0, 5, 6, ((0, 81920),), (), None)
@@ -84,10 +97,6 @@ def broken(consumer: ConsumerSocket, timeout: float) -> list[int]:
     return found
 
 
-# ---- there and back ---------------------------------------------------------------------------------
-
-
-@pytest.mark.processes
 def test_messages_reach_the_worker_that_they_are_for(folder: str) -> None:
     with connected(folder, 2) as (consumer, (one, other)):
         consumer.send(0, EPOCHS[0])
@@ -106,7 +115,6 @@ def test_messages_reach_the_worker_that_they_are_for(folder: str) -> None:
         assert consumer.receive() is None
 
 
-@pytest.mark.processes
 def test_a_stop_is_seen_before_what_stands_in_front_of_it(folder: str) -> None:
     with connected(folder) as (consumer, (worker,)):
         consumer.send(0, EPOCHS[0])
@@ -120,7 +128,6 @@ def test_a_stop_is_seen_before_what_stands_in_front_of_it(folder: str) -> None:
         assert [worker.receive(block=True) for _ in range(2)] == [EPOCHS[2], Stop()]
 
 
-@pytest.mark.processes
 def test_nothing_reaches_the_process_that_replaces_a_worker_but_what_is_its_own(folder: str) -> None:
     with connected(folder) as (consumer, (dead,)):
         dead.send(ANSWER)
@@ -136,7 +143,6 @@ def test_nothing_reaches_the_process_that_replaces_a_worker_but_what_is_its_own(
             assert broken(consumer, 0.05) == [], "the dead one's connection is nobody's"
 
 
-@pytest.mark.processes
 def test_one_wait_serves_messages_descriptors_and_a_wake_up(folder: str) -> None:
     with connected(folder) as (consumer, (worker,)):
         assert consumer.wait(0) == ([], False)
@@ -175,7 +181,6 @@ def test_a_worker_can_wait_for_more_than_messages(folder: str) -> None:
             os.close(end)
 
 
-@pytest.mark.processes
 def test_a_forked_child_of_a_worker_cannot_use_its_socket(folder: str) -> None:
     with connected(folder) as (consumer, (worker,)):
 
@@ -189,7 +194,6 @@ def test_a_forked_child_of_a_worker_cannot_use_its_socket(folder: str) -> None:
         assert received(consumer) == (0, Hello(2))
 
 
-@pytest.mark.processes
 def test_a_signal_while_sockets_are_closed_leaves_nothing() -> None:
     """Many times under a hail of signals: whatever is left of one is found after the test."""
     handler = signal.signal(signal.SIGALRM, lambda number, frame: None)
@@ -204,14 +208,10 @@ def test_a_signal_while_sockets_are_closed_leaves_nothing() -> None:
         signal.signal(signal.SIGALRM, handler)
 
 
-# ---- garbage, and other users -----------------------------------------------------------------------
-
-
 #: Not messages of a worker's, nor of a consumer's.
 GARBAGE = [b"junk", encode(Bundle(()))[:-1], encode(ANSWER)[1:], b"\xc1half a message"]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("garbage", [*GARBAGE, b""])
 def test_garbage_from_a_worker_is_named_and_the_last_that_is_read(garbage: bytes, folder: str) -> None:
     with (
@@ -227,11 +227,8 @@ def test_garbage_from_a_worker_is_named_and_the_last_that_is_read(garbage: bytes
         assert broken(consumer, 0.05) == ([] if garbage else [0]), "an empty one is the end"
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("room", [2304, sockets._ROOM])
-def test_answers_wait_in_the_worker_while_there_is_no_room_and_stay_in_order(
-    room: int, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_wait_for_room_in_order(room: int, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many and however long they are; and it reads its messages meanwhile."""
     monkeypatch.setattr(sockets, "_ROOM", room)
     with connected(folder, 2) as (consumer, (worker, other)):
@@ -260,7 +257,6 @@ def test_answers_wait_in_the_worker_while_there_is_no_room_and_stay_in_order(
         assert found == {0: answers, 1: [ANSWER._replace(state=bytes(100_000))]}
 
 
-@pytest.mark.processes
 def test_a_worker_drops_garbage(folder: str, worker: WorkerSocket) -> None:
     with raw_socket() as consumer:
         consumer.connect(endpoint(folder, "w0.0"))
@@ -269,7 +265,6 @@ def test_a_worker_drops_garbage(folder: str, worker: WorkerSocket) -> None:
         assert worker.receive(block=True) == EPOCHS[1]
 
 
-@pytest.mark.processes
 def test_where_each_peer_is_taken_for_the_process_that_asks_the_consumer_can_connect(folder: str) -> None:
     """As gVisor answers SO_PEERCRED."""
     with (
@@ -280,7 +275,6 @@ def test_where_each_peer_is_taken_for_the_process_that_asks_the_consumer_can_con
         assert received(consumer) == (0, Hello(os.getpid()))
 
 
-@pytest.mark.processes
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize(("user", "error"), [(0, 0), (65534, 13)])  # EACCES
 def test_another_user_cannot_connect(user: int, error: int, folder: str, worker: WorkerSocket) -> None:
@@ -298,7 +292,6 @@ def test_another_user_cannot_connect(user: int, error: int, folder: str, worker:
     assert end_of(fork(connect)) == 0
 
 
-@pytest.mark.processes
 def test_a_worker_accepts_no_process_but_its_consumer(folder: str, worker: WorkerSocket) -> None:
     """Not even one of the same user: it would get every second answer."""
 
@@ -351,15 +344,6 @@ def test_a_folder_that_cannot_be_used_is_passed_over(parent: str, monkeypatch: p
     assert len(longest) <= endpoints._LONGEST_PATH
 
 
-def test_without_any_folder_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "mkdtemp", Mock(side_effect=PermissionError("no")))
-    with pytest.raises(PermissionError, match="no"):
-        endpoint_folder()
-
-
-# ---- connections that break -------------------------------------------------------------------------
-
-
 def scribble(path: str) -> None:
     """Write where a socket of zmq's is connected that was bound at `path`, or is connected to it."""
     for name, target in open_descriptors().items():
@@ -369,7 +353,6 @@ def scribble(path: str) -> None:
                     end.send(b"\xff" * 99)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("junk", [True, False], ids=["junk", "the worker closes it"])
 def test_a_broken_connection_is_named_once(junk: bool, folder: str) -> None:
     with connected(folder, 2) as (consumer, ends):
@@ -386,10 +369,7 @@ def test_a_broken_connection_is_named_once(junk: bool, folder: str) -> None:
         assert received(consumer) == (0, ANSWER)
 
 
-@pytest.mark.processes
-def test_a_socket_whose_file_is_removed_is_made_anew(
-    folder: str, worker: WorkerSocket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_file_is_remade(folder: str, worker: WorkerSocket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "_LOOK_MS", 1)
     path = Path(folder, "w0.0")
     path.unlink()
@@ -401,34 +381,14 @@ def test_a_socket_whose_file_is_removed_is_made_anew(
         thread.join()
 
 
-@pytest.mark.processes
-def test_a_worker_whose_folder_is_removed_does_not_wait(
-    folder: str, worker: WorkerSocket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_folder_it_ends(folder: str, worker: WorkerSocket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "_LOOK_MS", 1)
     remove_folder(folder)
     with pytest.raises(zmq.ZMQError, match="No such file"):
         worker.say_hello()
 
 
-# ---- threads ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("probe", ["expect_descriptors", "expect_threads"])
-def test_neither_end_is_made_where_zmq_would_end_the_process(
-    probe: str, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sockets, probe, Mock(side_effect=OSError("too few")))
-    if probe == "expect_descriptors":  # threads are counted with those of the workers, before any is started
-        with pytest.raises(OSError, match="too few"):
-            ConsumerSocket(folder, 1, TOKEN)
-    with pytest.raises(OSError, match="too few"):
-        end_of_worker(folder, 0)
-
-
 def policies() -> dict[int, int]:
-    """How each thread of this process is scheduled."""
     found = {}
     for task in map(int, os.listdir("/proc/self/task")):
         with suppress(ProcessLookupError):  # one that was joined is still listed for a moment
@@ -438,9 +398,7 @@ def policies() -> dict[int, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="this system schedules otherwise")
 @pytest.mark.parametrize("refused", [False, True])
-def test_threads_of_the_consumers_socket_wait_for_a_free_core(
-    refused: bool, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_wait_for_a_free_core(refused: bool, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if refused:  # as in some sandboxes
         monkeypatch.setattr(os, "sched_setscheduler", Mock(side_effect=PermissionError))
     before = policies()
@@ -450,3 +408,71 @@ def test_threads_of_the_consumers_socket_wait_for_a_free_core(
     assert {thread: after[thread] for thread in before if thread in after}.items() <= before.items()
     new = {after[thread] for thread in after.keys() - before.keys()}
     assert new == {os.SCHED_OTHER if refused else os.SCHED_BATCH}
+
+
+def tasks() -> set[str]:
+    """Threads of this process, as the kernel counts them."""
+    return set(os.listdir("/proc/self/task"))
+
+
+def test_too_few_descriptors_are_an_error_that_says_how_to_get_more() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = open_descriptors()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before) + 8, limits[1]))
+    try:
+        expect_descriptors(5)
+        with pytest.raises(OSError, match=r"needs 500 descriptors .* `ulimit -n`") as caught:
+            expect_descriptors(500)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert caught.value.errno == errno.EMFILE
+    assert open_descriptors().keys() == before.keys()
+
+
+def test_another_error_is_not_taken_for_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> int:
+        raise TimeoutError("a handler of a signal")
+
+    monkeypatch.setattr(os, "open", interrupted)
+    with pytest.raises(TimeoutError, match=r"^a handler of a signal$"):
+        expect_descriptors(5)
+
+
+@pytest.mark.parametrize("allowed", [0, 3, 5])
+def test_too_few_threads_are_an_error_and_none_is_left(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = _thread.start_new_thread, []
+
+    def limited(function: Any, arguments: Any) -> int:
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(start(function, arguments))
+        assert len(tasks() - before) == len(started), "they are counted together"
+        return started[-1]
+
+    before, looks = tasks(), [True] * 9
+    monkeypatch.setattr(_thread, "start_new_thread", limited)
+    monkeypatch.setattr(os.path, "exists", lambda path: looks.pop() if looks else os.access(path, os.F_OK))
+    if allowed == 5:
+        expect_threads(5)
+    else:
+        with pytest.raises(BlockingIOError, match=r"needs 5 threads .*`ulimit -u`.*pids") as caught:
+            expect_threads(5)
+        assert caught.value.errno == errno.EAGAIN
+    assert not tasks() - before  # of tests before, some may be ending
+    assert not (looks and allowed), "it waits until the kernel counts them no more"
+    assert len(started) == allowed
+
+
+def test_a_signal_waits_until_the_threads_were_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handler may raise what is also raised where threads are used up."""
+    start, started = _thread.start_new_thread, []
+
+    def ringing(function: Any, arguments: Any) -> int:
+        signal.raise_signal(signal.SIGALRM)
+        started.append(start(function, arguments))
+        return started[-1]
+
+    monkeypatch.setattr(_thread, "start_new_thread", ringing)
+    with alarm_after(60, ring), pytest.raises(Alarm):
+        expect_threads(3)
+    assert len(started) == 3

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import math
+import pickle
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 from typing import Any
-from unittest.mock import MagicMock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastq_loader.ipc.messages import BATCH, Answer
-from fastq_loader.statistics.counters import Counters, StagingCounters
-from fastq_loader.statistics.snapshots import LateBatch
+from fastq_loader.statistics.counters import Counters
+from fastq_loader.statistics.snapshots import (
+    CAUSES,
+    EpochStatistics,
+    Histogram,
+    LateBatch,
+    LoaderStatistics,
+    StagingStatistics,
+    WorkerStatistics,
+)
 from fastq_loader.statistics.workers import WorkerCounters
 
 SECOND = 1_000_000_000
 
 
 def answer(started: float, finished: float, **fields: Any) -> Answer:
-    """The answer for a batch that was loaded between two seconds."""
     times = round(started * SECOND), round(finished * SECOND)
     return Answer(1, fields.pop("seq", 0), 0, BATCH, *times, (), (), None, **fields)
 
@@ -100,20 +112,6 @@ def test_pools_that_count_elsewhere_are_asked_until_they_end() -> None:
     assert (found.wire_bytes, found.workers[0].wire_bytes) == (150, 40)
 
 
-def test_who_is_meant_by_a_process_here_is_known_to_its_pool_alone() -> None:
-    counters = counted()
-    assert counters.far_worker(70) is None
-    Pool(counters, 0)
-    assert [counters.far_worker(pid) for pid in (70, 71)] == [(812, "10.0.0.2"), None]
-
-
-def test_restarts_are_those_of_all_workers() -> None:
-    counters = counted()
-    for pid, worker in enumerate((*counters.workers, counters.workers[0])):
-        worker.replaced(pid)
-    assert counters.snapshot().worker_restarts == 3
-
-
 def test_the_ten_latest_batches_are_named_the_worst_first() -> None:
     counters = Counters()
     for batch in range(100):
@@ -152,48 +150,61 @@ def test_epochs_are_kept_one_by_one_and_in_sum() -> None:
     assert round(found.total.cpu_seconds * 1e9) == 750
 
 
-class Nobody:
-    """Stands for an observer."""
-
-    def began(self, *_: int) -> None:
-        """An epoch."""
-
-    def thread(self) -> int:
-        return 811
+def snapshot() -> LoaderStatistics:
+    counters = counted()
+    counters.begin_epoch(5, 0).counted().started(9)
+    return counters.snapshot()
 
 
-def test_an_observer_is_told_of_copies_to_any_device() -> None:
-    counters, told, staging = Counters(), MagicMock(), StagingCounters("cuda")
-    staging.copied(8, 1.0, 2.0)
-    counters.observe(told)
-    counters.stage(staging)
-    staging.copied(8, 1.0, 2.0)
-    counters.observe(None)
-    staging.copied(8, 1.0, 2.0)
-    told.copied.assert_called_once_with(8, 10**9, 2 * 10**9)
-    assert counters.snapshot().staging == staging.snapshot()
-    counters.stage(None)
-    assert counters.snapshot().staging is None
+def test_a_snapshot_cannot_be_altered() -> None:
+    found = snapshot()
+    for part in (found, found.total, found.workers[0], LateBatch(1, 2, 3.0), StagingStatistics("cuda")):
+        for field in fields(part):
+            with pytest.raises(FrozenInstanceError):
+                setattr(part, field.name, 1)
+            with pytest.raises(FrozenInstanceError):
+                delattr(part, field.name)
 
 
-def test_an_epoch_that_is_not_kept_any_more_tells_nobody() -> None:
-    counters, told = Counters(), MagicMock()
-    counters.observe(told)
-    first = counters.begin_epoch(5, 0)
-    told.began.assert_called_once_with(1, 5)
-    for _ in range(100):
-        counters.begin_epoch(5, 0)
-    assert first.counted().observer is None, "it would not hear of the end"
+def test_a_snapshot_is_of_the_public_classes_and_travels() -> None:
+    found = snapshot()
+    assert type(found) is LoaderStatistics
+    assert [type(worker) for worker in found.workers] == [WorkerStatistics] * 2
+    assert [type(epoch) for epoch in found.per_epoch] == [EpochStatistics]
+    assert pickle.loads(pickle.dumps(found)) == found == replace(found)
+    assert "batches=3" in repr(found)
 
 
-def test_an_observer_is_told_of_epochs_that_are_under_way_and_of_later_ones() -> None:
-    counters, observer = Counters(), Nobody()
-    first = counters.begin_epoch(0, 0)
-    counters.observe(observer)  # type: ignore[arg-type]
-    second = counters.begin_epoch(1, 0)
-    assert first.counted().observer is second.counted().observer is observer
-    assert first.thread() == second.thread() == 811
-    counters.observe(None)
-    found = (first, second, counters.begin_epoch(2, 0))
-    assert {notes.counted().observer for notes in found} == {None}
-    assert {notes.thread() for notes in found} == {0}
+def test_every_cause_has_its_seconds() -> None:
+    epoch = EpochStatistics(**{f"{cause}_seconds": at for at, cause in enumerate(CAUSES)})
+    assert [epoch.spent_on(cause) for cause in CAUSES] == list(range(8))
+    assert LoaderStatistics(total=epoch).head_of_line_seconds == epoch.head_of_line_seconds
+
+
+DURATIONS = st.lists(st.integers(10, 10**13), min_size=1, max_size=50)
+
+
+def histogram_of(durations: list[int]) -> Histogram:
+    histogram = Histogram()
+    for duration in durations:
+        histogram.add(duration)
+    return histogram
+
+
+@given(DURATIONS, st.floats(1, 100))
+def test_a_percentile_is_within_three_percent(durations: list[int], percent: float) -> None:
+    exact = sorted(durations)[math.ceil(percent / 100 * len(durations) - 1e-9) - 1] / 1e9
+    assert abs(histogram_of(durations).percentile(percent) / exact - 1) < 0.03
+
+
+@given(DURATIONS, DURATIONS)
+def test_two_histograms_make_one(first: list[int], second: list[int]) -> None:
+    both = histogram_of(first)
+    both.include(histogram_of(second))
+    for percent in (1, 50, 99):
+        assert both.percentile(percent) == histogram_of(first + second).percentile(percent)
+
+
+def test_nothing_and_no_time_at_all() -> None:
+    assert Histogram().percentile(50) == 0.0
+    assert histogram_of([0, 0, -5]).percentile(50) < 2e-9

@@ -110,7 +110,6 @@ class SimulatedWorker:
             else:
                 for task in self.tasks.drop():
                     self._answer(task, SKIPPED, (), set())
-                self.tasks.begin_epoch()
                 self._ended = False
 
     def finish(self, outcome: int, sizes: tuple[int, ...], held: set[int]) -> Answer:

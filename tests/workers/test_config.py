@@ -137,7 +137,9 @@ def test_what_is_counted_elsewhere_is_pickled_for_each_worker() -> None:
 
 def test_what_cannot_be_pickled_leaves_nothing_open() -> None:
     sent = Payload([torch.zeros(3), threading.Lock()], None, None)
-    send(Payload([torch.zeros(3)], None, None)).open()
+    plain = Payload([torch.zeros(3)], None, None)
+    send(plain).open()
+    plain.unseal()
     before = len(open_descriptors())
     with pytest.raises(TypeError, match="lock"):
         send(sent)
@@ -146,7 +148,9 @@ def test_what_cannot_be_pickled_leaves_nothing_open() -> None:
 
 
 def test_what_fails_to_unpickle_fails_when_it_is_opened() -> None:
-    arrived = send(Payload(FailsToUnpickle(), None, None))
+    sent = Payload(FailsToUnpickle(), None, None)
+    arrived = send(sent)
+    sent.unseal()
     with pytest.raises(ValueError, match="does not survive the journey"):
         arrived.open()
 

@@ -1,29 +1,58 @@
-"""The reorder window: never narrower than its least, never wider than it may be, and back again in time."""
+"""What `schedule=` may be, and the reorder window that it comes to."""
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastq_loader import Dynamic, RoundRobin
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory.arena import CLAIMS
 from fastq_loader.scheduling.schedules import (
     WIDEST_WINDOW,
-    Dynamic,
-    RoundRobin,
     Schedule,
     Window,
     WindowLimits,
+    read_schedule,
 )
+
+
+def test_short_forms_and_configurations_mean_the_same() -> None:
+    assert read_schedule("round_robin") == RoundRobin() != Dynamic()
+    assert read_schedule("dynamic") == Dynamic() == Dynamic(window=None)
+    schedule = Dynamic(window=64)
+    assert read_schedule(schedule) is schedule
+    assert pickle.loads(pickle.dumps(schedule)) == schedule != RoundRobin(window=64)
+
+
+@pytest.mark.parametrize("kind", [RoundRobin, Dynamic])
+@pytest.mark.parametrize(
+    ("window", "error"),
+    [(0, ValueError), (-1, ValueError), (WIDEST_WINDOW + 1, ValueError), (2.5, TypeError), (True, TypeError)],
+)
+def test_a_wrong_window_is_named_when_it_is_made(kind: Any, window: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"{kind.__name__}\(window={window}.*\): window must be"):
+        kind(window=window)
+    with pytest.raises(error):
+        dataclasses.replace(kind(window=WIDEST_WINDOW), window=window)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [("static", ValueError), (None, TypeError), (Dynamic, TypeError), (3, TypeError)]
+)
+def test_what_is_no_schedule_is_named(value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"schedule=.* is unknown: use 'round_robin', 'dynamic'"):
+        read_schedule(value)
 
 
 @dataclass
 class InFlight:
-    """Batches under way, and how many of them the workers have still to answer."""
-
     window: Window
     under_way: int = 0
     unanswered: int = 0
@@ -122,17 +151,14 @@ def test_it_shrinks_back_when_no_batch_is_late_any_more(least: int, widest: int)
 
 
 def test_a_window_that_just_grew_is_given_time() -> None:
-    in_flight = InFlight(window := Window(2, 100, 1 << 40))
+    in_flight, sizes = InFlight(window := Window(2, 100, 1 << 40)), []
     in_flight.ask(10)
-    for _ in range(39):  # four windows, less one
-        in_flight.hand_out()
-    assert window.size == 10
-    in_flight.ask(1)
-    for _ in range(43):
-        in_flight.hand_out()
-    assert window.size == 11
-    in_flight.hand_out()
-    assert window.size == 8
+    for grown, handed_out in ((1, 39), (0, 43), (0, 1)):  # four windows, less one; and four of the wider one
+        for _ in range(handed_out):
+            in_flight.hand_out()
+        in_flight.ask(grown)
+        sizes.append(window.size)
+    assert sizes == [11, 11, 8]
 
 
 @settings(deadline=None, max_examples=50)
@@ -157,12 +183,6 @@ def test_a_group_is_asked_for_together(least: int, group: int, batches: int) -> 
 )
 def test_the_room_in_a_window(window: Window, asked: tuple[int, int, float], room: int) -> None:
     assert window.room(*asked) == room
-
-
-def test_whether_it_widens_is_known_beforehand() -> None:
-    assert Window(4, 5).widens
-    assert not Window(4, 4).widens
-    assert not Window(4).widens
 
 
 @pytest.mark.parametrize(
