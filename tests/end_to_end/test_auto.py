@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader
 from fastq_loader.insight import auto
 from fastq_loader.workers.kinds import Auto
+from tests.support.datasets import MapDataset
 from tests.support.loaders import PERSISTENT, Wrapped, seed_all
 
 pytestmark = pytest.mark.processes
 
 
-class Drawn(Dataset[Any]):
-    """Samples of an index and random numbers of all three generators; may say where it stands."""
+@dataclass(eq=False)
+class Drawn(MapDataset):
+    """Samples of an index and random numbers of all three generators."""
 
-    def __init__(self, length: int = 40) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return index, torch.rand(2), random.random(), np.random.rand()
+    kind: str = "drawn"
+    length: int = 40
 
 
 class Stateful(Drawn):
@@ -108,7 +102,7 @@ def test_another_number_ends_the_workers_that_stayed(decisions: list[int]) -> No
 
 def test_an_iterator_that_was_left_says_that_its_workers_have_ended(decisions: list[int]) -> None:
     decisions[:] = [1]
-    with loader_of(dataset=Drawn(400), persistent_workers=True) as loader:
+    with loader_of(dataset=Drawn(length=400), persistent_workers=True) as loader:
         loader.num_workers = Auto(2)
         first = iter(loader)
         for _ in range(20):
@@ -131,7 +125,7 @@ def test_a_subclass_that_wraps_its_iterator_is_reset_with_another_number(decisio
 
 
 def test_the_real_decision_is_made_from_what_was_counted() -> None:
-    with loader_of(dataset=Drawn(200)) as loader:
+    with loader_of(dataset=Drawn(length=200)) as loader:
         list(loader)
         chooser = loader._resources.chooser
         assert not chooser.seen, "there was nothing to decide from"

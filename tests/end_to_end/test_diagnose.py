@@ -12,6 +12,7 @@ RUNS = [
     *((name, 2, "fork") for name in CASES),
     *((name, 4, "fork") for name in ("workers", "head_of_line", "balanced")),
     ("start_up", 2, "spawn"),
+    *((name, 0, "fork") for name in ("workers", "consumer", "sampler", "device_copy")),
 ]
 
 
@@ -19,7 +20,10 @@ RUNS = [
 TRIES = 3
 
 
-def check(name: str, workers: int, context: str | None) -> None:
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
+@pytest.mark.parametrize(("name", "workers", "context"), RUNS)
+def test_the_limit_and_its_share_are_those_of_the_stopwatch(name: str, workers: int, context: str) -> None:
     case, pages = CASES[name], []
     for _ in range(TRIES):
         loader, watch = play(case, workers, context)
@@ -30,18 +34,6 @@ def check(name: str, workers: int, context: str | None) -> None:
             return
         pages.append(f"{case.limit}: {expected:.0%} by the stopwatch\n{found}")
     pytest.fail("\n\n".join(pages), pytrace=False)
-
-
-@pytest.mark.processes
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
-@pytest.mark.parametrize(("name", "workers", "context"), RUNS)
-def test_the_limit_and_its_share_are_those_of_the_stopwatch(name: str, workers: int, context: str) -> None:
-    check(name, workers, context)
-
-
-@pytest.mark.parametrize("name", ["workers", "consumer", "sampler", "device_copy"])
-def test_the_same_without_workers(name: str) -> None:
-    check(name, 0, None)
 
 
 @pytest.mark.processes

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -19,7 +18,7 @@ from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
 from fastq_loader.scheduling.schedules import Schedule
 from fastq_loader.workers import group
-from tests.support.datasets import Backwards, CountingSampler, Drawing, Made
+from tests.support.datasets import SAMPLES, Backwards, CountingSampler, Drawing, Made, MapDataset
 from tests.support.loaders import seed_all
 
 SIZE = 26
@@ -30,17 +29,13 @@ pytestmark = [
 ]
 
 
-def draw(index: int) -> tuple[int, torch.Tensor, float, float]:
-    return index, torch.rand(2), random.random(), float(np.random.rand())
-
-
 def draw_late(index: int) -> Any:
     """After a moment whose length no seed decides."""
     time.sleep(random.Random().random() * 0.004)
-    return draw(index)
+    return SAMPLES["drawn"](index)
 
 
-DRAWS, LATE_DRAWS = Made(draw, SIZE), Made(draw_late, SIZE)
+DRAWS, LATE_DRAWS = MapDataset("drawn", SIZE), Made(draw_late, SIZE)
 
 
 def as_lists(batch: Any) -> Any:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import signal
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -88,16 +88,8 @@ def nine_megabytes(index: int) -> Any:
     return torch.full((3, 224, 224), index % 251, dtype=torch.uint8), {"label": index}
 
 
-def test_large_batches_are_the_same() -> None:
-    check(Made(nine_megabytes, 640), batch_size=64, schedule="dynamic")
-
-
 def everything(index: int) -> Any:
     return [SAMPLES[kind](index) for kind in ("dict", "large", "numpy", "objects", "text")]
-
-
-def test_lists_of_objects_with_small_and_large_tensors_are_the_same() -> None:
-    check(Made(everything, 24), collate_fn=identity, schedule="dynamic")
 
 
 @SCHEDULES
@@ -115,12 +107,6 @@ def test_iterable_datasets_are_the_same(schedule: str) -> None:
     check(stream, None, 2, None, schedule=schedule, persistent_workers=True)
 
 
-def seeded(worker: int) -> None:
-    random.seed(worker)
-    np.random.seed(100 + worker)
-    torch.manual_seed(1000 + worker)
-
-
 def stacked(samples: list[Any]) -> dict[str, Any]:
     """Writes its result to memory that the worker gave it."""
     images = torch.stack([image for image, _ in samples], out=empty((len(samples), 3, 64, 96)))
@@ -131,11 +117,6 @@ def stacked(samples: list[Any]) -> dict[str, Any]:
         "labels": [label for _, label in samples],
         "seed": info.seed,
     }
-
-
-def test_functions_of_the_users_run_there_as_here() -> None:
-    check(MapDataset("large", 30), collate_fn=stacked, worker_init_fn=seeded)
-    check(MapDataset("drawn", 30), worker_init_fn=seeded)
 
 
 class Keeper(Dataset[Any]):
@@ -154,15 +135,6 @@ class Keeper(Dataset[Any]):
         return self.kept[-1]
 
 
-def test_what_a_dataset_keeps_there_is_shipped_in_a_copy() -> None:
-    check(Keeper(), batch_size=None)
-
-
-def test_any_index_reaches_the_dataset_as_it_is() -> None:
-    keys = [2**70, np.int64(3), (1, "a"), slice(1, 2), "text", frozenset({4})]
-    check(Made(lambda key: Record(repr(key), key), 1), batch_size=None, sampler=keys, schedule="dynamic")
-
-
 def defined_here() -> Any:
     class Local(Dataset[Any]):
         def __len__(self) -> int:
@@ -174,8 +146,28 @@ def defined_here() -> Any:
     return Local()
 
 
-def test_what_is_defined_in_a_function_travels_too() -> None:
-    check(defined_here())
+KEYS = [2**70, np.int64(3), (1, "a"), slice(1, 2), "text", frozenset({4})]
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "large batches": (Made(nine_megabytes, 640), {"batch_size": 64, "schedule": "dynamic"}),
+    "objects beside tensors": (Made(everything, 24), {"collate_fn": identity, "schedule": "dynamic"}),
+    "functions of the user's": (
+        MapDataset("large", 30),
+        {"collate_fn": stacked, "worker_init_fn": seed_all},
+    ),
+    "seeds of the user's": (MapDataset("drawn", 30), {"worker_init_fn": seed_all}),
+    "a tensor that the dataset keeps": (Keeper(), {"batch_size": None}),
+    "any index": (
+        Made(lambda key: Record(repr(key), key), 1),
+        {"batch_size": None, "sampler": KEYS, "schedule": "dynamic"},
+    ),
+    "what is defined in a function": (defined_here(), {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_users_write_gives_the_same_there(name: str) -> None:
+    dataset, options = CASES[name]
+    check(dataset, **options)
 
 
 @SCHEDULES
@@ -211,15 +203,11 @@ def test_batches_are_kept_while_others_come() -> None:
     loader = DataLoader(MapDataset("large", 400), 4, num_workers=2, workers=far(), schedule=Dynamic(window=4))
     batches = list(loader)
     assert_same(batches, list(DataLoader(MapDataset("large", 400), 4)))
-    with pytest.raises(RuntimeError, match="closed"):
-        next(iter_of_closed(loader))
-    assert float(batches[0][0].sum()) == 3 * 64 * 96 * (0 + 1 + 2 + 3)
-
-
-def iter_of_closed(loader: DataLoader[Any]) -> Iterator[Any]:
     iterator = iter(loader)
     loader.close()
-    return iterator
+    with pytest.raises(RuntimeError, match="closed"):
+        next(iterator)
+    assert float(batches[0][0].sum()) == 3 * 64 * 96 * (0 + 1 + 2 + 3)
 
 
 def test_far_and_local_workers_of_two_loaders_do_not_meet() -> None:
@@ -245,8 +233,6 @@ def test_more_workers_than_places_wait_until_a_machine_joins() -> None:
 
 
 def slow(index: int) -> int:
-    import time
-
     time.sleep(0.02)
     return index
 

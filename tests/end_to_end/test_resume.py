@@ -35,6 +35,7 @@ from torch.utils.data import (
 from fastq_loader import DataLoader, PermutationSampler, Processes, ToDevice
 from fastq_loader.reading import generators
 from tests.conftest import run_script
+from tests.support.loaders import seed_all
 
 pytestmark = pytest.mark.processes
 
@@ -192,12 +193,6 @@ class Config:
         )
 
 
-def seeded(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def globals_now() -> list[Any]:
     return [generators.state_of(each) for each in generators.GLOBAL.values()]
 
@@ -219,7 +214,7 @@ def tell_epoch(loader: DataLoader[Any], epoch: int) -> None:
 def uninterrupted(config: Config) -> tuple[list[Any], list[Any]]:
     """The batches of each epoch; and (epoch, batch, state, the user's generators) after every batch, before
     the first (0), and when the epoch was over (-1)."""
-    seeded(config.seed)
+    seed_all(config.seed)
     loader = config.loader(config.seed)
     epochs: list[Any] = []
     stops = [(0, -1, json.dumps(loader.state_dict()), globals_now())]
@@ -239,7 +234,7 @@ def uninterrupted(config: Config) -> tuple[list[Any], list[Any]]:
 def resumed(config: Config, epoch: int, stop: Any, draw: random.Random) -> list[Any]:
     """The rest, with more interruptions on the way."""
     _, at, state, users = stop
-    seeded(99)
+    seed_all(99)
     loader = config.loader(12345)
     if at == -1 or draw.random() < 0.5:
         tell_epoch(loader, epoch)
@@ -258,7 +253,7 @@ def resumed(config: Config, epoch: int, stop: Any, draw: random.Random) -> list[
                 if draw.random() < 0.1:
                     state, users = json.dumps(loader.state_dict()), globals_now()
                     loader.close()
-                    seeded(98)
+                    seed_all(98)
                     loader = config.loader(77)
                     loader.load_state_dict(json.loads(state))
                     restore(users)
@@ -364,11 +359,12 @@ SCRIPT = """
 import json, os, random
 import numpy as np, torch
 from fastq_loader import DataLoader
-from tests.end_to_end.test_resume import Augmented, plain, seeded
+from tests.end_to_end.test_resume import Augmented, plain
+from tests.support.loaders import seed_all
 
 stop, workers, state = {stop}, {workers}, {state!r}
 if state is None:
-    seeded(5)
+    seed_all(5)
     generator = torch.Generator().manual_seed(1)
 else:
     generator = torch.Generator()
@@ -410,13 +406,13 @@ def test_a_stream_that_cannot_say_where_it_stands_is_read_again_with_a_warning(w
     def loader() -> DataLoader[Any]:
         return DataLoader(Parts(23), 3, num_workers=workers, generator=torch.Generator().manual_seed(3))
 
-    seeded(4)
+    seed_all(4)
     first, batches = loader(), []
     for batch in first:
         batches.append(plain(batch))
         if len(batches) == 4:
             state, users = json.dumps(first.state_dict()), globals_now()
-    seeded(5)
+    seed_all(5)
     restore(users)
     second = loader()
     second.load_state_dict(json.loads(state))

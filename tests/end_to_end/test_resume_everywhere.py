@@ -22,7 +22,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, get_worker_info
 
 from fastq_loader import DataLoader, RoundRobin
-from tests.end_to_end.test_resume import Keeps, globals_now, restore, seeded
+from tests.end_to_end.test_resume import Keeps, globals_now, restore
+from tests.support.loaders import seed_all
 
 pytestmark = pytest.mark.processes
 EPOCHS = 3
@@ -226,7 +227,7 @@ SEEDS = range(*map(int, os.environ.get("FASTQ_RESUME_EVERYWHERE_SEEDS", "0:8").s
 )
 def test_a_drawn_run_goes_on_with_the_same_bits_from_everywhere(seed: int) -> None:
     config, every = Config.drawn(seed), "FASTQ_RESUME_EVERYWHERE_SEEDS" in os.environ
-    seeded(seed)
+    seed_all(seed)
     loader = config.loader(seed)
     stops: list[Any] = [(loader.position, "before", saved(loader))]
     epochs = rest(loader, stops)
@@ -237,7 +238,7 @@ def test_a_drawn_run_goes_on_with_the_same_bits_from_everywhere(seed: int) -> No
             position, _, (state, users) = chain[-1]
             if position.epoch == EPOCHS:
                 break
-            seeded(99)
+            seed_all(99)
             loader = config.loader(77)
             loader.load_state_dict(json.loads(state))
             restore(users)

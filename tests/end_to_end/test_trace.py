@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fastq_loader import DataLoader, Processes, ToDevice
 from fastq_loader.errors import WorkerReplaced
 from fastq_loader.workers.group import WorkerGroup
 from tests.conftest import running_script
+from tests.end_to_end.test_restarts import Doomed
 from tests.support.crimes import CrimeAt, Rows, raise_value_error
 from tests.support.datasets import Stream
 from tests.support.late_device import late_device
-from tests.support.traces import asynchronous, batches, check, of, opened, read, tracks
+from tests.support.traces import Event, asynchronous, batches, check, of, opened, read, tracks
 
 pytestmark = pytest.mark.processes
 
@@ -32,6 +32,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def checked(path: Path) -> list[Event]:
+    """The events of a trace that was closed, and adds up."""
+    events = read(path)
+    check(events)
+    return events
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_batch_of_every_epoch_is_there_from_its_task_to_its_step(kind: str, tmp_path: Path) -> None:
     path, given = tmp_path / "a.json", 0
@@ -40,8 +47,7 @@ def test_every_batch_of_every_epoch_is_there_from_its_task_to_its_step(kind: str
         for _ in range(2):
             given += len(list(loader))
     loader.close()
-    events = read(path)
-    check(events)
+    events = checked(path)
     assert len(batches(events)) == given
     names = list(tracks(events))
     pools = 1 if kind == "persistent" else 2
@@ -60,8 +66,7 @@ def test_without_workers_the_consumer_loads(tmp_path: Path) -> None:
     loader = DataLoader(Rows(6), 2)
     with loader.trace(tmp_path / "a.json"):
         list(loader)
-    events = read(tmp_path / "a.json")
-    check(events)
+    events = checked(tmp_path / "a.json")
     assert list(tracks(events)) == ["consumer"]
     names = [span["name"] for span in tracks(events)["consumer"]]
     one = ["next", "sampler", "fetch", "collate", "step"]
@@ -76,8 +81,7 @@ def test_an_epoch_that_is_broken_off_is_marked(tmp_path: Path) -> None:
                 if seen == 3:
                     break
     loader.close()
-    events = read(tmp_path / "a.json")
-    check(events)
+    events = checked(tmp_path / "a.json")
     assert [mark["name"].partition(" is ")[2] for mark in of(events, "i")].count("broken off") == 3
 
 
@@ -95,8 +99,7 @@ def test_two_iterators_at_once_have_their_own_workers(tmp_path: Path) -> None:
         for _ in zip(loader, loader, strict=True):
             pass
     loader.close()
-    events = read(tmp_path / "a.json")
-    check(events)
+    events = checked(tmp_path / "a.json")
     assert [sum(span["name"] == "fetch" for span in spans) for spans in tracks(events).values()].count(10) > 1
     assert sum(name.startswith("worker 0 (") for name in tracks(events)) == 2
 
@@ -113,40 +116,25 @@ def test_an_error_is_a_mark_at_its_batch(workers: int, tmp_path: Path) -> None:
             else:
                 next(iterator)
     loader.close()
-    events = read(tmp_path / "a.json")
-    check(events)
+    events = checked(tmp_path / "a.json")
     (mark,) = (mark for mark in of(events, "i") if "epoch" not in mark["name"])
     assert mark["name"] == "ValueError at batch 2"
     assert "sample 5 is broken" in mark["args"]["about"]
 
 
 def test_a_worker_that_was_killed_and_replaced_is_a_mark(tmp_path: Path) -> None:
-    mark_file = tmp_path / "died"
-    loader = DataLoader(DiesOnce(24, 20, str(mark_file)), 2, num_workers=2, workers=Processes(max_restarts=2))
+    (tmp_path / "deaths").mkdir()
+    dataset = Doomed(tmp_path / "deaths", 20)
+    loader = DataLoader(dataset, 2, num_workers=2, workers=Processes(max_restarts=2))
     with loader.trace(tmp_path / "a.json"), pytest.warns(WorkerReplaced):
         assert len(list(loader)) == 12
     loader.close()
-    events = read(tmp_path / "a.json")
-    check(events)
+    events = checked(tmp_path / "a.json")
     (mark,) = (mark for mark in of(events, "i") if "epoch" not in mark["name"])
     assert mark["name"].endswith("was replaced")
     assert "SIGKILL" in mark["args"]["about"]
     assert sum(name.startswith("worker ") for name in tracks(events)) == 3
     assert len(batches(events)) == 12
-
-
-class DiesOnce(Rows):
-    """Kills its worker at one index, once."""
-
-    def __init__(self, length: int, at: int, mark: str) -> None:
-        super().__init__(length)
-        self.at, self.mark = at, mark
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == self.at and not os.path.exists(self.mark):
-            Path(self.mark).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -159,8 +147,7 @@ def test_copies_to_a_device_have_a_track(
         with loader.trace(tmp_path / "a.json"):
             list(loader)
             loader.close()
-        events = read(tmp_path / "a.json")
-        check(events)
+        events = checked(tmp_path / "a.json")
         copies = asynchronous(events, "copy to the device")
         if workers:
             assert len(copies) == 8

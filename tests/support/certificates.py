@@ -18,18 +18,8 @@ def make_tls(folder: Path, name: str = "pool") -> Tls:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
     new = ["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    run(
-        *new,
-        "-x509",
-        "-days",
-        "2",
-        "-subj",
-        f"/CN={name} CA",
-        "-keyout",
-        f"{name}-ca.key",
-        "-out",
-        f"{name}-ca",
-    )
+    files = f"-keyout {name}-ca.key -out {name}-ca".split()
+    run(*new, "-x509", "-days", "2", "-subj", f"/CN={name} CA", *files)
     run(*new, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
     signing = ["-CA", f"{name}-ca", "-CAkey", f"{name}-ca.key", "-CAcreateserial", "-days", "2"]
     run("x509", "-req", "-in", f"{name}.csr", *signing, "-out", f"{name}.pem")
