@@ -46,13 +46,18 @@ WRITE_LOCK, UNLOCK = 1, 2
 _NUMBERS = {"pidfd_send_signal": 424, "pidfd_open": 434}
 
 
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
 def _call(name: str, *arguments: int | bytes | None) -> int:
     """Call a function of the C library, or the kernel where the library does not know it.
 
     Raises:
         OSError: it failed, or there is none (ENOSYS).
     """
-    library = ctypes.CDLL(None, use_errno=True)
+    library = _library()
     function = getattr(library, name, None)
     typed = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     if function is None:
