@@ -1,27 +1,30 @@
-"""A host: how it is had, whom it lets in, what it says of its workers, and when it ends."""
+"""A host and its far workers: whom it lets in, what it is told, and when each ends; proxies are played."""
 
 from __future__ import annotations
 
 import base64
-import importlib
 import os
 import pickle
 import socket
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from fastq_loader.ipc.messages import Epoch, Stop, Task, encode
+from fastq_loader.ipc.decoding import decode_for_consumer
+from fastq_loader.ipc.messages import BATCH, Answer, Epoch, Stop, Task, encode
+from fastq_loader.memory.arena import AVAILABLE, Arena
+from fastq_loader.memory.blocks import FREE, SMALLEST
+from fastq_loader.packing.pack import Packer
 from fastq_loader.remote import connection as connections
 from fastq_loader.remote import host_process
 from fastq_loader.remote.connection import (
-    MAGIC,
+    LONGEST,
     MESSAGE,
     WELCOME,
     Address,
@@ -31,13 +34,19 @@ from fastq_loader.remote.connection import (
     Request,
     connect,
 )
+from fastq_loader.remote.far_worker import HostSpec, ProxySocket, SentBlocks
 from fastq_loader.remote.host_process import actor_class
 from tests.conftest import descendants, run_script, wait_until
 from tests.support import certificates
+from tests.support.forking import end_of, fork
+from tests.support.invariants import states
 from tests.support.pair import TOKEN
 from tests.support.worker_setup import host_spec
 
-pytestmark = pytest.mark.processes
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd"),
+]
 
 SECONDS = 10  # against hanging
 
@@ -55,12 +64,7 @@ class Asked:
 
 
 class Host:
-    """A host that is started here, and its places.
-
-    Attributes:
-        process: of the host.
-        address: where it listens.
-    """
+    """A host that is started here, with its `process` and places."""
 
     def __init__(self, dataset: Any = None, **fields: Any) -> None:
         self.spec = pickle.dumps(replace(host_spec(dataset or Asked()), **fields))
@@ -71,7 +75,6 @@ class Host:
         (self.process,) = host_process.hosts
 
     def place(self, **environment: str) -> int:
-        """The number of another place."""
         mine = str(id(self))
         place, port, number = host_process.attach(self.spec, "127.0.0.1", [0], mine, environment)
         self.places[number] = place
@@ -134,14 +137,6 @@ def test_a_worker_for_each_connection_answers_and_ends_when_it_is_told(host: Hos
     assert wait_until(lambda: not descendants(host.process.pid), SECONDS), "its proxy is gone"
 
 
-def test_it_has_a_worker_write_its_stacks(host: Host) -> None:
-    connection, pid = host.connect(place := host.place())
-    tell(connection, Epoch(1, None), Task(1, 0, 0, "slow", (), ()))
-    assert wait_until(lambda: "in slow" in host.report(place)[2], SECONDS)
-    assert host.report(place)[0] == pid
-    connection.close()
-
-
 def test_a_worker_ends_with_its_place(host: Host) -> None:
     connection, pid = host.connect(place := host.place())
     host.places.pop(place).close()
@@ -159,28 +154,6 @@ def test_another_version_is_refused_with_what_differs() -> None:
     with pytest.raises(Refused, match=r"it has .*'torch': '2.*, and the consumer \{'torch': '0.1'\}"):
         host.connect(host.first)
     host.close()
-
-
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", MAGIC + bytes(77)])
-def test_strangers_are_refused(said: bytes, host: Host) -> None:
-    with socket.create_connection(host.address) as stranger:
-        stranger.sendall(said)
-        stranger.shutdown(socket.SHUT_WR)
-        stranger.settimeout(SECONDS)
-        with suppress(ConnectionResetError):
-            while stranger.recv(100):
-                pass
-    with pytest.raises((Refused, Lost)):
-        connections.ask(host.address, bytes(16), Request(1, True), None, SECONDS)
-
-
-def test_many_at_once_do_not_keep_anybody_out_and_do_not_stay(host: Host) -> None:
-    strangers = [socket.create_connection(host.address) for _ in range(100)]
-    assert host.report(0) == (0, False, "")
-    strangers[0].settimeout(SECONDS)
-    assert strangers[0].recv(1) == b""
-    for stranger in strangers:
-        stranger.close()
 
 
 def test_silence_is_refused_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -214,7 +187,6 @@ def test_a_worker_has_the_variables_of_its_place(host: Host) -> None:
     connection, _ = host.connect(host.place(CUDA_VISIBLE_DEVICES="3"))
     tell(connection, Epoch(1, None), Task(1, 0, 0, "CUDA_VISIBLE_DEVICES", (), ()))
     frame = connection.receive()
-    assert frame is not None
     assert b"devices: 3" in frame.payload
     connection.close()
 
@@ -235,12 +207,7 @@ def test_with_tls_only_a_certificate_of_the_authority_is_let_in(tmp_path: Path) 
     host.close()
 
 
-# ---- how it is started ----------------------------------------------------------------------------------
-
-
 class Opened:
-    """Notes each time that it is opened, and may fail."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -271,36 +238,6 @@ def test_one_that_does_not_get_up_is_told_of(capfd: Any) -> None:
     host_process.hosts[0].wait(SECONDS)
 
 
-def test_an_actor_says_where_it_is_and_what_devices_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = SimpleNamespace(get_node_id=lambda: "f" * 56)
-    ray: Any = SimpleNamespace(
-        get_runtime_context=lambda: context, util=SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7")
-    )
-    places = [socket.socket(), socket.socket()]
-    given: list[Any] = []
-
-    def attach(*arguments: Any) -> Any:
-        given.append(arguments)
-        return places[len(given) - 1], 4711, len(given)
-
-    played: dict[str, Any] = {
-        "ray": ray,
-        "fastq_loader.remote.host_process": SimpleNamespace(attach=attach),
-    }
-    monkeypatch.setattr(importlib, "import_module", lambda name: played[name])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    monkeypatch.setenv("ONEAPI_DEVICE_SELECTOR", "level_zero:1")
-    actor = actor_class()()
-    for number in (1, 2):
-        assert actor.attach(b"spec", [5]) == ("f" * 56, "10.0.0.7", 4711, number)
-        *asked, devices = given[-1]
-        assert asked == [b"spec", "10.0.0.7", [5], "f" * 56]
-    assert [place.fileno() >= 0 for place in places] == [False, True], "the first is given up for the second"
-    assert devices.items() >= {"CUDA_VISIBLE_DEVICES": "1", "ONEAPI_DEVICE_SELECTOR": "level_zero:1"}.items()
-    assert "PATH" not in devices
-    places[1].close()
-
-
 def test_an_actor_needs_neither_this_package_nor_torch_before_it_looks_for_a_place() -> None:
     cloudpickle = pytest.importorskip("cloudpickle")
     sent = base64.b64encode(cloudpickle.dumps(actor_class()))
@@ -312,3 +249,148 @@ def test_an_actor_needs_neither_this_package_nor_torch_before_it_looks_for_a_pla
         """
     )
     assert result[:3] == (0, "[]\n", "")
+
+
+ANSWER = Answer(1, 0, 0, BATCH, 0, 0, (), (), None)
+TASK = Task(1, 0, 0, [1, 2], (), ())
+
+
+class Scene:
+    def __init__(self, for_device: bool = False) -> None:
+        self.arena = Arena(1)
+        self.blocks = SentBlocks(self.arena, for_device)
+        self.packer = Packer(self.blocks, TOKEN)
+        mine, other = self.ends = socket.socketpair()
+        self.socket = ProxySocket(Connection(mine, MESSAGE), self.blocks)
+        self.proxy = Connection(other, MESSAGE)
+
+    def load(self, batch: Any) -> None:
+        self.blocks.begin(())
+        handle, used = self.packer.pack(batch)
+        del batch
+        handle, used = self.packer.copy_held(handle, used)
+        self.blocks.finish(used)
+        self.socket.send(ANSWER._replace(handle=handle))
+
+    def receive(self) -> tuple[Any, list[bytes]]:
+        frame = self.proxy.receive()
+        answer = decode_for_consumer(frame.payload)
+        assert isinstance(answer, Answer)
+        assert answer.fresh == answer.returned == (), "its blocks are none of the consumer's"
+        parts = []
+        for _, nbytes, _ in answer.handle.segments if answer.handle else ():
+            parts.append(bytearray(nbytes))
+            self.proxy.receive_body(memoryview(parts[-1]))
+        assert frame.body == sum(map(len, parts))
+        return answer.handle, [bytes(part) for part in parts]
+
+    def tell(self, message: Any) -> None:
+        self.proxy.send(MESSAGE, encode(message))
+
+    def states(self) -> set[str]:
+        return set(states(self.blocks._kept).values())
+
+    def close(self) -> None:
+        self.socket.finish()
+        for end in self.ends:
+            end.close()
+        self.arena.retire([])
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.close()
+
+
+def test_only_the_bytes_of_a_batch_are_sent_and_each_segment_says_how_many(scene: Scene) -> None:
+    image = torch.arange(SMALLEST, dtype=torch.int32)
+    scene.load([image[100:], {1, 2}, "text"])
+    handle, (packet, large) = scene.receive()
+    assert handle.segments == ((0, len(packet), len(packet)), (0, len(large), 0))
+    assert large == image[100:].numpy().tobytes()
+    assert TOKEN in packet, "what is pickled is sealed"
+    scene.load([1, torch.ones(3)])
+    handle, parts = scene.receive()
+    assert (handle.segments, parts) == ((), [])
+    assert handle.packet
+
+
+def test_blocks_serve_the_next_task_when_their_bytes_were_sent(scene: Scene) -> None:
+    for at in range(20):
+        scene.load(torch.full((3 * SMALLEST,), at, dtype=torch.uint8))
+        _, (part,) = scene.receive()
+        assert part == bytes([at]) * 3 * SMALLEST
+        assert wait_until(lambda: len(scene.blocks.sent) == 1, 5)
+    assert scene.blocks._kept.grown == 1
+    scene.blocks.begin(())
+    scene.blocks.finish(())
+    assert scene.states() == {FREE}
+
+
+def test_what_is_on_its_way_is_not_written_to(scene: Scene) -> None:
+    """Nothing is received meanwhile; two batches fit into what waits and what is on its way."""
+    nbytes = 64 * SMALLEST
+    for at in range(2):
+        scene.load(torch.full((nbytes,), at, dtype=torch.uint8))
+    assert scene.blocks._kept.grown == 2
+    for at in range(2):
+        _, (part,) = scene.receive()
+        assert part == bytes([at]) * nbytes
+
+
+def test_what_does_not_fit_raises_and_frees_its_blocks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LONGEST, MESSAGE, 2000)
+    with pytest.raises(ValueError, match="plain values do not fit"):
+        scene.load([torch.zeros(SMALLEST), "x" * 3000])
+    scene.socket.send(ANSWER)
+    assert scene.receive() == (None, [])
+    scene.blocks.begin(())
+    scene.blocks.finish(())
+    assert scene.states() == {FREE}
+
+
+def test_messages_come_in_their_order_also_after_a_look_for_the_stop(scene: Scene) -> None:
+    assert scene.socket.receive(block=False) is None
+    assert not scene.socket.told_to_stop()
+    said = [Epoch(1, None, 3), TASK, Stop()]
+    for message in said:
+        scene.tell(message)
+    assert scene.socket.told_to_stop()
+    assert [scene.socket.receive(block=True) for _ in said] == said
+
+
+def test_it_leaves_when_the_proxy_is_gone(scene: Scene) -> None:
+    scene.ends[1].close()
+    with pytest.raises(SystemExit):
+        scene.socket.receive(block=True)
+
+
+def test_a_child_of_the_dataset_that_comes_back_leaves(scene: Scene) -> None:
+    def use_it() -> None:
+        try:
+            scene.socket.send(ANSWER)
+        except SystemExit:
+            os._exit(9)
+
+    assert end_of(fork(use_it)) == 9
+
+
+def test_an_answer_for_nobody_ends_the_process(scene: Scene) -> None:
+    def answer() -> None:
+        scene.ends[1].shutdown(socket.SHUT_RDWR)
+        scene.socket._send((b"", [], []))
+
+    assert end_of(fork(answer)) == 1
+
+
+def test_it_arrives_with_what_was_defined_in_a_function() -> None:
+    factor = 3
+    spec: HostSpec = pickle.loads(pickle.dumps(host_spec(lambda index: factor * index, dynamic=True)))
+    plan = spec.setup.plan
+    assert plan.payload.open()["dataset"](2) == 6
+    assert (spec.setup.token, spec.path) == (TOKEN, tuple(sys.path))
+    assert not plan.shared_tasks, "the proxy claims"
+    assert TOKEN.hex() not in repr(spec)
+    assert {"Python", "torch", "numpy"} < spec.versions.keys()

@@ -26,17 +26,10 @@ class ActorDiedError(Exception):
     actor_init_failed = False
 
 
-class ActorUnavailableError(Exception):
-    pass
-
-
-class GetTimeoutError(Exception):
-    pass
+ActorUnavailableError, GetTimeoutError = (type(name, (Exception,), {}) for name in ("Unavailable", "Timeout"))
 
 
 class Method:
-    """A method of an actor: its calls, which the test answers."""
-
     def __init__(self) -> None:
         self.calls: list[Future[Any]] = []
         self.given: list[Any] = []
@@ -63,14 +56,11 @@ class Actor:
         return not self.attach.calls[-1].done()
 
     def place(self, number: int, port: int = 4711) -> Place:
-        """It has found this place."""
         self.attach.answer((NODE, "10.0.0.7", port, number))
         return Place(Address("10.0.0.7", port), number, "10.0.0.7 (Ray's node ffffffffffff)")
 
 
 class Ray:
-    """As much of Ray as is used."""
-
     exceptions = SimpleNamespace(
         ActorDiedError=ActorDiedError,
         ActorUnavailableError=ActorUnavailableError,
@@ -183,7 +173,6 @@ def placement(ray: Ray) -> Iterator[RayPlacement]:
 
 
 def lose(placement: RayPlacement, place: Place) -> None:
-    """A place is lost: its actor is asked for another one."""
     assert placement.find([place], 0) == []
 
 
@@ -195,19 +184,6 @@ def test_ray_that_runs_is_used_and_else_it_is_joined(ray: Ray) -> None:
     started(RayWorkers(address="auto")).close()
     assert ray.joined == [None, "auto"]
     RayPlacement(RayWorkers()).close()  # it was not started
-
-
-def test_actors_are_made_as_the_user_said(ray: Ray, placement: RayPlacement) -> None:
-    assert ray.options == {
-        "num_cpus": 1,
-        "num_gpus": 0,
-        "resources": {},
-        "scheduling_strategy": "SPREAD",
-        "runtime_env": None,
-        "max_restarts": 0,
-        "max_task_retries": 0,
-        "max_concurrency": 2,
-    }
 
 
 def test_a_place_is_found_once_an_actor_has_one(ray: Ray, placement: RayPlacement) -> None:
@@ -225,20 +201,8 @@ def test_a_place_is_found_once_an_actor_has_one(ray: Ray, placement: RayPlacemen
     assert ray.killed == [actor]
 
 
-def test_an_actor_whose_place_is_lost_is_asked_for_another_one(ray: Ray, placement: RayPlacement) -> None:
-    (actor,) = ray.actors
-    first = actor.place(3)
-    placement.find([], 1)
-    assert placement.find([first], 1) == []
-    second = actor.place(4)
-    assert placement.find([], 1) == [second]
-    assert ray.actors == [actor]
-
-
 @pytest.mark.parametrize("error", [ActorDiedError, ActorUnavailableError, OSError, None])
-def test_one_that_has_died_or_does_not_answer_makes_way_for_another(
-    error: Any, ray: Ray, placement: RayPlacement, clock: Clock
-) -> None:
+def test_a_dead_actor_makes_way(error: Any, ray: Ray, placement: RayPlacement, clock: Clock) -> None:
     (actor,) = ray.actors
     place = actor.place(3)
     placement.find([], 1)
@@ -259,18 +223,14 @@ def test_one_that_has_died_or_does_not_answer_makes_way_for_another(
     )
 
 
-def test_of_a_place_that_is_lost_with_its_actor_ray_is_asked_at_once(
-    ray: Ray, placement: RayPlacement
-) -> None:
+def test_ray_is_asked_at_once_of_a_place_lost_with_its_actor(ray: Ray, placement: RayPlacement) -> None:
     place = ray.actors[0].place(3)
     placement.find([], 1)
     ray.actors[0].stay.answer(ActorDiedError("The actor died because it was killed by the memory monitor."))
     assert placement.death(place) == "The actor died because it was killed by the memory monitor"
 
 
-def test_actors_may_wait_for_room_for_ever_and_are_made_again_when_they_die_of_it(
-    ray: Ray, placement: RayPlacement, clock: Clock
-) -> None:
+def test_actors_wait_for_room_and_are_made_again(ray: Ray, placement: RayPlacement, clock: Clock) -> None:
     placement.find([], 1)
     clock.now += 10**6
     assert placement.find([], 1) == []
@@ -304,9 +264,7 @@ def test_an_actor_that_cannot_be_made_is_a_failure(ray: Ray, placement: RayPlace
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["shut down", "and started again"])
-def test_where_ray_was_shut_down_it_is_said_and_not_touched(
-    ray: Ray, placement: RayPlacement, again: bool
-) -> None:
+def test_ray_that_was_shut_down_is_not_touched(ray: Ray, placement: RayPlacement, again: bool) -> None:
     place = ray.actors[0].place(3)
     placement.find([], 1)
     ray.running, ray.driver = again, "another one"
@@ -366,9 +324,7 @@ def test_a_rank_asks_for_its_part_of_the_cluster(
     assert len(ray.actors) == actors
 
 
-def test_ranks_are_those_of_torch_distributed_where_it_is_initialised(
-    ray: Ray, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_are_those_of_torch_distributed(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     played = SimpleNamespace(is_available=bool, is_initialized=lambda: True, get_world_size=lambda: 4)
     monkeypatch.setattr(ray_placement, "distributed", played)
@@ -388,9 +344,7 @@ def test_ranks_are_those_of_torch_distributed_where_it_is_initialised(
         ),
     ],
 )
-def test_what_no_machine_could_ever_give_is_an_error_at_the_start(
-    ray: Ray, given: dict[str, Any], lacks: str
-) -> None:
+def test_what_no_machine_has_is_an_error_at_the_start(ray: Ray, given: dict[str, Any], lacks: str) -> None:
     placement = RayPlacement(RayWorkers(**given))
     with pytest.raises(ValueError, match=lacks):
         placement.start(b"spec", 1)
@@ -399,9 +353,7 @@ def test_what_no_machine_could_ever_give_is_an_error_at_the_start(
 
 
 @pytest.mark.parametrize(("handler", "ended"), [(None, [0]), (signal.SIG_DFL, [0]), (print, [])])
-def test_at_the_exit_the_alarm_that_would_abort_it_is_ended(
-    monkeypatch: pytest.MonkeyPatch, handler: Any, ended: list[int]
-) -> None:
+def test_at_the_exit_rays_alarm_ends(monkeypatch: pytest.MonkeyPatch, handler: Any, ended: list[int]) -> None:
     alarms: list[int] = []
     played = {"getsignal": lambda number: handler, "alarm": alarms.append}
     monkeypatch.setattr(ray_placement, "signal", SimpleNamespace(**{**vars(signal), **played}))
@@ -428,9 +380,7 @@ def test_what_an_autoscaler_may_add_counts(
 
 
 @pytest.mark.parametrize("status", ['{"autoscaler_report": {"node_type_mapping": {"f": "ray.head"}}}', "{}"])
-def test_where_ray_does_not_say_what_could_be_added_it_is_a_warning(
-    ray: Ray, status: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_autoscaler_is_a_warning(ray: Ray, status: str, caplog: pytest.LogCaptureFixture) -> None:
     ray.status = status
     placement = RayPlacement(RayWorkers(resources={"decoder": 1}))
     placement.start(b"spec", 1)

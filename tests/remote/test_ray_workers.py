@@ -29,8 +29,6 @@ EVERYTHING: dict[str, Any] = {
 
 
 class Affinity:
-    """Stands for a strategy of Ray's."""
-
     __module__ = "ray.util.scheduling_strategies"
 
 
@@ -46,7 +44,6 @@ def version(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
 
 def test_what_is_said_is_kept_as_it_was_given() -> None:
     workers = RayWorkers(**EVERYTHING)
-    assert {name: getattr(workers, name) for name in EVERYTHING} == EVERYTHING
     assert all(getattr(workers, name) is value for name, value in EVERYTHING.items())
     with pytest.raises(AttributeError):
         workers.num_cpus = 2  # type: ignore[misc]
@@ -62,23 +59,18 @@ def test_equal_ones_have_one_hash_and_survive_a_journey(given: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("name", "value", "error", "text"),
     [
-        ("num_cpus", "1", TypeError, "must be a number"),
         ("num_cpus", True, TypeError, "must be a number"),
         ("num_cpus", -1, ValueError, "must be 0 or more"),
         ("num_cpus", float("nan"), ValueError, "must be 0 or more"),
-        ("num_gpus", float("inf"), ValueError, "must be 0 or more"),
         ("num_gpus", 1.5, ValueError, "must be a whole number, or a fraction below 1"),
         ("resources", ["decoder"], TypeError, "must be a dict of numbers"),
         ("resources", {"decoder": "1"}, TypeError, "must have names as keys and numbers as values"),
-        ("resources", {1: 1}, TypeError, "must have names as keys and numbers as values"),
         ("resources", {"CPU": 2}, ValueError, "must not have 'CPU': use num_cpus for it"),
-        ("resources", {"GPU": 2}, ValueError, "must not have 'GPU': use num_gpus for it"),
         ("resources", {"decoder": 0}, ValueError, "must say more than 0 of 'decoder', or leave it out"),
         ("strategy", "spread", ValueError, 'must be "SPREAD" or "DEFAULT"'),
         ("strategy", None, TypeError, 'must be "SPREAD", "DEFAULT" or an object of ray.util'),
         ("runtime_env", "pip", TypeError, "must be a dict, as for ray.init(), or None"),
         ("address", 6379, TypeError, 'must be "host:port", "auto" or None'),
-        ("address", "", ValueError, 'must be "host:port", "auto" or None'),
         ("address", "somewhere", ValueError, 'must be "host:port", "auto" or None'),
         (
             "address",
@@ -87,17 +79,13 @@ def test_equal_ones_have_one_hash_and_survive_a_journey(given: dict[str, Any]) -
             "must not be Ray's client, which is no member of",
         ),
         ("ports", 20000, TypeError, "must be (first, last), or None"),
-        ("ports", (1, 2, 3), TypeError, "must be (first, last), or None"),
         ("ports", (1.0, 2.0), TypeError, "must be (first, last), or None"),
         ("ports", (0, 10), ValueError, "must be (first, last) with 1 <= first <= last <= 65535"),
-        ("ports", (20, 10), ValueError, "must be (first, last) with 1 <= first <= last <= 65535"),
         ("ports", (20, 65536), ValueError, "must be (first, last) with 1 <= first <= last <= 65535"),
         ("tls", True, TypeError, "must be the path of a folder, or None"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_value(
-    name: str, value: Any, error: type[Exception], text: str
-) -> None:
+def test_a_wrong_value_is_named(name: str, value: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(f"RayWorkers({name}={value!r}): {name} {text}")):
         RayWorkers(**{name: value})
 
@@ -107,21 +95,16 @@ def test_a_wrong_number_of_restarts_for_ray_is_named() -> None:
         RayWorkers(max_restarts=-1)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_what_is_right_at_its_limits() -> None:
+    given: list[dict[str, Any]] = [
         {"num_cpus": 0},
         {"num_gpus": 0.25},
         {"num_gpus": 4.0},
-        {"strategy": Affinity()},
         {"address": "auto"},
-        {"ports": (1, 65535)},
-        {"ports": (7, 7)},
-        {"max_restarts": 0},
-    ],
-)
-def test_what_is_right_at_its_limits(given: dict[str, Any]) -> None:
-    RayWorkers(**given)
+    ]
+    given += [{"strategy": Affinity()}, {"ports": (1, 65535)}, {"ports": (7, 7)}, {"max_restarts": 0}]
+    for each in given:
+        RayWorkers(**each)
 
 
 def test_certificates_are_read_from_a_folder(tmp_path: Path) -> None:
@@ -137,9 +120,7 @@ def test_certificates_are_read_from_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("found", [None, "2.51.9", "1.13.0"])
-def test_without_ray_a_loader_with_workers_says_what_to_install(
-    found: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_ray_it_is_said_what_to_install(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     version(monkeypatch, found)
     text = re.escape("pip install '.[ray]' in a clone of fastq_loader")
     for workers in ("ray", RayWorkers()):
@@ -152,9 +133,7 @@ def test_without_ray_a_loader_with_workers_says_what_to_install(
 
 
 @pytest.mark.parametrize("found", ["2.52.0", "2.60.0", "3.0.0.dev0", "2.53.0rc1"])
-def test_a_ray_that_is_new_enough_is_not_complained_about(
-    found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ray_that_is_new_enough_is_accepted(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     version(monkeypatch, found)
     made = DataLoader(range(4), num_workers=2, workers="ray")
     assert arguments.workers(made) == RayWorkers()

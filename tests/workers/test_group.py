@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.ipc.claim_table import Busy
-from fastq_loader.ipc.messages import Answer, Epoch, Hello, Ping, Stop, encode
+from fastq_loader.ipc.messages import Answer, Epoch, Hello, Ping, encode
 from fastq_loader.scheduling.in_flight import PendingTasks
 from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.counters import Counters
@@ -20,25 +19,7 @@ from tests.support.simulation import Table
 ANSWER = Answer(1, 0, 0, 3, 0, 0, (), (), None)
 
 
-class Claims(Table):
-    """Tickets in `busy` are being claimed by a worker that is stopped: ticket → worker."""
-
-    def __init__(self, slots: int) -> None:
-        super().__init__(slots)
-        self.busy: dict[int, int] = {}
-
-    def claiming(self, ticket: int) -> int | None:
-        return self.busy.get(ticket)
-
-    def take_back(self, ticket: int) -> bool:
-        if ticket in self.busy:
-            raise Busy
-        return super().take_back(ticket)
-
-
 class Socket:
-    """Notes what is sent, (worker, message or frames)."""
-
     def __init__(self) -> None:
         self.sent: list[tuple[int | None, Any]] = []
         self.cut: list[int] = []  # workers whose connection has broken
@@ -48,9 +29,6 @@ class Socket:
 
     def send(self, worker: int, message: Any) -> None:
         self.sent.append((worker, message))
-
-    def send_frames(self, worker: int, frames: list[bytes]) -> None:
-        self.sent.append((worker, frames))
 
     def send_all(self, *frames: bytes, but: Any = ()) -> None:
         self.sent.extend((worker, [*frames]) for worker in range(2) if worker not in but)
@@ -81,7 +59,7 @@ def group(shared_tasks: bool = True) -> tuple[WorkerGroup, Any, list[int]]:
         patch.setattr(module, "_UNREAD", 1)
         made: Any = WorkerGroup(plan, memory, Counters())
     made._socket = Socket()
-    made._claims = Claims(100)
+    made._claims = Table(100)
     for worker in range(2):
         made._backlog.begin(worker)
     return made, made._socket, killed
@@ -100,9 +78,7 @@ def test_a_worker_that_sends_garbage_is_ended() -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_worker_whose_connection_breaks_is_ended_unless_it_ends_by_itself(
-    leaves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_whose_connection_breaks_is_ended(leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     workers, socket, killed = group()
     workers._processes.descriptors = [70, 71]
     monkeypatch.setattr("fastq_loader.system.calls.readable", lambda asked, seconds: asked if leaves else [])
@@ -131,33 +107,25 @@ def test_a_ping_that_a_worker_was_not_sent_ends_it() -> None:
     assert workers._counters.rejected_frames == 1
 
 
-def test_a_worker_that_is_far_behind_is_passed_over_and_catches_up() -> None:
-    workers, socket, _ = group()
-    epoch = Epoch(1, None)
-    workers.begin_epoch(epoch)
-    assert socket.sent == [(0, [encode(epoch)]), (1, [encode(epoch)]), (0, Ping()), (1, Ping())]
-    workers.offer({1: b"one"})
-    workers.heard(1, Ping())
-    workers.claims.offer(2)
-    workers.offer({2: b"two"})
-    assert workers.behind == {0}
-    socket.sent.clear()
-    workers.catch_up()
-    assert socket.sent == []
-    workers.heard(0, Ping())
-    workers.catch_up()
-    assert socket.sent[0] == (0, [b"two"])
-    assert workers.behind == set()
+def test_the_texts_name_the_worker_its_batch_and_its_stacks() -> None:
+    workers, _, _ = group()
+    assert workers.report(1, "was killed", 7, [4, 5]) == (
+        "DataLoader worker (pid(s) 701) exited unexpectedly: "
+        "worker 1 was killed before it answered batch 7 (indices [4, 5])"
+    )
+    assert workers.report_late(None, 7, 3) == "no worker has come to batch 7 (indices 3) yet"
+    late = "worker 0 (pid 700) has not answered batch 7 (indices 3). Its Python stacks:\n  "
+    for doing, stacks in (("before it was up", "(it is still starting)"), ("between batches", "stacks of 0")):
+        assert workers.report(0, "was killed", None, None).endswith(f"worker 0 was killed {doing}")
+        assert workers.report_late(0, 7, 3) == late + stacks
+        workers.heard(0, Hello(5))
 
 
 def test_assigned_tasks_need_no_pings() -> None:
     workers, socket, _ = group(shared_tasks=False)
     for number in range(9):
         workers.begin_epoch(Epoch(number, None))
-    assert Ping() not in [message for _, message in socket.sent]
-    assert len(socket.sent) == 18
-    workers.dismiss()
-    assert socket.sent[-1] == (1, [encode(Stop())])
+    assert socket.sent == [(worker, [encode(Epoch(at, None))]) for at in range(9) for worker in range(2)]
 
 
 def test_what_a_dead_worker_had_claimed_is_known() -> None:
@@ -184,21 +152,6 @@ def test_tasks_are_taken_back_as_far_as_they_are_unclaimed(monkeypatch: pytest.M
     claims.busy = {3: 1}
     assert workers.take_back([1, 2, 3]) == ({1}, {2: 1})
     assert not claims.claim(1, 0)
-
-
-def test_the_texts_name_the_worker_its_batch_and_its_stacks() -> None:
-    workers, _, _ = group()
-    assert workers.report(1, "was killed", 7, [4, 5]) == (
-        "DataLoader worker (pid(s) 701) exited unexpectedly: "
-        "worker 1 was killed before it answered batch 7 (indices [4, 5])"
-    )
-    assert workers.report(0, "was killed", None, None).endswith("worker 0 was killed before it was up")
-    assert workers.report_late(None, 7, 3) == "no worker has come to batch 7 (indices 3) yet"
-    late = "worker 0 (pid 700) has not answered batch 7 (indices 3). Its Python stacks:\n"
-    assert workers.report_late(0, 7, 3) == late + "  (it is still starting)"
-    workers.heard(0, Hello(5))
-    assert workers.report_late(0, 7, 3) == late + "  stacks of 0"
-    assert workers.report(0, "was killed", None, None).endswith("worker 0 was killed between batches")
 
 
 def test_the_worker_to_end_has_the_ticket_or_claims_it_or_has_nothing_to_do() -> None:

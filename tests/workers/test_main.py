@@ -1,12 +1,17 @@
-"""The loop of a worker, without its process: what it answers to what comes in."""
+"""A worker without its process: which task it takes, what it loads and draws, and what it answers."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data._utils import worker as torch_worker
 
 from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.messages import (
@@ -27,16 +32,34 @@ from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST, FreeRanges
 from fastq_loader.memory.results import empty, install
+from fastq_loader.reading import generators
+from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.system import calls
+from fastq_loader.workers import task_queue
+from fastq_loader.workers.config import Payload, Rules
 from fastq_loader.workers.main import Worker
-from tests.support.worker_setup import STREAM, make_setup
+from fastq_loader.workers.reader import Reader
+from fastq_loader.workers.task_queue import TaskQueue
+from tests.support.simulation import Table
+from tests.support.worker_setup import MAP_STYLE, STREAM, as_it_is, make_setup
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
 
-class Wire:
-    """Hands out messages as `WorkerSocket` does, and takes answers until `refuse` of them were too much."""
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    """A worker of this arena may run in this process, which is put back afterwards."""
+    threads = torch.get_num_threads()
+    arena = Arena(1)
+    with generators.put_back():
+        yield arena
+    install(None)
+    arena.retire([])
+    torch_worker._worker_info = None
+    torch.set_num_threads(threads)
 
+
+class Wire:
     def __init__(self, messages: list[Message]) -> None:
         self.messages = messages
         self.sent: list[Message] = []
@@ -56,8 +79,6 @@ class Wire:
 
 
 class Asked:
-    """Notes what was asked for. Some samples draw a random number, raise, or are large."""
-
     def __init__(self, draws: bool = False, raises: int = -1, numel: int = 1) -> None:
         self.asked: list[int] = []
         self.draws, self.raises, self.numel = draws, raises, numel
@@ -80,10 +101,7 @@ def task(seq: int, number: int = 1) -> Task:
 SHARED = [task(0)._replace(ticket=1), task(1)._replace(ticket=2)]
 
 
-def answers_to(
-    arena: Arena, dataset: Any, *messages: Message, refuse: int = 0, **fields: Any
-) -> list[Answer]:
-    """What a worker sends back."""
+def replies(arena: Arena, dataset: Any, *messages: Message, refuse: int = 0, **fields: Any) -> list[Answer]:
     blocks = Allocator(arena.mapping, 0)
     install(blocks)
     claims = ClaimTable(arena.fd, arena.mapping.claims)
@@ -101,7 +119,7 @@ def outcomes(answers: list[Answer]) -> list[tuple[int, int]]:
 
 def test_every_task_of_an_epoch_is_answered_once_in_order_and_a_ping_comes_back(arena: Arena) -> None:
     dataset = Asked(raises=1, numel=SMALLEST)
-    ping, *answers = answers_to(arena, dataset, Ping(), epoch(), *map(task, range(3)))
+    ping, *answers = replies(arena, dataset, Ping(), epoch(), *map(task, range(3)))
     assert ping == Ping()
     assert outcomes(answers) == [(0, BATCH), (1, ERROR), (2, BATCH)]
     assert None not in [answer.handle for answer in answers]
@@ -110,15 +128,15 @@ def test_every_task_of_an_epoch_is_answered_once_in_order_and_a_ping_comes_back(
 
 def test_a_stream_ends_once_and_what_comes_after_is_skipped(arena: Arena) -> None:
     stream = [torch.zeros(1)]
-    found = answers_to(arena, stream, epoch(), task(0), task(1), task(2), rules=STREAM)
+    found = replies(arena, stream, epoch(), task(0), task(1), task(2), rules=STREAM)
     assert outcomes(found) == [(0, BATCH), (1, ENDED), (2, SKIPPED)]
-    found = answers_to(arena, stream, epoch(), task(0), epoch(2), task(0, 2), rules=STREAM)
+    found = replies(arena, stream, epoch(), task(0), epoch(2), task(0, 2), rules=STREAM)
     assert outcomes(found)[-1] == (0, BATCH), "a new epoch reads it anew"
 
 
 def test_a_worker_that_could_not_start_says_so_in_every_epoch_once(arena: Arena) -> None:
     messages = [epoch(), task(0), epoch(2), task(0, 2), task(1, 2)]
-    broken = answers_to(arena, Broken(), *messages, rules=STREAM)
+    broken = replies(arena, Broken(), *messages, rules=STREAM)
     assert outcomes(broken) == [(0, SKIPPED), (0, BROKEN), (1, SKIPPED)]
 
 
@@ -132,19 +150,15 @@ def claims(arena: Arena) -> Iterator[ClaimTable]:
     claims.close()
 
 
-def test_an_answer_says_now_and_then_how_long_the_worker_waited_for_a_cpu(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_says_how_long_cpus_were_waited_for(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "waited_for_cpu", lambda: 77)
-    first, second = answers_to(arena, range(2), epoch(), task(0), task(1))
+    first, second = replies(arena, range(2), epoch(), task(0), task(1))
     assert (first.cpu_wait, first.cpu > 0) == (77, True)
     assert (second.cpu_wait > 0) == (second.cpu > 0), "they are asked for together"
 
 
-def test_a_worker_that_could_not_start_leaves_shared_tasks_to_others(
-    arena: Arena, claims: ClaimTable
-) -> None:
-    found = answers_to(arena, Broken(), epoch(1, 7), *SHARED, dynamic=True, init_fn=Broken.start)
+def test_a_worker_that_could_not_start_leaves_tasks_to_others(arena: Arena, claims: ClaimTable) -> None:
+    found = replies(arena, Broken(), epoch(1, 7), *SHARED, dynamic=True, init_fn=Broken.start)
     assert outcomes(found) == [(0, BROKEN)]
     assert claims.on_offer(2)
 
@@ -161,34 +175,30 @@ class Broken:
 @pytest.mark.parametrize(
     ("draws", "base_seed", "loaded"), [(True, None, [0, 1, 2]), (False, None, [0]), (True, 7, [])]
 )
-def test_what_is_left_of_an_epoch_that_was_broken_off_is_loaded_if_it_is_missed(
-    arena: Arena, draws: bool, base_seed: int | None, loaded: list[int]
-) -> None:
+def test_what_is_missed_is_read(arena: Arena, draws: bool, base_seed: int | None, loaded: list[int]) -> None:
     """The first batch has to show whether it draws; with a seed for each batch nobody can tell."""
     dataset = Asked(draws)
-    answers = answers_to(arena, dataset, epoch(1, base_seed), *map(task, range(3)), epoch(2, base_seed))
+    answers = replies(arena, dataset, epoch(1, base_seed), *map(task, range(3)), epoch(2, base_seed))
     assert outcomes(answers) == [(0, SKIPPED), (1, SKIPPED), (2, SKIPPED)]
     assert dataset.asked == loaded
 
 
 def test_who_was_told_to_stop_loads_nothing_for_nobody(arena: Arena) -> None:
     dataset = Asked(draws=True)
-    assert answers_to(arena, dataset, epoch(), task(0), epoch(2), Stop()) == []
+    assert replies(arena, dataset, epoch(), task(0), epoch(2), Stop()) == []
     assert dataset.asked == []
 
 
 @pytest.mark.parametrize("numel", [1, SMALLEST])
-def test_what_does_not_fit_into_a_message_is_an_error_and_gives_its_blocks_back(
-    arena: Arena, numel: int
-) -> None:
-    found = answers_to(arena, Asked(numel=numel), epoch(), task(0), task(1), refuse=1)
+def test_what_is_too_long_for_a_message_is_an_error_and_frees_its_blocks(arena: Arena, numel: int) -> None:
+    found = replies(arena, Asked(numel=numel), epoch(), task(0), task(1), refuse=1)
     assert outcomes(found) == [(0, ERROR), (1, BATCH)]
     assert set(found[0].returned) == {offset for offset, _ in found[0].fresh}
 
 
 def test_shared_tasks_are_loaded_by_who_claims_them(arena: Arena, claims: ClaimTable) -> None:
     assert claims.claim(1, 8)
-    assert outcomes(answers_to(arena, Asked(), epoch(), *SHARED, dynamic=True)) == [(1, BATCH)]
+    assert outcomes(replies(arena, Asked(), epoch(), *SHARED, dynamic=True)) == [(1, BATCH)]
     assert claims.holder(2) == 0
     assert claims.begun(0) is None
 
@@ -204,7 +214,6 @@ class Full(Asked):
         sample = empty((SMALLEST,), torch.uint8).fill_(index)
         if index == 1:
             blocks = results._current
-            assert blocks is not None
             blocks._space = FreeRanges(())
             if not self.any_blocks:  # as if this were the worker's first batch
                 blocks._idle, blocks._promised = [], []
@@ -216,6 +225,158 @@ class Full(Asked):
 
 @pytest.mark.parametrize(("fails", "any_blocks"), [(False, True), (True, True), (True, False)])
 def test_an_error_finds_its_way_where_no_room_is_left(arena: Arena, fails: bool, any_blocks: bool) -> None:
-    first, failed = answers_to(arena, Full(fails, any_blocks), epoch(), task(0), task(1))
+    first, failed = replies(arena, Full(fails, any_blocks), epoch(), task(0), task(1))
     assert (first.outcome, failed.outcome) == (BATCH, ERROR)
     assert failed.handle is not None
+
+
+def attempt_at(seq: int, attempt: int = 0, epoch: int = 1) -> Task:
+    return Task(epoch, seq, attempt, seq, (), (), 100 * epoch + 50 * attempt + seq)
+
+
+def queue(claims: Table, *seqs: int, worker: int = 0, shared: bool = True) -> TaskQueue:
+    tasks = TaskQueue(claims, shared, worker)  # type: ignore[arg-type]
+    for seq in seqs:
+        if claims.holder(100 + seq) is None:
+            claims.offer(100 + seq)
+        tasks.add(attempt_at(seq))
+    return tasks
+
+
+def taken(tasks: TaskQueue) -> list[int]:
+    seqs = []
+    while (one := tasks.take()) is not None:
+        seqs.append(one.seq)
+    return seqs
+
+
+@given(st.permutations(range(6)))
+def test_shared_tasks_are_taken_from_the_lowest_and_assigned_ones_as_they_came(order: list[int]) -> None:
+    claims = Table(1 << 12)
+    assert taken(queue(claims, *order, shared=False)) == order
+    assert taken(queue(claims, *order)) == sorted(order)
+    assert claims.holder(102) == 0
+
+
+def test_what_others_have_is_passed_over_and_forgotten_until_it_is_sent_again() -> None:
+    claims = Table(1 << 12)
+    one, other = (queue(claims, 0, 1, 2, worker=worker) for worker in (0, 1))
+    assert [tasks.take() for tasks in (one, other)] == [attempt_at(0), attempt_at(1)]
+    claims.offer(150)  # the first worker dies
+    other.add(attempt_at(0, attempt=1))
+    assert (other.take(), taken(other), taken(one)) == (attempt_at(0, attempt=1), [2], [])
+    assert len(one) == len(other) == 0
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_a_worker_works_on_is_known_until_it_has_answered(shared: bool) -> None:
+    claims = Table(1 << 12)
+    tasks = queue(claims, 0, 1, worker=5, shared=shared)
+    for seq in (0, 1):
+        assert tasks.take() is not None
+        assert claims.begun(5) == 100 + seq
+    tasks.answered()
+    assert claims.begun(5) is None
+    assert tasks.take() is None
+    assert claims.begun(5) is None
+
+
+def test_a_busy_task_is_kept_for_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(task_queue.time, "sleep", waits.append)
+    claims = Table(1 << 12)
+    tasks = queue(claims, 0, 1)
+    claims.busy = {100: 1}
+    assert taken(tasks) == [1]
+    assert len(tasks) == len(waits) == 1
+    claims.busy = {}
+    assert taken(tasks) == [0]
+
+
+def test_shared_tasks_that_others_have_or_of_an_old_epoch_are_forgotten() -> None:
+    claims = Table(1 << 12)
+    tasks, assigned = queue(claims, 0, 1, 2), queue(Table(1 << 12), 0, shared=False)
+    claims.claim(101, 3)
+    tasks.prune()
+    assert [task.seq for task in tasks._tasks] == [0, 2]
+    assert (tasks.drop(), assigned.drop()) == ([], [attempt_at(0)]), "assigned ones wait for an answer"
+    assert taken(tasks) == taken(assigned) == []
+
+
+def test_who_cannot_work_leaves_shared_tasks_to_the_others_until_the_next_epoch() -> None:
+    claims = Table(1 << 12)
+    tasks = queue(claims, 0)
+    tasks.retire()
+    claims.offer(102)
+    tasks.add(attempt_at(2))
+    assert (taken(tasks), claims.holder(100), claims.holder(102)) == ([], None, None)
+    claims.offer(200)
+    tasks.add(attempt_at(0, epoch=2))
+    assert taken(tasks) == [0]
+
+
+def draws() -> tuple[Any, ...]:
+    return random.random(), torch.rand(1).item(), float(np.random.rand())
+
+
+class Draws:
+    def __init__(self) -> None:
+        self.own = random.Random(1)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return draws()
+
+
+def reader(arena: Arena, dataset: Any, init_fn: Any = None, **fields: Any) -> Reader:
+    given = {"payload": Payload(dataset, as_it_is, init_fn), **fields}
+    return Reader(make_setup(arena, dataset, **given))
+
+
+def test_the_seeds_of_a_stream_do_not_depend_on_when_others_ended(arena: Arena) -> None:
+    class DrawsOnAndOn:
+        def __iter__(self) -> Any:
+            return iter(draws, None)
+
+    loading = reader(arena, DrawsOnAndOn(), workers=3, worker=1, rules=Rules(True, False, False))
+    found = []
+    for seqs in ((1, 4, 6, 8), (1, 4, 7, 10)):
+        loading.begin_epoch(Epoch(1, None, 7))
+        found.append([loading.load(seq, None) for seq in seqs])
+    assert found[0] == found[1]
+    generators.seed_batch(7, 10)
+    assert found[0][-1] == draws()
+
+
+class DrawsOnce:
+    def __iter__(self) -> Any:
+        yield draws()
+
+
+def test_a_stream_that_ended_is_not_missed(arena: Arena) -> None:
+    loading = reader(arena, DrawsOnce(), rules=STREAM)
+    loading.begin_epoch(Epoch(1, None))
+    loading.load(0, None)
+    with pytest.raises(EndOfStream):
+        loading.load(1, None)
+    assert loading.ended
+    assert not loading.is_missed()
+    loading.begin_epoch(Epoch(1, None))
+    assert not loading.ended
+
+
+@pytest.mark.parametrize(
+    ("dataset", "rules", "missed"),
+    [
+        (Draws(), MAP_STYLE, True),
+        (range(3), MAP_STYLE, False),
+        (DrawsOnce(), STREAM, True),
+        (iter(range(3)), STREAM, True),  # its own iterator, which goes on where it stopped
+    ],
+    ids=["draws", "draws nothing", "a stream that draws", "an iterator"],
+)
+def test_a_batch_that_drew_is_missed(arena: Arena, dataset: Any, rules: Rules, missed: bool) -> None:
+    loading = reader(arena, dataset, rules=rules)
+    loading.begin_epoch(Epoch(1, None))
+    assert loading.is_missed()
+    loading.load(0, 0)
+    assert loading.is_missed() is missed
