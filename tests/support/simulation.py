@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from fastq_loader.ipc.claim_table import ClaimTable
+from fastq_loader.ipc.claim_table import Busy, ClaimTable
 from fastq_loader.ipc.messages import ENDED, SKIPPED, Answer, Epoch, Space, Task
 from fastq_loader.memory.blocks import Extents, FreeRanges, size_class
 from fastq_loader.workers.task_queue import TaskQueue
@@ -40,15 +40,25 @@ class SimulatedArena:
 
 
 class Table(ClaimTable):
-    """A table with few slots, in this process alone: claims need no lock."""
+    """A table with few slots, in this process alone: claims need no lock.
+
+    Attributes:
+        busy: ticket → the worker that was stopped in the middle of claiming it.
+    """
 
     def __init__(self, slots: int) -> None:
         self._words, self._size = defaultdict[int, int](int), slots  # type: ignore[assignment]
+        self.busy: dict[int, int] = {}
 
     def slot(self, ticket: int) -> int:
         return ticket % self._size
 
+    def claiming(self, ticket: int) -> int | None:
+        return self.busy.get(ticket)
+
     def _claim(self, ticket: int, who: int) -> bool:
+        if ticket in self.busy:
+            raise Busy
         free = self.on_offer(ticket)
         if free:
             self._words[self.slot(ticket)] |= who

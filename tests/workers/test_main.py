@@ -310,6 +310,7 @@ def test_who_cannot_work_leaves_shared_tasks_to_the_others_until_the_next_epoch(
     claims.offer(102)
     tasks.add(attempt_at(2))
     assert (taken(tasks), claims.holder(100), claims.holder(102)) == ([], None, None)
+    tasks.drop()
     claims.offer(200)
     tasks.add(attempt_at(0, epoch=2))
     assert taken(tasks) == [0]
