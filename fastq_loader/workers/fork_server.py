@@ -8,11 +8,12 @@ generator is the same for all, and workers are seeded.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from multiprocessing import forkserver
 from types import SimpleNamespace
 from typing import Any
+
+from fastq_loader.system import process_id
 
 _WARM = ["torch", "fastq_loader.workers.warm"]
 
@@ -27,9 +28,9 @@ def names(modules: Iterable[str]) -> SimpleNamespace:
         modules: to import, besides those that the user has chosen for Python's own server.
     """
     global _server, _owner
-    if _server is None or _owner != os.getpid():
+    if _server is None or _owner != process_id.current():
         own: Any = forkserver._forkserver
-        _server, _owner = forkserver.ForkServer(), os.getpid()
+        _server, _owner = forkserver.ForkServer(), process_id.current()
         _server.set_forkserver_preload([*own._preload_modules, *modules, *_WARM])
     return SimpleNamespace(**{**vars(forkserver), "connect_to_new_process": _server.connect_to_new_process})
 
