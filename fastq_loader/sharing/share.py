@@ -55,27 +55,31 @@ def share(dataset: T, *attributes: str, name: str | None = None) -> T:
 
     def make() -> dict[str, Any]:
         made = {of: containers.shared(value, _nbytes(value)) for of, value in values.items()}
-        return {key: made[id(value)] for _, key, value in chosen}
+        return {str(number): made[id(value)] for number, (_, _, value) in enumerate(chosen)}
 
     shared = make() if name is None else named.once(name, make)
-    for _, key, value in chosen:
-        if len(shared.get(key, ())) != len(value):
+    # By number: datasets in a ConcatDataset have attributes of the same names.
+    found = [shared.get(str(number), ()) for number in range(len(chosen))]
+    for (_, key, value), there in zip(chosen, found, strict=True):
+        if len(there) != len(value):
             raise ValueError(
-                f"share(name={name!r}): another process shares {key!r} with {len(shared.get(key, ())):,} "
+                f"share(name={name!r}): another process shares {key!r} with {len(there):,} "
                 f"items under this name, and here it has {len(value):,}; use another name"
             )
-    for part, key, _ in chosen:
-        setattr(part, key, shared[key])
+    for (part, key, _), there in zip(chosen, found, strict=True):
+        setattr(part, key, there)
     logger.info("%s", sharing_report(dataset))
     return dataset
 
 
 def _chosen(dataset: Any, attributes: tuple[str, ...]) -> list[tuple[Any, str, Any]]:
     """Datasets, the names of their attributes that are to be shared, and these."""
+    from fastq_loader.sharing.containers import Shared
+
     chosen, done = [], {key for key, _ in _shared(dataset)}
     for part in _parts(dataset):
         for key, value in vars(part).items():
-            if key in done or (attributes and key not in attributes):
+            if isinstance(value, Shared) or (attributes and key not in attributes):
                 continue
             refused = _refused(value)
             if refused and attributes:

@@ -62,6 +62,20 @@ def test_what_is_named_is_shared_whatever_its_size() -> None:
     assert "nothing is shared" in sharing_report(Files(1))
 
 
+def test_datasets_with_attributes_of_one_name_keep_their_own() -> None:
+    one, other = Files(), Files()
+    other.samples = [(path, -label) for path, label in other.samples]
+    wanted = list(one.samples), list(other.samples)
+    share(one)
+    share(ConcatDataset([one, other]))
+    assert type(other.samples) is not list, "though the first one was shared before"
+    assert (one.samples[:], other.samples[:]) == wanted
+    one, other = Files(), Files()
+    other.samples = [(path, -label) for path, label in other.samples]
+    share(ConcatDataset([one, other]))
+    assert (one.samples[:], other.samples[:]) == wanted
+
+
 @pytest.mark.parametrize(
     ("names", "error", "text"),
     [
