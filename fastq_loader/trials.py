@@ -202,7 +202,7 @@ def _leave(signum: int, frame: object) -> None:
     raise _TimeIsOver
 
 
-class _Epoch(NamedTuple):
+class _Times(NamedTuple):
     """When an epoch began, when each of its batches came, and, if it is over, when it ended; in seconds."""
 
     began: float
@@ -222,14 +222,14 @@ class _Trial:
         self._loader = loader
         self._step_seconds = step_seconds
         self._batches: Any = None
-        self._epochs: list[_Epoch] = []
+        self._epochs: list[_Times] = []
         self._worker_bytes = 0
 
     def run(self, seconds: float) -> None:
         """Note when batches come, from the first one on."""
         until = 0.0
         while True:
-            epoch = _Epoch(time.monotonic(), [], [])
+            epoch = _Times(time.monotonic(), [], [])
             self._epochs.append(epoch)
             self._batches = iter(self._loader)  # kept, so that nothing ends before `run` has
             for _ in self._batches:
@@ -274,7 +274,7 @@ class _Trial:
         )
 
 
-def _rate(loader: DataLoader[Any], epochs: list[_Epoch], first: float = 0.0) -> tuple[float, float] | None:
+def _rate(loader: DataLoader[Any], epochs: list[_Times], first: float = 0.0) -> tuple[float, float] | None:
     """Batches, and the seconds that they took.
 
     Whole epochs count with the start and the end of their workers, as in a training; but for the first one of
@@ -291,7 +291,7 @@ def _rate(loader: DataLoader[Any], epochs: list[_Epoch], first: float = 0.0) -> 
     whole = [epoch for epoch in epochs if epoch.ended and epoch.came][1 if persistent else 0 :]
     if whole:
         return float(sum(len(each.came) for each in whole)), sum(each.ended[0] - each.began for each in whole)
-    epoch = max(epochs, key=lambda each: len(each.came), default=_Epoch(0.0, [], []))
+    epoch = max(epochs, key=lambda each: len(each.came), default=_Times(0.0, [], []))
     came = epoch.came
     if len(came) < 2:
         return None

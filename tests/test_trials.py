@@ -252,7 +252,7 @@ def test_the_consumers_death_ends_it_with_its_workers() -> None:
 
 
 def rate(loader: DataLoader[Any], *epochs: tuple[Any, ...], step: float = 0.0) -> tuple[float, float]:
-    return trials._rate(loader, [trials._Epoch(*epoch) for epoch in epochs], step) or (0.0, 1.0)
+    return trials._rate(loader, [trials._Times(*epoch) for epoch in epochs], step) or (0.0, 1.0)
 
 
 def test_a_rate_is_taken_between_two_batches_of_the_same_worker() -> None:

@@ -26,26 +26,26 @@ class Accounting:
         scheduler: knows the batches.
 
     Attributes:
-        spent: where the time of the epoch goes.
+        notes: where the time of the epoch goes.
         late: the index of a batch that held up others, until it is handed out.
     """
 
     def __init__(self, counters: Counters, scheduler: Scheduler) -> None:
-        self.spent = Notes(EpochCounters(0, 0))
+        self.notes = Notes(EpochCounters(0, 0))
         self._counters = counters
         self._scheduler = scheduler
         self.late: Any = None
 
-    def begin_epoch(self, spent: Notes, pid_of: Callable[[int], int]) -> None:
+    def begin_epoch(self, notes: Notes, pid_of: Callable[[int], int]) -> None:
         """An epoch begins, and what is left of the one before is dropped.
 
         Args:
-            spent: where its time goes.
+            notes: where its time goes.
             pid_of: gives the process id of a worker.
         """
         self.drop()
-        self.spent = spent
-        spent.of_pool(pid_of)
+        self.notes = notes
+        notes.of_pool(pid_of)
 
     def waited(self, wait: Wait, began: int) -> None:
         """`next()` has waited, since `began`."""
@@ -54,33 +54,33 @@ class Accounting:
         cause = "workers"
         if wait.behind and (wait.blocked or wait.behind >= self._scheduler.window.least):
             cause = "head_of_line"
-            self._counters.held_up(self.spent.epoch, wait.seq, ended - began)
+            self._counters.held_up(self.notes.epoch, wait.seq, ended - began)
             self.late = self._scheduler.index_of(wait.seq)
         elif wait.blocked:
             cause = "memory"
-        self.spent.others.append((self.spent.waited, cause, began, ended))
+        self.notes.others.append((self.notes.waited, cause, began, ended))
 
     def used_device(self, began: int) -> None:
         """Something was done for the way to the device, since `began`."""
-        self.spent.others.append((self.spent.used_device, began, monotonic_ns()))
+        self.notes.others.append((self.notes.used_device, began, monotonic_ns()))
 
     def sent_again(self, seq: int) -> None:
         """The task of a batch was sent again."""
-        self.spent.others.append((self.spent.sent, seq, monotonic_ns()))
+        self.notes.others.append((self.notes.sent, seq, monotonic_ns()))
 
     def replaced(self, worker: int, report: str) -> None:
         """Another process does the work of a worker. `report`: how that one ended."""
-        self.spent.happened(EpochCounters.replaced, worker, report, monotonic_ns())
+        self.notes.happened(EpochCounters.replaced, worker, report, monotonic_ns())
 
     def came_late(self, answer: Answer) -> None:
         """The call hands out the batch of this answer, and one has held up others."""
         late, self.late = decode_index(self.late), None
-        self._counters.came_late(self.spent.epoch, answer, late)
+        self._counters.came_late(self.notes.epoch, answer, late)
 
     def ended(self) -> None:
         """The call has found that there is no further batch."""
-        self.spent.happened(EpochCounters.ended, monotonic_ns(), process_time_ns())
+        self.notes.happened(EpochCounters.ended, monotonic_ns(), process_time_ns())
 
     def drop(self) -> None:
         """What was not handed out in the epoch never will be."""
-        self.spent.happened(EpochCounters.dropped, monotonic_ns())
+        self.notes.happened(EpochCounters.dropped, monotonic_ns())

@@ -83,7 +83,7 @@ class Engine:
         sampler: Iterator[Any],
         shared_seed: int | None,
         base_seed: int | None,
-        spent: Notes,
+        notes: Notes,
         done: Progress = START,
         resume: Resume = (),
     ) -> int:
@@ -92,7 +92,7 @@ class Engine:
         Args:
             sampler: yields indices, those in `done` not again.
             shared_seed, base_seed: see `messages.Epoch`.
-            spent: where the time of the epoch goes.
+            notes: where the time of the epoch goes.
             done: what was handed out of the epoch before it was resumed.
             resume: what each worker is told of that: how many batches were its own, and its state.
 
@@ -102,7 +102,7 @@ class Engine:
         Raises:
             IteratorInvalid: the engine is closed.
         """
-        epoch = sampler, shared_seed, base_seed, spent, done, resume
+        epoch = sampler, shared_seed, base_seed, notes, done, resume
         number: int = self._enter(EventLoop.begin_epoch, *epoch)
         return number
 

@@ -131,13 +131,13 @@ class EventLoop:
         sampler: Iterator[Any],
         shared_seed: int | None,
         base_seed: int | None,
-        spent: Notes,
+        notes: Notes,
         done: Progress = START,
         resume: Resume = (),
     ) -> int:
         """Begin an epoch; what is left of the one before is dropped. See `Engine.start_epoch`."""
         scheduler = self.scheduler
-        self._accounting.begin_epoch(spent, self._group.pid)
+        self._accounting.begin_epoch(notes, self._group.pid)
         self._tidy_at = 0
         if self._delivery.staging is not None:  # before the blocks of what is dropped go to others
             self.pool.drop(self._delivery.staging.drain())
@@ -166,7 +166,7 @@ class EventLoop:
             return True
         self.timed_out = False
         now = time.monotonic_ns()
-        self._accounting.spent.entered(now)
+        self._accounting.notes.entered(now)
         if now >= self._tidy_at:
             self._tidy(now)
         if self.pool.released:
@@ -196,8 +196,8 @@ class EventLoop:
             answer, seq = (None, None) if batch is None else (batch.answer, batch.seq)
             if self._accounting.late is not None and answer is not None:
                 self._accounting.came_late(answer)
-            if self._accounting.spent.left(time.monotonic_ns(), answer, seq, outcome.error):
-                self._accounting.spent.count()
+            if self._accounting.notes.left(time.monotonic_ns(), answer, seq, outcome.error):
+                self._accounting.notes.count()
             del answer
         # One moment: there is no call in here, and only a call can be cut short.
         into.outcome = outcome
@@ -252,10 +252,10 @@ class EventLoop:
 
     def _draw(self, times: int) -> None:
         """Draw indices, and send their tasks."""
-        scheduler, spent, began = self.scheduler, self._accounting.spent, time.monotonic_ns()
+        scheduler, notes, began = self.scheduler, self._accounting.notes, time.monotonic_ns()
         seqs: list[int] = []
-        if spent.drew is not None:  # a worker's part has ended in this call
-            spent.flush()
+        if notes.drew is not None:  # a worker's part has ended in this call
+            notes.flush()
         for _ in range(times):
             try:
                 index = next(self._sampler)
@@ -269,7 +269,7 @@ class EventLoop:
                 if batch is not None and batch.task is not None:
                     seqs += (batch.seq,)
                     self._send(batch.worker, batch.task)
-        spent.drew = began, time.monotonic_ns(), seqs
+        notes.drew = began, time.monotonic_ns(), seqs
 
     def _send(self, worker: int | None, task: Task) -> None:
         try:
@@ -316,7 +316,7 @@ class EventLoop:
     def _replace(self, replace: events.Replace) -> None:
         assert self._epoch is not None, "batches are loaded in epochs"
         worker, seq, cause = replace
-        self._accounting.spent.flush()  # what the old one has done
+        self._accounting.notes.flush()  # what the old one has done
         report = self._deaths.report(worker, cause, seq)
         self._unpacker.forget(worker)
         try:
@@ -336,7 +336,7 @@ class EventLoop:
         if staging is not None:
             self.pool.drop(staging.reap())
             self._stage_ahead(staging, wait=False)
-            self._accounting.spent.flush()
+            self._accounting.notes.flush()
         self.phase = IDLE
 
     def _begin_staging(self, staging: Staging) -> None:
@@ -420,7 +420,7 @@ class EventLoop:
             self._delivery.staging = None
         self.scheduler.abandon()
         self._accounting.drop()
-        self._accounting.spent.counted()  # or what is not counted keeps the pool
+        self._accounting.notes.counted()  # or what is not counted keeps the pool
         self._group.stop(patience)
         if failure is not None:
             raise failure

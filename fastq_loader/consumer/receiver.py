@@ -77,7 +77,7 @@ class Receiver:
                 continue
             delivers, of_worker, fault = answer.outcome not in _EMPTY, self._counters.workers[worker], None
             if answer.epoch == scheduler.epoch:
-                self._accounting.spent.answers += ((worker, answer, delivers, of_worker),)
+                self._accounting.notes.answers += ((worker, answer, delivers, of_worker),)
             else:
                 of_worker.answered(answer)
             try:
@@ -116,7 +116,7 @@ class Receiver:
         else."""
         if answer.handle is None or answer.epoch != self._scheduler.epoch:
             return
-        kept = self._accounting.spent.first_batches.setdefault(worker, [])
+        kept = self._accounting.notes.first_batches.setdefault(worker, [])
         if len(kept) < FIRST_BATCHES:
             of_error = b"error %d" % answer.seq, 0
             kept.append(self._unpacker.digest(answer.handle) if answer.outcome == BATCH else of_error)

@@ -87,13 +87,13 @@ class Prefetcher:
         if short:  # not before: an error would name what was not written
             device = replace(device, transform_stream="side")
         self.loader: Any = loader
-        self._told = SimpleNamespace(
+        self._record = SimpleNamespace(
             shown=None
         )  # of an epoch of another kind of loader; ours tells it itself
         self._options = device
         self._session = None if device.target is None else DeviceSession(device)
         self._staging: SerialStaging | None = None
-        self._epoch: _Epoch | None = None
+        self._epoch: _Pass | None = None
         self._end: tuple[None, ...] | None = None
 
     def __len__(self) -> int:
@@ -104,8 +104,8 @@ class Prefetcher:
         batches = iter(self.loader)  # starts workers, which inherit nothing of a device that is not in use
         if self._session is not None and self._staging is None:
             self._staging = SerialStaging(self._session)
-        told = self.loader._resources.record if hasattr(self.loader, "_state_of") else self._told
-        self._epoch = _Epoch(batches, self._options, self._staging, self.loader, told)
+        record = self.loader._resources.record if hasattr(self.loader, "_state_of") else self._record
+        self._epoch = _Pass(batches, self._options, self._staging, self.loader, record)
         return self._epoch
 
     def next(self) -> Any:
@@ -128,19 +128,19 @@ class Prefetcher:
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's, as it was when the batch that was handed out last had come."""
-        shown: _Standing | None = self._told.shown
+        shown: _Standing | None = self._record.shown
         return self.loader.state_dict() if shown is None else shown[0]()
 
     def load_state_dict(self, state_dict: dict[str, Any], **options: Any) -> None:
         """Load a state into the loader, whose next epoch goes on from there. The one that was begun ends."""
         self._leave("a state was loaded")
-        self._told.shown = None
+        self._record.shown = None
         self.loader.load_state_dict(state_dict, **options)
 
     @property
     def position(self) -> Any:
         """The loader's, as it was when the batch that was handed out last had come."""
-        shown = self._told.shown
+        shown = self._record.shown
         return self.loader.position if shown is None else shown[1]
 
     def statistics(self) -> StagingStatistics | None:
@@ -172,7 +172,7 @@ class Prefetcher:
 _Standing = tuple[Callable[[], dict[str, Any]], Any]
 
 
-class _Epoch(Iterator[Any]):
+class _Pass(Iterator[Any]):
     """One pass over a loader.
 
     Args:
@@ -180,18 +180,23 @@ class _Epoch(Iterator[Any]):
         options: the user's.
         staging: the way to the device; None on the host.
         loader: any.
-        told: `shown` in it is set to where the loader stands for who reads here, if batches are asked for
+        record: `shown` in it is set to where the loader stands for who reads here, if batches are asked for
             ahead. Of our own loader it is the record of the epoch.
     """
 
     def __init__(
-        self, batches: Iterator[Any], options: ToDevice, staging: SerialStaging | None, loader: Any, told: Any
+        self,
+        batches: Iterator[Any],
+        options: ToDevice,
+        staging: SerialStaging | None,
+        loader: Any,
+        record: Any,
     ) -> None:
         self._batches = batches
         self._options = options
         self._staging = staging
-        self._loader, self._told = loader, told
-        self._reached = told.shown = None if staging is None else self._standing()
+        self._loader, self._record = loader, record
+        self._reached = record.shown = None if staging is None else self._standing()
         self._invalid = ""  # why it cannot go on
         # What was asked for ahead: what hands a batch out, or an error; the end of the loader is one. And
         # where the loader stood then.
@@ -205,9 +210,9 @@ class _Epoch(Iterator[Any]):
             batch = self._advance()
         except Exception as error:
             if not raised_by_handler(error):
-                self._invalid, self._told.shown = "", self._reached
+                self._invalid, self._record.shown = "", self._reached
             raise
-        self._invalid, self._told.shown = "", self._reached
+        self._invalid, self._record.shown = "", self._reached
         return batch
 
     def _advance(self) -> Any:
@@ -227,9 +232,9 @@ class _Epoch(Iterator[Any]):
     def _standing(self) -> _Standing | None:
         """Where the loader stands now; None if it cannot say. What its `state_dict` raises is raised when
         it is asked for."""
-        loader, told = self._loader, self._told
+        loader, record = self._loader, self._record
         if hasattr(loader, "_state_of"):
-            return Attempt(loader._state_of, told).again, told.position
+            return Attempt(loader._state_of, record).again, record.position
         if not hasattr(loader, "state_dict"):
             return None
         return Attempt(loader.state_dict).again, getattr(loader, "position", None)

@@ -311,7 +311,7 @@ def tiny_batches(epoch: EpochCounters, workers: int) -> str | None:
     batches = epoch.batches
     if batches < LEAST_BATCHES or not epoch.costs:
         return None
-    seconds = {cause: nanoseconds / 1e9 / batches for cause, nanoseconds in epoch.spent.items()}
+    seconds = {cause: nanoseconds / 1e9 / batches for cause, nanoseconds in epoch.by_cause.items()}
     load = epoch.load / 1e9
     alone = load + seconds["sampler"] + seconds["consumer"] + seconds["device_copy"]
     took = epoch.nanoseconds / 1e9 / batches - seconds["start_up"]

@@ -167,7 +167,7 @@ class Chooser:
             if started != number:
                 return number
         self._started = None
-        took = epoch.nanoseconds - (epoch.spent["start_up"] if persistent else 0)
+        took = epoch.nanoseconds - (epoch.by_cause["start_up"] if persistent else 0)
         remember(self.seen, Seen(number, took / 1e9 / epoch.batches, costs))
         each = _WORKER_BYTES + (prefetch + 1) * counters.bytes / max(1, counters.batches)
         held = number if persistent else 0  # their memory is used already

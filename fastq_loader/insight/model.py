@@ -247,7 +247,7 @@ def costs_of(
     mean = sum(cost.load for cost in ordered) / len(ordered)
     scale = epoch.load / mean if mean else 1.0  # what is kept stands for all
     loads = tuple(cost.load / 1e9 * scale for cost in ordered)
-    seconds = {cause: nanoseconds / 1e9 / epoch.batches for cause, nanoseconds in epoch.spent.items()}
+    seconds = {cause: nanoseconds / 1e9 / epoch.batches for cause, nanoseconds in epoch.by_cause.items()}
     cpu = epoch.cpu / 1e9 / epoch.batches
     if workers:
         pack = sum(cost.pack for cost in ordered) / 1e9 / len(ordered)

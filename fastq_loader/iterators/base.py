@@ -48,7 +48,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
     _base_seed: int
 
     def __init__(self, loader: Loader) -> None:
-        self._spent = self._begin_counting(loader)
+        self._notes = self._begin_counting(loader)
         self._dataset = loader.dataset
         self._pg = None
         self._index_sampler = loader._index_sampler
@@ -135,7 +135,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         forward it."""
         self.outcome = None
         if not first_iter:
-            self._spent = self._begin_counting(loader)
+            self._notes = self._begin_counting(loader)
             self._begin_record(loader, same_readers=True)
         self._restart_sampler()
         self._num_yielded = self._record.progress.delivered
@@ -158,7 +158,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         self._order.note_drawn()
         if resources.shared and not self._order.beginning.drawn:
             self._order.pending = self._order.shared_now()
-        self._hints = Hints(loader, resources.record, self._record, self._spent)
+        self._hints = Hints(loader, resources.record, self._record, self._notes)
         resources.place = self._record, None
         if self._record.replayed:
             warn_user(
@@ -202,7 +202,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             batch = self._on_host.apply_transform(batch)
         if self._pin_memory:
             batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
-        self._spent.others.append((self._spent.used_device, began, time.monotonic_ns()))
+        self._notes.others.append((self._notes.used_device, began, time.monotonic_ns()))
         return batch
 
     def _warn_about_length(self, length: int, outcome: Outcome) -> None:

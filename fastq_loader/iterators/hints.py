@@ -42,18 +42,18 @@ class Hints:
     Args:
         loader: whose.
         previous: the record of the epoch before, or None.
-        record, spent: of the epoch.
+        record, notes: of the epoch.
 
     Attributes:
         due: after so many batches `look` is to be called.
     """
 
     def __init__(
-        self, loader: Loader, previous: EpochRecord | None, record: EpochRecord, spent: Notes
+        self, loader: Loader, previous: EpochRecord | None, record: EpochRecord, notes: Notes
     ) -> None:
         self._resources = loader._resources
         self._dataset, self._workers = type(loader.dataset).__name__, loader.num_workers
-        self._spent = spent
+        self._notes = notes
         self._order = record.order
         self._previous = previous
         kinds: set[type[LoaderHint]] = set()
@@ -95,12 +95,12 @@ class Hints:
         if previous.order.beginning.epochs != order.beginning.epochs:
             return None
         samples = order.first.repeats(previous.order.first)
-        return advice.same_order(order.first.sampler, self._spent.epoch, samples)
+        return advice.same_order(order.first.sampler, self._notes.epoch, samples)
 
     def _tiny_batches(self) -> str | None:
         if self._order.progress.delivered < advice.LEAST_BATCHES:  # to count takes time
             return None
-        return advice.tiny_batches(self._spent.counted(), self._workers)
+        return advice.tiny_batches(self._notes.counted(), self._workers)
 
     def _memory_pressure(self) -> str | None:
         self._resources.hinted.add(MemoryPressure)  # looked at once, because it reads files
@@ -113,7 +113,7 @@ class Hints:
 _JUDGES: dict[type[LoaderHint], Callable[[Hints], str | None]] = {
     SameOrder: Hints._same_order,
     MemoryPressure: Hints._memory_pressure,
-    DuplicateData: lambda of: advice.duplicate_data(of._dataset, of._spent.first_batches),
-    IdleWorker: lambda of: advice.idle_workers(of._dataset, of._spent.first_batches, of._workers),
+    DuplicateData: lambda of: advice.duplicate_data(of._dataset, of._notes.first_batches),
+    IdleWorker: lambda of: advice.idle_workers(of._dataset, of._notes.first_batches, of._workers),
     TinyBatches: Hints._tiny_batches,
 }

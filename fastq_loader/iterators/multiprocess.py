@@ -79,10 +79,10 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         base_seed = record.base_seed if self._dynamic else None
         resume = record.resume
         self._epoch = self.engine.start_epoch(
-            self._source, shared_seed, base_seed, self._spent, record.progress, resume
+            self._source, shared_seed, base_seed, self._notes, record.progress, resume
         )
         self._epoch_has_begun(loader)
-        self._spent.happened(EpochCounters.started, time.monotonic_ns())
+        self._notes.happened(EpochCounters.started, time.monotonic_ns())
 
     def successor(self) -> MultiprocessIterator:
         """The iterator of the next epoch, to be reset. Its own object, so that `next()` on this one can say
@@ -114,8 +114,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
             if not self._persistent_workers:
                 self.engine.close("it was exhausted")
         if running and self.engine.closed is not None:
-            self._spent.happened(EpochCounters.closed, time.monotonic_ns())
-            self._spent.counted()  # or it keeps the pool
+            self._notes.happened(EpochCounters.closed, time.monotonic_ns())
+            self._notes.counted()  # or it keeps the pool
 
     def poll(self) -> None:
         if self._session is not None and not self._exhausted:

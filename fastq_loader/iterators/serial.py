@@ -55,7 +55,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._begin_reading()
             self._note_place()
         self._epoch_has_begun(loader)
-        self._spent.happened(EpochCounters.started, time.monotonic_ns())
+        self._notes.happened(EpochCounters.started, time.monotonic_ns())
 
     def _begin_reading(self) -> None:
         """Make the fetcher, and come to where the epoch goes on."""
@@ -131,18 +131,18 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             raise IteratorInvalid("this iterator cannot go on: an interrupt cut a call of next() short")
         if self.outcome is not None:  # of another thread, which has not taken it yet
             return
-        self._spent.entered(time.monotonic_ns())
+        self._notes.entered(time.monotonic_ns())
         if self._due is None:
             self._draw()
         drawn, self._due = self._due, None
         if drawn is not None:  # else the sampler has ended, or failed
             self._load_drawn(drawn)
         if self._record.over:
-            self._spent.happened(EpochCounters.ended, time.monotonic_ns(), time.process_time_ns())
+            self._notes.happened(EpochCounters.ended, time.monotonic_ns(), time.process_time_ns())
         else:
             seq = None if drawn is None else drawn[0]
-            if self._spent.left(time.monotonic_ns(), None, seq, getattr(self.outcome, "error", None)):
-                self._spent.counted()
+            if self._notes.left(time.monotonic_ns(), None, seq, getattr(self.outcome, "error", None)):
+                self._notes.counted()
 
     def _load_drawn(self, drawn: tuple[int, Any]) -> None:
         """Store the batch, or what loading it raised, in `outcome`."""
@@ -181,7 +181,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         else:
             self._due = (number, index)
         self._drawn, self._busy = number + 1, False  # also when the sampler fails: its error has a place
-        self._spent.drew = began, time.monotonic_ns(), ()
+        self._notes.drew = began, time.monotonic_ns(), ()
 
     def _progress_after(self, number: int) -> Progress:
         """How far the epoch has come with a batch, or with the error in its place."""
@@ -200,12 +200,12 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         finally:
             ended = time.monotonic_ns()
             self._counters.wait_seconds += (ended - began) / 1e9
-            self._spent.others.append(
-                (self._spent.loaded, number, began, self._dataset_fetcher.fetched, ended)
+            self._notes.others.append(
+                (self._notes.loaded, number, began, self._dataset_fetcher.fetched, ended)
             )
         if self._staging is None:
             return self._finished(batch) if self._finishes else batch
         self._busy = True  # a copy to the device is under way
         batch = self._staging.stage(batch)
-        self._spent.others.append((self._spent.used_device, ended, time.monotonic_ns()))
+        self._notes.others.append((self._notes.used_device, ended, time.monotonic_ns()))
         return batch

@@ -111,7 +111,7 @@ class EpochCounters:
         self.first_batches: dict[int, list[tuple[bytes, int]]] = {}
         self.observer: Observer | None = None
         self.pid_of: Callable[[int], int] = int
-        self.spent = dict.fromkeys(CAUSES, 0)
+        self.by_cause = dict.fromkeys(CAUSES, 0)
         self.waits = Histogram()
         self._began = self._left = self._entered = now
         self._inside = True
@@ -147,12 +147,12 @@ class EpochCounters:
             self.left(now, answer, seq, error)
             return
         # The same for a usual call, without a step for each.
-        spent, took = self.spent, 0
-        spent["consumer"] += entered - self._left
+        by_cause, took = self.by_cause, 0
+        by_cause["consumer"] += entered - self._left
         if drew is not None:
             began, ended, seqs = drew
             took = ended - began
-            spent["sampler"] += took
+            by_cause["sampler"] += took
             for each in seqs:
                 self._sent[each] = ended
         for arrival in answers:
@@ -162,7 +162,7 @@ class EpochCounters:
             self._note_ready(answer[5], now)
         self.batches += 1
         self.waits.add(now - entered)
-        spent["transport"] += now - entered - took
+        by_cause["transport"] += now - entered - took
         self._left = now
 
     def inside(
@@ -197,7 +197,7 @@ class EpochCounters:
         """`next()` was called. `thread`: by whom, if there is an observer."""
         if self._inside:  # an interrupt cut the call before short
             self._end_call(now, "transport")
-        self.spent["consumer"] += now - self._left
+        self.by_cause["consumer"] += now - self._left
         self._entered, self._inside = now, True
         if self.observer is not None:
             self.observer.entered(self.epoch, now, thread)
@@ -244,7 +244,7 @@ class EpochCounters:
     def closed(self, now: int) -> None:
         """The call that found the end of the epoch, or the death of a worker, has ended the workers, too."""
         began, self._left = self._left, now
-        self.spent["start_up"] += now - began
+        self.by_cause["start_up"] += now - began
         if self.observer is not None:
             self.observer.closed(began, now)
 
@@ -263,14 +263,14 @@ class EpochCounters:
         for cause, began, ended in self._waits:  # nothing has come
             self._count(cause, ended - began)
         self._waits.clear()
-        self.spent[rest] += now - self._entered - self._counted
+        self.by_cause[rest] += now - self._entered - self._counted
         self._counted = 0
         self._left, self._inside = now, False
         if self.observer is not None:
             self.observer.left(self.epoch, seq, now)
 
     def _count(self, cause: str, nanoseconds: int) -> None:
-        self.spent[cause] += nanoseconds
+        self.by_cause[cause] += nanoseconds
         self._counted += nanoseconds
 
     # ---- what happens in a call ---------------------------------------------------------------
@@ -403,8 +403,8 @@ class EpochCounters:
         self.batches += other.batches
         self.waits.include(other.waits)
         self.cpu += other.cpu
-        for cause, nanoseconds in other.spent.items():
-            self.spent[cause] += nanoseconds
+        for cause, nanoseconds in other.by_cause.items():
+            self.by_cause[cause] += nanoseconds
 
     @property
     def costs(self) -> list[Cost]:
@@ -421,7 +421,7 @@ class EpochCounters:
     def nanoseconds(self) -> int:
         """From the call of `iter()` to the end of the last call, or as far as is known of one that an
         interrupt cut short."""
-        return sum(self.spent.values())
+        return sum(self.by_cause.values())
 
     def snapshot(self) -> EpochStatistics:
         """What was counted so far. May be called on any thread, so it looks once at what grows."""
@@ -429,7 +429,7 @@ class EpochCounters:
         widths = [self._width] * (len(ready) - 1)
         widths.append(max(1, self.nanoseconds - sum(widths)))
         parts = zip(ready, widths, strict=True)
-        seconds = {f"{cause}_seconds": self.spent[cause] / 1e9 for cause in CAUSES}
+        seconds = {f"{cause}_seconds": self.by_cause[cause] / 1e9 for cause in CAUSES}
         waits = {f"wait_p{percent}": self.waits.percentile(percent) for percent in (50, 95, 99)}
         return EpochStatistics(
             epoch=self.epoch,

@@ -93,7 +93,7 @@ def _opened(path: str | PathLike[str]) -> int:
     return fd
 
 
-class _Epoch:
+class _TracedEpoch:
     """An epoch that is under way.
 
     Attributes:
@@ -134,7 +134,7 @@ class Recorder:
         self._pid = pid = process_id.current()
         # Reentrant, because the handler of a signal may end the trace in the middle of a write.
         self._lock = threading.RLock()
-        self._epochs: dict[int, _Epoch] = {}
+        self._epochs: dict[int, _TracedEpoch] = {}
         self._steps: dict[int, tuple[int, str]] = {}  # thread → when a call gave it a batch, and which one
         self._far: dict[tuple[int, int, str], int] = {}  # process here, process there, and machine → row
         self._named: set[int] = set()  # rows
@@ -229,17 +229,17 @@ class Recorder:
 
     # ---- calls ----------------------------------------------------------------------------------
 
-    def _epoch(self, epoch: int) -> _Epoch:
+    def _epoch(self, epoch: int) -> _TracedEpoch:
         """It may have begun before the trace did."""
         if epoch not in self._epochs:
-            self._epochs[epoch] = _Epoch(self._consumer())
+            self._epochs[epoch] = _TracedEpoch(self._consumer())
         return self._epochs[epoch]
 
     def began(self, epoch: int, now: int) -> None:
         """`iter()` was called."""
         thread = self._consumer()
         self._end_step(thread, now)
-        self._epochs[epoch] = _Epoch(thread, now)
+        self._epochs[epoch] = _TracedEpoch(thread, now)
         self._mark(thread, f"epoch {epoch} begins", now)
 
     def entered(self, epoch: int, now: int, thread: int = 0) -> None:

@@ -23,7 +23,7 @@ def accounting(index: Any = None) -> tuple[Accounting, Counters]:
     counters = Counters()
     scheduler: Any = SimpleNamespace(window=SimpleNamespace(least=4), index_of=lambda seq: index)
     account = Accounting(counters, scheduler)
-    account.spent = counters.begin_epoch(0, 0)
+    account.notes = counters.begin_epoch(0, 0)
     return account, counters
 
 
@@ -42,10 +42,10 @@ def accounting(index: Any = None) -> tuple[Accounting, Counters]:
 def test_what_a_wait_is_lost_to(behind: int, blocked: bool, cause: str) -> None:
     account, counters = accounting()
     account.waited(Wait(0, 4, behind, 0, blocked), 0)
-    account.spent.left(9, None, None, None)
-    found = {name for name, spent in account.spent.counted().spent.items() if spent and name != "transport"}
+    account.notes.left(9, None, None, None)
+    found = {name for name, took in account.notes.counted().by_cause.items() if took and name != "transport"}
     assert found == {cause}
-    assert counters.wait_seconds == account.spent.counted().spent[cause] / 1e9
+    assert counters.wait_seconds == account.notes.counted().by_cause[cause] / 1e9
     assert bool(counters.snapshot().late_batches) == (cause == "head_of_line")
 
 
@@ -63,13 +63,13 @@ def test_the_sample_that_held_up_others_is_named(index: Any) -> None:
 
 def test_a_call_ends_with_what_it_gave_or_with_the_epoch() -> None:
     account, counters = accounting()
-    account.spent.counted().started(0)
-    account.spent.entered(5)
+    account.notes.counted().started(0)
+    account.notes.entered(5)
     account.used_device(5)
-    account.spent.left(monotonic_ns(), ANSWER, 4, None)
-    assert (account.spent.counted().batches, account.spent.counted().over) == (1, False)
-    assert account.spent.counted().spent["device_copy"] > 0
-    account.spent.entered(account.spent.counted().nanoseconds)
+    account.notes.left(monotonic_ns(), ANSWER, 4, None)
+    assert (account.notes.counted().batches, account.notes.counted().over) == (1, False)
+    assert account.notes.counted().by_cause["device_copy"] > 0
+    account.notes.entered(account.notes.counted().nanoseconds)
     account.ended()
-    assert (account.spent.counted().batches, account.spent.counted().over) == (1, True)
+    assert (account.notes.counted().batches, account.notes.counted().over) == (1, True)
     assert counters.snapshot().per_epoch[0].cpu_seconds > 0

@@ -67,14 +67,14 @@ def receiver(
         learn=lambda worker, handle: (handle, tuple((offset, need) for offset, _, need in handle[4]))
     )
     accounting = Accounting(counters, scheduler)
-    accounting.spent = counters.begin_epoch(0, 0)
+    accounting.notes = counters.begin_epoch(0, 0)
     return Receiver(plan, group, scheduler, unpacker, counters, accounting), group, counters  # type: ignore[arg-type]
 
 
 def batches(inbox: Receiver, counters: Counters) -> int:
     """How many answers of worker 0 are counted."""
-    inbox._accounting.spent.flush()
-    inbox._accounting.spent.counted()
+    inbox._accounting.notes.flush()
+    inbox._accounting.notes.counted()
     return counters.workers[0].batches
 
 
@@ -138,7 +138,7 @@ def test_the_first_batches_of_each_worker_of_an_iterable_dataset_are_kept() -> N
         while inbox.receive():
             continue
         same, error = (b"same", 1), (b"error 0", 0)
-        assert inbox._accounting.spent.first_batches == (
+        assert inbox._accounting.notes.first_batches == (
             {0: [error, *[same] * 7], 1: [same] * 8} if iterable else {}
         )
 
@@ -148,7 +148,7 @@ def test_what_comes_of_an_older_epoch_is_no_first_batch() -> None:
     begin(scheduler)
     inbox, *_ = receiver(scheduler, (0, answer(sends[0])), iterable=True)
     assert inbox.receive()
-    assert inbox._accounting.spent.first_batches == {}
+    assert inbox._accounting.notes.first_batches == {}
 
 
 MISFITS: list[Any] = [

@@ -291,14 +291,14 @@ def epoch_of(
     counters.batches = batches
     for seq in range(batches):
         was_loaded(counters, seq, load)
-    counters.spent.update(
+    counters.by_cause.update(
         transport=way * 1000 * batches,
         consumer=step * 1000 * batches,
         start_up=start_up * 1000 * batches,
         sampler=sampler * 1000 * batches,
         device_copy=copy * 1000 * batches,
     )
-    counters._left = sum(counters.spent.values())
+    counters._left = sum(counters.by_cause.values())
     return counters
 
 

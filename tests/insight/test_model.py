@@ -219,7 +219,7 @@ def test_a_wait_is_no_overhead_though_it_counts_as_transport() -> None:
     epoch.waited("workers", 2 * MS, 10 * MS)
     epoch.answered(0, came, True, WorkerCounters(0, 1))
     epoch.left(11 * MS, came)
-    assert (epoch.spent["transport"], epoch.spent["workers"]) == (8 * MS, 1 * MS)
+    assert (epoch.by_cause["transport"], epoch.by_cause["workers"]) == (8 * MS, 1 * MS)
     found: Any = costs_of(epoch, (WorkerCounters(0, 70),))
     assert found.overhead == pytest.approx(0.001)
 

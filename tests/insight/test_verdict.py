@@ -32,9 +32,9 @@ LIMITS = {*CAUSES, "balanced", "unknown"}
 
 
 def epoch_of(batches: int = 100, seconds: float = 10.0, **shares: float) -> EpochStatistics:
-    spent = {"consumer": 1 - sum(shares.values()), **shares}
+    by_cause = {"consumer": 1 - sum(shares.values()), **shares}
     return EpochStatistics(
-        1, batches, seconds, **{f"{cause}_seconds": share * seconds for cause, share in spent.items()}
+        1, batches, seconds, **{f"{cause}_seconds": share * seconds for cause, share in by_cause.items()}
     )
 
 
@@ -225,13 +225,13 @@ NAMES = st.text(max_size=300)
     st.lists(NAMES, max_size=4),
 )
 def test_any_page_has_80_columns_and_fits_a_screen(
-    limit: str, spent: list[float], ready: list[float], workers: int, culprit: str, advice: list[str]
+    limit: str, by_cause: list[float], ready: list[float], workers: int, culprit: str, advice: list[str]
 ) -> None:
     epoch = EpochStatistics(
         0,
         10**6,
-        sum(spent),
-        **{f"{cause}_seconds": seconds for cause, seconds in zip(CAUSES, spent, strict=True)},
+        sum(by_cause),
+        **{f"{cause}_seconds": seconds for cause, seconds in zip(CAUSES, by_cause, strict=True)},
         ready=tuple(ready),
     )
     found = Diagnosis(limit, 0.5, culprit, tuple(advice), epoch, (WORKER,) * workers, "num_workers=40")

@@ -26,8 +26,8 @@ def answer(
     return Answer(1, seq, 0, BATCH, started, finished, (), (), None, collated=collated, new_memory=new_memory)
 
 
-def spent(epoch: EpochCounters) -> dict[str, int]:
-    return {cause: nanoseconds for cause, nanoseconds in epoch.spent.items() if nanoseconds}
+def by_cause(epoch: EpochCounters) -> dict[str, int]:
+    return {cause: nanoseconds for cause, nanoseconds in epoch.by_cause.items() if nanoseconds}
 
 
 def waiting(previous: int, *waits: tuple[int, int], cause: str = "workers", **times: int) -> dict[str, int]:
@@ -42,7 +42,7 @@ def waiting(previous: int, *waits: tuple[int, int], cause: str = "workers", **ti
     came = answer(9, **times)
     epoch.answered(0, came, True, WorkerCounters(0, 1))
     epoch.left(1000, came)
-    return spent(epoch)
+    return by_cause(epoch)
 
 
 CALLS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
@@ -108,7 +108,7 @@ def test_what_a_call_did_itself_is_counted_as_it_is_told() -> None:
     epoch.waited("memory", 250, 270)
     epoch.used_device(270, 300)
     epoch.left(310)
-    assert spent(epoch) == {
+    assert by_cause(epoch) == {
         "sampler": 20,
         "start_up": 80,
         "consumer": 50,
@@ -120,10 +120,10 @@ def test_what_a_call_did_itself_is_counted_as_it_is_told() -> None:
     epoch.entered(400)
     epoch.waited("workers", 400, 450)  # for a batch that was an error without an answer
     epoch.left(460)
-    assert spent(epoch)["workers"] == 50
+    assert by_cause(epoch)["workers"] == 50
     epoch.entered(500)
     epoch.ended(520, 0)
-    assert (spent(epoch)["start_up"], epoch.over, epoch.batches, epoch.nanoseconds) == (100, True, 2, 520)
+    assert (by_cause(epoch)["start_up"], epoch.over, epoch.batches, epoch.nanoseconds) == (100, True, 2, 520)
 
 
 def test_a_batch_that_is_loaded_by_the_call_is_the_workers_time() -> None:
@@ -133,7 +133,7 @@ def test_a_batch_that_is_loaded_by_the_call_is_the_workers_time() -> None:
     epoch.drew(0, 5)
     epoch.loaded(0, 5, 60, 85)
     epoch.left(90)
-    assert spent(epoch) == {"sampler": 5, "workers": 80, "transport": 5}
+    assert by_cause(epoch) == {"sampler": 5, "workers": 80, "transport": 5}
     assert [tuple(cost) for cost in epoch.costs] == [(0, 80, 0)]
 
 
@@ -175,8 +175,8 @@ def test_the_causes_add_up_to_the_time_whatever_happens(data: Any) -> None:
     epoch.ended(later(), 0)
     if data.draw(st.booleans()):
         epoch.closed(later())
-    assert epoch.nanoseconds == now - began == sum(epoch.spent.values())
-    assert all(nanoseconds >= 0 for nanoseconds in epoch.spent.values())
+    assert epoch.nanoseconds == now - began == sum(epoch.by_cause.values())
+    assert all(nanoseconds >= 0 for nanoseconds in epoch.by_cause.values())
     found = epoch.snapshot()
     assert abs(sum(map(found.spent_on, CAUSES)) - found.seconds) < 1e-6
     assert len(epoch.costs) == answers
@@ -220,7 +220,7 @@ def test_what_ending_the_workers_takes_is_their_start_and_end() -> None:
     epoch.entered(20)
     epoch.ended(25, 0)
     epoch.closed(95)
-    assert spent(epoch) == {"consumer": 10, "start_up": 10 + 5 + 70}
+    assert by_cause(epoch) == {"consumer": 10, "start_up": 10 + 5 + 70}
     assert epoch.nanoseconds == 95
 
 
