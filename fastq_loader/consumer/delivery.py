@@ -118,7 +118,7 @@ class Delivery:
         if answer is None:
             assert error is not None
             outcome = Raised(error)
-        elif answer.outcome != BATCH:
+        elif answer.kind != BATCH:
             outcome = self._error(batch.worker, answer)
         else:
             try:
@@ -175,7 +175,7 @@ class Delivery:
             error = fault
         self._drop(answer)
         fatal = None
-        if answer.outcome == BROKEN:
+        if answer.kind == BROKEN:
             # torch's worker goes on after a failed worker_init_fn, and fails at every batch.
             fatal = f"worker {worker} could not start: {error!r}"
         if isinstance(error, StopIteration):

@@ -106,8 +106,8 @@ class Engine:
         number: int = self._enter(EventLoop.begin_epoch, *epoch)
         return number
 
-    def advance(self, epoch: int, into: OutcomeSlot, finish: Callable[[Any], Any] | None) -> None:
-        """Put the next outcome of an epoch down in `into`: a batch, after `finish`; or what to raise:
+    def advance(self, epoch: int, slot: OutcomeSlot, finish: Callable[[Any], Any] | None) -> None:
+        """Put the next outcome of an epoch down in `slot`: a batch, after `finish`; or what to raise:
         StopIteration (there is none), WorkerDied (the engine is closed), LoaderTimeout (the next call waits
         again), or what the user's code raised at this position.
 
@@ -121,7 +121,7 @@ class Engine:
                 self._admits, loop = 0, self._loop
                 assert loop is not None, "it is not closed"
                 try:
-                    is_there = loop.next(into, finish)
+                    is_there = loop.next(slot, finish)
                 except BaseException as error:
                     self._interrupted(error)
                     raise
@@ -132,7 +132,7 @@ class Engine:
                 return
         nested = self._inside
         self._check_epoch(epoch)
-        self._enter(EventLoop.next, into, finish)
+        self._enter(EventLoop.next, slot, finish)
         with self._lock:
             if self.usable and not nested and self._loop is not None and self._loop.scheduler.epoch == epoch:
                 self._admits = epoch

@@ -156,12 +156,12 @@ class EventLoop:
         self.phase = IDLE
         return self._epoch.epoch
 
-    def next(self, into: OutcomeSlot, finish: Callable[[Any], Any] | None) -> bool:
-        """Put the next outcome down `into` its slot; a batch goes through `finish` before, if there is one.
+    def next(self, slot: OutcomeSlot, finish: Callable[[Any], Any] | None) -> bool:
+        """Put the next outcome down in `slot`; a batch goes through `finish` before, if there is one.
         Returns whether there is an outcome; else the engine is closing.
         """
         self.phase = BUSY
-        if into.outcome is not None:  # of another thread, which has not taken it yet
+        if slot.outcome is not None:  # of another thread, which has not taken it yet
             self.phase = IDLE
             return True
         self.timed_out = False
@@ -200,7 +200,7 @@ class EventLoop:
                 self._accounting.notes.count()
             del answer
         # One moment: there is no call in here, and only a call can be cut short.
-        into.outcome = outcome
+        slot.outcome = outcome
         self.fatal = self.fatal or outcome.fatal
         self.phase = IDLE
         del outcome, batch  # an error holds this frame by its traceback
@@ -239,7 +239,7 @@ class EventLoop:
             self._flush()
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
             self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
-        if batch.answer is not None and batch.answer.outcome == PASSED:
+        if batch.answer is not None and batch.answer.kind == PASSED:
             return  # it was handed out before the epoch was resumed
         staging = self._delivery.staging
         if staging is None:

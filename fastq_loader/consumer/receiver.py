@@ -21,7 +21,7 @@ from fastq_loader.workers.group import WorkerGroup
 
 #: A batch, the worker that has answered it, its answer, and why that cannot be used.
 Arrived = tuple[Batch, int, Answer, ProtocolError | None]
-_EMPTY = (ENDED, SKIPPED, PASSED)  # outcomes without a handle
+_EMPTY = (ENDED, SKIPPED, PASSED)  # kinds without a handle
 
 
 class Receiver:
@@ -75,7 +75,7 @@ class Receiver:
                 self._counters.rejected_frames += 1
                 self._group.evict(worker)
                 continue
-            delivers, of_worker, fault = answer.outcome not in _EMPTY, self._counters.workers[worker], None
+            delivers, of_worker, fault = answer.kind not in _EMPTY, self._counters.workers[worker], None
             if answer.epoch == scheduler.epoch:
                 self._accounting.notes.answers += ((worker, answer, delivers, of_worker),)
             else:
@@ -119,7 +119,7 @@ class Receiver:
         kept = self._accounting.notes.first_batches.setdefault(worker, [])
         if len(kept) < FIRST_BATCHES:
             of_error = b"error %d" % answer.seq, 0
-            kept.append(self._unpacker.digest(answer.handle) if answer.outcome == BATCH else of_error)
+            kept.append(self._unpacker.digest(answer.handle) if answer.kind == BATCH else of_error)
 
     def _learn(self, worker: int, answer: Answer) -> Answer:
         """The answer with its handle ready to be unpacked, and the blocks that it uses.
@@ -127,12 +127,14 @@ class Receiver:
         Raises:
             ProtocolError: the handle does not fit.
         """
-        outcome, handle = answer.outcome, answer.handle
-        if outcome in (ENDED, PASSED) and not self._iterable:
-            raise ProtocolError(f"worker {worker} says outcome {outcome} of a dataset with indices")
-        if handle is None or outcome in _EMPTY:
-            if (handle is None) != (outcome in _EMPTY):
-                raise ProtocolError(f"outcome {outcome} {'without' if handle is None else 'with'} a handle")
+        kind, handle = answer.kind, answer.handle
+        if kind in (ENDED, PASSED) and not self._iterable:
+            raise ProtocolError(f"worker {worker} answers with kind {kind} for a dataset with indices")
+        if handle is None or kind in _EMPTY:
+            if (handle is None) != (kind in _EMPTY):
+                raise ProtocolError(
+                    f"an answer of kind {kind} {'without' if handle is None else 'with'} a handle"
+                )
             if answer.state and answer.epoch == self._scheduler.epoch:
                 self.said[worker] = unseal(answer.state, self._group.token)
             return answer

@@ -224,7 +224,7 @@ class _Pass(Iterator[Any]):
         while len(ahead) <= self._options.prefetch and (not ahead or ahead[-1][0].error is None):
             ahead.append((Attempt(self._begin, self._staging), self._standing()))
         attempt, self._reached = ahead.popleft()
-        return attempt.outcome()()
+        return attempt.take()()
 
     def _begin(self, staging: SerialStaging) -> Callable[[], Any]:
         return staging.begin(next(self._batches), ahead=True)

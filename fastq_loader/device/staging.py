@@ -47,7 +47,7 @@ class EarlierTraceback(WorkerTraceback):
 
 
 class Attempt:
-    """A call that is made here and now, whose outcome is asked for later.
+    """A call that is made here and now, whose result is asked for later.
 
     Args:
         call: made with these arguments.
@@ -75,7 +75,7 @@ class Attempt:
             raise self.error
         return deepcopy(self.result)
 
-    def outcome(self) -> Any:
+    def take(self) -> Any:
         """What the call returned, or raised. It is forgotten here."""
         (result, self.result), (error, self.error) = (self.result, None), (self.error, None)
         try:
@@ -155,7 +155,7 @@ class _Stage:
     def _finish(self, key: int, build: Callable[[Memory], Any]) -> Any:
         """The batch whose copy was begun."""
         copy = self._copies.take(key)
-        return build(copy.memory) if copy.result is None else copy.result.outcome()
+        return build(copy.memory) if copy.result is None else copy.result.take()
 
     def _no_memory(self) -> torch.Tensor:
         """For a batch of which nothing is copied."""

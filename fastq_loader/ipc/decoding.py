@@ -18,7 +18,7 @@ from fastq_loader.ipc.messages import (
     EPOCH,
     HELLO,
     INTEGERS,
-    OUTCOMES,
+    KINDS,
     PICKLED_INDEX,
     PING,
     SPACE,
@@ -135,14 +135,14 @@ def decode_for_consumer(frame: bytes | bytearray | memoryview) -> Hello | Answer
 
 def _answer(fields: list[Any]) -> Answer:
     *head, fresh, returned, handle, state, fetched, collated, memory, cpu, slowest, at, cpu_wait = fields
-    _, _, _, outcome, _, _ = head
+    _, _, _, answer_kind, _, _ = head
     costs = fetched, collated, memory, cpu, slowest, at, cpu_wait
     numbers = (*head, *costs)
     # As `_check_counts` does, without a step for each.
     if set(map(type, numbers)) != _INT or min(numbers) < 0 or max(numbers) > _LARGEST:
         raise ProtocolError(f"{numbers!r:.80} where the numbers of an answer should be")
-    if outcome not in OUTCOMES or type(state) is not bytes:
-        raise ProtocolError(f"unknown outcome {outcome}, or a malformed state")
+    if answer_kind not in KINDS or type(state) is not bytes:
+        raise ProtocolError(f"an answer of unknown kind {answer_kind}, or a malformed state")
     if not fresh == returned == ():
         _blocks(fresh)
         _check_type(returned, tuple)
@@ -154,8 +154,8 @@ def _answer(fields: list[Any]) -> Answer:
         if type(spec_id) is not int or spec_id < 0:
             raise ProtocolError(f"{spec_id!r:.40} where the number of a spec should be")
         for segment in segments:  # what the numbers say, `Unpacker.learn` checks
-            offset, size, into = segment
-            if not type(offset) is type(size) is type(into) is int:
+            offset, size, start = segment
+            if not type(offset) is type(size) is type(start) is int:
                 raise ProtocolError(f"{segment!r:.40} where a segment should be")
         handle = tuple.__new__(Handle, handle)
     return tuple.__new__(Answer, (*head, fresh, returned, handle, (), state, *costs))

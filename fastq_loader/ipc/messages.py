@@ -30,7 +30,7 @@ VERSION = 6
 # Kinds of messages.
 TASK, EPOCH, SPACE, BUNDLE, STOP, HELLO, ANSWER, PING = range(8)
 
-# Outcomes of a task.
+# Kinds of answers.
 BATCH = 0  # the handle is a batch
 ERROR = 1  # the handle is an exception that the user's code raised
 ENDED = 2  # the worker's part of an iterable dataset is exhausted; no handle
@@ -38,7 +38,7 @@ SKIPPED = 3  # not fetched: the epoch was abandoned, or the worker's part had en
 BROKEN = 4  # the handle is the exception that keeps this worker from working at all
 PASSED = 5  # passed over: the batch was handed out before the epoch was resumed; no handle
 
-OUTCOMES = (BATCH, ERROR, ENDED, SKIPPED, BROKEN, PASSED)
+KINDS = (BATCH, ERROR, ENDED, SKIPPED, BROKEN, PASSED)
 
 #: Bytes of a pool's token.
 TOKEN_BYTES = 16
@@ -143,7 +143,7 @@ class Answer(NamedTuple):
 
     Attributes:
         epoch, seq, attempt: the task's.
-        outcome: BATCH, ERROR, ENDED, SKIPPED, BROKEN or PASSED.
+        kind: BATCH, ERROR, ENDED, SKIPPED, BROKEN or PASSED.
         started, finished: nanoseconds of the monotonic clock, the same for all processes of a machine.
         fresh: the blocks (offset, size) that the worker made and the consumer has not heard of.
         returned: offsets of granted and promised blocks that the handle does not use.
@@ -162,7 +162,7 @@ class Answer(NamedTuple):
     epoch: int
     seq: int
     attempt: int
-    outcome: int
+    kind: int
     started: int
     finished: int
     fresh: tuple[tuple[int, int], ...]

@@ -147,7 +147,7 @@ class InFlight:
         if in_order:
             batches = filter(None, map(self.batches.get, range(self.head, self.head + count)))
         answers = takewhile(lambda answer: answer is not None, (batch.answer for batch in batches))
-        return list(islice((answer for answer in answers if answer.outcome == BATCH), count))
+        return list(islice((answer for answer in answers if answer.kind == BATCH), count))
 
     def leave(self, batch: Batch, event: str) -> None:
         """A batch was handed out, or never will be."""

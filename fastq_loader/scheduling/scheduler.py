@@ -264,9 +264,9 @@ class Scheduler:
         if answer.epoch != self.epoch:
             self.stale += 1
             self._drop(answer)
-        elif answer.outcome != SKIPPED:  # else its batch leaves when it is at the head
+        elif answer.kind != SKIPPED:  # else its batch leaves when it is at the head
             batch.answer = answer
-            if self._arrivals or not self.in_order or answer.outcome == ENDED:
+            if self._arrivals or not self.in_order or answer.kind == ENDED:
                 self._arrivals.append(batch)
             else:  # torch would take it off its queue later, and nothing would come of that
                 batch.state = NEXT[batch.state, "answer"]
@@ -370,7 +370,7 @@ class Scheduler:
             lost = self._in_flight.lost_by(arrival.worker)
             return Break(arrival.worker, None, None) if lost is None else self._break(lost)
         assert type(arrival) is Batch
-        if arrival.answer is not None and arrival.answer.outcome == ENDED:
+        if arrival.answer is not None and arrival.answer.kind == ENDED:
             assert arrival.worker is not None, "a part of an iterable dataset is a worker's"
             self._in_flight.leave(arrival, "end")
             self._worker_table.move(arrival.worker, "end")

@@ -327,8 +327,8 @@ class Recorder:
         """An answer of a worker's process has come."""
         at, seq, row = self._epoch(epoch), answer.seq, self._worker(worker, pid)
         started, finished = answer.started, answer.finished
-        if answer.outcome in _OTHERS:
-            self._add(row, _OTHERS[answer.outcome], started, finished)
+        if answer.kind in _OTHERS:
+            self._add(row, _OTHERS[answer.kind], started, finished)
             at.sent.pop(seq, None)
             return
         # What is not known counts as fetching; what is of an earlier batch takes no time.

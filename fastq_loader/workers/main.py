@@ -205,8 +205,8 @@ class Worker:
             self._tasks.retire()
             self._answer(task, BROKEN, started, *self._pack_exception(self._reader.failure))
         else:
-            outcome, handle, used = self._load(task)
-            self._answer(task, outcome, started, handle, used, loaded=True)
+            kind, handle, used = self._load(task)
+            self._answer(task, kind, started, handle, used, loaded=True)
 
     def _begin(self, task: Task) -> int:
         """The task's blocks can be written to from here on; the time."""
@@ -250,7 +250,7 @@ class Worker:
     def _answer(
         self,
         task: Task,
-        outcome: int,
+        kind: int,
         started: int,
         handle: Handle | None = None,
         used: Used = (),
@@ -264,7 +264,7 @@ class Worker:
         costs = self._costs() if loaded else ()
         finished = time.monotonic_ns()
         self._quick = finished - started < _QUICK
-        head = *task[:3], outcome, started, finished, tuple(fresh), tuple(returned), handle
+        head = *task[:3], kind, started, finished, tuple(fresh), tuple(returned), handle
         answer = Answer(*head, (), state, *costs)
         try:
             self._socket.send(answer)
@@ -273,4 +273,4 @@ class Worker:
                 self._packer.unsend(handle)
             text = self._as_text(error, error)
             returned += [offset for offset, _ in used]
-            self._socket.send(answer._replace(outcome=ERROR, returned=tuple(returned), handle=text))
+            self._socket.send(answer._replace(kind=ERROR, returned=tuple(returned), handle=text))

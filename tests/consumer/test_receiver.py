@@ -132,7 +132,7 @@ def test_the_first_batches_of_each_worker_of_an_iterable_dataset_are_kept() -> N
     for iterable in (False, True):
         scheduler, sends = started(prefetch=12)
         answers = [(send.worker, answer(send)) for send in sends]
-        answers[0] = (0, answers[0][1]._replace(outcome=ERROR))
+        answers[0] = (0, answers[0][1]._replace(kind=ERROR))
         inbox, *_ = receiver(scheduler, *answers, iterable=iterable)
         inbox._unpacker.digest = lambda handle: (b"same", 1)
         while inbox.receive():
@@ -196,7 +196,7 @@ def test_an_answer_that_fits_uses_the_blocks_of_its_handle() -> None:
 def test_the_part_of_a_worker_whose_answer_does_not_fit_is_over() -> None:
     """It may have said that its part has ended, and this would not be known."""
     scheduler, sends = started()
-    ends = answer(sends[0], outcome=ENDED, handle=None)
+    ends = answer(sends[0], kind=ENDED, handle=None)
     inbox, group, _ = receiver(scheduler, (0, ends), (1, answer(sends[1], handle=None)), iterable=True)
     assert inbox.receive()
     assert (scheduler.refused, group.evicted) == (1, [1])

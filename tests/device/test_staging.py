@@ -360,7 +360,7 @@ def test_an_error_that_waits_is_raised_once_and_says_where_it_came_from(error: E
 
     attempt = Attempt(fail)
     with pytest.raises(type(error)) as raised:
-        attempt.outcome()
+        attempt.take()
     assert raised.value is error
     assert "in fail" in str(error.__cause__)
-    assert attempt.outcome() is None
+    assert attempt.take() is None

@@ -18,7 +18,7 @@ from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc import messages
 from fastq_loader.ipc.decoding import decode_for_consumer, decode_for_worker
 from fastq_loader.ipc.messages import (
-    OUTCOMES,
+    KINDS,
     TOKEN_BYTES,
     VERSION,
     Answer,
@@ -60,7 +60,7 @@ FROM_WORKERS = st.one_of(
     st.builds(
         Answer,
         *[COUNTS] * 3,
-        st.sampled_from(OUTCOMES),
+        st.sampled_from(KINDS),
         *[COUNTS] * 2,
         tuples(COUNTS, COUNTS),
         tuples(COUNTS),

@@ -76,14 +76,14 @@ def states(scheduler: Scheduler) -> dict[int, str]:
     return invariants.states(scheduler.pool)
 
 
-def answer(send: Send, outcome: int = BATCH, worker: int | None = None, nbytes: int = 0) -> Arrived:
+def answer(send: Send, kind: int = BATCH, worker: int | None = None, nbytes: int = 0) -> Arrived:
     """The answer of the task's worker or of `worker`, with a batch of `nbytes` in a new block."""
     worker = send.worker if worker is None else worker
     assert worker is not None
     at = worker * REGION
     used, fresh = (((at, nbytes),), ((at, size_class(nbytes)),)) if nbytes else ((), ())
     task = send.task
-    return worker, Answer(task.epoch, task.seq, task.attempt, outcome, 0, 0, fresh, (), None, used)
+    return worker, Answer(task.epoch, task.seq, task.attempt, kind, 0, 0, fresh, (), None, used)
 
 
 def delivered(scheduler: Scheduler) -> int:

@@ -34,7 +34,7 @@ def _check_batches(scheduler: Scheduler) -> None:
     arrived = [each for each in scheduler._arrivals if type(each) is Batch]
     ready = {batch.seq for batch in arrived if batch.error is None}
     # Their end has arrived and is not processed: what they skipped after it is still SENT.
-    ending = {batch.worker for batch in arrived if batch.answer and batch.answer.outcome == ENDED}
+    ending = {batch.worker for batch in arrived if batch.answer and batch.answer.kind == ENDED}
 
     def to_come(batch: Batch) -> int:
         return (scheduler.pending_tasks.get((scheduler.epoch, batch.seq)) is batch) + (batch.seq in ready)

@@ -304,7 +304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         arrive(self.scheduler, worker.number, answer)
         assert self.scheduler.refused == refused, "a true answer was refused"
         assert self.scheduler.stale == stale + (answer.epoch != self.epoch)
-        if answer.epoch == self.epoch and answer.outcome not in (ENDED, SKIPPED):
+        if answer.epoch == self.epoch and answer.kind not in (ENDED, SKIPPED):
             self.ready.add(answer.seq)
 
     @rule(data=st.data(), hung=SELDOM)
@@ -445,9 +445,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert self.deaths.get(seq, 0) < DEADLY, "a batch was loaded again that kills its workers"
         assert (deliver.answer.epoch, deliver.answer.seq) == (self.epoch, seq)
-        assert deliver.answer.outcome in (BATCH, ERROR, BROKEN), "there is nothing to hand out"
+        assert deliver.answer.kind in (BATCH, ERROR, BROKEN), "there is nothing to hand out"
         offsets = [offset for offset, _ in deliver.answer.used]
-        if deliver.answer.outcome == BATCH and keep:
+        if deliver.answer.kind == BATCH and keep:
             self.pool.deliver(offsets)
             self.held.update(offsets)
         else:

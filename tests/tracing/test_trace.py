@@ -101,9 +101,9 @@ def test_each_row_shows_its_part_of_a_batch(played: Played) -> None:
 @pytest.mark.parametrize(
     ("others", "phases"),
     [
-        ({"outcome": ERROR, "fetched": 0, "collated": 160}, (70, 160, 180)),  # of an earlier batch
-        ({"outcome": ERROR, "fetched": 20, "collated": 30}, (70, 70, 180)),
-        ({"outcome": BROKEN, "fetched": 0, "collated": 0}, (180, 180, 180)),
+        ({"kind": ERROR, "fetched": 0, "collated": 160}, (70, 160, 180)),  # of an earlier batch
+        ({"kind": ERROR, "fetched": 20, "collated": 30}, (70, 70, 180)),
+        ({"kind": BROKEN, "fetched": 0, "collated": 0}, (180, 180, 180)),
         ({"fetched": 500, "collated": 400}, (180, 180, 180)),
     ],
 )
@@ -140,10 +140,10 @@ def test_what_began_before_the_trace_is_left_out(played: Played) -> None:
     assert not of(found, "b")
 
 
-@pytest.mark.parametrize("outcome", [ENDED, SKIPPED, PASSED])
-def test_an_answer_without_a_batch_is_one_span(played: Played, outcome: int) -> None:
+@pytest.mark.parametrize("kind", [ENDED, SKIPPED, PASSED])
+def test_an_answer_without_a_batch_is_one_span(played: Played, kind: int) -> None:
     played.sent(1, 0, 10)
-    played.answered(1, 0, 101, answer(0, 20, 20, 30, 40, outcome=outcome))
+    played.answered(1, 0, 101, answer(0, 20, 20, 30, 40, kind=kind))
     played.left(1, 0, 50)
     found = played.events()
     assert len(spans(found, "worker 0 (pid 101)")) == 1
@@ -205,14 +205,14 @@ def test_spans_nest_whatever_happens(draw: random.Random, tmp_path_factory: pyte
 
     def answered(epoch: int, free: list[int], seq: int, sent: int) -> int:
         nonlocal now
-        worker, outcome = draw.randrange(2), draw.choice((BATCH, BATCH, ERROR, ENDED))
+        worker, kind = draw.randrange(2), draw.choice((BATCH, BATCH, ERROR, ENDED))
         times = [max(sent, free[worker]) + draw.choice((0, 1, 50))]
         for _ in range(3):
             times.append(times[-1] + draw.choice((0, 1, 50)))
         free[worker] = times[-1]
         now = max(now, times[-1])
-        played.answered(epoch, worker, 100 * epoch + worker, answer(seq, *times, outcome=outcome))
-        return outcome
+        played.answered(epoch, worker, 100 * epoch + worker, answer(seq, *times, kind=kind))
+        return kind
 
     def call(epoch: int, free: list[int], loading: dict[int, int], ready: list[int]) -> None:
         played.entered(epoch, tick(), draw.choice((PID, PID, 51)))

@@ -114,7 +114,7 @@ def replies(arena: Arena, dataset: Any, *messages: Message, refuse: int = 0, **f
 
 
 def outcomes(answers: list[Answer]) -> list[tuple[int, int]]:
-    return [(answer.seq, answer.outcome) for answer in answers]
+    return [(answer.seq, answer.kind) for answer in answers]
 
 
 def test_every_task_of_an_epoch_is_answered_once_in_order_and_a_ping_comes_back(arena: Arena) -> None:
