@@ -152,8 +152,8 @@ def test_what_comes_of_an_older_epoch_is_no_first_batch() -> None:
 
 
 MISFITS: list[Any] = [
-    {"outcome": ENDED, "handle": None},  # the end of a dataset with indices
-    *({"outcome": SKIPPED}, {"handle": None}, {"outcome": ERROR, "handle": None}),
+    {"kind": ENDED, "handle": None},  # the end of a dataset with indices
+    *({"kind": SKIPPED}, {"handle": None}, {"kind": ERROR, "handle": None}),
     # A block of another size, and one that is not there.
     *({"handle": Handle(0, None, (), None, (block,))} for block in ((20 * B, 2 * B, 1), (40 * B, B, 1))),
     {"returned": (40 * B,)},

@@ -200,7 +200,7 @@ def test_bytes_lie_where_the_answer_says_in_granted_blocks_and_new_ones(scene: S
 def test_an_answer_without_a_batch_gives_its_blocks_back(scene: Scene) -> None:
     scene.tell(EPOCH, task(0, (SMALLEST, SMALLEST)))
     sent = scene.answer(answer(0, kind=ENDED, handle=None))
-    assert (sent.outcome, sent.handle, sent.returned) == (ENDED, None, (SMALLEST,))
+    assert (sent.kind, sent.handle, sent.returned) == (ENDED, None, (SMALLEST,))
 
 
 def test_bytes_of_whole_answers_are_counted_before_the_consumer_hears_of_them(scene: Scene) -> None:

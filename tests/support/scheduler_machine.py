@@ -255,15 +255,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Some worker takes a task and works on it for a while, or finishes it."""
         worker = self.pick(data, lambda worker: not worker.hung)
         if worker is not None and worker.begin(look) and finish:
-            self.finish(worker, data.draw(st.sampled_from(self.outcomes())), tuple(sizes))
+            self.finish(worker, data.draw(st.sampled_from(self.kinds())), tuple(sizes))
 
-    def outcomes(self) -> list[int]:
+    def kinds(self) -> list[int]:
         return [BATCH, BATCH, BATCH, ERROR, ENDED if self.kind == ITERABLE else BROKEN]
 
-    def finish(self, worker: SimulatedWorker, outcome: int, sizes: tuple[int, ...]) -> None:
+    def finish(self, worker: SimulatedWorker, kind: int, sizes: tuple[int, ...]) -> None:
         assert worker.task is not None
         key = key_of(worker.task)
-        answer = worker.finish(outcome, sizes, self.held)
+        answer = worker.finish(kind, sizes, self.held)
         assert key in self.pending_tasks, "worked on what is not asked for"
         assert self.pending_tasks[key].task.attempt == answer.attempt
         fresh = {offset for offset, _ in answer.fresh}
@@ -592,7 +592,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for worker in chance.sample(workers, len(workers)):
             if not worker.hung and chance.random() < 0.6 and worker.begin(look=chance.random() < 0.8):
                 sizes = tuple(chance.choices([1000, 70_000, 5_000_000], k=2))
-                self.finish(worker, chance.choice(self.outcomes()), sizes)
+                self.finish(worker, chance.choice(self.kinds()), sizes)
                 return True
             if worker.answers:
                 self.take_in(worker, faulty=chance.random() < 0.05)

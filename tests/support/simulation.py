@@ -122,19 +122,19 @@ class SimulatedWorker:
                     self._answer(task, SKIPPED, (), set())
                 self._ended = False
 
-    def finish(self, outcome: int, sizes: tuple[int, ...], held: set[int]) -> Answer:
+    def finish(self, kind: int, sizes: tuple[int, ...], held: set[int]) -> Answer:
         """Answer the task with a batch of leaves of so many bytes. `held` are the blocks that the user
         references: a promised block that is not among them was released."""
         task, self.task = self.task, None
         assert task is not None
         if self._ended:
-            outcome = SKIPPED
-        self._ended = self._ended or outcome == ENDED
-        answer = self._answer(task, outcome, () if outcome in (SKIPPED, ENDED) else sizes, held)
+            kind = SKIPPED
+        self._ended = self._ended or kind == ENDED
+        answer = self._answer(task, kind, () if kind in (SKIPPED, ENDED) else sizes, held)
         self.tasks.answered()
         return answer
 
-    def _answer(self, task: Task, outcome: int, sizes: tuple[int, ...], held: set[int]) -> Answer:
+    def _answer(self, task: Task, kind: int, sizes: tuple[int, ...], held: set[int]) -> Answer:
         grants, used, fresh = list(task.grants), [], []
         if sizes:
             grants += [promise for promise in task.promises if promise[0] not in held]
@@ -152,6 +152,6 @@ class SimulatedWorker:
         self._clock += 1
         written = {offset for offset, _ in used}
         at_hand = [offset for offset, _ in task.grants + task.promises if offset not in written]
-        head = task.epoch, task.seq, task.attempt, outcome, self._clock, self._clock
+        head = task.epoch, task.seq, task.attempt, kind, self._clock, self._clock
         self.answers.append(Answer(*head, tuple(fresh), tuple(at_hand), None, tuple(used)))
         return self.answers[-1]

@@ -113,7 +113,7 @@ def replies(arena: Arena, dataset: Any, *messages: Message, refuse: int = 0, **f
     return wire.sent  # type: ignore[return-value]
 
 
-def outcomes(answers: list[Answer]) -> list[tuple[int, int]]:
+def kinds(answers: list[Answer]) -> list[tuple[int, int]]:
     return [(answer.seq, answer.kind) for answer in answers]
 
 
@@ -121,7 +121,7 @@ def test_every_task_of_an_epoch_is_answered_once_in_order_and_a_ping_comes_back(
     dataset = Asked(raises=1, numel=SMALLEST)
     ping, *answers = replies(arena, dataset, Ping(), epoch(), *map(task, range(3)))
     assert ping == Ping()
-    assert outcomes(answers) == [(0, BATCH), (1, ERROR), (2, BATCH)]
+    assert kinds(answers) == [(0, BATCH), (1, ERROR), (2, BATCH)]
     assert None not in [answer.handle for answer in answers]
     assert answers[0].started <= answers[0].finished <= answers[1].started
 
@@ -129,15 +129,15 @@ def test_every_task_of_an_epoch_is_answered_once_in_order_and_a_ping_comes_back(
 def test_a_stream_ends_once_and_what_comes_after_is_skipped(arena: Arena) -> None:
     stream = [torch.zeros(1)]
     found = replies(arena, stream, epoch(), task(0), task(1), task(2), rules=STREAM)
-    assert outcomes(found) == [(0, BATCH), (1, ENDED), (2, SKIPPED)]
+    assert kinds(found) == [(0, BATCH), (1, ENDED), (2, SKIPPED)]
     found = replies(arena, stream, epoch(), task(0), epoch(2), task(0, 2), rules=STREAM)
-    assert outcomes(found)[-1] == (0, BATCH), "a new epoch reads it anew"
+    assert kinds(found)[-1] == (0, BATCH), "a new epoch reads it anew"
 
 
 def test_a_worker_that_could_not_start_says_so_in_every_epoch_once(arena: Arena) -> None:
     messages = [epoch(), task(0), epoch(2), task(0, 2), task(1, 2)]
     broken = replies(arena, Broken(), *messages, rules=STREAM)
-    assert outcomes(broken) == [(0, SKIPPED), (0, BROKEN), (1, SKIPPED)]
+    assert kinds(broken) == [(0, SKIPPED), (0, BROKEN), (1, SKIPPED)]
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_an_answer_says_how_long_cpus_were_waited_for(arena: Arena, monkeypatch:
 
 def test_a_worker_that_could_not_start_leaves_tasks_to_others(arena: Arena, claims: ClaimTable) -> None:
     found = replies(arena, Broken(), epoch(1, 7), *SHARED, dynamic=True, init_fn=Broken.start)
-    assert outcomes(found) == [(0, BROKEN)]
+    assert kinds(found) == [(0, BROKEN)]
     assert claims.on_offer(2)
 
 
@@ -179,7 +179,7 @@ def test_what_is_missed_is_read(arena: Arena, draws: bool, base_seed: int | None
     """The first batch has to show whether it draws; with a seed for each batch nobody can tell."""
     dataset = Asked(draws)
     answers = replies(arena, dataset, epoch(1, base_seed), *map(task, range(3)), epoch(2, base_seed))
-    assert outcomes(answers) == [(0, SKIPPED), (1, SKIPPED), (2, SKIPPED)]
+    assert kinds(answers) == [(0, SKIPPED), (1, SKIPPED), (2, SKIPPED)]
     assert dataset.asked == loaded
 
 
@@ -192,13 +192,13 @@ def test_who_was_told_to_stop_loads_nothing_for_nobody(arena: Arena) -> None:
 @pytest.mark.parametrize("numel", [1, SMALLEST])
 def test_what_is_too_long_for_a_message_is_an_error_and_frees_its_blocks(arena: Arena, numel: int) -> None:
     found = replies(arena, Asked(numel=numel), epoch(), task(0), task(1), refuse=1)
-    assert outcomes(found) == [(0, ERROR), (1, BATCH)]
+    assert kinds(found) == [(0, ERROR), (1, BATCH)]
     assert set(found[0].returned) == {offset for offset, _ in found[0].fresh}
 
 
 def test_shared_tasks_are_loaded_by_who_claims_them(arena: Arena, claims: ClaimTable) -> None:
     assert claims.claim(1, 8)
-    assert outcomes(replies(arena, Asked(), epoch(), *SHARED, dynamic=True)) == [(1, BATCH)]
+    assert kinds(replies(arena, Asked(), epoch(), *SHARED, dynamic=True)) == [(1, BATCH)]
     assert claims.holder(2) == 0
     assert claims.begun(0) is None
 
@@ -226,7 +226,7 @@ class Full(Asked):
 @pytest.mark.parametrize(("fails", "any_blocks"), [(False, True), (True, True), (True, False)])
 def test_an_error_finds_its_way_where_no_room_is_left(arena: Arena, fails: bool, any_blocks: bool) -> None:
     first, failed = replies(arena, Full(fails, any_blocks), epoch(), task(0), task(1))
-    assert (first.outcome, failed.outcome) == (BATCH, ERROR)
+    assert (first.kind, failed.kind) == (BATCH, ERROR)
     assert failed.handle is not None
 
 
