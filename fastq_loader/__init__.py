@@ -11,6 +11,7 @@ from fastq_loader.device.prefetcher import Prefetcher
 from fastq_loader.device.transforms import copy_into, normalize
 from fastq_loader.errors import (
     DuplicateData,
+    GrowingWorkers,
     IdleWorker,
     InvalidTransition,
     IteratorInvalid,
@@ -56,6 +57,7 @@ __all__ = [
     "DuplicateData",
     "Dynamic",
     "EpochStatistics",
+    "GrowingWorkers",
     "IdleWorker",
     "InvalidTransition",
     "IteratorInvalid",

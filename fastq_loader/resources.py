@@ -14,6 +14,7 @@ from fastq_loader.consumer.engine import Engine
 from fastq_loader.device.staging import DeviceSession, SerialStaging
 from fastq_loader.errors import LoaderHint
 from fastq_loader.insight.auto import Chooser
+from fastq_loader.insight.growth import Growth
 from fastq_loader.resume.record import EpochRecord, Saved
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers import stopping
@@ -37,6 +38,7 @@ class Resources:
         shared: states of shared generators that the first epoch begins from, because a state says so.
         hinted: what the user was told of, and is not told again.
         chooser: of `num_workers="auto"`: how many workers the next epoch gets.
+        growth: what workers have copied of the dataset.
     """
 
     def __init__(self, owner: object | None = None, saved: Saved | None = None) -> None:
@@ -50,6 +52,7 @@ class Resources:
         self.shared: dict[str, Any] = {}
         self.hinted: set[type[LoaderHint]] = set()
         self.chooser = Chooser()
+        self.growth = Growth()
 
     @property
     def record(self) -> EpochRecord | None:

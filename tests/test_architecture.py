@@ -43,7 +43,7 @@ ROOMS = {
         "insight resume arguments consumer workers device scheduling reading statistics ipc system errors"
     ),
     "resources": Room("insight resume consumer workers device statistics errors"),
-    "insight": Room("workers memory system statistics", pure="model advice"),
+    "insight": Room("workers sharing memory system statistics", pure="model advice"),
     "resume": Room("arguments workers scheduling reading system errors"),
     "arguments": Room("remote workers device scheduling memory ipc errors"),
     "remote": Room("workers reading memory ipc system errors statistics"),
@@ -56,7 +56,7 @@ ROOMS = {
     "sharing": Room("memory"),
     "memory": Room("system errors", pure="pool blocks"),
     "tracing": Room("ipc system statistics errors"),
-    "statistics": Room("ipc", pure="epoch snapshots"),
+    "statistics": Room("ipc system", pure="epoch snapshots"),
     "ipc": Room("system errors", pure="messages decoding"),
     "system": Room(""),
     "errors": Room("", pure="*"),
@@ -64,7 +64,7 @@ ROOMS = {
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}
 #: Code lines of the package (no blank lines, comments or docstrings), and its modules. Whoever raises them
 #: says in the commit what for.
-CODE_LINES, FILES_OF_CODE = 13_800, 119
+CODE_LINES, FILES_OF_CODE = 13_960, 121
 #: Lines of a file and of a function, with their docstrings and comments.
 LONGEST, LONGEST_FUNCTION = 500, 50
 

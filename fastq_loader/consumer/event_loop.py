@@ -189,7 +189,7 @@ class EventLoop:
         if outcome is CLOSED:
             return False
         if outcome is ENDED:
-            self._accounting.ended()
+            self._epoch_is_over()
         else:
             if finish is not None and outcome.error is None:
                 outcome = finished(outcome, finish)
@@ -238,6 +238,7 @@ class EventLoop:
         if self._unsent or self._group.behind:
             self._flush()
         if not self.plan.persistent and not self.scheduler.undelivered:  # it is the last one
+            self._part_is_done()
             self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
         if batch.answer is not None and batch.answer.kind == PASSED:
             return  # it was handed out before the epoch was resumed
@@ -249,6 +250,19 @@ class EventLoop:
         self._outcome = self._delivery.hand_out(batch)
         self._stage_ahead(staging)
         self._accounting.used_device(began)
+
+    def _epoch_is_over(self) -> None:
+        if self.plan.persistent:
+            self._part_is_done()
+        self._accounting.ended()
+
+    def _part_is_done(self) -> None:
+        if self._counters.before_end is not None:
+            self._counters.before_end(self.pids())
+
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [process.pid or 0 for process in self.processes()]
 
     def _draw(self, times: int) -> None:
         """Draw indices, and send their tasks."""

@@ -161,7 +161,7 @@ def _asked(statistics: LoaderStatistics, epoch: int | None) -> EpochStatistics:
 def diagnose(evidence: Evidence) -> Diagnosis:
     """What limits a run."""
     limits, share = _limits(evidence)
-    culprit, found = _culprit(evidence, limits[0]), advice(evidence, limits)
+    culprit, found = _culprit(evidence, limits[0]), (*advice(evidence, limits), *evidence.copied)
     settings = _settings(evidence)
     return Diagnosis(limits[0], share, culprit, found, evidence.epoch, evidence.workers, settings)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 #: Bytes from which on a container is worth it, where the user names none, and items that are looked at.
 _LARGE, _SAMPLE = 1 << 20, 200
+#: Bytes of a number, or of where a string ends.
+_OFFSET = 8
 _KINDS = (list, tuple, dict)
 
 logger = logging.getLogger("fastq_loader")
@@ -134,11 +136,35 @@ def _parts(dataset: Any) -> Iterator[Any]:
 
 def _nbytes(value: Any, depth: int = 0) -> int:
     """Bytes of a container with all that is in it, about: some items stand for the others."""
-    size = sys.getsizeof(value)
+    size = sys.getsizeof(value, 0)
     if type(value) not in _KINDS or not value or depth > 8:
         return size
-    pairs = value.items() if type(value) is dict else value
-    step = max(1, len(value) // _SAMPLE)
-    some = list(islice(pairs, 0, None, step))
+    some = some_of(value)
     items = (each for pair in some for each in pair) if type(value) is dict else iter(some)
     return size + sum(_nbytes(item, depth + 1) for item in items) * len(value) // len(some)
+
+
+def some_of(value: Any, number: int = _SAMPLE) -> Sequence[Any]:
+    """Items of a list or tuple, or pairs of a dict, that stand for all: evenly spread, about so many."""
+    step = max(1, len(value) // number)
+    return list(islice(value.items(), 0, None, step)) if type(value) is dict else value[::step]
+
+
+def containers_of(dataset: Any) -> Iterator[tuple[str, Any, int]]:
+    """The attributes of a dataset that `share` would replace: their names, values, and bytes, about."""
+    for part in _parts(dataset):
+        for name, value in list(vars(part).items()):
+            if type(value) in _KINDS and (nbytes := _nbytes(value)) >= _LARGE:
+                yield name, value, nbytes
+
+
+def columns_nbytes(value: Any) -> int:
+    """Bytes that a container takes once it is shared, about: some items stand for the others."""
+    if isinstance(value, str):
+        return len(value.encode("utf-8", "surrogatepass")) + _OFFSET
+    if isinstance(value, bytes):
+        return len(value) + _OFFSET
+    if type(value) not in _KINDS or not value:
+        return _OFFSET
+    some = some_of(value)
+    return sum(map(columns_nbytes, some)) * len(value) // len(some)

@@ -8,7 +8,9 @@ counted with an epoch (see `notes`), and by a `Source`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastq_loader.statistics.epoch import EpochCounters, Observer, summed
@@ -74,6 +76,8 @@ class Counters(_Counting, LoaderStatistics):
     Attributes:
         sources: live pools that count elsewhere, too.
         observer: is told of everything that happens in epochs that begin from now on, or None.
+        before_end: is called with the process ids of workers that have done their part of an epoch and may
+            end; None: nobody is.
     """
 
     workers: tuple[WorkerCounters, ...]  # type: ignore[assignment]  # of which a snapshot has snapshots
@@ -84,9 +88,11 @@ class Counters(_Counting, LoaderStatistics):
         self._notes: deque[Notes] = deque()
         self._among = NoteList()
         self.observer: Observer | None = None
+        self.before_end: Callable[[list[int]], None] | None = None
         self.sources: set[Source] = set()
         self._older = EpochCounters(0, 0)  # the sum of those before
         self._late: dict[tuple[int, int], LateBatch] = {}
+        self._look_at_memory_from = 0  # on the monotonic clock, in nanoseconds
 
     @property
     def history(self) -> list[EpochCounters]:
@@ -155,9 +161,18 @@ class Counters(_Counting, LoaderStatistics):
     def _worst(self) -> list[LateBatch]:
         return sorted(self._late.values(), key=lambda late: -late.seconds)[:_LATE]
 
+    def _look_at_memory(self) -> None:
+        """Of the workers. It takes up to a hundredth of the time of who asks for snapshots all the time."""
+        began = monotonic_ns()
+        if began >= self._look_at_memory_from:
+            for worker in self.workers:
+                worker.look_at_memory()
+            self._look_at_memory_from = began + 100 * (monotonic_ns() - began)
+
     def snapshot(self, **now: Any) -> LoaderStatistics:
         """What was counted so far, and `now`: fields that others know."""
         history = self.history
+        self._look_at_memory()
         wire_bytes = sum((source.count() for source in list(self.sources)), self.wire_bytes)
         found = {
             "total": summed([self._older, *history]),

@@ -132,6 +132,9 @@ class WorkerStatistics:
             nowhere yet.
         wire_bytes: bytes of its answers that came over the network, with their headers and before they were
             encrypted; of all processes that had its number. 0 on this machine.
+        shared_bytes, private_bytes: memory of its process that others have, too, as what it was forked with
+            and batches, and that it has alone. As last seen by `statistics()`, which looks while it runs and
+            spends no more than a hundredth of the time on that; 0: never, or it runs on another machine.
     """
 
     id: int
@@ -148,6 +151,8 @@ class WorkerStatistics:
     blocked_seconds: float = 0.0
     node: str | None = None
     wire_bytes: int = 0
+    shared_bytes: int = 0
+    private_bytes: int = 0
 
 
 @dataclass(frozen=True)

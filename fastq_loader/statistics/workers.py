@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastq_loader.statistics.snapshots import WorkerStatistics
+from fastq_loader.system.pages import shared_and_private
 
 if TYPE_CHECKING:
     from fastq_loader.ipc.messages import Answer
@@ -21,11 +22,12 @@ class WorkerCounters:
         far: process id and machine of the worker that this stands for, if there is one.
         cpu_marks: nanoseconds of CPU time, with those in which it waited for a CPU, and of work, when they
             were known first, and last. What it used to start lies before the first.
+        memory: bytes that it shares, and that it has alone, as they were seen last.
     """
 
     __slots__ = (
         *("_blocked", "_collate", "_cpu", "_fetch", "_finished", "_idle", "_new_memory", "_packing", "_work"),
-        *("batches", "cpu_marks", "far", "id", "pid", "restarts", "wire_bytes"),
+        *("batches", "cpu_marks", "far", "id", "memory", "pid", "restarts", "wire_bytes"),
     )
 
     def __init__(self, id: int, pid: int) -> None:
@@ -34,6 +36,7 @@ class WorkerCounters:
         self.far: tuple[int, str | None] | None = None
         self.restarts = self.batches = self.wire_bytes = 0
         self.cpu_marks: tuple[tuple[int, int], ...] = ()
+        self.memory = 0, 0
         self._finished = 0  # when it gave its last answer, on the monotonic clock; 0: it has given none
         self._work = self._fetch = self._collate = self._packing = self._new_memory = 0
         self._cpu = self._idle = self._blocked = 0
@@ -69,7 +72,13 @@ class WorkerCounters:
         self.pid = pid
         self.restarts += 1
         self.cpu_marks = ()
+        self.memory = 0, 0
         self._finished = 0
+
+    def look_at_memory(self) -> None:
+        """Ask the kernel for the memory of its process, if that is here and runs."""
+        if self.far is None:
+            self.memory = shared_and_private(self.pid) or self.memory
 
     def snapshot(self) -> WorkerStatistics:
         """What was counted so far."""
@@ -89,4 +98,6 @@ class WorkerCounters:
             blocked_seconds=self._blocked / 1e9,
             node=node,
             wire_bytes=self.wire_bytes,
+            shared_bytes=self.memory[0],
+            private_bytes=self.memory[1],
         )
