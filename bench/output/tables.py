@@ -61,8 +61,9 @@ ABOUT_PEERS = """batches/s: the median block (slowest..fastest). ceiling: share 
 fetch and collate without delivering it. ÷ torch: ratio of the medians (lowest..highest in a round), 'within
 noise' when the rounds disagree on which is faster. p50, p95, p99: of next(), in ms. CPU: ms for a batch,
 consumer + workers. switches: context switches for a batch."""
-ABOUT_COSTS = """Each as torch's / ours. PSS: peak of consumer and workers. shared: peak of the machine's
-shared memory, with what waits there and is mapped by nobody."""
+ABOUT_COSTS = "Each as torch's / ours."
+ABOUT_MEMORY = """PSS: peak of consumer and workers. shared: peak of the machine's shared memory, with what
+waits there and is mapped by nobody."""
 ABOUT_SCHEDULE = """Seconds of an epoch whose workers were up. bound: what no order of loading can do
 without. next(): seconds of it within next(). busy: share of all workers' time that went into samples.
 late head: seconds of waiting while later batches were ready. window: batches that could be under way in the
@@ -107,9 +108,11 @@ def summary_tables(results: Results) -> list[Table]:
     found = []
     for (workers, method), cases in results.by_workers("steady").items():
         several = f"{worker_count(workers)} ({method})"
-        costs = [_costs(case, results.case("memory", case)) for case in cases]
         found.append(Table(f"Speed with {several}, in batches per second", list(map(_speed, cases))))
-        found.append(Table(f"Cost with {several}", costs, about=ABOUT_COSTS))
+        found.append(Table(f"Cost with {several}", list(map(_costs, cases)), about=ABOUT_COSTS))
+    for (workers, method), cases in results.by_workers("memory").items():
+        title = f"Memory with {worker_count(workers)} ({method}): torch / fastq_loader"
+        found.append(Table(title, list(map(_memory, cases)), about=ABOUT_MEMORY))
     found.append(Table("Moments in a loader's life, in milliseconds", list(_moments(results)), 3))
     found.append(Table("Goals", list(map(_goal, goals(results))), about=ABOUT_GOALS))
     if len(revisions := results.cases(AGAINST)) > 1:
@@ -197,24 +200,27 @@ def _speed(case: CaseRows) -> Cells:
     }
 
 
-def _costs(case: CaseRows, memory: CaseRows | None) -> Cells:
-    def both(of: CaseRows, measure: str, scale: float = 1) -> str:
-        return " / ".join(number(median(of, name, measure, scale)) for name in (BASELINE, OURS))
+def _both(of: CaseRows, measure: str, scale: float = 1) -> str:
+    return " / ".join(number(median(of, name, measure, scale)) for name in (BASELINE, OURS))
 
+
+def _costs(case: CaseRows) -> Cells:
     waits = (case.peers[name].about.get("p95") if name in case.peers else None for name in (BASELINE, OURS))
-    costs = {
+    return {
         "workload": case.name,
         "next(), p95 in ms": " / ".join(number(wait and 1e3 * wait) for wait in waits),
-        "CPU µs per batch": both(case, "cpu", 1e6),
-        "switches per batch": both(case, "switches"),
+        "CPU µs per batch": _both(case, "cpu", 1e6),
+        "switches per batch": _both(case, "switches"),
     }
-    if memory is not None:
-        costs |= {
-            "PSS, MB": both(memory, "pss", 1e-6),
-            "shared, MB": both(memory, "shared_memory", 1e-6),
-            "descriptors": both(memory, "descriptors"),
-        }
-    return costs
+
+
+def _memory(case: CaseRows) -> Cells:
+    return {
+        "workload": case.name,
+        "PSS, MB": _both(case, "pss", 1e-6),
+        "shared, MB": _both(case, "shared_memory", 1e-6),
+        "descriptors": _both(case, "descriptors"),
+    }
 
 
 def _against(cases: Sequence[CaseRows]) -> Table:

@@ -99,9 +99,9 @@ def case(
 # ---- the fresh process --------------------------------------------------------------------------
 
 
-def _consume(peer: Peer, step: Step) -> None:
+def _consume(peer: Peer, step: Step, settles: int) -> None:
     """Until standard input is closed, which also happens when the parent dies."""
-    settled = 4 * (peer.prefetched + 1)  # by then every buffer has been used several times
+    settled = max(settles, 4 * (peer.prefetched + 1))  # by then every buffer has been used several times
     seen = 0
     while True:
         for batch in peer.epoch():
@@ -123,7 +123,7 @@ def main() -> None:
     peer = make(load, settings)
     try:
         if axis == "memory":
-            _consume(peer, workload.new_step())
+            _consume(peer, workload.new_step(), workload.settles)
         else:
             batches = peer.epoch()
             next(batches)

@@ -139,6 +139,7 @@ class Workload:
         build: makes the dataset, of what `prepare` wrote into the folder.
         random: samples depend on random generators, so that two loaders' batches have equal shapes only.
         new_step: makes a function to call with every batch; each peer trains a model of its own.
+        settles: batches until its memory is what it will be, besides that of the loader's own buffers.
     """
 
     name: str
@@ -147,6 +148,7 @@ class Workload:
     prepare: Callable[[Path], None] = lambda folder: None
     random: bool = False
     new_step: Callable[[], Step] = lambda: lambda batch: None
+    settles: int = 0
 
     def files(self, folder: Path) -> Path:
         """Where its files are, below the run's folder; they are written once."""
@@ -167,7 +169,7 @@ def all_workloads() -> dict[str, Workload]:
 
     workloads = [jpeg.BYTES, jpeg.FLOATS, files.TENSORS, tables.CSV, *ready_made.LARGE_BATCHES, tables.ROWS]
     workloads += [text.TOKENS, tables.FIELDS, text.OBJECTS, tables.VECTORISED, text.RAGGED, files.STREAM]
-    workloads += [tables.TABLE, tables.WIDE_TABLE]
+    workloads += [tables.TABLE, tables.WIDE_TABLE, text.PATHS, text.SHARED_PATHS]
     workloads.append(slow.HEAVY_TAIL)
     return {workload.name: workload for workload in workloads}
 

@@ -137,7 +137,8 @@ def everything(title: str) -> Table:
     [
         ("Speed with 2 workers (fork)", "rows: what rows loads; 2.56 kB", 1, ["100", "1,000", "10 (10..10)"]),
         ("Speed", "rows: what", 4, ["50% (50%..50%)", "grain 200; 5.0 (5.0..5.0)", "2,000 / –"]),  # noqa: RUF001
-        ("Cost with 2 workers (fork)", "rows", 1, ["2.0 / 2.0", "4,000 / 400", "10 / 1.0", "200 / 200"]),
+        ("Cost with 2 workers (fork)", "rows", 1, ["2.0 / 2.0", "4,000 / 400", "10 / 1.0"]),
+        ("Memory with 2 workers (fork)", "rows", 1, ["200 / 200"]),
         ("Moments", "epoch turn", 1, ["rows", "2, fork", "40 (36..44)", "10 (9.0..11)", "4.0 (4.0..4.0)"]),
         ("stalls", "bound: sum of costs / 2", 1, ["1.00"]),
         ("stalls", "dynamic", 1, ["1.10 (1.00..1.15)", "1.10 (1.00..1.15)"]),
