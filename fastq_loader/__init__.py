@@ -10,6 +10,7 @@ from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.prefetcher import Prefetcher
 from fastq_loader.device.transforms import copy_into, normalize
 from fastq_loader.errors import (
+    BadSampleFound,
     DuplicateData,
     GrowingWorkers,
     IdleWorker,
@@ -34,11 +35,13 @@ from fastq_loader.loader import DataLoader
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.results import empty
 from fastq_loader.reading.sampling import PermutationSampler
+from fastq_loader.reading.tolerance import Replace, Skip
 from fastq_loader.remote.ray_workers import RayWorkers
 from fastq_loader.resume.record import Position
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin
 from fastq_loader.sharing.share import share, sharing_report
 from fastq_loader.statistics.snapshots import (
+    BadSample,
     EpochStatistics,
     LateBatch,
     LoaderStatistics,
@@ -52,6 +55,8 @@ if AVAILABLE:  # with the rest: a program may give up the right to read files be
     from fastq_loader.workers import local_pool as _local_pool  # noqa: F401
 
 __all__ = [
+    "BadSample",
+    "BadSampleFound",
     "DataLoader",
     "Diagnosis",
     "DuplicateData",
@@ -75,8 +80,10 @@ __all__ = [
     "Processes",
     "ProtocolError",
     "RayWorkers",
+    "Replace",
     "RoundRobin",
     "SameOrder",
+    "Skip",
     "StagingStatistics",
     "TinyBatches",
     "ToDevice",

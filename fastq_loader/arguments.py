@@ -12,14 +12,18 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _DatasetKind
 
 from fastq_loader.device.accelerator import read_device
 from fastq_loader.errors import warn_user
 from fastq_loader.ipc.claim_table import WORKERS
 from fastq_loader.memory import arena
+from fastq_loader.reading.sampling import PermutationSampler
+from fastq_loader.reading.tolerance import Tolerance, read_errors
 from fastq_loader.remote.ray_workers import RayWorkers
 from fastq_loader.scheduling.schedules import Dynamic, RoundRobin, Schedule, WindowLimits, read_schedule
+from fastq_loader.workers.config import Rules
 from fastq_loader.workers.kinds import Auto, Processes, WorkerKind, read_workers
 
 
@@ -43,6 +47,7 @@ class Loader(Protocol):
     schedule: str | Schedule
     workers: str | WorkerKind
     device: Any
+    errors: str | Tolerance
     _dataset_kind: Any
     _IterableDataset_len_called: Any
 
@@ -75,6 +80,22 @@ def saves_generators(loader: Loader) -> bool:
     """Whether workers send the states of their generators with each batch."""
     schedule = read_schedule(loader.schedule)
     return isinstance(schedule, RoundRobin) and schedule.save_generators
+
+
+def rules(loader: Loader) -> Rules:
+    """How its dataset is read."""
+    errors = read_errors(loader.errors, iterable := is_iterable(loader))
+    population = None if errors is None or iterable else _population(loader._index_sampler)
+    return Rules(iterable, loader._auto_collation, loader.drop_last, errors, population)
+
+
+def _population(index_sampler: Any) -> int | None:
+    """How many indices a sampler chooses among, if it may give each of those from 0 on; None: who knows."""
+    sampler: Any = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
+    if type(sampler) is PermutationSampler:
+        return sampler.n
+    source = {RandomSampler: "data_source", SequentialSampler: "data_source", DistributedSampler: "dataset"}
+    return len(getattr(sampler, source[type(sampler)])) if type(sampler) in source else None
 
 
 def workers(loader: Loader) -> WorkerKind:
@@ -160,6 +181,7 @@ CHECKS: dict[str, Callable[[Loader, Any], object]] = {
     "schedule": lambda loader, value: check_auto(loader, read_schedule(value)),
     "workers": lambda loader, value: check_workers(loader, read_workers(value, KINDS)),
     "device": lambda loader, value: read_device(value),
+    "errors": lambda loader, value: read_errors(value, is_iterable(loader)),
 }
 
 

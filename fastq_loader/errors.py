@@ -30,6 +30,10 @@ class PoisonousBatch(WorkerDied):
     """Several workers, one after the other, died while they loaded the same batch."""
 
 
+class BadSampleFound(RuntimeWarning):
+    """A sample could not be read, and was left out or replaced; see `Replace` and `Skip`."""
+
+
 class WorkerReplaced(RuntimeWarning):
     """A worker died or hung, and another one does its work; see `Processes`."""
 

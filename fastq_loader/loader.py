@@ -28,13 +28,14 @@ from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.iterators.multiprocess import MultiprocessIterator
 from fastq_loader.iterators.serial import SerialIterator
 from fastq_loader.reading import datapipes
+from fastq_loader.reading.tolerance import Tolerance
 from fastq_loader.resources import Resources
 from fastq_loader.resume import saved, state
 from fastq_loader.resume.record import Position
 from fastq_loader.scheduling.schedules import Dynamic, Schedule, read_schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
 from fastq_loader.tracing.trace import traced
-from fastq_loader.workers.config import Payload, Plan, Rules
+from fastq_loader.workers.config import Payload, Plan
 from fastq_loader.workers.kinds import Auto, WorkerKind
 
 T_co = TypeVar("T_co", covariant=True)
@@ -77,6 +78,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         workers: "processes" or `Processes(...)`, here; "ray" or `RayWorkers(...)`, on other machines.
         device: where batches go: torch's accelerator ("cuda", "cuda:1", "xpu", a torch.device), or
             `ToDevice(...)`, which says how. None leaves them on the host.
+        errors: what becomes of samples that cannot be read: "raise", as in torch, `Replace(...)`: another
+            one takes its place, or `Skip(...)`: its batch is shorter.
 
     Raises:
         ValueError, TypeError: an argument, with torch's texts; an unknown or absent device.
@@ -106,6 +109,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         schedule: str | Schedule = "round_robin",
         workers: str | WorkerKind = "processes",
         device: str | int | torch.device | ToDevice | None = None,
+        errors: str | Tolerance = "raise",
     ) -> None:
         number = auto.given(num_workers)
         # torch allows what goes with workers if there is one, and warns of more than CPUs; auto may be none.
@@ -128,11 +132,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.schedule = schedule
         self.workers = workers
         self.device = device
+        self.errors = errors
 
     # Of instances that this constructor did not make.
     schedule: str | Schedule = "round_robin"
     workers: str | WorkerKind = "processes"
     device: str | int | torch.device | ToDevice | None = None
+    errors: str | Tolerance = "raise"
     _state_of = state.state_of  # for a Prefetcher: with what that has asked for ahead
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -193,7 +199,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         growth, context = resources.growth, self.multiprocessing_context
         looks = arguments.workers(self).here and growth.begin(self.dataset, context, int(self.num_workers))
         resources.counters.before_end = growth.look if looks else None
-        engine = Engine(self._plan(), base_seed, shared_seed, resources.counters, resources.session)
+        bad_samples = None if self.errors == "raise" else resources.bad_samples
+        counters, session = resources.counters, resources.session
+        engine = Engine(self._plan(), base_seed, shared_seed, counters, session, bad_samples)
         resources.engines.add(engine)
         return engine
 
@@ -220,7 +228,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 self.collate_fn,
                 datapipes.sharding_init_fn(self.dataset, self.worker_init_fn),
             ),
-            rules=Rules(arguments.is_iterable(self), self._auto_collation, self.drop_last),
+            rules=arguments.rules(self),
             workers=int(self.num_workers),
             prefetch=self.prefetch_factor,
             in_order=self.in_order,
@@ -328,6 +336,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         loaded = saved.read(state_dict, self, ignore)
         saved.take(loaded, self)
         resources.place, resources.shared = (resources.record, loaded), loaded.shared
+        resources.bad_samples.load(loaded.bad_samples)
         vars(self)["_iterator"] = None  # what its workers have drawn is not what those that were saved have
 
     @property
@@ -348,7 +357,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self._device_session()  # which is made when an epoch begins, and counts its copies
         blocks = [(0, 0, 0), *(engine.blocks() for engine in list(resources.engines))]
         in_use, free, nbytes = map(sum, zip(*blocks, strict=True))
-        return resources.counters.snapshot(blocks_in_use=in_use, blocks_free=free, arena_bytes=nbytes)
+        bad = resources.bad_samples
+        return resources.counters.snapshot(
+            blocks_in_use=in_use,
+            blocks_free=free,
+            arena_bytes=nbytes,
+            bad_samples=bad.total,
+            last_bad_samples=tuple(bad.last),
+        )
 
     def diagnose(self, epoch: int | None = None) -> Diagnosis:
         """What limits this loader, and what would help: `print(loader.diagnose())` is a page.

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from fastq_loader.consumer.bad_samples import BadSamples
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.device.staging import DeviceSession, SerialStaging
 from fastq_loader.errors import LoaderHint
@@ -39,6 +40,7 @@ class Resources:
         hinted: what the user was told of, and is not told again.
         chooser: of `num_workers="auto"`: how many workers the next epoch gets.
         growth: what workers have copied of the dataset.
+        bad_samples: that could not be read.
     """
 
     def __init__(self, owner: object | None = None, saved: Saved | None = None) -> None:
@@ -53,6 +55,7 @@ class Resources:
         self.hinted: set[type[LoaderHint]] = set()
         self.chooser = Chooser()
         self.growth = Growth()
+        self.bad_samples = BadSamples()
 
     @property
     def record(self) -> EpochRecord | None:

@@ -45,14 +45,14 @@ ROOMS = {
     "resources": Room("insight resume consumer workers device statistics errors"),
     "insight": Room("workers sharing memory system statistics", pure="model advice"),
     "resume": Room("arguments workers scheduling reading system errors"),
-    "arguments": Room("remote workers device scheduling memory ipc errors"),
+    "arguments": Room("reading remote workers device scheduling memory ipc errors"),
     "remote": Room("workers reading memory ipc system errors statistics"),
-    "consumer": Room("workers device scheduling packing memory ipc system errors statistics"),
+    "consumer": Room("reading workers device scheduling packing memory ipc system errors statistics"),
     "workers": Room("scheduling packing reading memory ipc system errors statistics"),
     "device": Room("packing memory ipc system errors statistics", pure="copies pinning"),
     "scheduling": Room("memory ipc errors", pure="*"),
     "packing": Room("memory ipc system errors"),
-    "reading": Room("memory ipc system", pure="first_indices"),
+    "reading": Room("memory ipc system errors", pure="first_indices"),
     "sharing": Room("memory"),
     "memory": Room("system errors", pure="pool blocks"),
     "tracing": Room("ipc system statistics errors"),
@@ -64,7 +64,7 @@ ROOMS = {
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}
 #: Code lines of the package (no blank lines, comments or docstrings), and its modules. Whoever raises them
 #: says in the commit what for.
-CODE_LINES, FILES_OF_CODE = 13_960, 121
+CODE_LINES, FILES_OF_CODE = 14_400, 123
 #: Lines of a file and of a function, with their docstrings and comments.
 LONGEST, LONGEST_FUNCTION = 500, 50
 

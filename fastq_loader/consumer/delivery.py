@@ -8,13 +8,16 @@ would make a cycle that keeps the loop and its memory until the garbage collecto
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
+from fastq_loader.consumer.bad_samples import BadSamples
 from fastq_loader.device.staging import Staging
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import BATCH, BROKEN, Answer, Handle
+from fastq_loader.ipc.messages import BATCH, BROKEN, LEFT_OUT, Answer, Handle
 from fastq_loader.memory.pool import BlockPool
+from fastq_loader.packing import pickling
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.progress import START, Progress
 from fastq_loader.scheduling.states import Batch
@@ -93,6 +96,7 @@ class Delivery:
         unpacker, pool: of these workers.
         counters: the loader's.
         iterable: whether they read an iterable dataset.
+        bad_samples: of the loader, if it goes on after them; else None.
 
     Attributes:
         progress: how far the epoch has come.
@@ -100,7 +104,12 @@ class Delivery:
     """
 
     def __init__(
-        self, unpacker: Unpacker, pool: BlockPool, counters: Counters, iterable: bool = False
+        self,
+        unpacker: Unpacker,
+        pool: BlockPool,
+        counters: Counters,
+        iterable: bool = False,
+        bad_samples: BadSamples | None = None,
     ) -> None:
         self.progress = START
         self._iterable = iterable
@@ -108,10 +117,12 @@ class Delivery:
         self._unpacker = unpacker
         self._pool = pool
         self._counters = counters
+        self._bad_samples = bad_samples
 
     def hand_out(self, batch: Batch) -> Delivered | Raised:
         """The batch, or the error in its position: of the sampler, of user code in the worker, of unpickling
         here, or of a transform for the device."""
+        too_many = None if self._bad_samples is None else self._judge(batch, self._bad_samples)
         answer, error = batch.answer, batch.error
         progress = self._progress_after(batch) if self.progress.workers else self.progress.after(batch.seq)
         outcome: Delivered | Raised
@@ -141,14 +152,38 @@ class Delivery:
             except Exception as raised:
                 refuse_interrupt(raised)
                 outcome = Raised(raised)
+        if too_many is not None:
+            outcome = Raised(too_many)
         outcome.progress = self.progress = progress
         try:
             return outcome
         finally:
-            del outcome, error, batch  # an error holds this frame by its traceback
+            del outcome, error, batch, too_many  # an error holds this frame by its traceback
+
+    def leave_out(self, batch: Batch) -> Raised | None:
+        """A batch has no samples, because none could be read. Returns an error, if there are too many now."""
+        assert self._bad_samples is not None, "else it would have an error"
+        error = self._judge(batch, self._bad_samples)
+        self.progress = self._progress_after(batch)
+        return None if error is None else Raised(error, progress=self.progress)
+
+    def _judge(self, batch: Batch, bad_samples: BadSamples) -> BaseException | None:
+        """Count a batch's bad samples. Returns what is to be raised in its place, if there are too many."""
+        answer = batch.answer
+        if answer is None or not answer.state:
+            return None
+        state = pickle.loads(answer.state)
+        samples, last = state.pop("bad", ((), b""))
+        if not samples:
+            return None
+        batch.answer = answer._replace(state=pickle.dumps(state) if state else b"")
+        if answer.kind not in (BATCH, LEFT_OUT):  # it is raised for another reason
+            return None
+        read = (self.progress.delivered + 1) * batch.samples
+        return bad_samples.found(batch.seq, samples, read, pickling.load_exception(last))
 
     def _progress_after(self, batch: Batch) -> Progress:
-        if batch.worker is None:
+        if batch.worker is None or not self.progress.workers:
             return self.progress.after(batch.seq)
         state = b"" if batch.answer is None else batch.answer.state
         return self.progress.after_worker(batch.worker, state, None if self._iterable else batch.seq)

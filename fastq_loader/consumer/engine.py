@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from fastq_loader.consumer.bad_samples import BadSamples
 from fastq_loader.consumer.delivery import OutcomeSlot
 from fastq_loader.consumer.event_loop import BUSY, EventLoop, Resume
 from fastq_loader.device.staging import DeviceSession
@@ -57,6 +58,7 @@ class Engine:
         shared_seed: int | None,
         counters: Counters,
         session: DeviceSession | None = None,
+        bad_samples: BadSamples | None = None,
     ) -> None:
         self._pid = process_id.current()
         self.closed: str | None = None
@@ -67,7 +69,7 @@ class Engine:
         self._hurried = False  # an interrupt ended the last call
         self._counters = counters
         self._processes: list[BaseProcess] = []  # the workers, once the loop is gone
-        self._loop: EventLoop | None = EventLoop(plan, counters, session)
+        self._loop: EventLoop | None = EventLoop(plan, counters, session, bad_samples)
         try:
             self._loop.start(base_seed, shared_seed)
         except BaseException:
@@ -86,6 +88,7 @@ class Engine:
         notes: Notes,
         done: Progress = START,
         resume: Resume = (),
+        number: int = 0,
     ) -> int:
         """Begin an epoch; an older one of this engine ends.
 
@@ -95,6 +98,7 @@ class Engine:
             notes: where the time of the epoch goes.
             done: what was handed out of the epoch before it was resumed.
             resume: what each worker is told of that: how many batches were its own, and its state.
+            number: of the loader's epoch.
 
         Returns:
             The number of the epoch.
@@ -102,9 +106,9 @@ class Engine:
         Raises:
             IteratorInvalid: the engine is closed.
         """
-        epoch = sampler, shared_seed, base_seed, notes, done, resume
-        number: int = self._enter(EventLoop.begin_epoch, *epoch)
-        return number
+        epoch = sampler, shared_seed, base_seed, notes, done, resume, number
+        begun: int = self._enter(EventLoop.begin_epoch, *epoch)
+        return begun
 
     def advance(self, epoch: int, slot: OutcomeSlot, finish: Callable[[Any], Any] | None) -> None:
         """Put the next outcome of an epoch down in `slot`: a batch, after `finish`; or what to raise:

@@ -17,13 +17,14 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader.consumer.accounting import Accounting
+from fastq_loader.consumer.bad_samples import BadSamples
 from fastq_loader.consumer.deaths import Deaths, Timeout, death
 from fastq_loader.consumer.delivery import CLOSED, ENDED, Delivery, OutcomeSlot, finished
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.ipc.claim_table import slots
 from fastq_loader.ipc.endpoints import expect_threads
-from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode_task
+from fastq_loader.ipc.messages import LEFT_OUT, PASSED, Epoch, Space, Task, encode_task
 from fastq_loader.ipc.sockets import THREADS
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.pool import BlockPool
@@ -62,6 +63,7 @@ class EventLoop:
         plan: what they do.
         counters: the loader's; they outlive this pool.
         session: the loader's way to a device, or None.
+        bad_samples: of the loader, if it goes on after them; else None.
 
     Attributes:
         phase: IDLE between calls; BUSY during one, or where an exception left one in the middle of something;
@@ -71,7 +73,13 @@ class EventLoop:
         pool: the memory that the workers write to.
     """
 
-    def __init__(self, plan: Plan, counters: Counters, session: DeviceSession | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        counters: Counters,
+        session: DeviceSession | None = None,
+        bad_samples: BadSamples | None = None,
+    ) -> None:
         self.plan = plan
         self.phase = IDLE
         self.fatal: str | None = None
@@ -93,7 +101,7 @@ class EventLoop:
         )
         self._group = WorkerGroup(plan, self.pool, counters)
         self._unpacker = Unpacker(arena, plan.workers, self._group.token, plan.for_device)
-        self._delivery = Delivery(self._unpacker, self.pool, counters, plan.rules.iterable)
+        self._delivery = Delivery(self._unpacker, self.pool, counters, plan.rules.iterable, bad_samples)
         self._accounting = Accounting(counters, self.scheduler)
         self._receiver = Receiver(
             plan, self._group, self.scheduler, self._unpacker, counters, self._accounting
@@ -134,6 +142,7 @@ class EventLoop:
         notes: Notes,
         done: Progress = START,
         resume: Resume = (),
+        number: int = 0,
     ) -> int:
         """Begin an epoch; what is left of the one before is dropped. See `Engine.start_epoch`."""
         scheduler = self.scheduler
@@ -142,7 +151,8 @@ class EventLoop:
         if self._delivery.staging is not None:  # before the blocks of what is dropped go to others
             self.pool.drop(self._delivery.staging.drain())
         taken, claimed = self._group.take_back(scheduler.pending_tasks.tickets())
-        self._epoch = Epoch(scheduler.epoch + 1, shared_seed, base_seed, self._group.sealed(resume))
+        sealed = self._group.sealed(resume)
+        self._epoch = Epoch(scheduler.epoch + 1, shared_seed, base_seed, sealed, number)
         self._delivery.progress = done
         self.said = self._receiver.said = dict[int, bytes]()
         # The tasks of an iterable dataset are given out anew, and workers pass over what was handed out.
@@ -242,6 +252,9 @@ class EventLoop:
             self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
         if batch.answer is not None and batch.answer.kind == PASSED:
             return  # it was handed out before the epoch was resumed
+        if batch.answer is not None and batch.answer.kind == LEFT_OUT:
+            self._outcome = self._delivery.leave_out(batch)
+            return
         staging = self._delivery.staging
         if staging is None:
             self._outcome = self._delivery.hand_out(batch)

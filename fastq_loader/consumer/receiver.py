@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from fastq_loader.consumer.accounting import Accounting
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import BATCH, ENDED, PASSED, SKIPPED, Answer, unseal
+from fastq_loader.ipc.messages import BATCH, ENDED, LEFT_OUT, PASSED, SKIPPED, Answer, unseal
 from fastq_loader.packing.unpack import Unpacker
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.states import Batch
@@ -21,7 +21,7 @@ from fastq_loader.workers.group import WorkerGroup
 
 #: A batch, the worker that has answered it, its answer, and why that cannot be used.
 Arrived = tuple[Batch, int, Answer, ProtocolError | None]
-_EMPTY = (ENDED, SKIPPED, PASSED)  # kinds without a handle
+_EMPTY = (ENDED, SKIPPED, PASSED, LEFT_OUT)  # kinds without a handle
 
 
 class Receiver:
@@ -135,6 +135,8 @@ class Receiver:
                 raise ProtocolError(
                     f"an answer of kind {kind} {'without' if handle is None else 'with'} a handle"
                 )
+            if kind == LEFT_OUT:
+                return answer._replace(state=unseal(answer.state, self._group.token))
             if answer.state and answer.epoch == self._scheduler.epoch:
                 self.said[worker] = unseal(answer.state, self._group.token)
             return answer

@@ -106,10 +106,10 @@ def decode_for_worker(frame: bytes) -> Task | Epoch | Space | Bundle | Stop | Pi
     raise ProtocolError(f"unknown message kind {kind!r:.40}")
 
 
-def _epoch(epoch: Any, shared_seed: Any, base_seed: Any, resume: Any) -> Epoch:
-    _check_counts((epoch, *(seed for seed in (shared_seed, base_seed) if seed is not None)))
+def _epoch(epoch: Any, shared_seed: Any, base_seed: Any, resume: Any, number: Any) -> Epoch:
+    _check_counts((epoch, number, *(seed for seed in (shared_seed, base_seed) if seed is not None)))
     _check_type(resume, bytes)
-    return Epoch(epoch, shared_seed, base_seed, resume)
+    return Epoch(epoch, shared_seed, base_seed, resume, number)
 
 
 def decode_for_consumer(frame: bytes | bytearray | memoryview) -> Hello | Answer | Ping:

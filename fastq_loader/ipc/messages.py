@@ -25,7 +25,7 @@ import msgpack
 
 from fastq_loader.errors import ProtocolError
 
-VERSION = 6
+VERSION = 7
 
 # Kinds of messages.
 TASK, EPOCH, SPACE, BUNDLE, STOP, HELLO, ANSWER, PING = range(8)
@@ -37,8 +37,9 @@ ENDED = 2  # the worker's part of an iterable dataset is exhausted; no handle
 SKIPPED = 3  # not fetched: the epoch was abandoned, or the worker's part had ended; no handle
 BROKEN = 4  # the handle is the exception that keeps this worker from working at all
 PASSED = 5  # passed over: the batch was handed out before the epoch was resumed; no handle
+LEFT_OUT = 6  # no sample of the batch could be read, and none need be; no handle
 
-KINDS = (BATCH, ERROR, ENDED, SKIPPED, BROKEN, PASSED)
+KINDS = (BATCH, ERROR, ENDED, SKIPPED, BROKEN, PASSED, LEFT_OUT)
 
 #: Bytes of a pool's token.
 TOKEN_BYTES = 16
@@ -83,12 +84,14 @@ class Epoch(NamedTuple):
         shared_seed: of datapipe graphs, or None.
         base_seed: of every batch, with its number. None: each worker has one sequence, as in torch.
         resume: where the workers go on in a resumed epoch, as a sealed pickle (see `workers.reader`), or b"".
+        number: of the loader's epoch.
     """
 
     epoch: int
     shared_seed: int | None
     base_seed: int | None = None
     resume: bytes = b""
+    number: int = 0
 
 
 class Space(NamedTuple):
@@ -143,11 +146,11 @@ class Answer(NamedTuple):
 
     Attributes:
         epoch, seq, attempt: the task's.
-        kind: BATCH, ERROR, ENDED, SKIPPED, BROKEN or PASSED.
+        kind: one of KINDS.
         started, finished: nanoseconds of the monotonic clock, the same for all processes of a machine.
         fresh: the blocks (offset, size) that the worker made and the consumer has not heard of.
         returned: offsets of granted and promised blocks that the handle does not use.
-        handle: None for ENDED, SKIPPED and PASSED.
+        handle: None for ENDED, SKIPPED, PASSED and LEFT_OUT.
         used: the blocks of the handle, as (offset, bytes needed). Not sent: the consumer finds it there.
         state: of the worker after this batch, as a sealed pickle (see `workers.reader`), or b"".
         fetched, collated: when the samples were there, and when they were a batch, as `started`; 0 where

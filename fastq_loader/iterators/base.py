@@ -30,6 +30,7 @@ from fastq_loader.device.transforms import copy_into
 from fastq_loader.errors import warn_user
 from fastq_loader.iterators.hints import Hints
 from fastq_loader.reading import datapipes
+from fastq_loader.reading.tolerance import read_errors
 from fastq_loader.resume.record import begin
 from fastq_loader.statistics.notes import Notes
 
@@ -159,6 +160,9 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         if resources.shared and not self._order.beginning.drawn:
             self._order.pending = self._order.shared_now()
         self._hints = Hints(loader, resources.record, self._record, self._notes)
+        if (errors := read_errors(loader.errors)) is not None:
+            goes_on = self._record.saved is not None
+            resources.bad_samples.begin_epoch(self._record.position.epoch, errors, goes_on, self._hints)
         resources.place = self._record, None
         if self._record.replayed:
             warn_user(

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
+from fastq_loader import arguments
 from fastq_loader.arguments import Loader
 from fastq_loader.consumer.delivery import ENDED, Delivered, Outcome, Raised
 from fastq_loader.device.staging import SerialStaging
@@ -22,11 +23,12 @@ from fastq_loader.errors import IteratorInvalid
 from fastq_loader.iterators.base import LoaderIterator
 from fastq_loader.reading import datapipes, generators, position
 from fastq_loader.reading.fetch import EndOfStream
+from fastq_loader.reading.tolerance import LeftOut, TolerantFetcher
 from fastq_loader.resume.record import UNKNOWN
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
+from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.system.interrupts import refuse_interrupt
-from fastq_loader.workers.config import Rules
 from fastq_loader.workers.kinds import Auto
 
 
@@ -44,6 +46,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             raise AssertionError("_SingleProcessDataLoaderIter requires num_workers == 0")
         datapipes.shard(self._dataset, self._world_size, self._rank)
         self._idle = loader._resources.idle
+        self._bad_samples = loader._resources.bad_samples
+        self._rules = arguments.rules(loader)
         self._staging = None if self._session is None else SerialStaging.of(self._session, self._idle)
         self._drawn = self._record.progress.head
         self._due: tuple[int, Any] | None = None  # number and index of the batch that is to be loaded next
@@ -66,10 +70,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         iterable = self._dataset_kind == _DatasetKind.Iterable
         if iterable and not self._dynamic:  # what it draws is the user's, and drawn again if it is read again
             self._order.note_shared()
-        rules = {
-            **vars(Rules(iterable, self._auto_collation, self._drop_last)),
-            "collate": self._collate_fn,
-        }
+        rules = {**vars(self._rules), "collate": self._collate_fn}
         if place is not None and "over" in state:
             position.put_at_end(place, self._dataset, **rules)
             place = None
@@ -114,6 +115,8 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         self._drawn, self._due, self._busy = self._record.progress.head, None, False
 
     def _fetch(self, number: int, index: Any) -> Any:
+        if type(self._dataset_fetcher) is TolerantFetcher:
+            self._dataset_fetcher.place = self._record.position.epoch, number
         if not self._dynamic:
             return self._dataset_fetcher.fetch(index)
         with generators.put_back():  # seeded as in workers
@@ -145,14 +148,16 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
                 self._notes.counted()
 
     def _load_drawn(self, drawn: tuple[int, Any]) -> None:
-        """Store the batch, or what loading it raised, in `outcome`."""
-        outcome: Outcome
+        """Store the batch, or what loading it raised, in `outcome`; nothing, if it was left out."""
+        outcome: Outcome | None = None
+        fetcher = self._dataset_fetcher
         try:
             outcome = Delivered(self._load(*drawn), self._progress_after(drawn[0]))
             self._counters.batches += 1
+        except LeftOut:
+            self._busy = False
         except EndOfStream:
             outcome = ENDED
-            fetcher = self._dataset_fetcher
             self._record.end({0: position.packed(fetcher, over=True)} if position.is_known(fetcher) else {})
         except BaseException as error:
             self._due = drawn  # before there is any call, at which the next interrupt may come
@@ -160,8 +165,21 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
                 raise
             refuse_interrupt(error)
             outcome = Raised(error, progress=self._progress_after(drawn[0]))
+        if fetcher.bad and (outcome is None or outcome.error is None):
+            outcome = self._judged(outcome, *drawn)
         self.outcome, self._due, self._busy = outcome, None, False
         del outcome  # an error holds this frame by its traceback
+
+    def _judged(self, outcome: Outcome | None, number: int, index: Any) -> Outcome | None:
+        """The outcome of a batch with samples that could not be read, or an error, if there are too many."""
+        fetcher, progress = self._dataset_fetcher, self._progress_after(number)
+        read = progress.delivered * Batch(number, None, index).samples
+        error = self._bad_samples.found(number, fetcher.bad, read, fetcher.error)
+        if error is not None:
+            return Raised(error, progress=progress)
+        if outcome is None:
+            self._order.progress = progress
+        return outcome
 
     def _draw(self) -> None:
         """Store the number of the next batch and its index in `_due`, or what the sampler raised in

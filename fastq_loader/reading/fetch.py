@@ -45,10 +45,15 @@ class Fetcher:
             where they were not timed.
         dataset_iter, ended: of an iterable dataset, its iterator, and whether that gave a batch that was not
             full.
+        bad, error: the samples that could not be read, where that is allowed, and the last error; see
+            `tolerance`.
     """
 
     dataset_iter: Any = None
     ended = False
+    bad: Any = ()
+    error: Exception | None = None
+    _read: Any = None
     began = fetched = slowest = slowest_at = 0
 
     def __init__(
@@ -75,17 +80,20 @@ class Fetcher:
         self.slowest = self.slowest_at = samples = 0
         dataset = self.dataset
         try:
-            if self._iterable:
-                data = self._read_stream(index)
-                samples = len(data)
-                data = data if self.auto_collation else data[0]
-            elif (
+            if (
                 type(dataset) in TABLES
                 and self._gatherer is not None
                 and (batch := self._gatherer.gather(dataset, index)) is not None
             ):
                 self.fetched = monotonic_ns()
                 return batch
+            if self._read is not None:
+                data = self._read(index)
+                samples = 0 if self._getitems or not self.auto_collation else len(data)
+            elif self._iterable:
+                data = self._read_stream(index)
+                samples = len(data)
+                data = data if self.auto_collation else data[0]
             elif self._getitems:
                 data = dataset.__getitems__(index)
             elif self.auto_collation:

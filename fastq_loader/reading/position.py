@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeGuard
 
 from fastq_loader.reading import generators
 from fastq_loader.reading.fetch import Fetcher
+from fastq_loader.reading.tolerance import make_fetcher
 from fastq_loader.system.interrupts import refuse_interrupt
 
 
@@ -56,10 +57,10 @@ def packed(fetcher: Fetcher, **more: Any) -> bytes:
 
 
 def fetcher_at(place: dict[str, Any] | None, dataset: Any, **rules: Any) -> Fetcher:
-    """`Fetcher(dataset, **rules)`, of a dataset that is put where it stood; None: that is not known."""
+    """`make_fetcher(dataset, **rules)`, of a dataset that is put where it stood; None: that is not known."""
     place = place or {}
     _set_dataset(dataset, place)  # before `iter(dataset)`
-    fetcher = Fetcher(dataset, **rules)
+    fetcher = make_fetcher(dataset, **rules)
     _set_iterator(fetcher, place)
     if place.get("ended"):
         fetcher.ended = True

@@ -52,6 +52,7 @@ class Saved:
         iterable: whether the dataset is one.
         progress, beginning, base_seed, shared_seed: of that epoch.
         shared: states of shared generators that a first epoch begins from.
+        bad_samples: see `consumer.bad_samples`.
         generators: name → state that the loader's own generators had.
         built: the samplers' attributes before anything was loaded.
         lives_on: whether its workers would have gone on with the next epoch.
@@ -69,6 +70,7 @@ class Saved:
     beginning: Beginning = field(default_factory=Beginning)
     shared_seed: int | None = None
     shared: dict[str, Any] = field(default_factory=dict)
+    bad_samples: dict[str, Any] = field(default_factory=dict)
 
 
 def mixed(seed: int, *numbers: int) -> int:

@@ -36,6 +36,8 @@ _ALWAYS: Fields = {
     **dict.fromkeys(("lives_on", "resumes", "_iterator_finished"), bool),
     **dict.fromkeys(("generators", "order"), dict),
 }
+_OF_BAD_SAMPLES: Fields = {"in_epoch": _WHOLE, "total": _WHOLE, "last": list}
+_NO_BAD_SAMPLES: Fields = {"in_epoch": 0, "total": 0, "last": []}
 _OF_ORDER: Fields = {"epochs": dict, "attributes": dict}
 _OF_ORDER_IN_EPOCH: Fields = {
     "starts": range(1, 3),
@@ -89,6 +91,7 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
         lives_on=fields["lives_on"],
         built=samplers.attributes(loader._index_sampler),
         beginning=_beginning(order, 0),
+        bad_samples=_bad_samples(fields),
     )
     if not fields["resumes"]:
         _check(fields, {"_index_sampler_state": object})
@@ -97,8 +100,7 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
     (epoch, _, batches), delivered = between.position, fields["_sampler_iter_yielded"]
     if fields["_iterator_finished"]:  # Accelerate says it when the last batch was handed out
         return replace(between, position=Position(epoch + 1, 0, batches + delivered))
-    seed = object if fields.get("shared_seed") is None else _WHOLE
-    _check(fields, {"beyond": list, "shared_seed": seed})
+    _check(fields, {"beyond": list, "shared_seed": object if fields.get("shared_seed") is None else _WHOLE})
     beginning = _beginning_of_epoch(order, loader, own, torchs, ignored)
     progress = _progress(fields, beginning.drawn, _workers(fields, loader, ignored))
     beginning.snapshots.update(_snapshots(fields, loader, progress.head))
@@ -111,6 +113,14 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
         beginning=beginning,
         shared_seed=fields["shared_seed"],
     )
+
+
+def _bad_samples(fields: Fields) -> Fields:
+    found = _check(fields.get("bad_samples", _NO_BAD_SAMPLES), _OF_BAD_SAMPLES, "bad_samples.")
+    _check(
+        dict(enumerate(found["last"])), dict.fromkeys(range(len(found["last"])), list), "bad_samples.last."
+    )
+    return found
 
 
 def _beginning(order: Fields, which: int) -> Beginning:

@@ -150,6 +150,8 @@ def state_of(loader: Loader, record: EpochRecord | None, seen: Drawn | None = No
     if snapshot is not None:
         state["_index_sampler_state"], state["_sampler_iter_state"] = map(_for_user, snapshot)
     state["workers"] = [_worker(*worker) for worker in progress.workers]
+    if loader.errors != "raise":
+        state["bad_samples"] = loader._resources.bad_samples.state()
     return state
 
 
@@ -208,6 +210,7 @@ def _state(
         "base_seed": 0 if record is None else record.base_seed,
         "shared_seed": None if record is None else record.shared_seed,
         "resumes": False,
+        **({} if loader.errors == "raise" else {"bad_samples": loader._resources.bad_samples.state()}),
     }
 
 

@@ -176,6 +176,24 @@ class LateBatch:
     sample_seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class BadSample:
+    """A sample that could not be read.
+
+    Attributes:
+        epoch, batch: their numbers.
+        index: its own; None in an iterable dataset.
+        instead: the index of the sample that took its place; None: it was left out.
+        error: what it raised, as text.
+    """
+
+    epoch: int
+    batch: int
+    index: Any
+    instead: Any
+    error: str
+
+
 @frozen
 class StagingStatistics:
     """What was copied to the device, since the loader was made unless said otherwise.
@@ -234,6 +252,8 @@ class LoaderStatistics:
         stale_answers: answers that came after their epoch had been abandoned, and were dropped.
         staging: copies to the device; None without one.
         wire_bytes: bytes that workers on other machines sent; see `WorkerStatistics`.
+        bad_samples: that could not be read, and were left out or replaced; see `errors=`.
+        last_bad_samples: of these the last thousand.
     """
 
     epochs: int = 0
@@ -254,6 +274,8 @@ class LoaderStatistics:
     stale_answers: int = 0
     staging: StagingStatistics | None = None
     wire_bytes: int = 0
+    bad_samples: int = 0
+    last_bad_samples: tuple[BadSample, ...] = ()
 
     @property
     def head_of_line_seconds(self) -> float:

@@ -28,16 +28,19 @@ from fastq_loader.memory import mapped
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.packing import by_value
+from fastq_loader.reading.tolerance import Tolerance
 from fastq_loader.scheduling.schedules import WindowLimits
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How a dataset is read; the fields of torch's fetchers."""
+    """How a dataset is read: the fields of torch's fetchers, and those of `TolerantFetcher`."""
 
     iterable: bool
     auto_collation: bool
     drop_last: bool
+    errors: Tolerance | None = None
+    population: int | None = None
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from fastq_loader.ipc.messages import (
     BROKEN,
     ENDED,
     ERROR,
+    LEFT_OUT,
     PASSED,
     SKIPPED,
     Answer,
@@ -44,6 +45,7 @@ from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.pickling import dump_exception
 from fastq_loader.reading import collate
 from fastq_loader.reading.fetch import EndOfStream
+from fastq_loader.reading.tolerance import LeftOut
 from fastq_loader.system import calls
 from fastq_loader.workers import children
 from fastq_loader.workers.config import Setup
@@ -228,6 +230,8 @@ class Worker:
             return ENDED, None, []
         except HandedOutBefore:
             return PASSED, None, []
+        except LeftOut:
+            return LEFT_OUT, None, []
         except Exception as error:
             if handle is not None:
                 self._packer.unsend(handle)

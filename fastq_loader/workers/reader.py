@@ -21,8 +21,10 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from fastq_loader.ipc.messages import Epoch, seal, unseal
+from fastq_loader.packing.pickling import dump_exception
 from fastq_loader.reading import datapipes, generators, position
 from fastq_loader.reading.fetch import EndOfStream, Fetcher
+from fastq_loader.reading.tolerance import TolerantFetcher
 from fastq_loader.workers.config import Setup
 
 
@@ -60,6 +62,7 @@ class Reader:
         self._to_pass = 0  # batches of this epoch that were handed out before it was resumed
         self._replays = False  # and have to be read again
         self._resumed: dict[str, Any] = {}  # the state to go on from
+        self._number_of_epoch = 0
         try:
             self._start()
         except Exception as error:
@@ -87,7 +90,7 @@ class Reader:
         self.state = b""
         self.epochs += 1
         self._asked = 0
-        self._base_seed = epoch.base_seed
+        self._base_seed, self._number_of_epoch = epoch.base_seed, epoch.number
         if epoch.base_seed is not None:
             generators.seed_worker(epoch.base_seed, self._setup.worker)  # for what iter(dataset) draws
         if self.failure is not None:
@@ -149,6 +152,8 @@ class Reader:
         if self._to_pass:
             self._pass_over(self._fetcher, index)
         fetcher = self._fetcher
+        if type(fetcher) is TolerantFetcher:
+            fetcher.place = self._number_of_epoch, seq
         try:
             return fetcher.fetch(index)
         except EndOfStream:
@@ -185,6 +190,8 @@ class Reader:
             more["generators"] = {name: generators.state_of(generator) for name, generator in own}
         if self.ended and (more or position.is_known(fetcher)):
             more["over"] = True
+        if fetcher.bad and fetcher.error is not None:
+            more["bad"] = fetcher.bad, dump_exception(fetcher.error, self._setup.worker)
         state = position.packed(fetcher, **more)
         self.state = seal(state, self._setup.token) if state else b""
 

@@ -76,7 +76,7 @@ FROM_CONSUMER = st.one_of(
     st.builds(
         Task, *[COUNTS] * 3, PLAIN | st.lists(PLAIN, max_size=5), *[tuples(COUNTS, COUNTS)] * 2, COUNTS
     ),
-    st.builds(Epoch, COUNTS, SEEDS, SEEDS),
+    st.builds(Epoch, COUNTS, SEEDS, SEEDS, st.binary(), COUNTS),
     st.builds(Space, tuples(COUNTS, COUNTS)),
     st.builds(Bundle, tuples(st.binary(max_size=9))),
     st.sampled_from([Stop(), Ping()]),

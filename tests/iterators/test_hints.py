@@ -86,6 +86,7 @@ def easily_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small runs matter, loading costs nothing, and there is no memory."""
     monkeypatch.setattr(judgements, "LEAST_BATCHES", 1)
     monkeypatch.setattr(judgements, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(judgements, "_LEAST_TIMES", 0)
     monkeypatch.setattr(judgements, "_LEAST_WINDOW", 1 << 20)
     monkeypatch.setattr(judgements, "seconds_per_batch", lambda costs, setting, cpus: 0.0)
     monkeypatch.setattr(hints, "memory_bytes", lambda: 0)

@@ -1,0 +1,269 @@
+"""Samples that cannot be read: what a user says of them with `errors=`, and the fetcher that goes by it.
+
+Runs in workers, and in the consumer with num_workers=0. Only what reading a sample raises counts: errors of
+collate functions, samplers and workers are raised as ever. Which sample takes the place of one that fails
+follows from the epoch, the batch, the position and the index: not from who loads the batch, or how often.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from operator import getitem
+from os import PathLike
+from time import monotonic_ns
+from types import GeneratorType
+from typing import Any, NamedTuple
+
+from fastq_loader.errors import is_int, shorten
+from fastq_loader.reading.fetch import EndOfStream, Fetcher
+from fastq_loader.system.interrupts import refuse_interrupt
+
+#: Samples that are tried in the place of one, and characters that are kept of an error.
+_TRIES, _ERROR = 100, 200
+#: A share of the samples is a share of at least so many: one bad sample among the first is not 100 %.
+LEAST_READ = 1000
+
+_LEFT_OUT: Any = object()
+
+
+class LeftOut(Exception):
+    """All samples of a batch were left out."""
+
+
+class Bad(NamedTuple):
+    """A sample that could not be read: its index (None in a stream), that of the sample in its place (None:
+    there is none), and what was raised, as text."""
+
+    index: Any
+    instead: Any
+    error: str
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What to do with a sample that raises when it is read, in `__getitem__`, `__getitems__` or `__next__`.
+
+    Args:
+        limit: how many samples of an epoch may fail. A whole number, or a float from 0.0 to 1.0, which is the
+            share of those read, counting at least 1,000; None is any number. Beyond it the last error is
+            raised, with a list.
+        only: the exceptions that count, a class or several; others are raised as ever.
+        path: a file that gets a line of JSON for each such sample: epoch, batch, index, instead, error.
+
+    Raises:
+        TypeError, ValueError: an argument is not such a value.
+    """
+
+    limit: int | float | None = 0.5
+    only: type[Exception] | tuple[type[Exception], ...] = (Exception,)
+    path: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        limit, only = self.limit, self.only if isinstance(self.only, tuple) else (self.only,)
+        if not (limit is None or is_int(limit) or isinstance(limit, float)):
+            raise TypeError(f"{self}: limit must be a number of samples, a share, or None")
+        if limit is not None and (limit < 0 or (isinstance(limit, float) and not limit <= 1.0)):
+            raise ValueError(f"{self}: limit must be at least 0, and a share at most 1.0")
+        if not only or not all(isinstance(each, type) and issubclass(each, Exception) for each in only):
+            raise TypeError(f"{self}: only must be a class of exceptions, or a tuple of some")
+        if not (self.path is None or isinstance(self.path, (str, PathLike))):
+            raise TypeError(f"{self}: path must be that of a file")
+
+    def allows(self, bad: int, read: int) -> bool:
+        """Whether so many samples of those read may have failed."""
+        if isinstance(self.limit, float):
+            return bad <= self.limit * max(read, LEAST_READ)
+        return self.limit is None or bad <= self.limit
+
+
+@dataclass(frozen=True)
+class Replace(Tolerance):
+    """Another sample takes its place: batches keep their sizes, and ranks stay in step.
+
+    Which one follows from the epoch's number, the batch's and the position: it is the same for any number of
+    workers, after their deaths and after a resume. It is one of those that the sampler may give, where that
+    is torch's `RandomSampler`, `SequentialSampler` or `DistributedSampler`, or a `PermutationSampler`; with
+    any other sampler it is another one of the same batch, so that no sample of a validation set comes in.
+    """
+
+
+@dataclass(frozen=True)
+class Skip(Tolerance):
+    """The batch is that much shorter; one without any sample is left out.
+
+    An iterable dataset must go on after it has raised, which generators do not.
+    """
+
+
+def read_errors(errors: Any, iterable: bool = False) -> Tolerance | None:
+    """What `errors=` means; None: every error is raised.
+
+    Raises:
+        ValueError: it is a string without a meaning, or cannot go with an iterable dataset.
+        TypeError: it is nothing of the kind.
+    """
+    if isinstance(errors, Replace) and iterable:
+        raise ValueError(
+            f"errors={errors} cannot go with an IterableDataset, which has no other sample to give: use "
+            "Skip(), or let its __iter__ handle the error"
+        )
+    if isinstance(errors, (Replace, Skip)):
+        return errors
+    if errors == "raise":
+        return None
+    raise (ValueError if isinstance(errors, str) else TypeError)(
+        f"errors={errors!r} is unknown: use 'raise', Replace(...) or Skip(...)"
+    )
+
+
+def make_fetcher(
+    dataset: Any, *, errors: Tolerance | None = None, population: int | None = None, **rules: Any
+) -> Fetcher:
+    """The fetcher for a dataset; see `Fetcher` and `TolerantFetcher` for the arguments."""
+    if errors is None:
+        return Fetcher(dataset, **rules)
+    return TolerantFetcher(dataset, errors=errors, population=population, **rules)
+
+
+class TolerantFetcher(Fetcher):
+    """A fetcher that goes on after samples that cannot be read.
+
+    Args:
+        errors: what becomes of them.
+        population: what else may be read instead: indices below it; None: those of the same batch.
+
+    Attributes:
+        place: numbers of the epoch and of the batch; to be set before each batch.
+        bad: the samples of the last batch that could not be read.
+        error: what the last of them raised.
+    """
+
+    def __init__(self, dataset: Any, *, errors: Tolerance, population: int | None, **rules: Any) -> None:
+        super().__init__(dataset, **rules)
+        self._errors, self._population = errors, population
+        self._ends: list[int] = []
+        self.place = (0, 0)
+
+    def fetch(self, index: Any) -> Any:
+        self.bad: list[Bad] = []
+        return super().fetch(index)
+
+    def _read(self, index: Any) -> Any:
+        """What is collated."""
+        indices = list(index) if self.auto_collation else [index]
+        if self._iterable:
+            data = self._read_stream_on(len(indices))
+        elif self._getitems:
+            try:
+                return self.dataset.__getitems__(index)
+            except self._errors.only:
+                data = self._read_each(indices, self._readable)
+                return self.dataset.__getitems__(data)
+        else:
+            self._ends = [self.began]
+            data = self._read_each(indices, self._timed if self._times_samples else self._getitem)
+            if self._times_samples and not self.bad:
+                self._compare(self._ends)
+        return data if self.auto_collation else data[0]
+
+    @property
+    def _getitem(self) -> Callable[[Any], Any]:
+        return partial(getitem, self.dataset)
+
+    def _timed(self, index: Any) -> Any:
+        sample = self.dataset[index]
+        self._ends.append(monotonic_ns())
+        return sample
+
+    def _readable(self, index: Any) -> Any:
+        """The index, if the dataset gives its sample."""
+        self.dataset.__getitems__([index])
+        return index
+
+    def _read_each(self, indices: list[Any], read: Callable[[Any], Any]) -> list[Any]:
+        data: list[Any] = []
+        places = iter(indices)
+        while True:
+            try:
+                data.extend(map(read, places))  # of what was read before an error, nothing is read again
+                if len(data) == len(indices):
+                    break
+                raise RuntimeError("dataset or collate_fn raised StopIteration")  # which ends a `map`
+            except self._errors.only as error:
+                data.append(self._instead(indices, len(data), read, error))
+        return self._kept(data)
+
+    def _kept(self, data: list[Any]) -> list[Any]:
+        if self.bad:
+            data = [sample for sample in data if sample is not _LEFT_OUT]
+            if not data:
+                raise LeftOut
+        return data
+
+    def _instead(
+        self, indices: list[Any], position: int, read: Callable[[Any], Any], error: Exception
+    ) -> Any:
+        """What takes the place of a sample that raised an error."""
+        refuse_interrupt(error)
+        failed = [(indices[position], error)]
+        if isinstance(self._errors, Skip):
+            self._note(None, *failed)
+            return _LEFT_OUT
+        for attempt in range(_TRIES):
+            index = self._other(indices, position, attempt)
+            if any(index is tried or index == tried for tried, _ in failed):
+                continue
+            try:
+                sample = read(index)
+            except self._errors.only as another:
+                refuse_interrupt(another)
+                failed.append((index, another))
+            else:
+                self._note(index, *failed)
+                return sample
+        raise failed[-1][1]
+
+    def _note(self, instead: Any, *failed: tuple[Any, Exception]) -> None:
+        self.bad += [Bad(index, instead, shorten(error, _ERROR)) for index, error in failed]
+        self.error = failed[-1][1]
+
+    def _other(self, indices: list[Any], position: int, attempt: int) -> Any:
+        index = indices[position]
+        which = (*self.place, position, attempt, int(index) if is_int(index) else 0)
+        digest = hashlib.blake2b(repr(which).encode(), digest_size=8).digest()
+        number = int.from_bytes(digest, "little") % (self._population or len(indices))
+        return number if self._population else indices[number]
+
+    def _read_stream_on(self, size: int) -> list[Any]:
+        """As `_read_stream`, past samples that raise."""
+        if self.ended:
+            raise EndOfStream
+        data: list[Any] = []
+        failed: Exception | None = None  # the last one raised
+        for _ in range(size):
+            try:
+                data.append(next(self.dataset_iter))
+                failed = None
+            except StopIteration:
+                if failed is not None:
+                    raise self._does_not_go_on(failed) from None
+                self.ended = self.auto_collation
+                if self.drop_last or not (data or self.bad):
+                    raise EndOfStream from None
+                break
+            except self._errors.only as error:
+                refuse_interrupt(error)
+                if isinstance(self.dataset_iter, GeneratorType):
+                    raise self._does_not_go_on(error) from None
+                failed = error
+                self._note(None, (None, error))
+        return self._kept(data)
+
+    def _does_not_go_on(self, error: Exception) -> Exception:
+        if hasattr(error, "add_note"):  # Python 3.11
+            name = type(self.dataset_iter).__name__
+            error.add_note(f"errors={self._errors} cannot leave it out: the {name} does not go on after it")
+        return error
