@@ -7,6 +7,7 @@ place, so that existing `except` clauses hold.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
 import warnings
@@ -139,6 +140,12 @@ def warn_user(text: str, category: type[Warning]) -> None:
     except ValueError:
         if not getattr(sys.stderr, "closed", False):
             raise
+
+
+def add_note(error: BaseException | None, text: str) -> None:
+    """Add to an error's text, where Python (from 3.11 on) and its class let one."""
+    with contextlib.suppress(Exception):
+        error.add_note(text)  # type: ignore[union-attr]
 
 
 def is_int(value: Any) -> bool:

@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler
 from torch.utils.data._utils.collate import default_collate, default_convert
 
 from fastq_loader import arguments
+from fastq_loader.consumer.bad_samples import BadSamples
 from fastq_loader.consumer.engine import Engine
 from fastq_loader.device.accelerator import ToDevice, read_device
 from fastq_loader.device.staging import DeviceSession
@@ -199,9 +200,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         growth, context = resources.growth, self.multiprocessing_context
         looks = arguments.workers(self).here and growth.begin(self.dataset, context, int(self.num_workers))
         resources.counters.before_end = growth.look if looks else None
-        bad_samples = None if self.errors == "raise" else resources.bad_samples
-        counters, session = resources.counters, resources.session
-        engine = Engine(self._plan(), base_seed, shared_seed, counters, session, bad_samples)
+        engine = Engine(self._plan(), base_seed, shared_seed, resources.counters, resources.session)
         resources.engines.add(engine)
         return engine
 
@@ -336,7 +335,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         loaded = saved.read(state_dict, self, ignore)
         saved.take(loaded, self)
         resources.place, resources.shared = (resources.record, loaded), loaded.shared
-        resources.bad_samples.load(loaded.bad_samples)
+        resources.bad_samples = BadSamples(loaded.bad_samples)
         vars(self)["_iterator"] = None  # what its workers have drawn is not what those that were saved have
 
     @property
@@ -363,7 +362,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             blocks_free=free,
             arena_bytes=nbytes,
             bad_samples=bad.total,
-            last_bad_samples=tuple(bad.last),
+            last_bad_samples=bad.last,
         )
 
     def diagnose(self, epoch: int | None = None) -> Diagnosis:

@@ -55,7 +55,7 @@ class Resources:
         self.hinted: set[type[LoaderHint]] = set()
         self.chooser = Chooser()
         self.growth = Growth()
-        self.bad_samples = BadSamples()
+        self.bad_samples = BadSamples({} if saved is None else saved.bad_samples)
 
     @property
     def record(self) -> EpochRecord | None:

@@ -6,97 +6,115 @@ they are handed out, so the one with which there are too many is the same for an
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import astuple
-from typing import Any, Protocol
+from typing import Any
 
-from fastq_loader.errors import BadSampleFound, shorten
-from fastq_loader.reading.tolerance import Bad, Tolerance
+from fastq_loader.errors import BadSampleFound, add_note, shorten, warn_user
+from fastq_loader.reading.tolerance import Tolerance
 from fastq_loader.statistics.snapshots import BadSample
 
 #: Samples that are kept one by one, and of those that an error names.
 _KEPT, _NAMED = 1000, 10
 
 
-class Teller(Protocol):
-    """Warns at a moment when nothing can be lost."""
-
-    def warn_next(self, text: str, category: type[Warning]) -> None: ...
-
-
 class BadSamples:
     """Those of one loader.
 
+    Args:
+        state: what `state` returned, or {}.
+
     Attributes:
-        total, in_epoch: how many there were in all, and in this epoch.
-        last: of these the last thousand.
-        teller: of this epoch; None before the first.
+        total: how many there were.
+        untold: warnings that wait for a moment when nothing can be lost.
     """
 
-    def __init__(self) -> None:
-        self.total = self.in_epoch = 0
-        self.last: deque[BadSample] = deque(maxlen=_KEPT)
-        self.teller: Teller | None = None
-        self._epoch, self._errors = 0, Tolerance()
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.total: int = state.get("total", 0)
+        self.untold: deque[str] = deque()
+        self._last: deque[list[Any]] = deque(state.get("last", ()), _KEPT)  # the fields of each
+        self._cannot_write = False
 
-    def begin_epoch(self, epoch: int, errors: Tolerance, goes_on: bool, teller: Teller) -> None:
-        """An epoch with this number begins, or goes on where a state has left it."""
-        self._epoch, self._errors, self.teller = epoch, errors, teller
-        self.in_epoch *= goes_on
+    @property
+    def last(self) -> tuple[BadSample, ...]:
+        """The last thousand."""
+        return tuple(BadSample(*fields) for fields in list(self._last))
 
-    def state(self) -> dict[str, Any]:
-        """What a state has of it. The last entries may be newer than the numbers, if another thread asks."""
-        last = [
-            [each if type(each) in (int, str, type(None)) else repr(each) for each in astuple(bad)]
-            for bad in list(self.last)
-        ]
-        return {"in_epoch": self.in_epoch, "total": self.total, "last": last}
+    def tell(self) -> None:
+        """Warn, at a moment when nothing can be lost."""
+        with contextlib.suppress(IndexError):  # there is none left; another thread may have taken it
+            while True:
+                warn_user(self.untold.popleft(), BadSampleFound)
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state()` returned."""
-        self.in_epoch, self.total = state["in_epoch"], state["total"]
-        self.last = deque((BadSample(*each) for each in state["last"]), _KEPT)
+    def state(self, of_epoch: BadSampleCounter | None) -> dict[str, Any]:
+        """What a state has of them, and of the epoch's."""
+        in_epoch, read = (0, 0) if of_epoch is None else (of_epoch.bad, of_epoch.read)
+        return {"in_epoch": in_epoch, "read": read, "total": self.total, "last": list(self._last)}
 
-    def found(
-        self, batch: int, samples: Sequence[Bad], read: int, error: BaseException
+    def add(self, samples: list[list[Any]], path: Any) -> None:
+        """There are more of them, which get a line each in the file at `path`, if there is one."""
+        if not self.total:
+            first = _line(BadSample(*samples[0]))
+            self.untold.append(f"{first}. It is the first one; statistics() counts them")
+        self._last.extend(samples)
+        self.total += len(samples)
+        if path is None or self._cannot_write:
+            return
+        lines = [json.dumps(vars(BadSample(*sample))) + "\n" for sample in samples]
+        try:
+            with open(path, "a") as file:
+                file.write("".join(lines))
+        except (OSError, ValueError) as error:
+            self._cannot_write = True
+            self.untold.append(f"bad samples are not written to {path}: {error!r}")
+
+
+class BadSampleCounter:
+    """Counts those of one epoch, and says when there are too many.
+
+    Args:
+        among: the loader's.
+        errors: what becomes of them.
+        epoch: its number.
+        in_batches: whether an index is that of a batch.
+        state: of an epoch that goes on, what `BadSamples.state` returned; else {}.
+
+    Attributes:
+        bad, read: how many there were in this epoch, of how many that were asked for.
+    """
+
+    def __init__(
+        self, among: BadSamples, errors: Tolerance, epoch: int, in_batches: bool, state: dict[str, Any]
+    ) -> None:
+        self.epoch = epoch
+        self.bad: int = state.get("in_epoch", 0)
+        self.read: int = state.get("read", 0)
+        self._among, self._errors, self._in_batches = among, errors, in_batches
+
+    def judge(
+        self, batch: int, index: Any, found: Sequence[Any], error: BaseException | None
     ) -> BaseException | None:
-        """Samples of a batch could not be read. Returns what is to be raised, if there are too many now.
+        """A batch was read, or left out. Returns what to raise in its place, if there are too many now.
 
         Args:
             batch: its number.
-            samples: these.
-            read: how many samples were asked for in this epoch.
-            error: that of the last one.
+            index: its own.
+            found: its bad samples; see `TolerantFetcher.bad`.
+            error: what the last of them raised.
         """
-        self.in_epoch += len(samples)
-        new = [BadSample(self._epoch, batch, bad.index, bad.instead, bad.error) for bad in samples]
-        self.last.extend(new)
-        first, self.total = self.total == 0, self.total + len(samples)
-        if first and self.teller is not None:
-            self.teller.warn_next(
-                f"{_line(new[0])}. It is the first one; statistics() counts them", BadSampleFound
-            )
-        self._write(new)
-        if self._errors.allows(self.in_epoch, read):
+        self.read += len(index) if self._in_batches and hasattr(index, "__len__") else 1
+        if not found:
             return None
-        if hasattr(error, "add_note"):  # Python 3.11
-            named = list(self.last)[-_NAMED:]
-            head = f"errors={self._errors}: {self.in_epoch} of {read} samples could not be read, the last:"
-            error.add_note("\n  ".join([head, *map(_line, named)]))
+        self.bad += len(found)
+        self._among.add([[self.epoch, batch, *each] for each in found], self._errors.path)
+        if self._errors.allows(self.bad, self.read):
+            return None
+        named = map(_line, self._among.last[-_NAMED:])
+        head = f"errors={self._errors}: {self.bad} of {self.read} samples could not be read, the last:"
+        add_note(error, "\n  ".join([head, *named]))
         return error
-
-    def _write(self, samples: list[BadSample]) -> None:
-        if self._errors.path is None:
-            return
-        lines = [json.dumps(vars(sample), default=repr) + "\n" for sample in samples]
-        try:
-            with open(self._errors.path, "a") as file:
-                file.write("".join(lines))
-        except OSError as error:
-            if self.teller is not None:
-                self.teller.warn_next(f"errors: bad samples could not be noted: {error}", BadSampleFound)
 
 
 def _line(sample: BadSample) -> str:

@@ -12,10 +12,10 @@ import pickle
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
-from fastq_loader.consumer.bad_samples import BadSamples
+from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.device.staging import Staging
 from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import BATCH, BROKEN, LEFT_OUT, Answer, Handle
+from fastq_loader.ipc.messages import BATCH, BROKEN, LEFT_OUT, Answer, Handle, decode_index
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing import pickling
 from fastq_loader.packing.unpack import Unpacker
@@ -88,6 +88,9 @@ class OutcomeSlot(Protocol):
 
     outcome: Outcome | None
 
+    def pass_by(self, progress: Progress) -> None:
+        """A batch was left out, or handed out before: the epoch has come that far."""
+
 
 class Delivery:
     """Hands out the batches of one pool of workers.
@@ -96,41 +99,36 @@ class Delivery:
         unpacker, pool: of these workers.
         counters: the loader's.
         iterable: whether they read an iterable dataset.
-        bad_samples: of the loader, if it goes on after them; else None.
 
     Attributes:
         progress: how far the epoch has come.
+        bad_samples: of the epoch, if it goes on after them; else None.
         staging: their way to a device, or None: batches stay on the host.
     """
 
     def __init__(
-        self,
-        unpacker: Unpacker,
-        pool: BlockPool,
-        counters: Counters,
-        iterable: bool = False,
-        bad_samples: BadSamples | None = None,
+        self, unpacker: Unpacker, pool: BlockPool, counters: Counters, iterable: bool = False
     ) -> None:
         self.progress = START
+        self.bad_samples: BadSampleCounter | None = None
         self._iterable = iterable
         self.staging: Staging | None = None
         self._unpacker = unpacker
         self._pool = pool
         self._counters = counters
-        self._bad_samples = bad_samples
 
-    def hand_out(self, batch: Batch) -> Delivered | Raised:
+    def hand_out(self, batch: Batch) -> Delivered | Raised | None:
         """The batch, or the error in its position: of the sampler, of user code in the worker, of unpickling
-        here, or of a transform for the device."""
-        too_many = None if self._bad_samples is None else self._judge(batch, self._bad_samples)
+        here, or of a transform for the device. None: it was left out."""
+        too_many = None if self.bad_samples is None else self._judge(batch, self.bad_samples)
         answer, error = batch.answer, batch.error
         progress = self._progress_after(batch) if self.progress.workers else self.progress.after(batch.seq)
-        outcome: Delivered | Raised
+        outcome: Delivered | Raised | None
         if answer is None:
             assert error is not None
             outcome = Raised(error)
         elif answer.kind != BATCH:
-            outcome = self._error(batch.worker, answer)
+            outcome = None if answer.kind == LEFT_OUT else self._error(batch.worker, answer)
         else:
             try:
                 handle = answer.handle
@@ -154,36 +152,25 @@ class Delivery:
                 outcome = Raised(raised)
         if too_many is not None:
             outcome = Raised(too_many)
-        outcome.progress = self.progress = progress
+        self.progress = progress
+        if outcome is not None:
+            outcome.progress = progress
         try:
             return outcome
         finally:
             del outcome, error, batch, too_many  # an error holds this frame by its traceback
 
-    def leave_out(self, batch: Batch) -> Raised | None:
-        """A batch has no samples, because none could be read. Returns an error, if there are too many now."""
-        assert self._bad_samples is not None, "else it would have an error"
-        error = self._judge(batch, self._bad_samples)
-        self.progress = self._progress_after(batch)
-        return None if error is None else Raised(error, progress=self.progress)
-
-    def _judge(self, batch: Batch, bad_samples: BadSamples) -> BaseException | None:
+    def _judge(self, batch: Batch, counter: BadSampleCounter) -> BaseException | None:
         """Count a batch's bad samples. Returns what is to be raised in its place, if there are too many."""
         answer = batch.answer
-        if answer is None or not answer.state:
+        if answer is None or answer.kind not in (BATCH, LEFT_OUT):  # an error is raised in its place
             return None
-        state = pickle.loads(answer.state)
-        samples, last = state.pop("bad", ((), b""))
-        if not samples:
-            return None
-        batch.answer = answer._replace(state=pickle.dumps(state) if state else b"")
-        if answer.kind not in (BATCH, LEFT_OUT):  # it is raised for another reason
-            return None
-        read = (self.progress.delivered + 1) * batch.samples
-        return bad_samples.found(batch.seq, samples, read, pickling.load_exception(last))
+        found, last = pickle.loads(answer.bad) if answer.bad else ((), None)
+        error = None if last is None else pickling.load_exception(last)
+        return counter.judge(batch.seq, decode_index(batch.index), found, error)
 
     def _progress_after(self, batch: Batch) -> Progress:
-        if batch.worker is None or not self.progress.workers:
+        if batch.worker is None:
             return self.progress.after(batch.seq)
         state = b"" if batch.answer is None else batch.answer.state
         return self.progress.after_worker(batch.worker, state, None if self._iterable else batch.seq)

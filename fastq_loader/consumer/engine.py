@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fastq_loader.consumer.bad_samples import BadSamples
+from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.consumer.delivery import OutcomeSlot
 from fastq_loader.consumer.event_loop import BUSY, EventLoop, Resume
 from fastq_loader.device.staging import DeviceSession
@@ -58,7 +58,6 @@ class Engine:
         shared_seed: int | None,
         counters: Counters,
         session: DeviceSession | None = None,
-        bad_samples: BadSamples | None = None,
     ) -> None:
         self._pid = process_id.current()
         self.closed: str | None = None
@@ -69,7 +68,7 @@ class Engine:
         self._hurried = False  # an interrupt ended the last call
         self._counters = counters
         self._processes: list[BaseProcess] = []  # the workers, once the loop is gone
-        self._loop: EventLoop | None = EventLoop(plan, counters, session, bad_samples)
+        self._loop: EventLoop | None = EventLoop(plan, counters, session)
         try:
             self._loop.start(base_seed, shared_seed)
         except BaseException:
@@ -88,7 +87,7 @@ class Engine:
         notes: Notes,
         done: Progress = START,
         resume: Resume = (),
-        number: int = 0,
+        bad_samples: BadSampleCounter | None = None,
     ) -> int:
         """Begin an epoch; an older one of this engine ends.
 
@@ -98,7 +97,7 @@ class Engine:
             notes: where the time of the epoch goes.
             done: what was handed out of the epoch before it was resumed.
             resume: what each worker is told of that: how many batches were its own, and its state.
-            number: of the loader's epoch.
+            bad_samples: see `Delivery`.
 
         Returns:
             The number of the epoch.
@@ -106,9 +105,9 @@ class Engine:
         Raises:
             IteratorInvalid: the engine is closed.
         """
-        epoch = sampler, shared_seed, base_seed, notes, done, resume, number
-        begun: int = self._enter(EventLoop.begin_epoch, *epoch)
-        return begun
+        epoch = sampler, shared_seed, base_seed, notes, done, resume, bad_samples
+        number: int = self._enter(EventLoop.begin_epoch, *epoch)
+        return number
 
     def advance(self, epoch: int, slot: OutcomeSlot, finish: Callable[[Any], Any] | None) -> None:
         """Put the next outcome of an epoch down in `slot`: a batch, after `finish`; or what to raise:

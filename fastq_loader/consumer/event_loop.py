@@ -17,14 +17,14 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fastq_loader.consumer.accounting import Accounting
-from fastq_loader.consumer.bad_samples import BadSamples
+from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.consumer.deaths import Deaths, Timeout, death
 from fastq_loader.consumer.delivery import CLOSED, ENDED, Delivery, OutcomeSlot, finished
 from fastq_loader.consumer.receiver import Receiver
 from fastq_loader.device.staging import DeviceSession, Staging
 from fastq_loader.ipc.claim_table import slots
 from fastq_loader.ipc.endpoints import expect_threads
-from fastq_loader.ipc.messages import LEFT_OUT, PASSED, Epoch, Space, Task, encode_task
+from fastq_loader.ipc.messages import PASSED, Epoch, Space, Task, encode_task
 from fastq_loader.ipc.sockets import THREADS
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.pool import BlockPool
@@ -63,7 +63,6 @@ class EventLoop:
         plan: what they do.
         counters: the loader's; they outlive this pool.
         session: the loader's way to a device, or None.
-        bad_samples: of the loader, if it goes on after them; else None.
 
     Attributes:
         phase: IDLE between calls; BUSY during one, or where an exception left one in the middle of something;
@@ -73,13 +72,7 @@ class EventLoop:
         pool: the memory that the workers write to.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        counters: Counters,
-        session: DeviceSession | None = None,
-        bad_samples: BadSamples | None = None,
-    ) -> None:
+    def __init__(self, plan: Plan, counters: Counters, session: DeviceSession | None = None) -> None:
         self.plan = plan
         self.phase = IDLE
         self.fatal: str | None = None
@@ -101,7 +94,7 @@ class EventLoop:
         )
         self._group = WorkerGroup(plan, self.pool, counters)
         self._unpacker = Unpacker(arena, plan.workers, self._group.token, plan.for_device)
-        self._delivery = Delivery(self._unpacker, self.pool, counters, plan.rules.iterable, bad_samples)
+        self._delivery = Delivery(self._unpacker, self.pool, counters, plan.rules.iterable)
         self._accounting = Accounting(counters, self.scheduler)
         self._receiver = Receiver(
             plan, self._group, self.scheduler, self._unpacker, counters, self._accounting
@@ -142,7 +135,7 @@ class EventLoop:
         notes: Notes,
         done: Progress = START,
         resume: Resume = (),
-        number: int = 0,
+        bad_samples: BadSampleCounter | None = None,
     ) -> int:
         """Begin an epoch; what is left of the one before is dropped. See `Engine.start_epoch`."""
         scheduler = self.scheduler
@@ -151,9 +144,10 @@ class EventLoop:
         if self._delivery.staging is not None:  # before the blocks of what is dropped go to others
             self.pool.drop(self._delivery.staging.drain())
         taken, claimed = self._group.take_back(scheduler.pending_tasks.tickets())
+        number = 0 if bad_samples is None else bad_samples.epoch
         sealed = self._group.sealed(resume)
         self._epoch = Epoch(scheduler.epoch + 1, shared_seed, base_seed, sealed, number)
-        self._delivery.progress = done
+        self._delivery.progress, self._delivery.bad_samples = done, bad_samples
         self.said = self._receiver.said = dict[int, bytes]()
         # The tasks of an iterable dataset are given out anew, and workers pass over what was handed out.
         drawn = START if self.plan.rules.iterable else done
@@ -168,8 +162,7 @@ class EventLoop:
 
     def next(self, slot: OutcomeSlot, finish: Callable[[Any], Any] | None) -> bool:
         """Put the next outcome down in `slot`; a batch goes through `finish` before, if there is one.
-        Returns whether there is an outcome; else the engine is closing.
-        """
+        Returns whether there is an outcome; else the engine is closing."""
         self.phase = BUSY
         if slot.outcome is not None:  # of another thread, which has not taken it yet
             self.phase = IDLE
@@ -195,6 +188,8 @@ class EventLoop:
                 if scheduler.to_draw:
                     self._draw(scheduler.to_draw)
                 self._deliver(batch)
+                if self._outcome is None:
+                    slot.pass_by(self._delivery.progress)
         outcome, self._outcome = self._outcome, None
         if outcome is CLOSED:
             return False
@@ -252,9 +247,6 @@ class EventLoop:
             self._group.dismiss()  # they end, which takes a while, beside the last step of the epoch
         if batch.answer is not None and batch.answer.kind == PASSED:
             return  # it was handed out before the epoch was resumed
-        if batch.answer is not None and batch.answer.kind == LEFT_OUT:
-            self._outcome = self._delivery.leave_out(batch)
-            return
         staging = self._delivery.staging
         if staging is None:
             self._outcome = self._delivery.hand_out(batch)

@@ -136,7 +136,8 @@ class Receiver:
                     f"an answer of kind {kind} {'without' if handle is None else 'with'} a handle"
                 )
             if kind == LEFT_OUT:
-                return answer._replace(state=unseal(answer.state, self._group.token))
+                state = unseal(answer.state, self._group.token) if answer.state else b""
+                return answer._replace(state=state, bad=unseal(answer.bad, self._group.token))
             if answer.state and answer.epoch == self._scheduler.epoch:
                 self.said[worker] = unseal(answer.state, self._group.token)
             return answer
@@ -148,8 +149,9 @@ class Receiver:
                 if size != (fresh.get(offset) if block is None else block.size):
                     raise ProtocolError(f"a handle names a block of {size} bytes at {offset}, where none is")
         state = unseal(answer.state, self._group.token) if answer.state else b""
+        bad = unseal(answer.bad, self._group.token) if answer.bad else b""
         # As `_replace` does, and several times as fast.
-        return tuple.__new__(Answer, (*answer[:8], learned, used, state, *answer[11:]))
+        return tuple.__new__(Answer, (*answer[:8], learned, used, state, *answer[11:-1], bad))
 
 
 def _finished(arrived: Arrived) -> int:

@@ -134,14 +134,14 @@ def decode_for_consumer(frame: bytes | bytearray | memoryview) -> Hello | Answer
 
 
 def _answer(fields: list[Any]) -> Answer:
-    *head, fresh, returned, handle, state, fetched, collated, memory, cpu, slowest, at, cpu_wait = fields
+    *head, fresh, returned, handle, state, fetched, collated, memory, cpu, slowest, at, cpu_wait, bad = fields
     _, _, _, answer_kind, _, _ = head
     costs = fetched, collated, memory, cpu, slowest, at, cpu_wait
     numbers = (*head, *costs)
     # As `_check_counts` does, without a step for each.
     if set(map(type, numbers)) != _INT or min(numbers) < 0 or max(numbers) > _LARGEST:
         raise ProtocolError(f"{numbers!r:.80} where the numbers of an answer should be")
-    if answer_kind not in KINDS or type(state) is not bytes:
+    if answer_kind not in KINDS or not type(state) is type(bad) is bytes:
         raise ProtocolError(f"an answer of unknown kind {answer_kind}, or a malformed state")
     if not fresh == returned == ():
         _blocks(fresh)
@@ -158,7 +158,7 @@ def _answer(fields: list[Any]) -> Answer:
             if not type(offset) is type(size) is type(start) is int:
                 raise ProtocolError(f"{segment!r:.40} where a segment should be")
         handle = tuple.__new__(Handle, handle)
-    return tuple.__new__(Answer, (*head, fresh, returned, handle, (), state, *costs))
+    return tuple.__new__(Answer, (*head, fresh, returned, handle, (), state, *costs, bad))
 
 
 def _unpack(frame: bytes | bytearray | memoryview, *, use_list: bool) -> Any:

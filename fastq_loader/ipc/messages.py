@@ -84,7 +84,7 @@ class Epoch(NamedTuple):
         shared_seed: of datapipe graphs, or None.
         base_seed: of every batch, with its number. None: each worker has one sequence, as in torch.
         resume: where the workers go on in a resumed epoch, as a sealed pickle (see `workers.reader`), or b"".
-        number: of the loader's epoch.
+        number: of the loader's epoch, where `errors` goes by it; else 0.
     """
 
     epoch: int
@@ -160,6 +160,7 @@ class Answer(NamedTuple):
         slowest, slowest_at: nanoseconds of the sample that took longest, and its place in the batch; 0, 0
             where samples were not timed.
         cpu_wait: nanoseconds in which the worker could have run and had no CPU, so far; as `cpu`.
+        bad: the samples that could not be read, as a sealed pickle (see `workers.reader`), or b"".
     """
 
     epoch: int
@@ -180,6 +181,7 @@ class Answer(NamedTuple):
     slowest: int = 0
     slowest_at: int = 0
     cpu_wait: int = 0
+    bad: bytes = b""
 
 
 Message = Task | Epoch | Space | Bundle | Stop | Hello | Answer | Ping

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 from torch.autograd import profiler
@@ -24,6 +25,7 @@ from torch.utils.data.dataloader import (
 
 from fastq_loader import arguments
 from fastq_loader.arguments import Loader
+from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.consumer.delivery import Outcome
 from fastq_loader.device.accelerator import ToDevice, read_device
 from fastq_loader.device.transforms import copy_into
@@ -32,6 +34,7 @@ from fastq_loader.iterators.hints import Hints
 from fastq_loader.reading import datapipes
 from fastq_loader.reading.tolerance import read_errors
 from fastq_loader.resume.record import begin
+from fastq_loader.scheduling.progress import Progress
 from fastq_loader.statistics.notes import Notes
 
 
@@ -47,12 +50,14 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
 
     _profile_name = ""
     _base_seed: int
+    _bad_samples: BadSampleCounter | None = None
 
     def __init__(self, loader: Loader) -> None:
         self._notes = self._begin_counting(loader)
         self._dataset = loader.dataset
         self._pg = None
         self._index_sampler = loader._index_sampler
+        self._errors = read_errors(loader.errors)
         self._begin_record(loader, same_readers=loader.num_workers == 0)
         self._share_seed(loader)
         self._dataset_kind = loader._dataset_kind
@@ -88,6 +93,8 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         raise NotImplementedError("{} cannot be pickled", type(self).__name__)
 
     def __next__(self) -> Any:
+        if self._untold:
+            self._tell()
         if self._num_yielded >= self._hints.due:
             self._hints.look()
         # A handler of a signal may raise wherever there is a call. So whoever makes an outcome stores it, and
@@ -105,6 +112,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         if outcome.error is not None:
             if self._record.over:
                 self.outcome = outcome  # what follows is a call, which an interrupt or a hint may end
+                self._tell()
                 self._hints.look_back()
                 self.outcome = None
             try:
@@ -116,6 +124,10 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         if length is not None and self._num_yielded > length and self._dataset_kind == _DatasetKind.Iterable:
             self._warn_about_length(length, outcome)
         return outcome.batch
+
+    def pass_by(self, progress: Progress) -> None:
+        """The epoch has come that far, with a batch that is not handed out."""
+        self._order.progress = progress
 
     def poll(self) -> None:
         """Begin the copies of batches that have become ready since the last `next()`. With a `device`, for
@@ -152,6 +164,13 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         newest, loaded = loader._resources.place
         self._record = begin(loader, self._index_sampler, newest, loaded, same_readers)
         self._order = self._record.order
+        among = loader._resources.bad_samples
+        self._tell, self._untold = among.tell, among.untold
+        if self._errors is not None:
+            known = {} if self._record.saved is None else self._record.saved.bad_samples
+            epoch, in_batches = self._record.position.epoch, loader._auto_collation
+            self._bad_samples = BadSampleCounter(among, self._errors, epoch, in_batches, known)
+            self._record.bad_samples = partial(among.state, self._bad_samples)
 
     def _epoch_has_begun(self, loader: Loader) -> None:
         """What was loaded is used up, unless the epoch could not be begun."""
@@ -160,9 +179,6 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         if resources.shared and not self._order.beginning.drawn:
             self._order.pending = self._order.shared_now()
         self._hints = Hints(loader, resources.record, self._record, self._notes)
-        if (errors := read_errors(loader.errors)) is not None:
-            goes_on = self._record.saved is not None
-            resources.bad_samples.begin_epoch(self._record.position.epoch, errors, goes_on, self._hints)
         resources.place = self._record, None
         if self._record.replayed:
             warn_user(

@@ -66,36 +66,18 @@ class Hints:
             kinds |= {MemoryPressure, TinyBatches, DuplicateData, IdleWorker, GrowingWorkers}
         if isinstance(loader.num_workers, Auto):  # it finds that out by itself
             kinds.discard(TinyBatches)
-        self._texts: list[tuple[str, type[Warning]]] = []
         self._kinds = kinds - self._resources.hinted
         self._moments = [(at, kind) for kind, at in _MOMENTS.items() if kind in self._kinds]
-        self.due = self._next_due()
-
-    def warn_next(self, text: str, category: type[Warning]) -> None:
-        """Warn before the next batch is asked for, or at the end."""
-        self._texts.append((text, category))
-        self.due = 0
+        self.due = self._moments[0][0] if self._moments else _NEVER
 
     def look(self) -> None:
         """So many batches were handed out as `due` says."""
-        if self._texts:
-            text, category = self._texts.pop(0)
-            self.due = self._next_due()
-            warn_user(text, category)
-            return
         kind = self._moments.pop(0)[1]
-        self.due = self._next_due()
+        self.due = self._moments[0][0] if self._moments else _NEVER
         self._judge(kind)
-
-    def _next_due(self) -> int:
-        if self._texts:
-            return 0
-        return self._moments[0][0] if self._moments else _NEVER
 
     def look_back(self) -> None:
         """The epoch is over. May be called again, and then does nothing."""
-        while self._texts:
-            warn_user(*self._texts.pop(0))
         kinds, self._kinds, self.due = self._kinds - {MemoryPressure}, set(), _NEVER
         for kind in sorted(kinds, key=lambda kind: kind.__name__):
             self._judge(kind)

@@ -78,9 +78,8 @@ class MultiprocessIterator(LoaderIterator, _MultiProcessingDataLoaderIter):
         record.lives_on = self._persistent_workers and not self._dynamic
         base_seed = record.base_seed if self._dynamic else None
         resume = record.resume
-        number = record.position.epoch
         self._epoch = self.engine.start_epoch(
-            self._source, shared_seed, base_seed, self._notes, record.progress, resume, number
+            self._source, shared_seed, base_seed, self._notes, record.progress, resume, self._bad_samples
         )
         self._epoch_has_begun(loader)
         self._notes.happened(EpochCounters.started, time.monotonic_ns())

@@ -17,6 +17,7 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 
 from fastq_loader import arguments
 from fastq_loader.arguments import Loader
+from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.consumer.delivery import ENDED, Delivered, Outcome, Raised
 from fastq_loader.device.staging import SerialStaging
 from fastq_loader.errors import IteratorInvalid
@@ -26,10 +27,11 @@ from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.reading.tolerance import LeftOut, TolerantFetcher
 from fastq_loader.resume.record import UNKNOWN
 from fastq_loader.scheduling.progress import Progress, WorkerProgress
-from fastq_loader.scheduling.states import Batch
 from fastq_loader.statistics.epoch import EpochCounters
 from fastq_loader.system.interrupts import refuse_interrupt
 from fastq_loader.workers.kinds import Auto
+
+_NOTHING: Any = object()
 
 
 class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
@@ -46,7 +48,6 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             raise AssertionError("_SingleProcessDataLoaderIter requires num_workers == 0")
         datapipes.shard(self._dataset, self._world_size, self._rank)
         self._idle = loader._resources.idle
-        self._bad_samples = loader._resources.bad_samples
         self._rules = arguments.rules(loader)
         self._staging = None if self._session is None else SerialStaging.of(self._session, self._idle)
         self._drawn = self._record.progress.head
@@ -150,14 +151,13 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
     def _load_drawn(self, drawn: tuple[int, Any]) -> None:
         """Store the batch, or what loading it raised, in `outcome`; nothing, if it was left out."""
         outcome: Outcome | None = None
-        fetcher = self._dataset_fetcher
         try:
             outcome = Delivered(self._load(*drawn), self._progress_after(drawn[0]))
             self._counters.batches += 1
         except LeftOut:
-            self._busy = False
+            self.pass_by(self._progress_after(drawn[0]))
         except EndOfStream:
-            outcome = ENDED
+            outcome, fetcher = ENDED, self._dataset_fetcher
             self._record.end({0: position.packed(fetcher, over=True)} if position.is_known(fetcher) else {})
         except BaseException as error:
             self._due = drawn  # before there is any call, at which the next interrupt may come
@@ -165,21 +165,18 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
                 raise
             refuse_interrupt(error)
             outcome = Raised(error, progress=self._progress_after(drawn[0]))
-        if fetcher.bad and (outcome is None or outcome.error is None):
-            outcome = self._judged(outcome, *drawn)
         self.outcome, self._due, self._busy = outcome, None, False
         del outcome  # an error holds this frame by its traceback
 
-    def _judged(self, outcome: Outcome | None, number: int, index: Any) -> Outcome | None:
-        """The outcome of a batch with samples that could not be read, or an error, if there are too many."""
-        fetcher, progress = self._dataset_fetcher, self._progress_after(number)
-        read = progress.delivered * Batch(number, None, index).samples
-        error = self._bad_samples.found(number, fetcher.bad, read, fetcher.error)
+    def _judge(self, counter: BadSampleCounter, number: int, index: Any) -> None:
+        fetcher = self._dataset_fetcher
+        error = counter.judge(number, index, fetcher.bad, fetcher.error)
+        fetcher.error = None
         if error is not None:
-            return Raised(error, progress=progress)
-        if outcome is None:
-            self._order.progress = progress
-        return outcome
+            try:
+                raise error
+            finally:
+                del error  # it holds this frame by its traceback
 
     def _draw(self) -> None:
         """Store the number of the next batch and its index in `_due`, or what the sampler raised in
@@ -213,14 +210,21 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         began = time.monotonic_ns()
         # A generator that an exception went through has ended.
         self._busy = self._dataset_kind == _DatasetKind.Iterable
+        batch: Any = _NOTHING
         try:
             batch = self._fetch(number, index)
+        except LeftOut:
+            pass
         finally:
             ended = time.monotonic_ns()
             self._counters.wait_seconds += (ended - began) / 1e9
             self._notes.others.append(
                 (self._notes.loaded, number, began, self._dataset_fetcher.fetched, ended)
             )
+        if self._bad_samples is not None:
+            self._judge(self._bad_samples, number, index)
+        if batch is _NOTHING:
+            raise LeftOut
         if self._staging is None:
             return self._finished(batch) if self._finishes else batch
         self._busy = True  # a copy to the device is under way

@@ -7,7 +7,6 @@ of the batch. Also owns the search for the part of an object that cannot be pick
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import functools
 import io
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from torch.multiprocessing import reductions
 
-from fastq_loader.errors import ProtocolError, UnpicklableError, WorkerTraceback, shorten
+from fastq_loader.errors import ProtocolError, UnpicklableError, WorkerTraceback, add_note, shorten
 from fastq_loader.packing import by_value
 from fastq_loader.system.interrupts import refuse_interrupt
 
@@ -312,7 +311,5 @@ def load_exception(data: bytes) -> BaseException:
         refuse_interrupt(reason)
         return RuntimeError(f"a DataLoader worker raised what cannot be unpickled here: {reason!r}")
     BaseException.__setattr__(error, "__cause__", WorkerTraceback(where))
-    if hasattr(error, "add_note"):  # Python 3.11; what torch writes into the text
-        with contextlib.suppress(Exception):  # whatever the class does when an attribute is set
-            error.add_note(where.partition("\n")[0])
+    add_note(error, where.partition("\n")[0])  # what torch writes into the text
     return error

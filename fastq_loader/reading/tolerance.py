@@ -7,17 +7,20 @@ follows from the epoch, the batch, the position and the index: not from who load
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from operator import getitem
+from inspect import CO_GENERATOR
 from os import PathLike
 from time import monotonic_ns
-from types import GeneratorType
-from typing import Any, NamedTuple
+from traceback import walk_tb
+from types import FrameType
+from typing import Any
 
-from fastq_loader.errors import is_int, shorten
+from fastq_loader.errors import add_note, is_int, shorten
 from fastq_loader.reading.fetch import EndOfStream, Fetcher
 from fastq_loader.system.interrupts import refuse_interrupt
 
@@ -26,20 +29,9 @@ _TRIES, _ERROR = 100, 200
 #: A share of the samples is a share of at least so many: one bad sample among the first is not 100 %.
 LEAST_READ = 1000
 
-_LEFT_OUT: Any = object()
-
 
 class LeftOut(Exception):
     """All samples of a batch were left out."""
-
-
-class Bad(NamedTuple):
-    """A sample that could not be read: its index (None in a stream), that of the sample in its place (None:
-    there is none), and what was raised, as text."""
-
-    index: Any
-    instead: Any
-    error: str
 
 
 @dataclass(frozen=True)
@@ -137,18 +129,17 @@ class TolerantFetcher(Fetcher):
 
     Attributes:
         place: numbers of the epoch and of the batch; to be set before each batch.
-        bad: the samples of the last batch that could not be read.
-        error: what the last of them raised.
     """
 
     def __init__(self, dataset: Any, *, errors: Tolerance, population: int | None, **rules: Any) -> None:
         super().__init__(dataset, **rules)
         self._errors, self._population = errors, population
         self._ends: list[int] = []
+        self._failed: Exception | None = None  # what the stream raised when it was asked last
         self.place = (0, 0)
 
     def fetch(self, index: Any) -> Any:
-        self.bad: list[Bad] = []
+        self.bad, self.error = [], None
         return super().fetch(index)
 
     def _read(self, index: Any) -> Any:
@@ -158,20 +149,17 @@ class TolerantFetcher(Fetcher):
             data = self._read_stream_on(len(indices))
         elif self._getitems:
             try:
-                return self.dataset.__getitems__(index)
-            except self._errors.only:
-                data = self._read_each(indices, self._readable)
-                return self.dataset.__getitems__(data)
+                return self.dataset.__getitems__(indices if iter(index) is index else index)
+            except self._errors.only as error:
+                refuse_interrupt(error)
+            data = self.dataset.__getitems__(self._read_each(indices, self._readable))
         else:
             self._ends = [self.began]
-            data = self._read_each(indices, self._timed if self._times_samples else self._getitem)
+            read = self._timed if self._times_samples else partial(operator.getitem, self.dataset)
+            data = self._read_each(indices, read)
             if self._times_samples and not self.bad:
                 self._compare(self._ends)
         return data if self.auto_collation else data[0]
-
-    @property
-    def _getitem(self) -> Callable[[Any], Any]:
-        return partial(getitem, self.dataset)
 
     def _timed(self, index: Any) -> Any:
         sample = self.dataset[index]
@@ -185,55 +173,58 @@ class TolerantFetcher(Fetcher):
 
     def _read_each(self, indices: list[Any], read: Callable[[Any], Any]) -> list[Any]:
         data: list[Any] = []
-        places = iter(indices)
+        places, left_out = iter(indices), 0
         while True:
             try:
                 data.extend(map(read, places))  # of what was read before an error, nothing is read again
-                if len(data) == len(indices):
-                    break
+                if len(data) + left_out == len(indices):
+                    return self._some(data)
                 raise RuntimeError("dataset or collate_fn raised StopIteration")  # which ends a `map`
             except self._errors.only as error:
-                data.append(self._instead(indices, len(data), read, error))
-        return self._kept(data)
+                position = len(data) + left_out
+                self._note(indices[position], error)
+            if isinstance(self._errors, Skip):
+                left_out += 1
+            else:
+                data.append(self._instead(indices, position, read))
 
-    def _kept(self, data: list[Any]) -> list[Any]:
-        if self.bad:
-            data = [sample for sample in data if sample is not _LEFT_OUT]
-            if not data:
-                raise LeftOut
+    def _some(self, data: list[Any]) -> list[Any]:
+        if self.bad and not data:
+            raise LeftOut
         return data
 
-    def _instead(
-        self, indices: list[Any], position: int, read: Callable[[Any], Any], error: Exception
-    ) -> Any:
-        """What takes the place of a sample that raised an error."""
+    def _note(self, index: Any, error: Exception) -> None:
         refuse_interrupt(error)
-        failed = [(indices[position], error)]
-        if isinstance(self._errors, Skip):
-            self._note(None, *failed)
-            return _LEFT_OUT
+        self.bad.append([plain(index), None, shorten(error, _ERROR)])
+        self.error = error
+
+    def _instead(self, indices: list[Any], position: int, read: Callable[[Any], Any]) -> Any:
+        """What takes the place of the sample that was noted last."""
+        first = len(self.bad) - 1
         for attempt in range(_TRIES):
             index = self._other(indices, position, attempt)
-            if any(index is tried or index == tried for tried, _ in failed):
+            failed = self.bad[first:]
+            if plain(index) in (tried for tried, _, _ in failed):
                 continue
             try:
                 sample = read(index)
-            except self._errors.only as another:
-                refuse_interrupt(another)
-                failed.append((index, another))
-            else:
-                self._note(index, *failed)
-                return sample
-        raise failed[-1][1]
-
-    def _note(self, instead: Any, *failed: tuple[Any, Exception]) -> None:
-        self.bad += [Bad(index, instead, shorten(error, _ERROR)) for index, error in failed]
-        self.error = failed[-1][1]
+            except self._errors.only as error:
+                self._note(index, error)
+                continue
+            for each in failed:
+                each[1] = plain(index)
+            return sample
+        try:
+            assert self.error is not None, "it was noted"
+            raise self.error
+        finally:
+            self.error = None  # it holds this frame by its traceback
 
     def _other(self, indices: list[Any], position: int, attempt: int) -> Any:
         index = indices[position]
-        which = (*self.place, position, attempt, int(index) if is_int(index) else 0)
-        digest = hashlib.blake2b(repr(which).encode(), digest_size=8).digest()
+        known = plain(index) if is_int(index) or hasattr(index, "__index__") or type(index) is str else 0
+        which = repr((*self.place, position, attempt, known))
+        digest = hashlib.blake2b(which.encode(errors="surrogatepass"), digest_size=8).digest()
         number = int.from_bytes(digest, "little") % (self._population or len(indices))
         return number if self._population else indices[number]
 
@@ -242,28 +233,43 @@ class TolerantFetcher(Fetcher):
         if self.ended:
             raise EndOfStream
         data: list[Any] = []
-        failed: Exception | None = None  # the last one raised
         for _ in range(size):
             try:
                 data.append(next(self.dataset_iter))
-                failed = None
+                self._failed = None
             except StopIteration:
-                if failed is not None:
-                    raise self._does_not_go_on(failed) from None
+                self._refuse_to_end()
                 self.ended = self.auto_collation
                 if self.drop_last or not (data or self.bad):
                     raise EndOfStream from None
                 break
             except self._errors.only as error:
-                refuse_interrupt(error)
-                if isinstance(self.dataset_iter, GeneratorType):
-                    raise self._does_not_go_on(error) from None
-                failed = error
-                self._note(None, (None, error))
-        return self._kept(data)
+                self._note(None, error)
+                self._failed = error
+        return self._some(data)
 
-    def _does_not_go_on(self, error: Exception) -> Exception:
-        if hasattr(error, "add_note"):  # Python 3.11
-            name = type(self.dataset_iter).__name__
-            error.add_note(f"errors={self._errors} cannot leave it out: the {name} does not go on after it")
-        return error
+    def _refuse_to_end(self) -> None:
+        """A generator ends with an error: what would have come after it is lost."""
+        error, self._failed = self._failed, None
+        if error is None or not any(map(_is_generators, walk_tb(error.__traceback__))):
+            return
+        name = type(self.dataset_iter).__name__
+        add_note(error, f"errors={self._errors} cannot leave it out: the {name} did not go on after it")
+        try:
+            raise error
+        finally:
+            del error  # it holds this frame by its traceback
+
+
+def _is_generators(entry: tuple[FrameType, int]) -> bool:
+    """Whether an entry of a traceback is of a generator, which has ended with the error."""
+    return bool(entry[0].f_code.co_flags & CO_GENERATOR)
+
+
+def plain(index: Any) -> int | str | None:
+    """An index as a number or a text, as statistics and states show it."""
+    if index is None or type(index) is str:
+        return index
+    with contextlib.suppress(Exception):  # a user's type may do anything
+        return operator.index(index)
+    return shorten(index, _ERROR)

@@ -52,7 +52,7 @@ class Saved:
         iterable: whether the dataset is one.
         progress, beginning, base_seed, shared_seed: of that epoch.
         shared: states of shared generators that a first epoch begins from.
-        bad_samples: see `consumer.bad_samples`.
+        bad_samples: what `consumer.bad_samples` goes on from, or {}.
         generators: name → state that the loader's own generators had.
         built: the samplers' attributes before anything was loaded.
         lives_on: whether its workers would have gone on with the next epoch.
@@ -97,6 +97,7 @@ class EpochRecord:
         persistent: its readers go on with the next epoch.
         lives_on: its workers go on with the next epoch, for which torch then draws no base seed.
         constant: the part of its `state_dict` that stays the same; None until somebody asks.
+        bad_samples: gives what a state has of them; None where they are not counted.
         shown: of one that a `Prefetcher` reads ahead: the state and the position of what that has handed out.
     """
 
@@ -108,6 +109,7 @@ class EpochRecord:
         self.continues_workers = self.lives_on = self.persistent = False
         self.tells_readers = saved is not None
         self.constant: dict[str, Any] | None = None
+        self.bad_samples: Callable[[], dict[str, Any]] | None = None
         self.shown: tuple[Callable[[], dict[str, Any]], Position] | None = None
         self._began = position
         progress = order.progress

@@ -36,8 +36,7 @@ _ALWAYS: Fields = {
     **dict.fromkeys(("lives_on", "resumes", "_iterator_finished"), bool),
     **dict.fromkeys(("generators", "order"), dict),
 }
-_OF_BAD_SAMPLES: Fields = {"in_epoch": _WHOLE, "total": _WHOLE, "last": list}
-_NO_BAD_SAMPLES: Fields = {"in_epoch": 0, "total": 0, "last": []}
+_OF_BAD_SAMPLES: Fields = {**dict.fromkeys(("in_epoch", "read", "total"), _WHOLE), "last": list}
 _OF_ORDER: Fields = {"epochs": dict, "attributes": dict}
 _OF_ORDER_IN_EPOCH: Fields = {
     "starts": range(1, 3),
@@ -116,11 +115,13 @@ def read(state: Any, loader: Loader, ignore: Iterable[str] = ()) -> Saved:
 
 
 def _bad_samples(fields: Fields) -> Fields:
-    found = _check(fields.get("bad_samples", _NO_BAD_SAMPLES), _OF_BAD_SAMPLES, "bad_samples.")
-    _check(
-        dict(enumerate(found["last"])), dict.fromkeys(range(len(found["last"])), list), "bad_samples.last."
-    )
-    return found
+    if "bad_samples" not in fields:
+        return {}
+    found = _check(_check(fields, {"bad_samples": dict})["bad_samples"], _OF_BAD_SAMPLES, "bad_samples.")
+    for sample in found["last"]:
+        if type(sample) is not list or len(sample) != 5:
+            raise ValueError(f"field 'bad_samples.last' has {sample!r:.60}, and not a list of five values")
+    return copy.deepcopy(found)
 
 
 def _beginning(order: Fields, which: int) -> Beginning:

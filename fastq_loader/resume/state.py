@@ -150,9 +150,7 @@ def state_of(loader: Loader, record: EpochRecord | None, seen: Drawn | None = No
     if snapshot is not None:
         state["_index_sampler_state"], state["_sampler_iter_state"] = map(_for_user, snapshot)
     state["workers"] = [_worker(*worker) for worker in progress.workers]
-    if loader.errors != "raise":
-        state["bad_samples"] = loader._resources.bad_samples.state()
-    return state
+    return {**state, **_bad_samples(record)}
 
 
 def _order(beginning: Beginning, first: dict[str, Any]) -> dict[str, Any]:
@@ -210,8 +208,12 @@ def _state(
         "base_seed": 0 if record is None else record.base_seed,
         "shared_seed": None if record is None else record.shared_seed,
         "resumes": False,
-        **({} if loader.errors == "raise" else {"bad_samples": loader._resources.bad_samples.state()}),
+        **_bad_samples(record),
     }
+
+
+def _bad_samples(record: EpochRecord | None) -> dict[str, Any]:
+    return {} if record is None or record.bad_samples is None else {"bad_samples": record.bad_samples()}
 
 
 def _texts(states: dict[str, Any]) -> dict[str, str]:

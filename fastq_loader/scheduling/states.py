@@ -87,12 +87,6 @@ class Batch:
     def move(self, event: str) -> None:
         self.state = NEXT[self.state, event]
 
-    @property
-    def samples(self) -> int:
-        """How many samples it was asked for."""
-        index = decode_index(self.index)
-        return len(index) if isinstance(index, (list, tuple)) else 1
-
     def __str__(self) -> str:
         return f"batch {self.seq} (indices {describe_index(decode_index(self.index))})"
 

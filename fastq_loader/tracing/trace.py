@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from os import PathLike
 
 from fastq_loader.errors import shorten
-from fastq_loader.ipc.messages import ENDED, PASSED, SKIPPED, Answer
+from fastq_loader.ipc.messages import ENDED, LEFT_OUT, PASSED, SKIPPED, Answer
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import process_id
 
@@ -42,7 +42,7 @@ _EVERY = 10_000_000
 #: all threads, which is Linux's PID_MAX_LIMIT.
 _FAR = 1 << 22
 #: What an answer without a batch was.
-_OTHERS = {ENDED: "end of the stream", SKIPPED: "skip", PASSED: "pass over"}
+_OTHERS = {ENDED: "end of the stream", SKIPPED: "skip", PASSED: "pass over", LEFT_OUT: "leave out"}
 
 
 @contextmanager

@@ -180,15 +180,15 @@ class Worker:
 
     # ---- one task -----------------------------------------------------------------------------
 
-    def _costs(self) -> tuple[int, ...]:
-        """What loading the last batch cost, as the fields of an answer from `fetched` on."""
+    def _costs(self) -> tuple[Any, ...]:
+        """What the last batch cost, and its bad samples: the fields of an answer from `fetched` on."""
         fetched, collated, *slowest = self._reader.timing
         new_memory, self._mapped = self._allocator.new_memory - self._mapped, self._allocator.new_memory
         cpu = cpu_wait = 0
         if collated - self._asked_for_cpu > _CPU_EVERY:  # these are system calls
             self._asked_for_cpu, cpu = collated, time.process_time_ns()
             cpu_wait = calls.waited_for_cpu()
-        return fetched, collated, new_memory, cpu, *slowest, cpu_wait
+        return fetched, collated, new_memory, cpu, *slowest, cpu_wait, self._reader.bad
 
     def _skip(self, task: Task, load: bool = False) -> None:
         started = self._begin(task)
@@ -277,4 +277,4 @@ class Worker:
                 self._packer.unsend(handle)
             text = self._as_text(error, error)
             returned += [offset for offset, _ in used]
-            self._socket.send(answer._replace(kind=ERROR, returned=tuple(returned), handle=text))
+            self._socket.send(answer._replace(kind=ERROR, returned=tuple(returned), handle=text, bad=b""))

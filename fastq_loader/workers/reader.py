@@ -43,6 +43,8 @@ class Reader:
         failure: what user code raised when it was to start or to begin an epoch: there is nothing to load.
         ended: nothing more is to be loaded in this epoch.
         state: of the worker after the batch that was loaded last, as a sealed pickle; b"" if there is none.
+        bad: that batch's samples that could not be read, and what the last one raised, as a sealed pickle of
+            `TolerantFetcher.bad` and of what `dump_exception` returns; b"" if there is none.
         timing: of that batch, as `Answer` has it: fetched, collated, slowest, slowest_at.
     """
 
@@ -50,7 +52,7 @@ class Reader:
         self.epochs = 0
         self.failure: Exception | None = None
         self.ended = False
-        self.state = b""
+        self.state = self.bad = b""
         self.timing = (0, 0, 0, 0)
         self._setup = setup
         self._base_seed: int | None = None  # every batch is seeded from it; None: once for each worker
@@ -87,7 +89,7 @@ class Reader:
     def begin_epoch(self, epoch: Epoch) -> None:
         """Make the fetcher of an epoch, whose batches are seeded from its base seed if there is one."""
         self.ended = False
-        self.state = b""
+        self.state = self.bad = b""
         self.epochs += 1
         self._asked = 0
         self._base_seed, self._number_of_epoch = epoch.base_seed, epoch.number
@@ -190,10 +192,12 @@ class Reader:
             more["generators"] = {name: generators.state_of(generator) for name, generator in own}
         if self.ended and (more or position.is_known(fetcher)):
             more["over"] = True
-        if fetcher.bad and fetcher.error is not None:
-            more["bad"] = fetcher.bad, dump_exception(fetcher.error, self._setup.worker)
         state = position.packed(fetcher, **more)
         self.state = seal(state, self._setup.token) if state else b""
+        self.bad = b""
+        if fetcher.error is not None:
+            found = fetcher.bad, dump_exception(fetcher.error, self._setup.worker)
+            self.bad, fetcher.error = seal(pickle.dumps(found), self._setup.token), None
 
     def is_missed(self) -> bool:
         """Whether a batch of an epoch that was broken off has to be loaded. torch's workers load whatever

@@ -68,6 +68,7 @@ FROM_WORKERS = st.one_of(
         st.just(()),
         st.binary(max_size=8),
         *[COUNTS] * 7,
+        st.binary(max_size=8),
     ),
     st.builds(Hello, COUNTS),
     st.just(Ping()),
@@ -219,9 +220,9 @@ def task(*fields: Any) -> bytes:
     return packed(VERSION, messages.TASK, *fields)
 
 
-def answer(at: int | None = None, value: Any = None, *, fields: int = 17) -> bytes:
+def answer(at: int | None = None, value: Any = None, *, fields: int = 18) -> bytes:
     """The frame of an answer, with one field changed, or not all of them."""
-    values = [1, 2, 0, messages.SKIPPED, 5, 6, [], [], None, b"", 7, 8, 9, 10, 11, 12, 13]
+    values = [1, 2, 0, messages.SKIPPED, 5, 6, [], [], None, b"", 7, 8, 9, 10, 11, 12, 13, b"bad"]
     if at is not None:
         values[at] = value
     return packed(VERSION, messages.ANSWER, *values[:fields])
@@ -251,13 +252,14 @@ MALFORMED = [
     *(task(1, number, 3, 4, [], [], 0) for number in (True, 0.5, "2", -1, None, 1 << 63)),
     task(1, 2, 3, 4, [], [], None),
     *(packed(VERSION, messages.EPOCH, *seeds) for seeds in ((1, None), (1, None, None, None))),
-    *(packed(VERSION, messages.EPOCH, 1, *seeds) for seeds in (("1", None), (None, -1))),
+    *(packed(VERSION, messages.EPOCH, 1, *seeds, b"", 0) for seeds in (("1", None), (None, -1))),
+    *(packed(VERSION, messages.EPOCH, 1, None, None, *last) for last in (("", 0), (b"", -1), (b"", None))),
     *(packed(VERSION, messages.SPACE, *ranges) for ranges in ((), ([], []), ([5],))),
     *(packed(VERSION, messages.BUNDLE, *frames) for frames in ((), (5,), ([5],), (["a"],))),
     *(packed(VERSION, messages.STOP, 1), packed(VERSION, messages.PING, 1)),
     *(packed(VERSION, messages.HELLO), packed(VERSION, messages.HELLO, "1")),
-    *(answer(fields=fields) for fields in (8, 16, 10)),
-    *(answer(10, -1), answer(15, None), answer(12, 0.5)),
+    *(answer(fields=fields) for fields in (8, 17, 10)),
+    *(answer(10, -1), answer(15, None), answer(12, 0.5), answer(17, 0)),
     *(
         packed(VERSION, messages.ANSWER, 0, 0, 0, 2, 0, 0, [], [], None, [], *range(each))
         for each in (0, 6, 7)
@@ -275,7 +277,7 @@ MALFORMED = [
 def test_the_frames_that_the_malformed_ones_are_made_of_are_well_formed() -> None:
     assert decode_for_worker(task(1, 2, 3, 4, [[0, 8]], [], 0)) == Task(1, 2, 3, 4, ((0, 8),))
     costs = 7, 8, 9, 10, 11, 12, 13
-    expected = Answer(1, 2, 0, messages.SKIPPED, 5, 6, (), (), None, (), b"", *costs)
+    expected = Answer(1, 2, 0, messages.SKIPPED, 5, 6, (), (), None, (), b"", *costs, b"bad")
     assert decode_for_consumer(answer()) == expected
     assert decode_for_consumer(answer(8, [1, None, [], None, []]))
 
