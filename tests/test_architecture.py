@@ -32,7 +32,7 @@ class Room(NamedTuple):
 
 #: Top down: a room stands above everything that it imports.
 ROOMS = {
-    "__main__": Room("tuning"),
+    "__main__": Room("tuning errors"),
     "tuning": Room("trials loader insight arguments memory errors"),
     "trials": Room("loader insight arguments workers packing system"),
     "loader": Room(

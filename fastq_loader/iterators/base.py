@@ -164,6 +164,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             goes_on = self._record.saved is not None
             resources.bad_samples.begin_epoch(self._record.position.epoch, errors, goes_on, self._hints)
         resources.place = self._record, None
+        resources.begun.append(self._record)
         if self._record.replayed:
             warn_user(
                 f"Neither the dataset nor its iterator has state_dict and load_state_dict, so "
