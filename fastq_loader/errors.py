@@ -7,6 +7,7 @@ place, so that existing `except` clauses hold.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
 import warnings
@@ -163,6 +164,14 @@ def shorten(value: Any, limit: int = 80) -> str:
     except Exception as error:  # a user's repr may do anything
         text = f"<repr failed: {type(error).__name__}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def locate(error: BaseException, **where: Any) -> None:
+    """Give an exception attributes that say where it was raised, but none that it has already."""
+    for name, value in where.items():
+        with contextlib.suppress(Exception):  # its class refuses them
+            if not hasattr(error, name):
+                setattr(error, name, value)
 
 
 def describe_index(index: Any) -> str:

@@ -51,9 +51,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     or more are views on shared memory, smaller ones are copies.
 
     It differs from torch on purpose where torch loses something: an exception in a worker arrives with its
-    own type and attributes, and the worker's traceback as `__cause__`; an exception of the sampler raises at
-    its place; what cannot be pickled raises, and so does StopIteration in a dataset; a second iteration of a
-    persistent loader ends the first with a RuntimeError.
+    own type and attributes, with `index`, `batch` and `worker`, and the traceback as `__cause__`; one of the
+    sampler raises at its place; what cannot be pickled raises, and so does StopIteration in a dataset; a
+    second iteration of a persistent loader ends the first with a RuntimeError.
 
     Args:
         dataset: map-style or iterable.
@@ -241,6 +241,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             context=self.multiprocessing_context,
             for_device=self._resources.session is not None,
             save_generators=arguments.saves_generators(self),
+            grace=kind.grace,
         )
 
     # ---- what frameworks reach for -----------------------------------------------------------

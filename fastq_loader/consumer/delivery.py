@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Protocol
 
 from fastq_loader.consumer.bad_samples import BadSamples
 from fastq_loader.device.staging import Staging
-from fastq_loader.errors import ProtocolError
-from fastq_loader.ipc.messages import BATCH, BROKEN, LEFT_OUT, Answer, Handle
+from fastq_loader.errors import ProtocolError, locate
+from fastq_loader.ipc.messages import BATCH, BROKEN, LEFT_OUT, Answer, Handle, decode_index
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing import pickling
 from fastq_loader.packing.unpack import Unpacker
@@ -129,8 +129,10 @@ class Delivery:
         if answer is None:
             assert error is not None
             outcome = Raised(error)
+            locate(error, batch=batch.seq)
         elif answer.kind != BATCH:
             outcome = self._error(batch.worker, answer)
+            locate(outcome.error, index=decode_index(batch.index), batch=batch.seq, worker=batch.worker)
         else:
             try:
                 handle = answer.handle
