@@ -50,9 +50,9 @@ def replay(loader: Any, batch: int, epoch: int | None, state: Mapping[str, Any] 
         )
     with generators.put_back():
         iterator = iter(again)
-        indices = iterator._sampler_iter
-        for _ in islice(indices, batch - head):
-            iterator._drawn += 1
+        for _ in islice(iterator._sampler_iter, batch - head):
+            continue
+        iterator._drawn, iterator._order.progress = batch, Progress(batch)
         found = next(iterator, None)
     if again.position.batch != batch + 1:
         raise IndexError(f"batch={batch}: the epoch had fewer batches, or this one was left out")
