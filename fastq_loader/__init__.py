@@ -34,6 +34,7 @@ from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.results import empty
+from fastq_loader.preemption import preemption
 from fastq_loader.reading.sampling import PermutationSampler
 from fastq_loader.reading.tolerance import Replace, Skip
 from fastq_loader.remote.ray_workers import RayWorkers
@@ -97,6 +98,7 @@ __all__ = [
     "copy_into",
     "empty",
     "normalize",
+    "preemption",
     "share",
     "sharing_report",
     "tune",

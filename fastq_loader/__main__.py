@@ -1,4 +1,5 @@
-"""On the shell: `python -m fastq_loader tune module:make_loader` prints what `tune` finds.
+"""On the shell: `python -m fastq_loader tune module:make_loader` prints what `tune` finds; `replay` loads a
+batch again.
 
 Runs in a process of its own, which is the consumer of the loader that is made. The folder that it is started
 in is searched for modules, as `python -m` does.
@@ -8,31 +9,54 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import json
+import pdb
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
+from fastq_loader.errors import shorten
 from fastq_loader.tuning import checked, tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m fastq_loader", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m fastq_loader", description=__doc__.partition("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("tune", help="find the fastest setting of a loader by trying")
-    command.add_argument("loader", metavar="MODULE:NAME", help="a DataLoader, or a function that makes one")
+    for name, about, add in (
+        ("tune", "find the fastest setting of a loader by trying", _add_tune),
+        ("replay", "load a batch of an epoch again, in this process", _add_replay),
+    ):
+        command = commands.add_parser(name, help=about)
+        command.add_argument(
+            "loader", metavar="MODULE:NAME", help="a DataLoader, or a function that makes one"
+        )
+        add(command)
+    options = parser.parse_args(argv)
+    command = commands.choices[options.command]
+    try:
+        named = find(options.loader)
+    except NotFound as error:
+        command.error(str(error))
+    status: int = options.run(command, named() if callable(named) else named, options)
+    return status
+
+
+def _add_tune(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seconds", type=float, default=30, help="to spend on it (default: %(default)s)")
     command.add_argument("--step-seconds", type=float, default=0.0, help="of a training step")
     command.add_argument("--start-methods", nargs="+", metavar="METHOD", help="fork, spawn, forkserver")
     command.add_argument("--schedules", nargs="+", metavar="SCHEDULE", help="round_robin, dynamic")
     command.add_argument("--max-workers", type=int, help="the most to try")
     command.add_argument("--quiet", action="store_true", help="show no progress")
-    options = parser.parse_args(argv)
-    try:
-        named = find(options.loader)
-    except NotFound as error:
-        command.error(str(error))
-    loader = named() if callable(named) else named
+    command.set_defaults(run=_tune)
+
+
+def _tune(command: argparse.ArgumentParser, loader: Any, options: argparse.Namespace) -> int:
     arguments = loader, options.step_seconds, options.seconds
     names = {"start_methods": options.start_methods, "schedules": options.schedules}
     try:
@@ -45,6 +69,59 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     print(found)
     return 0
+
+
+def _add_replay(command: argparse.ArgumentParser) -> None:
+    command.add_argument("state", metavar="STATE", help="a file with what state_dict() gave in that epoch")
+    command.add_argument("--batch", type=int, required=True, help="its number in the epoch, from 0 on")
+    command.add_argument("--pdb", action="store_true", help="stop in __getitem__ of its first sample")
+    command.add_argument("--save", metavar="FILE", help="write the batch with torch.save")
+    command.set_defaults(run=_replay)
+
+
+def _replay(command: argparse.ArgumentParser, loader: Any, options: argparse.Namespace) -> int:
+    try:
+        state = _read_state(options.state)
+    except (OSError, ValueError) as error:
+        command.error(f"STATE {options.state!r} cannot be read as JSON or with torch.load: {error}")
+    if options.pdb:
+        _stop_in_first_sample(loader.dataset)
+    batch = loader.replay(options.batch, state=state)
+    if options.save:
+        torch.save(batch, options.save)
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        print(f"batch{pytree.keystr(path)}: {_described(leaf)}")
+    return 0
+
+
+def _read_state(path: str) -> Any:
+    """A state from a file of JSON, or one that torch.save wrote."""
+    with open(path, "rb") as file:
+        data = file.read()
+    return json.loads(data) if data[:1] == b"{" else torch.load(io.BytesIO(data), weights_only=True)
+
+
+def _stop_in_first_sample(dataset: Any) -> None:
+    """Let the first sample that is read stop in the debugger."""
+    name = "__getitems__" if hasattr(dataset, "__getitems__") else "__getitem__"
+    kind, method = type(dataset), getattr(type(dataset), name)
+
+    def stop(self: Any, index: Any) -> Any:
+        setattr(kind, name, method)
+        return pdb.runcall(method, self, index)
+
+    setattr(kind, name, stop)
+
+
+def _described(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return shorten(leaf)
+    about = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    if leaf.numel() == 0 or not leaf.dtype.is_floating_point:
+        return about
+    finite = leaf[leaf.isfinite()]
+    extent = f", from {finite.min():.4g} to {finite.max():.4g}" if finite.numel() else ""
+    return f"{about}{extent}, {leaf.numel() - finite.numel()} values not finite"
 
 
 class NotFound(Exception):

@@ -172,6 +172,14 @@ def shorten(value: Any, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def locate(error: BaseException, **where: Any) -> None:
+    """Give an exception attributes that say where it was raised, but none that it has already."""
+    for name, value in where.items():
+        with contextlib.suppress(Exception):  # its class refuses them
+            if not hasattr(error, name):
+                setattr(error, name, value)
+
+
 def describe_index(index: Any) -> str:
     """The index of a batch, short enough for an error's text: a run of integers by its ends."""
     if type(index) is list and len(index) > 4 and all(type(i) is int for i in index):

@@ -8,7 +8,7 @@ what its pool of workers is to do. What the arguments come to is in `arguments`,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any, Literal, TypeVar
@@ -33,6 +33,7 @@ from fastq_loader.reading.tolerance import Tolerance
 from fastq_loader.resources import Resources
 from fastq_loader.resume import saved, state
 from fastq_loader.resume.record import Position
+from fastq_loader.resume.replay import replay
 from fastq_loader.scheduling.schedules import Dynamic, Schedule, read_schedule
 from fastq_loader.statistics.snapshots import LoaderStatistics
 from fastq_loader.tracing.trace import traced
@@ -51,9 +52,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     or more are views on shared memory, smaller ones are copies.
 
     It differs from torch on purpose where torch loses something: an exception in a worker arrives with its
-    own type and attributes, and the worker's traceback as `__cause__`; an exception of the sampler raises at
-    its place; what cannot be pickled raises, and so does StopIteration in a dataset; a second iteration of a
-    persistent loader ends the first with a RuntimeError.
+    own type and attributes, with `index`, `batch` and `worker`, and the traceback as `__cause__`; one of the
+    sampler raises at its place; what cannot be pickled raises, and so does StopIteration in a dataset; a
+    second iteration of a persistent loader ends the first with a RuntimeError.
 
     Args:
         dataset: map-style or iterable.
@@ -239,6 +240,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             context=self.multiprocessing_context,
             for_device=self._resources.session is not None,
             save_generators=arguments.saves_generators(self),
+            grace=kind.grace,
         )
 
     # ---- what frameworks reach for -----------------------------------------------------------
@@ -337,6 +339,27 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         resources.place, resources.shared = (resources.record, loaded), loaded.shared
         resources.bad_samples = BadSamples(loaded.bad_samples)
         vars(self)["_iterator"] = None  # what its workers have drawn is not what those that were saved have
+
+    def replay(self, batch: int, epoch: int | None = None, state: Mapping[str, Any] | None = None) -> Any:
+        """A batch again, loaded in this process: to look at what made a loss jump.
+
+        With `schedule="dynamic"` it is the same to the bit. With "round_robin" the samples are the same, and
+        random numbers that are drawn while they are read are others, which a warning says. Nothing of the
+        loader, its sampler or its generators changes. `worker_init_fn` is not called.
+
+        Args:
+            batch: its number in the epoch, from 0 on.
+            epoch: the number of the epoch, from 0 on; None is the newest, or that of the state.
+            state: what `state_dict()` returned in the middle of that epoch, of a loader made like this one;
+                None: the loader remembers how its last 16 epochs began.
+
+        Raises:
+            ValueError: the epoch is not remembered, or the state is not of the middle of it.
+            IndexError: the epoch had fewer batches.
+            TypeError: the dataset is iterable, or the sampler cannot be copied.
+            Exception: what the dataset raises.
+        """
+        return replay(self, batch, epoch, state)
 
     @property
     def position(self) -> Position:

@@ -7,6 +7,7 @@ constructor.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,9 @@ from fastq_loader.insight.growth import Growth
 from fastq_loader.resume.record import EpochRecord, Saved
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers import stopping
+
+#: Epochs whose batches can be loaded again.
+_REMEMBERED = 16
 
 
 class Resources:
@@ -41,6 +45,7 @@ class Resources:
         chooser: of `num_workers="auto"`: how many workers the next epoch gets.
         growth: what workers have copied of the dataset.
         bad_samples: that could not be read.
+        begun: the records of the last epochs, the newest last.
     """
 
     def __init__(self, owner: object | None = None, saved: Saved | None = None) -> None:
@@ -56,6 +61,7 @@ class Resources:
         self.chooser = Chooser()
         self.growth = Growth()
         self.bad_samples = BadSamples({} if saved is None else saved.bad_samples)
+        self.begun: deque[EpochRecord] = deque(maxlen=_REMEMBERED)
 
     @property
     def record(self) -> EpochRecord | None:

@@ -32,9 +32,10 @@ class Room(NamedTuple):
 
 #: Top down: a room stands above everything that it imports.
 ROOMS = {
-    "__main__": Room("tuning"),
+    "__main__": Room("tuning errors"),
     "tuning": Room("trials loader insight arguments memory errors"),
     "trials": Room("loader insight arguments workers packing system"),
+    "preemption": Room(""),
     "loader": Room(
         "iterators resources insight resume arguments consumer workers device scheduling reading tracing "
         "statistics"
@@ -64,7 +65,7 @@ ROOMS = {
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}
 #: Code lines of the package (no blank lines, comments or docstrings), and its modules. Whoever raises them
 #: says in the commit what for.
-CODE_LINES, FILES_OF_CODE = 14_400, 123
+CODE_LINES, FILES_OF_CODE = 14_620, 125
 #: Lines of a file and of a function, with their docstrings and comments.
 LONGEST, LONGEST_FUNCTION = 500, 50
 

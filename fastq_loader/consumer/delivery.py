@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.device.staging import Staging
-from fastq_loader.errors import ProtocolError
+from fastq_loader.errors import ProtocolError, locate
 from fastq_loader.ipc.messages import BATCH, BROKEN, LEFT_OUT, Answer, Handle, decode_index
 from fastq_loader.memory.pool import BlockPool
 from fastq_loader.packing import pickling
@@ -127,8 +127,9 @@ class Delivery:
         if answer is None:
             assert error is not None
             outcome = Raised(error)
+            locate(error, batch=batch.seq)
         elif answer.kind != BATCH:
-            outcome = None if answer.kind == LEFT_OUT else self._error(batch.worker, answer)
+            outcome = None if answer.kind == LEFT_OUT else self._error(batch, answer)
         else:
             try:
                 handle = answer.handle
@@ -152,6 +153,7 @@ class Delivery:
                 outcome = Raised(raised)
         if too_many is not None:
             outcome = Raised(too_many)
+            _locate(too_many, batch)
         self.progress = progress
         if outcome is not None:
             outcome.progress = progress
@@ -188,7 +190,7 @@ class Delivery:
             if copied:
                 self._pool.drop(copied)
 
-    def _error(self, worker: int | None, answer: Answer) -> Raised:
+    def _error(self, batch: Batch, answer: Answer) -> Raised:
         assert answer.handle is not None
         try:
             error: BaseException = self._unpacker.exception(answer.handle)
@@ -199,9 +201,10 @@ class Delivery:
         fatal = None
         if answer.kind == BROKEN:
             # torch's worker goes on after a failed worker_init_fn, and fails at every batch.
-            fatal = f"worker {worker} could not start: {error!r}"
+            fatal = f"worker {batch.worker} could not start: {error!r}"
         if isinstance(error, StopIteration):
             error = _not_the_end(error, "a worker")
+        _locate(error, batch)
         return Raised(error, fatal)
 
     def _drop(self, answer: Answer) -> None:
@@ -216,6 +219,10 @@ def finished(delivered: Delivered, finish: Callable[[Any], Any]) -> Delivered | 
     except Exception as error:  # the user's, and it has its position
         refuse_interrupt(error)
         return Raised(error, progress=delivered.progress)
+
+
+def _locate(error: BaseException, batch: Batch) -> None:
+    locate(error, index=decode_index(batch.index), batch=batch.seq, worker=batch.worker)
 
 
 def _not_the_end(stopped: StopIteration, who: str) -> RuntimeError:

@@ -310,6 +310,13 @@ class Engine:
         loop = self._loop
         return self._processes if loop is None else loop.processes()
 
+    def hold(self, hold: bool) -> None:
+        """Give out no new batch but the one that is next, from here on; False: as ever. Any thread, any
+        time."""
+        loop = self._loop
+        if loop is not None:
+            loop.holds = hold
+
     def pids(self) -> list[int]:
         """Process ids of the workers; none once closed."""
         loop = self._loop

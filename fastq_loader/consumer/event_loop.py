@@ -70,13 +70,14 @@ class EventLoop:
         fatal: why the iteration is over, once a worker's failure has ended it.
         timed_out: the last call has waited for a worker in vain.
         pool: the memory that the workers write to.
+        holds: batches are drawn when nothing else is under way, and not ahead.
     """
 
     def __init__(self, plan: Plan, counters: Counters, session: DeviceSession | None = None) -> None:
         self.plan = plan
         self.phase = IDLE
         self.fatal: str | None = None
-        self.timed_out = False
+        self.timed_out = self.holds = False
         self._session = session
         self._counters = counters
         self._sampler: Iterator[Any] = iter(())
@@ -185,7 +186,7 @@ class EventLoop:
                 continue
             batch = batch or self._await_batch()
             if batch is not None:
-                if scheduler.to_draw:
+                if scheduler.to_draw and not (self.holds and scheduler.undelivered):
                     self._draw(scheduler.to_draw)
                 self._deliver(batch)
                 if self._outcome is None:

@@ -180,6 +180,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
             self._order.pending = self._order.shared_now()
         self._hints = Hints(loader, resources.record, self._record, self._notes)
         resources.place = self._record, None
+        resources.begun.append(self._record)
         if self._record.replayed:
             warn_user(
                 f"Neither the dataset nor its iterator has state_dict and load_state_dict, so "

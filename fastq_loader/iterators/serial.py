@@ -20,7 +20,7 @@ from fastq_loader.arguments import Loader
 from fastq_loader.consumer.bad_samples import BadSampleCounter
 from fastq_loader.consumer.delivery import ENDED, Delivered, Outcome, Raised
 from fastq_loader.device.staging import SerialStaging
-from fastq_loader.errors import IteratorInvalid
+from fastq_loader.errors import IteratorInvalid, locate
 from fastq_loader.iterators.base import LoaderIterator
 from fastq_loader.reading import datapipes, generators, position
 from fastq_loader.reading.fetch import EndOfStream
@@ -165,6 +165,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
                 raise
             refuse_interrupt(error)
             outcome = Raised(error, progress=self._progress_after(drawn[0]))
+            locate(error, index=drawn[1], batch=drawn[0], worker=None)
         self.outcome, self._due, self._busy = outcome, None, False
         del outcome  # an error holds this frame by its traceback
 

@@ -178,7 +178,7 @@ class TolerantFetcher(Fetcher):
             try:
                 data.extend(map(read, places))  # of what was read before an error, nothing is read again
                 if len(data) + left_out == len(indices):
-                    return self._some(data)
+                    break
                 raise RuntimeError("dataset or collate_fn raised StopIteration")  # which ends a `map`
             except self._errors.only as error:
                 position = len(data) + left_out
@@ -187,6 +187,7 @@ class TolerantFetcher(Fetcher):
                 left_out += 1
             else:
                 data.append(self._instead(indices, position, read))
+        return self._some(data)
 
     def _some(self, data: list[Any]) -> list[Any]:
         if self.bad and not data:

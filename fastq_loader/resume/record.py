@@ -91,6 +91,7 @@ class EpochRecord:
 
     Attributes:
         order: of its indices; `order.progress` is how far it has come.
+        began: where it began, or goes on.
         base_seed, shared_seed: see `generators` and `datapipes`.
         continues_workers: it is the next epoch of workers that would have lived on.
         tells_readers: whether its readers have to hear where they stand.
@@ -111,7 +112,7 @@ class EpochRecord:
         self.constant: dict[str, Any] | None = None
         self.bad_samples: Callable[[], dict[str, Any]] | None = None
         self.shown: tuple[Callable[[], dict[str, Any]], Position] | None = None
-        self._began = position
+        self.began = position
         progress = order.progress
         if saved is not None:
             self.base_seed, self.shared_seed = saved.base_seed, saved.shared_seed
@@ -138,7 +139,7 @@ class EpochRecord:
 
     def position_at(self, progress: Progress) -> Position:
         """Where the loader stands when the epoch has come that far."""
-        began = self._began
+        began = self.began
         batches = began.batches - began.batch + progress.delivered
         if progress.over:
             return Position(began.epoch + 1, 0, batches)
@@ -147,7 +148,7 @@ class EpochRecord:
     @property
     def next_position(self) -> Position:
         """Where the next epoch begins, also if this one is broken off."""
-        return Position(self._began.epoch + 1, 0, self.shown_position.batches)
+        return Position(self.began.epoch + 1, 0, self.shown_position.batches)
 
     @property
     def shown_position(self) -> Position:
@@ -167,7 +168,7 @@ class EpochRecord:
         """The seed of an epoch for which torch draws none, because its workers live on: it follows from that
         of the epoch before."""
         if self.saved is None:
-            self.base_seed = mixed(seed, self._began.epoch)
+            self.base_seed = mixed(seed, self.began.epoch)
         return self.base_seed
 
     @property

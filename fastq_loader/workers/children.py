@@ -43,6 +43,9 @@ UNKNOWN_EXIT = 255
 #: Makes a process object in the zygote, from the arguments that `Zygote.process` was called with.
 Make = Callable[..., BaseProcess]
 
+#: Ends a worker that outlives SIGTERM: a real-time signal, which nobody else sends, with the default action.
+END = getattr(signal, "SIGRTMIN", 34) + 8
+
 _FORK, _REAP, _QUIT = "fork", "reap", "quit"
 
 #: Seconds that the zygote has to end in; half of those that it has to answer in. The first half is over at
@@ -75,10 +78,12 @@ class Child:
 
     Args:
         process: not started yet.
+        ended_by: the signal that its `terminate` sends.
     """
 
-    def __init__(self, process: BaseProcess) -> None:
+    def __init__(self, process: BaseProcess, ended_by: int = signal.SIGTERM) -> None:
         self.process = process
+        self._ended_by = ended_by
         self._descriptor = -1
 
     def start(self) -> None:
@@ -89,6 +94,9 @@ class Child:
         """
         _started.add(self.process)
         self.process.start()
+        if self._ended_by != signal.SIGTERM:
+            popen: Any = self.process._popen  # type: ignore[attr-defined]
+            vars(self.process)["terminate"] = partial(popen._send_signal, self._ended_by)
         with contextlib.suppress(OSError):  # no pidfd in this kernel or sandbox
             self._descriptor = calls.pidfd_open(self.pid)
 
@@ -391,7 +399,8 @@ def serve(connection: Connection, consumer: int, make: Make, *others: Connection
 def attend(connection: Connection, consumer: int, make: Make) -> bool:
     """Fork workers until the consumer says that it needs no more, or dies; whether it has said so."""
     gc.freeze()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers set a handler of their own
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers set handlers of their own
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # A handler of the consumer's is not for here, and where it is ignored exit codes are lost.
     inherited = signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -62,6 +62,7 @@ class Plan:
         make_pool: makes the pool, a `WorkerPool`; None on another machine, and in proxies.
         for_device: whether batches go on to a device, and are laid out for it.
         save_generators: whether workers send the states of their generators with each batch.
+        grace: seconds for which a worker outlives a SIGTERM that is not its consumer's.
     """
 
     payload: Payload
@@ -78,6 +79,7 @@ class Plan:
     make_pool: Callable[[Plan], Any] | None
     for_device: bool = False
     save_generators: bool = False
+    grace: float = 0.0
 
     @property
     def shared_tasks(self) -> bool:

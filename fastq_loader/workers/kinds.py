@@ -5,9 +5,10 @@ Runs in the consumer.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastq_loader.errors import is_int
@@ -24,11 +25,16 @@ class WorkerKind(ABC):
         short_form: the string that stands for this kind as it is made without arguments, if there is one.
         here: whether they take CPUs of this machine.
         max_restarts: workers that may die in an iteration and be replaced; None is the kind's own number.
+        grace: seconds for which they outlive a SIGTERM that is not their consumer's.
     """
 
     short_form: ClassVar[str | None] = None
     here: ClassVar[bool] = True
     max_restarts: int | None
+
+    @property
+    def grace(self) -> float:
+        return 0.0
 
     def __post_init__(self) -> None:
         self._check(self.max_restarts)
@@ -65,13 +71,29 @@ class Processes(WorkerKind):
             replaced, every further `next()` raises: the epoch is not over. With a `RoundRobin` schedule
             order and exactly-once hold, but a new worker's random numbers start anew; an iterable dataset is
             refused, because a new worker would read it from its beginning. Without workers it has no effect.
+        grace_seconds: for so long a worker goes on that gets SIGTERM, as all processes of a job do which is
+            to end: the training may save a checkpoint, see `preemption`. It ends earlier with its loader, or
+            when the training process dies. 0 ends it at once, as in torch.
 
     Raises:
-        TypeError, ValueError: `max_restarts` is not a number of workers.
+        TypeError, ValueError: `max_restarts` is not a number of workers, or `grace_seconds` not one of
+            seconds.
     """
 
     short_form: ClassVar[str | None] = "processes"
     max_restarts: int = 0
+    grace_seconds: float = field(default=60.0, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.grace_seconds, (int, float)) or isinstance(self.grace_seconds, bool):
+            raise TypeError(f"grace_seconds={self.grace_seconds!r} must be a number of seconds")
+        if not 0 <= self.grace_seconds < threading.TIMEOUT_MAX:
+            raise ValueError(f"grace_seconds={self.grace_seconds} must be from 0, for none, to some days")
+
+    @property
+    def grace(self) -> float:
+        return self.grace_seconds
 
     def make_pool(self, plan: Plan) -> WorkerPool:
         from fastq_loader.workers.local_pool import LocalPool  # some systems lack what it is made of

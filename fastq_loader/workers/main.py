@@ -12,7 +12,9 @@ import contextlib
 import gc
 import os
 import signal
+import threading
 import time
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -63,7 +65,7 @@ def main(setup: Setup) -> None:
     # What was inherited or imported is not garbage. A forked worker whose collector looked at it would copy
     # every page of it (120 ms, 37 MB with nothing but torch imported).
     gc.freeze()
-    prepare_signals()
+    prepare_signals(setup.plan.grace)
     children.write_stacks(setup.descriptors["stacks"])
     children.leave_with(setup.consumer, setup.folder)
     plan, arena = setup.plan, setup.descriptors["arena"]
@@ -88,13 +90,31 @@ def main(setup: Setup) -> None:
         socket.close()
 
 
-def prepare_signals() -> None:
+def prepare_signals(grace: float = 0.0) -> None:
+    """Set the handlers of a worker.
+
+    Args:
+        grace: seconds for which it outlives a SIGTERM that is not its consumer's.
+    """
     # Ctrl-C reaches the whole group: the consumer decides what it means, workers are silent. A handler
     # rather than SIG_IGN, which programs started by user code would inherit.
     signal.signal(signal.SIGINT, lambda signum, frame: None)
     signal.set_wakeup_fd(-1)  # an inherited one belongs to an event loop of the consumer
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch._C._set_worker_signal_handlers()  # SIGTERM of the parent ends it, SIGSEGV and SIGBUS are named
+    if grace:
+        signal.signal(signal.SIGTERM, partial(_outlive, grace))
+        signal.siginterrupt(signal.SIGTERM, False)
+
+
+def _outlive(grace: float, *_: Any) -> None:
+    """SIGTERM came to all processes of the job: the consumer decides what it means, and ends its workers with
+    another signal. It may be saving a checkpoint now."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    ending = threading.Timer(grace, os._exit, (128 + signal.SIGTERM,))
+    ending.daemon = True
+    with contextlib.suppress(RuntimeError):  # no thread can be started: it ends with its consumer
+        ending.start()
 
 
 class Consumer(Protocol):

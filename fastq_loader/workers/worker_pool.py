@@ -21,7 +21,7 @@ from fastq_loader.memory.blocks import Extents
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.statistics.workers import WorkerCounters
 from fastq_loader.system.interrupts import without_signals
-from fastq_loader.workers.children import Child
+from fastq_loader.workers.children import END, Child
 from fastq_loader.workers.config import Descriptors, Payload, Plan, Setup
 from fastq_loader.workers.stopping import Stopping
 
@@ -122,7 +122,7 @@ class WorkerPool(ABC):
         if not self._left():
             return False
         with without_signals(signal.SIGINT):  # between fork and handler it would print a traceback there
-            child = Child(self._process(self._told(worker=len(self._children))))
+            child = self._child(self._told(worker=len(self._children)))
             self._children.append(child)
             self._generations.append(0)
             self._start(child)
@@ -142,11 +142,14 @@ class WorkerPool(ABC):
         generation = self._generations[worker] + 1
         with without_signals(signal.SIGINT):
             told = self._told(worker=worker, generation=generation, folder=folder, space=space)
-            child = Child(self._process(told))
+            child = self._child(told)
             self._start(child)
             self._children[worker].release()
             self._children[worker], self._generations[worker] = child, generation
         return generation
+
+    def _child(self, told: Setup) -> Child:
+        return Child(self._process(told), END if self._plan.grace else signal.SIGTERM)
 
     # ---- the workers by their numbers -----------------------------------------------------------
 

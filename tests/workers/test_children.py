@@ -211,9 +211,9 @@ def test_its_children_look_like_the_consumers_own() -> None:
         assert readable([leaves.descriptor], 5)
         assert leaves.death()[0] == "exited with code 7"
         assert hangs.process.exitcode is None
-        hangs.process.terminate()
+        hangs.process.kill()
         hangs.process.join(5)
-        assert hangs.process.exitcode == -signal.SIGTERM
+        assert hangs.process.exitcode == -signal.SIGKILL
         for child in (leaves, hangs):
             child.release()
             child.process.kill()  # nobody is hit who has the number now

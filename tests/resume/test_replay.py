@@ -1,0 +1,179 @@
+"""`replay`: a batch of an earlier epoch again, to the bit, and nothing of the loader changes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, DistributedSampler, Sampler
+
+from fastq_loader import DataLoader, PermutationSampler, Replace, Skip
+from fastq_loader.__main__ import main
+from fastq_loader.reading import generators
+from tests.support.datasets import Stream
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore::fastq_loader.BadSampleFound"),
+]
+ITEMS, SIZE, EPOCHS = 90, 7, 3
+BATCHES = -(-ITEMS // SIZE)
+
+
+class Drawn(Dataset[Any]):
+    """Samples that draw from all generators; some of them cannot be read."""
+
+    def __init__(self, bad: tuple[int, ...] = ()) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, float, float]:
+        if index in self.bad:
+            raise OSError(5, "truncated")
+        return index, torch.rand(2), random.random(), np.random.rand()
+
+
+class Said(Sampler[int]):
+    """A sampler that says where it stands."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < ITEMS:
+            self.at += 1
+            yield (self.at * 7) % ITEMS
+        self.at = 0
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def make(kind: str, workers: int, **options: Any) -> DataLoader[Any]:
+    dataset = options.pop("dataset", Drawn())
+    order: dict[str, Any] = {
+        "sequential": {},
+        "shuffle": {"shuffle": True},
+        "generator": {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
+        "distributed": {"sampler": DistributedSampler(dataset, 2, 0, seed=5)},
+        "permutation": {"sampler": PermutationSampler(ITEMS, 4)},
+    }[kind]
+    return DataLoader(dataset, SIZE, num_workers=workers, **{"schedule": "dynamic", **order, **options})
+
+
+def run(loader: DataLoader[Any]) -> tuple[dict[tuple[int, int], Any], dict[int, dict[str, Any]]]:
+    """The batches of all epochs, and a state of the middle of each."""
+    batches, states = {}, {}
+    for epoch in range(EPOCHS):
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        for number, batch in enumerate(loader):
+            batches[epoch, number] = batch
+            if number == 2:
+                states[epoch] = json.loads(json.dumps(loader.state_dict()))
+    return batches, states
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["sequential", "shuffle", "generator", "distributed", "permutation"])
+def test_any_batch_comes_again_to_the_bit(kind: str, workers: int) -> None:
+    loader = make(kind, workers)
+    batches, states = run(loader)
+    before = generators.states(), loader.state_dict(), loader.position
+    fresh = make(kind, 0)
+    for epoch, number in random.Random(kind).sample(sorted(batches), 12):
+        expected = batches[epoch, number]
+        assert same(loader.replay(epoch=epoch, batch=number), expected), (epoch, number)
+        assert same(fresh.replay(number, state=states[epoch]), expected), (epoch, number)
+    assert (generators.states(), loader.state_dict(), loader.position) == before
+    assert same(loader.replay(1), batches[EPOCHS - 1, 1]), "of the newest epoch"
+
+
+def test_samples_that_were_replaced_are_replaced_again_and_one_that_was_left_out_is_named() -> None:
+    bad = tuple(range(0, ITEMS, 4))
+    loader = make("shuffle", 2, dataset=Drawn(bad), errors=Replace())
+    batches, _ = run(loader)
+    assert all(same(loader.replay(number, epoch), batch) for (epoch, number), batch in batches.items())
+    left_out = make("sequential", 0, dataset=Drawn(tuple(range(SIZE))), errors=Skip())
+    list(left_out)
+    assert left_out.replay(1)[0].tolist() == list(range(SIZE, 2 * SIZE))
+    with pytest.raises(IndexError, match=r"batch=0: .* left out"):
+        left_out.replay(0)
+
+
+def test_with_round_robin_it_says_that_random_numbers_are_others() -> None:
+    loader = make("shuffle", 2, schedule="round_robin")
+    (batch, *_) = list(loader)
+    with pytest.warns(UserWarning, match="with a round_robin schedule that depends on"):
+        again = loader.replay(0)
+    assert torch.equal(again[0], batch[0])
+
+
+def test_what_cannot_be_replayed_says_why() -> None:
+    loader = make("shuffle", 0)
+    with pytest.raises(ValueError, match=r"epoch=None is none of those that this loader remembers \(\)"):
+        loader.replay(0)
+    at_end = [loader.state_dict() for _ in loader][-1]
+    between = loader.state_dict()
+    for arguments, error, text in (
+        ((BATCHES,), IndexError, f"batch={BATCHES}: the epoch had fewer"),
+        ((-1,), ValueError, "batch=-1 must be"),
+        ((0, 4), ValueError, r"epoch=4 is none of those that this loader remembers \(0\)"),
+        ((0, 4, at_end), ValueError, "saved in the middle of epoch 0"),
+        ((0, None, between), ValueError, "saved before epoch 1"),
+    ):
+        with pytest.raises(error, match=text):
+            loader.replay(*arguments)
+    with pytest.raises(TypeError, match="needs a dataset with indices"):
+        DataLoader(Stream("drawn", [3])).replay(0)
+    said: DataLoader[Any] = DataLoader(Drawn(), SIZE, sampler=Said(), schedule="dynamic")
+    batches = {number: (batch, said.state_dict()) for number, batch in enumerate(said)}
+    assert same(said.replay(5, state=batches[2][1]), batches[5][0])
+    with pytest.raises(ValueError, match="this state was saved after batch 4"):
+        said.replay(3, state=batches[4][1])
+
+
+def loader_of_the_shell() -> DataLoader[Any]:
+    torch.manual_seed(0)
+    return make("shuffle", 2)
+
+
+def test_on_the_shell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches, states = run(loader_of_the_shell())
+    as_json, saved, out = tmp_path / "state.json", tmp_path / "state.pt", tmp_path / "batch.pt"
+    as_json.write_text(json.dumps(states[1]))
+    torch.save(states[1], saved)
+    command = ["replay", f"{__name__}:loader_of_the_shell"]
+    for path in (as_json, saved):
+        assert main([*command, str(path), "--batch", "5", "--save", str(out)]) == 0
+        assert same(torch.load(out), batches[1, 5])
+        assert f"batch[1]: float32[{SIZE}, 2], from 0." in capsys.readouterr().out
+    stopped = []
+    monkeypatch.setattr(
+        "pdb.runcall", lambda method, self, index: stopped.append(index) or method(self, index)
+    )
+    assert main([*command, str(as_json), "--batch", "5", "--pdb"]) == 0
+    assert stopped == batches[1, 5][0].tolist()[:1]
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, str(tmp_path / "nowhere"), "--batch", "5"])
+    assert "cannot be read as JSON or with torch.load" in capsys.readouterr().err
