@@ -1,0 +1,336 @@
+"""Samples that cannot be read: what takes their place, what is left out, and what is raised as ever."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset, TensorDataset
+
+from fastq_loader.errors import shorten
+from fastq_loader.reading.fetch import EndOfStream
+from fastq_loader.reading.tolerance import LeftOut, Replace, Skip, Tolerance, make_fetcher, read_errors
+from tests.reading.test_fetch import Stream
+from tests.support.crimes import TwoArguments
+
+SIZE = 50
+
+
+class Broken(Exception):
+    def __repr__(self) -> str:
+        raise RuntimeError("nor can it be shown")
+
+
+class Reads:
+    """Gives what it is asked for, but raises at some indices; notes what was read."""
+
+    def __init__(self, *bad: Any, error: Callable[[Any], Exception] = KeyError) -> None:
+        self.bad, self.error = bad, error
+        self.read: list[Any] = []
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read.append(index)
+        whole = isinstance(index, (int, np.integer))
+        if any(index is bad or (whole and index == bad) for bad in self.bad):
+            raise self.error(index)
+        return index
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+class ReadsMany(Reads):
+    def __getitems__(self, indices: Any) -> Any:
+        return [self[index] for index in indices]
+
+
+class Generated(IterableDataset[int]):
+    """A generator ends with its error, also inside of another iterator."""
+
+    def __init__(self, turns: list[Any], outside: Callable[[Any], Any] = iter) -> None:
+        self.turns, self.outside = turns, outside
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.outside(self._all()))
+
+    def _all(self) -> Iterator[int]:
+        for turn in self.turns:
+            if isinstance(turn, Exception):
+                raise turn
+            yield turn
+
+
+def fetcher(
+    dataset: Any, errors: Tolerance, population: int | None = None, collate: Any = list, **rules: Any
+) -> Any:
+    rules = {"auto_collation": True, "drop_last": False, **rules}
+    iterable = isinstance(dataset, IterableDataset)
+    return make_fetcher(
+        dataset, errors=errors, population=population, iterable=iterable, collate=collate, **rules
+    )
+
+
+def indices_of(fetching: Any) -> list[tuple[Any, Any]]:
+    return [(index, instead) for index, instead, _ in fetching.bad]
+
+
+@pytest.mark.parametrize("kind", [Reads, ReadsMany])
+def test_samples_that_raise_are_left_out_and_the_others_are_read_once(kind: Any) -> None:
+    fetching = fetcher(dataset := kind(3, 5), Skip())
+    assert fetching.fetch([1, 3, 4, 5, 1]) == [1, 4, 1]
+    assert fetching.bad == [[3, None, "KeyError(3)"], [5, None, "KeyError(5)"]]
+    assert type(fetching.error) is KeyError
+    if kind is Reads:
+        assert dataset.read == [1, 3, 4, 5, 1]
+    with pytest.raises(LeftOut):
+        fetching.fetch([5, 3])
+    assert indices_of(fetching) == [(5, None), (3, None)]
+    assert fetching.fetch([]) == []
+    assert fetching.fetch(iter([1, 3, 2])) == [1, 2]
+    assert fetching.fetch(torch.tensor([1, 2])) == [1, 2]
+    assert (fetching.bad, fetching.error) == ([], None)
+
+
+def test_without_batches_a_sample_is_left_out_or_replaced() -> None:
+    alone: dict[str, Any] = {"auto_collation": False, "collate": lambda sample: sample}
+    with pytest.raises(LeftOut):
+        fetcher(Reads(3), Skip(), **alone).fetch(3)
+    replacing = fetcher(Reads(3), Replace(), SIZE, **alone)
+    assert replacing.fetch(3) in set(range(SIZE)) - {3}
+    with pytest.raises(KeyError):
+        fetcher(Reads(3), Replace(), None, **alone).fetch(3)
+    assert fetcher(Reads(3), Skip(), **alone).fetch((1, 2)) == (1, 2)
+
+
+@pytest.mark.parametrize("kind", [Reads, ReadsMany])
+@pytest.mark.parametrize("population", [None, SIZE])
+def test_the_replacement_follows_from_epoch_batch_position_and_index(
+    kind: Any, population: int | None
+) -> None:
+    bad = random.Random(5).sample(range(SIZE), 20)
+    index = list(range(SIZE)) * 2
+    at = [place for place, old in enumerate(index) if old in bad]
+
+    def read(place: tuple[int, int], index: list[Any] = index) -> list[Any]:
+        fetching = fetcher(kind(*bad), Replace(), population)
+        fetching.fetch([min(set(range(SIZE)) - set(bad))])
+        fetching.place = place
+        data: list[Any] = fetching.fetch(index)
+        return data
+
+    found = read((2, 7))
+    assert read((2, 7)) == read((2, 7), [np.int64(i) if i in bad else i for i in index]) == found
+    assert len(found) == len(index)
+    assert not set(found) & set(bad)
+    assert all(new == old for new, old in zip(found, index, strict=True) if old not in bad)
+    shifted = read((2, 7), [*index[1:], index[0]])
+    for others in (read((2, 8)), read((3, 7)), found[SIZE:] + found[:SIZE], shifted[-1:] + shifted[:-1]):
+        assert sum(others[place] != found[place] for place in at) > len(at) / 2
+
+
+def test_a_replacement_is_one_of_the_same_batch_or_one_below_the_population() -> None:
+    same = fetcher(Reads(3, 5), Replace())
+    assert set(same.fetch([30, 3, 5, 31])) == {30, 31}
+    assert {index for index, _ in indices_of(same)} == {3, 5}
+    assert {instead for _, instead in indices_of(same)} <= {30, 31}
+    drawn = {fetcher(Reads(3), Replace(), 4).fetch([at, 3])[1] for at in range(30)}
+    assert drawn <= {0, 1, 2}
+    for population in (None, 2):
+        with pytest.raises(KeyError):
+            fetcher(Reads(0, 1), Replace(), population).fetch([0, 1])
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        *("name", ("a", 3), slice(1, 3), b"bytes", np.int64(4), np.arange(3), None, 2**80),
+        *(torch.tensor(4), torch.arange(3), {"a": 1}),
+    ],
+    ids=repr,
+)
+def test_an_index_may_be_anything(index: Any) -> None:
+    for errors in (Skip(), Replace()):
+        fetching = fetcher(Reads(index), errors)
+        assert fetching.fetch(["other", index]) == ["other"] * (1 + isinstance(errors, Replace))
+        ((shown, _, text),) = fetching.bad
+        assert type(shown) in (int, str, type(None))
+        assert text == shorten(KeyError(index), 200)
+
+
+def test_an_error_may_be_anything_that_only_names() -> None:
+    fetching = fetcher(Reads(1, error=Broken), Skip())
+    assert fetching.fetch([1, 2]) == [2]
+    assert fetching.bad == [[1, None, "<repr failed: RuntimeError>"]]
+    fetching = fetcher(Reads(1, error=lambda index: ValueError("x" * 9999)), Skip(only=(OSError, ValueError)))
+    assert fetching.fetch([1, 2]) == [2]
+    assert len(fetching.bad[0][2]) == 200
+    for errors in (Skip(only=ValueError), Replace(only=(OSError,))):
+        with pytest.raises(TwoArguments):
+            fetcher(Reads(1, error=lambda index: TwoArguments(1, "two")), errors, SIZE).fetch([1, 2])
+        with pytest.raises(KeyboardInterrupt):
+            fetcher(Reads(1, error=lambda i: KeyboardInterrupt()), errors).fetch([1])  # type: ignore[arg-type,return-value]
+    with pytest.raises(ZeroDivisionError):
+        fetcher(Reads(1), Skip(), collate=lambda data: 1 / 0).fetch([1, 2])
+
+
+@pytest.mark.parametrize("kind", [Reads, ReadsMany])
+def test_a_stop_iteration_is_an_error_of_the_sample_and_never_the_end(kind: Any) -> None:
+    def stopping() -> Any:
+        return kind(1, 4, error=StopIteration)
+
+    assert fetcher(stopping(), Skip()).fetch([0, 1, 2, 4]) == [0, 2]
+    assert set(fetcher(stopping(), Replace()).fetch([0, 1, 2, 4])) == {0, 2}
+    for errors in (Skip(only=OSError), Replace(only=OSError)):
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            fetcher(stopping(), errors).fetch([0, 1])
+
+
+def test_an_index_out_of_range_of_a_table_counts() -> None:
+    fetching = fetcher(TensorDataset(torch.arange(5)), Skip())
+    assert fetching.fetch([1, 7, 2]) == [(torch.tensor(1),), (torch.tensor(2),)]
+    assert indices_of(fetching) == [(7, None)]
+
+
+def test_a_slow_sample_is_still_named() -> None:
+    class Slow(Reads):
+        def __getitem__(self, index: Any) -> Any:
+            fetching.began -= 10**9 * (index == 2)  # as if it had begun that much earlier
+            return super().__getitem__(index)
+
+    fetching = fetcher(Slow(), Skip())
+    fetching._times_samples = True
+    fetching.fetch([0, 1])
+    assert 0 < fetching.slowest < 10**9
+
+
+def drain(fetching: Any, size: int = 3) -> list[list[Any]]:
+    found = []
+    try:
+        while True:
+            try:
+                found.append(fetching.fetch([None] * size))
+            except LeftOut:
+                found.append([])
+    except EndOfStream:
+        return found
+
+
+BAD = OSError("broken")
+
+
+@pytest.mark.parametrize(
+    ("turns", "drop_last", "expected"),
+    [
+        ([1, BAD, 2, 3, BAD, BAD, BAD, 4], False, [[1, 2], [3], [4]]),
+        ([1, 2, BAD], False, [[1, 2], []][:1]),
+        ([1, 2, 3, BAD], False, [[1, 2, 3], []]),
+        ([1, BAD, 3, BAD, BAD], True, [[1, 3]]),
+        ([BAD, BAD, BAD], False, [[]]),
+        ([], False, []),
+    ],
+)
+def test_a_stream_that_goes_on_is_read_to_its_end(turns: Any, drop_last: bool, expected: Any) -> None:
+    fetching = fetcher(Stream(*turns), Skip(), drop_last=drop_last)
+    assert drain(fetching) == expected
+    for _ in range(2):
+        with pytest.raises(EndOfStream):
+            fetching.fetch([None])
+    single = fetcher(Stream(*turns), Skip(), auto_collation=False, collate=lambda sample: sample)
+    flat = [each for each in drain(single, 1) if each != []]
+    assert flat == [turn for turn in turns if turn is not BAD]
+
+
+@pytest.mark.parametrize("outside", [iter, enumerate, lambda turns: map(abs, turns)])
+@pytest.mark.parametrize("at", range(5))
+def test_a_generator_does_not_go_on_and_the_error_says_so(outside: Any, at: int) -> None:
+    turns: list[Any] = [1, 2, 3, 4, 5]
+    turns[at] = OSError("broken")
+    fetching = fetcher(Generated(turns, outside), Skip())
+    with pytest.raises(OSError, match="broken") as caught:
+        drain(fetching)
+    notes = getattr(caught.value, "__notes__", [])
+    assert "cannot leave it out" in "".join(notes) or not hasattr(caught.value, "add_note")
+    with pytest.raises(EndOfStream):
+        fetching.fetch([None])
+
+
+def test_only_what_may_fail_is_left_out_of_a_stream() -> None:
+    fetching = fetcher(Stream(1, KeyError("other"), 2), Skip(only=OSError))
+    with pytest.raises(KeyError, match="other"):
+        fetching.fetch([None] * 3)
+    assert fetching.fetch([None] * 3) == [2]
+
+
+def test_an_error_that_was_dealt_with_keeps_nothing_alive() -> None:
+    class Sample:
+        pass
+
+    class Samples(Reads):
+        def __getitem__(self, index: Any) -> Any:
+            super().__getitem__(index)
+            return Sample()
+
+    gc.collect()
+    gc.disable()
+    try:
+        for errors in (Skip(), Replace()):
+            fetching = fetcher(Samples(1, 3), errors)
+            alive = [weakref.ref(sample) for sample in fetching.fetch([0, 1, 2, 3, 4])]
+            fetching.error = None  # as who counts them does
+            assert not any(sample() for sample in alive)
+        with pytest.raises(KeyError):
+            fetching.fetch([1])
+        assert fetching.error is None
+    finally:
+        gc.enable()
+
+
+def test_the_limit_is_a_number_or_a_share_of_at_least_a_thousand() -> None:
+    assert Skip(limit=None).allows(10**9, 10**9)
+    assert [Skip(limit=3).allows(bad, 10**6) for bad in (3, 4)] == [True, False]
+    assert [Replace(limit=0).allows(bad, 10) for bad in (0, 1)] == [True, False]
+    assert [Skip(limit=0.01).allows(bad, 5) for bad in (10, 11)] == [True, False]
+    assert [Skip(limit=0.01).allows(bad, 5000) for bad in (50, 51)] == [True, False]
+    assert [Skip().allows(bad, 4000) for bad in (2000, 2001)] == [True, False]
+    assert Skip(limit=1.0).allows(5000, 5000)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Skip(limit=-1), ValueError, ["limit=-1", "at least 0"]),
+        (lambda: Replace(limit=1.5), ValueError, ["limit=1.5", "at most 1.0"]),
+        (lambda: Skip(limit=float("nan")), ValueError, ["limit=nan"]),
+        (lambda: Skip(limit=True), TypeError, ["limit=True", "number of samples"]),
+        (lambda: Skip(limit="3"), TypeError, ["limit='3'"]),
+        (lambda: Skip(only=[OSError]), TypeError, ["only=[", "OSError", "tuple"]),
+        (lambda: Skip(only=()), TypeError, ["only=()"]),
+        (lambda: Replace(only=KeyboardInterrupt), TypeError, ["only=", "KeyboardInterrupt"]),
+        (lambda: Replace(path=3), TypeError, ["path=3"]),
+        (lambda: read_errors("skip"), ValueError, ["errors='skip'", "Skip(...)"]),
+        (lambda: read_errors(Skip), TypeError, ["errors=", "Skip(...)"]),
+        (lambda: read_errors(None), TypeError, ["errors=None"]),
+        (lambda: read_errors(Replace(), iterable=True), ValueError, ["errors=Replace", "use Skip()"]),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_value_and_a_way_out(
+    make: Callable[[], Any], error: type[Exception], words: list[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        make()
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_errors_are_raised_unless_something_else_is_said() -> None:
+    assert read_errors("raise") is None
+    assert read_errors(errors := Skip(), iterable=True) is errors
+    assert read_errors(errors_ := Replace()) is errors_
+    assert not hasattr(
+        make_fetcher(Reads(), iterable=False, auto_collation=True, collate=list, drop_last=False), "place"
+    )
