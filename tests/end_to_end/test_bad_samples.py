@@ -1,0 +1,402 @@
+"""errors=Replace() and Skip(): the same batches, counts and errors for any number of workers, come what may.
+
+More than the default seeds:
+
+    FASTQ_BAD_SAMPLES_SEEDS=0:200 python -m pytest tests/end_to_end/test_bad_samples.py -k drawn
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import pickle
+import random
+import re
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
+
+from fastq_loader import (
+    BadSample,
+    BadSampleFound,
+    DataLoader,
+    PermutationSampler,
+    Processes,
+    Replace,
+    RoundRobin,
+    Skip,
+    ToDevice,
+)
+from fastq_loader.device.prefetcher import Prefetcher
+from tests.conftest import of_kind
+from tests.support import traces
+from tests.support.datasets import UnevenBatches
+from tests.support.late_device import late_device
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore::fastq_loader.BadSampleFound"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+FIRST, LAST = map(int, os.environ.get("FASTQ_BAD_SAMPLES_SEEDS", "0:18").split(":"))
+
+
+@dataclass(eq=False)
+class Files(Dataset[Any]):
+    """Some cannot be read; the worker that reads `deadly` for the first time is killed."""
+
+    size: int
+    bad: frozenset[int]
+    deadly: int = -1
+    mark: str = ""
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.deadly and get_worker_info() is not None and not os.path.exists(self.mark):
+            Path(self.mark).touch()
+            time.sleep(0.05)  # what was answered before is on its way
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index in self.bad:
+            raise OSError(f"file {index} is broken")
+        return index
+
+
+class Stateful(Files):
+    """It says how many it has read; every worker has its own."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reads": self.reads}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.reads = state["reads"]
+
+
+class Lines(IterableDataset[int]):
+    """Every third line is broken; a worker reads every n-th. The iterator goes on."""
+
+    def __init__(self, size: int = 30) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return map(self._line, range(first, self.size, step))
+
+    def _line(self, number: int) -> int:
+        if number % 3 == 2:
+            raise ValueError(f"line {number} is broken")
+        return number
+
+
+def values(batch: Any) -> Any:
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+def drawn(seed: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What all loaders of a configuration have, and what only those with workers have."""
+    rng = random.Random(seed)
+    size = rng.choice([40, 61, 100])
+    bad = frozenset(rng.sample(range(size), max(1, int(size * rng.choice([0.01, 0.3])))))
+    kind = rng.choice(["sequential", "permuted", "ranks", "list", "batches", "single"])
+    options: dict[str, Any] = {"batch_size": rng.choice([1, 3, 8]), "drop_last": rng.random() < 0.3}
+    own: dict[str, Any] = {"num_workers": rng.choice([1, 2, 2, 3, 5])}
+    dataset = Files(size, bad)
+    if kind == "permuted":
+        options["sampler"] = PermutationSampler(size, seed=seed)
+    elif kind == "ranks":
+        options["sampler"] = DistributedSampler(dataset, 2, seed % 2, seed=seed)
+    elif kind == "list":
+        options["sampler"] = rng.sample(range(size), size)
+    elif kind == "batches":
+        options = {"batch_sampler": UnevenBatches(size)}
+    elif kind == "single":
+        options = {"batch_size": None}
+    errors = (
+        Replace(limit=None) if rng.random() < 0.5 and kind not in ("single", "batches") else Skip(limit=None)
+    )
+    own["schedule"] = rng.choice(["round_robin", "dynamic", RoundRobin(save_generators=True)])
+    own["persistent_workers"] = rng.random() < 0.4
+    own["in_order"] = rng.random() < 0.8
+    own["multiprocessing_context"] = "fork" if seed % 50 < 49 else "spawn"
+    if own["schedule"] == "dynamic" and rng.random() < 0.7 and own["multiprocessing_context"] == "fork":
+        own["workers"] = Processes(max_restarts=3)
+        dataset = Files(size, bad, rng.choice(sorted(set(range(size)) - bad)), str(folder / "killed"))
+    return {"dataset": dataset, "errors": errors, **options}, own
+
+
+def epochs(loader: Any, ordered: bool = True, stop: int | None = None) -> list[Any]:
+    """Two epochs' batches, or those of the first up to a number of them."""
+    found = []
+    for epoch in range(2 if stop is None else 1):
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        batches = [values(batch) for batch in islice(loader, stop)]
+        found.append(batches if ordered else sorted(batches, key=str))
+    return found
+
+
+def noted(loader: Any, ordered: bool = True) -> list[BadSample]:
+    statistics = loader.statistics()
+    assert statistics.bad_samples == len(statistics.last_bad_samples) <= 1000
+    found = list(statistics.last_bad_samples)
+    return found if ordered else sorted(found, key=lambda bad: (bad.epoch, bad.batch))
+
+
+@pytest.mark.filterwarnings("ignore::fastq_loader.WorkerReplaced")
+@pytest.mark.parametrize("seed", range(FIRST, LAST))
+def test_a_drawn_loader_gives_what_it_gives_without_workers(seed: int, tmp_path: Path) -> None:
+    shared, own = drawn(seed, tmp_path)
+    what, ordered = f"seed {seed}: {shared} {own}", own["in_order"]
+    serial = DataLoader(**shared)
+    expected, bad = epochs(serial, ordered), noted(serial, ordered)
+    assert bad, what
+    with DataLoader(**shared, **own) as loader:
+        assert epochs(loader, ordered) == expected, what
+        assert noted(loader, ordered) == bad, what
+    if not expected[0]:
+        return
+    stop = random.Random(seed).randrange(len(expected[0])) + 1
+    with DataLoader(**shared, **own) as loader:
+        first = epochs(loader, stop=stop)[0]
+        state = json.loads(json.dumps(loader.state_dict()))
+    again = DataLoader(**shared, **{**own, **({} if ordered else {"in_order": True})})
+    with again:
+        again.load_state_dict(state)
+        assert again.state_dict()["bad_samples"] == state["bad_samples"], what
+        rest = [values(batch) for batch in again]
+        whole = first + rest if ordered else sorted(first + rest, key=str)
+        assert whole == expected[0], f"after {stop} batches, {what}"
+        of_epoch = [each for each in bad if each.epoch == 0]
+        key = (lambda each: each.batch) if not ordered else (lambda each: 0)
+        assert sorted(noted(again), key=key) == of_epoch, f"after {stop} batches, {what}"
+
+
+@pytest.mark.parametrize("errors", [Replace(limit=7), Skip(limit=7), Skip(limit=0.008)])
+def test_beyond_the_limit_the_last_error_is_raised_with_a_list_at_the_same_batch(errors: Any) -> None:
+    def run(workers: int, **options: Any) -> tuple[list[Any], list[str]]:
+        dataset = Files(60, frozenset(range(1, 60, 5)))
+        with DataLoader(dataset, 4, errors=errors, num_workers=workers, **options) as loader:
+            found: list[Any] = []
+            notes: list[str] = []
+            iterator = iter(loader)
+            while len(found) < 15:
+                try:
+                    found.append(values(next(iterator)))
+                except OSError as error:
+                    found.append((str(error), error.batch))  # type: ignore[attr-defined]
+                    notes.append("".join(getattr(error, "__notes__", ())))
+            assert next(iterator, None) is None
+            return found, notes
+
+    expected, notes = run(0)
+    failed = [each for each in expected if isinstance(each, tuple)]
+    assert failed
+    assert all(str(error) == f"file {error.rsplit()[1]} is broken" for error, _ in failed)
+    for options in ({"workers": 1}, {"workers": 3}, {"workers": 2, "schedule": "dynamic"}):
+        found, others = run(**options)
+        assert found == expected
+        assert [text[text.find("errors=") :] for text in others] == notes
+    if hasattr(BaseException, "add_note"):
+        bad = sum(text.count("could not be read, and") for text in notes[:1])
+        assert re.match(rf"errors={re.escape(str(errors))}: {bad} of (32|40|44) samples could not", notes[0])
+        assert 7 < bad <= 10
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_first_one_is_warned_of_once_and_as_an_error_costs_no_batch(workers: int, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    loader = DataLoader(Files(12, frozenset({1, 6})), 2, errors=Skip(path=path), num_workers=workers)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        next(iter(loader))  # an epoch that is broken off loses it not
+        assert of_kind(caught, BadSampleFound) == []
+        assert [values(batch) for batch in loader] == [[0], [2, 3], [4, 5], [7], [8, 9], [10, 11]]
+    (warning,) = of_kind(caught, BadSampleFound)
+    assert "sample 1 of batch 0, epoch 0, could not be read, and left out: OSError" in str(warning.message)
+    assert warning.filename == __file__
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert written == [vars(each) for each in noted(loader)]
+    assert [(each["epoch"], each["index"]) for each in written] == [(0, 1), (1, 1), (1, 6)]
+    for bad, where in (({0}, 0), ({11}, 11)):
+        loader = DataLoader(Files(12, frozenset(bad)), 1, errors=Skip(path=tmp_path), num_workers=workers)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", BadSampleFound)
+            iterator, found, told = iter(loader), [], []
+            while (step := len(found) + len(told)) < 13:
+                try:
+                    found.append(values(next(iterator)))
+                except BadSampleFound as raised:
+                    told.append(str(raised))
+            assert next(iterator, None) is None
+        assert found == [[each] for each in range(12) if each != where], step
+        assert len(told) == 2
+        assert "not written" in told[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"schedule": "dynamic"}])
+def test_a_stream_is_left_out_of_and_goes_on_where_it_stood(options: Any) -> None:
+    for workers in (0, 2):
+        own = {**options, "num_workers": workers} if workers else {}
+        with DataLoader(Lines(), 4, errors=Skip(), **own) as loader:
+            batches = [values(batch) for batch in loader]
+            assert sorted(number for batch in batches for number in batch) == [
+                n for n in range(30) if n % 3 != 2
+            ]
+            assert len(noted(loader)) == 10
+            state: Any = None
+            for _ in islice(loader, 3):
+                state = json.loads(json.dumps(loader.state_dict()))
+        with DataLoader(Lines(), 4, errors=Skip(), **own) as again:
+            again.load_state_dict(state)
+            with pytest.warns(UserWarning, match="read again"):
+                assert [values(batch) for batch in again] == batches[3:]
+            assert len(noted(again)) == 20
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_without_any_sample_are_left_out_also_around_a_resume(workers: int) -> None:
+    def make() -> Any:
+        bad = frozenset([*range(4, 12), *range(20, 24)])
+        return DataLoader(Stateful(24, bad), 4, errors=Skip(limit=None), num_workers=workers)
+
+    loader = make()
+    assert len(list(loader)) == 3
+    seen, batches = [], [[0, 1, 2, 3], [12, 13, 14, 15], [16, 17, 18, 19]]
+    for at, batch in enumerate(loader):
+        seen.append(values(batch))
+        state = json.loads(json.dumps(loader.state_dict()))
+        again = make()
+        again.load_state_dict(state)
+        assert [values(batch) for batch in again] == batches[at + 1 :]
+        assert len(noted(again)) == 24
+        assert again.state_dict()["epoch"] == 2
+    assert seen == batches
+    assert loader.position == (2, 0, 12)
+    with DataLoader(Files(8, frozenset(range(8))), 2, errors=Skip(), num_workers=workers) as empty:
+        assert list(empty) == []
+
+
+def explode(data: Any) -> Any:
+    raise RuntimeError("collate") if 5 in data else data
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_errors_of_others_are_raised_as_ever(workers: int) -> None:
+    def sampler() -> Iterator[int]:
+        yield from range(4)
+        raise LookupError("sampler")
+
+    with DataLoader(
+        Files(8, frozenset({1})),
+        2,
+        errors=Skip(),
+        num_workers=workers,
+        collate_fn=torch.tensor,
+        sampler=sampler(),
+    ) as loader:
+        iterator = iter(loader)
+        assert [values(next(iterator)) for _ in range(2)] == [[0], [2, 3]]
+        with pytest.raises(LookupError, match="sampler"):
+            next(iterator)
+    with DataLoader(
+        Files(8, frozenset({1})), 2, errors=Skip(), num_workers=workers, collate_fn=max
+    ) as loader:
+        assert list(loader) == [0, 3, 5, 7]
+    with DataLoader(
+        Files(8, frozenset({1, 4})), 2, errors=Replace(), num_workers=workers, collate_fn=fail
+    ) as loader:
+        with pytest.raises(ZeroDivisionError):
+            next(iter(loader))
+        assert noted(loader) == []
+
+
+def fail(data: Any) -> Any:
+    return 1 / 0
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_that_is_left_out_passes_pinning_prefetching_and_a_device(
+    workers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bad = frozenset([0, *range(4, 12), 17])
+    arguments: dict[str, Any] = {"errors": Skip(limit=None), "num_workers": workers}
+    expected = [[1, 2, 3], [12, 13, 14, 15], [16, 18, 19]]
+    with late_device(monkeypatch, seed=3):
+        devices = {"device": "cpu"}, {"pin_memory": True}, {"device": ToDevice("cuda", prefetch=3)}
+        for options in devices:
+            with DataLoader(Files(20, bad), 4, **arguments, **options) as loader:
+                with loader.trace(tmp_path / "trace"):
+                    assert [values(batch) for batch in loader] == expected
+                traces.check(events := traces.read(tmp_path / "trace"))
+                assert bool(traces.of(events, "X", "leave out")) == (workers > 0)
+                assert len(noted(loader)) == 10
+                str(loader.diagnose())
+        loader = DataLoader(Files(20, bad), 4, **arguments)
+        with loader, Prefetcher(loader, "cuda") as ahead:
+            assert values(next(iter(ahead))) == expected[0]
+            assert ahead.state_dict()["bad_samples"]["total"] == 1
+            assert loader.statistics().bad_samples > 1
+        gc.collect()
+
+
+def test_two_iterators_of_a_loader_count_for_themselves() -> None:
+    with DataLoader(Files(40, frozenset(range(0, 40, 4))), 4, errors=Skip(limit=10), num_workers=2) as loader:
+        assert len(list(zip(loader, loader, strict=True))) == 10
+        assert {each.epoch for each in noted(loader)} == {0, 1}
+
+
+def test_copies_and_loaders_made_from_attributes_have_the_errors() -> None:
+    loader = DataLoader(Files(8, frozenset({1})), 2, errors=Skip(limit=5), num_workers=1)
+    next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+    for other in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):
+        assert other.errors == Skip(limit=5)
+        assert [values(batch) for batch in other] == [[2, 3], [4, 5], [6, 7]]
+        assert len(noted(other)) == 1
+        other.close()
+
+    class Bare(DataLoader[Any]):
+        def __init__(self, of: DataLoader[Any]) -> None:
+            vars(self).update({name: value for name, value in vars(of).items() if name != "errors"})
+
+    bare = Bare(loader)
+    assert bare.errors == "raise"
+    assert len(list(bare)) == 3  # of the state that was loaded
+    with pytest.raises(OSError, match="file 1"), bare:
+        list(bare)
+    with pytest.raises(ValueError, match="use Skip"):
+        DataLoader(Lines(), errors=Replace())
+    loader.close()
+
+
+def test_errors_that_are_set_later_hold_for_the_next_workers() -> None:
+    with DataLoader(
+        Files(8, frozenset({1, 4, 5})), 2, errors=Skip(), num_workers=2, persistent_workers=True
+    ) as loader:
+        batches = [values(batch) for batch in loader]
+        loader.errors = "raise"
+        assert [values(batch) for batch in loader] == batches == [[0], [2, 3], [6, 7]]
+        loader.close()
+        with pytest.raises(OSError, match="file 1"):
+            next(iter(loader))
