@@ -179,8 +179,9 @@ class TolerantFetcher(Fetcher):
                 data.extend(map(read, places))  # of what was read before an error, nothing is read again
                 if len(data) + left_out == len(indices):
                     break
-                raise RuntimeError("dataset or collate_fn raised StopIteration")  # which ends a `map`
+                raise StopIteration  # by user code: it has ended the `map`
             except self._errors.only as error:
+                refuse_interrupt(error)
                 position = len(data) + left_out
                 self._note(indices[position], error)
             if isinstance(self._errors, Skip):
@@ -195,7 +196,8 @@ class TolerantFetcher(Fetcher):
         return data
 
     def _note(self, index: Any, error: Exception) -> None:
-        refuse_interrupt(error)
+        if isinstance(error, StopIteration):  # it would end the epoch if it were raised
+            error = RuntimeError("the dataset raised StopIteration")
         self.bad.append([plain(index), None, shorten(error, _ERROR)])
         self.error = error
 
@@ -210,6 +212,7 @@ class TolerantFetcher(Fetcher):
             try:
                 sample = read(index)
             except self._errors.only as error:
+                refuse_interrupt(error)
                 self._note(index, error)
                 continue
             for each in failed:
@@ -245,6 +248,7 @@ class TolerantFetcher(Fetcher):
                     raise EndOfStream from None
                 break
             except self._errors.only as error:
+                refuse_interrupt(error)
                 self._note(None, error)
                 self._failed = error
         return self._some(data)

@@ -131,9 +131,8 @@ def drawn(seed: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         options = {"batch_sampler": UnevenBatches(size)}
     elif kind == "single":
         options = {"batch_size": None}
-    errors = (
-        Replace(limit=None) if rng.random() < 0.5 and kind not in ("single", "batches") else Skip(limit=None)
-    )
+    replaces = rng.random() < 0.5 and kind not in ("list", "batches")  # a batch of bad samples alone raises
+    errors = Replace(limit=None) if replaces else Skip(limit=None)
     own["schedule"] = rng.choice(["round_robin", "dynamic", RoundRobin(save_generators=True)])
     own["persistent_workers"] = rng.random() < 0.4
     own["in_order"] = rng.random() < 0.8

@@ -184,11 +184,13 @@ def test_a_stop_iteration_is_an_error_of_the_sample_and_never_the_end(kind: Any)
     def stopping() -> Any:
         return kind(1, 4, error=StopIteration)
 
-    assert fetcher(stopping(), Skip()).fetch([0, 1, 2, 4]) == [0, 2]
+    skipping = fetcher(stopping(), Skip())
+    assert skipping.fetch([0, 1, 2, 4]) == [0, 2]
+    assert type(skipping.error) is RuntimeError  # StopIteration would end the epoch
     assert set(fetcher(stopping(), Replace()).fetch([0, 1, 2, 4])) == {0, 2}
-    for errors in (Skip(only=OSError), Replace(only=OSError)):
+    for errors in (Skip(only=OSError), Replace(only=OSError), Replace()):
         with pytest.raises(RuntimeError, match="raised StopIteration"):
-            fetcher(stopping(), errors).fetch([0, 1])
+            fetcher(stopping(), errors).fetch([1, 4, 1] if errors == Replace() else [0, 1])
 
 
 def test_an_index_out_of_range_of_a_table_counts() -> None:
