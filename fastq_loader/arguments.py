@@ -84,9 +84,9 @@ def saves_generators(loader: Loader) -> bool:
 
 def rules(loader: Loader) -> Rules:
     """How its dataset is read."""
-    errors = read_errors(loader.errors, iterable := is_iterable(loader))
-    population = None if errors is None or iterable else _population(loader._index_sampler)
-    return Rules(iterable, loader._auto_collation, loader.drop_last, errors, population)
+    replaces = read_errors(loader.errors, iterable := is_iterable(loader)) is not None and not iterable
+    population = _population(loader._index_sampler) if replaces else None
+    return Rules(iterable, loader._auto_collation, loader.drop_last, population)
 
 
 def _population(index_sampler: Any) -> int | None:

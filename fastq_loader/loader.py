@@ -29,7 +29,7 @@ from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.iterators.multiprocess import MultiprocessIterator
 from fastq_loader.iterators.serial import SerialIterator
 from fastq_loader.reading import datapipes
-from fastq_loader.reading.tolerance import Tolerance
+from fastq_loader.reading.tolerance import Tolerance, read_errors
 from fastq_loader.resources import Resources
 from fastq_loader.resume import saved, state
 from fastq_loader.resume.record import Position
@@ -227,6 +227,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 self.dataset,
                 self.collate_fn,
                 datapipes.sharding_init_fn(self.dataset, self.worker_init_fn),
+                read_errors(self.errors),
             ),
             rules=arguments.rules(self),
             workers=int(self.num_workers),

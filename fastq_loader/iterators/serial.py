@@ -71,7 +71,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
         iterable = self._dataset_kind == _DatasetKind.Iterable
         if iterable and not self._dynamic:  # what it draws is the user's, and drawn again if it is read again
             self._order.note_shared()
-        rules = {**vars(self._rules), "collate": self._collate_fn}
+        rules = {**vars(self._rules), "errors": self._errors, "collate": self._collate_fn}
         if place is not None and "over" in state:
             position.put_at_end(place, self._dataset, **rules)
             place = None

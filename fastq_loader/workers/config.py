@@ -28,18 +28,16 @@ from fastq_loader.memory import mapped
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents
 from fastq_loader.packing import by_value
-from fastq_loader.reading.tolerance import Tolerance
 from fastq_loader.scheduling.schedules import WindowLimits
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How a dataset is read: the fields of torch's fetchers, and those of `TolerantFetcher`."""
+    """How a dataset is read: the fields of torch's fetchers, and `population` of `TolerantFetcher`."""
 
     iterable: bool
     auto_collation: bool
     drop_last: bool
-    errors: Tolerance | None = None
     population: int | None = None
 
 
@@ -137,14 +135,15 @@ def _received(duplicates: dict[Any, Any]) -> Descriptors:
 
 
 class Payload:
-    """A dataset and the functions that go with it.
+    """A dataset and what of the user's goes with it.
 
     Attributes:
         parts: by name.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Any, init_fn: Any) -> None:
+    def __init__(self, dataset: Any, collate_fn: Any, init_fn: Any, errors: Any = None) -> None:
         self.parts = {"dataset": dataset, "collate_fn": collate_fn, "worker_init_fn": init_fn}
+        self.parts["errors"] = errors  # which has exceptions by their classes
         self._carried: list[int] = []  # the last one is that of the parts
 
     @property

@@ -58,6 +58,7 @@ class Reader:
         self._base_seed: int | None = None  # every batch is seeded from it; None: once for each worker
         self._dataset: Any = None
         self._collate_fn: Any = None
+        self._errors: Any = None
         self._fetcher: Fetcher | None = None
         self._fetched = False  # anything since the worker was started
         self._asked = 0  # for a batch, in this epoch
@@ -78,7 +79,7 @@ class Reader:
         seed = generators.seed_worker(setup.base_seed, setup.worker)
         parts = setup.plan.payload.open()
         self._dataset = datapipes.apply_seed(parts["dataset"], setup.shared_seed)
-        self._collate_fn = parts["collate_fn"]
+        self._collate_fn, self._errors = parts["collate_fn"], parts["errors"]
         # User code asks torch for it: torch.utils.data.get_worker_info().
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=setup.worker, num_workers=setup.plan.workers, seed=seed, dataset=self._dataset
@@ -101,7 +102,7 @@ class Reader:
             if self.epochs > 1:
                 self._dataset = datapipes.apply_seed(self._dataset, epoch.shared_seed)
             self._resume(epoch.resume)
-            rules = vars(self._setup.plan.rules)
+            rules = {**vars(self._setup.plan.rules), "errors": self._errors}
             place = self._resumed.get("position")
             if "seed" in self._resumed:
                 generators.seed_worker(self._resumed["seed"], self._setup.worker)

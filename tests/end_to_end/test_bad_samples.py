@@ -42,6 +42,7 @@ from fastq_loader.device.prefetcher import Prefetcher
 from tests.conftest import of_kind
 from tests.support import traces
 from tests.support.datasets import UnevenBatches
+from tests.support.hosts import far
 from tests.support.late_device import late_device
 
 pytestmark = [
@@ -61,6 +62,7 @@ class Files(Dataset[Any]):
     bad: frozenset[int]
     deadly: int = -1
     mark: str = ""
+    error: type[Exception] = OSError
 
     def __len__(self) -> int:
         return self.size
@@ -71,7 +73,7 @@ class Files(Dataset[Any]):
             time.sleep(0.05)  # what was answered before is on its way
             os.kill(os.getpid(), signal.SIGKILL)
         if index in self.bad:
-            raise OSError(f"file {index} is broken")
+            raise self.error(f"file {index} is broken")
         return index
 
 
@@ -357,6 +359,19 @@ def test_a_batch_that_is_left_out_passes_pinning_prefetching_and_a_device(
             assert ahead.state_dict()["bad_samples"]["total"] == 1
             assert loader.statistics().bad_samples > 1
         gc.collect()
+
+
+@pytest.mark.parametrize("errors", [Replace, Skip])
+def test_workers_on_other_machines_give_the_same(errors: Any) -> None:
+    class Local(Exception):
+        """Only what pickles classes by value gets it there."""
+
+    def run(**own: Any) -> Any:
+        dataset = Files(24, frozenset({1, *range(8, 12)}), error=Local)
+        with DataLoader(dataset, 4, errors=errors(only=Local), **own) as loader:
+            return [values(batch) for batch in loader], noted(loader)
+
+    assert run(num_workers=2, workers=far(nodes=2)) == run()
 
 
 def test_two_iterators_of_a_loader_count_for_themselves() -> None:
