@@ -89,7 +89,7 @@ class OutcomeSlot(Protocol):
     outcome: Outcome | None
 
     def pass_by(self, progress: Progress) -> None:
-        """A batch was left out, or handed out before: the epoch has come that far."""
+        """The epoch has come that far, with a batch that was left out."""
 
 
 class Delivery:

@@ -188,9 +188,7 @@ class EventLoop:
             if batch is not None:
                 if scheduler.to_draw and not (self.holds and scheduler.undelivered):
                     self._draw(scheduler.to_draw)
-                self._deliver(batch)
-                if self._outcome is None:
-                    slot.pass_by(self._delivery.progress)
+                self._deliver(batch, slot)
         outcome, self._outcome = self._outcome, None
         if outcome is CLOSED:
             return False
@@ -239,7 +237,7 @@ class EventLoop:
             self._carry_out((found,))
         return None
 
-    def _deliver(self, batch: Batch) -> None:
+    def _deliver(self, batch: Batch, slot: OutcomeSlot) -> None:
         """Hand out a batch, when what is to be sent before it is sent."""
         if self._unsent or self._group.behind:
             self._flush()
@@ -251,11 +249,14 @@ class EventLoop:
         staging = self._delivery.staging
         if staging is None:
             self._outcome = self._delivery.hand_out(batch)
-            return
-        began = time.monotonic_ns()
-        self._outcome = self._delivery.hand_out(batch)
-        self._stage_ahead(staging)
-        self._accounting.used_device(began)
+        else:
+            began = time.monotonic_ns()
+            self._outcome = self._delivery.hand_out(batch)
+            self._stage_ahead(staging)
+            self._accounting.used_device(began)
+        if self._outcome is None:
+            slot.pass_by(self._delivery.progress)
+            self._accounting.late = None
 
     def _epoch_is_over(self) -> None:
         if self.plan.persistent:

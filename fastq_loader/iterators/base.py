@@ -126,7 +126,7 @@ class LoaderIterator(_BaseDataLoaderIter, Iterator[Any]):
         return outcome.batch
 
     def pass_by(self, progress: Progress) -> None:
-        """The epoch has come that far, with a batch that is not handed out."""
+        """The epoch has come that far, with a batch that was left out."""
         self._order.progress = progress
 
     def poll(self) -> None:

@@ -143,7 +143,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._load_drawn(drawn)
         if self._record.over:
             self._notes.happened(EpochCounters.ended, time.monotonic_ns(), time.process_time_ns())
-        else:
+        elif self.outcome is not None:  # else the batch was left out
             seq = None if drawn is None else drawn[0]
             if self._notes.left(time.monotonic_ns(), None, seq, getattr(self.outcome, "error", None)):
                 self._notes.counted()

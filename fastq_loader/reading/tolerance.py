@@ -226,9 +226,9 @@ class TolerantFetcher(Fetcher):
 
     def _other(self, indices: list[Any], position: int, attempt: int) -> Any:
         index = indices[position]
-        known = plain(index) if is_int(index) or hasattr(index, "__index__") or type(index) is str else 0
+        known = plain(index) if hasattr(index, "__index__") or type(index) is str else 0
         which = repr((*self.place, position, attempt, known))
-        digest = hashlib.blake2b(which.encode(errors="surrogatepass"), digest_size=8).digest()
+        digest = hashlib.blake2b(which.encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little") % (self._population or len(indices))
         return number if self._population else indices[number]
 
