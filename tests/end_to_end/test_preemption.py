@@ -88,14 +88,14 @@ def test_a_job_is_preempted_at_random_moments_and_every_sample_is_seen_once(
     while not codes or codes[-1] not in over:
         with running_script(source, warm=True) as script:
             script.wait_for("ready")
-            if len(codes) < 5:
+            if len(codes) < (2 if "forkserver" in options else 5):
                 time.sleep(chance.uniform(0.0, 0.25))
                 os.killpg(script.pid, signal.SIGTERM)
             result = script.finish()
             codes.append(result.returncode)
         assert result.returncode in (3, *over), (seed, result)
         assert result.left == (), (seed, result)
-    assert codes.count(3) >= 2, (seed, codes)
+    assert 3 in codes, (seed, codes)
     assert sorted(map(int, seen.read_text().split())) == list(range(ITEMS)), seed
 
 
