@@ -47,25 +47,6 @@ def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
     assert found == [*steady, ("turns", "rows", 4), ("turns", "tokens", 4)]
 
 
-SHARED_BY_ALL = {"bytes": 7}
-DROP_INS = {"start": 6, "turns": 3}
-OURS_ALONE = {"schedule": 6, "resume": 4, "insight": 5, "cluster": 6}
-
-
-@pytest.mark.parametrize(
-    ("peer", "axes"),
-    [
-        ("torch", SHARED_BY_ALL | DROP_INS | {"schedule": 4}),
-        ("fastq_loader", SHARED_BY_ALL | DROP_INS | OURS_ALONE),
-        ("grain", SHARED_BY_ALL),
-    ],
-)
-def test_only_peers_that_are_asked_for_contend(peer: str, axes: dict[str, int], tmp_path: Path) -> None:
-    every = ",".join(SHARED_BY_ALL | DROP_INS | OURS_ALONE)
-    found = [case.axis for case in run.cases(parse(["--axis", every, "--peers", peer]), tmp_path)]
-    assert {axis: found.count(axis) for axis in found} == axes
-
-
 def test_two_revisions_have_usual_workloads_and_rounds() -> None:
     bare = parse(["--against", "HEAD~3"])
     assert (bare.workloads[AGAINST], bare.workers[AGAINST], bare.blocks) == (COMPARED, (2,), 5)

@@ -17,12 +17,10 @@ from bench.__main__ import main, perform
 from bench.arguments import parse
 from bench.output import pictures, readme, rows
 from bench.output.figures import Spread, ratio
-from bench.output.goals import Goal, goals
+from bench.output.goals import Goal
 from bench.output.layout import Table, in_markdown
 from bench.output.rows import Results
 from bench.output.tables import case_tables, summary_tables
-from bench.peers.device import REGISTER, TORCH
-from bench.timing.device import DRAIN
 from bench.timing.rounds import Case, Lane, Plan
 from tests.support import bench_example as example
 
@@ -98,24 +96,6 @@ def test_a_ratio_is_of_medians_and_its_range_is_within_rounds() -> None:
 )
 def test_verdicts(figure: Spread | None, at_most: bool, said: str) -> None:
     assert Goal("", 1.2, figure, at_most=at_most).verdict == said
-
-
-def test_goals_of_a_device() -> None:
-    found = {goal.measure: goal.verdict for goal in goals(example.device_run())}
-    stalls = [name.split(":")[0] for name in found if "stall" in name]
-    assert stalls == ["large"] * 2 + ["fields_32"] * 3 + ["fields_500"] * 3
-    assert len([name for name in found if "GB/s" in name or "CPU" in name]) == 3
-    assert [name.split(":")[0] for name in found if "next()" in name] == ["fields_32", "fields_500"]
-    assert set(found.values()) == {"met"}
-    slower = example.shape("large")
-    for row in slower:
-        if row["row"] == "block" and row["peer"] == REGISTER:
-            row |= {"seconds": 1.1 * row["seconds"]} if row["part"] == DRAIN else {}
-            row |= {"gaps": 0.05} if row["part"] == "2" else {}
-    missed = [goal.measure for goal in goals(Results(slower)) if goal.verdict == "missed"]
-    assert [name.split(": ")[1][:12] for name in missed] == ["GB/s of a fu", "stall beyond"]
-    broken = goals(example.device_run(**{TORCH: {"failure": "it broke"}}))
-    assert {goal.verdict for goal in broken if "torch / ours" in goal.measure} == {"not measured"}
 
 
 def table(results: Results, title: str) -> Table:
