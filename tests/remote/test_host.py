@@ -6,7 +6,6 @@ import base64
 import os
 import pickle
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,7 +33,7 @@ from fastq_loader.remote.connection import (
     Request,
     connect,
 )
-from fastq_loader.remote.far_worker import HostSpec, ProxySocket, SentBlocks
+from fastq_loader.remote.far_worker import ProxySocket, SentBlocks
 from fastq_loader.remote.host_process import actor_class
 from tests.conftest import descendants, run_script, wait_until
 from tests.support import certificates
@@ -383,14 +382,3 @@ def test_an_answer_for_nobody_ends_the_process(scene: Scene) -> None:
         scene.socket._send((b"", [], []))
 
     assert end_of(fork(answer)) == 1
-
-
-def test_it_arrives_with_what_was_defined_in_a_function() -> None:
-    factor = 3
-    spec: HostSpec = pickle.loads(pickle.dumps(host_spec(lambda index: factor * index, dynamic=True)))
-    plan = spec.setup.plan
-    assert plan.payload.open()["dataset"](2) == 6
-    assert (spec.setup.token, spec.path) == (TOKEN, tuple(sys.path))
-    assert not plan.shared_tasks, "the proxy claims"
-    assert TOKEN.hex() not in repr(spec)
-    assert {"Python", "torch", "numpy"} < spec.versions.keys()

@@ -152,26 +152,6 @@ def received(pipe: Connection[Any, Any]) -> Any:
     return pipe.recv()
 
 
-def test_the_first_place_goes_to_the_first_proxy_that_waits(pool: Pool) -> None:
-    assert pool.played.started == 4
-    first = pool.placed(1, 0)
-    second = pool.proxy(1)
-    assert wait_until(lambda: pool.shown()[0] == (812, "node-1", 0), SECONDS)
-    pool.played.ready.append(place(2))
-    assert received(second) == place(2)
-    assert not first.poll(0.05)
-
-
-def test_a_proxy_that_lost_its_place_gets_another_one(pool: Pool) -> None:
-    its = pool.placed(1)
-    its.send(Status(waits=True))
-    assert wait_until(lambda: pool.played.lost == [place(1)], SECONDS)
-    pool.played.ready.append(place(2))
-    assert received(its) == place(2)
-    its.close()
-    assert wait_until(lambda: pool.played.lost == [place(1), place(2)], SECONDS)
-
-
 def test_the_place_of_a_proxy_that_dies_is_given_back_once(pool: Pool) -> None:
     its = pool.placed(1)
     its.send(Status(why="of it"))
@@ -239,36 +219,6 @@ def test_one_that_found_no_place_says_why(pool: Pool) -> None:
     pool.proxy().send(Status(why="torch 1 here and 2 there"))
     assert pool.pool.death(0)[0] == "found no place on another machine: torch 1 here and 2 there;"
     pool.pool._children = []
-
-
-def test_stacks_come_with_the_process_and_its_machine(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "it has found no room on another machine yet" in pool.pool.stacks(0)
-    pool.placed(2)
-    assert pool.pool.stacks(0) == "  (pid 9 on node-2)\nexited with code 7"
-    monkeypatch.setattr(module, "ask", lambda *_: (0, False, ""))
-    assert pool.pool.stacks(0) == "  (its host does not answer)"
-
-
-def test_a_snapshot_says_where_workers_are_and_what_came_from_there(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool.placed(1, 0)
-    pool.placed(2, 1)
-    pool.proxy(2)
-    successor = module.traffic(pool.pool._words, 4)
-    assert pool.pool._traffic is not None
-    pool.pool._traffic[1] += 500
-    successor[1] += 1 << 40
-    assert pool.shown() == [
-        (812, "node-1", 0),
-        (812, "node-2", 500 + (1 << 40)),
-        (0, None, 0),
-        (0, None, 0),
-    ]
-    assert pool.counters.snapshot().wire_bytes == 500 + (1 << 40)
-    monkeypatch.setattr(pool.pool, "pid", lambda worker: 90 + worker)
-    found = [pool.counters.far_worker(90 + worker) for worker in range(4)]
-    assert found == [(812, "node-1"), (812, "node-2"), (0, ""), None]
 
 
 def test_a_forked_copy_does_not_wait_for_a_thread_that_it_lacks(pool: Pool) -> None:
@@ -347,37 +297,6 @@ def opened(arena: Arena) -> Iterator[Launcher]:
 def launcher(arena: Arena) -> Iterator[Launcher]:
     with opened(arena) as launcher:
         yield launcher
-
-
-def test_one_program_forks_all_proxies(launcher: Launcher, arena: Arena, tmp_path_factory: Any) -> None:
-    (program,) = descendants()
-    folder = tmp_path_factory.mktemp("s")
-    proxies = [StandAlone(launcher) for _ in range(3)]
-    assert [one.parent for one in proxies] == [program] * 3
-    for number, one in enumerate(proxies):
-        (folder / str(number)).mkdir()
-        assert one.waits(arena, str(folder / str(number)))
-    for one in proxies:
-        one.end()
-    assert list(descendants()) == [program]
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_when_the_launcher_is_gone_proxies_go_on_and_new_ones_are_programs(
-    number: signal.Signals, launcher: Launcher, arena: Arena, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if number == signal.SIGSTOP:
-        monkeypatch.setattr("fastq_loader.workers.children._ANSWER", 0.1)
-    (program,) = descendants()
-    old = StandAlone(launcher)
-    os.kill(program, number)
-    new = StandAlone(launcher)
-    assert new.parent == os.getpid()
-    assert new.waits(arena, str(tmp_path))
-    assert old.child.process.is_alive()
-    assert program not in descendants()
-    old.end()
-    new.end()
 
 
 def test_without_process_descriptors_each_is_a_program(
