@@ -72,13 +72,6 @@ def test_a_batch_is_delivered_with_leases_and_without_what_was_copied() -> None:
     assert (counters.batches, counters.bytes) == (1, 40)
 
 
-def test_an_error_without_an_answer_is_raised_as_it_is() -> None:
-    error = LookupError("the sampler's")
-    outcome = Delivery(Unpacker(), Pool(), Counters()).hand_out(batch(0, None, None, error))  # type: ignore[arg-type]
-    assert isinstance(outcome, Raised)
-    assert (outcome.error, outcome.fatal) == (error, None)
-
-
 @pytest.mark.parametrize("error", [ProtocolError("no such block"), MemoryError("no room")])
 def test_a_batch_that_cannot_be_unpacked_fails_at_its_position(error: Exception) -> None:
     outcome, pool, counters = hand_out(Unpacker(unpacking=error))
@@ -106,13 +99,3 @@ def test_an_error_of_a_worker_is_raised_and_one_that_cannot_start_ends_it(code: 
     assert (pool.delivered, pool.dropped) == ([], [1, 2])
     assert outcome.fatal == (f"worker 3 could not start: {error!r}" if code == BROKEN else None)
     assert (counters.rejected_frames, counters.batches) == (0, 0)
-
-
-@pytest.mark.parametrize("code", [ERROR, BATCH, BROKEN])
-def test_a_stop_iteration_is_an_error_and_does_not_end_the_epoch(code: int) -> None:
-    stopped = StopIteration("too early")
-    outcome, *_ = hand_out(Unpacker(unpacking=stopped), code, stopped)
-    assert isinstance(outcome, Raised)
-    assert isinstance(outcome.error, RuntimeError)
-    assert "raised StopIteration: too early" in str(outcome.error)
-    assert outcome.error.__cause__ is stopped
