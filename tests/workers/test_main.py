@@ -17,7 +17,6 @@ from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.messages import (
     BATCH,
     BROKEN,
-    ENDED,
     ERROR,
     SKIPPED,
     Answer,
@@ -33,7 +32,6 @@ from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST, FreeRanges
 from fastq_loader.memory.results import empty, install
 from fastq_loader.reading import generators
-from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.system import calls
 from fastq_loader.workers import task_queue
 from fastq_loader.workers.config import Payload, Rules
@@ -41,7 +39,7 @@ from fastq_loader.workers.main import Worker
 from fastq_loader.workers.reader import Reader
 from fastq_loader.workers.task_queue import TaskQueue
 from tests.support.simulation import Table
-from tests.support.worker_setup import MAP_STYLE, STREAM, as_it_is, make_setup
+from tests.support.worker_setup import STREAM, as_it_is, make_setup
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
@@ -126,14 +124,6 @@ def test_every_task_of_an_epoch_is_answered_once_in_order_and_a_ping_comes_back(
     assert answers[0].started <= answers[0].finished <= answers[1].started
 
 
-def test_a_stream_ends_once_and_what_comes_after_is_skipped(arena: Arena) -> None:
-    stream = [torch.zeros(1)]
-    found = replies(arena, stream, epoch(), task(0), task(1), task(2), rules=STREAM)
-    assert kinds(found) == [(0, BATCH), (1, ENDED), (2, SKIPPED)]
-    found = replies(arena, stream, epoch(), task(0), epoch(2), task(0, 2), rules=STREAM)
-    assert kinds(found)[-1] == (0, BATCH), "a new epoch reads it anew"
-
-
 def test_a_worker_that_could_not_start_says_so_in_every_epoch_once(arena: Arena) -> None:
     messages = [epoch(), task(0), epoch(2), task(0, 2), task(1, 2)]
     broken = replies(arena, Broken(), *messages, rules=STREAM)
@@ -194,13 +184,6 @@ def test_what_is_too_long_for_a_message_is_an_error_and_frees_its_blocks(arena: 
     found = replies(arena, Asked(numel=numel), epoch(), task(0), task(1), refuse=1)
     assert kinds(found) == [(0, ERROR), (1, BATCH)]
     assert set(found[0].returned) == {offset for offset, _ in found[0].fresh}
-
-
-def test_shared_tasks_are_loaded_by_who_claims_them(arena: Arena, claims: ClaimTable) -> None:
-    assert claims.claim(1, 8)
-    assert kinds(replies(arena, Asked(), epoch(), *SHARED, dynamic=True)) == [(1, BATCH)]
-    assert claims.holder(2) == 0
-    assert claims.begun(0) is None
 
 
 class Full(Asked):
@@ -320,14 +303,6 @@ def draws() -> tuple[Any, ...]:
     return random.random(), torch.rand(1).item(), float(np.random.rand())
 
 
-class Draws:
-    def __init__(self) -> None:
-        self.own = random.Random(1)
-
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
-        return draws()
-
-
 def reader(arena: Arena, dataset: Any, init_fn: Any = None, **fields: Any) -> Reader:
     given = {"payload": Payload(dataset, as_it_is, init_fn), **fields}
     return Reader(make_setup(arena, dataset, **given))
@@ -346,38 +321,3 @@ def test_the_seeds_of_a_stream_do_not_depend_on_when_others_ended(arena: Arena) 
     assert found[0] == found[1]
     generators.seed_batch(7, 10)
     assert found[0][-1] == draws()
-
-
-class DrawsOnce:
-    def __iter__(self) -> Any:
-        yield draws()
-
-
-def test_a_stream_that_ended_is_not_missed(arena: Arena) -> None:
-    loading = reader(arena, DrawsOnce(), rules=STREAM)
-    loading.begin_epoch(Epoch(1, None))
-    loading.load(0, None)
-    with pytest.raises(EndOfStream):
-        loading.load(1, None)
-    assert loading.ended
-    assert not loading.is_missed()
-    loading.begin_epoch(Epoch(1, None))
-    assert not loading.ended
-
-
-@pytest.mark.parametrize(
-    ("dataset", "rules", "missed"),
-    [
-        (Draws(), MAP_STYLE, True),
-        (range(3), MAP_STYLE, False),
-        (DrawsOnce(), STREAM, True),
-        (iter(range(3)), STREAM, True),  # its own iterator, which goes on where it stopped
-    ],
-    ids=["draws", "draws nothing", "a stream that draws", "an iterator"],
-)
-def test_a_batch_that_drew_is_missed(arena: Arena, dataset: Any, rules: Rules, missed: bool) -> None:
-    loading = reader(arena, dataset, rules=rules)
-    loading.begin_epoch(Epoch(1, None))
-    assert loading.is_missed()
-    loading.load(0, 0)
-    assert loading.is_missed() is missed
