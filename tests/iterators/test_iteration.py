@@ -20,11 +20,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from fastq_loader import DataLoader, IteratorInvalid
-from fastq_loader.errors import WorkerDied
-from fastq_loader.iterators import base
-from fastq_loader.statistics.epoch import EpochCounters
 from tests.conftest import descendants, of_kind, wait_until
-from tests.support.crimes import CrimeAt, exit_with_7
 from tests.support.datasets import FaultyDataset, Made, SizedStream
 from tests.support.loaders import torch_has
 
@@ -95,19 +91,6 @@ def test_a_warning_that_was_made_an_error_loses_its_batch_as_with_torch() -> Non
                 next(iterator)
         with pytest.raises(StopIteration):
             next(iterator)
-
-
-def test_a_batch_whose_warning_was_interrupted_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(text: str, category: type[Warning]) -> None:
-        raise KeyboardInterrupt
-
-    iterator = iter(DataLoader(SizedStream("tensors", [4], told=2), batch_size=None))
-    iterator._IterableDataset_len_called = 0
-    monkeypatch.setattr(base, "warn_user", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    monkeypatch.setattr(base, "warn_user", lambda text, category: None)
-    assert [label for _, label in iterator] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -210,22 +193,6 @@ def test_a_pool_ends_with_the_last_iterator_that_refers_to_it() -> None:
     assert len(descendants()) == 1
     del iterator
     assert wait_until(lambda: not descendants(), 3)
-
-
-def test_the_call_that_ends_the_workers_counts_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    running: list[int] = []
-    monkeypatch.setattr(EpochCounters, "closed", lambda *_: running.append(len(descendants())))
-    iterator = iter(DataLoader(range(4), 2, num_workers=1))
-    assert len(numbers(iterator)) == 2
-    assert running == [0]
-    assert next(iterator, None) is None
-    assert running == [0], "what comes after the epoch is no part of it"
-    with pytest.raises(WorkerDied):
-        list(DataLoader(CrimeAt(exit_with_7, 2), 2, num_workers=1))
-    assert running == [0, 0]
-    with persistent() as loader:
-        list(loader)
-    assert running == [0, 0], "these workers stay"
 
 
 def test_a_pool_that_has_ended_is_replaced_in_the_next_epoch() -> None:
