@@ -78,18 +78,10 @@ def write(pool: BlockPool, worker: int, *sizes: int, at: int = 0) -> list[int]:
     return offsets
 
 
-def block_in(state: str) -> BlockPool:
-    """A pool with one block, at offset 0, that worker 0 made."""
+def held_block() -> BlockPool:
+    """A pool with one block, at offset 0, that worker 0 made and a user holds."""
     pool = new_pool()
-    if state in (FREE, GRANTED):
-        pool.accept(0, (), ((0, B),), (0,) if state == FREE else (), ())
-    else:
-        write(pool, 0, B)
-    if state in (HELD, PROMISED):
-        pool.deliver([0])
-    if state == PROMISED:
-        assert pool.grant(Holder(0)) == ((), ((0, B),))
-    assert states(pool) == {0: state}
+    pool.deliver(write(pool, 0, B))
     return pool
 
 
@@ -140,7 +132,8 @@ def test_an_answer_that_does_not_fit_changes_nothing(
 
 
 def test_a_worker_may_decline_a_promise_and_writes_to_the_block_only_when_it_is_released() -> None:
-    pool = block_in(PROMISED)
+    pool = held_block()
+    assert pool.grant(Holder(0)) == ((), ((0, B),))
     pool.accept(0, (), (), (0,), ((0, B),))
     assert states(pool) == {0: HELD}
     assert pool.grant(Holder(1)) == ((), ((0, B),)), "it can be promised again"
@@ -192,7 +185,7 @@ def test_a_block_twice_as_large_will_do_and_a_larger_one_will_not(size: int, fit
 
 
 def test_blocks_of_a_shared_task_are_handed_over_to_the_worker_that_claims_it() -> None:
-    pool = block_in(HELD)
+    pool = held_block()
     blocks = sum(pool.grant(Holder(None, 7)), ())
     for worker in (0, 1):
         with pytest.raises(ProtocolError, match=f"worker {worker} has no grant"):
