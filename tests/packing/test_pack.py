@@ -30,7 +30,6 @@ from fastq_loader.packing.walker import (
     PARTS,
     Walker,
     contiguous_strides,
-    segments_of,
 )
 from tests.support.datasets import (
     Colour,
@@ -498,27 +497,6 @@ def test_plain_values_stay_what_they_are(pair: Pair, values: list[Any]) -> None:
 def test_keys_that_compare_equal_in_one_batch_after_the_other(pair: Pair) -> None:
     for batch in ({1: "a"}, {True: "a"}, {1.0: "a"}, {np.int64(1): "a"}, {1: "a"}, {2**70: "a"}):
         assert_same(batch, pair.trip(batch))
-
-
-@pytest.mark.parametrize(
-    ("tensor", "strides", "nbytes"),
-    [
-        (torch.zeros(3, 4), None, 48),
-        (torch.zeros(3, 4).t(), (1, 4), 48),
-        (torch.zeros(10)[::3], (3,), 40),
-        (torch.zeros(5).expand(100, 5), (0, 1), 20),
-        (torch.zeros(1, 4).as_strided((1, 4), (77, 1)), (77, 1), 16),
-        (torch.zeros(0, 3).t(), (1, 3), 0),
-        (torch.tensor(1.0), None, 4),
-        (torch.zeros(100, 100)[:2, 0], (100,), 404),
-    ],
-)
-def test_a_segment_covers_what_is_referenced_and_not_the_storage(
-    tensor: torch.Tensor, strides: tuple[int, ...] | None, nbytes: int
-) -> None:
-    ((kind, dtype, shape, steps, segment, into),), ((start, end),) = segments_of([tensor])
-    assert (kind, dtype, shape, steps, segment, into) == ("T", "float32", tensor.shape, strides, 0, 0)
-    assert (start, end - start) == (tensor.data_ptr(), nbytes)
 
 
 @given(st.lists(st.integers(0, 4), max_size=4))
