@@ -5,7 +5,6 @@ What a real device does is in test_gpu; what is here holds on any, and runs ever
 
 from __future__ import annotations
 
-import functools
 import random
 from typing import Any
 
@@ -15,12 +14,10 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, Prefetcher, ToDevice
-from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT
 from tests.support.datasets import (
     SAMPLES,
     Made,
-    MapDataset,
     Opaque,
     Point,
     Record,
@@ -96,17 +93,6 @@ def test_batches_may_be_kept(workers: int, in_order: bool, late: Late) -> None:
     for images, indices in batches:
         for image, index in zip(images, indices.tolist(), strict=True):
             assert image.unique().tolist() == [index]
-
-
-@WORKERS
-def test_any_schedule_gives_the_same_bits(workers: int, late: Late) -> None:
-    late()
-    found = []
-    for device in (None, "cuda"):
-        torch.manual_seed(3)
-        options: Any = {"shuffle": True, "num_workers": workers, "schedule": "dynamic", "device": device}
-        found.append(list(DataLoader(MapDataset("drawn", 20), 3, **options)))
-    assert_same(found[0], found[1])
 
 
 def everything(index: int) -> Any:
@@ -200,29 +186,6 @@ def test_a_batch_is_one_copy_and_its_fields_are_aligned(workers: int, late: Late
     assert len(device.copies) == staging.copies == 6
     assert sum(device.copies) == staging.copied_bytes
     assert staging.copied_bytes < 1.1 * 24 * sum(value.nbytes for value in fields(0).values()) + 6 * 51 * 256
-
-
-def _collate_and_count(written: list[int], samples: Any) -> Any:
-    first, second = torch.utils.data.default_collate(samples)
-    return first, second, len([nbytes for nbytes in written if nbytes > 100_000])
-
-
-def test_batches_are_collated_where_they_are_copied_from(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second batch on: the first shows how much room a batch takes."""
-    late()
-    written: list[int] = []
-    write = Allocator.write
-
-    def watch(self: Allocator, offset: int, source: int, nbytes: int) -> None:
-        written.append(nbytes)
-        write(self, offset, source, nbytes)
-
-    monkeypatch.setattr(Allocator, "write", watch)
-    collate: Any = functools.partial(_collate_and_count, written)
-    dataset = Made(lambda index: (torch.ones(300_000), torch.ones(200_000)), 40)
-    with DataLoader(dataset, 2, num_workers=1, collate_fn=collate, device="cuda") as loader:
-        counts = [batch[2] for batch in loader]
-    assert max(counts) == counts[-1] <= 2  # both fields of the first batch, and nothing after it
 
 
 def add_one(batch: Any) -> Any:
