@@ -37,7 +37,6 @@ from fastq_loader.remote.far_worker import ProxySocket, SentBlocks
 from fastq_loader.remote.host_process import actor_class
 from tests.conftest import descendants, run_script, wait_until
 from tests.support import certificates
-from tests.support.forking import end_of, fork
 from tests.support.invariants import states
 from tests.support.pair import TOKEN
 from tests.support.worker_setup import host_spec
@@ -358,27 +357,3 @@ def test_messages_come_in_their_order_also_after_a_look_for_the_stop(scene: Scen
         scene.tell(message)
     assert scene.socket.told_to_stop()
     assert [scene.socket.receive(block=True) for _ in said] == said
-
-
-def test_it_leaves_when_the_proxy_is_gone(scene: Scene) -> None:
-    scene.ends[1].close()
-    with pytest.raises(SystemExit):
-        scene.socket.receive(block=True)
-
-
-def test_a_child_of_the_dataset_that_comes_back_leaves(scene: Scene) -> None:
-    def use_it() -> None:
-        try:
-            scene.socket.send(ANSWER)
-        except SystemExit:
-            os._exit(9)
-
-    assert end_of(fork(use_it)) == 9
-
-
-def test_an_answer_for_nobody_ends_the_process(scene: Scene) -> None:
-    def answer() -> None:
-        scene.ends[1].shutdown(socket.SHUT_RDWR)
-        scene.socket._send((b"", [], []))
-
-    assert end_of(fork(answer)) == 1

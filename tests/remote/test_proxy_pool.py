@@ -10,8 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,18 +18,18 @@ from typing import Any
 import pytest
 
 import fastq_loader
+from fastq_loader import DataLoader
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.remote import proxy_pool as module
 from fastq_loader.remote.connection import Address, Lost
 from fastq_loader.remote.proxy import NoPlace, Place, Status
-from fastq_loader.remote.proxy_pool import Launcher, ProxyPool
+from fastq_loader.remote.proxy_pool import ProxyPool
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls
-from fastq_loader.workers.children import Child, LaunchedProcess
-from fastq_loader.workers.config import Descriptors, PickledPayload
-from tests.conftest import descendants, process_table, wait_until
+from tests.conftest import process_table, wait_until
 from tests.support.forking import end_of, fork
-from tests.support.worker_setup import make_plan, make_setup
+from tests.support.hosts import far
+from tests.support.worker_setup import make_plan
 
 pytestmark = [
     pytest.mark.processes,
@@ -242,78 +240,21 @@ def test_a_forked_copy_does_not_wait_for_a_thread_that_it_lacks(pool: Pool) -> N
 # ---- the launcher, with real programs -------------------------------------------------------------------
 
 
-class StandAlone:
-    """A proxy that was started.
-
-    Attributes:
-        pipe: this end of the pipe to it.
-    """
-
-    pipe: Connection[Any, Any]
-
-    def __init__(self, launcher: Launcher) -> None:
-        self.child = Child(LaunchedProcess(lambda: self._launch(launcher)))
-        self.child.start()
-
-    def _launch(self, launcher: Launcher) -> Any:
-        process, self.pipe = launcher.start()
-        return process
-
-    def waits(self, arena: Arena, folder: str) -> bool:
-        """Tell it what it is; whether it says then that it waits for a place."""
-        setup = make_setup(arena, None, workers=2, payload=PickledPayload(b"", Descriptors()), make_pool=None)
-        descriptors = {"arena": arena.fd, "traffic": arena.fd}
-        self.pipe.send((replace(setup, folder=folder, mapping=None, descriptors=descriptors), None))
-        return self.pipe.poll(SECONDS) and self.pipe.recv() == Status(waits=True)
-
-    def end(self) -> None:
-        """Let it go; a real one ends with the loader, and not when its pipe is closed."""
-        self.pipe.close()
-        self.child.kill()
-        self.child.release()
-
-    @property
-    def parent(self) -> int:
-        return next(entry.parent for entry in process_table() if entry.pid == self.child.pid)
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena(2)
-    yield arena
-    arena.retire([])
-
-
-@contextmanager
-def opened(arena: Arena) -> Iterator[Launcher]:
-    launcher = Launcher([arena.fd], "/nowhere")
-    try:
-        yield launcher
-    finally:
-        launcher.close()
-
-
-@pytest.fixture
-def launcher(arena: Arena) -> Iterator[Launcher]:
-    with opened(arena) as launcher:
-        yield launcher
-
-
-def test_without_process_descriptors_each_is_a_program(
-    arena: Arena, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_proxies_are_forked_by_one_program_or_are_programs_themselves(
+    descriptors: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "has_pidfd", lambda: False)
-    with opened(arena) as launcher:
-        assert not descendants()
-        one = StandAlone(launcher)
-        assert one.parent == os.getpid()
-        assert one.waits(arena, str(tmp_path))
-        one.end()
-
-
-def test_in_a_forked_copy_of_the_consumer_it_is_left_alone(launcher: Launcher) -> None:
-    assert end_of(fork(multiprocessing.util._exit_function)) == 0  # type: ignore[attr-defined]
-    StandAlone(launcher).end()
+    """Without descriptors of processes. In a forked copy of the consumer both are left alone."""
+    monkeypatch.setattr(calls, "has_pidfd", lambda: descriptors)
+    with DataLoader(range(8), num_workers=2, workers=far(), persistent_workers=True) as loader:
+        batches: Any = iter(loader)
+        next(batches)
+        pids = [process.pid for process in batches._workers]
+        parents = {entry.parent for entry in process_table() if entry.pid in pids}
+        assert len(parents) == 1
+        assert (parents != {os.getpid()}) is descriptors
+        assert end_of(fork(multiprocessing.util._exit_function)) == 0  # type: ignore[attr-defined]
+        assert len(list(batches)) == 7
 
 
 def test_what_is_forked_has_neither_torch_nor_ray_and_no_second_thread() -> None:
