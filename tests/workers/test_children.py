@@ -79,26 +79,6 @@ def test_no_signal_comes_while_the_thread_starts_that_waits_for_it(monkeypatch: 
     process.join()
 
 
-@pytest.mark.parametrize("means", ["pidfd", "thread"], indirect=True)
-def test_a_child_of_its_own_that_lives_does_not_hide_its_end(means: str) -> None:
-    said, say = os.pipe()
-
-    def leave_a_child(say: int) -> None:
-        os.write(say, str(fork(lambda: time.sleep(60))).encode())
-        os._exit(7)
-
-    child = started(leave_a_child, say)
-    grandchild = int(os.read(said, 20))
-    try:
-        assert ended(child)
-        assert child.death()[0] == "exited with code 7"
-    finally:
-        os.kill(grandchild, signal.SIGKILL)
-        child.release()
-        os.close(said)
-        os.close(say)
-
-
 def kill_itself(number: int) -> None:
     os.kill(os.getpid(), number)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -26,20 +24,17 @@ from fastq_loader.ipc.messages import (
     Stop,
     Task,
 )
-from fastq_loader.memory import results
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
-from fastq_loader.memory.blocks import SMALLEST, FreeRanges
-from fastq_loader.memory.results import empty, install
+from fastq_loader.memory.blocks import SMALLEST
+from fastq_loader.memory.results import install
 from fastq_loader.reading import generators
 from fastq_loader.system import calls
 from fastq_loader.workers import task_queue
-from fastq_loader.workers.config import Payload, Rules
 from fastq_loader.workers.main import Worker
-from fastq_loader.workers.reader import Reader
 from fastq_loader.workers.task_queue import TaskQueue
 from tests.support.simulation import Table
-from tests.support.worker_setup import STREAM, as_it_is, make_setup
+from tests.support.worker_setup import STREAM, make_setup
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
@@ -186,33 +181,6 @@ def test_what_is_too_long_for_a_message_is_an_error_and_frees_its_blocks(arena: 
     assert set(found[0].returned) == {offset for offset, _ in found[0].fresh}
 
 
-class Full(Asked):
-    """At sample 1 nothing more can be made in the worker's part of the arena."""
-
-    def __init__(self, fails: bool, any_blocks: bool) -> None:
-        super().__init__()
-        self.fails, self.any_blocks = fails, any_blocks
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        sample = empty((SMALLEST,), torch.uint8).fill_(index)
-        if index == 1:
-            blocks = results._current
-            blocks._space = FreeRanges(())
-            if not self.any_blocks:  # as if this were the worker's first batch
-                blocks._idle, blocks._promised = [], []
-            if self.fails:
-                raise ValueError("a bad sample")
-            self.kept = sample  # what is shipped has to be a copy
-        return sample
-
-
-@pytest.mark.parametrize(("fails", "any_blocks"), [(False, True), (True, True), (True, False)])
-def test_an_error_finds_its_way_where_no_room_is_left(arena: Arena, fails: bool, any_blocks: bool) -> None:
-    first, failed = replies(arena, Full(fails, any_blocks), epoch(), task(0), task(1))
-    assert (first.kind, failed.kind) == (BATCH, ERROR)
-    assert failed.handle is not None
-
-
 def attempt_at(seq: int, attempt: int = 0, epoch: int = 1) -> Task:
     return Task(epoch, seq, attempt, seq, (), (), 100 * epoch + 50 * attempt + seq)
 
@@ -284,40 +252,3 @@ def test_shared_tasks_that_others_have_or_of_an_old_epoch_are_forgotten() -> Non
     assert [task.seq for task in tasks._tasks] == [0, 2]
     assert (tasks.drop(), assigned.drop()) == ([], [attempt_at(0)]), "assigned ones wait for an answer"
     assert taken(tasks) == taken(assigned) == []
-
-
-def test_who_cannot_work_leaves_shared_tasks_to_the_others_until_the_next_epoch() -> None:
-    claims = Table(1 << 12)
-    tasks = queue(claims, 0)
-    tasks.retire()
-    claims.offer(102)
-    tasks.add(attempt_at(2))
-    assert (taken(tasks), claims.holder(100), claims.holder(102)) == ([], None, None)
-    tasks.drop()
-    claims.offer(200)
-    tasks.add(attempt_at(0, epoch=2))
-    assert taken(tasks) == [0]
-
-
-def draws() -> tuple[Any, ...]:
-    return random.random(), torch.rand(1).item(), float(np.random.rand())
-
-
-def reader(arena: Arena, dataset: Any, init_fn: Any = None, **fields: Any) -> Reader:
-    given = {"payload": Payload(dataset, as_it_is, init_fn), **fields}
-    return Reader(make_setup(arena, dataset, **given))
-
-
-def test_the_seeds_of_a_stream_do_not_depend_on_when_others_ended(arena: Arena) -> None:
-    class DrawsOnAndOn:
-        def __iter__(self) -> Any:
-            return iter(draws, None)
-
-    loading = reader(arena, DrawsOnAndOn(), workers=3, worker=1, rules=Rules(True, False, False))
-    found = []
-    for seqs in ((1, 4, 6, 8), (1, 4, 7, 10)):
-        loading.begin_epoch(Epoch(1, None, 7))
-        found.append([loading.load(seq, None) for seq in seqs])
-    assert found[0] == found[1]
-    generators.seed_batch(7, 10)
-    assert found[0][-1] == draws()
