@@ -11,7 +11,7 @@ import pytest
 
 import fastq_loader
 from fastq_loader import errors, statistics
-from fastq_loader.errors import describe_index, is_int, shorten, warn_user
+from fastq_loader.errors import describe_index, shorten, warn_user
 
 
 def test_whatever_can_be_raised_or_warned_is_exported() -> None:
@@ -32,12 +32,6 @@ def test_errors_are_caught_by_clauses_written_for_torch() -> None:
     assert issubclass(errors.PoisonousBatch, errors.WorkerDied)
     for kind in (errors.WorkerReplaced, errors.PinFallback):
         assert issubclass(kind, RuntimeWarning)
-
-
-def test_the_traceback_of_a_worker_begins_on_a_line_of_its_own() -> None:
-    cause = errors.WorkerTraceback("Caught ValueError in worker 3")
-    assert str(cause) == "\nCaught ValueError in worker 3"
-    assert cause.text == "Caught ValueError in worker 3"
 
 
 def called_in(module: str) -> None:
@@ -70,10 +64,6 @@ def test_a_warning_is_dropped_where_stderr_is_closed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(closed=False))
     with pytest.raises(ValueError, match="closed file"):
         warn_user("this fails for another reason", UserWarning)
-
-
-def test_true_is_no_number() -> None:
-    assert [is_int(value) for value in (3, -1, True, 3.0, "3", None)] == [True, True, *[False] * 4]
 
 
 class Unprintable:

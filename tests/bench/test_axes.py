@@ -22,7 +22,7 @@ from bench.output.rows import CaseRows, Results
 from bench.peers.device import OURS as STAGED
 from bench.peers.device import PAGEABLE, REGISTER, RESIDENT, TORCH
 from bench.timing import cluster, device, resume, tuning
-from bench.timing.cluster import LABELS, LOOPBACK, REMOTE, TURN
+from bench.timing.cluster import REMOTE
 from bench.timing.device import COPY, LENGTHS, LINK, PARTS
 from bench.timing.device_clock import CudaDevice
 from bench.timing.resume import FRESH, INLINE, OURS, PERMUTED, RESUMED, SHUFFLE, THEIRS, WITH, WITHOUT
@@ -111,19 +111,6 @@ def test_without_ray_the_reason_is_given(cases: Cases, monkeypatch: pytest.Monke
     for name, case in cases("cluster").items():
         failures = {name: peer.failure for name, peer in measured(case).peers.items()}
         assert failures == {REMOTE: "needs ray, which is not installed"}, name
-
-
-@pytest.mark.ray
-@pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")  # Ray's own
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize("name", [LOOPBACK, TURN])
-def test_every_contender_is_measured(name: str, cases: Cases) -> None:
-    pytest.importorskip("ray", reason="needs the extra 'ray'")
-    found = measured(cases("cluster")[name])
-    assert {*found.peers} <= {*LABELS}
-    assert {peer.failure for peer in found.peers.values()} == {None}
-    assert all(len(peer.rows) == 1 for peer in found.peers.values())
 
 
 NO_PINNING = "ignore:'pin_memory' argument is set as true but no accelerator is found"
