@@ -15,7 +15,7 @@ pytest.importorskip("psutil", reason="the bench extra is not installed")
 
 from bench import run
 from bench.__main__ import NO_GPU, main
-from bench.arguments import AXES, COMPARED, SHORT, parse
+from bench.arguments import AXES, SHORT, parse
 from bench.output.rows import Results
 from bench.peers import PEERS, LoaderSettings
 from bench.peers.device import ARMS
@@ -45,16 +45,6 @@ def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
     found = [(case.axis, case.name, case.workers) for case in run.cases(options, tmp_path)]
     steady = [("steady", name, workers) for name in ("rows", "tokens") for workers in (0, 4)]
     assert found == [*steady, ("turns", "rows", 4), ("turns", "tokens", 4)]
-
-
-def test_two_revisions_have_usual_workloads_and_rounds() -> None:
-    bare = parse(["--against", "HEAD~3"])
-    assert (bare.workloads[AGAINST], bare.workers[AGAINST], bare.blocks) == (COMPARED, (2,), 5)
-    assert (bare.prefetch, bare.schedule, bare.ceiling) == (2, None, False)
-    line = f"rows {NEW_WORKERS} --against HEAD~3 --rounds 9 --prefetch 16 --schedule dynamic --workers 0,2"
-    said = parse(line.split())
-    assert (said.workloads[AGAINST], said.workers[AGAINST]) == (("rows", NEW_WORKERS), (0, 2))
-    assert (said.blocks, said.prefetch, said.schedule) == (9, 16, "dynamic")
 
 
 @pytest.mark.parametrize(

@@ -99,3 +99,13 @@ def test_an_error_of_a_worker_is_raised_and_one_that_cannot_start_ends_it(code: 
     assert (pool.delivered, pool.dropped) == ([], [1, 2])
     assert outcome.fatal == (f"worker 3 could not start: {error!r}" if code == BROKEN else None)
     assert (counters.rejected_frames, counters.batches) == (0, 0)
+
+
+@pytest.mark.parametrize("code", [ERROR, BATCH, BROKEN])
+def test_a_stop_iteration_is_an_error_and_does_not_end_the_epoch(code: int) -> None:
+    stopped = StopIteration("too early")
+    outcome, *_ = hand_out(Unpacker(unpacking=stopped), code, stopped)
+    assert isinstance(outcome, Raised)
+    assert isinstance(outcome.error, RuntimeError)
+    assert "raised StopIteration: too early" in str(outcome.error)
+    assert outcome.error.__cause__ is stopped

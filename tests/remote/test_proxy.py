@@ -65,12 +65,7 @@ class PlayedSocket:
 
 
 class Scene:
-    """A proxy and those around it.
-
-    Attributes:
-        far: the far worker's end of the connection.
-        pipe: the consumer's end of the pipe.
-    """
+    """A proxy, and the ends that others have: `far` is the far worker's, `pipe` the consumer's."""
 
     def __init__(self, shared: bool = True) -> None:
         self.arena = Arena(2)

@@ -89,12 +89,7 @@ class PlayedLauncher:
 
 
 class Pool:
-    """A pool with its thread.
-
-    Attributes:
-        pool: whose processes are none.
-        played: its placement.
-    """
+    """A pool with its thread and no processes, and its placement."""
 
     def __init__(self) -> None:
         self.played = Played()
