@@ -37,6 +37,7 @@ from fastq_loader.remote.far_worker import ProxySocket, SentBlocks
 from fastq_loader.remote.host_process import actor_class
 from tests.conftest import descendants, run_script, wait_until
 from tests.support import certificates
+from tests.support.forking import end_of, fork
 from tests.support.invariants import states
 from tests.support.pair import TOKEN
 from tests.support.worker_setup import host_spec
@@ -357,3 +358,13 @@ def test_messages_come_in_their_order_also_after_a_look_for_the_stop(scene: Scen
         scene.tell(message)
     assert scene.socket.told_to_stop()
     assert [scene.socket.receive(block=True) for _ in said] == said
+
+
+def test_a_child_of_the_dataset_that_comes_back_leaves(scene: Scene) -> None:
+    def use_it() -> None:
+        try:
+            scene.socket.send(ANSWER)
+        except SystemExit:
+            os._exit(9)
+
+    assert end_of(fork(use_it)) == 9

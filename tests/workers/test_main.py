@@ -29,9 +29,11 @@ from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.memory.results import install
 from fastq_loader.reading import generators
+from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.system import calls
 from fastq_loader.workers import task_queue
 from fastq_loader.workers.main import Worker
+from fastq_loader.workers.reader import Reader
 from fastq_loader.workers.task_queue import TaskQueue
 from tests.support.simulation import Table
 from tests.support.worker_setup import STREAM, make_setup
@@ -166,6 +168,39 @@ def test_what_is_missed_is_read(arena: Arena, draws: bool, base_seed: int | None
     answers = replies(arena, dataset, epoch(1, base_seed), *map(task, range(3)), epoch(2, base_seed))
     assert kinds(answers) == [(0, SKIPPED), (1, SKIPPED), (2, SKIPPED)]
     assert dataset.asked == loaded
+
+
+class Draws:
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[float]:
+        for _ in range(self.length):
+            yield torch.rand(()).item()
+
+
+@pytest.mark.parametrize("stream", [Draws(1), iter(range(1))], ids=["draws", "its own iterator"])
+def test_a_stream_that_draws_or_goes_on_where_it_stopped_is_missed_until_it_ends(
+    arena: Arena, stream: Any
+) -> None:
+    loading = Reader(make_setup(arena, stream, rules=STREAM))
+    loading.begin_epoch(Epoch(1, None))
+    loading.load(0, None)
+    assert loading.is_missed()
+    with pytest.raises(EndOfStream):
+        loading.load(1, None)
+    assert not loading.is_missed()
+
+
+def test_the_seeds_of_a_stream_do_not_depend_on_when_others_ended(arena: Arena) -> None:
+    loading = Reader(make_setup(arena, Draws(9), workers=3, worker=1, rules=STREAM))
+    found = []
+    for seqs in ((1, 4, 6, 8), (1, 4, 7, 10)):
+        loading.begin_epoch(Epoch(1, None, 7))
+        found.append([loading.load(seq, None) for seq in seqs])
+    assert found[0] == found[1]
+    generators.seed_batch(7, 10)
+    assert found[0][-1] == torch.rand(()).item()
 
 
 def test_who_was_told_to_stop_loads_nothing_for_nobody(arena: Arena) -> None:
