@@ -17,8 +17,9 @@ from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Mapping
 from fastq_loader.memory.blocks import SMALLEST, Extents
 from fastq_loader.memory.results import empty, out_array, out_tensor
+from fastq_loader.packing.pack import Packer
 from tests.support.datasets import Opaque, assert_same
-from tests.support.pair import DTYPES, LARGE, Pair, offset_of, paired
+from tests.support.pair import DTYPES, LARGE, TOKEN, Pair, offset_of, paired
 from tests.support.simulated_fork import Fork
 
 pytestmark = [
@@ -227,6 +228,16 @@ def test_a_worker_makes_blocks_in_its_own_part_and_in_the_ranges_that_it_was_giv
         with pytest.raises(MemoryError, match="do not fit"):
             blocks.take(end - start)
         assert blocks.finish([])[0] == [(block.offset, block.size) for block in taken]
+
+
+def test_where_no_room_is_left_an_error_lies_in_the_block_of_its_batch(pair: Pair) -> None:
+    blocks = Allocator(pair.arena.mapping, 0, [(0, 8 * SMALLEST)])
+    batch = blocks.take(8 * SMALLEST)
+    blocks.ship([(batch.offset, 8 * SMALLEST)])
+    with pytest.raises(MemoryError):
+        blocks.take(1)
+    handle, _ = Packer(blocks, TOKEN).pack_exception(b"what happened")
+    assert handle.segments[0][:2] == (batch.offset, batch.size)
 
 
 # ---- what collate functions call --------------------------------------------------------------------

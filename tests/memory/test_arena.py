@@ -218,6 +218,12 @@ def test_retiring_may_be_interrupted(calls_before: int, monkeypatch: pytest.Monk
 # ---- the file and its mapping -----------------------------------------------------------------------
 
 
+def test_the_memory_cannot_be_cut_short(arena: Arena) -> None:
+    for length in (0, arena.mapping.length - PAGE, arena.mapping.length + PAGE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, length)
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.sampled_from([1, 2, 3, 64]), st.lists(st.integers(1, 1 << 22), min_size=1, max_size=20))
 def test_every_worker_has_its_part_and_every_block_words_behind_all_of_them(

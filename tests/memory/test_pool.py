@@ -156,32 +156,12 @@ def test_only_large_blocks_are_promised(nbytes: int, monkeypatch: pytest.MonkeyP
     assert pool.grant(Holder(1)) == ((), promised)
 
 
-def test_only_blocks_of_the_newest_batch_are_promised_and_each_once() -> None:
-    pool = new_pool()
-    for at in range(3):
-        pool.deliver(write(pool, 0, B, at=at * B))
-    assert pool.grant(Holder(1)) == ((), ((2 * B, B),))
-    assert pool.grant(Holder(0)) == ((), ())
-    pool.release([2 * B])
-    pool.give_back([2 * B])
-    assert trimmed(pool, 0) == [(2 * B, B)]
-    assert pool.grant(Holder(0)) == ((), ()), "it is trimmed"
-
-
 def test_a_grant_has_the_sizes_of_recent_batches_and_the_warmest_blocks() -> None:
     pool = new_pool()
     offsets = write(pool, 0, 16 * B, 4 * B, 4 * B, 4 * B)
     pool.drop([offsets[at] for at in (2, 0, 3, 1)])
     assert pool.grant(Holder(1)) == (((0, 16 * B), *[(offsets[at], 4 * B) for at in (1, 3, 2)]), ())
     assert pool.free_blocks == 0
-
-
-@pytest.mark.parametrize(("size", "fits"), [(2 * B, True), (size_class(2 * B + 1), False)])
-def test_a_block_twice_as_large_will_do_and_a_larger_one_will_not(size: int, fits: bool) -> None:
-    pool = new_pool()
-    write(pool, 0, B)
-    pool.accept(0, (), ((B, size),), (B,), ())
-    assert pool.grant(Holder(1))[0] == (((B, size),) if fits else ())
 
 
 def test_blocks_of_a_shared_task_are_handed_over_to_the_worker_that_claims_it() -> None:
