@@ -15,7 +15,7 @@ pytest.importorskip("psutil", reason="the bench extra is not installed")
 
 from bench import run
 from bench.__main__ import NO_GPU, main
-from bench.arguments import AXES, SHORT, parse
+from bench.arguments import AXES, parse
 from bench.output.rows import Results
 from bench.peers import PEERS, LoaderSettings
 from bench.peers.device import ARMS
@@ -26,16 +26,6 @@ from bench.timing.rounds import Case, Plan, measure
 from bench.workloads import all_workloads
 from bench.workloads.ready_made import SHAPES
 from tests.conftest import ROOT
-
-
-def test_a_bare_command_is_a_short_run_and_full_is_everything() -> None:
-    bare, full = parse([]), parse(["--full"])
-    assert (bare.axes, bare.json, bare.device) == (("steady",), None, None)
-    assert (bare.workloads["steady"], bare.workers["steady"]) == (SHORT, (2,))
-    assert bare.peers == tuple(PEERS)
-    assert full.axes == tuple(AXES)
-    assert full.workloads["steady"] == full.workloads["memory"] == tuple(all_workloads())
-    assert full.blocks > bare.blocks
 
 
 def test_what_is_named_is_what_runs(tmp_path: Path) -> None:

@@ -206,6 +206,15 @@ def test_no_result_is_cut_from_a_block_that_is_free_or_kept() -> None:
         assert blocks.block_at(empty((LARGE,)).data_ptr()) is not blocks.block_at(kept.data_ptr())
 
 
+def test_of_a_block_that_is_mapped_by_itself_only_what_is_mapped_is_the_block(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair.arena.mapping, "whole", False)
+    block = pair.allocator.take(SMALLEST + 1)
+    assert pair.allocator.block_at(block.address + SMALLEST) is block
+    assert pair.allocator.block_at(block.address + SMALLEST + 1) is None
+
+
 def test_new_blocks_are_made_in_space_that_came_back(pair: Pair) -> None:
     taken = [pair.allocator.take(SMALLEST) for _ in range(3)]
     pair.allocator.finish([(block.offset, SMALLEST) for block in taken])
