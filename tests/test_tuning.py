@@ -19,7 +19,8 @@ from fastq_loader.insight import machine
 from fastq_loader.insight.model import NOISE, Costs, Setting, most_workers, numbers, seconds_per_batch
 from fastq_loader.memory import arena
 from fastq_loader.trials import Measured
-from fastq_loader.tuning import Limits, Search
+from fastq_loader.tuning import Limits, Search, price, promising
+from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import Made, Stream
 
 # torch's, which counts the CPUs of the machine that the tests run on.
@@ -187,6 +188,36 @@ def test_where_the_own_setting_fails_another_one_may_win_and_where_all_fail_its_
         Machine(decoding(), fails=fails).found()
 
 
+@given(
+    st.dictionaries(
+        st.builds(Setting, st.integers(0, 9), st.sampled_from([1, 2, 4]), st.booleans()),
+        st.floats(0.1, 1e6),
+        min_size=1,
+    ),
+    st.integers(1, 10),
+)
+def test_what_promises_most_is_measured(expected: dict[Setting, float], limit: int) -> None:
+    chosen = promising(expected, OWN, limit)
+    assert len(chosen) == len(set(chosen)) <= limit
+    assert set(chosen) <= set(expected)
+    if limit > 1:
+        best = max(expected.values())
+        assert max(expected[each] for each in chosen) >= best * (1 - NOISE)
+    if limit >= 3 and OWN in expected:
+        assert OWN in chosen, "to be compared at the same time"
+
+
+def test_a_price_is_workers_then_prefetch_then_change() -> None:
+    order = [
+        Setting(1, 4, dynamic=True, start_method="spawn"),
+        Setting(2, 1, dynamic=True, start_method="spawn"),
+        Setting(2, 2),
+        Setting(2, 2, start_method="spawn"),
+        Setting(2, 2, dynamic=True),
+    ]
+    assert sorted(order, key=lambda each: price(each, OWN)) == order
+
+
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Machine:
     played = Machine(decoding(), 4.0, overhead=0.0)
@@ -264,6 +295,14 @@ def test_the_step_is_that_of_the_loaders_own_epochs(played: Machine) -> None:
     assert played.costs.step == found.step_seconds == loader.statistics().total.consumer_seconds / 4
     tune(loader, 0.5, progress=False)
     assert played.costs.step == 0.5
+
+
+def test_a_chosen_number_is_a_number_from_here_on(played: Machine) -> None:
+    loader = loader_of(num_workers="auto", schedule="dynamic")
+    loader.num_workers = Auto(4)
+    found = tune(loader, progress=False)
+    assert type(found.loader.num_workers) is int
+    assert all(type(row.settings["num_workers"]) is int for row in found.rows)
 
 
 def test_what_may_be_tried(played: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

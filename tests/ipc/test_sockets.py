@@ -166,6 +166,21 @@ def test_one_wait_serves_messages_descriptors_and_a_wake_up(folder: str) -> None
     consumer.wake()  # it is closed, and its descriptor may be another's
 
 
+def test_a_worker_can_wait_for_more_than_messages(folder: str) -> None:
+    with connected(folder) as (consumer, (worker,)):
+        read, write = os.pipe()
+        assert worker.wait([read], block=False) == []
+        os.write(write, b"!")
+        assert worker.wait([read], block=True) == [read]
+        os.read(read, 1)
+        consumer.send_frames(0, [encode(epoch) for epoch in EPOCHS])
+        assert worker.wait([read], block=True) == []
+        assert worker.receive(block=False) == EPOCHS[0]
+        assert worker.wait([read], block=True) == [], "the rest of a bundle was received already"
+        for end in (read, write):
+            os.close(end)
+
+
 def test_a_forked_child_of_a_worker_cannot_use_its_socket(folder: str) -> None:
     with connected(folder) as (consumer, (worker,)):
 

@@ -238,6 +238,15 @@ def test_what_is_for_the_proxy_is_not_passed_on(scene: Scene) -> None:
 # ---- without a far worker ---------------------------------------------------------------------------
 
 
+def test_without_a_claim_another_far_worker_is_waited_for_and_told_of_the_epoch(scene: Scene) -> None:
+    scene.tell(EPOCH, EPOCH._replace(epoch=2))
+    scene.proxy._lose("the cable was pulled")
+    assert scene.said() == [WAITS]
+    scene.connect()
+    scene.tell(task(0)._replace(epoch=2))
+    assert scene.heard() == [EPOCH._replace(epoch=2), forwarded(task(0))._replace(epoch=2)]
+
+
 def test_where_another_worker_would_draw_other_numbers_it_dies_without_a_claim(assigned: Scene) -> None:
     assigned.tell(EPOCH)
     with pytest.raises(SystemExit):
@@ -287,3 +296,11 @@ def test_it_leaves_when_the_far_worker_has(scene: Scene) -> None:
     running.join()
     assert scene.socket.sent == []
     assert scene.said() == [WAITS]
+
+
+def test_one_whose_consumer_is_gone_leaves_without_a_word(assigned: Scene) -> None:
+    assigned.proxy._far = None
+    assigned.pipe.close()
+    assigned.proxy.run()
+    with pytest.raises(SystemExit):
+        assigned.proxy._lose("the cable was pulled", final=True)
