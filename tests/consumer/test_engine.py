@@ -79,14 +79,6 @@ def test_sizes_that_vary_use_the_same_addresses_again(monkeypatch: pytest.Monkey
         assert loader.statistics().arena_bytes <= 128 << 20
 
 
-def test_more_specs_under_way_than_are_remembered() -> None:
-    growing = Made(lambda index: torch.zeros(index + 1), 320)
-    batches = iter(DataLoader(growing, batch_size=None, num_workers=1, prefetch_factor=300))
-    first = next(batches)
-    time.sleep(0.3)  # the worker is far ahead: it has forgotten specs that are still to be delivered
-    assert [len(batch) for batch in (first, *batches)] == list(range(1, 321))
-
-
 def test_nothing_of_a_loaders_resources_is_copied() -> None:
     runtime = Resources(DataLoader(range(4)))
     runtime.counters.batches = 3

@@ -129,14 +129,6 @@ def test_every_kind_of_leaf(workers: int, late: Late) -> None:
 
 
 @WORKERS
-def test_a_batch_of_empty_tensors(workers: int, late: Late) -> None:
-    late()
-    dataset = Made(lambda index: torch.empty(0, 3), 4)
-    with DataLoader(dataset, 2, num_workers=workers, device="cuda") as loader:
-        assert [batch.shape for batch in loader] == [(2, 0, 3)] * 2
-
-
-@WORKERS
 def test_aliases_stay_aliases(workers: int, late: Late) -> None:
     device = late()
     options: Any = {"collate_fn": alias, "num_workers": workers, "device": "cuda"}
@@ -158,14 +150,6 @@ def test_fields_can_be_written_to_without_spoiling_what_autograd_saved(workers: 
         second.mul_(2)
         loss.backward()
         assert weights.grad is not None
-
-
-def test_without_workers_what_is_no_tensor_need_not_be_picklable(late: Late) -> None:
-    late()
-    unpicklable = lambda: None  # noqa: E731
-    dataset = Made(lambda index: (torch.tensor(index), unpicklable), 2)
-    loader = DataLoader(dataset, None, collate_fn=identity, device="cuda")
-    assert all(value is unpicklable for _, value in loader)
 
 
 def fields(index: int) -> Any:

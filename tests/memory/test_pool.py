@@ -502,14 +502,6 @@ def test_a_kind_that_has_not_come_for_long_is_forgotten() -> None:
     assert (demand.wanted, demand.batch_bytes) == ((), 0)
 
 
-def test_the_oldest_of_many_kinds_gives_way() -> None:
-    demand = Demand()
-    for kind in range(KINDS + 1):
-        demand.learn((3 * 10**kind, 10**kind))
-    wanted = [size * 10**kind for kind in range(1, KINDS + 1) for size in (1, 3)]
-    assert demand.wanted == tuple(reversed(wanted))
-
-
 def test_the_bytes_of_a_batch_fade_slowly_from_their_maximum() -> None:
     demand = Demand()
     for kind, expected in (((600, 400), 1000), ((100,), 990), ((200,), 980.1), ((980, 1), 981)):
