@@ -72,22 +72,17 @@ class Unprintable:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [("x", "'x'"), ("x" * 20, "'xxxxxx..."), (Unprintable(), "<repr f...")],
-)
-def test_what_is_shown_of_a_value_is_short(value: Any, text: str) -> None:
-    assert shorten(value, 10) == text
-
-
-@pytest.mark.parametrize(
-    ("index", "text"),
+    ("show", "value", "text"),
     [
-        ([0, 1, 2, 3], "[0, 1, 2, 3]"),
-        ([8, 9, 10, 11, 12], "8..12"),
-        ([9, 1, 2, 3, 1 << 60], "9, 1, … 1152921504606846976, 5 in all"),
-        (["a"] * 3, "['a', 'a', 'a']"),
-        (Unprintable(), "<repr failed: RuntimeError>"),
+        (shorten, "x", "'x'"),
+        (shorten, "x" * 20, "'xxxxxx..."),
+        (shorten, Unprintable(), "<repr f..."),
+        (describe_index, [0, 1, 2, 3], "[0, 1, 2, 3]"),
+        (describe_index, [8, 9, 10, 11, 12], "8..12"),
+        (describe_index, [9, 1, 2, 3, 1 << 60], "9, 1, … 1152921504606846976, 5 in all"),
+        (describe_index, ["a"] * 3, "['a', 'a', 'a']"),
+        (describe_index, Unprintable(), "<repr failed: RuntimeError>"),
     ],
 )
-def test_an_index_is_shown_by_its_ends(index: Any, text: str) -> None:
-    assert describe_index(index) == text
+def test_what_is_shown_of_a_value_is_short_and_of_an_index_its_ends(show: Any, value: Any, text: str) -> None:
+    assert show(value, *[10] * (show is shorten)) == text

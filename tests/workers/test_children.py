@@ -239,18 +239,6 @@ def test_a_signal_in_the_middle_of_a_request_leaves_no_answer_to_the_next_one() 
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_when_it_has_died_none_can_be_started_and_no_exit_code_be_had() -> None:
-    with zygote() as one:
-        child = forked(one, 7)
-        os.kill(one._child.pid, signal.SIGKILL)
-        readable([one._child.descriptor, child.descriptor], 5)
-        with pytest.raises(OSError, match="the process that starts new workers has ended"):
-            forked(one, 0)
-        child.process.join(5)
-        assert child.process.exitcode == UNKNOWN_EXIT
-        child.release()
-
-
 def test_it_leaves_with_the_consumer() -> None:
     """Also while a child of the user's holds the consumer's end of their pipe."""
     pids, say = os.pipe()
@@ -272,7 +260,7 @@ def test_it_leaves_with_the_consumer() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_one_that_was_stopped_or_killed_holds_nobody_up(
+def test_one_that_was_stopped_or_killed_holds_nobody_up_and_takes_exit_codes_along(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a child of it, which holds its end of the connection, goes on."""
@@ -283,4 +271,6 @@ def test_one_that_was_stopped_or_killed_holds_nobody_up(
         with pytest.raises(OSError, match="the process that starts new workers has ended"):
             forked(one, 7)
         held.kill()
+        held.process.join(5)
+        assert held.process.exitcode == UNKNOWN_EXIT
         held.release()
