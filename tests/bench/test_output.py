@@ -18,7 +18,7 @@ from bench.arguments import parse
 from bench.output import pictures, readme, rows
 from bench.output.figures import Spread, ratio
 from bench.output.goals import Goal
-from bench.output.layout import Table, in_markdown
+from bench.output.layout import Table
 from bench.output.rows import Results
 from bench.output.tables import case_tables, summary_tables
 from bench.timing.rounds import Case, Lane, Plan
@@ -139,23 +139,6 @@ def test_figures_in_tables(title: str, first: str, begin: int, expected: list[st
     assert cells(everything(title), first)[begin:][: len(expected)] == expected
 
 
-def test_every_peer_is_shown_or_named_with_the_reason() -> None:
-    results = Results(example.steady(grain={"failure": "not\ninstalled"}, torch_0={"notes": ["a note"]}))
-    found = table(results, "rows: what rows loads; 2.56 kB a batch; 2 workers, fork")
-    assert found.notes == ["grain: not measured: not installed", "torch_0: a note"]
-    assert cells(found, "fastq_loader") == [
-        *("fastq_loader", "1,000 (900..1,100)", "2.56 MB", "50%", "10 (10..10)"),
-        *("1.0", "2.0", "3.0", "0.10 + 0.30", "1.0"),
-    ]
-    text = in_markdown(found, "### ")
-    assert text.startswith("### rows: what rows loads")
-    assert "\n| fastq_loader |" in text
-    assert len({len(line) for line in text.splitlines() if line.startswith("|")}) == 1, (
-        "columns stand straight"
-    )
-    assert cells(table(Results(example.turns(grain={"failure": "no epochs"})), "Moments"), "grain: not meas")
-
-
 def test_ratios_of_two_revisions_are_of_rounds() -> None:
     def case(name: str, rates: dict[str, tuple[float, ...]], **failed: dict[str, Any]) -> list[example.Row]:
         used = {"seconds": 1.0, "consumer_cpu": 0.01, "worker_cpu": 0.02, "switches": 10}
@@ -193,25 +176,6 @@ def project(tmp_path: Path) -> Path:
     for name in readme.SECTIONS:
         (tmp_path / name).write_text(f"# A title\n\n{EMPTY}\nProse.\n")
     return tmp_path
-
-
-def test_only_the_section_is_rewritten_and_again_the_same(project: Path) -> None:
-    elsewhere = example.run()
-    elsewhere["machine"] = elsewhere["machine"] | {"cpu": "Abacus"}
-    results = Results([example.run(), *example.steady(), elsewhere, *example.insight()])
-    texts = readme.texts(results, SOURCE, project)
-    every = texts.pop(project / "bench/results/here.md")
-    assert f"## {readme.HEADINGS['insight']}\n\nMeasured on Abacus, 2 cores.\n" in every
-    for path, text in texts.items():
-        assert text.startswith("# A title\n\n<!-- bench:begin: written by")
-        assert text.endswith("<!-- bench:end -->\n\nProse.\n")
-        path.write_text(text)
-    assert texts.items() <= readme.texts(results, SOURCE, project).items()
-    short, missed = ((project / name).read_text() for name in readme.SECTIONS)
-    assert "| 100 | 200 (grain) |" in " ".join(short.split())
-    assert "(bench/results/here/ratio-2-workers.png)" in short
-    assert " missed |" in missed
-    assert " met |" not in missed
 
 
 @pytest.mark.parametrize("count", [0, 2])

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from fastq_loader import DataLoader, IteratorInvalid
+from fastq_loader.iterators import base
 from tests.conftest import descendants, of_kind, wait_until
 from tests.support.datasets import FaultyDataset, Made, SizedStream
 from tests.support.loaders import torch_has
@@ -89,6 +90,41 @@ def test_a_warning_that_was_made_an_error_loses_its_batch_as_with_torch() -> Non
         for number in (2, 3):
             with pytest.raises(UserWarning, match=f"{number + 1} samples have been fetched"):
                 next(iterator)
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+def test_a_batch_whose_warning_was_interrupted_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(text: str, category: type[Warning]) -> None:
+        raise KeyboardInterrupt
+
+    iterator = iter(DataLoader(SizedStream("tensors", [4], told=2), batch_size=None))
+    iterator._IterableDataset_len_called = 0
+    monkeypatch.setattr(base, "warn_user", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    monkeypatch.setattr(base, "warn_user", lambda text, category: None)
+    assert [label for _, label in iterator] == [0, 1, 2, 3]
+
+
+class GoesOn(Sampler[int]):
+    """Its iterator has more after its end."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.numbers: Iterator[Any] = iter([3, None, 1])
+        return self
+
+    def __next__(self) -> int:
+        if (number := next(self.numbers)) is None:
+            raise StopIteration
+        return int(number)
+
+
+@pytest.mark.parametrize("kind", [TorchDataLoader, DataLoader])
+def test_an_end_comes_as_often_as_with_torch(kind: Any) -> None:
+    iterator = iter(make(kind, batch_size=None, sampler=GoesOn()))
+    for expected in (3, 1):
+        assert next(iterator) == expected
         with pytest.raises(StopIteration):
             next(iterator)
 
