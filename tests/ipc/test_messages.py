@@ -304,3 +304,10 @@ def test_other_frames_raise_nothing_else(kind: int, fields: list[Any], junk: byt
     for frame in (msgpack.packb((VERSION, kind, *fields), unicode_errors="surrogatepass"), junk):
         decodes_or_refuses(frame)
     decodes_or_refuses(bytes([0x92, VERSION]) + junk)
+
+
+def test_a_segment_is_three_integers() -> None:
+    assert decode_for_consumer(answer(8, [1, None, [], None, [[1, 2, 3]]]))
+    for segment in ([1, 2, "3"], [1.0, 2, 3], [1, None, 3]):
+        with pytest.raises(ProtocolError, match="where a segment should be"):
+            decode_for_consumer(answer(8, [1, None, [], None, [segment]]))

@@ -312,3 +312,21 @@ def test_small_results_are_not_worth_a_block(pair: Pair) -> None:
     assert block is not None
     assert (block.offset, block.size) == (0, SMALLEST)
     assert empty((LARGE,)).dtype is torch.get_default_dtype()
+
+
+def test_of_the_blocks_at_hand_the_smallest_that_fits_is_taken(pair: Pair) -> None:
+    dropped = empty((SMALLEST,), torch.uint8)
+    pair.allocator.begin([(100 * SMALLEST, 2 * SMALLEST)])
+    at = offset_of(pair, dropped)
+    del dropped
+    assert pair.allocator.take(SMALLEST).offset == at
+
+
+def test_a_promised_block_that_is_released_soon_is_waited_for(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter((False, False, True))
+    monkeypatch.setattr(pair.arena.mapping, "is_released", lambda offset: next(looks))
+    monkeypatch.setattr("fastq_loader.memory.allocator._WAIT_BYTES_PER_SECOND", SMALLEST)  # for a second
+    pair.allocator.begin([], [(100 * SMALLEST, SMALLEST)])
+    assert pair.allocator.take(SMALLEST).offset == 100 * SMALLEST

@@ -507,3 +507,7 @@ def test_the_bytes_of_a_batch_fade_slowly_from_their_maximum() -> None:
     for kind, expected in (((600, 400), 1000), ((100,), 990), ((200,), 980.1), ((980, 1), 981)):
         demand.learn(kind)
         assert demand.batch_bytes == pytest.approx(expected)
+
+
+def test_usage_counts_blocks_in_use_and_free_ones() -> None:
+    assert released(5, held=2).usage() == (2, 3, 5 * B)
