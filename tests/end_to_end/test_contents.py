@@ -184,6 +184,11 @@ def structured() -> np.ndarray:
     return np.array([(1, 2.5, "x"), (3, 4.5, "yz")], dtype=[("i", "i4"), ("f", "f8"), ("s", "U3")])
 
 
+def many_dimensions() -> list[torch.Tensor]:
+    tensor = numbers(6).view([1] * 63 + [2, 3])
+    return [tensor, tensor.transpose(-1, 0), tensor.expand([2] + [1] * 62 + [2, 3])]
+
+
 def read_only(values: np.ndarray) -> np.ndarray:
     values.flags.writeable = False
     return values
@@ -200,30 +205,18 @@ def object_cases() -> dict[str, Callable[[], Any]]:
         "packed sequence": lambda: pack_sequence([torch.arange(3), torch.arange(2)]),
         "text": lambda: ["ä\U0001f600", "\ud800", "\0", "x" * 200_000, bytes(200_000), bytearray(b"abc")],
         "sets and enums": lambda: [{1, 2}, frozenset({"a", (1, 2)}), Level.HIGH, {Colour.BLUE: Count(3)}],
-        "constants and functions": lambda: [..., NotImplemented, int, range(3), slice(1, 2), len, numbers],
         "library types": lambda: [
             *(datetime.datetime(2024, 2, 29, 12), decimal.Decimal("1.10"), fractions.Fraction(1, 3)),
             *(uuid.UUID(int=5), pathlib.PurePosixPath("/a"), array.array("i", [1, 2])),
         ],
-        "numpy scalars": lambda: [
-            *(np.float16(0.1), np.uint64(2**64 - 1), np.bool_(True), np.complex64(1j), np.str_("s")),
-            *(np.bytes_(b"b"), np.datetime64("2024-02-29"), np.float64("nan")),
-        ],
-        "numpy arrays": lambda: [
-            *(np.array([True, False]), np.array(5), np.empty((0, 3)), np.array(["a", "bcd"])),
-            *(np.array([b"x", b"yz"]), np.array(["2024-02-29"], dtype="M8[D]"), np.array([1], "m8[ns]")),
-        ],
-        "numpy layouts": lambda: [
-            *(np.asfortranarray(np.ones((3, 4))), np.arange(12).reshape(3, 4)[:, 1]),
-            *(np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1), np.arange(5)[::-1]),
-            *(np.broadcast_to(np.arange(3), (4, 3)), np.ones((3, 1, 4))[:, :, ::2]),
-        ],
         "numpy, read-only": lambda: [read_only(np.ones(3)), read_only(np.ones((200, 200)))],
         "numpy, foreign byte order": lambda: [np.full(3, 5, dtype=">i4"), np.full(100_000, 5, dtype=">i4")],
-        "numpy, large": lambda: [
-            *(np.arange(40_000.0).reshape(200, 200), np.asfortranarray(np.ones((300, 100)))),
-            *(np.arange(80_000).reshape(200, 400)[:, ::2], structured().repeat(20_000)),
-        ],
+        "numpy, large": lambda: [np.asfortranarray(np.ones((300, 100))), structured().repeat(20_000)],
+        "arrays of texts without length": lambda: [np.ndarray(3, kind) for kind in ("S0", "U0")],
+        "more dimensions than numpy has": many_dimensions,
+        "hundreds of dimensions": lambda: torch.arange(60_000).view([1] * 500 + [200, 300]),
+        "long texts": lambda: {"text": "ä" * 100_000, "bytes": [b"x" * 100_000, b"y"], "n": 1},
+        "annotations": lambda: [{"box": numbers(4), "area": number / 3} for number in range(500)],
     }
 
 

@@ -225,6 +225,33 @@ except RuntimeError as error:
 # ---- memory that goes back --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        "[(number, 'word') for number in range(count)]",
+        "{f'{seq}_{number}': number for number in range(count)}",
+        "[(torch.zeros(4).numpy(), number) for number in range(count)]",
+    ],
+)
+def test_structures_that_change_with_every_batch_take_no_more_memory_than_torchs(make: str) -> None:
+    run(
+        f"""
+        import random
+
+        class Batches(Numbered):
+            def __getitem__(self, seq):
+                count = random.Random(seq).randint(2000, 5000)
+                return {make}
+
+        used = []
+        for kind in BOTH:
+            loader = kind(Batches(60, 0), batch_size=None, num_workers=2, collate_fn=identity)
+            used += [held_memory() for seq, batch in enumerate(loader) if seq == 58]
+        assert used[1] <= 1.5 * used[0], used
+        """
+    )
+
+
 def test_memory_of_large_batches_goes_back_for_every_mix_of_sizes() -> None:
     """Of those that were kept for a while, too."""
     run(
@@ -367,6 +394,27 @@ def test_batches_are_as_ever_where_blocks_are_mapped_one_by_one() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["torch.utils.data.DataLoader", "OURS"])
+def test_an_answer_that_finds_no_memory_is_an_error(kind: str) -> None:
+    run(
+        f"""
+        class Texts(Numbered):
+            def __getitem__(self, index):
+                return bytes(200 << 20) if index == 2 else index
+
+        batches = iter({kind}(Texts(9, 0), batch_size=None, num_workers=1))
+        assert [next(batches), next(batches)] == [0, 1]
+        limited(150)
+        try:
+            next(batches)
+        except (MemoryError, RuntimeError) as error:
+            assert type(error) in (MemoryError, fastq_loader.WorkerDied)
+        else:
+            raise AssertionError("a limit that is none")
+        """
+    )
+
+
 # ---- limits, sandboxes, no /proc --------------------------------------------------------------------
 
 ALL_KINDS = """
@@ -457,3 +505,28 @@ def test_without_proc_all_is_as_ever() -> None:
         pytest.skip("this user may not mount")
     hide = 'mount -t tmpfs none /proc && exec "$@"'
     run_quietly(f"METHOD = 'spawn'\n{ALL_KINDS}", prefix=("unshare", "-m", "sh", "-c", hide, "sh"))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be a user that runs nothing else")
+def test_p8_too_few_threads_are_an_error_and_the_process_lives() -> None:
+    """zmq would end it by SIGABRT."""
+    script = """
+        from tests.support.tight import *
+        import ctypes
+
+        torch.set_num_threads(1)
+        os.setuid(62_137)  # root is not bound by the limit
+        ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: /proc/self is its own again
+        used, most = len(os.listdir("/proc/self/task")), resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        for extra in (0, 1, 2, 3, 4, 6, 8, 9, 10):
+            resource.setrlimit(resource.RLIMIT_NPROC, (used + extra, most))
+            try:
+                print(list(OURS(range(3), batch_size=None, num_workers=2)))
+            except OSError as error:
+                assert "the loader needs 10 threads" in str(error) and "`ulimit -u`" in str(error), error
+                assert len(os.listdir("/proc/self/task")) == used
+                print("refused")
+        """
+    result = run_script(script, env={"TMPDIR": "/tmp"})
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["refused"] * 8 + ["[0, 1, 2]"]

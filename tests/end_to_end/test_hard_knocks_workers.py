@@ -1,4 +1,4 @@
-"""What the world does to workers: surroundings that change, slow exits, forks, closed streams."""
+"""What the world does to workers: surroundings that change, slow exits, forks, closed streams and sockets."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import atexit
 import multiprocessing.context
 import os
 import resource
+import socket
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,10 +22,11 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from fastq_loader import DataLoader, Processes, WorkerReplaced
+from fastq_loader import DataLoader, Processes, WorkerDied, WorkerReplaced
 from fastq_loader.workers import local_pool
-from tests.conftest import process_table, run_script, wait_until
+from tests.conftest import of_kind, open_descriptors, process_table, run_script, wait_until
 from tests.end_to_end.test_restarts import Doomed
+from tests.support.crimes import CrimeAt
 
 pytestmark = [
     pytest.mark.processes,
@@ -463,3 +466,44 @@ def test_10_streams_may_be_missing(change: str, method: str, restarts: int, tmp_
     assert out.read_text() == "good"
     assert (result.returncode, result.left) == (0, ())
     assert "Traceback" not in result.stderr
+
+
+def scribble(index: int) -> int:
+    """Write to the connection of zmq, once: as a program does that closes a descriptor twice."""
+    with suppress(FileExistsError):
+        Path(os.environ["TMPDIR"], "scribbled").touch(exist_ok=False)
+        for name, target in open_descriptors().items():
+            if target.startswith("socket:"):
+                with suppress(OSError), socket.socket(fileno=os.dup(name)) as end:
+                    if end.getsockname():
+                        end.send(b"\xff" * 99)
+    return index
+
+
+@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_p2_a_worker_whose_connection_breaks_is_dead(
+    schedule: str, restarts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    loader: Any = DataLoader(
+        CrimeAt(scribble, at=5),
+        batch_size=None,
+        num_workers=2,
+        schedule=schedule,
+        workers=Processes(max_restarts=restarts),
+        multiprocessing_context="fork",
+    )
+    seen: list[int] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if restarts:
+            seen.extend(loader)
+            assert seen == list(range(12))
+            (text,) = [str(warning.message) for warning in of_kind(caught, WorkerReplaced)]
+        else:
+            with pytest.raises(WorkerDied) as died:
+                seen.extend(loader)
+            assert seen == list(range(5))
+            text = str(died.value)
+    assert "was ended, because its connection to this process broke" in text
