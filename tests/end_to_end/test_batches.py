@@ -179,19 +179,6 @@ def test_b4_batches_are_writable_and_edits_reach_nothing_else(workers: int) -> N
                 del batch, leaf
 
 
-def arrays(index: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.full(10, index), np.full((100, 200), index)
-
-
-def test_b4_arrays_are_writable() -> None:
-    loader = DataLoader(Made(arrays, 8), batch_size=None, num_workers=2, collate_fn=identity)
-    for index, batch in enumerate(loader):
-        for one in batch:
-            assert type(one) is np.ndarray
-            assert (one == index).all()
-            one += 1
-
-
 def test_b4_edits_of_one_batch_do_not_reach_another_held_one() -> None:
     held: list[torch.Tensor] = []
     for batch in DataLoader(Made(image, 60), batch_size=2, num_workers=2):

@@ -60,17 +60,6 @@ def test_local_classes_and_lambdas_work_and_come_back(method: str) -> None:
     assert not seen
 
 
-@METHODS
-def test_what_cannot_travel_at_all_has_torchs_error(method: str) -> None:
-    dataset = [torch.zeros(1), (lambda: 0), sys.stdout.buffer]
-    loader = DataLoader(dataset, num_workers=1, multiprocessing_context=method)  # type: ignore[arg-type]
-    with (
-        pytest.warns(UserWarning, match="Got pickle error when attempting to start a worker Process"),
-        pytest.raises((TypeError, AttributeError), match=r"dataset\[\d\] "),
-    ):
-        iter(loader)
-
-
 def test_without_cloudpickle_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     monkeypatch.setattr("fastq_loader.packing.by_value.find_spec", lambda name: None)

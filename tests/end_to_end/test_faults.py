@@ -7,8 +7,9 @@ import os
 import pickle
 import re
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -191,22 +192,42 @@ def test_p2_a_persistent_worker_killed_between_epochs_is_noticed_and_replaced() 
 
 
 @pytest.mark.parametrize(
-    ("init_fn", "workers", "persistent"),
+    ("dataset", "workers", "options", "text", "where"),
     [
-        (crimes.init_raises, 1, False),
-        (crimes.init_raises, 2, True),
-        (crimes.init_raises_in_worker_1, 2, False),
+        (range(12), 1, {"worker_init_fn": crimes.init_raises}, "worker 0 cannot start", "init_raises"),
+        (
+            range(12),
+            2,
+            {"worker_init_fn": crimes.init_raises, "persistent_workers": True},
+            "worker 0 cannot start",
+            "init_raises",
+        ),
+        (
+            range(12),
+            2,
+            {"worker_init_fn": crimes.init_raises_in_worker_1},
+            "worker 1 cannot start",
+            "init_raises",
+        ),
+        (CrimeInIter(), 2, {}, "no stream to read", "__iter__"),
+        (
+            FailsToUnpickle(),
+            2,
+            {"multiprocessing_context": "spawn"},
+            "this dataset does not survive the journey",
+            "__setstate__",
+        ),
     ],
+    ids=["init", "every init", "one init", "iter", "unpickling"],
 )
-def test_p7_a_failing_init_function_surfaces_once(
-    init_fn: Callable[[int], None], workers: int, persistent: bool
+def test_p7_what_fails_at_the_start_surfaces_once(
+    dataset: Any, workers: int, options: dict[str, Any], text: str, where: str, capfd: Any
 ) -> None:
-    loader = DataLoader(
-        range(12), 2, worker_init_fn=init_fn, num_workers=workers, persistent_workers=persistent
-    )
+    loader = DataLoader(dataset, 2, num_workers=workers, **options)
     (error,) = (outcome for outcome in outcomes(loader) if isinstance(outcome, Exception))
-    assert re.fullmatch(r"ValueError\('worker \d cannot start'\)", repr(error))
-    assert re.search(r"(?s)DataLoader worker process \d.*init_raises", str(error.__cause__))
+    assert repr(error) == f"ValueError({text!r})"
+    assert re.search(rf"(?s)DataLoader worker process \d.*{where}", str(error.__cause__))
+    assert "Traceback" not in capfd.readouterr().err, "it belongs into the error, not on the terminal"
     loader.close()
 
 
@@ -217,18 +238,6 @@ def test_p7_an_init_function_that_exits() -> None:
     assert "exit code 5" in text_of(caught.value)
 
 
-def test_p7_a_stream_that_fails_before_its_first_sample() -> None:
-    (error,) = outcomes(DataLoader(CrimeInIter(), 2, num_workers=2))
-    assert repr(error) == "ValueError('no stream to read')"
-
-
-def test_p7_a_dataset_that_cannot_be_unpickled(capfd: pytest.CaptureFixture[str]) -> None:
-    (error,) = outcomes(DataLoader(FailsToUnpickle(), num_workers=2, multiprocessing_context="spawn"))
-    assert repr(error) == "ValueError('this dataset does not survive the journey')"
-    assert "__setstate__" in str(error.__cause__)
-    assert "Traceback" not in capfd.readouterr().err, "it belongs into the error, not on the terminal"
-
-
 # P6b, P13: what cannot be sent to a worker
 
 
@@ -236,15 +245,17 @@ def test_p7_a_dataset_that_cannot_be_unpickled(capfd: pytest.CaptureFixture[str]
     ("arguments", "path"),
     [
         ({"dataset": HoldsUnpicklable()}, ["dataset", "archive", "cursor"]),
+        ({"dataset": [0, sys.stdout.buffer]}, ["dataset[1]"]),
         ({"worker_init_fn": HoldsUnpicklable()}, ["worker_init_fn", "archive", "cursor"]),
         ({"collate_fn": functools.partial(max, HoldsUnpicklable())}, ["collate_fn", "archive", "cursor"]),
     ],
-    ids=["dataset", "worker_init_fn", "partial"],
+    ids=["dataset", "list", "worker_init_fn", "partial"],
 )
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_p13_what_cannot_be_pickled_warns_as_in_torch_and_is_named(
-    arguments: dict[str, Any], path: list[str]
+    arguments: dict[str, Any], path: list[str], method: str
 ) -> None:
-    loader = DataLoader(**{"dataset": Rows(4), **arguments}, num_workers=2, multiprocessing_context="spawn")
+    loader = DataLoader(**{"dataset": Rows(4), **arguments}, num_workers=2, multiprocessing_context=method)
     with (
         pytest.warns(UserWarning, match="Got pickle error when"),
         pytest.raises((TypeError, AttributeError, pickle.PicklingError)) as caught,
