@@ -30,18 +30,15 @@ from fastq_loader import DataLoader
 from tests.support.datasets import (
     Colour,
     Count,
-    Keyed,
     Level,
     Made,
     Opaque,
-    Tagged,
     assert_same,
     describe,
     dict_sample,
     difference,
     identity,
     namedtuple_sample,
-    numpy_sample,
 )
 from tests.support.loaders import WORKERS, image, image_and_label
 
@@ -174,12 +171,6 @@ def recursive_object() -> Opaque:
     return outer
 
 
-def tagged(items: list[Any]) -> Tagged:
-    result = Tagged(items)
-    result.tag = "instance"
-    return result
-
-
 def structured() -> np.ndarray:
     return np.array([(1, 2.5, "x"), (3, 4.5, "yz")], dtype=[("i", "i4"), ("f", "f8"), ("s", "U3")])
 
@@ -233,41 +224,6 @@ def test_b7_a_batch_of_any_python_objects_equals_torchs(large: bool) -> None:
             if "foreign byte order" in name and workers:  # pickling, and with it torch, makes them native
                 expected = describe(cases()[name]())
             assert difference(expected, ours[name], f"{workers} workers: {name}") is None
-
-
-COLLATED: dict[str, Callable[[int], Any]] = {
-    "dict": dict_sample,
-    "namedtuple": namedtuple_sample,
-    "numpy": numpy_sample,
-    "OrderedDict": lambda index: collections.OrderedDict(b=index, a=torch.ones(2)),
-    "defaultdict": lambda index: collections.defaultdict(int, a=index),
-    "dict subclass": lambda index: Keyed({1: index, "x": (index, str(index))}, tag=f"sample {index}"),
-    "list subclass": lambda index: tagged([index, torch.tensor(index)]),
-    "nested lists": lambda index: [[index, [index / 2]], (index, b"b"), torch.Size([index, 2])],
-    "large": image_and_label,
-    "large numpy": lambda index: np.full((200, 200), index, dtype=np.uint16),
-    "mixed floats": lambda index: image(index).to((torch.float32, torch.float64, torch.float16)[index % 3]),
-    "refused: None": lambda index: None,
-    "refused: object": Opaque,
-    "refused: unequal lists": lambda index: [0] * (index % 3 + 1),
-    "refused: unequal sizes": lambda index: torch.ones(index + 1),
-    "refused: mixed kinds": lambda index: image(index).to((torch.int64, torch.float32)[index % 2]),
-}
-
-
-@pytest.mark.parametrize("name", COLLATED)
-def test_b7_the_default_collate_keeps_container_types(name: str) -> None:
-    for workers in (0, 2):
-        seen: list[Any] = []
-        for kind in (TorchDataLoader, DataLoader):
-            try:
-                seen.append(describe(list(kind(Made(COLLATED[name], 7), 3, num_workers=workers))))
-            except Exception as error:
-                error.with_traceback(None)
-                seen.append(type(error))
-        assert difference(*seen, name) is None, f"{workers} workers: {difference(*seen, name)}"
-        if workers:  # torch refuses mixed kinds in workers alone
-            assert name.startswith("refused") == isinstance(seen[1], type)
 
 
 class PinCounter:
@@ -328,19 +284,3 @@ def test_b8_torchs_collate_map_can_be_added_to_and_changed_and_is_left_alone(
 
 def warm_image(index: int) -> tuple[torch.Tensor, Celsius]:
     return image(index), Celsius(index)
-
-
-class Collator:
-    """A callable object, as tokenizer libraries use them; it calls torch's own collate inside."""
-
-    def __call__(self, batch: list[Any]) -> dict[str, Any]:
-        images, labels = default_collate(batch)
-        return {"images": images * 2, "labels": labels, "raw": batch[0][0]}
-
-
-@WORKERS
-def test_b8_a_users_collate_may_call_torchs(workers: int) -> None:
-    loader = DataLoader(Made(image_and_label, 6), 3, num_workers=workers, collate_fn=Collator())
-    for position, batch in enumerate(loader):
-        samples = [image_and_label(3 * position + i) for i in range(3)]
-        assert_same(Collator()(samples), batch)

@@ -130,26 +130,6 @@ def test_accelerate_saves_a_loader_that_it_prepared(
     assert rest == whole[stop:]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_accelerate_saves_a_loader_that_is_registered(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
-
-    def registered(seed: int) -> tuple[Any, Any]:
-        accelerator, of = accelerate.Accelerator(cpu=True), loader(seed, 2)
-        accelerator.register_for_checkpointing(of)
-        return accelerator, of
-
-    accelerator, one = registered(1)
-    whole: list[Any] = []
-    for batch in one:
-        whole.append(plain(batch))
-        if len(whole) == 5:
-            accelerator.save_state(tmp_path)
-    accelerator, other = registered(2)
-    accelerator.load_state(tmp_path)
-    assert [plain(batch) for batch in other] == whole[5:]
-
-
 RANK = """
 import json, warnings
 import accelerate, torch

@@ -498,35 +498,27 @@ def test_p9_a_long_temp_folder_works(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def _rank(rank: int, answers: Any) -> None:
     loader = DataLoader(range(100 * rank, 100 * rank + 40), batch_size=4, num_workers=2)
-    answers.put((rank, [torch.cat(list(loader)).tolist() for _ in range(3)]))
+    answers.put([torch.cat(list(loader)).tolist() for _ in range(3)])
 
 
 def test_p10_ranks_side_by_side() -> None:
     context = multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    ranks = [context.Process(target=_rank, args=(rank, answers)) for rank in range(3)]
+    answers = [context.SimpleQueue() for _ in range(3)]
+    ranks = [context.Process(target=_rank, args=each) for each in enumerate(answers)]
     for process in ranks:
         process.start()
-    found = dict(answers.get() for _ in ranks)
-    for process in ranks:
+    for rank, (process, answer) in enumerate(zip(ranks, answers, strict=True)):
+        assert answer.get() == [list(range(100 * rank, 100 * rank + 40))] * 3
+        answer.close()
         process.join(10)
         assert process.exitcode == 0
         process.close()
-    answers.close()
-    assert found == {rank: [list(range(100 * rank, 100 * rank + 40))] * 3 for rank in range(3)}
 
 
 def test_p10_a_loader_inside_a_worker_loads_and_may_have_no_workers_as_in_torch() -> None:
     assert numbers(DataLoader(LoaderInside(0), num_workers=2)) == [[0], [1], [3], [6]]
     with pytest.raises(AssertionError, match="daemonic processes are not allowed to have children"):
         list(DataLoader(LoaderInside(1), num_workers=1))
-
-
-def test_p10_a_loop_inside_a_loop() -> None:
-    outer, inner = (DataLoader(range(4), num_workers=2, persistent_workers=keep) for keep in (False, True))
-    with inner:
-        found = [(a.item(), b.item()) for a in outer for b in inner]
-    assert found == [(a, b) for a in range(4) for b in range(4)]
 
 
 def test_p4_p10_two_loaders_in_threads() -> None:

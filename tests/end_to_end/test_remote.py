@@ -70,18 +70,12 @@ def taken(workers: str | WorkerKind, dataset: Any, stops: tuple[int | None, ...]
     return [*found, torch.rand(1)]
 
 
-def check(dataset: Any, *stops: int | None, **options: Any) -> None:
+def check(dataset: Any, *stops: int | None, tls: Any = None, **options: Any) -> None:
     """The same comes from workers of this machine and of others; the stops are as in `taken`."""
     options = {"batch_size": 4, **options}
     stops = stops or (None,)
     here = taken("processes", dataset, stops, options)
-    assert_same(taken(far(nodes=2), dataset, stops, options), here)
-
-
-@SCHEDULES
-@pytest.mark.parametrize("kind", ["dict", "large", "drawn"])
-def test_batches_of_all_kinds_are_the_same(kind: str, schedule: str) -> None:
-    check(MapDataset(kind, 41), shuffle=True, schedule=schedule)
+    assert_same(taken(far(nodes=2, tls=tls), dataset, stops, options), here)
 
 
 def nine_megabytes(index: int) -> Any:
@@ -90,21 +84,6 @@ def nine_megabytes(index: int) -> Any:
 
 def everything(index: int) -> Any:
     return [SAMPLES[kind](index) for kind in ("dict", "large", "numpy", "objects", "text")]
-
-
-@SCHEDULES
-def test_epochs_of_persistent_workers_and_breaks_are_the_same(schedule: str) -> None:
-    check(
-        MapDataset("drawn", 60), None, 3, 0, 1, None, shuffle=True, schedule=schedule, persistent_workers=True
-    )
-
-
-@SCHEDULES
-def test_iterable_datasets_are_the_same(schedule: str) -> None:
-    # No part has ended when the epoch is broken off: as in torch, it depends on the time whether another task
-    # was given out for one.
-    stream = Stream("drawn", [23, 18, 5])
-    check(stream, None, 2, None, schedule=schedule, persistent_workers=True)
 
 
 def stacked(samples: list[Any]) -> dict[str, Any]:
@@ -170,6 +149,24 @@ def test_what_users_write_gives_the_same_there(name: str) -> None:
     check(dataset, **options)
 
 
+STAY: dict[str, Any] = {"persistent_workers": True}
+EPOCHS: dict[str, tuple[Any, tuple[int | None, ...], dict[str, Any]]] = {
+    "dicts": (MapDataset("dict", 41), (None,), {"shuffle": True}),
+    "large": (MapDataset("large", 41), (None,), {"shuffle": True}),
+    "breaks": (MapDataset("drawn", 60), (None, 3, 0, 1, None), {"shuffle": True, **STAY}),
+    # No part has ended when the epoch is broken off: as in torch, it depends on the time whether another task
+    # was given out for one.
+    "a stream": (Stream("drawn", [23, 18, 5]), (None, 2, None), STAY),
+}
+
+
+@SCHEDULES
+@pytest.mark.parametrize("name", EPOCHS)
+def test_epochs_are_the_same(name: str, schedule: str) -> None:
+    dataset, stops, options = EPOCHS[name]
+    check(dataset, *stops, schedule=schedule, **options)
+
+
 @SCHEDULES
 def test_batches_for_a_device_lie_in_one_block(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with late_device(monkeypatch):
@@ -202,7 +199,9 @@ def test_an_epoch_goes_on_elsewhere() -> None:
 def test_batches_are_kept_while_others_come() -> None:
     loader = DataLoader(MapDataset("large", 400), 4, num_workers=2, workers=far(), schedule=Dynamic(window=4))
     batches = list(loader)
-    assert_same(batches, list(DataLoader(MapDataset("large", 400), 4)))
+    local = DataLoader(MapDataset("large", 400), 4, num_workers=1)
+    assert_same(batches, list(local))
+    assert [(worker.node, worker.wire_bytes) for worker in local.statistics().workers] == [(None, 0)]
     iterator = iter(loader)
     loader.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -313,14 +312,6 @@ def test_statistics_and_a_trace_say_where_each_worker_is_and_what_came_from_ther
     data.close()
 
 
-def test_no_bytes_come_over_a_network_from_workers_of_this_machine() -> None:
-    data = DataLoader(MapDataset("large", 8), 4, num_workers=1)
-    list(data)
-    found = data.statistics()
-    assert found.wire_bytes == 0
-    assert [(worker.node, worker.wire_bytes) for worker in found.workers] == [(None, 0)]
-
-
 def test_what_is_counted_keeps_no_far_pool_alive() -> None:
     data = DataLoader(MapDataset("dict", 8), 4, num_workers=1, workers=far(), persistent_workers=True)
     list(data)
@@ -350,6 +341,4 @@ def test_torch_warns_of_more_workers_than_cpus_only_of_this_machine(monkeypatch:
 def test_encrypted_batches_are_the_same(tmp_path: Path) -> None:
     tls = certificates.make_tls(tmp_path)
     for kind in ("large", "drawn"):
-        found = taken(far(tls=tls), MapDataset(kind, 60), (None,), {"batch_size": 8, "shuffle": True})
-        expected = taken("processes", MapDataset(kind, 60), (None,), {"batch_size": 8, "shuffle": True})
-        assert_same(found, expected)
+        check(MapDataset(kind, 60), tls=tls, batch_size=8, shuffle=True)

@@ -17,13 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, LoaderTimeout, WorkerDied, WorkerReplaced
 from fastq_loader.remote.connection import Lost, Refused, Request, connect
 from tests.conftest import descendants, process_table, running_script, wait_until
 from tests.support.crimes import CrimeAt, dawdle, die_beside_a_child, exit_with_7, segfault, system_exit
-from tests.support.datasets import assert_same
+from tests.support.datasets import Made, assert_same
 from tests.support.hosts import LocalHosts, far, far_pids
 
 pytestmark = [
@@ -32,18 +31,10 @@ pytestmark = [
 ]
 
 
-class Slowly(Dataset[Any]):
-    """Samples of all sizes, with draws in them, after a moment."""
-
-    def __init__(self, length: int = 160, seconds: float = 0.002) -> None:
-        self.length, self.seconds = length, seconds
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(self.seconds)
-        return index, torch.rand(30_000), torch.rand(2)
+def slowly(index: int) -> Any:
+    """Samples with draws in them, after a moment."""
+    time.sleep(0.002)
+    return index, torch.rand(30_000), torch.rand(2)
 
 
 def newest() -> LocalHosts:
@@ -53,7 +44,7 @@ def newest() -> LocalHosts:
 def loader(dataset: Any = None, **options: Any) -> DataLoader[Any]:
     torch.manual_seed(5)
     given = {"batch_size": 4, "num_workers": 2, "schedule": "dynamic", "shuffle": True, **options}
-    return DataLoader(Slowly() if dataset is None else dataset, **given)
+    return DataLoader(Made(slowly, 160) if dataset is None else dataset, **given)
 
 
 def kill_far_worker(draw: random.Random, data: DataLoader[Any]) -> None:
@@ -169,7 +160,7 @@ def test_without_the_launcher_workers_go_on_and_are_replaced(
 
 
 def test_64_workers_of_one_machine_are_cheap_here() -> None:
-    data = loader(Slowly(1000), num_workers=64, workers=far(room=64), persistent_workers=True)
+    data = loader(Made(slowly, 1000), num_workers=64, workers=far(room=64), persistent_workers=True)
     while not data.statistics().workers or not all(worker.batches for worker in data.statistics().workers):
         assert sorted(torch.cat([batch[0] for batch in data]).tolist()) == list(range(1000))
     pids = set(proxies(data))
@@ -207,18 +198,20 @@ def test_a_far_worker_that_was_stopped_is_replaced_after_the_timeout() -> None:
     assert wait_until(lambda: stopped not in far_pids(newest()), 5), "its host has ended it"
 
 
+#: What the scripts begin with.
+RUNNING = """
+    import os, signal, subprocess, sys
+    from fastq_loader import WorkerDied
+    from tests.end_to_end.test_remote_faults import loader
+    from tests.support.hosts import far
+    data = loader(workers=far(nodes=2))
+    iterator = iter(data)
+    next(iterator)
+"""
+
+
 def test_of_a_killed_consumer_nothing_is_left_anywhere() -> None:
-    source = """
-        import os, signal
-        from tests.end_to_end.test_remote_faults import loader
-        from tests.support.hosts import far
-        data = loader(workers=far(nodes=2), num_workers=2)
-        iterator = iter(data)
-        next(iterator)
-        print("running", flush=True)
-        signal.pause()
-        """
-    with running_script(source) as script:
+    with running_script(f"{RUNNING}    print('running', flush=True); signal.pause()") as script:
         script.wait_for("running")
         assert len(script.processes()) >= 6
         os.kill(script.pid, signal.SIGKILL)
@@ -227,20 +220,21 @@ def test_of_a_killed_consumer_nothing_is_left_anywhere() -> None:
 
 
 def test_ctrl_c_shows_one_traceback_and_ends_all() -> None:
-    source = """
-        import os, signal, sys
-        from tests.end_to_end.test_remote_faults import loader
-        from tests.support.hosts import far
-        data = loader(workers=far(), persistent_workers=True)
-        next(iter(data))
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.killpg(0, signal.SIGINT)
-        signal.pause()
-        """
-    with running_script(source) as script:
+    interrupted = """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.killpg(0, signal.SIGINT)
+    signal.pause()
+    """
+    with running_script(RUNNING + interrupted) as script:
         result = script.finish(40)
     assert result.left == ()
     assert result.stderr.count("Traceback") == result.stderr.count("KeyboardInterrupt") == 1
+
+
+def test_a_script_ends_quietly_with_an_epoch_under_way() -> None:
+    with running_script(RUNNING) as script:
+        result = script.finish(40)
+    assert (result.returncode, result.stderr, result.left) == (0, "", ())
 
 
 def is_python(pid: int) -> bool:
@@ -276,26 +270,7 @@ def test_whoever_is_interrupted_at_the_start_leaves_nothing(number: signal.Signa
     assert result.returncode == -number
 
 
-def test_a_script_ends_quietly_with_an_epoch_under_way() -> None:
-    source = """
-        from tests.end_to_end.test_remote_faults import loader
-        from tests.support.hosts import far
-        iterator = iter(loader(workers=far(), persistent_workers=True))
-        next(iterator)
-        """
-    with running_script(source) as script:
-        result = script.finish(40)
-    assert (result.returncode, result.stderr, result.left) == (0, "", ())
-
-
-CABLE = """
-    import os, subprocess
-    from fastq_loader import WorkerDied
-    from tests.end_to_end.test_remote_faults import loader
-    from tests.support.hosts import far
-    data = loader(workers=far())
-    iterator = iter(data)
-    next(iterator)
+PULLED = """
     subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
     try:
         list(iterator)
@@ -311,7 +286,7 @@ CABLE = """
 def test_a_cable_that_is_pulled_is_noticed() -> None:
     """Nobody says anything: the kernel asks, and gives up."""
     own_network = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && "$@"', ""]
-    with running_script(CABLE, prefix=own_network) as script:
+    with running_script(RUNNING + PULLED, prefix=own_network) as script:
         result = script.finish(60)
     assert "Connection timed out" in result.stdout
     assert "its node was switched off" in result.stdout

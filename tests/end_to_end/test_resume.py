@@ -198,6 +198,12 @@ SAMPLERS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "sequential": lambda items, g: {},
     "shuffle": lambda items, g: {"shuffle": True},
     "replacement": lambda items, g: {"sampler": RandomSampler(items, replacement=True, generator=g)},
+    "several permutations": lambda items, g: {
+        "sampler": RandomSampler(items, False, 2 * len(items) + 3, generator=g)
+    },
+    "shuffled batches": lambda items, g: {
+        "batch_sampler": BatchSampler(RandomSampler(items, generator=g), 4, True)
+    },
     "weighted": lambda items, g: {
         "sampler": WeightedRandomSampler([1.0] * len(items), len(items), generator=g)
     },
@@ -220,7 +226,7 @@ class Config:
     drop_last: bool
     explicit: bool
     sampler: str
-    num_workers: int
+    num_workers: Any
     schedule: Any
     persistent: bool
     prefetch: int

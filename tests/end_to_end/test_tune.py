@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, tune
 from tests.conftest import run_script, running_script, wait_until
-from tests.support.datasets import Made, Stream
+from tests.support.datasets import Stream
 
 pytestmark = pytest.mark.processes
 
@@ -59,14 +59,6 @@ def test_an_iterable_dataset_is_tuned_too() -> None:
     found = tune(DataLoader(Stream("tensors", [4] * 8), 2), seconds=2, max_workers=2, progress=False)
     assert {row.settings.get("schedule", "round_robin") for row in found.rows} == {"round_robin"}
     assert found.rows[0].batches_per_second > 0
-
-
-def test_start_methods_are_compared_if_that_is_asked_for() -> None:
-    loader: DataLoader[Any] = DataLoader(Made(float, 1000), 4, num_workers=1)
-    methods = ["fork", "forkserver"]
-    found = tune(loader, seconds=6, start_methods=methods, max_workers=1, progress=False)
-    tried = {row.settings.get("multiprocessing_context") for row in found.rows}
-    assert tried == {None, *methods}
 
 
 def test_ctrl_c_prints_what_was_measured_and_leaves_nothing() -> None:
