@@ -26,6 +26,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from fastq_loader import DataLoader
 from tests.end_to_end.test_resume import Config, plain
 from tests.support.datasets import Made
+from tests.support.loaders import MANY_WORKERS
 
 pytestmark = pytest.mark.processes
 SIZE = 48
@@ -148,7 +149,7 @@ def given(config: Config, stops: Sequence[int], held: bool) -> list[Any]:
     return seen
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@MANY_WORKERS
 @pytest.mark.parametrize("seed", SEEDS)
 def test_with_dynamic_batches_after_a_break_do_not_depend_on_the_number_of_workers(seed: int) -> None:
     draw, config = random.Random(seed), Config.drawn(seed)

@@ -31,6 +31,7 @@ from fastq_loader.scheduling.events import Draw, EpochStarted, Exhausted
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.schedules import Window
 from fastq_loader.scheduling.states import Batch
+from tests.support.loaders import MANY_WORKERS
 from tests.support.pair import LARGE, Pair, paired
 from tests.support.simulation import SimulatedArena
 
@@ -159,7 +160,7 @@ def cost(dataset: Rows, arguments: dict[str, Any]) -> tuple[Budget, str]:
 
 
 @pytest.mark.processes
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@MANY_WORKERS
 @pytest.mark.parametrize("name", BUDGETS)
 def test_a_steady_batch_stays_within_its_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Counting makes samples slow, and slow ones are timed one by one.

@@ -27,6 +27,7 @@ from fastq_loader import DataLoader, Dynamic, Processes
 from fastq_loader.errors import PoisonousBatch, WorkerReplaced
 from tests.conftest import descendants
 from tests.support.datasets import Sized, describe, identity
+from tests.support.loaders import MANY_WORKERS
 
 BATCH = 4
 #: More than could ever be needed; that a run ends at all is a part of what is tested.
@@ -38,7 +39,7 @@ GIVEN_UP: tuple[Any, ...] = ("given up",)
 pytestmark = [
     pytest.mark.chaos,
     pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    MANY_WORKERS,
 ]
 
 

@@ -85,9 +85,6 @@ def outcomes(kind: type, cases: Cases, workers: int, **arguments: Any) -> dict[s
     return found
 
 
-# B5: every kind of tensor
-
-
 class Marked(torch.Tensor):
     """A tensor subclass."""
 
@@ -160,9 +157,6 @@ def test_b5_the_default_collate_gives_what_torchs_workers_give() -> None:
             assert difference(with_one[name], ours[name], name) is None
         elif not isinstance(ours[name], type):
             assert difference(torchs, ours[name], name) is None
-
-
-# B7, B8: containers, objects and collates
 
 
 def recursive_object() -> Opaque:

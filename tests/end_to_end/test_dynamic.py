@@ -19,14 +19,11 @@ from fastq_loader.memory import arena
 from fastq_loader.scheduling.schedules import Schedule
 from fastq_loader.workers import group
 from tests.support.datasets import SAMPLES, Backwards, CountingSampler, Drawing, Made, MapDataset
-from tests.support.loaders import seed_all
+from tests.support.loaders import MANY_WORKERS, seed_all
 
 SIZE = 26
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 
 def draw_late(index: int) -> Any:
@@ -51,9 +48,6 @@ def epochs(
     with DataLoader(dataset, batch_size=3, num_workers=workers, **arguments) as loader:
         first = [as_lists(batch) for batch in itertools.islice(iter(loader), stop)]
         return [first, *([as_lists(batch) for batch in loader] for _ in range(count - 1))]
-
-
-# ---- the same bits ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,9 +124,6 @@ def test_the_error_of_a_sampler_takes_a_number_as_its_batch_would(workers: int) 
     assert list(iterator) == expected[3:]
 
 
-# ---- iterable datasets --------------------------------------------------------------------------------
-
-
 class Stream(IterableDataset):
     """Each worker has 7 samples of its own."""
 
@@ -155,9 +146,6 @@ def test_a_stream_keeps_torchs_interleave_and_does_not_depend_on_time(persistent
     for epoch in found:
         assert [batch[0][0] // 100 for batch in epoch] == [0, 1, 2] * 3
     assert found[0] != found[1]
-
-
-# ---- the window ---------------------------------------------------------------------------------------
 
 
 def every_eighth_late(index: int) -> int:

@@ -26,9 +26,6 @@ def stacked(position: int) -> torch.Tensor:
     return torch.stack([image(4 * position + i) for i in range(4)])
 
 
-# Collates that make their result in place
-
-
 def stack_into_empty(batch: Samples) -> torch.Tensor:
     out = fastq_loader.empty((len(batch), *IMAGE), torch.float32)
     return torch.stack([one for one, _ in batch], out=out)
@@ -106,9 +103,6 @@ def test_empty_that_is_not_returned_is_used_again() -> None:
         del batch
         held += [held_memory()] if position in (30, 90) else []
     assert held[1] - held[0] < 60e6
-
-
-# What user code keeps
 
 
 KEPT_BY_WORKER: list[torch.Tensor] = []

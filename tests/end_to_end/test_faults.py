@@ -30,11 +30,9 @@ from tests.support.crimes import (
     HoldsUnpicklable,
     Rows,
 )
+from tests.support.loaders import MANY_WORKERS
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 
 def outcomes(batches: Iterable[Any], limit: int = 20) -> list[Any]:
@@ -78,9 +76,6 @@ def within(seconds: float) -> Iterator[None]:
 PAIRS = [[2 * i, 2 * i + 1] for i in range(6)]
 
 
-# I6, I7: errors have a place, a type and attributes
-
-
 @pytest.mark.parametrize(
     ("crime", "kind", "text"),
     [
@@ -120,16 +115,10 @@ def test_i7_an_error_is_the_one_that_no_workers_would_give(crime: Crime) -> None
     assert re.search(rf"(?s)DataLoader worker process 0.*Original Traceback.*{crime.__name__}", cause)
 
 
-# I8: batches that cannot be pickled
-
-
 def test_i8_a_batch_that_cannot_be_pickled_raises_at_once_and_names_the_reason() -> None:
     found = committing(crimes.return_lambda, collate_fn=list, timeout=10)
     assert [found[:2], found[3:]] == [PAIRS[:2], PAIRS[3:]]
     assert "lambda" in text_of(found[2])
-
-
-# P2: workers that die
 
 
 @pytest.mark.parametrize(
@@ -189,9 +178,6 @@ def test_p2_a_persistent_worker_killed_between_epochs_is_noticed_and_replaced() 
         assert victim not in descendants()
 
 
-# P7: workers that cannot start
-
-
 @pytest.mark.parametrize(
     ("dataset", "workers", "options", "text", "where"),
     [
@@ -239,9 +225,6 @@ def test_p7_an_init_function_that_exits() -> None:
     assert "exit code 5" in text_of(caught.value)
 
 
-# P6b, P13: what cannot be sent to a worker
-
-
 @pytest.mark.parametrize(
     ("arguments", "path"),
     [
@@ -264,9 +247,6 @@ def test_p13_what_cannot_be_pickled_warns_as_in_torch_and_is_named(
         iter(loader)
     text = text_of(caught.value)
     assert [name for name in path if name not in text] == []
-
-
-# P12: workers that are slow
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,9 @@ from fastq_loader.workers import local_pool
 from tests.conftest import of_kind, open_descriptors, process_table, run_script, wait_until
 from tests.end_to_end.test_restarts import Doomed
 from tests.support.crimes import CrimeAt
+from tests.support.loaders import MANY_WORKERS
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 #: Seconds that user code in a worker takes to write a file: more than SIGTERM would leave it, less than torch
 #: gives it.

@@ -35,7 +35,7 @@ from torch.utils.data.dataloader import (
 
 from fastq_loader import DataLoader
 from tests.support.datasets import identity
-from tests.support.loaders import Wrapped
+from tests.support.loaders import MANY_WORKERS, Wrapped
 
 Row = Callable[..., Any]
 ROWS: dict[str, Row] = {}
@@ -711,7 +711,7 @@ ON_PURPOSE = {
 
 
 @pytest.mark.processes
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@MANY_WORKERS
 @pytest.mark.parametrize("name", ROWS)
 def test_a_hook_is_torchs_or_differs_on_purpose(name: str) -> None:
     torchs, ours = ROWS[name](TorchDataLoader), ROWS[name](DataLoader)

@@ -30,9 +30,6 @@ def all_workers_end() -> bool:
     return wait_until(lambda: not descendants(), 3)
 
 
-# I1, I2: several iterators
-
-
 @WORKERS
 def test_i1_two_iterators_are_independent(workers: int) -> None:
     loader = eight(workers)
@@ -55,9 +52,6 @@ def test_i2_a_second_iteration_of_a_persistent_loader_ends_the_first_with_an_err
             next(first)
         assert numbers(second) == EIGHT[1:]
         assert numbers(loader) == EIGHT
-
-
-# I3, I4: iterators that are left
 
 
 def test_i3_a_thousand_breaks_keep_nothing() -> None:
@@ -147,9 +141,6 @@ def test_i4_an_epoch_after_a_break_does_not_wait_for_the_old_prefetch(workers: i
         assert time.monotonic() - start < 1
 
 
-# I5: iterators that have ended
-
-
 def test_i5_iteration_goes_on_after_a_timeout() -> None:
     dataset = CrimeAt(abs, at=2, length=6, delay=1.5)
     iterator = iter(DataLoader(dataset, num_workers=2, timeout=1, multiprocessing_context="fork"))
@@ -157,9 +148,6 @@ def test_i5_iteration_goes_on_after_a_timeout() -> None:
     with pytest.raises(RuntimeError, match="timed out after 1 seconds"):
         next(iterator)
     assert [batch.item() for batch in iterator] == [2, 3, 4, 5]
-
-
-# close() and `with`
 
 
 @POOLS

@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader, Processes
-from fastq_loader.workers import local_pool
 from tests.conftest import (
     ScriptResult,
     descendants,
@@ -32,15 +31,10 @@ from tests.conftest import (
     wait_until,
 )
 from tests.support import crimes
-from tests.support.crimes import CountsPickling, LoaderInside, Rows, WorkerReport
-from tests.support.loaders import EIGHT, PERSISTENT, numbers
+from tests.support.crimes import LoaderInside, Rows, WorkerReport
+from tests.support.loaders import EIGHT, MANY_WORKERS, PERSISTENT, numbers
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
-
-# P1, P6b, P11: start methods and inherited state
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 
 @pytest.fixture
@@ -87,9 +81,8 @@ def test_p1_p6b_p11_the_start_method_is_read_when_iteration_starts(
     assert {(report["daemon"], report["threads"]) for report in found} == {(True, 1)}
     assert len({report["pid"] for report in found} | {os.getpid()}) == 3
     assert {(report["dtype"], report["grad"], report["mark"]) for report in found} == {state}
+    assert loader.dataset.pickled == (state is AFRESH), "once for all workers"
 
-
-# P3: a parent that is killed
 
 #: What the scripts below begin with.
 IMPORTS = """
@@ -167,8 +160,6 @@ def test_p3_a_parent_that_is_stopped_for_longer_than_its_timeout_goes_on(options
     assert stdout.endswith("done 0\n")
 
 
-# P4: signals
-
 INTERRUPTED = f"""
     {IMPORTS}
     for batch in DataLoader(Slow(1000, {{sample}}), num_workers=2, {{options}}):
@@ -232,8 +223,6 @@ def test_p4_the_users_sigterm_handler_runs_in_no_worker() -> None:
     """A handler that saves a checkpoint must not do so in a worker that is stopped in a long sample."""
     assert stdout_of(run_script(CHECKPOINT, warm=True)) == "checkpoint saved\n", "once, in the parent"
 
-
-# P5: exits
 
 PREPARED = f"""
     import atexit
@@ -300,8 +289,6 @@ def test_p5_sys_exit_and_an_unhandled_exception_are_all_that_is_shown() -> None:
     assert returncode == 1
 
 
-# P6: forks of the user's
-
 FORKED = f"""
     {IMPORTS}
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork beside a thread
@@ -347,45 +334,8 @@ def test_p6_a_fork_of_the_users_harms_neither_side(persistent: bool) -> None:
     assert stdout_of(run_script(FORKED.format(persistent=persistent), timeout=40, warm=True)) == "whole\n"
 
 
-# P6c: what persistent workers cost, and what dropping them gives back
-
-
 def workers_of(loader: DataLoader[Any]) -> set[int]:
     return {worker.pid for worker in loader.statistics().workers}
-
-
-class Shared(CountsPickling):
-    """What goes to a spawned worker as descriptors: a tensor and a view of it; and a plain attribute."""
-
-    def __init__(self) -> None:
-        super().__init__(length=6)
-        self.tensor = torch.arange(100.0)
-        self.view = self.tensor[10:]
-        self.tag = 1
-
-    def __getitem__(self, index: int) -> Any:
-        self.tensor[10 + index] = -1.0
-        return self.tag, self.view[index].item(), self.tensor.is_shared()
-
-
-def test_p6c_workers_that_start_late_see_the_dataset_as_it_was_and_it_is_sent_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Spawned workers start one for each core. It is not pickled for each of them, nor each epoch."""
-    monkeypatch.setattr(local_pool, "cores", lambda: 1)
-    dataset = Shared()
-    options: Any = {"multiprocessing_context": "spawn", "persistent_workers": True}
-    with DataLoader(dataset, num_workers=2, collate_fn=list, **options) as loader:
-        batches = iter(loader)
-        assert [bool(worker.pid) for worker in loader.statistics().workers] == [True, False]
-        dataset.tag = 2
-        tensor, dataset.tensor, dataset.view = dataset.tensor, torch.zeros(1), torch.zeros(1)
-        assert list(batches) == list(loader) == [[(1, -1.0, True)]] * 6
-        assert tensor[10:16].tolist() == [-1.0] * 6, "the tensor is shared with the workers, as in torch"
-        pids = workers_of(loader)
-        assert pids == {process.pid for process in multiprocessing.active_children()}
-        assert len(pids) == 2
-    assert dataset.pickled == 1
 
 
 @pytest.mark.parametrize("advance", [0, 2, 8])
@@ -439,9 +389,6 @@ def test_p6c_workers_end_beside_the_last_step_unless_they_are_persistent(options
     assert (workers_of(loader) == pids) is loader.persistent_workers
 
 
-# P8, P9: little memory, few descriptors, long paths
-
-
 @functools.cache
 def private_mounts() -> list[str]:
     """A command that runs another with 8 MB in /dev/shm; nothing where that is not permitted."""
@@ -477,9 +424,8 @@ def test_p8_kept_batches_need_few_descriptors_and_no_dev_shm(length: int, fields
     if prefix:
         check = 'assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 8 << 20'
     source = KEEP.format(check=check, length=length, fields=fields, width=width)
-    assert (
-        stdout_of(run_script(source, timeout=60, prefix=prefix, warm=not prefix)) == f"kept {length // 4}\n"
-    )
+    result = run_script(source, timeout=60, prefix=prefix, warm=not prefix)
+    assert stdout_of(result) == f"kept {length // 4}\n"
 
 
 def test_p9_a_long_temp_folder_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,9 +437,6 @@ def test_p9_a_long_temp_folder_works(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for _ in range(2):
             assert [batch[0, 0].item() for batch in loader] == list(range(0, 40, 2))
     assert os.listdir(folder) == []
-
-
-# P10: several loaders at once
 
 
 def _rank(rank: int, answers: Any) -> None:

@@ -78,9 +78,6 @@ def draw_in_init(worker: int) -> None:
     info.dataset.before = draw()
 
 
-# R1 to R5: generators and seeds
-
-
 @pytest.mark.parametrize("given", [False, True])
 def test_r4_worker_seeds_are_base_plus_id_and_numpys_a_hash_of_both(given: bool) -> None:
     base = draw_int64(torch.Generator().manual_seed(11))
@@ -93,9 +90,6 @@ def test_r4_worker_seeds_are_base_plus_id_and_numpys_a_hash_of_both(given: bool)
         assert (sample["id"], sample["seed"]) == (worker, base + worker)
         seed_all(base + worker, base + worker, _generate_state(base, worker))
         assert [sample["by init"], sample["drawn"]] == [draw(), draw()], "seeds come before worker_init_fn"
-
-
-# R6 to R8: when the sampler is asked
 
 
 @pytest.mark.parametrize("place", ["batch_sampler", "sampler", "sampler of samples"])
@@ -134,9 +128,6 @@ def test_r8_batches_before_a_sampler_error_are_delivered_first(
                 next(iterator)
             with pytest.raises(StopIteration):  # the sampler is a generator: it has nothing more to give
                 next(iterator)
-
-
-# R9, R10: several workers
 
 
 def worker_and_numbers(batches: Sequence[Any]) -> list[tuple[int, list[int]]]:
@@ -223,9 +214,6 @@ def test_r10_the_choice_of_the_next_worker_is_torchs_for_any_order_of_completion
     torchs, ours = (play(kind, script, workers, prefetch) for kind in (TorchDataLoader, DataLoader))
     assert torchs == ours
     assert [worker for _, worker in ours] == script
-
-
-# R11, R12: what the dataset is asked for
 
 
 #: More of them are in `ipc/test_messages.py`.

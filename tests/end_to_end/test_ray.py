@@ -25,7 +25,7 @@ from fastq_loader import DataLoader, RayWorkers, WorkerDied, WorkerReplaced
 from tests.conftest import running_script, wait_until
 from tests.support.certificates import AVAILABLE, make_tls
 from tests.support.datasets import Made, MapDataset, Stream, assert_same
-from tests.support.loaders import seed_all
+from tests.support.loaders import MANY_WORKERS, seed_all
 from tests.support.ray_cluster import Nodes, actors, hosts_and_workers, nothing_left, remote_processes
 
 pytest.importorskip("ray", reason="needs the extra 'ray'")
@@ -33,7 +33,7 @@ pytest.importorskip("ray", reason="needs the extra 'ray'")
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    MANY_WORKERS,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own
 ]
 

@@ -44,14 +44,11 @@ from tests.support.datasets import (
 )
 from tests.support.hosts import LocalHosts, far, far_pids
 from tests.support.late_device import late_device
-from tests.support.loaders import seed_all
+from tests.support.loaders import MANY_WORKERS, seed_all
 from tests.support.traces import check as check_trace
 from tests.support.traces import read, tracks
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
 

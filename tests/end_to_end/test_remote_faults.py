@@ -24,11 +24,9 @@ from tests.conftest import descendants, process_table, running_script, wait_unti
 from tests.support.crimes import CrimeAt, dawdle, die_beside_a_child, exit_with_7, segfault, system_exit
 from tests.support.datasets import Made, assert_same
 from tests.support.hosts import LocalHosts, far, far_pids
+from tests.support.loaders import MANY_WORKERS
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 
 def slowly(index: int) -> Any:

@@ -24,14 +24,12 @@ from fastq_loader.errors import PoisonousBatch, WorkerDied, WorkerReplaced
 from fastq_loader.ipc import claim_table
 from fastq_loader.workers import children, main
 from tests.conftest import descendants, of_kind
+from tests.support.loaders import MANY_WORKERS
 
 SIZE = 24
 PAIRS = [[at, at + 1] for at in range(0, SIZE, 2)]
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 
 def die() -> None:

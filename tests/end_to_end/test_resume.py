@@ -37,12 +37,9 @@ from fastq_loader import DataLoader, PermutationSampler, Processes, RoundRobin, 
 from fastq_loader.reading import generators
 from tests.conftest import run_script
 from tests.support.datasets import Sized
-from tests.support.loaders import seed_all
+from tests.support.loaders import MANY_WORKERS, seed_all
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-]
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 SAVED = RoundRobin(save_generators=True)
 EPOCHS = 3
 

@@ -183,25 +183,6 @@ class ManyFields(Sized, Dataset[Any]):
         return {f"field{j}": torch.full((self.width,), float(index + j)) for j in range(self.fields)}
 
 
-class WorkerReport(Sized, Dataset[Any]):
-    """What a worker says about itself."""
-
-    length = 4
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        info = get_worker_info()
-        return {
-            "index": index,
-            "worker": None if info is None else info.id,
-            "pid": os.getpid(),
-            "daemon": multiprocessing.current_process().daemon,
-            "threads": torch.get_num_threads(),
-            "dtype": torch.get_default_dtype(),
-            "grad": torch.is_grad_enabled(),
-            "mark": MARK,
-        }
-
-
 class SlowLengthOf(Sized, Dataset[int]):
     """The length of the index, after a while."""
 
@@ -225,6 +206,23 @@ class CountsPickling(Sized, Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return index
+
+
+class WorkerReport(CountsPickling):
+    """What a worker says about itself."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        return {
+            "index": index,
+            "worker": None if info is None else info.id,
+            "pid": os.getpid(),
+            "daemon": multiprocessing.current_process().daemon,
+            "threads": torch.get_num_threads(),
+            "dtype": torch.get_default_dtype(),
+            "grad": torch.is_grad_enabled(),
+            "mark": MARK,
+        }
 
 
 class FailsToUnpickle(CountsPickling):
