@@ -136,7 +136,7 @@ ORDERS = [*PERMUTATIONS, "replacement", "weighted", "subset", "sequential", "dis
 
 
 def given(config: Config, stops: Sequence[int], held: bool) -> list[Any]:
-    """The batches of each epoch."""
+    """The batches of each epoch, and where that leaves the user's generator."""
     torch.manual_seed(config.seed)
     loader = config.loader(config.seed)
     seen: list[Any] = []
@@ -146,7 +146,7 @@ def given(config: Config, stops: Sequence[int], held: bool) -> list[Any]:
         if not held:
             del iterator
     loader.close()
-    return seen
+    return [*seen, config.explicit and loader.generator.get_state().tolist()]
 
 
 @MANY_WORKERS
@@ -163,7 +163,7 @@ def test_with_dynamic_batches_after_a_break_do_not_depend_on_the_number_of_worke
     )
     size = config.batch_size or 1
     whole = (config.length // size, -(-config.length // size))
-    stops = [draw.choice((0, 1, 2, draw.randrange(1, 30), *whole, 1000)) for _ in range(5)]
+    stops = [*(draw.choice((0, 1, 2, draw.randrange(1, 30), *whole, 1000)) for _ in range(5)), 1000]
     held = draw.random() < 0.3
     expected = given(replace(config, num_workers=0), stops, held)
     assert given(config, stops, held) == expected, f"{config}, {stops}, {held}"

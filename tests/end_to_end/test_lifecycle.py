@@ -90,7 +90,8 @@ IMPORTS = """
     import fastq_loader
     from fastq_loader import DataLoader
     from fastq_loader.workers import stopping
-    from tests.support.crimes import CrimeAt, ManyFields, Rows, Slow, SlowLengthOf, dawdle
+    from tests.support.crimes import CrimeAt, ManyFields, Rows, Slow, dawdle, slow_length
+    from tests.support.datasets import Made
 """
 RESTARTS = "schedule=fastq_loader.Dynamic(window=2), workers=fastq_loader.Processes(max_restarts=3)"
 
@@ -261,8 +262,9 @@ WARM = {
     "an exit handler that iterates": ("", "atexit.register(lambda: next(batches))"),
     "huge indices in flight": (
         "",
-        "huge = iter(DataLoader(SlowLengthOf(), batch_sampler=[[bytes(5_000_000)]] * 100, num_workers=2, "
-        "prefetch_factor=10, persistent_workers=True)); assert next(huge).tolist() == [5_000_000]",
+        "huge = iter(DataLoader(Made(slow_length, 1), batch_sampler=[[bytes(5_000_000)]] * 100, "
+        "num_workers=2, prefetch_factor=10, persistent_workers=True)); "
+        "assert next(huge).tolist() == [5_000_000]",
     ),
 }
 

@@ -183,14 +183,10 @@ class ManyFields(Sized, Dataset[Any]):
         return {f"field{j}": torch.full((self.width,), float(index + j)) for j in range(self.fields)}
 
 
-class SlowLengthOf(Sized, Dataset[int]):
+def slow_length(index: bytes) -> int:
     """The length of the index, after a while."""
-
-    length = 1_000_000
-
-    def __getitem__(self, index: bytes) -> int:
-        time.sleep(0.2)
-        return len(index)
+    time.sleep(0.2)
+    return len(index)
 
 
 @dataclass(eq=False)
