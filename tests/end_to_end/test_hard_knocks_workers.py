@@ -199,7 +199,14 @@ class Surrounded(Doomed):
 
     def __getitem__(self, index: int) -> Any:
         self.perhaps_die(index)
-        return {"worker": get_worker_info().id, "text": Path("data").read_text(), **surroundings()}  # type: ignore[union-attr]
+        info: Any = get_worker_info()
+        seen = {"worker": [info.id, info.num_workers, self.value], "text": Path("data").read_text()}
+        return {**seen, **surroundings()}
+
+
+def get_ready(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.value += worker + 100
 
 
 @pytest.fixture
@@ -249,8 +256,10 @@ def test_4_late_workers_and_successors_of_dead_ones_start_as_at_iter(
     monkeypatch.setattr(local_pool, "cores", lambda: 1)  # one worker starts at a time
     expected = surroundings()
     options: dict[str, Any] = {"multiprocessing_context": context, "workers": Processes(max_restarts=1)}
-    batches = iter(DataLoader(Surrounded(tmp_path / "deaths", 5), None, num_workers=2, **options))
+    dataset = Surrounded(tmp_path / "deaths", 5)
+    batches = iter(DataLoader(dataset, None, num_workers=2, worker_init_fn=get_ready, **options))
     found = [next(batches)]  # the first worker is up
+    dataset.value = 1
     go_on(folders[1], monkeypatch)
     mine = surroundings()
     if context is OWN:
@@ -259,7 +268,7 @@ def test_4_late_workers_and_successors_of_dead_ones_start_as_at_iter(
     with pytest.warns(WorkerReplaced):
         found += batches
     assert surroundings() == mine, "the consumer is as it was"
-    assert [sample.pop("worker") for sample in found] == [0, 1] * 12
+    assert [sample.pop("worker") for sample in found] == [[0, 2, 100], [1, 2, 101]] * 12
     assert {sample.pop("text") for sample in found} == {"the right one"}
     if context is OWN:
         assert all(isinstance(process, OwnProcess) for process in batches._workers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import multiprocessing
 import os
@@ -14,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from tests.conftest import (
     wait_until,
 )
 from tests.support import crimes
-from tests.support.crimes import LoaderInside, Rows, WorkerReport
+from tests.support.crimes import Rows, WorkerReport, load_inside
+from tests.support.datasets import Made
 from tests.support.loaders import EIGHT, MANY_WORKERS, PERSISTENT, numbers
 
 pytestmark = [pytest.mark.processes, MANY_WORKERS]
@@ -391,7 +392,7 @@ def test_p6c_workers_end_beside_the_last_step_unless_they_are_persistent(options
     assert (workers_of(loader) == pids) is loader.persistent_workers
 
 
-@functools.cache
+@cache
 def private_mounts() -> list[str]:
     """A command that runs another with 8 MB in /dev/shm; nothing where that is not permitted."""
     for unshare in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
@@ -461,9 +462,9 @@ def test_p10_ranks_side_by_side() -> None:
 
 
 def test_p10_a_loader_inside_a_worker_loads_and_may_have_no_workers_as_in_torch() -> None:
-    assert numbers(DataLoader(LoaderInside(0), num_workers=2)) == [[0], [1], [3], [6]]
+    assert numbers(DataLoader(Made(partial(load_inside, 0), 4), num_workers=2)) == [[0], [1], [3], [6]]
     with pytest.raises(AssertionError, match="daemonic processes are not allowed to have children"):
-        list(DataLoader(LoaderInside(1), num_workers=1))
+        list(DataLoader(Made(partial(load_inside, 1), 4), num_workers=1))
 
 
 def test_p4_p10_two_loaders_in_threads() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, Dynamic, IteratorInvalid, Processes
 from fastq_loader.errors import PoisonousBatch, WorkerDied, WorkerReplaced
@@ -61,8 +61,7 @@ class Doomed(Dataset):
     at: int
     what: Callable[[], None] = die
     times: int = 1
-    value: int = 0  # what samples are can be changed from outside
-    ready: int = -1
+    value: int = 0  # may be changed in the consumer, or by an init function
 
     def __len__(self) -> int:
         return SIZE
@@ -241,34 +240,6 @@ def test_a_worker_that_hangs_does_not_hide_behind_the_answers_of_others(tmp_path
         assert next(iterator) == 1
     assert time.monotonic() - began < 1.0
     assert list(iterator) == list(range(2, 80))
-
-
-class Who(Doomed):
-    def __getitem__(self, index: int) -> Any:
-        self.perhaps_die(index)
-        info = get_worker_info()
-        assert info is not None
-        return self.value, info.id, info.num_workers, self.ready
-
-
-def get_ready(worker: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    info.dataset.ready = worker + 100
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_new_worker_has_the_number_the_init_function_and_the_dataset_of_the_old_one(
-    method: str, tmp_path: Path
-) -> None:
-    dataset = Who(tmp_path, 15)
-    options: dict[str, Any] = {"multiprocessing_context": method, "worker_init_fn": get_ready}
-    iterator = iter(replacing(dataset, batch_size=None, **options))
-    next(iterator)
-    dataset.value = 1  # the workers that run already do not see it
-    with pytest.warns(WorkerReplaced):
-        rows = {tuple(row) for row in iterator}
-    assert rows <= {(0, 0, 2, 100), (0, 1, 2, 101)}
 
 
 def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(tmp_path: Path) -> None:

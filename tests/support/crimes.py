@@ -14,10 +14,9 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,24 +79,12 @@ def ignore_sigterm_and_hang(_: int) -> None:
 # Exceptions
 
 
-class TwoArguments(Exception):
-    """Pickles, but does not unpickle: `args` holds one text and the constructor wants two values."""
-
-    def __init__(self, code: int, detail: str) -> None:
-        super().__init__(f"{code}: {detail}")
-        self.code, self.detail = code, detail
-
-
 def raise_value_error(index: int) -> None:
     raise ValueError(f"sample {index} is broken")
 
 
 def raise_os_error(index: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"shard-{index}.tar")
-
-
-def raise_two_arguments(index: int) -> None:
-    raise TwoArguments(404, f"sample {index}")
 
 
 def raise_stop_iteration(_: int) -> None:
@@ -228,32 +215,11 @@ class FailsToUnpickle(CountsPickling):
         raise ValueError("this dataset does not survive the journey")
 
 
-class Archive:
-    """Holds what cannot be pickled, one level down."""
+def load_inside(inner_workers: int, index: int) -> int:
+    """The sum of what a loader inside the worker gives."""
+    from fastq_loader import DataLoader
 
-    def __init__(self) -> None:
-        self.cursor = threading.Lock()
-
-
-@dataclass(eq=False)
-class HoldsUnpicklable(Rows):
-    """A dataset with something unpicklable at `self.archive.cursor`."""
-
-    archive: Archive = field(default_factory=Archive)
-
-
-@dataclass(eq=False)
-class LoaderInside(Sized, Dataset[int]):
-    """Every sample is the sum of what a loader inside the worker gives."""
-
-    inner_workers: int
-    length = 4
-
-    def __getitem__(self, index: int) -> int:
-        from fastq_loader import DataLoader
-
-        loader = DataLoader(Rows(index + 1, 1), num_workers=self.inner_workers)
-        return int(sum(batch.sum() for batch in loader))
+    return int(sum(batch.sum() for batch in DataLoader(Rows(index + 1, 1), num_workers=inner_workers)))
 
 
 # Init functions
