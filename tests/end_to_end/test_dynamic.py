@@ -13,9 +13,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin
-from fastq_loader.ipc.claim_table import WORKERS
-from fastq_loader.memory import arena
+from fastq_loader import DataLoader, Dynamic, RoundRobin
 from fastq_loader.scheduling.schedules import Schedule
 from fastq_loader.workers import group
 from tests.support.datasets import SAMPLES, Backwards, CountingSampler, Drawing, Made, MapDataset
@@ -188,23 +186,6 @@ def test_the_head_of_the_line_is_never_queued_behind_another_batch() -> None:
     rows = list(DataLoader(dataset, batch_size=None, num_workers=2, schedule=Dynamic(window=14)))
     assert [index for index, _ in rows] == list(range(14))
     assert {worker for _, worker in rows[1:]} == {1 - rows[0][1]}
-
-
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_a_batch_may_be_later_than_the_table_of_claims_is_long(
-    restarts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is loaded and handed out once; who is late is not ended for an answer that is its own."""
-    monkeypatch.setattr(arena, "CLAIMS", WORKERS + 16)
-    options: Any = {"schedule": Dynamic(window=6), "workers": Processes(max_restarts=restarts)}
-    dataset = Made(functools.partial(late, 3, 0.3), 800)
-    with DataLoader(dataset, batch_size=None, num_workers=3, in_order=False, **options) as loader:
-        found = [index for index, _ in loader]
-        statistics = loader.statistics()
-    assert found.index(3) > 100, "it was not late"
-    assert sorted(found) == list(range(800))
-    assert sum(worker.batches for worker in statistics.workers) == 800
-    assert statistics.rejected_frames == statistics.worker_restarts == 0
 
 
 def test_who_was_passed_over_is_heard_of_at_the_next_batch_however_many_are_ready(

@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from fastq_loader import (
     WorkerReplaced,
     empty,
 )
+from fastq_loader.workers.group import WorkerGroup
 from fastq_loader.workers.kinds import WorkerKind
 from tests.support import certificates
 from tests.support.crimes import CrimeAt, raise_os_error
@@ -309,15 +309,14 @@ def test_statistics_and_a_trace_say_where_each_worker_is_and_what_came_from_ther
     data.close()
 
 
-def test_what_is_counted_keeps_no_far_pool_alive() -> None:
-    data = DataLoader(MapDataset("dict", 8), 4, num_workers=1, workers=far(), persistent_workers=True)
+@pytest.mark.parametrize("workers", ["processes", far()], ids=["local", "far"])
+def test_what_is_counted_keeps_no_pool_alive(workers: Any) -> None:
+    data = DataLoader(MapDataset("dict", 8), 4, num_workers=1, workers=workers)
     list(data)
-    counters = data._resources.counters
-    pools = [weakref.ref(source) for source in counters.sources]
-    assert [pool() is not None for pool in pools] == [True]
-    data.close()
+    next(iter(data))
     gc.collect()
-    assert [pool() for pool in pools] == [None]
+    assert not [found for found in gc.get_objects() if type(found) is WorkerGroup]
+    assert data.statistics().batches == 3
 
 
 def test_torch_warns_of_more_workers_than_cpus_only_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
