@@ -79,21 +79,6 @@ def test_empty_in_a_collate_gives_equal_batches_that_share_nothing(
             assert end <= other_start or other_end <= start
 
 
-def two_images_in_empty(index: int) -> dict[str, Any]:
-    first, second = (fastq_loader.empty(IMAGE, torch.float32).fill_(sign * index) for sign in (1, -1))
-    return {"a": first, "b": (second, index)}
-
-
-@WORKERS
-@pytest.mark.parametrize("batch_size", [None, 4])
-def test_empty_in_a_dataset_gives_equal_batches(batch_size: int | None, workers: int) -> None:
-    kept = list(DataLoader(Made(two_images_in_empty, 40), batch_size, num_workers=workers))
-    for position, batch in enumerate(kept):
-        expected = image(position) if batch_size is None else stacked(position)
-        assert torch.equal(batch["a"], expected)
-        assert torch.equal(batch["b"][0], -expected)
-
-
 def test_empty_that_is_not_returned_is_used_again() -> None:
     """Three wasted buffers of 786 kB with each of 60 batches: 141 MB if they were lost."""
     held = []

@@ -118,20 +118,22 @@ def test_forks_on_several_threads_while_batches_come_and_go() -> None:
 
 # ---- system calls that are not there ----------------------------------------------------------------
 
-#: A Python that was built with old headers, as conda's are; every process of the script imports this first.
-OLD_HEADERS = """
-import fcntl, os, signal
 
-for module, names in (
-    (os, "pidfd_open memfd_create eventfd eventfd_read eventfd_write EFD_CLOEXEC EFD_NONBLOCK EFD_SEMAPHORE"),
-    (os, "MFD_CLOEXEC MFD_ALLOW_SEALING"),
-    (fcntl, "F_OFD_SETLK F_OFD_SETLKW F_OFD_GETLK F_ADD_SEALS F_GET_SEALS"),
-    (signal, "pidfd_send_signal"),
-):
-    for name in names.split():
-        if hasattr(module, name):
-            delattr(module, name)
-"""
+def without(**names: str) -> str:
+    """Code that takes names out of modules, as far as they are there."""
+    lines = [f"import {', '.join(names)}"]
+    for module, text in names.items():
+        lines += [f"for name in {text.split()}:", f"    vars({module}).pop(name, None)"]
+    return "\n".join(lines)
+
+
+#: A Python that was built with old headers, as conda's are; every process of the script imports this first.
+OLD_HEADERS = without(
+    os="pidfd_open memfd_create eventfd eventfd_read eventfd_write EFD_CLOEXEC EFD_NONBLOCK EFD_SEMAPHORE "
+    "MFD_CLOEXEC MFD_ALLOW_SEALING",
+    fcntl="F_OFD_SETLK F_OFD_SETLKW F_OFD_GETLK F_ADD_SEALS F_GET_SEALS",
+    signal="pidfd_send_signal",
+)
 
 
 def test_a_python_that_lacks_names_of_what_the_kernel_can_do(tmp_path: Path) -> None:
@@ -169,37 +171,27 @@ def test_a_python_that_lacks_names_of_what_the_kernel_can_do(tmp_path: Path) -> 
 
 #: What there is not on another system; torch, which there is, was imported before.
 ELSEWHERE = """
-import multiprocessing.reduction, multiprocessing.forkserver, os, select, signal, sys
+import multiprocessing.reduction, multiprocessing.forkserver, sys
 import torch, torch.utils.data, torch.multiprocessing, numpy, zmq, msgpack, mmap, ctypes
-
-for module, names in (
-    (os, "memfd_create MFD_CLOEXEC MFD_ALLOW_SEALING pidfd_open eventfd eventfd_write"),
-    (os, "EFD_CLOEXEC EFD_NONBLOCK pipe2 sched_getaffinity sched_setscheduler sched_getscheduler"),
-    (os, "SCHED_OTHER SCHED_BATCH sched_param"),
-    (signal, "pidfd_send_signal"),
-):
-    for name in names.split():
-        delattr(module, name)
-"""
-WINDOWS = """
-for module, names in (
-    (os, "fork register_at_fork sysconf getuid O_CLOEXEC O_NONBLOCK SEEK_DATA SEEK_HOLE"),
-    (multiprocessing.reduction, "DupFd"),
-    (select, "poll epoll"),
-    (signal, "SIGKILL SIGCHLD SIGRTMIN SIGUSR1 SIG_BLOCK SIG_UNBLOCK SIG_SETMASK pthread_sigmask"),
-):
-    for name in names.split():
-        delattr(module, name)
-sys.modules["fcntl"] = sys.modules["resource"] = None
-"""
+""" + without(
+    os="memfd_create MFD_CLOEXEC MFD_ALLOW_SEALING pidfd_open eventfd eventfd_write EFD_CLOEXEC EFD_NONBLOCK "
+    "pipe2 sched_getaffinity sched_setscheduler sched_getscheduler SCHED_OTHER SCHED_BATCH sched_param",
+    signal="pidfd_send_signal",
+)
+WINDOWS = without(
+    os="fork register_at_fork sysconf getuid O_CLOEXEC O_NONBLOCK SEEK_DATA SEEK_HOLE",
+    select="poll epoll",
+    signal="SIGKILL SIGCHLD SIGRTMIN SIGUSR1 SIG_BLOCK SIG_UNBLOCK SIG_SETMASK pthread_sigmask",
+)
+WINDOWS += "\ndel multiprocessing.reduction.DupFd; sys.modules['fcntl'] = sys.modules['resource'] = None"
 
 
 @pytest.mark.parametrize(("name", "lacks"), [("darwin", ""), ("win32", WINDOWS)])
 def test_another_system_loads_without_workers_and_says_so_with_them(name: str, lacks: str) -> None:
     result = run_script(
-        ELSEWHERE
-        + lacks
-        + f"""
+        f"""
+{ELSEWHERE}
+{lacks}
 sys.platform = "{name}"
 import fastq_loader
 data = torch.utils.data.TensorDataset(torch.arange(40).view(20, 2))

@@ -156,26 +156,6 @@ def test_8_the_exit_of_the_process_waits_for_them(persistent: bool, end: str, tm
     assert contents(tmp_path) == DONE
 
 
-@pytest.mark.parametrize("restarts", [0, 2])
-def test_8_an_exit_handler_may_begin_when_the_loaders_own_has_run(restarts: int, tmp_path: Path) -> None:
-    """It was registered before, and keeps what it began."""
-    result = run_script(
-        f"""
-        import atexit
-        atexit.register(lambda: print(next(begin()).tolist()))
-        from fastq_loader import DataLoader, Processes
-
-        def begin():
-            global batches
-            batches = iter(DataLoader(range(8), num_workers=2, workers=Processes({restarts})))
-            return batches
-        """,
-        env={"TMPDIR": str(tmp_path)},
-    )
-    assert (result.stdout, result.stderr, result.returncode, result.left) == ("[0]\n", "", 0, ())
-    assert contents(tmp_path) == []
-
-
 def surroundings() -> dict[str, Any]:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {

@@ -256,6 +256,15 @@ FRESH = {
         "atexit.register(lambda: slow.close())",
         "list_slowly()",
     ),
+    "an exit handler that begins epochs": (
+        "atexit.register(lambda: begin())",
+        """
+    def begin():
+        kinds = [fastq_loader.Processes(restarts) for restarts in (0, 2)]
+        kept.extend(iter(DataLoader(range(8), num_workers=2, workers=kind)) for kind in kinds)
+        assert [next(each).item() for each in kept[-2:]] == [0, 0]
+    """,
+    ),
 }
 WARM = {
     "while samples are loaded": ("", "slow = iter(slow); next(slow)"),
