@@ -13,7 +13,7 @@ import itertools
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +21,10 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, get_worker_info
 
 from fastq_loader import DataLoader
 from tests.end_to_end.test_resume import Config, plain
-from tests.support.datasets import Made
+from tests.support.datasets import Made, Stream
 from tests.support.loaders import MANY_WORKERS
 
 pytestmark = pytest.mark.processes
@@ -44,16 +43,6 @@ def draw_and_fail(index: int) -> Any:
     return value
 
 
-class Stream(IterableDataset[float]):
-    """Each worker's part draws, and one is shorter."""
-
-    def __iter__(self) -> Iterator[float]:
-        info = get_worker_info()
-        assert info is not None
-        for _ in range(20 if info.id else 17):
-            yield torch.rand(()).item()
-
-
 def draw_in_collate(samples: list[Any]) -> tuple[Any, float]:
     return torch.as_tensor(samples), torch.rand(()).item()
 
@@ -67,7 +56,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "global": (lambda: Made(draw, SIZE), {}),
     "collate": (lambda: list(range(SIZE)), {"collate_fn": draw_in_collate}),
     "errors": (lambda: Made(draw_and_fail, SIZE), {}),
-    "stream": (Stream, {}),
+    "stream": (lambda: Stream("drawn", (17, 20)), {}),
     "slow start": (lambda: Made(draw, SIZE), {"worker_init_fn": start_slowly}),
 }
 

@@ -141,23 +141,6 @@ def every_eighth_late(index: int) -> int:
     return index
 
 
-def test_the_window_widens_behind_a_late_batch_and_statistics_name_it() -> None:
-    with DataLoader(
-        Made(every_eighth_late, 48), num_workers=3, schedule="dynamic", persistent_workers=True
-    ) as loader:
-        assert [batch.item() for batch in loader] == list(range(48))
-        statistics = loader.statistics()
-        assert statistics.window > 9
-        assert 0 < statistics.head_of_line_seconds <= statistics.wait_seconds
-        worst = statistics.late_batches[0]
-        assert worst.batch % 8 == 0
-        assert worst.epoch == 1
-        assert worst.seconds <= statistics.head_of_line_seconds
-        seconds = [late.seconds for late in statistics.late_batches]
-        assert seconds == sorted(seconds, reverse=True)
-        assert len(seconds) <= 10
-
-
 @pytest.mark.parametrize("schedule", [RoundRobin(window=7), Dynamic(window=7)])
 def test_as_many_batches_are_under_way_as_the_window_allows(schedule: Schedule) -> None:
     sampler = CountingSampler(range(48))

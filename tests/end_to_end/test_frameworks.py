@@ -13,22 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader
 from tests.conftest import running_script
+from tests.support.datasets import Made
 
 pytestmark = [pytest.mark.processes, pytest.mark.frameworks]
 
 BATCHES, EPOCHS = 10, 3
 
 
-class Augmented(Dataset):  # type: ignore[type-arg]
-    def __len__(self) -> int:
-        return 4 * BATCHES
+def augmented(index: int) -> Any:
+    return torch.tensor([float(index)]), torch.rand(1)
 
-    def __getitem__(self, index: int) -> Any:
-        return torch.tensor([float(index)]), torch.rand(1)
+
+DATASET = Made(augmented, 4 * BATCHES)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,7 +38,7 @@ def folder_of_the_first_optimizer() -> None:
 
 def loader(seed: int, workers: Any) -> DataLoader[Any]:
     return DataLoader(
-        Augmented(),
+        DATASET,
         4,
         shuffle=True,
         num_workers=workers,
@@ -107,7 +106,7 @@ import json, warnings
 import accelerate, torch
 from torch.utils.data import DistributedSampler
 from torchdata import stateful_dataloader
-from tests.end_to_end.test_frameworks import EPOCHS, AlwaysDynamic, Augmented, plain
+from tests.end_to_end.test_frameworks import DATASET, EPOCHS, AlwaysDynamic, plain
 
 warnings.simplefilter("ignore")
 prepares = {prepares}
@@ -119,9 +118,9 @@ def made(seed):
     options = {{"shuffle": True}}
     if not prepares:
         ranks = accelerator.num_processes, accelerator.process_index
-        options = {{"sampler": DistributedSampler(Augmented(), *ranks)}}
+        options = {{"sampler": DistributedSampler(DATASET, *ranks)}}
     generator = torch.Generator().manual_seed(seed)
-    loader = AlwaysDynamic(Augmented(), 4, num_workers={workers!r}, generator=generator, **options)
+    loader = AlwaysDynamic(DATASET, 4, num_workers={workers!r}, generator=generator, **options)
     if prepares:
         loader = accelerator.prepare(loader)
         return accelerator, loader, loader.base_dataloader

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -170,14 +169,6 @@ def test_a_node_that_joins_gets_work_in_the_same_epoch(cluster: Nodes) -> None:
                 cluster.add(2)
             if sum(worker.batches > 0 for worker in made.statistics().workers) == 3:
                 return
-
-
-def test_hosts_that_do_not_start_are_an_error(cluster: Nodes) -> None:
-    cluster.resize(2)
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(WorkerDied, match=r"found no place on another machine: .* ended before it was up"):
-            list(loader(Made(plain, 40), RayWorkers(ports=(port, port), max_restarts=0), 2))
 
 
 # ---- several consumers, and their ends ----------------------------------------------------------------

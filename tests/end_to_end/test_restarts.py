@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader, Dynamic, IteratorInvalid, Processes
+from fastq_loader import DataLoader, IteratorInvalid, Processes
 from fastq_loader.errors import PoisonousBatch, WorkerDied, WorkerReplaced
 from fastq_loader.ipc import claim_table
 from fastq_loader.workers import children, main
@@ -218,28 +218,6 @@ def test_a_worker_that_is_stopped_with_no_batch_in_hand_is_replaced(
     loader = replacing(range(8), num_workers=1, schedule=schedule, timeout=1)
     with pytest.warns(WorkerReplaced, match=f"did not answer within 1 seconds, {doing}"):
         assert [batch.tolist() for batch in loader] == PAIRS[:4]
-
-
-class Busy(Doomed):
-    def __len__(self) -> int:
-        return 80
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.015)
-        self.perhaps_die(index)
-        return index
-
-
-def test_a_worker_that_hangs_does_not_hide_behind_the_answers_of_others(tmp_path: Path) -> None:
-    """The others go on for longer than the timeout, with an answer every few milliseconds."""
-    loader = replacing(Busy(tmp_path, 1, hang), batch_size=None, schedule=Dynamic(window=80), timeout=0.3)
-    began = time.monotonic()
-    iterator = iter(loader)
-    next(iterator)
-    with pytest.warns(WorkerReplaced):
-        assert next(iterator) == 1
-    assert time.monotonic() - began < 1.0
-    assert list(iterator) == list(range(2, 80))
 
 
 def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(tmp_path: Path) -> None:

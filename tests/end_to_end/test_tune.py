@@ -10,28 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, tune
 from tests.conftest import run_script, running_script, wait_until
-from tests.support.datasets import Stream
+from tests.support.datasets import Made, Stream
 
 pytestmark = pytest.mark.processes
 
 
-class Waiting(Dataset[Any]):
-    """Waits for its samples, as for a disk."""
-
-    def __len__(self) -> int:
-        return 10_000
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.002)
-        return torch.rand(3) + index
+def wait(index: int) -> torch.Tensor:
+    """As for a disk."""
+    time.sleep(0.002)
+    return torch.rand(3) + index
 
 
 def make_loader() -> DataLoader[Any]:
-    return DataLoader(Waiting(), 4, shuffle=True, num_workers=1)
+    return DataLoader(Made(wait, 10_000), 4, shuffle=True, num_workers=1)
 
 
 def contents(loader: DataLoader[Any], count: int) -> list[Any]:
@@ -40,7 +34,7 @@ def contents(loader: DataLoader[Any], count: int) -> list[Any]:
 
 def test_it_finds_more_workers_for_a_dataset_that_waits() -> None:
     generator = torch.Generator().manual_seed(1)
-    loader = DataLoader(Waiting(), 4, shuffle=True, num_workers=1, generator=generator)
+    loader = DataLoader(Made(wait, 10_000), 4, shuffle=True, num_workers=1, generator=generator)
     before = generator.get_state(), torch.get_rng_state()
     found = tune(loader, seconds=4, schedules=["round_robin"], max_workers=4, progress=False)
     assert all(map(torch.equal, before, (generator.get_state(), torch.get_rng_state())))
