@@ -32,7 +32,7 @@ from fastq_loader import (
 from fastq_loader.workers.group import WorkerGroup
 from fastq_loader.workers.kinds import WorkerKind
 from tests.support import certificates
-from tests.support.crimes import CrimeAt, raise_os_error
+from tests.support.crimes import CrimeAt, FailsToUnpickle, raise_os_error
 from tests.support.datasets import (
     SAMPLES,
     Made,
@@ -95,22 +95,6 @@ def stacked(samples: list[Any]) -> dict[str, Any]:
     }
 
 
-class Keeper(Dataset[Any]):
-    """Keeps a tensor that it has shipped, and writes to it later."""
-
-    def __init__(self) -> None:
-        self.kept: list[torch.Tensor] = []
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        for tensor in self.kept:
-            tensor.zero_()
-        self.kept.append(empty((40_000,)).fill_(index))
-        return self.kept[-1]
-
-
 def defined_here() -> Any:
     class Local(Dataset[Any]):
         def __len__(self) -> int:
@@ -131,7 +115,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"collate_fn": stacked, "worker_init_fn": seed_all},
     ),
     "seeds of the user's": (MapDataset("drawn", 30), {"worker_init_fn": seed_all}),
-    "a tensor that the dataset keeps": (Keeper(), {"batch_size": None}),
     "any index": (
         Made(lambda key: Record(repr(key), key), 1),
         {"batch_size": None, "sampler": KEYS, "schedule": "dynamic"},
@@ -252,28 +235,9 @@ def test_what_cannot_be_sent_or_opened_there_is_said_once_and_at_once() -> None:
     locked = DataLoader(Made(threading.Lock().acquire, 4), num_workers=1, workers=far())
     with pytest.raises(UnpicklableError, match="dataset cannot be sent to another machine"):
         iter(locked)
-    loader = DataLoader(OpensHere(), 2, num_workers=2, workers=far(), schedule="dynamic")
-    with pytest.raises(ValueError, match="this is another process"):
+    loader = DataLoader(FailsToUnpickle(), 2, num_workers=2, workers=far(), schedule="dynamic")
+    with pytest.raises(ValueError, match="this dataset does not survive the journey"):
         next(iter(loader))
-
-
-def opened(pid: int) -> Any:
-    if os.getpid() != pid:
-        raise ValueError("this is another process")
-    return OpensHere()
-
-
-class OpensHere(Dataset[Any]):
-    """Can be opened in the process that it comes from, and in no other."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __reduce__(self) -> Any:
-        return opened, (os.getpid(),)
 
 
 def test_statistics_and_a_trace_say_where_each_worker_is_and_what_came_from_there(tmp_path: Path) -> None:
