@@ -103,11 +103,6 @@ def test_b2_ten_times_the_ring_can_be_held_and_let_go_in_any_order() -> None:
             assert ends(one) == [2 * number, 2 * number + 1]
 
 
-def collated_images(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    numbers = torch.arange(8 * index, 8 * index + 8)
-    return numbers.float().view(8, 1, 1, 1).expand(8, *IMAGE).contiguous(), numbers
-
-
 def images_and_labels_of_one_buffer(index: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Two views of one tensor of 1.6 MB that lie 4 kB apart."""
     buffer = torch.full((400_000,), float(index))
@@ -125,7 +120,6 @@ def labels_alone(batch: Any) -> Any:
 
 KEPT: dict[str, tuple[Callable[[int], Any], int | None, Callable[[Any], Any]]] = {
     "labels": (image_and_label, 8, labels_alone),
-    "labels of a user's collate": (collated_images, None, labels_alone),
     "labels in the buffer of the images": (images_and_labels_of_one_buffer, None, labels_alone),
     "views": (views_of_a_large_tensor, None, identity),
     "images": (image_and_label, 8, identity),

@@ -424,10 +424,8 @@ for loader, options in [
 
 def run_quietly(source: str, prefix: tuple[str, ...] = ()) -> None:
     """The same with warnings ignored; torch says that it misses /proc."""
-    source = (
-        f"from tests.support.sandbox import *\nwarnings.simplefilter('ignore')\n{textwrap.dedent(source)}"
-    )
-    run(source, prefix=prefix, timeout=90)
+    head = "from tests.support.sandbox import *\nwarnings.simplefilter('ignore')\n"
+    run(head + textwrap.dedent(source), prefix=prefix, timeout=90)
 
 
 def test_a_kept_batch_of_each_epoch_takes_its_own_bytes_of_address_space_and_no_descriptor() -> None:

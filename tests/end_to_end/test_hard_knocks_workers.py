@@ -341,7 +341,8 @@ def test_7_a_child_that_comes_back_from_user_code_is_gone(
 DAEMON = """
     import multiprocessing, os, pathlib, signal, tempfile, warnings
     from fastq_loader import DataLoader, Processes, WorkerReplaced
-    from tests.end_to_end.test_restarts import Doomed, die, leave
+    from tests.end_to_end.test_restarts import Doomed
+    from tests.support.crimes import exit_with_7, kill_itself
 
     signal.signal(signal.SIGCHLD, {handler})
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -370,11 +371,11 @@ REAPS = (
 @pytest.mark.parametrize(
     ("handler", "method", "crimes", "restarts"),
     [
-        (IGNORES, "fork", "(None, die, leave)", 3),
+        (IGNORES, "fork", "(None, kill_itself, exit_with_7)", 3),
         (IGNORES, "fork", "(None,)", 0),
-        (IGNORES, "spawn", "(die,)", 3),
-        (IGNORES, "forkserver", "(leave,)", 3),
-        (REAPS, "fork", "(None, die, leave)", 3),
+        (IGNORES, "spawn", "(kill_itself,)", 3),
+        (IGNORES, "forkserver", "(exit_with_7,)", 3),
+        (REAPS, "fork", "(None, kill_itself, exit_with_7)", 3),
     ],
 )
 def test_9_somebody_else_may_take_exit_codes_and_a_handler_runs_in_no_helper(

@@ -79,29 +79,19 @@ def epochs(stops: tuple[int | None, ...], *given: Any, **options: Any) -> list[A
 def test_batches_are_those_of_local_workers(
     cluster: Nodes, schedule: str, encrypted: bool, tmp_path: Path
 ) -> None:
+    """So are those of persistent workers and of streams, after breaks."""
     cluster.resize(2, 1)
-    workers = RayWorkers()
+    workers, stops = RayWorkers(), (None, 2, 0, None)
     if encrypted:
         if not AVAILABLE:
             pytest.skip("needs the program openssl")
         for made, name in zip(make_tls(tmp_path), ("cert.pem", "key.pem", "ca.pem"), strict=True):
             Path(made).rename(tmp_path / name)
-        workers = RayWorkers(tls=tmp_path)
-    dataset = Made(drawn, 70)
-    here = epochs((None,), dataset, "processes", 3, schedule=schedule)
-    assert_same(here, epochs((None,), dataset, workers, 3, schedule=schedule))
-
-
-@SCHEDULES
-def test_epochs_of_persistent_workers_and_of_streams_too(cluster: Nodes, schedule: str) -> None:
-    cluster.resize(2, 1)
-    stops = None, 2, 0, None
-    options = {"persistent_workers": True, "schedule": schedule}
-    here = epochs(stops, MapDataset("large", 50), "processes", 3, **options)
-    assert_same(here, epochs(stops, MapDataset("large", 50), "ray", 3, **options))
-    stream = Stream("large", [9, 2, 5])
-    here = epochs(stops, stream, "processes", 3, **options)
-    assert_same(here, epochs(stops, stream, "ray", 3, **options))
+        workers, stops = RayWorkers(tls=tmp_path), (None,)
+    for dataset in (Made(drawn, 70), MapDataset("large", 50), Stream("large", [9, 2, 5])):
+        options = {"persistent_workers": len(stops) > 1, "schedule": schedule}
+        here = epochs(stops, dataset, "processes", 3, **options)
+        assert_same(here, epochs(stops, dataset, workers, 3, **options))
 
 
 def device(index: int) -> str:

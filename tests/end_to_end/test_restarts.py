@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import os
 import random
@@ -24,6 +23,8 @@ from fastq_loader.errors import PoisonousBatch, WorkerDied, WorkerReplaced
 from fastq_loader.ipc import claim_table
 from fastq_loader.workers import children, main
 from tests.conftest import descendants, of_kind
+from tests.support.crimes import Crime, dawdle, exit_with_7, kill_itself, segfault
+from tests.support.datasets import Sized
 from tests.support.loaders import MANY_WORKERS
 
 SIZE = 24
@@ -32,39 +33,20 @@ PAIRS = [[at, at + 1] for at in range(0, SIZE, 2)]
 pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def crash() -> None:
-    faulthandler.disable()  # a stack on stderr is no news here
-    os.abort()
-
-
-def leave() -> None:
-    os._exit(3)
-
-
-def hang() -> None:
-    time.sleep(60)
-
-
-def stop() -> None:
+def stop(_: int = 0) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @dataclass(eq=False)
-class Doomed(Dataset):
+class Doomed(Sized, Dataset):
     """Sample `at` does something terrible, as long as fewer than `times` workers have come to it."""
 
+    length = SIZE
     folder: Path
     at: int
-    what: Callable[[], None] = die
+    what: Crime = kill_itself
     times: int = 1
     value: int = 0  # may be changed in the consumer, or by an init function
-
-    def __len__(self) -> int:
-        return SIZE
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor, float]:
         self.perhaps_die(index)
@@ -74,7 +56,7 @@ class Doomed(Dataset):
         if index == self.at and len(list(self.folder.iterdir())) < self.times:
             (self.folder / f"{time.monotonic_ns()}").touch()
             time.sleep(0.05)  # the answers before this one leave in zmq's own thread; a SIGKILL would end it
-            self.what()
+            self.what(index)
 
 
 def replacing(dataset: Any, restarts: int = 1, **options: Any) -> Any:
@@ -104,10 +86,10 @@ def indices_of(loader: Any, found: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("method", "what"),
-    [("fork", die), ("fork", crash), ("fork", leave), ("forkserver", leave)],
+    [("fork", kill_itself), ("fork", segfault), ("fork", exit_with_7), ("forkserver", exit_with_7)],
 )
 def test_the_batches_of_a_dead_worker_come_with_the_same_bits(
-    method: str, what: Callable[[], None], tmp_path: Path, undisturbed: list[Any], capfd: Any
+    method: str, what: Crime, tmp_path: Path, undisturbed: list[Any], capfd: Any
 ) -> None:
     with pytest.warns(WorkerReplaced, match="another one was started in its place") as caught:
         assert run(Doomed(tmp_path, 7, what), multiprocessing_context=method) == undisturbed
@@ -157,10 +139,12 @@ def test_a_death_too_many_is_torchs_error_at_its_place(restarts: int, workers: i
 
 
 @pytest.mark.parametrize(
-    ("what", "options"), [(die, {"schedule": "round_robin"}), (hang, {"timeout": 0.2})], ids=["dies", "hangs"]
+    ("what", "options"),
+    [(kill_itself, {"schedule": "round_robin"}), (dawdle, {"timeout": 0.2})],
+    ids=["dies", "hangs"],
 )
 def test_a_batch_that_ends_three_workers_is_given_up_at_its_place(
-    what: Callable[[], None], options: dict[str, Any], tmp_path: Path
+    what: Crime, options: dict[str, Any], tmp_path: Path
 ) -> None:
     iterator = iter(replacing(Doomed(tmp_path, 7, what, times=9), 9, **options))
     before: list[Any] = []
@@ -174,10 +158,14 @@ def test_a_batch_that_ends_three_workers_is_given_up_at_its_place(
 
 @pytest.mark.parametrize(
     ("schedule", "what", "shown"),
-    [("dynamic", hang, "in hang"), ("round_robin", hang, "in hang"), ("dynamic", stop, "did not write")],
+    [
+        ("dynamic", dawdle, "in dawdle"),
+        ("round_robin", dawdle, "in dawdle"),
+        ("dynamic", stop, "did not write"),
+    ],
 )
 def test_a_worker_that_hangs_is_replaced_and_its_stack_shown(
-    schedule: str, what: Callable[[], None], shown: str, tmp_path: Path
+    schedule: str, what: Crime, shown: str, tmp_path: Path
 ) -> None:
     loader = replacing(Doomed(tmp_path, 7, what), 2, schedule=schedule, timeout=0.5)
     hung = r"did not answer within 0.5 seconds, before it answered batch 3 \(indices \[6, 7\]\)"
