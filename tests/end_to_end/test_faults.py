@@ -22,14 +22,7 @@ from fastq_loader import DataLoader
 from fastq_loader.errors import WorkerDied
 from tests.conftest import descendants, wait_until
 from tests.support import crimes
-from tests.support.crimes import (
-    Crime,
-    CrimeAt,
-    CrimeInIter,
-    CrimeInStream,
-    FailsToUnpickle,
-    Rows,
-)
+from tests.support.crimes import Crime, CrimeAt, CrimeInIter, CrimeInStream, FailsToUnpickle, Rows
 from tests.support.datasets import Made, Opaque
 from tests.support.loaders import MANY_WORKERS
 

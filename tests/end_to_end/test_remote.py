@@ -20,28 +20,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from fastq_loader import (
-    DataLoader,
-    Dynamic,
-    Processes,
-    RoundRobin,
-    UnpicklableError,
-    WorkerReplaced,
-    empty,
-)
+from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, UnpicklableError, WorkerReplaced, empty
 from fastq_loader.workers.group import WorkerGroup
 from fastq_loader.workers.kinds import WorkerKind
 from tests.support import certificates
 from tests.support.crimes import CrimeAt, FailsToUnpickle, raise_os_error
-from tests.support.datasets import (
-    SAMPLES,
-    Made,
-    MapDataset,
-    Record,
-    Stream,
-    assert_same,
-    identity,
-)
+from tests.support.datasets import SAMPLES, Made, MapDataset, Record, Stream, assert_same, identity
 from tests.support.hosts import LocalHosts, far, far_pids
 from tests.support.late_device import late_device
 from tests.support.loaders import MANY_WORKERS, seed_all
