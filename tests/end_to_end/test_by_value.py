@@ -41,14 +41,8 @@ def test_local_classes_and_lambdas_work_and_come_back(method: str) -> None:
 
     seen: list[Any] = []
     init = lambda worker: seen.append(worker)  # noqa: E731
-    with DataLoader(
-        Local(),
-        2,
-        num_workers=2,
-        collate_fn=lambda samples: samples,
-        worker_init_fn=init,
-        multiprocessing_context=method,
-    ) as loader:
+    given: Any = {"collate_fn": lambda samples: samples, "worker_init_fn": init}
+    with DataLoader(Local(), 2, num_workers=2, multiprocessing_context=method, **given) as loader:
         batches = iter(loader)
         for number in range(2):
             batch = next(batches)

@@ -66,10 +66,7 @@ class Tokens(Rows):
 
     def __getitem__(self, index: int) -> Any:
         start = index % 60 * 4096
-        return {
-            "tokens": self.text[start : start + 4096],
-            "labels": self.text[start + 1 : start + 4097],
-        }
+        return {"tokens": self.text[start : start + 4096], "labels": self.text[start + 1 : start + 4097]}
 
 
 class Budget(NamedTuple):

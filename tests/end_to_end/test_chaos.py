@@ -36,11 +36,7 @@ PLENTY = 10_000
 #: In the place of a batch that was hit three times.
 GIVEN_UP: tuple[Any, ...] = ("given up",)
 
-pytestmark = [
-    pytest.mark.chaos,
-    pytest.mark.processes,
-    MANY_WORKERS,
-]
+pytestmark = [pytest.mark.chaos, pytest.mark.processes, MANY_WORKERS]
 
 
 class Slowly(Sized, Dataset):

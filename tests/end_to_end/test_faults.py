@@ -171,32 +171,18 @@ def test_p2_a_persistent_worker_killed_between_epochs_is_noticed_and_replaced() 
         assert victim not in descendants()
 
 
+INIT = {"worker_init_fn": crimes.init_raises}
+SPAWN = {"multiprocessing_context": "spawn"}
+
+
 @pytest.mark.parametrize(
     ("dataset", "workers", "options", "text", "where"),
     [
-        (range(12), 1, {"worker_init_fn": crimes.init_raises}, "worker 0 cannot start", "init_raises"),
-        (
-            range(12),
-            2,
-            {"worker_init_fn": crimes.init_raises, "persistent_workers": True},
-            "worker 0 cannot start",
-            "init_raises",
-        ),
-        (
-            range(12),
-            2,
-            {"worker_init_fn": crimes.init_raises_in_worker_1},
-            "worker 1 cannot start",
-            "init_raises",
-        ),
+        (range(12), 1, INIT, "worker 0 cannot start", "init_raises"),
+        (range(12), 2, {**INIT, "persistent_workers": True}, "worker 0 cannot start", "init_raises"),
+        (range(12), 2, {"worker_init_fn": crimes.init_raises_in_worker_1}, "worker 1 cannot start", ""),
         (CrimeInIter(), 2, {}, "no stream to read", "__iter__"),
-        (
-            FailsToUnpickle(),
-            2,
-            {"multiprocessing_context": "spawn"},
-            "this dataset does not survive the journey",
-            "__setstate__",
-        ),
+        (FailsToUnpickle(), 2, SPAWN, "this dataset does not survive the journey", "__setstate__"),
     ],
     ids=["init", "every init", "one init", "iter", "unpickling"],
 )

@@ -37,14 +37,9 @@ def folder_of_the_first_optimizer() -> None:
 
 
 def loader(seed: int, workers: Any) -> DataLoader[Any]:
-    return DataLoader(
-        DATASET,
-        4,
-        shuffle=True,
-        num_workers=workers,
-        schedule="dynamic",
-        generator=torch.Generator().manual_seed(seed),
-    )
+    generator = torch.Generator().manual_seed(seed)
+    given: Any = {"shuffle": True, "schedule": "dynamic", "generator": generator}
+    return DataLoader(DATASET, 4, num_workers=workers, **given)
 
 
 def plain(batch: Any) -> list[Any]:
@@ -75,16 +70,9 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(stop: int, tmp_path: Path) 
                 trainer.save_checkpoint(tmp_path / "checkpoint")
 
     def fit(model: Any, of: Any, callbacks: Any = (), path: Path | None = None) -> list[Any]:
-        trainer = lightning.Trainer(
-            max_epochs=EPOCHS,
-            accelerator="cpu",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            callbacks=list(callbacks),
-            default_root_dir=tmp_path,
-        )
+        without = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+        given: Any = {"max_epochs": EPOCHS, "accelerator": "cpu", "default_root_dir": tmp_path}
+        trainer = lightning.Trainer(callbacks=list(callbacks), **given, **dict.fromkeys(without, False))
         trainer.fit(model, of, ckpt_path=path, weights_only=False)
         seen: list[Any] = model.seen
         return seen

@@ -17,10 +17,7 @@ from fastq_loader.memory.arena import AVAILABLE
 from tests.conftest import ROOT, run_script
 from tests.support.sandbox import NEEDED, optional
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd"),
-]
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")]
 
 
 def run(source: str, *, path: Path | None = None, prefix: tuple[str, ...] = (), timeout: float = 60) -> None:

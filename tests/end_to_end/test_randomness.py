@@ -35,13 +35,9 @@ from tests.support.datasets import (
     identity,
     tensor_sample,
 )
-from tests.support.loaders import WORKERS, seed_all, torch_has
+from tests.support.loaders import MANY_WORKERS, WORKERS, seed_all, torch_has
 
-pytestmark = [
-    pytest.mark.processes,
-    # Three workers are what some rows are about; on a machine of two cores the loader rightly warns.
-    pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes"),
-]
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 
 def draw_int64(generator: torch.Generator) -> int:

@@ -105,15 +105,6 @@ def test_a_dead_far_worker_is_told_of_with_its_machine_and_how_it_died(
     data.close()
 
 
-def test_a_machine_that_dies_is_told_of_in_the_words_of_whoever_started_it() -> None:
-    data = loader(workers=far(max_restarts=2), num_workers=1)
-    iterator = iter(data)
-    next(iterator)
-    newest().kill_node("node-0")
-    with pytest.warns(WorkerReplaced, match=r"process on node-0 \(pid .*\): its node was switched off"):
-        list(iterator)
-
-
 def test_a_worker_that_is_lost_between_batches_is_another_one_before_anybody_notices() -> None:
     data = loader(workers=far(), persistent_workers=True)
     expected = list(data)
