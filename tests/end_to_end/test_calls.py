@@ -171,8 +171,6 @@ def test_a_steady_batch_stays_within_its_calls(name: str, monkeypatch: pytest.Mo
     assert not over, f"a batch of {name} costs {found}, and may cost {budget}; {where}"
 
 
-# ---- what costs grow with ----
-
 MEMFD = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
 

@@ -99,9 +99,6 @@ class Config:
         return not self.in_order and self.num_workers >= 2
 
 
-# What can be drawn
-
-
 MAP_DATASETS: dict[str, Callable[[Config], Dataset]] = {
     **{kind: lambda c, kind=kind: MapDataset(kind, c.size) for kind in datasets.SAMPLES},
     "batched": lambda c: BatchedDataset("dict", c.size),
@@ -296,9 +293,6 @@ def draw_config(seed: int) -> Config:
     return replace(config, subclass=subclass)
 
 
-# Running one loader
-
-
 Trace = list[tuple[str, Any]]
 """What was seen, in order: what it is, and its description."""
 
@@ -455,9 +449,6 @@ def run_epoch(
         trace.append((f"{name}: batch {position}", described))
     changed = [position for position, (batch, described) in enumerate(kept) if describe(batch) != described]
     trace.append((f"{name}: kept batches that changed later", changed))
-
-
-# Comparing
 
 
 def check_config(config: Config) -> None:

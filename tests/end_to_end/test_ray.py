@@ -107,9 +107,6 @@ def test_each_worker_sees_the_gpu_of_its_own_actor(cluster: Nodes) -> None:
     cluster.resize()
 
 
-# ---- what dies ------------------------------------------------------------------------------------
-
-
 def kill(pids: list[int], chance: random.Random) -> None:
     if pids:
         with suppress(ProcessLookupError):
@@ -160,8 +157,6 @@ def test_a_node_that_joins_gets_work_in_the_same_epoch(cluster: Nodes) -> None:
             if sum(worker.batches > 0 for worker in made.statistics().workers) == 3:
                 return
 
-
-# ---- several consumers, and their ends ----------------------------------------------------------------
 
 #: What the scripts begin with.
 HEAD = """
@@ -358,10 +353,7 @@ def run(cluster: Nodes, seed: int) -> None:
     here = epochs((None,), dataset, "processes", 2 if schedule == "dynamic" else number, schedule=schedule)
     seed_all(5)
     found = []
-    with (
-        loader(dataset, "ray", number, schedule=schedule) as made,
-        warnings.catch_warnings(),
-    ):
+    with loader(dataset, "ray", number, schedule=schedule) as made, warnings.catch_warnings():
         warnings.simplefilter("ignore", WorkerReplaced)
         for at, batch in enumerate(made):
             found.append(batch)

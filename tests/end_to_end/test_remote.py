@@ -72,11 +72,7 @@ def stacked(samples: list[Any]) -> dict[str, Any]:
     images = torch.stack([image for image, _ in samples], out=empty((len(samples), 3, 64, 96)))
     info = get_worker_info()
     assert info is not None
-    return {
-        "images": images,
-        "labels": [label for _, label in samples],
-        "seed": info.seed,
-    }
+    return {"images": images, "labels": [label for _, label in samples], "seed": info.seed}
 
 
 def defined_here() -> Any:
@@ -94,10 +90,7 @@ KEYS = [2**70, np.int64(3), (1, "a"), slice(1, 2), "text", frozenset({4})]
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "large batches": (Made(nine_megabytes, 640), {"batch_size": 64, "schedule": "dynamic"}),
     "objects beside tensors": (Made(everything, 24), {"collate_fn": identity, "schedule": "dynamic"}),
-    "functions of the user's": (
-        MapDataset("large", 30),
-        {"collate_fn": stacked, "worker_init_fn": seed_all},
-    ),
+    "functions of the user's": (MapDataset("large", 30), {"collate_fn": stacked, "worker_init_fn": seed_all}),
     "seeds of the user's": (MapDataset("drawn", 30), {"worker_init_fn": seed_all}),
     "any index": (
         Made(lambda key: Record(repr(key), key), 1),

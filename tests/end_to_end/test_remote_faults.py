@@ -86,12 +86,7 @@ def test_each_index_comes_once_and_in_order_whoever_is_killed(
 
 @pytest.mark.parametrize(
     ("crime", "how"),
-    [
-        (exit_with_7, "exited with code 7"),
-        (die_beside_a_child, ""),
-        (segfault, ""),
-        (system_exit, ""),
-    ],
+    [(exit_with_7, "exited with code 7"), (die_beside_a_child, ""), (segfault, ""), (system_exit, "")],
 )
 def test_a_dead_far_worker_is_told_of_with_its_machine_and_how_it_died(
     crime: Any, how: str, capfd: Any

@@ -270,13 +270,8 @@ class Config:
             given = chosen if "batch_sampler" in chosen else given | chosen
         if self.num_workers:
             given |= {"persistent_workers": self.persistent, "prefetch_factor": self.prefetch}
-        return DataLoader(
-            dataset,
-            num_workers=self.num_workers,
-            generator=generator,
-            schedule=self.schedule,
-            **given,
-        )
+        given |= {"num_workers": self.num_workers, "schedule": self.schedule, "generator": generator}
+        return DataLoader(dataset, **given)
 
 
 class Stop(NamedTuple):

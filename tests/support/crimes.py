@@ -30,9 +30,6 @@ MARK = "as imported"
 """Tests change it in the parent: a forked worker sees the change, a spawned one imports this module anew."""
 
 
-# Ways to die
-
-
 def segfault(_: int) -> None:
     faulthandler.disable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -63,9 +60,6 @@ def system_exit(_: int) -> None:
     sys.exit(3)
 
 
-# Ways to hang
-
-
 def dawdle(_: int) -> None:
     """Hang, under a name to look for in the stack of a slow worker."""
     time.sleep(3600)
@@ -74,9 +68,6 @@ def dawdle(_: int) -> None:
 def ignore_sigterm_and_hang(_: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(3600)
-
-
-# Exceptions
 
 
 def raise_value_error(index: int) -> None:
@@ -91,14 +82,9 @@ def raise_stop_iteration(_: int) -> None:
     raise StopIteration("from inside a sample")
 
 
-# Batches that cannot be pickled (give them to a loader with `collate_fn=list`)
-
-
 def return_lambda(_: int) -> Any:
+    """It cannot be pickled; give it to a loader with `collate_fn=list`."""
     return {"label": 1, "transform": lambda x: x}
-
-
-# Datasets
 
 
 @dataclass(eq=False)
@@ -220,9 +206,6 @@ def load_inside(inner_workers: int, index: int) -> int:
     from fastq_loader import DataLoader
 
     return int(sum(batch.sum() for batch in DataLoader(Rows(index + 1, 1), num_workers=inner_workers)))
-
-
-# Init functions
 
 
 def init_raises(worker: int) -> None:
