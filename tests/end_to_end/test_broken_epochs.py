@@ -85,9 +85,7 @@ def epochs(kind: type, case: str, stops: Sequence[int | None], **arguments: Any)
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    ("workers", "prefetch", "stops"),
-    [(1, 4, (2, 2, None)), (2, 3, (0, 4, 1, None, 2, None))],
-    ids=str,
+    ("workers", "prefetch", "stops"), [(1, 4, (2, 2, None)), (2, 3, (0, 4, 1, None, 2, None))], ids=str
 )
 def test_i4_the_numbers_after_a_break_are_torchs(
     case: str, workers: int, prefetch: int, stops: Sequence[int | None]

@@ -13,11 +13,10 @@ from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader
 
-METHODS = pytest.mark.parametrize("method", ["spawn", "forkserver"])
 pytestmark = pytest.mark.processes
 
 
-@METHODS
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_local_classes_and_lambdas_work_and_come_back(method: str) -> None:
     pytest.importorskip("cloudpickle")
 

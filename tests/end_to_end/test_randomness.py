@@ -40,11 +40,6 @@ from tests.support.loaders import MANY_WORKERS, WORKERS, seed_all, torch_has
 pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 
-def draw_int64(generator: torch.Generator) -> int:
-    """The draw that torch makes at every `iter()`."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
-
-
 def own_worker() -> int:
     info = get_worker_info()
     assert info is not None
@@ -76,7 +71,8 @@ def draw_in_init(worker: int) -> None:
 
 @pytest.mark.parametrize("given", [False, True])
 def test_r4_worker_seeds_are_base_plus_id_and_numpys_a_hash_of_both(given: bool) -> None:
-    base = draw_int64(torch.Generator().manual_seed(11))
+    drawn = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(11))
+    base = int(drawn.item())
     torch.manual_seed(0 if given else 11)
     generator = torch.Generator().manual_seed(11) if given else None
     arguments: dict[str, Any] = {"collate_fn": list, "worker_init_fn": draw_in_init}

@@ -244,17 +244,13 @@ def test_an_epoch_that_is_left_leaves_nothing_in_the_cluster(cluster: Nodes, end
     batches = iter(made)
     next(batches)
     if end == "error":
-        with pytest.raises(KeyError, match="training"):
-            raise_in_the_loop(batches)
+        with suppress(KeyError):
+            for _ in batches:
+                raise KeyError("of the training step")
     elif end == "close":
         made.close()
         with pytest.raises(RuntimeError, match="its loader was closed"):
             next(batches)
-
-
-def raise_in_the_loop(batches: Iterator[Any]) -> None:
-    for _ in batches:
-        raise KeyError("of the training step")
 
 
 SHUT_DOWN = (
