@@ -11,7 +11,7 @@ import pytest
 
 import fastq_loader
 from fastq_loader import errors, statistics
-from fastq_loader.errors import describe_index, is_int, shorten, warn_user
+from fastq_loader.errors import describe_index, shorten, warn_user
 
 
 def test_whatever_can_be_raised_or_warned_is_exported() -> None:
@@ -32,12 +32,6 @@ def test_errors_are_caught_by_clauses_written_for_torch() -> None:
     assert issubclass(errors.PoisonousBatch, errors.WorkerDied)
     for kind in (errors.WorkerReplaced, errors.PinFallback):
         assert issubclass(kind, RuntimeWarning)
-
-
-def test_the_traceback_of_a_worker_begins_on_a_line_of_its_own() -> None:
-    cause = errors.WorkerTraceback("Caught ValueError in worker 3")
-    assert str(cause) == "\nCaught ValueError in worker 3"
-    assert cause.text == "Caught ValueError in worker 3"
 
 
 def called_in(module: str) -> None:
@@ -72,32 +66,23 @@ def test_a_warning_is_dropped_where_stderr_is_closed(monkeypatch: pytest.MonkeyP
         warn_user("this fails for another reason", UserWarning)
 
 
-def test_true_is_no_number() -> None:
-    assert [is_int(value) for value in (3, -1, True, 3.0, "3", None)] == [True, True, *[False] * 4]
-
-
 class Unprintable:
     def __repr__(self) -> str:
         raise RuntimeError("no text")
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [("x", "'x'"), ("x" * 20, "'xxxxxx..."), (Unprintable(), "<repr f...")],
-)
-def test_what_is_shown_of_a_value_is_short(value: Any, text: str) -> None:
-    assert shorten(value, 10) == text
-
-
-@pytest.mark.parametrize(
-    ("index", "text"),
+    ("show", "value", "text"),
     [
-        ([0, 1, 2, 3], "[0, 1, 2, 3]"),
-        ([8, 9, 10, 11, 12], "8..12"),
-        ([9, 1, 2, 3, 1 << 60], "9, 1, … 1152921504606846976, 5 in all"),
-        (["a"] * 3, "['a', 'a', 'a']"),
-        (Unprintable(), "<repr failed: RuntimeError>"),
+        (shorten, "x", "'x'"),
+        (shorten, "x" * 20, "'xxxxxx..."),
+        (shorten, Unprintable(), "<repr f..."),
+        (describe_index, [0, 1, 2, 3], "[0, 1, 2, 3]"),
+        (describe_index, [8, 9, 10, 11, 12], "8..12"),
+        (describe_index, [9, 1, 2, 3, 1 << 60], "9, 1, … 1152921504606846976, 5 in all"),
+        (describe_index, ["a"] * 3, "['a', 'a', 'a']"),
+        (describe_index, Unprintable(), "<repr failed: RuntimeError>"),
     ],
 )
-def test_an_index_is_shown_by_its_ends(index: Any, text: str) -> None:
-    assert describe_index(index) == text
+def test_what_is_shown_of_a_value_is_short_and_of_an_index_its_ends(show: Any, value: Any, text: str) -> None:
+    assert show(value, *[10] * (show is shorten)) == text

@@ -83,47 +83,31 @@ def attributes(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: value for name, value in vars(loader).items() if not name.startswith("_resources")}
 
 
-def test_a_loader_like_another_one_differs_in_its_setting_only() -> None:
-    loader = Special(
-        Made(float, 8),
-        "red",
-        batch_size=3,
-        num_workers=2,
-        prefetch_factor=5,
-        persistent_workers=True,
-        timeout=9,
-        worker_init_fn=print,
-        multiprocessing_context="fork",
-    )
-    before = attributes(loader)
-    new = trials.like(loader, Setting(1, 4, dynamic=True, start_method="spawn"))
+@pytest.fixture
+def special() -> Special:
+    options: dict[str, Any] = {"num_workers": 2, "prefetch_factor": 5, "persistent_workers": True}
+    options |= {"timeout": 9, "multiprocessing_context": "fork", "worker_init_fn": print}
+    return Special(Made(float, 8), "red", **options)
+
+
+def test_a_loader_like_another_one_differs_in_its_setting_only(special: Special) -> None:
+    before = attributes(special)
+    new = trials.like(special, Setting(1, 4, dynamic=True, start_method="spawn"))
     changed = {name for name, value in attributes(new).items() if before[name] is not value}
-    assert changed == {
-        "num_workers",
-        "prefetch_factor",
-        "schedule",
-        "_DataLoader__multiprocessing_context",
-    }
+    names = {"num_workers", "prefetch_factor", "schedule", "_DataLoader__multiprocessing_context"}
+    assert changed == names
     assert (new.num_workers, new.prefetch_factor, new.schedule) == (1, 4, "dynamic")
     assert new.multiprocessing_context.get_start_method() == "spawn"
     assert type(new) is Special
-    assert attributes(loader) == before
-    assert trials.like(loader, Setting(2, 5)).multiprocessing_context is loader.multiprocessing_context
+    assert attributes(special) == before
+    assert trials.like(special, Setting(2, 5)).multiprocessing_context is special.multiprocessing_context
 
 
-def test_one_without_workers_could_be_made_by_the_constructor() -> None:
-    loader = Special(
-        *(Made(float, 8), "red"),
-        num_workers=2,
-        prefetch_factor=5,
-        persistent_workers=True,
-        timeout=9,
-        multiprocessing_context="fork",
-    )
-    new = trials.like(loader, Setting(0, 5))
+def test_one_without_workers_could_be_made_by_the_constructor(special: Special) -> None:
+    new = trials.like(special, Setting(0, 5))
     names = ["num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"]
     assert [getattr(new, name) for name in names] == [0, None, False, 0, None]
-    Special(new.dataset, new.colour, **{name: getattr(new, name) for name in names})
+    Special(new.dataset, "red", **{name: getattr(new, name) for name in names})
     assert len(list(new)) == 8
 
 

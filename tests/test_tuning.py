@@ -19,7 +19,7 @@ from fastq_loader.insight import machine
 from fastq_loader.insight.model import NOISE, Costs, Setting, most_workers, numbers, seconds_per_batch
 from fastq_loader.memory import arena
 from fastq_loader.trials import Measured
-from fastq_loader.tuning import Limits, Row, Search, price, promising
+from fastq_loader.tuning import Limits, Search, price, promising
 from fastq_loader.workers.kinds import Auto
 from tests.support.datasets import Made, Stream
 
@@ -142,13 +142,6 @@ def test_no_measurement_may_take_longer_than_the_time_that_is_left() -> None:
     played.found(seconds=20)
     for before, (_, seconds, patience) in enumerate(played.calls):
         assert seconds + 2 <= patience <= max(20 - 0.1 * before, seconds + 2.3)
-
-
-def test_a_quiet_moment_before_the_rounds_makes_no_winner() -> None:
-    row = Row(OWN, probe=Measured(1000, 1.0))
-    assert (row.rate, row.spread) == (1000.0, None)
-    row.slices = [Measured(10, 1.0), Measured(90, 3.0)]
-    assert (row.rate, row.spread) == (25.0, 0.4)
 
 
 def tried(search: Search) -> set[Setting]:

@@ -311,11 +311,11 @@ class Engine:
         return self._processes if loop is None else loop.processes()
 
     def hold(self, hold: bool) -> None:
-        """Give out no new batch but the one that is next, from here on; False: as ever. Any thread, any
-        time."""
+        """Give out no new batch but the one that is next, from here on; False: as ever. An iterable dataset's
+        workers go on. Any thread, any time."""
         loop = self._loop
         if loop is not None:
-            loop.holds = hold
+            loop.holds = hold and not loop.plan.rules.iterable
 
     def pids(self) -> list[int]:
         """Process ids of the workers; none once closed."""

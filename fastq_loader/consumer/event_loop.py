@@ -186,7 +186,7 @@ class EventLoop:
                 continue
             batch = batch or self._await_batch()
             if batch is not None:
-                if scheduler.to_draw and not (self.holds and scheduler.undelivered):
+                if scheduler.to_draw:
                     self._draw(scheduler.to_draw)
                 self._deliver(batch, slot)
         outcome, self._outcome = self._outcome, None
@@ -274,6 +274,8 @@ class EventLoop:
     def _draw(self, times: int) -> None:
         """Draw indices, and send their tasks."""
         scheduler, notes, began = self.scheduler, self._accounting.notes, time.monotonic_ns()
+        if self.holds:
+            times = 0 if scheduler.undelivered else 1
         seqs: list[int] = []
         if notes.drew is not None:  # a worker's part has ended in this call
             notes.flush()

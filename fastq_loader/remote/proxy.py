@@ -102,6 +102,7 @@ def serve(connection: Pipe[Any, Any], consumer: int, folder: str) -> None:
 def main(pipe: Pipe[Any, Any]) -> None:
     """Entry point of a proxy, with its end of the pipe to the consumer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the consumer decides what Ctrl-C means
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:
         setup, tls = pipe.recv()
     except EOFError:  # the consumer has not noticed that it was started

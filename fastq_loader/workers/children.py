@@ -401,7 +401,7 @@ def attend(connection: Connection, consumer: int, make: Make) -> bool:
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers set handlers of their own
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     # A handler of the consumer's is not for here, and where it is ignored exit codes are lost.
     inherited = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # multiprocessing lets no daemon have children, because they would not be ended: these leave with the

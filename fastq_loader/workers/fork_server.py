@@ -8,12 +8,14 @@ generator is the same for all, and workers are seeded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from multiprocessing import forkserver
+import signal
+from collections.abc import Iterable, Sequence
+from multiprocessing import forkserver, resource_tracker
 from types import SimpleNamespace
 from typing import Any
 
 from fastq_loader.system import process_id
+from fastq_loader.system.interrupts import without_signals
 
 _WARM = ["torch", "fastq_loader.workers.warm"]
 
@@ -32,7 +34,14 @@ def names(modules: Iterable[str]) -> SimpleNamespace:
         own: Any = forkserver._forkserver
         _server, _owner = forkserver.ForkServer(), process_id.current()
         _server.set_forkserver_preload([*own._preload_modules, *modules, *_WARM])
-    return SimpleNamespace(**{**vars(forkserver), "connect_to_new_process": _server.connect_to_new_process})
+    return SimpleNamespace(**{**vars(forkserver), "connect_to_new_process": _connect})
+
+
+def _connect(descriptors: Sequence[int]) -> tuple[int, int]:
+    resource_tracker.ensure_running()  # which lets signals through that are kept out here
+    with without_signals(signal.SIGINT, signal.SIGTERM):  # until the server ignores them
+        found: tuple[int, int] = _server.connect_to_new_process(descriptors)
+    return found
 
 
 def without_the_users() -> bool:

@@ -100,11 +100,11 @@ def prepare_signals(grace: float = 0.0) -> None:
     # rather than SIG_IGN, which programs started by user code would inherit.
     signal.signal(signal.SIGINT, lambda signum, frame: None)
     signal.set_wakeup_fd(-1)  # an inherited one belongs to an event loop of the consumer
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch._C._set_worker_signal_handlers()  # SIGTERM of the parent ends it, SIGSEGV and SIGBUS are named
     if grace:
         signal.signal(signal.SIGTERM, partial(_outlive, grace))
         signal.siginterrupt(signal.SIGTERM, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
 def _outlive(grace: float, *_: Any) -> None:

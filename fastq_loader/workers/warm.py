@@ -12,5 +12,6 @@ import signal
 import fastq_loader.workers.main  # noqa: F401
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the consumer keeps it out while this starts
 gc.collect()
 gc.freeze()

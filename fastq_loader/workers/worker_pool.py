@@ -25,6 +25,9 @@ from fastq_loader.workers.children import END, Child
 from fastq_loader.workers.config import Descriptors, Payload, Plan, Setup
 from fastq_loader.workers.stopping import Stopping
 
+#: Would print a traceback in a worker, or end it, before it has handlers.
+KEPT_OUT = signal.SIGINT, signal.SIGTERM
+
 
 class WorkerPool(ABC):
     """The processes of one pool.
@@ -121,7 +124,7 @@ class WorkerPool(ABC):
         """
         if not self._left():
             return False
-        with without_signals(signal.SIGINT):  # between fork and handler it would print a traceback there
+        with without_signals(*KEPT_OUT):  # between fork and handler
             child = self._child(self._told(worker=len(self._children)))
             self._children.append(child)
             self._generations.append(0)
@@ -140,7 +143,7 @@ class WorkerPool(ABC):
             what `start` raises; OSError also when what starts successors has ended.
         """
         generation = self._generations[worker] + 1
-        with without_signals(signal.SIGINT):
+        with without_signals(*KEPT_OUT):
             told = self._told(worker=worker, generation=generation, folder=folder, space=space)
             child = self._child(told)
             self._start(child)

@@ -15,7 +15,7 @@ pytest.importorskip("psutil", reason="the bench extra is not installed")
 
 from bench import run
 from bench.__main__ import NO_GPU, main
-from bench.arguments import AXES, COMPARED, SHORT, parse
+from bench.arguments import AXES, parse
 from bench.output.rows import Results
 from bench.peers import PEERS, LoaderSettings
 from bench.peers.device import ARMS
@@ -28,16 +28,6 @@ from bench.workloads.ready_made import SHAPES
 from tests.conftest import ROOT
 
 
-def test_a_bare_command_is_a_short_run_and_full_is_everything() -> None:
-    bare, full = parse([]), parse(["--full"])
-    assert (bare.axes, bare.json, bare.device) == (("steady",), None, None)
-    assert (bare.workloads["steady"], bare.workers["steady"]) == (SHORT, (2,))
-    assert bare.peers == tuple(PEERS)
-    assert full.axes == tuple(AXES)
-    assert full.workloads["steady"] == full.workloads["memory"] == tuple(all_workloads())
-    assert full.blocks > bare.blocks
-
-
 def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
     line = "rows tokens --axis steady,turns --workers 0,4 --peers fastq_loader,torch --blocks 3 --seconds 0.1"
     options = parse(line.split())
@@ -45,35 +35,6 @@ def test_what_is_named_is_what_runs(tmp_path: Path) -> None:
     found = [(case.axis, case.name, case.workers) for case in run.cases(options, tmp_path)]
     steady = [("steady", name, workers) for name in ("rows", "tokens") for workers in (0, 4)]
     assert found == [*steady, ("turns", "rows", 4), ("turns", "tokens", 4)]
-
-
-SHARED_BY_ALL = {"bytes": 7}
-DROP_INS = {"start": 6, "turns": 3}
-OURS_ALONE = {"schedule": 6, "resume": 4, "insight": 5, "cluster": 6}
-
-
-@pytest.mark.parametrize(
-    ("peer", "axes"),
-    [
-        ("torch", SHARED_BY_ALL | DROP_INS | {"schedule": 4}),
-        ("fastq_loader", SHARED_BY_ALL | DROP_INS | OURS_ALONE),
-        ("grain", SHARED_BY_ALL),
-    ],
-)
-def test_only_peers_that_are_asked_for_contend(peer: str, axes: dict[str, int], tmp_path: Path) -> None:
-    every = ",".join(SHARED_BY_ALL | DROP_INS | OURS_ALONE)
-    found = [case.axis for case in run.cases(parse(["--axis", every, "--peers", peer]), tmp_path)]
-    assert {axis: found.count(axis) for axis in found} == axes
-
-
-def test_two_revisions_have_usual_workloads_and_rounds() -> None:
-    bare = parse(["--against", "HEAD~3"])
-    assert (bare.workloads[AGAINST], bare.workers[AGAINST], bare.blocks) == (COMPARED, (2,), 5)
-    assert (bare.prefetch, bare.schedule, bare.ceiling) == (2, None, False)
-    line = f"rows {NEW_WORKERS} --against HEAD~3 --rounds 9 --prefetch 16 --schedule dynamic --workers 0,2"
-    said = parse(line.split())
-    assert (said.workloads[AGAINST], said.workers[AGAINST]) == (("rows", NEW_WORKERS), (0, 2))
-    assert (said.blocks, said.prefetch, said.schedule) == (9, 16, "dynamic")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +20,11 @@ from bench.arguments import parse
 from bench.output import rows
 from bench.output.rows import CaseRows, Results
 from bench.peers.device import OURS as STAGED
-from bench.peers.device import PAGEABLE, REGISTER, RESIDENT, TORCH, Arm
+from bench.peers.device import PAGEABLE, REGISTER, RESIDENT, TORCH
 from bench.timing import cluster, device, resume, tuning
-from bench.timing.cluster import LABELS, LOOPBACK, REMOTE, TURN
+from bench.timing.cluster import REMOTE
 from bench.timing.device import COPY, LENGTHS, LINK, PARTS
-from bench.timing.device_clock import AHEAD, CudaDevice, Pace, timed_block
+from bench.timing.device_clock import CudaDevice
 from bench.timing.resume import FRESH, INLINE, OURS, PERMUTED, RESUMED, SHUFFLE, THEIRS, WITH, WITHOUT
 from bench.timing.rounds import Case, measure
 from bench.timing.tuning import AUTO, TUNED, Setting, Tuned
@@ -114,19 +113,6 @@ def test_without_ray_the_reason_is_given(cases: Cases, monkeypatch: pytest.Monke
         assert failures == {REMOTE: "needs ray, which is not installed"}, name
 
 
-@pytest.mark.ray
-@pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")  # Ray's own
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize("name", [LOOPBACK, TURN])
-def test_every_contender_is_measured(name: str, cases: Cases) -> None:
-    pytest.importorskip("ray", reason="needs the extra 'ray'")
-    found = measured(cases("cluster")[name])
-    assert {*found.peers} <= {*LABELS}
-    assert {peer.failure for peer in found.peers.values()} == {None}
-    assert all(len(peer.rows) == 1 for peer in found.peers.values())
-
-
 NO_PINNING = "ignore:'pin_memory' argument is set as true but no accelerator is found"
 SMALL = Shape("small", "a few fields", 3, 2, (5,), torch.float32)
 ONE = Shape(LARGE, "one tensor", 1, 4, (3, 8), torch.uint8)
@@ -135,44 +121,20 @@ ONE = Shape(LARGE, "one tensor", 1, 4, (3, 8), torch.uint8)
 class HostDevice(CudaDevice):
     def __init__(self) -> None:
         self.torch = torch.device("cpu")
-        self.steps: list[float] = []
-        self.waited: list[float] = []
         self.mark = time.perf_counter  # type: ignore[method-assign]
-        self.wait = self.waited.append  # type: ignore[method-assign]
+        self.step = time.sleep  # type: ignore[method-assign]
 
     def between(self, first: float, second: float) -> float:
         return second - first
 
-    def step(self, seconds: float) -> None:
-        self.steps.append(seconds)
-        time.sleep(seconds)
+    def wait(self, mark: float) -> None:
+        """What was marked is over."""
 
     def copy_seconds(self, memory: str, nbytes: int, pieces: int) -> float:
         return nbytes / 50e9 * (2 if memory == PAGEABLE else 1)
 
     def describe(self) -> dict[str, str]:
         return {"device": "a host", "driver": "none", "cuda": "none"}
-
-
-def slow_arm(seconds: float, ahead: int = 0) -> Arm:
-    def begin() -> Any:
-        for number in itertools.count():
-            time.sleep(seconds)
-            yield number
-
-    return Arm(begin, ahead)
-
-
-def test_a_block_knows_steps_from_what_is_between_them() -> None:
-    host = HostDevice()
-    done = timed_block(slow_arm(0.004), host, Pace(step=0.002), 0.06)
-    assert done["batches"] == len(host.steps)
-    assert set(host.steps) == {0.002}
-    assert done["p50"] >= 0.004
-    assert done["steps"] >= 0.002 * done["batches"]
-    assert done["gaps"] >= 0.004 * (done["batches"] - 1)  # what came before the first step is not between two
-    assert done["steps"] + done["gaps"] + 0.004 <= done["seconds"]
-    assert len(host.waited) == done["batches"] - AHEAD + 1
 
 
 @pytest.fixture

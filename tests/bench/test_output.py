@@ -17,12 +17,10 @@ from bench.__main__ import main, perform
 from bench.arguments import parse
 from bench.output import pictures, readme, rows
 from bench.output.figures import Spread, ratio
-from bench.output.goals import Goal, goals
-from bench.output.layout import Table, in_markdown
+from bench.output.goals import Goal
+from bench.output.layout import Table
 from bench.output.rows import Results
 from bench.output.tables import case_tables, summary_tables
-from bench.peers.device import REGISTER, TORCH
-from bench.timing.device import DRAIN
 from bench.timing.rounds import Case, Lane, Plan
 from tests.support import bench_example as example
 
@@ -100,24 +98,6 @@ def test_verdicts(figure: Spread | None, at_most: bool, said: str) -> None:
     assert Goal("", 1.2, figure, at_most=at_most).verdict == said
 
 
-def test_goals_of_a_device() -> None:
-    found = {goal.measure: goal.verdict for goal in goals(example.device_run())}
-    stalls = [name.split(":")[0] for name in found if "stall" in name]
-    assert stalls == ["large"] * 2 + ["fields_32"] * 3 + ["fields_500"] * 3
-    assert len([name for name in found if "GB/s" in name or "CPU" in name]) == 3
-    assert [name.split(":")[0] for name in found if "next()" in name] == ["fields_32", "fields_500"]
-    assert set(found.values()) == {"met"}
-    slower = example.shape("large")
-    for row in slower:
-        if row["row"] == "block" and row["peer"] == REGISTER:
-            row |= {"seconds": 1.1 * row["seconds"]} if row["part"] == DRAIN else {}
-            row |= {"gaps": 0.05} if row["part"] == "2" else {}
-    missed = [goal.measure for goal in goals(Results(slower)) if goal.verdict == "missed"]
-    assert [name.split(": ")[1][:12] for name in missed] == ["GB/s of a fu", "stall beyond"]
-    broken = goals(example.device_run(**{TORCH: {"failure": "it broke"}}))
-    assert {goal.verdict for goal in broken if "torch / ours" in goal.measure} == {"not measured"}
-
-
 def table(results: Results, title: str) -> Table:
     every = [*summary_tables(results), *(each for case in results.cases() for each in case_tables(case))]
     return next(each for each in every if each.title.startswith(title))
@@ -160,23 +140,6 @@ def test_figures_in_tables(title: str, first: str, begin: int, expected: list[st
     assert cells(everything(title), first)[begin:][: len(expected)] == expected
 
 
-def test_every_peer_is_shown_or_named_with_the_reason() -> None:
-    results = Results(example.steady(grain={"failure": "not\ninstalled"}, torch_0={"notes": ["a note"]}))
-    found = table(results, "rows: what rows loads; 2.56 kB a batch; 2 workers, fork")
-    assert found.notes == ["grain: not measured: not installed", "torch_0: a note"]
-    assert cells(found, "fastq_loader") == [
-        *("fastq_loader", "1,000 (900..1,100)", "2.56 MB", "50%", "10 (10..10)"),
-        *("1.0", "2.0", "3.0", "0.10 + 0.30", "1.0"),
-    ]
-    text = in_markdown(found, "### ")
-    assert text.startswith("### rows: what rows loads")
-    assert "\n| fastq_loader |" in text
-    assert len({len(line) for line in text.splitlines() if line.startswith("|")}) == 1, (
-        "columns stand straight"
-    )
-    assert cells(table(Results(example.turns(grain={"failure": "no epochs"})), "Moments"), "grain: not meas")
-
-
 def test_ratios_of_two_revisions_are_of_rounds() -> None:
     def case(name: str, rates: dict[str, tuple[float, ...]], **failed: dict[str, Any]) -> list[example.Row]:
         used = {"seconds": 1.0, "consumer_cpu": 0.01, "worker_cpu": 0.02, "switches": 10}
@@ -214,25 +177,6 @@ def project(tmp_path: Path) -> Path:
     for name in readme.SECTIONS:
         (tmp_path / name).write_text(f"# A title\n\n{EMPTY}\nProse.\n")
     return tmp_path
-
-
-def test_only_the_section_is_rewritten_and_again_the_same(project: Path) -> None:
-    elsewhere = example.run()
-    elsewhere["machine"] = elsewhere["machine"] | {"cpu": "Abacus"}
-    results = Results([example.run(), *example.steady(), elsewhere, *example.insight()])
-    texts = readme.texts(results, SOURCE, project)
-    every = texts.pop(project / "bench/results/here.md")
-    assert f"## {readme.HEADINGS['insight']}\n\nMeasured on Abacus, 2 cores.\n" in every
-    for path, text in texts.items():
-        assert text.startswith("# A title\n\n<!-- bench:begin: written by")
-        assert text.endswith("<!-- bench:end -->\n\nProse.\n")
-        path.write_text(text)
-    assert texts.items() <= readme.texts(results, SOURCE, project).items()
-    short, missed = ((project / name).read_text() for name in readme.SECTIONS)
-    assert "| 100 | 200 (grain) |" in " ".join(short.split())
-    assert "(bench/results/here/ratio-2-workers.png)" in short
-    assert " missed |" in missed
-    assert " met |" not in missed
 
 
 @pytest.mark.parametrize("count", [0, 2])

@@ -26,7 +26,6 @@ from bench.__main__ import main
 from bench.peers import LoaderSettings
 from bench.peers.torch_loader import loader_arguments
 from bench.programs import PROGRAMS, command, report, run
-from bench.programs.limits import Limited
 from bench.programs.track import Pass, Track
 from bench.timing.ceiling import as_worker
 from bench.workloads import Load, all_workloads, files, find_workload, jpeg, ready_made, slow, tables
@@ -177,32 +176,3 @@ def test_one_bit_of_difference_is_told(other: dict[str, Any]) -> None:
         f"2 workers: {report.DIFFERENT}: torch: loss 0.30000000000000004, predictions abc; "
     )
     assert str(*other.values()) in told
-
-
-def test_waits_are_what_iter_and_next_take_and_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-
-    class Batches:
-        def __iter__(self) -> Iterator[float]:
-            nonlocal now
-            now += 1000.0
-            return self.each()
-
-        def each(self) -> Iterator[float]:
-            nonlocal now
-            for _ in range(3):
-                now += 1.0
-                yield now
-            now += 10.0
-
-    monkeypatch.setattr("bench.programs.track.perf_counter", lambda: now)
-    track = Track()
-    for _ in track(Batches(), ""):
-        now += 100.0
-    assert (track.passes[0].waited, track.passes[0].seconds) == (1013.0, 1313.0)
-
-
-def test_a_folder_without_cgroups_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"--cgroup .*nosuch: no cgroup with a memory limit"):
-        command.run([], Limited(1000, tmp_path / "nosuch"))
-    assert list(tmp_path.iterdir()) == []

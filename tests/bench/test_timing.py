@@ -29,7 +29,7 @@ from bench.timing import alone, rounds, schedule, steady, turns
 from bench.timing.batches import compare
 from bench.timing.ceiling import SMALLEST_BUFFER, WarmBuffers
 from bench.timing.rounds import Case, Lane, Plan, measure
-from bench.timing.schedule import BOUND, Goal, ScheduleCase, bound
+from bench.timing.schedule import BOUND, Goal, ScheduleCase
 from bench.workloads.slow import Step, TracedSamples
 
 SETTINGS = LoaderSettings(1, "fork")
@@ -157,15 +157,6 @@ def _instant() -> TracedSamples:
 SMALL = ScheduleCase(
     "small", "", _instant, 12, 2, ("torch", "torch_unordered", "dynamic"), Goal("dynamic", 1, BOUND), 2
 )
-
-
-def test_steps_are_a_bound_too() -> None:
-    case = replace(SMALL, batches=64, batch_size=1, workers=4)
-    dataset = TracedSamples([0.1] * 64)
-    assert bound(case, dataset) == (pytest.approx(1.6), "sum of costs / 4")
-    for every, seconds in ((8, 8 * 0.5), (32, 1.6)):
-        found = bound(replace(case, step=Step(0.5, every)), dataset)
-        assert found == (pytest.approx(seconds), "max(steps, sum of costs / 4)")
 
 
 def steady_case(peers: list[str], folder: Path, name: str = "rows") -> Case:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from time import monotonic_ns
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,17 +58,3 @@ def test_the_sample_that_held_up_others_is_named(index: Any) -> None:
     assert account.late is None
     (late,) = counters.snapshot().late_batches
     assert late == LateBatch(1, 4, late.seconds, 40e-9, 8, 30e-9)
-
-
-def test_a_call_ends_with_what_it_gave_or_with_the_epoch() -> None:
-    account, counters = accounting()
-    account.notes.counted().started(0)
-    account.notes.entered(5)
-    account.used_device(5)
-    account.notes.left(monotonic_ns(), ANSWER, 4, None)
-    assert (account.notes.counted().batches, account.notes.counted().over) == (1, False)
-    assert account.notes.counted().by_cause["device_copy"] > 0
-    account.notes.entered(account.notes.counted().nanoseconds)
-    account.ended()
-    assert (account.notes.counted().batches, account.notes.counted().over) == (1, True)
-    assert counters.snapshot().per_epoch[0].cpu_seconds > 0

@@ -46,13 +46,6 @@ class Unpacker:
         return handle.values[0]  # type: ignore[no-any-return]
 
 
-def batch(seq: int, worker: int | None, answer: Answer | None, error: Exception | None = None) -> Batch:
-    """A batch that has come."""
-    found = Batch(seq, worker, None)
-    found.answer, found.error = answer, error
-    return found
-
-
 def hand_out(
     unpacker: Unpacker, outcome: int = BATCH, error: Exception | None = None
 ) -> tuple[Delivered | Raised, Pool, Counters]:
@@ -61,7 +54,9 @@ def hand_out(
     handle = Handle(0, SimpleNamespace(nbytes=40), (error,), None, ((1, 30, 0), (2, 10, 0)))
     answer = Answer(1, 0, 0, outcome, 0, 0, (), (), handle, ((1, 30), (2, 10)))
     delivery = Delivery(unpacker, pool, counters)  # type: ignore[arg-type]
-    return delivery.hand_out(batch(0, 3, answer, None)), pool, counters
+    batch = Batch(0, 3, None)
+    batch.answer = answer
+    return delivery.hand_out(batch), pool, counters
 
 
 def test_a_batch_is_delivered_with_leases_and_without_what_was_copied() -> None:
@@ -70,13 +65,6 @@ def test_a_batch_is_delivered_with_leases_and_without_what_was_copied() -> None:
     assert outcome.batch == "batch"
     assert (pool.delivered, pool.dropped) == ([1], [2])
     assert (counters.batches, counters.bytes) == (1, 40)
-
-
-def test_an_error_without_an_answer_is_raised_as_it_is() -> None:
-    error = LookupError("the sampler's")
-    outcome = Delivery(Unpacker(), Pool(), Counters()).hand_out(batch(0, None, None, error))  # type: ignore[arg-type]
-    assert isinstance(outcome, Raised)
-    assert (outcome.error, outcome.fatal) == (error, None)
 
 
 @pytest.mark.parametrize("error", [ProtocolError("no such block"), MemoryError("no room")])

@@ -28,7 +28,7 @@ from fastq_loader.ipc.messages import (
     Handle,
     Hello,
 )
-from fastq_loader.memory.blocks import GRANTED, SMALLEST
+from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.scheduling.events import Send
 from fastq_loader.scheduling.scheduler import Scheduler
 from fastq_loader.scheduling.states import Batch
@@ -143,14 +143,6 @@ def test_the_first_batches_of_each_worker_of_an_iterable_dataset_are_kept() -> N
         )
 
 
-def test_what_comes_of_an_older_epoch_is_no_first_batch() -> None:
-    scheduler, sends = started()
-    begin(scheduler)
-    inbox, *_ = receiver(scheduler, (0, answer(sends[0])), iterable=True)
-    assert inbox.receive()
-    assert inbox._accounting.notes.first_batches == {}
-
-
 MISFITS: list[Any] = [
     {"kind": ENDED, "handle": None},  # the end of a dataset with indices
     *({"kind": SKIPPED}, {"handle": None}, {"kind": ERROR, "handle": None}),
@@ -178,28 +170,6 @@ def test_an_answer_that_is_due_and_does_not_fit_fails_at_its_position(
         deliver = scheduler.wanted()
         assert isinstance(deliver, Batch)
         assert (deliver.seq, type(deliver.error)) == (seq, error)
-
-
-def test_an_answer_that_fits_uses_the_blocks_of_its_handle() -> None:
-    scheduler, sends = started()
-    inbox, _, _ = receiver(scheduler, (0, answer(sends[0], (*BLOCK, 7), fresh=(BLOCK, (30 * B, B)))))
-    assert inbox.receive()
-    batch = scheduler.wanted()
-    assert isinstance(batch, Batch)
-    assert batch.error is None
-    assert batch.answer is not None
-    assert batch.answer.used == ((20 * B, 7),)
-    assert states(scheduler) == {20 * B: "filled", 30 * B: GRANTED}
-    assert scheduler.refused == 0
-
-
-def test_the_part_of_a_worker_whose_answer_does_not_fit_is_over() -> None:
-    """It may have said that its part has ended, and this would not be known."""
-    scheduler, sends = started()
-    ends = answer(sends[0], kind=ENDED, handle=None)
-    inbox, group, _ = receiver(scheduler, (0, ends), (1, answer(sends[1], handle=None)), iterable=True)
-    assert inbox.receive()
-    assert (scheduler.refused, group.evicted) == (1, [1])
 
 
 # ---- between processes ------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -305,17 +305,6 @@ def test_the_current_device_and_both_streams_are_put_back(at: int, monkeypatch: 
     assert (index, current) == ([at], ["first", "second"])
 
 
-def test_events_of_cuda_let_the_thread_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    event = Mock()
-    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event if blocking else None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda **numbers: tuple(numbers.values()))
-    stager: Any = object.__new__(TorchStager)
-    stager.device = torch.device("cuda:1")
-    generic = torch.Stream(stream_id=7, device_index=1, device_type=1)
-    stager.wait(generic, stager.record(generic))
-    assert event.mock_calls == [call.record((7, 1, 1)), call.wait((7, 1, 1))]
-
-
 class HostStager(TorchStager):
     """The host in a device's place. Attributes: what libcudart says, how often an error was cleared."""
 
@@ -379,10 +368,3 @@ def test_the_proof_fails_where_copies_do_nothing(stager: HostStager, monkeypatch
     stager.code = 1
     with pytest.raises(PinFailed, match="failed with error 1"):
         stager.prove()
-
-
-@pytest.mark.parametrize("nbytes", [0, 5])
-def test_memory_at_an_address_is_viewed_and_filled(nbytes: int, stager: HostStager) -> None:
-    source, there = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-    stager.fill(there, stager.view(source.data_ptr() + 1, nbytes), nbytes)
-    assert there.tolist() == [*range(1, nbytes + 1), *[0] * (8 - nbytes)]

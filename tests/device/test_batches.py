@@ -5,7 +5,6 @@ What a real device does is in test_gpu; what is here holds on any, and runs ever
 
 from __future__ import annotations
 
-import functools
 import random
 from typing import Any
 
@@ -15,12 +14,10 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastq_loader import DataLoader, Prefetcher, ToDevice
-from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT
 from tests.support.datasets import (
     SAMPLES,
     Made,
-    MapDataset,
     Opaque,
     Point,
     Record,
@@ -98,17 +95,6 @@ def test_batches_may_be_kept(workers: int, in_order: bool, late: Late) -> None:
             assert image.unique().tolist() == [index]
 
 
-@WORKERS
-def test_any_schedule_gives_the_same_bits(workers: int, late: Late) -> None:
-    late()
-    found = []
-    for device in (None, "cuda"):
-        torch.manual_seed(3)
-        options: Any = {"shuffle": True, "num_workers": workers, "schedule": "dynamic", "device": device}
-        found.append(list(DataLoader(MapDataset("drawn", 20), 3, **options)))
-    assert_same(found[0], found[1])
-
-
 def everything(index: int) -> Any:
     values = torch.arange(12.0).reshape(3, 4) + index
     return {
@@ -143,14 +129,6 @@ def test_every_kind_of_leaf(workers: int, late: Late) -> None:
 
 
 @WORKERS
-def test_a_batch_of_empty_tensors(workers: int, late: Late) -> None:
-    late()
-    dataset = Made(lambda index: torch.empty(0, 3), 4)
-    with DataLoader(dataset, 2, num_workers=workers, device="cuda") as loader:
-        assert [batch.shape for batch in loader] == [(2, 0, 3)] * 2
-
-
-@WORKERS
 def test_aliases_stay_aliases(workers: int, late: Late) -> None:
     device = late()
     options: Any = {"collate_fn": alias, "num_workers": workers, "device": "cuda"}
@@ -174,14 +152,6 @@ def test_fields_can_be_written_to_without_spoiling_what_autograd_saved(workers: 
         assert weights.grad is not None
 
 
-def test_without_workers_what_is_no_tensor_need_not_be_picklable(late: Late) -> None:
-    late()
-    unpicklable = lambda: None  # noqa: E731
-    dataset = Made(lambda index: (torch.tensor(index), unpicklable), 2)
-    loader = DataLoader(dataset, None, collate_fn=identity, device="cuda")
-    assert all(value is unpicklable for _, value in loader)
-
-
 def fields(index: int) -> Any:
     small = {f"field {at}": torch.full((at + 1,), float(index)) for at in range(50)}
     return {**small, "image": torch.full((100_000,), index, dtype=torch.uint8)}
@@ -202,49 +172,12 @@ def test_a_batch_is_one_copy_and_its_fields_are_aligned(workers: int, late: Late
     assert staging.copied_bytes < 1.1 * 24 * sum(value.nbytes for value in fields(0).values()) + 6 * 51 * 256
 
 
-def _collate_and_count(written: list[int], samples: Any) -> Any:
-    first, second = torch.utils.data.default_collate(samples)
-    return first, second, len([nbytes for nbytes in written if nbytes > 100_000])
-
-
-def test_batches_are_collated_where_they_are_copied_from(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second batch on: the first shows how much room a batch takes."""
-    late()
-    written: list[int] = []
-    write = Allocator.write
-
-    def watch(self: Allocator, offset: int, source: int, nbytes: int) -> None:
-        written.append(nbytes)
-        write(self, offset, source, nbytes)
-
-    monkeypatch.setattr(Allocator, "write", watch)
-    collate: Any = functools.partial(_collate_and_count, written)
-    dataset = Made(lambda index: (torch.ones(300_000), torch.ones(200_000)), 40)
-    with DataLoader(dataset, 2, num_workers=1, collate_fn=collate, device="cuda") as loader:
-        counts = [batch[2] for batch in loader]
-    assert max(counts) == counts[-1] <= 2  # both fields of the first batch, and nothing after it
-
-
 def add_one(batch: Any) -> Any:
     return [batch[0] + 1, batch[1]]
 
 
 def staging_of(loader: DataLoader[Any]) -> Any:
     return loader.statistics().staging
-
-
-def test_statistics_say_what_was_copied(late: Late) -> None:
-    late()
-    loader = DataLoader(Made(image_and_label, 20), 2, num_workers=2, device="cuda")
-    assert staging_of(loader).copies == 0  # nothing was iterated
-    list(loader)
-    staging = staging_of(loader)
-    assert (staging.device, staging.pin, staging.copies) == ("cpu", "register", 10)
-    assert staging.copied_bytes >= 10 * 2 * (3 * 96 * 96 + 8)
-    assert staging.populate_seconds > 0
-    assert staging.register_seconds > 0
-    list(loader)
-    assert (staging.copies, staging_of(loader).copies) == (10, 20)
 
 
 def test_without_workers_buffers_are_kept(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from fastq_loader.device.staging import DeviceSession
 from tests.conftest import run_script
 from tests.device.test_transforms import MEAN, STD, by_hand
 from tests.support.crimes import ManyFields
-from tests.support.datasets import Made, assert_same
+from tests.support.datasets import Made
 from tests.support.gpu import (
     BATCH,
     BATCH_BYTES,
@@ -205,30 +205,6 @@ def test_a_graph_is_captured_between_two_batches(crime: str, outcome: str) -> No
     """The guards: `next()` refuses, and the loader has no thread. A broken capture ends its process."""
     result = run_script(CAPTURE.format(crime=crime), timeout=50)
     assert result.stdout.splitlines()[-1:] == [outcome], result.stderr
-
-
-DTYPES = """uint8 int8 uint16 int16 uint32 int32 uint64 int64 bfloat16 float16 float32 float64 complex64
-    complex128 float8_e4m3fn float8_e5m2"""
-
-
-def every_dtype(index: int) -> dict[str, torch.Tensor]:
-    """Random bits, NaNs included, as each dtype; 37 elements, so that fields end anywhere."""
-    bits = torch.randint(0, 256, (37 * 16,), generator=torch.Generator().manual_seed(index))
-    fields = {"bool": bits % 2 == 0, "nothing": torch.empty(0, 5), "scalar": bits[0].clone()}
-    for name in DTYPES.split():
-        dtype = getattr(torch, name)
-        fields[name] = bits.to(torch.uint8)[: 37 * dtype.itemsize].clone().view(dtype)
-    return fields
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("workers", [0, 2])
-def test_every_dtype_arrives_to_the_bit(workers: int) -> None:
-    dataset = Made(every_dtype, 11)  # the last batch is short
-    with DataLoader(dataset, 4, num_workers=workers, device="cuda") as loader:
-        for wanted, found in zip(torch.utils.data.DataLoader(dataset, 4), loader, strict=True):
-            assert all(field.is_cuda for field in found.values())
-            assert_same(wanted, {name: field.cpu() for name, field in found.items()})
 
 
 def image(index: int) -> tuple[torch.Tensor, int]:

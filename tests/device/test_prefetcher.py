@@ -496,25 +496,6 @@ def test_an_epoch_goes_on_after_what_was_handed_out(workers: int, schedule: str,
             assert read(iter(prefetcher)) == whole[1], f"stop={stop}"
 
 
-def test_the_end_is_known_when_it_was_handed_out(late: Late) -> None:
-    late()
-    loader = loader_of(0, "round_robin")
-    prefetcher = Prefetcher(loader, "cuda")
-    epoch = iter(prefetcher)
-    assert prefetcher.position == (0, 0, 0)
-    read(epoch, LENGTH)
-    assert (prefetcher.position, loader.position) == ((0, LENGTH, LENGTH), (0, LENGTH, LENGTH))
-    assert not prefetcher.state_dict()["_iterator_finished"]
-    with pytest.raises(StopIteration):
-        next(epoch)
-    assert (prefetcher.position, loader.position) == ((1, 0, LENGTH), (1, 0, LENGTH))
-    assert loader.state_dict()["_iterator_finished"]
-    read(iter(prefetcher), 4)
-    prefetcher.close()
-    iter(loader)
-    assert loader.position == (2, 0, LENGTH + 4), "what was asked for ahead, and lost, does not count"
-
-
 def test_a_batch_that_an_interrupt_cut_off_was_not_handed_out(late: Late) -> None:
     late()
 

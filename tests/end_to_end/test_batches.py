@@ -30,9 +30,6 @@ def ends(batch: torch.Tensor) -> list[float]:
     return batch.flatten()[[0, -1]].tolist()
 
 
-# B1, B2: memory is not reused while anything refers to it
-
-
 def held_by_thread(batch: torch.Tensor) -> Callable[[], Any]:
     """Keep a batch on the stack of a thread until it is asked for it."""
     box, asked = [batch], threading.Event()
@@ -106,14 +103,6 @@ def test_b2_ten_times_the_ring_can_be_held_and_let_go_in_any_order() -> None:
             assert ends(one) == [2 * number, 2 * number + 1]
 
 
-# B3, B6: keeping a small thing keeps a small thing, and a view travels as what it covers
-
-
-def collated_images(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    numbers = torch.arange(8 * index, 8 * index + 8)
-    return numbers.float().view(8, 1, 1, 1).expand(8, *IMAGE).contiguous(), numbers
-
-
 def images_and_labels_of_one_buffer(index: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Two views of one tensor of 1.6 MB that lie 4 kB apart."""
     buffer = torch.full((400_000,), float(index))
@@ -131,7 +120,6 @@ def labels_alone(batch: Any) -> Any:
 
 KEPT: dict[str, tuple[Callable[[int], Any], int | None, Callable[[Any], Any]]] = {
     "labels": (image_and_label, 8, labels_alone),
-    "labels of a user's collate": (collated_images, None, labels_alone),
     "labels in the buffer of the images": (images_and_labels_of_one_buffer, None, labels_alone),
     "views": (views_of_a_large_tensor, None, identity),
     "images": (image_and_label, 8, identity),
@@ -157,9 +145,6 @@ def test_b3_b6_what_is_kept_of_a_batch_costs_its_own_memory(what: str) -> None:
     assert len(found) in (132, 8 * 132)
 
 
-# B4: batches are the user's own
-
-
 def everything(index: int) -> dict[str, Any]:
     array = np.full((100, 200), index)
     return {"large": image(index), "small": torch.arange(5) + index, "label": index, "array": array}
@@ -179,19 +164,6 @@ def test_b4_batches_are_writable_and_edits_reach_nothing_else(workers: int) -> N
                 del batch, leaf
 
 
-def arrays(index: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.full(10, index), np.full((100, 200), index)
-
-
-def test_b4_arrays_are_writable() -> None:
-    loader = DataLoader(Made(arrays, 8), batch_size=None, num_workers=2, collate_fn=identity)
-    for index, batch in enumerate(loader):
-        for one in batch:
-            assert type(one) is np.ndarray
-            assert (one == index).all()
-            one += 1
-
-
 def test_b4_edits_of_one_batch_do_not_reach_another_held_one() -> None:
     held: list[torch.Tensor] = []
     for batch in DataLoader(Made(image, 60), batch_size=2, num_workers=2):
@@ -199,9 +171,6 @@ def test_b4_edits_of_one_batch_do_not_reach_another_held_one() -> None:
         if len(held) > 1:
             held[-2].mul_(2)
     assert [ends(batch) for batch in held[:-1]] == [[4 * k + 1, 4 * k + 3] for k in range(29)]
-
-
-# B9, B10: life after the loader, and growth
 
 
 @pytest.mark.parametrize("closing", ["close", "delete", "with", "break"])

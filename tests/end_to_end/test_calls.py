@@ -1,20 +1,18 @@
-"""What a steady batch costs the consumer, in calls of Python and C functions and in frames: no clock.
+"""What a batch costs, in calls of Python and C functions and in frames: the same on every machine.
 
-A change that makes `next()` a few per cent slower is within the noise of any timing. Here it is a number, and
-the same on every machine. Each batch is asked for after a moment in which the workers get ahead. Calls are
-means over groups of batches, because a message may bring several of them, and some work is done every so many
-batches. Of the groups the median counts: a batch that has to be waited for nevertheless costs more.
-
-One that raises a budget has to say what the calls are for.
+A steady batch has a budget; who raises it has to say what the calls are for. Each batch is asked for after a
+moment in which the workers get ahead. Calls are means over groups of batches, because a message may bring
+several of them. Of the groups the median counts: a batch that has to be waited for costs more.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import mean, median
 from types import FrameType
 from typing import Any, NamedTuple
@@ -25,12 +23,17 @@ import torch
 from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader
+from fastq_loader.ipc.messages import BATCH, Answer
+from fastq_loader.memory.arena import AVAILABLE
+from fastq_loader.memory.pool import BlockPool
 from fastq_loader.reading import fetch
-
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+from fastq_loader.scheduling.events import Draw, EpochStarted, Exhausted
+from fastq_loader.scheduling.scheduler import Scheduler
+from fastq_loader.scheduling.schedules import Window
+from fastq_loader.scheduling.states import Batch
+from tests.support.loaders import MANY_WORKERS
+from tests.support.pair import LARGE, Pair, paired
+from tests.support.simulation import SimulatedArena
 
 WARM, COUNTED, GROUP, EPOCH = 100, 160, 16, 1400  # batches
 AHEAD_S = 0.002  # some ten times what a worker takes for a batch
@@ -63,10 +66,7 @@ class Tokens(Rows):
 
     def __getitem__(self, index: int) -> Any:
         start = index % 60 * 4096
-        return {
-            "tokens": self.text[start : start + 4096],
-            "labels": self.text[start + 1 : start + 4097],
-        }
+        return {"tokens": self.text[start : start + 4096], "labels": self.text[start + 1 : start + 4097]}
 
 
 class Budget(NamedTuple):
@@ -80,31 +80,35 @@ class Budget(NamedTuple):
 TWO = {"num_workers": 2, "persistent_workers": True}
 DEEP = {"schedule": "dynamic", "prefetch_factor": 16}
 
-#: Two of the C calls are those of `next` and of the end of counting.
+#: One of the C calls is that of the end of counting.
 BUDGETS: dict[str, tuple[type[Rows], dict[str, Any], Budget]] = {
-    "rows": (Rows, TWO, Budget(54, 42, 8)),
-    "tokens": (Tokens, TWO, Budget(80, 71, 11)),
-    "rows, deep": (Rows, TWO | DEEP, Budget(56, 46, 10)),
-    "rows, 0 workers": (Rows, {"num_workers": 0}, Budget(110, 40, 13)),
+    "rows": (Rows, TWO, Budget(54, 41, 8)),
+    "tokens": (Tokens, TWO, Budget(80, 70, 11)),
+    "rows, deep": (Rows, TWO | DEEP, Budget(56, 45, 10)),
+    "rows, 0 workers": (Rows, {"num_workers": 0}, Budget(110, 39, 13)),
 }
 
 
 class Count:
-    """What asking for a batch calls.
+    """What an action calls, directly and indirectly.
 
     Attributes:
         python, c: calls of functions. `of`: those of each function.
         deepest: the functions from the outermost to the deepest frame.
     """
 
-    def __init__(self, batches: Iterator[Any]) -> None:
+    def __init__(self, action: Callable[[], object]) -> None:
         self.python = self.c = self._depth = 0
         self.deepest: list[str] = []
         self.of: Counter[str] = Counter()
         before = sys.getprofile()
+        gc.disable()  # what the collector calls is not the action's
         sys.setprofile(self._look)
-        next(batches)
-        sys.setprofile(before)
+        try:
+            action()
+        finally:
+            sys.setprofile(before)
+            gc.enable()
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
@@ -141,7 +145,7 @@ def cost(dataset: Rows, arguments: dict[str, Any]) -> tuple[Budget, str]:
             continue
         for _ in range(COUNTED):
             time.sleep(AHEAD_S)
-            counts.append(Count(batches))
+            counts.append(Count(batches.__next__))
     groups = [counts[first : first + GROUP] for first in range(0, COUNTED, GROUP)]
     python = median(mean(count.python for count in group) for group in groups)
     c = median(mean(count.c for count in group) for group in groups)
@@ -152,6 +156,8 @@ def cost(dataset: Rows, arguments: dict[str, Any]) -> tuple[Budget, str]:
     return Budget(python, c, len(deepest)), where
 
 
+@pytest.mark.processes
+@MANY_WORKERS
 @pytest.mark.parametrize("name", BUDGETS)
 def test_a_steady_batch_stays_within_its_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Counting makes samples slow, and slow ones are timed one by one.
@@ -163,3 +169,115 @@ def test_a_steady_batch_stays_within_its_calls(name: str, monkeypatch: pytest.Mo
             continue
         break
     assert not over, f"a batch of {name} costs {found}, and may cost {budget}; {where}"
+
+
+MEMFD = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    # The invariants look at every block, which is what is not to be counted here.
+    monkeypatch.setattr("tests.support.pair.check_pool", lambda pool: None)
+    with paired() as both:
+        yield both
+
+
+def calls(action: Callable[[], object]) -> int:
+    count = Count(action)
+    return count.python + count.c
+
+
+def batch_of(leaves: int, elements: int) -> dict[str, torch.Tensor]:
+    return {str(leaf): torch.ones(elements) for leaf in range(leaves)}
+
+
+@MEMFD
+@pytest.mark.parametrize("elements", [8, LARGE])
+def test_a_batch_costs_the_same_however_many_are_kept(pair: Pair, elements: int) -> None:
+    batch = batch_of(2, elements)
+    kept = [pair.trip(batch) for _ in range(10)]
+    few = calls(lambda: kept.append(pair.trip(batch)))
+    kept += [pair.trip(batch) for _ in range(300)]
+    many = calls(lambda: kept.append(pair.trip(batch)))
+    assert many <= few
+
+
+@MEMFD
+@pytest.mark.parametrize("elements", [8, LARGE])
+def test_a_batch_costs_what_its_leaves_cost(pair: Pair, elements: int) -> None:
+    costs = []
+    for leaves in (1, 11, 21, 201):
+        for _ in range(3):  # the spec is known, and the blocks are there
+            pair.trip(batch_of(leaves, elements))
+        batch = batch_of(leaves, elements)
+        costs.append(calls(lambda batch=batch: pair.trip(batch)))
+    ten = costs[1] - costs[0]
+    assert costs[2] - costs[1] <= ten * 1.1
+    assert costs[3] - costs[2] <= 18 * ten * 1.1
+
+
+def scheduler(window: Window, **keywords: Any) -> Scheduler:
+    """One over two workers."""
+    arena: Any = SimulatedArena()
+    return Scheduler(2, BlockPool(arena, 2), window, **keywords)
+
+
+def drawn(scheduler: Scheduler, times: int, indices: Iterator[int]) -> list[Batch]:
+    """Draw so many indices; the batches whose tasks are sent."""
+    sent: list[Batch] = []
+    for _ in range(times):
+        index = next(indices, None)
+        batch = scheduler.handle(Exhausted()) if index is None else scheduler.drawn(index)
+        sent += [batch] if isinstance(batch, Batch) else []
+    return sent
+
+
+def begun(scheduler: Scheduler, indices: Iterator[int]) -> list[Batch]:
+    """The first batches of an epoch."""
+    (draw,) = scheduler.handle(EpochStarted(1))
+    assert isinstance(draw, Draw)
+    return drawn(scheduler, draw.times, indices)
+
+
+def load(scheduler: Scheduler, batch: Batch) -> None:
+    """The answer to a batch's task has come."""
+    answer = Answer(scheduler.epoch, batch.seq, 0, BATCH, 0, 0, (), (), None)
+    scheduler.arrived(batch, batch.worker or 0, answer)
+
+
+@pytest.mark.parametrize("shared_tasks", [False, True])
+def test_scheduling_a_batch_costs_the_same_all_epoch_long(shared_tasks: bool) -> None:
+    one, indices = scheduler(Window(4), shared_tasks=shared_tasks), itertools.count()
+    sent = begun(one, indices)
+
+    def step() -> None:
+        load(one, sent.pop(0))
+        assert one.ready() is not None
+        sent.extend(drawn(one, one.to_draw, indices))
+
+    costs = [calls(step) for _ in range(2000)]
+    assert set(costs[10:]) == {costs[10]}
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_an_epoch_in_one_wide_window_costs_what_its_batches_cost(in_order: bool) -> None:
+    """Also when it ends: the window empties, and the sampler has nothing more to fill it with."""
+
+    def epoch(batches: int) -> int:
+        one = scheduler(Window(batches, group=2), in_order=in_order, shared_tasks=True)
+        indices = iter(range(2 * batches))
+
+        def play() -> None:
+            sent = begun(one, indices)
+            handed_out = 0
+            while handed_out < 2 * batches:
+                if sent:  # the last one first: all of them wait for the head of the line
+                    load(one, sent.pop())
+                if isinstance(one.ready() or one.wanted(), Batch):
+                    handed_out += 1
+                    sent += drawn(one, one.to_draw, indices)
+                one.upcoming(2)
+
+        return calls(play)
+
+    assert epoch(1000) <= 10 * epoch(100) * 1.1

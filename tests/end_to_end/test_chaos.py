@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, Dynamic, Processes
 from fastq_loader.errors import PoisonousBatch, WorkerReplaced
 from tests.conftest import descendants
+from tests.support.datasets import Sized, describe, identity
+from tests.support.loaders import MANY_WORKERS
 
-SIZE = 160
 BATCH = 4
 #: More than could ever be needed; that a run ends at all is a part of what is tested.
 PLENTY = 10_000
@@ -36,22 +36,17 @@ PLENTY = 10_000
 #: In the place of a batch that was hit three times.
 GIVEN_UP: tuple[Any, ...] = ("given up",)
 
-pytestmark = [
-    pytest.mark.chaos,
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+pytestmark = [pytest.mark.chaos, pytest.mark.processes, MANY_WORKERS]
 
 
-class Slowly(Dataset):
+class Slowly(Sized, Dataset):
     """Samples of all sizes, with draws in them, after a moment."""
+
+    length = 160
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.own = random.Random()
-
-    def __len__(self) -> int:
-        return SIZE
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         time.sleep(self.own.random() * self.seconds)
@@ -61,16 +56,6 @@ class Slowly(Dataset):
             "numpy": np.random.rand(3),
             "text": f"{random.random():.6f}" * (1 + index % 5),
         }
-
-
-def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    large = pad_sequence([sample.pop("large") for sample in samples], batch_first=True)
-    return {"large": large, **default_collate(samples)}
-
-
-def digest(batch: dict[str, Any]) -> tuple[Any, ...]:
-    large = batch["large"].double().sum().item()
-    return batch["index"].tolist(), large, batch["numpy"].tolist(), batch["text"]
 
 
 @dataclass
@@ -112,22 +97,23 @@ class Run:
     def _loader(self, seconds: float, num_workers: int, **options: Any) -> DataLoader[Any]:
         torch.manual_seed(self.seed)
         return DataLoader(
-            Slowly(seconds), BATCH, shuffle=True, num_workers=num_workers, collate_fn=collate, **options
+            Slowly(seconds), BATCH, shuffle=True, num_workers=num_workers, collate_fn=identity, **options
         )
 
     def _epochs(self, loader: DataLoader[Any]) -> Iterator[tuple[Any, ...]]:
-        """The digests of all batches, and GIVEN_UP for one that three random kills have hit."""
+        """The descriptions of all batches, and GIVEN_UP for one that three random kills have hit."""
         for epoch in range(2):
             iterator = iter(loader)
             while True:
                 try:
-                    found = digest(next(iterator))
+                    batch = next(iterator)
+                    found, said = describe(batch), str([sample["index"] for sample in batch])
                 except StopIteration:
                     break
                 except PoisonousBatch:
                     self.given_up += 1
-                    found = GIVEN_UP
-                self.log.append(f"epoch {epoch}: {found[0]}")
+                    found, said = GIVEN_UP, "given up"
+                self.log.append(f"epoch {epoch}: {said}")
                 yield found
 
     def _kill(self, loader: DataLoader[Any], done: threading.Event) -> None:

@@ -13,20 +13,15 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin
-from fastq_loader.ipc.claim_table import WORKERS
-from fastq_loader.memory import arena
+from fastq_loader import DataLoader, Dynamic, RoundRobin
 from fastq_loader.scheduling.schedules import Schedule
 from fastq_loader.workers import group
 from tests.support.datasets import SAMPLES, Backwards, CountingSampler, Drawing, Made, MapDataset
-from tests.support.loaders import seed_all
+from tests.support.loaders import MANY_WORKERS, seed_all
 
 SIZE = 26
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 
 def draw_late(index: int) -> Any:
@@ -53,14 +48,10 @@ def epochs(
         return [first, *([as_lists(batch) for batch in loader] for _ in range(count - 1))]
 
 
-# ---- the same bits ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("workers", "options"),
     [
         *((workers, {"prefetch_factor": 1 + workers % 4}) for workers in (1, 2, 3, 5, 8)),
-        *((workers, {"persistent_workers": True}) for workers in (1, 3, 8)),
         *(
             (2, {"multiprocessing_context": method, "persistent_workers": True})  # they start slowly
             for method in ("spawn", "forkserver")
@@ -88,15 +79,6 @@ def test_epochs_differ_and_a_repeated_run_does_not() -> None:
     first, second = epochs(2, DRAWS, 2)
     assert [row[1:] for row in first] != [row[1:] for row in second]
     assert epochs(2, DRAWS, 2) == [first, second]
-
-
-def test_a_generator_of_the_users_is_drawn_from_as_without_workers() -> None:
-    found = []
-    for workers in (0, 2):
-        generator = torch.Generator().manual_seed(5)
-        batches = epochs(2, DRAWS, workers, generator=generator)
-        found.append((batches, generator.get_state().tolist()))
-    assert found[0] == found[1]
 
 
 class Stumbling:
@@ -130,9 +112,6 @@ def test_the_error_of_a_sampler_takes_a_number_as_its_batch_would(workers: int) 
     assert list(iterator) == expected[3:]
 
 
-# ---- iterable datasets --------------------------------------------------------------------------------
-
-
 class Stream(IterableDataset):
     """Each worker has 7 samples of its own."""
 
@@ -157,29 +136,9 @@ def test_a_stream_keeps_torchs_interleave_and_does_not_depend_on_time(persistent
     assert found[0] != found[1]
 
 
-# ---- the window ---------------------------------------------------------------------------------------
-
-
 def every_eighth_late(index: int) -> int:
     time.sleep(0.12 if index % 8 == 0 else 0.004)
     return index
-
-
-def test_the_window_widens_behind_a_late_batch_and_statistics_name_it() -> None:
-    with DataLoader(
-        Made(every_eighth_late, 48), num_workers=3, schedule="dynamic", persistent_workers=True
-    ) as loader:
-        assert [batch.item() for batch in loader] == list(range(48))
-        statistics = loader.statistics()
-        assert statistics.window > 9
-        assert 0 < statistics.head_of_line_seconds <= statistics.wait_seconds
-        worst = statistics.late_batches[0]
-        assert worst.batch % 8 == 0
-        assert worst.epoch == 1
-        assert worst.seconds <= statistics.head_of_line_seconds
-        seconds = [late.seconds for late in statistics.late_batches]
-        assert seconds == sorted(seconds, reverse=True)
-        assert len(seconds) <= 10
 
 
 @pytest.mark.parametrize("schedule", [RoundRobin(window=7), Dynamic(window=7)])
@@ -210,23 +169,6 @@ def test_the_head_of_the_line_is_never_queued_behind_another_batch() -> None:
     rows = list(DataLoader(dataset, batch_size=None, num_workers=2, schedule=Dynamic(window=14)))
     assert [index for index, _ in rows] == list(range(14))
     assert {worker for _, worker in rows[1:]} == {1 - rows[0][1]}
-
-
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_a_batch_may_be_later_than_the_table_of_claims_is_long(
-    restarts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is loaded and handed out once; who is late is not ended for an answer that is its own."""
-    monkeypatch.setattr(arena, "CLAIMS", WORKERS + 16)
-    options: Any = {"schedule": Dynamic(window=6), "workers": Processes(max_restarts=restarts)}
-    dataset = Made(functools.partial(late, 3, 0.3), 800)
-    with DataLoader(dataset, batch_size=None, num_workers=3, in_order=False, **options) as loader:
-        found = [index for index, _ in loader]
-        statistics = loader.statistics()
-    assert found.index(3) > 100, "it was not late"
-    assert sorted(found) == list(range(800))
-    assert sum(worker.batches for worker in statistics.workers) == 800
-    assert statistics.rejected_frames == statistics.worker_restarts == 0
 
 
 def test_who_was_passed_over_is_heard_of_at_the_next_batch_however_many_are_ready(

@@ -26,9 +26,6 @@ def stacked(position: int) -> torch.Tensor:
     return torch.stack([image(4 * position + i) for i in range(4)])
 
 
-# Collates that make their result in place
-
-
 def stack_into_empty(batch: Samples) -> torch.Tensor:
     out = fastq_loader.empty((len(batch), *IMAGE), torch.float32)
     return torch.stack([one for one, _ in batch], out=out)
@@ -82,21 +79,6 @@ def test_empty_in_a_collate_gives_equal_batches_that_share_nothing(
             assert end <= other_start or other_end <= start
 
 
-def two_images_in_empty(index: int) -> dict[str, Any]:
-    first, second = (fastq_loader.empty(IMAGE, torch.float32).fill_(sign * index) for sign in (1, -1))
-    return {"a": first, "b": (second, index)}
-
-
-@WORKERS
-@pytest.mark.parametrize("batch_size", [None, 4])
-def test_empty_in_a_dataset_gives_equal_batches(batch_size: int | None, workers: int) -> None:
-    kept = list(DataLoader(Made(two_images_in_empty, 40), batch_size, num_workers=workers))
-    for position, batch in enumerate(kept):
-        expected = image(position) if batch_size is None else stacked(position)
-        assert torch.equal(batch["a"], expected)
-        assert torch.equal(batch["b"][0], -expected)
-
-
 def test_empty_that_is_not_returned_is_used_again() -> None:
     """Three wasted buffers of 786 kB with each of 60 batches: 141 MB if they were lost."""
     held = []
@@ -106,9 +88,6 @@ def test_empty_that_is_not_returned_is_used_again() -> None:
         del batch
         held += [held_memory()] if position in (30, 90) else []
     assert held[1] - held[0] < 60e6
-
-
-# What user code keeps
 
 
 KEPT_BY_WORKER: list[torch.Tensor] = []
@@ -150,19 +129,6 @@ def test_what_a_collate_keeps_and_writes_to_changes_no_delivered_batch(collate: 
             assert all(torch.equal(one, stacked(0)) for one in first), f"batch {position} brought another"
 
 
-class Keeper:
-    """A dataset that ships one tensor, which it writes to before, in several manners in turn."""
-
-    def __init__(self) -> None:
-        self.buffer = torch.from_numpy(np.zeros((100, 400), dtype=np.float32))
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, index: int) -> Any:
-        return MANNERS[index % len(MANNERS)](self.buffer.fill_(index))
-
-
 MANNERS: list[Callable[[torch.Tensor], Any]] = [
     lambda buffer: [buffer],
     lambda buffer: [buffer[10:]],
@@ -173,20 +139,19 @@ MANNERS: list[Callable[[torch.Tensor], Any]] = [
 ]
 
 
-class StreamOfOneBuffer(IterableDataset):
-    """Yields one buffer, and spoils it after each yield."""
+class OneBuffer(IterableDataset):
+    """Ships one tensor, in several manners in turn, and writes to it after each."""
 
-    def __iter__(self) -> Iterator[list[torch.Tensor]]:
-        buffer = torch.empty(IMAGE)
-        for index in range(40):
-            yield [buffer.fill_(index)]
+    def __iter__(self) -> Iterator[Any]:
+        buffer = torch.from_numpy(np.zeros((100, 400), dtype=np.float32))
+        for index in range(60):
+            yield MANNERS[index % len(MANNERS)](buffer.fill_(index))
             buffer.fill_(-1)
 
 
-@pytest.mark.parametrize("dataset", [Keeper(), StreamOfOneBuffer()], ids=["map-style", "stream"])
-def test_a_dataset_that_writes_to_its_own_tensor_changes_no_delivered_batch(dataset: Any) -> None:
+def test_a_dataset_that_writes_to_its_own_tensor_changes_no_delivered_batch() -> None:
     """torch moves the dataset's own tensor to shared memory, where later writes reach delivered batches."""
-    loader = DataLoader(dataset, batch_size=None, num_workers=1, collate_fn=identity)
+    loader = DataLoader(OneBuffer(), batch_size=None, num_workers=1, collate_fn=identity)
     for index, batch in enumerate(list(loader)):
         for part in batch:
             assert np.unique(np.asarray(getattr(part, "value", part))).tolist() == [index]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 import re
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -20,20 +22,11 @@ from fastq_loader import DataLoader
 from fastq_loader.errors import WorkerDied
 from tests.conftest import descendants, wait_until
 from tests.support import crimes
-from tests.support.crimes import (
-    Crime,
-    CrimeAt,
-    CrimeInIter,
-    CrimeInStream,
-    FailsToUnpickle,
-    HoldsUnpicklable,
-    Rows,
-)
+from tests.support.crimes import Crime, CrimeAt, CrimeInIter, CrimeInStream, FailsToUnpickle, Rows
+from tests.support.datasets import Made, Opaque
+from tests.support.loaders import MANY_WORKERS
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 
 def outcomes(batches: Iterable[Any], limit: int = 20) -> list[Any]:
@@ -77,23 +70,21 @@ def within(seconds: float) -> Iterator[None]:
 PAIRS = [[2 * i, 2 * i + 1] for i in range(6)]
 
 
-# I6, I7: errors have a place, a type and attributes
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_i6_stop_iteration_inside_a_sample_is_an_error(workers: int) -> None:
-    found = committing(crimes.raise_stop_iteration, workers=workers)
-    assert kinds(found) == [*PAIRS[:2], RuntimeError, *PAIRS[3:]]
-    assert "StopIteration" in text_of(found[2])
-
-
+@pytest.mark.parametrize(
+    ("crime", "kind", "text"),
+    [
+        (crimes.raise_value_error, ValueError, "sample {at} is broken"),
+        (crimes.raise_stop_iteration, RuntimeError, "StopIteration"),
+    ],
+)
 @pytest.mark.parametrize(("workers", "at"), [(0, 5), (1, 5), (2, 5), (3, 5), (2, 0), (2, 11)])
-def test_i7_an_error_is_raised_at_its_position_and_iteration_goes_on(workers: int, at: int) -> None:
-    found = committing(crimes.raise_value_error, at, workers)
-    expected: list[Any] = list(PAIRS)
-    expected[at // 2] = ValueError
-    assert kinds(found) == expected
-    assert f"sample {at} is broken" in str(found[at // 2])
+def test_i6_i7_an_error_is_raised_at_its_position_and_iteration_goes_on(
+    crime: Crime, kind: type, text: str, workers: int, at: int
+) -> None:
+    """So is a StopIteration, which ends no epoch."""
+    found = committing(crime, at, workers)
+    assert kinds(found) == [*PAIRS[: at // 2], kind, *PAIRS[at // 2 + 1 :]]
+    assert text.format(at=at) in text_of(found[at // 2])
 
 
 @pytest.mark.parametrize("at", [0, 5])
@@ -107,27 +98,20 @@ def test_i7_errors_in_a_stream_are_torchs(at: int) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("crime", [crimes.raise_two_arguments, crimes.raise_os_error])
-def test_i7_an_error_is_the_one_that_no_workers_would_give(crime: Crime) -> None:
+def test_i7_an_error_is_the_one_that_no_workers_would_give() -> None:
     """And the worker's traceback is its cause."""
-    (expected, error) = (committing(crime, workers=workers)[2] for workers in (0, 2))
+    (expected, error) = (committing(crimes.raise_os_error, workers=workers)[2] for workers in (0, 2))
     assert "worker process 0" in vars(error).pop("__notes__")[0]
-    for trait in (type, str, vars, lambda one: one.args, lambda one: getattr(one, "filename", None)):
+    for trait in (type, str, vars, lambda one: one.args, lambda one: one.filename):
         assert trait(error) == trait(expected)
     cause = str(error.__cause__)
-    assert re.search(rf"(?s)DataLoader worker process 0.*Original Traceback.*{crime.__name__}", cause)
-
-
-# I8: batches that cannot be pickled
+    assert re.search(r"(?s)DataLoader worker process 0.*Original Traceback.*raise_os_error", cause)
 
 
 def test_i8_a_batch_that_cannot_be_pickled_raises_at_once_and_names_the_reason() -> None:
     found = committing(crimes.return_lambda, collate_fn=list, timeout=10)
     assert [found[:2], found[3:]] == [PAIRS[:2], PAIRS[3:]]
     assert "lambda" in text_of(found[2])
-
-
-# P2: workers that die
 
 
 @pytest.mark.parametrize(
@@ -187,26 +171,29 @@ def test_p2_a_persistent_worker_killed_between_epochs_is_noticed_and_replaced() 
         assert victim not in descendants()
 
 
-# P7: workers that cannot start
+INIT = {"worker_init_fn": crimes.init_raises}
+SPAWN = {"multiprocessing_context": "spawn"}
 
 
 @pytest.mark.parametrize(
-    ("init_fn", "workers", "persistent"),
+    ("dataset", "workers", "options", "text", "where"),
     [
-        (crimes.init_raises, 1, False),
-        (crimes.init_raises, 2, True),
-        (crimes.init_raises_in_worker_1, 2, False),
+        (range(12), 1, INIT, "worker 0 cannot start", "init_raises"),
+        (range(12), 2, {**INIT, "persistent_workers": True}, "worker 0 cannot start", "init_raises"),
+        (range(12), 2, {"worker_init_fn": crimes.init_raises_in_worker_1}, "worker 1 cannot start", ""),
+        (CrimeInIter(), 2, {}, "no stream to read", "__iter__"),
+        (FailsToUnpickle(), 2, SPAWN, "this dataset does not survive the journey", "__setstate__"),
     ],
+    ids=["init", "every init", "one init", "iter", "unpickling"],
 )
-def test_p7_a_failing_init_function_surfaces_once(
-    init_fn: Callable[[int], None], workers: int, persistent: bool
+def test_p7_what_fails_at_the_start_surfaces_once(
+    dataset: Any, workers: int, options: dict[str, Any], text: str, where: str, capfd: Any
 ) -> None:
-    loader = DataLoader(
-        range(12), 2, worker_init_fn=init_fn, num_workers=workers, persistent_workers=persistent
-    )
+    loader = DataLoader(dataset, 2, num_workers=workers, **options)
     (error,) = (outcome for outcome in outcomes(loader) if isinstance(outcome, Exception))
-    assert re.fullmatch(r"ValueError\('worker \d cannot start'\)", repr(error))
-    assert re.search(r"(?s)DataLoader worker process \d.*init_raises", str(error.__cause__))
+    assert repr(error) == f"ValueError({text!r})"
+    assert re.search(rf"(?s)DataLoader worker process \d.*{where}", str(error.__cause__))
+    assert "Traceback" not in capfd.readouterr().err, "it belongs into the error, not on the terminal"
     loader.close()
 
 
@@ -217,34 +204,21 @@ def test_p7_an_init_function_that_exits() -> None:
     assert "exit code 5" in text_of(caught.value)
 
 
-def test_p7_a_stream_that_fails_before_its_first_sample() -> None:
-    (error,) = outcomes(DataLoader(CrimeInIter(), 2, num_workers=2))
-    assert repr(error) == "ValueError('no stream to read')"
-
-
-def test_p7_a_dataset_that_cannot_be_unpickled(capfd: pytest.CaptureFixture[str]) -> None:
-    (error,) = outcomes(DataLoader(FailsToUnpickle(), num_workers=2, multiprocessing_context="spawn"))
-    assert repr(error) == "ValueError('this dataset does not survive the journey')"
-    assert "__setstate__" in str(error.__cause__)
-    assert "Traceback" not in capfd.readouterr().err, "it belongs into the error, not on the terminal"
-
-
-# P6b, P13: what cannot be sent to a worker
-
-
 @pytest.mark.parametrize(
     ("arguments", "path"),
     [
-        ({"dataset": HoldsUnpicklable()}, ["dataset", "archive", "cursor"]),
-        ({"worker_init_fn": HoldsUnpicklable()}, ["worker_init_fn", "archive", "cursor"]),
-        ({"collate_fn": functools.partial(max, HoldsUnpicklable())}, ["collate_fn", "archive", "cursor"]),
+        ({"dataset": Made(Opaque(Lock()), 4)}, ["dataset", "make", "value"]),
+        ({"dataset": [0, sys.stdout.buffer]}, ["dataset[1]"]),
+        ({"worker_init_fn": Opaque(Opaque(Lock()))}, ["worker_init_fn", "value.value"]),
+        ({"collate_fn": partial(max, Opaque(Lock()))}, ["collate_fn", "value"]),
     ],
-    ids=["dataset", "worker_init_fn", "partial"],
+    ids=["dataset", "list", "worker_init_fn", "partial"],
 )
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_p13_what_cannot_be_pickled_warns_as_in_torch_and_is_named(
-    arguments: dict[str, Any], path: list[str]
+    arguments: dict[str, Any], path: list[str], method: str
 ) -> None:
-    loader = DataLoader(**{"dataset": Rows(4), **arguments}, num_workers=2, multiprocessing_context="spawn")
+    loader = DataLoader(**{"dataset": Rows(4), **arguments}, num_workers=2, multiprocessing_context=method)
     with (
         pytest.warns(UserWarning, match="Got pickle error when"),
         pytest.raises((TypeError, AttributeError, pickle.PicklingError)) as caught,
@@ -252,9 +226,6 @@ def test_p13_what_cannot_be_pickled_warns_as_in_torch_and_is_named(
         iter(loader)
     text = text_of(caught.value)
     assert [name for name in path if name not in text] == []
-
-
-# P12: workers that are slow
 
 
 @pytest.mark.parametrize(

@@ -7,27 +7,27 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader
 from tests.conftest import running_script
+from tests.support.datasets import Made
 
 pytestmark = [pytest.mark.processes, pytest.mark.frameworks]
 
 BATCHES, EPOCHS = 10, 3
 
 
-class Augmented(Dataset):  # type: ignore[type-arg]
-    def __len__(self) -> int:
-        return 4 * BATCHES
+def augmented(index: int) -> Any:
+    return torch.tensor([float(index)]), torch.rand(1)
 
-    def __getitem__(self, index: int) -> Any:
-        return torch.tensor([float(index)]), torch.rand(1)
+
+DATASET = Made(augmented, 4 * BATCHES)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,14 +37,9 @@ def folder_of_the_first_optimizer() -> None:
 
 
 def loader(seed: int, workers: Any) -> DataLoader[Any]:
-    return DataLoader(
-        Augmented(),
-        4,
-        shuffle=True,
-        num_workers=workers,
-        schedule="dynamic",
-        generator=torch.Generator().manual_seed(seed),
-    )
+    generator = torch.Generator().manual_seed(seed)
+    given: Any = {"shuffle": True, "schedule": "dynamic", "generator": generator}
+    return DataLoader(DATASET, 4, num_workers=workers, **given)
 
 
 def plain(batch: Any) -> list[Any]:
@@ -75,16 +70,9 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(stop: int, tmp_path: Path) 
                 trainer.save_checkpoint(tmp_path / "checkpoint")
 
     def fit(model: Any, of: Any, callbacks: Any = (), path: Path | None = None) -> list[Any]:
-        trainer = lightning.Trainer(
-            max_epochs=EPOCHS,
-            accelerator="cpu",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            callbacks=list(callbacks),
-            default_root_dir=tmp_path,
-        )
+        without = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+        given: Any = {"max_epochs": EPOCHS, "accelerator": "cpu", "default_root_dir": tmp_path}
+        trainer = lightning.Trainer(callbacks=list(callbacks), **given, **dict.fromkeys(without, False))
         trainer.fit(model, of, ckpt_path=path, weights_only=False)
         seen: list[Any] = model.seen
         return seen
@@ -101,61 +89,12 @@ class AlwaysDynamic(DataLoader[Any]):
         super().__init__(*args, **{"schedule": "dynamic", **kwargs})
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("stop", "workers"), [(3, 2), (10, 0), (13, "auto")])
-def test_accelerate_saves_a_loader_that_it_prepared(
-    stop: int, workers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-    monkeypatch.setattr(stateful, "StatefulDataLoader", AlwaysDynamic)
-
-    def prepared(seed: int) -> tuple[Any, Any]:
-        told = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
-        accelerator = accelerate.Accelerator(cpu=True, dataloader_config=told)
-        return accelerator, accelerator.prepare(loader(seed, workers))
-
-    accelerator, one = prepared(1)
-    whole: list[Any] = []
-    for _ in range(EPOCHS):
-        for batch in one:
-            whole.append(plain(batch))
-            if len(whole) == stop:
-                accelerator.save_state(tmp_path)
-    accelerator, other = prepared(2)
-    accelerator.load_state(tmp_path)
-    position = other.base_dataloader.position
-    assert position == (stop // BATCHES, stop % BATCHES, stop)
-    rest = [plain(batch) for _ in range(position.epoch, EPOCHS) for batch in other]
-    assert rest == whole[stop:]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_accelerate_saves_a_loader_that_is_registered(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
-
-    def registered(seed: int) -> tuple[Any, Any]:
-        accelerator, of = accelerate.Accelerator(cpu=True), loader(seed, 2)
-        accelerator.register_for_checkpointing(of)
-        return accelerator, of
-
-    accelerator, one = registered(1)
-    whole: list[Any] = []
-    for batch in one:
-        whole.append(plain(batch))
-        if len(whole) == 5:
-            accelerator.save_state(tmp_path)
-    accelerator, other = registered(2)
-    accelerator.load_state(tmp_path)
-    assert [plain(batch) for batch in other] == whole[5:]
-
-
 RANK = """
 import json, warnings
 import accelerate, torch
 from torch.utils.data import DistributedSampler
 from torchdata import stateful_dataloader
-from tests.end_to_end.test_frameworks import AlwaysDynamic, Augmented, plain
+from tests.end_to_end.test_frameworks import DATASET, EPOCHS, AlwaysDynamic, plain
 
 warnings.simplefilter("ignore")
 prepares = {prepares}
@@ -167,47 +106,59 @@ def made(seed):
     options = {{"shuffle": True}}
     if not prepares:
         ranks = accelerator.num_processes, accelerator.process_index
-        options = {{"sampler": DistributedSampler(Augmented(), *ranks)}}
+        options = {{"sampler": DistributedSampler(DATASET, *ranks)}}
     generator = torch.Generator().manual_seed(seed)
-    loader = AlwaysDynamic(Augmented(), 4, num_workers=2, generator=generator, **options)
+    loader = AlwaysDynamic(DATASET, 4, num_workers={workers!r}, generator=generator, **options)
     if prepares:
-        return accelerator, accelerator.prepare(loader)
+        loader = accelerator.prepare(loader)
+        return accelerator, loader, loader.base_dataloader
     accelerator.register_for_checkpointing(loader)
-    return accelerator, loader
+    return accelerator, loader, loader
 
-accelerator, loader = made(1)
+accelerator, loader, _ = made(1)
 whole = []
-for batch in loader:
-    whole.append(plain(batch))
-    if len(whole) == 2:
-        accelerator.save_state({folder!r})
+for epoch in range(EPOCHS):
+    for batch in loader:
+        whole.append(plain(batch))
+        if len(whole) == {stop}:
+            accelerator.save_state({folder!r})
 accelerator.wait_for_everyone()  # one rank saves what all of them load
-accelerator, loader = made(2)
+accelerator, loader, own = made(2)
 accelerator.load_state({folder!r})
-print(json.dumps([whole, [plain(batch) for batch in loader]]))
+position = own.position
+rest = [plain(batch) for _ in range(position.epoch, EPOCHS) for batch in loader]
+print(json.dumps([whole, list(position), rest]))
 """
 
 
 @pytest.mark.parametrize("prepares", [True, False], ids=["prepared", "registered"])
-def test_two_ranks_of_accelerate_divide_the_data_and_go_on_with_the_same_bits(
-    prepares: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("ranks", "stop", "workers"), [(1, 3, 2), (1, 10, 0), (1, 13, "auto"), (2, 2, 2)], ids=str
+)
+def test_ranks_of_accelerate_divide_the_data_and_go_on_with_the_same_bits(
+    prepares: bool, ranks: int, stop: int, workers: Any, tmp_path: Path
 ) -> None:
     pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
     pytest.importorskip("torchdata.stateful_dataloader")
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    job["ACCELERATE_USE_CPU"] = "1"
-    source = RANK.format(prepares=prepares, folder=str(tmp_path / "checkpoint"))
-    with (
-        running_script(source, env={**job, "RANK": "0", "LOCAL_RANK": "0"}) as first,
-        running_script(source, env={**job, "RANK": "1", "LOCAL_RANK": "1"}) as second,
-    ):
-        results = [first.finish(100), second.finish(100)]
+        port = str(free.getsockname()[1])
+    job: dict[str, str] = {}
+    if ranks > 1:
+        job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "ACCELERATE_USE_CPU": "1"}
+        job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    folder = str(tmp_path / "checkpoint")
+    source = RANK.format(prepares=prepares, folder=folder, stop=stop, workers=workers)
+    with ExitStack() as stack:
+        scripts = [
+            stack.enter_context(running_script(source, env=job and {**job, "RANK": rank, "LOCAL_RANK": rank}))
+            for rank in map(str, range(ranks))
+        ]
+        results = [script.finish(100) for script in scripts]
     seen = []
     for result in results:
         assert result.returncode == 0, result
-        whole, rest = json.loads(result.stdout.splitlines()[-1])
-        assert rest == whole[2:]
-        seen += [index for indices, _ in whole for [index] in indices]
+        whole, position, rest = json.loads(result.stdout.splitlines()[-1])
+        assert rest == whole[stop:]
+        assert position == [stop // BATCHES, stop % BATCHES, stop] or ranks > 1 or not prepares
+        seen += [index for indices, _ in whole[: BATCHES // ranks] for [index] in indices]
     assert sorted(seen) == list(range(4 * BATCHES))

@@ -35,11 +35,12 @@ def test_an_alarm_while_next_waits_loses_nothing(kind: type[BaseException], pers
         raise kind
 
     for loader_kind in (TorchDataLoader, DataLoader):
-        loader: Any = loader_kind(Slow(4, 0.2), num_workers=2, persistent_workers=persistent)
-        iterator = iter(loader)
+        loader: Any = loader_kind(Slow(4, 0.4), num_workers=2, persistent_workers=persistent)
+        iterator, began = iter(loader), time.monotonic()
         for pause in (0.05, 0.02):
             with alarm_after(pause, handler), pytest.raises(kind):
                 next(iterator)
+        assert time.monotonic() - began < 0.35, "next() waited for the sample"
         assert [batch.item() for batch in iterator] == list(range(4))
         loader._iterator = None
 

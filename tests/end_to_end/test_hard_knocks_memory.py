@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import textwrap
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,7 @@ from fastq_loader.memory.arena import AVAILABLE
 from tests.conftest import ROOT, run_script
 from tests.support.sandbox import NEEDED, optional
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd"),
-]
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")]
 
 
 def run(source: str, *, path: Path | None = None, prefix: tuple[str, ...] = (), timeout: float = 60) -> None:
@@ -118,20 +114,22 @@ def test_forks_on_several_threads_while_batches_come_and_go() -> None:
 
 # ---- system calls that are not there ----------------------------------------------------------------
 
-#: A Python that was built with old headers, as conda's are; every process of the script imports this first.
-OLD_HEADERS = """
-import fcntl, os, signal
 
-for module, names in (
-    (os, "pidfd_open memfd_create eventfd eventfd_read eventfd_write EFD_CLOEXEC EFD_NONBLOCK EFD_SEMAPHORE"),
-    (os, "MFD_CLOEXEC MFD_ALLOW_SEALING"),
-    (fcntl, "F_OFD_SETLK F_OFD_SETLKW F_OFD_GETLK F_ADD_SEALS F_GET_SEALS"),
-    (signal, "pidfd_send_signal"),
-):
-    for name in names.split():
-        if hasattr(module, name):
-            delattr(module, name)
-"""
+def without(**names: str) -> str:
+    """Code that takes names out of modules, as far as they are there."""
+    lines = [f"import {', '.join(names)}"]
+    for module, text in names.items():
+        lines += [f"for name in {text.split()}:", f"    vars({module}).pop(name, None)"]
+    return "\n".join(lines)
+
+
+#: A Python that was built with old headers, as conda's are; every process of the script imports this first.
+OLD_HEADERS = without(
+    os="pidfd_open memfd_create eventfd eventfd_read eventfd_write EFD_CLOEXEC EFD_NONBLOCK EFD_SEMAPHORE "
+    "MFD_CLOEXEC MFD_ALLOW_SEALING",
+    fcntl="F_OFD_SETLK F_OFD_SETLKW F_OFD_GETLK F_ADD_SEALS F_GET_SEALS",
+    signal="pidfd_send_signal",
+)
 
 
 def test_a_python_that_lacks_names_of_what_the_kernel_can_do(tmp_path: Path) -> None:
@@ -169,37 +167,27 @@ def test_a_python_that_lacks_names_of_what_the_kernel_can_do(tmp_path: Path) -> 
 
 #: What there is not on another system; torch, which there is, was imported before.
 ELSEWHERE = """
-import multiprocessing.reduction, multiprocessing.forkserver, os, select, signal, sys
+import multiprocessing.reduction, multiprocessing.forkserver, sys
 import torch, torch.utils.data, torch.multiprocessing, numpy, zmq, msgpack, mmap, ctypes
-
-for module, names in (
-    (os, "memfd_create MFD_CLOEXEC MFD_ALLOW_SEALING pidfd_open eventfd eventfd_write"),
-    (os, "EFD_CLOEXEC EFD_NONBLOCK pipe2 sched_getaffinity sched_setscheduler sched_getscheduler"),
-    (os, "SCHED_OTHER SCHED_BATCH sched_param"),
-    (signal, "pidfd_send_signal"),
-):
-    for name in names.split():
-        delattr(module, name)
-"""
-WINDOWS = """
-for module, names in (
-    (os, "fork register_at_fork sysconf getuid O_CLOEXEC O_NONBLOCK SEEK_DATA SEEK_HOLE"),
-    (multiprocessing.reduction, "DupFd"),
-    (select, "poll epoll"),
-    (signal, "SIGKILL SIGCHLD SIGRTMIN SIGUSR1 SIG_BLOCK SIG_UNBLOCK SIG_SETMASK pthread_sigmask"),
-):
-    for name in names.split():
-        delattr(module, name)
-sys.modules["fcntl"] = sys.modules["resource"] = None
-"""
+""" + without(
+    os="memfd_create MFD_CLOEXEC MFD_ALLOW_SEALING pidfd_open eventfd eventfd_write EFD_CLOEXEC EFD_NONBLOCK "
+    "pipe2 sched_getaffinity sched_setscheduler sched_getscheduler SCHED_OTHER SCHED_BATCH sched_param",
+    signal="pidfd_send_signal",
+)
+WINDOWS = without(
+    os="fork register_at_fork sysconf getuid O_CLOEXEC O_NONBLOCK SEEK_DATA SEEK_HOLE",
+    select="poll epoll",
+    signal="SIGKILL SIGCHLD SIGRTMIN SIGUSR1 SIG_BLOCK SIG_UNBLOCK SIG_SETMASK pthread_sigmask",
+)
+WINDOWS += "\ndel multiprocessing.reduction.DupFd; sys.modules['fcntl'] = sys.modules['resource'] = None"
 
 
 @pytest.mark.parametrize(("name", "lacks"), [("darwin", ""), ("win32", WINDOWS)])
 def test_another_system_loads_without_workers_and_says_so_with_them(name: str, lacks: str) -> None:
     result = run_script(
-        ELSEWHERE
-        + lacks
-        + f"""
+        f"""
+{ELSEWHERE}
+{lacks}
 sys.platform = "{name}"
 import fastq_loader
 data = torch.utils.data.TensorDataset(torch.arange(40).view(20, 2))
@@ -223,6 +211,33 @@ except RuntimeError as error:
 
 
 # ---- memory that goes back --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        "[(number, 'word') for number in range(count)]",
+        "{f'{seq}_{number}': number for number in range(count)}",
+        "[(torch.zeros(4).numpy(), number) for number in range(count)]",
+    ],
+)
+def test_structures_that_change_with_every_batch_take_no_more_memory_than_torchs(make: str) -> None:
+    run(
+        f"""
+        import random
+
+        class Batches(Numbered):
+            def __getitem__(self, seq):
+                count = random.Random(seq).randint(2000, 5000)
+                return {make}
+
+        used = []
+        for kind in BOTH:
+            loader = kind(Batches(60, 0), batch_size=None, num_workers=2, collate_fn=identity)
+            used += [held_memory() for seq, batch in enumerate(loader) if seq == 58]
+        assert used[1] <= 1.5 * used[0], used
+        """
+    )
 
 
 def test_memory_of_large_batches_goes_back_for_every_mix_of_sizes() -> None:
@@ -367,6 +382,27 @@ def test_batches_are_as_ever_where_blocks_are_mapped_one_by_one() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["torch.utils.data.DataLoader", "OURS"])
+def test_an_answer_that_finds_no_memory_is_an_error(kind: str) -> None:
+    run(
+        f"""
+        class Texts(Numbered):
+            def __getitem__(self, index):
+                return bytes(200 << 20) if index == 2 else index
+
+        batches = iter({kind}(Texts(9, 0), batch_size=None, num_workers=1))
+        assert [next(batches), next(batches)] == [0, 1]
+        limited(150)
+        try:
+            next(batches)
+        except (MemoryError, RuntimeError) as error:
+            assert type(error) in (MemoryError, fastq_loader.WorkerDied)
+        else:
+            raise AssertionError("a limit that is none")
+        """
+    )
+
+
 # ---- limits, sandboxes, no /proc --------------------------------------------------------------------
 
 ALL_KINDS = """
@@ -384,10 +420,8 @@ for loader, options in [
 
 def run_quietly(source: str, prefix: tuple[str, ...] = ()) -> None:
     """The same with warnings ignored; torch says that it misses /proc."""
-    source = (
-        f"from tests.support.sandbox import *\nwarnings.simplefilter('ignore')\n{textwrap.dedent(source)}"
-    )
-    run(source, prefix=prefix, timeout=90)
+    head = "from tests.support.sandbox import *\nwarnings.simplefilter('ignore')\n"
+    run(head + textwrap.dedent(source), prefix=prefix, timeout=90)
 
 
 def test_a_kept_batch_of_each_epoch_takes_its_own_bytes_of_address_space_and_no_descriptor() -> None:
@@ -447,13 +481,33 @@ def test_calls_that_a_sandbox_may_refuse_are_done_without() -> None:
     run_quietly(f"refuse(*{optional()!r})\nMETHOD = 'fork'\n{ALL_KINDS}")
 
 
-@cache
-def can_mount() -> bool:
-    return not subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode
-
-
 def test_without_proc_all_is_as_ever() -> None:
-    if not can_mount():
+    if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
         pytest.skip("this user may not mount")
     hide = 'mount -t tmpfs none /proc && exec "$@"'
     run_quietly(f"METHOD = 'spawn'\n{ALL_KINDS}", prefix=("unshare", "-m", "sh", "-c", hide, "sh"))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be a user that runs nothing else")
+def test_p8_too_few_threads_are_an_error_and_the_process_lives() -> None:
+    """zmq would end it by SIGABRT."""
+    script = """
+        from tests.support.tight import *
+        import ctypes
+
+        torch.set_num_threads(1)
+        os.setuid(62_137)  # root is not bound by the limit
+        ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: /proc/self is its own again
+        used, most = len(os.listdir("/proc/self/task")), resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        for extra in (0, 1, 2, 3, 4, 6, 8, 9, 10):
+            resource.setrlimit(resource.RLIMIT_NPROC, (used + extra, most))
+            try:
+                print(list(OURS(range(3), batch_size=None, num_workers=2)))
+            except OSError as error:
+                assert "the loader needs 10 threads" in str(error) and "`ulimit -u`" in str(error), error
+                assert len(os.listdir("/proc/self/task")) == used
+                print("refused")
+        """
+    result = run_script(script, env={"TMPDIR": "/tmp"})
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["refused"] * 8 + ["[0, 1, 2]"]

@@ -1,4 +1,4 @@
-"""What the world does to workers: surroundings that change, slow exits, forks, closed streams."""
+"""What the world does to workers: surroundings that change, slow exits, forks, closed streams and sockets."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import atexit
 import multiprocessing.context
 import os
 import resource
+import socket
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,15 +22,14 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from fastq_loader import DataLoader, Processes, WorkerReplaced
+from fastq_loader import DataLoader, Processes, WorkerDied, WorkerReplaced
 from fastq_loader.workers import local_pool
-from tests.conftest import process_table, run_script, wait_until
+from tests.conftest import of_kind, open_descriptors, process_table, run_script, wait_until
 from tests.end_to_end.test_restarts import Doomed
+from tests.support.crimes import CrimeAt
+from tests.support.loaders import MANY_WORKERS
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 #: Seconds that user code in a worker takes to write a file: more than SIGTERM would leave it, less than torch
 #: gives it.
@@ -155,26 +156,6 @@ def test_8_the_exit_of_the_process_waits_for_them(persistent: bool, end: str, tm
     assert contents(tmp_path) == DONE
 
 
-@pytest.mark.parametrize("restarts", [0, 2])
-def test_8_an_exit_handler_may_begin_when_the_loaders_own_has_run(restarts: int, tmp_path: Path) -> None:
-    """It was registered before, and keeps what it began."""
-    result = run_script(
-        f"""
-        import atexit
-        atexit.register(lambda: print(next(begin()).tolist()))
-        from fastq_loader import DataLoader, Processes
-
-        def begin():
-            global batches
-            batches = iter(DataLoader(range(8), num_workers=2, workers=Processes({restarts})))
-            return batches
-        """,
-        env={"TMPDIR": str(tmp_path)},
-    )
-    assert (result.stdout, result.stderr, result.returncode, result.left) == ("[0]\n", "", 0, ())
-    assert contents(tmp_path) == []
-
-
 def surroundings() -> dict[str, Any]:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
@@ -198,7 +179,14 @@ class Surrounded(Doomed):
 
     def __getitem__(self, index: int) -> Any:
         self.perhaps_die(index)
-        return {"worker": get_worker_info().id, "text": Path("data").read_text(), **surroundings()}  # type: ignore[union-attr]
+        info: Any = get_worker_info()
+        seen = {"worker": [info.id, info.num_workers, self.value], "text": Path("data").read_text()}
+        return {**seen, **surroundings()}
+
+
+def get_ready(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.value += worker + 100
 
 
 @pytest.fixture
@@ -248,8 +236,10 @@ def test_4_late_workers_and_successors_of_dead_ones_start_as_at_iter(
     monkeypatch.setattr(local_pool, "cores", lambda: 1)  # one worker starts at a time
     expected = surroundings()
     options: dict[str, Any] = {"multiprocessing_context": context, "workers": Processes(max_restarts=1)}
-    batches = iter(DataLoader(Surrounded(tmp_path / "deaths", 5), None, num_workers=2, **options))
+    dataset = Surrounded(tmp_path / "deaths", 5)
+    batches = iter(DataLoader(dataset, None, num_workers=2, worker_init_fn=get_ready, **options))
     found = [next(batches)]  # the first worker is up
+    dataset.value = 1
     go_on(folders[1], monkeypatch)
     mine = surroundings()
     if context is OWN:
@@ -258,7 +248,7 @@ def test_4_late_workers_and_successors_of_dead_ones_start_as_at_iter(
     with pytest.warns(WorkerReplaced):
         found += batches
     assert surroundings() == mine, "the consumer is as it was"
-    assert [sample.pop("worker") for sample in found] == [0, 1] * 12
+    assert [sample.pop("worker") for sample in found] == [[0, 2, 100], [1, 2, 101]] * 12
     assert {sample.pop("text") for sample in found} == {"the right one"}
     if context is OWN:
         assert all(isinstance(process, OwnProcess) for process in batches._workers)
@@ -351,7 +341,8 @@ def test_7_a_child_that_comes_back_from_user_code_is_gone(
 DAEMON = """
     import multiprocessing, os, pathlib, signal, tempfile, warnings
     from fastq_loader import DataLoader, Processes, WorkerReplaced
-    from tests.end_to_end.test_restarts import Doomed, die, leave
+    from tests.end_to_end.test_restarts import Doomed
+    from tests.support.crimes import exit_with_7, kill_itself
 
     signal.signal(signal.SIGCHLD, {handler})
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -380,11 +371,11 @@ REAPS = (
 @pytest.mark.parametrize(
     ("handler", "method", "crimes", "restarts"),
     [
-        (IGNORES, "fork", "(None, die, leave)", 3),
+        (IGNORES, "fork", "(None, kill_itself, exit_with_7)", 3),
         (IGNORES, "fork", "(None,)", 0),
-        (IGNORES, "spawn", "(die,)", 3),
-        (IGNORES, "forkserver", "(leave,)", 3),
-        (REAPS, "fork", "(None, die, leave)", 3),
+        (IGNORES, "spawn", "(kill_itself,)", 3),
+        (IGNORES, "forkserver", "(exit_with_7,)", 3),
+        (REAPS, "fork", "(None, kill_itself, exit_with_7)", 3),
     ],
 )
 def test_9_somebody_else_may_take_exit_codes_and_a_handler_runs_in_no_helper(
@@ -463,3 +454,44 @@ def test_10_streams_may_be_missing(change: str, method: str, restarts: int, tmp_
     assert out.read_text() == "good"
     assert (result.returncode, result.left) == (0, ())
     assert "Traceback" not in result.stderr
+
+
+def scribble(index: int) -> int:
+    """Write to the connection of zmq, once: as a program does that closes a descriptor twice."""
+    with suppress(FileExistsError):
+        Path(os.environ["TMPDIR"], "scribbled").touch(exist_ok=False)
+        for name, target in open_descriptors().items():
+            if target.startswith("socket:"):
+                with suppress(OSError), socket.socket(fileno=os.dup(name)) as end:
+                    if end.getsockname():
+                        end.send(b"\xff" * 99)
+    return index
+
+
+@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_p2_a_worker_whose_connection_breaks_is_dead(
+    schedule: str, restarts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    loader: Any = DataLoader(
+        CrimeAt(scribble, at=5),
+        batch_size=None,
+        num_workers=2,
+        schedule=schedule,
+        workers=Processes(max_restarts=restarts),
+        multiprocessing_context="fork",
+    )
+    seen: list[int] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if restarts:
+            seen.extend(loader)
+            assert seen == list(range(12))
+            (text,) = [str(warning.message) for warning in of_kind(caught, WorkerReplaced)]
+        else:
+            with pytest.raises(WorkerDied) as died:
+                seen.extend(loader)
+            assert seen == list(range(5))
+            text = str(died.value)
+    assert "was ended, because its connection to this process broke" in text

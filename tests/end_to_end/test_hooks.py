@@ -35,7 +35,7 @@ from torch.utils.data.dataloader import (
 
 from fastq_loader import DataLoader
 from tests.support.datasets import identity
-from tests.support.loaders import Wrapped
+from tests.support.loaders import MANY_WORKERS, Wrapped
 
 Row = Callable[..., Any]
 ROWS: dict[str, Row] = {}
@@ -72,7 +72,7 @@ def each(kind: Any, call: Callable[..., Any] = twice, size: int = 10, **argument
     """`call` on a loader over so many numbers, without workers, with workers, and with those that stay."""
     seen = []
     for workers in WORKERS:
-        loader = kind(range(size), 2, **workers, **arguments)
+        loader = kind(**{"dataset": range(size), "batch_size": 2, **workers, **arguments})
         seen.append(plain(call(loader)))
         loader._iterator = None
     return seen
@@ -224,32 +224,39 @@ def the_context_may_be_overridden(kind: Any) -> Any:
 
 
 @row
-def the_sampler_the_collation_and_the_length_may_be_overridden(kind: Any) -> Any:
-    overrides: dict[str, Any] = {
-        "_index_sampler": property(lambda self: [[5, 6], [7]]),
-        "_auto_collation": property(lambda self: False),
-        "__len__": lambda self: 2,
-    }
+def methods_and_properties_may_be_overridden(kind: Any) -> Any:
+    def generator(self: Any) -> Any:
+        for batch in kind._get_iterator(self):
+            yield batch + 1
+
+    overrides: list[tuple[str, Any]] = [
+        ("_index_sampler", property(lambda self: [[5, 6], [7]])),
+        ("_auto_collation", property(lambda self: False)),
+        ("dataset", property(lambda self: range(10, 20), lambda self, value: None)),
+        ("__len__", lambda self: 2),
+        ("__iter__", lambda self: map(plain, kind.__iter__(self))),
+        ("_get_iterator", lambda self: itertools.chain(kind._get_iterator(self), ["end"])),
+        ("_get_iterator", lambda self: iter("abc")),
+        ("_get_iterator", generator),
+    ]
 
     def run(loader: Any) -> Any:
-        return twice(loader), len(loader), len(iter(loader))
+        return attempt(lambda: twice(loader)), len(loader), attempt(lambda: len(iter(loader)))
 
     return [
-        each(type("Mine", (kind,), {name: override}), run, collate_fn=identity)
-        for name, override in overrides.items()
+        each(type("Mine", (kind,), {name: override}), run, collate_fn=torch.tensor)
+        for name, override in overrides
     ]
 
 
 @row
 def the_length_of_a_stream_that_is_asked_for_between_epochs(kind: Any) -> Any:
-    seen = []
-    for workers in WORKERS:
-        loader = kind(Stream(), **workers)
+    def run(loader: Any) -> Any:
         with warned() as texts:
             counts = [len(list(loader)), loader._IterableDataset_len_called, len(loader), len(list(loader))]
-        seen.append((counts, loader._IterableDataset_len_called, [text.split(" at 0x")[0] for text in texts]))
-        loader._iterator = None
-    return seen
+        return counts, loader._IterableDataset_len_called, [text.split(" at 0x")[0] for text in texts]
+
+    return each(kind, run, dataset=Stream())
 
 
 @row
@@ -291,28 +298,6 @@ def an_overridden_get_iterator_is_called_and_what_it_returns_is_kept_and_reset(k
         return seen, mine.made
 
     return each(mine, run)
-
-
-@row
-def get_iterator_may_be_a_generator(kind: Any) -> Any:
-    class Mine(kind):
-        def _get_iterator(self) -> Any:
-            for batch in super()._get_iterator():
-                yield batch + 1
-
-    return [plain(list(Mine(range(4), 2, num_workers=workers))) for workers in (0, 2)]
-
-
-@row
-def get_iterator_may_have_nothing_to_do_with_ours(kind: Any) -> Any:
-    class Mine(kind):
-        def _get_iterator(self) -> Any:
-            return iter("abc")
-
-    loader = Mine(range(4), num_workers=2, persistent_workers=True)
-    seen = list(loader), attempt(lambda: list(loader))
-    del loader._iterator
-    return seen
 
 
 @row
@@ -524,20 +509,6 @@ def several_bases(kind: Any) -> Any:
 
 
 @row
-def a_dataset_that_is_a_property(kind: Any) -> Any:
-    class Mine(kind):
-        @property
-        def dataset(self) -> Any:
-            return range(10, 14)
-
-        @dataset.setter
-        def dataset(self, value: Any) -> None:
-            vars(self)["given"] = value
-
-    return plain(list(Mine(range(4), 2))), plain(list(Mine(range(4), 2, num_workers=2)))
-
-
-@row
 def a_collate_function_that_is_a_method(kind: Any) -> Any:
     class Mine(kind):
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -667,16 +638,6 @@ def torchs_constructor_is_wrapped(kind: Any) -> Any:
 
 
 @row
-def the_class_is_patched(kind: Any) -> Any:
-    class Mine(kind):
-        pass
-
-    Mine.__iter__ = lambda self: map(plain, kind.__iter__(self))
-    Mine._get_iterator = lambda self: itertools.chain(kind._get_iterator(self), ["end"])
-    return list(Mine(range(4), 2)), list(Mine(range(4), 2, num_workers=2))
-
-
-@row
 def torchs_own_methods_are_patched(kind: Any) -> Any:
     """Patch the class that is used: ours has an engine of its own behind these."""
     with patch.object(TorchDataLoader, "_get_iterator", lambda self: iter(["mine"])):
@@ -711,7 +672,7 @@ ON_PURPOSE = {
 
 
 @pytest.mark.processes
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@MANY_WORKERS
 @pytest.mark.parametrize("name", ROWS)
 def test_a_hook_is_torchs_or_differs_on_purpose(name: str) -> None:
     torchs, ours = ROWS[name](TorchDataLoader), ROWS[name](DataLoader)

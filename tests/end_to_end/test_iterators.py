@@ -1,11 +1,8 @@
-"""Rows I1 to I5: several iterators, those that are left or have ended, and Ctrl-C inside `next()`."""
+"""Rows I1 to I5: several iterators, and those that are left or have ended."""
 
 from __future__ import annotations
 
 import gc
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,9 +30,6 @@ def all_workers_end() -> bool:
     return wait_until(lambda: not descendants(), 3)
 
 
-# I1, I2: several iterators
-
-
 @WORKERS
 def test_i1_two_iterators_are_independent(workers: int) -> None:
     loader = eight(workers)
@@ -58,9 +52,6 @@ def test_i2_a_second_iteration_of_a_persistent_loader_ends_the_first_with_an_err
             next(first)
         assert numbers(second) == EIGHT[1:]
         assert numbers(loader) == EIGHT
-
-
-# I3, I4: iterators that are left
 
 
 def test_i3_a_thousand_breaks_keep_nothing() -> None:
@@ -150,19 +141,6 @@ def test_i4_an_epoch_after_a_break_does_not_wait_for_the_old_prefetch(workers: i
         assert time.monotonic() - start < 1
 
 
-# I5: iterators that have ended
-
-
-@POOLS
-def test_i5_an_exhausted_iterator_stays_exhausted(workers: int, persistent: bool) -> None:
-    with eight(workers, persistent) as loader:
-        iterator = iter(loader)
-        assert numbers(iterator) == EIGHT
-        for _ in range(3):
-            assert next(iterator, None) is None
-        assert numbers(loader) == EIGHT
-
-
 def test_i5_iteration_goes_on_after_a_timeout() -> None:
     dataset = CrimeAt(abs, at=2, length=6, delay=1.5)
     iterator = iter(DataLoader(dataset, num_workers=2, timeout=1, multiprocessing_context="fork"))
@@ -170,9 +148,6 @@ def test_i5_iteration_goes_on_after_a_timeout() -> None:
     with pytest.raises(RuntimeError, match="timed out after 1 seconds"):
         next(iterator)
     assert [batch.item() for batch in iterator] == [2, 3, 4, 5]
-
-
-# close() and `with`
 
 
 @POOLS
@@ -196,28 +171,3 @@ def test_an_iterator_cut_off_by_close_says_so(persistent: bool) -> None:
     assert all_workers_end()
     with pytest.raises(RuntimeError, match="its loader was closed"):
         next(iterator)
-
-
-# Ctrl-C inside next()
-
-
-@PERSISTENT
-def test_a_keyboard_interrupt_inside_next_loses_no_batch_and_leaves_a_loader_that_closes(
-    persistent: bool,
-) -> None:
-    loader = DataLoader(Slow(4, 1.0), num_workers=2, persistent_workers=persistent)
-    iterator = iter(loader)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    start = time.monotonic()
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    assert time.monotonic() - start < 0.9, "next() waited for the sample"
-    timer.join()
-    assert next(iterator).tolist() == [0]
-    start = time.monotonic()
-    loader.close()
-    assert time.monotonic() - start < 6
-    loader.dataset.seconds = 0
-    assert numbers(loader) == [[0], [1], [2], [3]]
-    loader.close()

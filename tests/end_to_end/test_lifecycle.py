@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import multiprocessing
 import os
@@ -14,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from fastq_loader import DataLoader, Processes
-from fastq_loader.workers import local_pool
 from tests.conftest import (
     ScriptResult,
     descendants,
@@ -32,15 +31,11 @@ from tests.conftest import (
     wait_until,
 )
 from tests.support import crimes
-from tests.support.crimes import CountsPickling, LoaderInside, Rows, WorkerReport
-from tests.support.loaders import EIGHT, PERSISTENT, numbers
+from tests.support.crimes import Rows, WorkerReport, load_inside
+from tests.support.datasets import Made
+from tests.support.loaders import EIGHT, MANY_WORKERS, PERSISTENT, numbers
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
-
-# P1, P6b, P11: start methods and inherited state
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 
 @pytest.fixture
@@ -87,9 +82,8 @@ def test_p1_p6b_p11_the_start_method_is_read_when_iteration_starts(
     assert {(report["daemon"], report["threads"]) for report in found} == {(True, 1)}
     assert len({report["pid"] for report in found} | {os.getpid()}) == 3
     assert {(report["dtype"], report["grad"], report["mark"]) for report in found} == {state}
+    assert loader.dataset.pickled == (state is AFRESH), "once for all workers"
 
-
-# P3: a parent that is killed
 
 #: What the scripts below begin with.
 IMPORTS = """
@@ -97,7 +91,8 @@ IMPORTS = """
     import fastq_loader
     from fastq_loader import DataLoader
     from fastq_loader.workers import stopping
-    from tests.support.crimes import CrimeAt, ManyFields, Rows, Slow, SlowLengthOf, dawdle
+    from tests.support.crimes import CrimeAt, ManyFields, Rows, Slow, dawdle, slow_length
+    from tests.support.datasets import Made
 """
 RESTARTS = "schedule=fastq_loader.Dynamic(window=2), workers=fastq_loader.Processes(max_restarts=3)"
 
@@ -167,8 +162,6 @@ def test_p3_a_parent_that_is_stopped_for_longer_than_its_timeout_goes_on(options
     assert stdout.endswith("done 0\n")
 
 
-# P4: signals
-
 INTERRUPTED = f"""
     {IMPORTS}
     for batch in DataLoader(Slow(1000, {{sample}}), num_workers=2, {{options}}):
@@ -233,8 +226,6 @@ def test_p4_the_users_sigterm_handler_runs_in_no_worker() -> None:
     assert stdout_of(run_script(CHECKPOINT, warm=True)) == "checkpoint saved\n", "once, in the parent"
 
 
-# P5: exits
-
 PREPARED = f"""
     import atexit
     {{first}}
@@ -265,6 +256,15 @@ FRESH = {
         "atexit.register(lambda: slow.close())",
         "list_slowly()",
     ),
+    "an exit handler that begins epochs": (
+        "atexit.register(lambda: begin())",
+        """
+    def begin():
+        kinds = [fastq_loader.Processes(restarts) for restarts in (0, 2)]
+        kept.extend(iter(DataLoader(range(8), num_workers=2, workers=kind)) for kind in kinds)
+        assert [next(each).item() for each in kept[-2:]] == [0, 0]
+    """,
+    ),
 }
 WARM = {
     "while samples are loaded": ("", "slow = iter(slow); next(slow)"),
@@ -272,8 +272,9 @@ WARM = {
     "an exit handler that iterates": ("", "atexit.register(lambda: next(batches))"),
     "huge indices in flight": (
         "",
-        "huge = iter(DataLoader(SlowLengthOf(), batch_sampler=[[bytes(5_000_000)]] * 100, num_workers=2, "
-        "prefetch_factor=10, persistent_workers=True)); assert next(huge).tolist() == [5_000_000]",
+        "huge = iter(DataLoader(Made(slow_length, 1), batch_sampler=[[bytes(5_000_000)]] * 100, "
+        "num_workers=2, prefetch_factor=10, persistent_workers=True)); "
+        "assert next(huge).tolist() == [5_000_000]",
     ),
 }
 
@@ -299,8 +300,6 @@ def test_p5_sys_exit_and_an_unhandled_exception_are_all_that_is_shown() -> None:
     assert stderr.count("\n") <= 5, stderr
     assert returncode == 1
 
-
-# P6: forks of the user's
 
 FORKED = f"""
     {IMPORTS}
@@ -347,45 +346,8 @@ def test_p6_a_fork_of_the_users_harms_neither_side(persistent: bool) -> None:
     assert stdout_of(run_script(FORKED.format(persistent=persistent), timeout=40, warm=True)) == "whole\n"
 
 
-# P6c: what persistent workers cost, and what dropping them gives back
-
-
 def workers_of(loader: DataLoader[Any]) -> set[int]:
     return {worker.pid for worker in loader.statistics().workers}
-
-
-class Shared(CountsPickling):
-    """What goes to a spawned worker as descriptors: a tensor and a view of it; and a plain attribute."""
-
-    def __init__(self) -> None:
-        super().__init__(length=6)
-        self.tensor = torch.arange(100.0)
-        self.view = self.tensor[10:]
-        self.tag = 1
-
-    def __getitem__(self, index: int) -> Any:
-        self.tensor[10 + index] = -1.0
-        return self.tag, self.view[index].item(), self.tensor.is_shared()
-
-
-def test_p6c_workers_that_start_late_see_the_dataset_as_it_was_and_it_is_sent_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Spawned workers start one for each core. It is not pickled for each of them, nor each epoch."""
-    monkeypatch.setattr(local_pool, "cores", lambda: 1)
-    dataset = Shared()
-    options: Any = {"multiprocessing_context": "spawn", "persistent_workers": True}
-    with DataLoader(dataset, num_workers=2, collate_fn=list, **options) as loader:
-        batches = iter(loader)
-        assert [bool(worker.pid) for worker in loader.statistics().workers] == [True, False]
-        dataset.tag = 2
-        tensor, dataset.tensor, dataset.view = dataset.tensor, torch.zeros(1), torch.zeros(1)
-        assert list(batches) == list(loader) == [[(1, -1.0, True)]] * 6
-        assert tensor[10:16].tolist() == [-1.0] * 6, "the tensor is shared with the workers, as in torch"
-        pids = workers_of(loader)
-        assert pids == {process.pid for process in multiprocessing.active_children()}
-        assert len(pids) == 2
-    assert dataset.pickled == 1
 
 
 @pytest.mark.parametrize("advance", [0, 2, 8])
@@ -439,10 +401,7 @@ def test_p6c_workers_end_beside_the_last_step_unless_they_are_persistent(options
     assert (workers_of(loader) == pids) is loader.persistent_workers
 
 
-# P8, P9: little memory, few descriptors, long paths
-
-
-@functools.cache
+@cache
 def private_mounts() -> list[str]:
     """A command that runs another with 8 MB in /dev/shm; nothing where that is not permitted."""
     for unshare in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
@@ -477,9 +436,8 @@ def test_p8_kept_batches_need_few_descriptors_and_no_dev_shm(length: int, fields
     if prefix:
         check = 'assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 8 << 20'
     source = KEEP.format(check=check, length=length, fields=fields, width=width)
-    assert (
-        stdout_of(run_script(source, timeout=60, prefix=prefix, warm=not prefix)) == f"kept {length // 4}\n"
-    )
+    result = run_script(source, timeout=60, prefix=prefix, warm=not prefix)
+    assert stdout_of(result) == f"kept {length // 4}\n"
 
 
 def test_p9_a_long_temp_folder_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,40 +451,29 @@ def test_p9_a_long_temp_folder_works(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert os.listdir(folder) == []
 
 
-# P10: several loaders at once
-
-
 def _rank(rank: int, answers: Any) -> None:
     loader = DataLoader(range(100 * rank, 100 * rank + 40), batch_size=4, num_workers=2)
-    answers.put((rank, [torch.cat(list(loader)).tolist() for _ in range(3)]))
+    answers.put([torch.cat(list(loader)).tolist() for _ in range(3)])
 
 
 def test_p10_ranks_side_by_side() -> None:
     context = multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    ranks = [context.Process(target=_rank, args=(rank, answers)) for rank in range(3)]
+    answers = [context.SimpleQueue() for _ in range(3)]
+    ranks = [context.Process(target=_rank, args=each) for each in enumerate(answers)]
     for process in ranks:
         process.start()
-    found = dict(answers.get() for _ in ranks)
-    for process in ranks:
+    for rank, (process, answer) in enumerate(zip(ranks, answers, strict=True)):
+        assert answer.get() == [list(range(100 * rank, 100 * rank + 40))] * 3
+        answer.close()
         process.join(10)
         assert process.exitcode == 0
         process.close()
-    answers.close()
-    assert found == {rank: [list(range(100 * rank, 100 * rank + 40))] * 3 for rank in range(3)}
 
 
 def test_p10_a_loader_inside_a_worker_loads_and_may_have_no_workers_as_in_torch() -> None:
-    assert numbers(DataLoader(LoaderInside(0), num_workers=2)) == [[0], [1], [3], [6]]
+    assert numbers(DataLoader(Made(partial(load_inside, 0), 4), num_workers=2)) == [[0], [1], [3], [6]]
     with pytest.raises(AssertionError, match="daemonic processes are not allowed to have children"):
-        list(DataLoader(LoaderInside(1), num_workers=1))
-
-
-def test_p10_a_loop_inside_a_loop() -> None:
-    outer, inner = (DataLoader(range(4), num_workers=2, persistent_workers=keep) for keep in (False, True))
-    with inner:
-        found = [(a.item(), b.item()) for a in outer for b in inner]
-    assert found == [(a, b) for a in range(4) for b in range(4)]
+        list(DataLoader(Made(partial(load_inside, 1), 4), num_workers=1))
 
 
 def test_p4_p10_two_loaders_in_threads() -> None:

@@ -99,9 +99,6 @@ class Config:
         return not self.in_order and self.num_workers >= 2
 
 
-# What can be drawn
-
-
 MAP_DATASETS: dict[str, Callable[[Config], Dataset]] = {
     **{kind: lambda c, kind=kind: MapDataset(kind, c.size) for kind in datasets.SAMPLES},
     "batched": lambda c: BatchedDataset("dict", c.size),
@@ -296,9 +293,6 @@ def draw_config(seed: int) -> Config:
     return replace(config, subclass=subclass)
 
 
-# Running one loader
-
-
 Trace = list[tuple[str, Any]]
 """What was seen, in order: what it is, and its description."""
 
@@ -457,9 +451,6 @@ def run_epoch(
     trace.append((f"{name}: kept batches that changed later", changed))
 
 
-# Comparing
-
-
 def check_config(config: Config) -> None:
     """Run both loaders and fail at the first thing seen that differs."""
     expected, actual = observe(TorchDataLoader, config), observe(DataLoader, config)
@@ -490,6 +481,7 @@ DIRECTED: dict[str, Config] = {
     "drawn in workers": Config(dataset="drawn", sampler="shuffle", epochs=2),
     "drawn in persistent workers": Config(dataset="drawn", **STAY),
     "drawn in the sampler": Config(sampler="drawing", prefetch_factor=3, stop_after=STOPPED),
+    "drawn in the sampler, one worker": Config(sampler="drawing", num_workers=1, prefetch_factor=1),
     "drawn in the collate": Config(collate="wrap and draw", **STAY),
     "seeded by the init function": Config(dataset="drawn", init="seed", epochs=2),
     "edited by the init function": Config(dataset="tensors", init="draw"),
@@ -498,6 +490,8 @@ DIRECTED: dict[str, Config] = {
     "ragged": Config(dataset="ragged", collate="wrap", keep=True),
     "aliases": Config(collate="alias"),
     "unbatched and large": Config(batch_size=None, dataset="large", keep=True, size=40),
+    "unbatched, no workers": Config(batch_size=None, dataset="numpy", num_workers=0),
+    "unbatched and not collated": Config(batch_size=None, dataset="dict", sampler="list"),
     "unbatched, own function": Config(batch_size=None, dataset="objects", collate="wrap"),
     "batch sampler": Config(batch_size=1, sampler="uneven batches", epochs=2),
     "tuples from the batch sampler": Config(batch_size=1, sampler="tuples", dataset="batched"),

@@ -1,6 +1,6 @@
-"""Rows R1 to R12: what is drawn from which generator and when, and which sample comes at which position.
+"""Rows R4, R7, R8 and R10 to R12: seeds of workers, when samplers are asked, and odd keys.
 
-`test_parity` compares all of it with torch, for drawn configurations; here are the numbers themselves.
+`test_parity` compares with torch what is drawn from which generator and when (R1 to R3, R5, R6, R9, R10b).
 """
 
 from __future__ import annotations
@@ -35,18 +35,9 @@ from tests.support.datasets import (
     identity,
     tensor_sample,
 )
-from tests.support.loaders import WORKERS, seed_all, torch_has
+from tests.support.loaders import MANY_WORKERS, WORKERS, seed_all, torch_has
 
-pytestmark = [
-    pytest.mark.processes,
-    # Three workers are what some rows are about; on a machine of two cores the loader rightly warns.
-    pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes"),
-]
-
-
-def draw_int64(generator: torch.Generator) -> int:
-    """The draw that torch makes at every `iter()`."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 
 def own_worker() -> int:
@@ -78,43 +69,10 @@ def draw_in_init(worker: int) -> None:
     info.dataset.before = draw()
 
 
-# R1 to R5: generators and seeds
-
-
-@WORKERS
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_r1_r2_r5_iter_draws_one_int64_and_the_sampler_draws_at_iter_with_workers_and_else_at_next(
-    workers: int, given: bool, shuffle: bool
-) -> None:
-    seed_all(13)
-    untouched = torch.get_rng_state()
-    expected = torch.Generator().manual_seed(5 if given else 13)
-    generator = torch.Generator().manual_seed(5) if given else None
-    iterator = iter(DataLoader(range(30), shuffle=shuffle, num_workers=workers, generator=generator))
-
-    def as_expected() -> bool:
-        state = torch.get_rng_state() if generator is None else generator.get_state()
-        return torch.equal(state, expected.get_state())
-
-    draw_int64(expected)
-    if workers == 0:
-        assert as_expected()
-    found = [next(iterator).item()] if workers == 0 else []
-    order = list(range(30))
-    if shuffle:  # a generator of the user's draws the order itself
-        source = expected if given else torch.Generator().manual_seed(draw_int64(expected))
-        order = torch.randperm(30, generator=source).tolist()
-    assert as_expected()
-    assert found + [batch.item() for batch in iterator] == order
-    assert torch.equal(torch.get_rng_state(), untouched) is given
-    assert random.getstate() == random.Random(13).getstate()
-    assert np.random.rand() == np.random.RandomState(13).rand()
-
-
 @pytest.mark.parametrize("given", [False, True])
 def test_r4_worker_seeds_are_base_plus_id_and_numpys_a_hash_of_both(given: bool) -> None:
-    base = draw_int64(torch.Generator().manual_seed(11))
+    drawn = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(11))
+    base = int(drawn.item())
     torch.manual_seed(0 if given else 11)
     generator = torch.Generator().manual_seed(11) if given else None
     arguments: dict[str, Any] = {"collate_fn": list, "worker_init_fn": draw_in_init}
@@ -124,26 +82,6 @@ def test_r4_worker_seeds_are_base_plus_id_and_numpys_a_hash_of_both(given: bool)
         assert (sample["id"], sample["seed"]) == (worker, base + worker)
         seed_all(base + worker, base + worker, _generate_state(base, worker))
         assert [sample["by init"], sample["drawn"]] == [draw(), draw()], "seeds come before worker_init_fn"
-
-
-# R6 to R8: when the sampler is asked
-
-
-@pytest.mark.parametrize(("workers", "prefetch"), [(0, None), (1, 1), (1, 4), (2, 1), (2, 2), (2, 3)])
-def test_r6_the_sampler_is_asked_as_far_ahead_as_prefetch_allows_and_no_further(
-    workers: int, prefetch: int | None
-) -> None:
-    ahead = workers * (prefetch or 0)
-    sampler = CountingSampler([[i] for i in range(20)])
-    iterator = iter(
-        DataLoader(range(20), batch_sampler=sampler, num_workers=workers, prefetch_factor=prefetch)
-    )
-    assert sampler.handed_out == ahead
-    for delivered in range(1, 21):
-        next(iterator)
-        assert sampler.handed_out == min(20, ahead + delivered)
-    with pytest.raises(StopIteration):
-        next(iterator)
 
 
 @pytest.mark.parametrize("place", ["batch_sampler", "sampler", "sampler of samples"])
@@ -182,9 +120,6 @@ def test_r8_batches_before_a_sampler_error_are_delivered_first(
                 next(iterator)
             with pytest.raises(StopIteration):  # the sampler is a generator: it has nothing more to give
                 next(iterator)
-
-
-# R9, R10: several workers
 
 
 def worker_and_numbers(batches: Sequence[Any]) -> list[tuple[int, list[int]]]:
@@ -271,17 +206,6 @@ def test_r10_the_choice_of_the_next_worker_is_torchs_for_any_order_of_completion
     torchs, ours = (play(kind, script, workers, prefetch) for kind in (TorchDataLoader, DataLoader))
     assert torchs == ours
     assert [worker for _, worker in ours] == script
-
-
-@WORKERS
-def test_r10b_without_batches_samples_are_converted_and_not_collated(workers: int) -> None:
-    samples = [3, "text", 2.5, np.arange(3), (1, np.float32(2)), {"a": np.zeros(2), "n": None}, torch.ones(2)]
-    torchs, ours = (list(kind(samples, None, num_workers=workers)) for kind in (TorchDataLoader, DataLoader))
-    assert (type(ours[0]), ours[0], type(ours[3])) == (int, 3, torch.Tensor)
-    assert_same(torchs, ours)
-
-
-# R11, R12: what the dataset is asked for
 
 
 #: More of them are in `ipc/test_messages.py`.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,13 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, RayWorkers, WorkerDied, WorkerReplaced
 from tests.conftest import running_script, wait_until
 from tests.support.certificates import AVAILABLE, make_tls
 from tests.support.datasets import Made, MapDataset, Stream, assert_same
-from tests.support.loaders import seed_all
+from tests.support.loaders import MANY_WORKERS, seed_all
 from tests.support.ray_cluster import Nodes, actors, hosts_and_workers, nothing_left, remote_processes
 
 pytest.importorskip("ray", reason="needs the extra 'ray'")
@@ -34,7 +32,7 @@ pytest.importorskip("ray", reason="needs the extra 'ray'")
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    MANY_WORKERS,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray's own
 ]
 
@@ -76,28 +74,24 @@ def epochs(stops: tuple[int | None, ...], *given: Any, **options: Any) -> list[A
     return [*found, torch.rand(1)]
 
 
-@pytest.mark.parametrize(
-    ("nodes", "number", "schedule"), [((2, 2), 4, "dynamic"), ((2, 1), 3, "round_robin")]
-)
-def test_batches_are_those_of_local_workers(
-    cluster: Nodes, nodes: tuple[int, ...], number: int, schedule: str
-) -> None:
-    cluster.resize(*nodes)
-    dataset = Made(drawn, 70)
-    here = epochs((None,), dataset, "processes", number, schedule=schedule)
-    assert_same(here, epochs((None,), dataset, "ray", number, schedule=schedule))
-
-
 @SCHEDULES
-def test_epochs_of_persistent_workers_and_of_streams_too(cluster: Nodes, schedule: str) -> None:
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_batches_are_those_of_local_workers(
+    cluster: Nodes, schedule: str, encrypted: bool, tmp_path: Path
+) -> None:
+    """So are those of persistent workers and of streams, after breaks."""
     cluster.resize(2, 1)
-    stops = None, 2, 0, None
-    options = {"persistent_workers": True, "schedule": schedule}
-    here = epochs(stops, MapDataset("large", 50), "processes", 3, **options)
-    assert_same(here, epochs(stops, MapDataset("large", 50), "ray", 3, **options))
-    stream = Stream("large", [9, 2, 5])
-    here = epochs(stops, stream, "processes", 3, **options)
-    assert_same(here, epochs(stops, stream, "ray", 3, **options))
+    workers, stops = RayWorkers(), (None, 2, 0, None)
+    if encrypted:
+        if not AVAILABLE:
+            pytest.skip("needs the program openssl")
+        for made, name in zip(make_tls(tmp_path), ("cert.pem", "key.pem", "ca.pem"), strict=True):
+            Path(made).rename(tmp_path / name)
+        workers, stops = RayWorkers(tls=tmp_path), (None,)
+    for dataset in (Made(drawn, 70), MapDataset("large", 50), Stream("large", [9, 2, 5])):
+        options = {"persistent_workers": len(stops) > 1, "schedule": schedule}
+        here = epochs(stops, dataset, "processes", 3, **options)
+        assert_same(here, epochs(stops, dataset, workers, 3, **options))
 
 
 def device(index: int) -> str:
@@ -111,19 +105,6 @@ def test_each_worker_sees_the_gpu_of_its_own_actor(cluster: Nodes) -> None:
     with loader(Made(device, 8), workers, 2, collate_fn=list, schedule="round_robin") as made:
         assert sorted(made) == [["0"] * 4, ["1"] * 4]
     cluster.resize()
-
-
-@pytest.mark.skipif(not AVAILABLE, reason="needs the program openssl")
-def test_batches_come_encrypted_too(cluster: Nodes, tmp_path: Path) -> None:
-    cluster.resize(2)
-    for made, name in zip(make_tls(tmp_path), ("cert.pem", "key.pem", "ca.pem"), strict=True):
-        Path(made).rename(tmp_path / name)
-    dataset = Made(drawn, 40)
-    here = epochs((None,), dataset, "processes", 2, schedule="dynamic")
-    assert_same(here, epochs((None,), dataset, RayWorkers(tls=tmp_path), 2, schedule="dynamic"))
-
-
-# ---- what dies ------------------------------------------------------------------------------------
 
 
 def kill(pids: list[int], chance: random.Random) -> None:
@@ -164,17 +145,6 @@ def test_a_warning_names_the_node_and_the_process(
     assert [int(batch[1][0][0]) for batch in found] == list(range(0, 400, 4))
 
 
-def test_statistics_say_where_workers_were_after_they_have_ended(cluster: Nodes) -> None:
-    cluster.resize(2, 1)
-    with loader(Made(drawn, 70), "ray", 3, schedule="round_robin") as made:  # it needs all three
-        list(made)
-    found = made.statistics()
-    nodes = [worker.node or "" for worker in found.workers]
-    assert all("(Ray's node " in node for node in nodes)
-    assert len({*nodes}) == 2
-    assert found.wire_bytes > found.bytes
-
-
 def test_a_node_that_joins_gets_work_in_the_same_epoch(cluster: Nodes) -> None:
     cluster.resize(1)
     with loader(Made(plain, 10**6), "ray", 3, schedule="dynamic", shuffle=False) as made:
@@ -188,51 +158,19 @@ def test_a_node_that_joins_gets_work_in_the_same_epoch(cluster: Nodes) -> None:
                 return
 
 
-class Breaks(Dataset[Any]):
-    """Cannot be opened on the other side."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __setstate__(self, state: Any) -> None:
-        raise ValueError("no such file on this machine")
-
-    def __getstate__(self) -> Any:
-        return 1
-
-
-def test_a_dataset_that_cannot_be_opened_there_raises_what_it_raised(cluster: Nodes) -> None:
-    cluster.resize(1)
-    with pytest.raises(ValueError, match="no such file on this machine"):
-        list(loader(Breaks(), "ray", 1))
-
-
-def test_hosts_that_do_not_start_are_an_error(cluster: Nodes) -> None:
-    cluster.resize(2)
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(WorkerDied, match=r"found no place on another machine: .* ended before it was up"):
-            list(loader(Made(plain, 40), RayWorkers(ports=(port, port), max_restarts=0), 2))
-
-
-def test_what_no_node_has_is_an_error_at_the_start(cluster: Nodes) -> None:
-    cluster.resize(1)
-    with pytest.raises(
-        ValueError, match=r"no machine of the Ray cluster has 1 decoder \(the most is 0\), and"
-    ):
-        iter(loader(Made(plain, 40), RayWorkers(resources={"decoder": 1}), 1))
-
-
-# ---- several consumers, and their ends ----------------------------------------------------------------
-
-RANK = """
-import os, time, warnings
+#: What the scripts begin with.
+HEAD = """
+import os, random, time, warnings
 from torch.utils.data import DistributedSampler
 from fastq_loader import DataLoader, RayWorkers
 from tests.end_to_end.test_ray import plain
 from tests.support.datasets import Made
 
 warnings.simplefilter("ignore")
+"""
+RANK = (
+    HEAD
+    + """
 dataset = Made(plain, 203)
 sampler = DistributedSampler(dataset, 2, {rank}, shuffle=True, drop_last=False)
 loader = DataLoader(
@@ -250,6 +188,7 @@ while not os.path.exists({go!r}):
     time.sleep(0.01)
 loader.close()
 """
+)
 
 
 def test_a_rank_leaves_room_for_the_others(cluster: Nodes, tmp_path: Path) -> None:
@@ -267,19 +206,16 @@ def test_a_rank_leaves_room_for_the_others(cluster: Nodes, tmp_path: Path) -> No
         assert len(eval(mine)) == len(eval(others)) == 102
 
 
-CONSUMER = """
-import os, warnings
-from fastq_loader import DataLoader, RayWorkers
-from tests.end_to_end.test_ray import plain
-from tests.support.datasets import Made
-
-warnings.simplefilter("ignore")
+CONSUMER = (
+    HEAD
+    + """
 workers = RayWorkers(address={address!r})
 loader = DataLoader(Made(plain, 10**6), 4, num_workers=3, schedule="dynamic", workers=workers)
 for number, batch in enumerate(loader):
     if number == 30:
         print("running", flush=True)
 """
+)
 
 
 def test_a_consumer_that_is_killed_leaves_nothing_in_the_cluster(cluster: Nodes) -> None:
@@ -308,27 +244,19 @@ def test_an_epoch_that_is_left_leaves_nothing_in_the_cluster(cluster: Nodes, end
     batches = iter(made)
     next(batches)
     if end == "error":
-        with pytest.raises(KeyError, match="training"):
-            raise_in_the_loop(batches)
+        with suppress(KeyError):
+            for _ in batches:
+                raise KeyError("of the training step")
     elif end == "close":
         made.close()
         with pytest.raises(RuntimeError, match="its loader was closed"):
             next(batches)
 
 
-def raise_in_the_loop(batches: Iterator[Any]) -> None:
-    for _ in batches:
-        raise KeyError("of the training step")
-
-
-SHUT_DOWN = """
-import random, time, warnings
+SHUT_DOWN = (
+    HEAD
+    + """
 import ray
-from fastq_loader import DataLoader, RayWorkers
-from tests.end_to_end.test_ray import plain
-from tests.support.datasets import Made
-
-warnings.simplefilter("ignore")
 chance, kept = random.Random({seed}), []
 for in_the_middle in (True, False, True, False):
     ray.init(address={address!r}, log_to_driver=False)
@@ -346,6 +274,7 @@ for in_the_middle in (True, False, True, False):
     kept.append(loader)
 print("saved")
 """
+)
 
 
 def test_a_process_outlives_ray_and_its_loaders_say_what_happened(cluster: Nodes) -> None:
@@ -359,17 +288,14 @@ def test_a_process_outlives_ray_and_its_loaders_say_what_happened(cluster: Nodes
     assert all("Ray was shut down" in error for error in errors), (seed, errors)
 
 
-LOCAL = """
-import warnings
-from fastq_loader import DataLoader
-from tests.end_to_end.test_ray import plain
-from tests.support.datasets import Made
-
-warnings.simplefilter("ignore")
+LOCAL = (
+    HEAD
+    + """
 loader = DataLoader(Made(plain, 40), 4, num_workers=2, workers="ray", persistent_workers=True)
 for epoch in range(2):
     print([indices.tolist() for _, [indices] in loader])
 """
+)
 
 
 def test_without_a_cluster_one_is_started_on_this_machine_and_ends_with_the_program() -> None:
@@ -423,10 +349,7 @@ def run(cluster: Nodes, seed: int) -> None:
     here = epochs((None,), dataset, "processes", 2 if schedule == "dynamic" else number, schedule=schedule)
     seed_all(5)
     found = []
-    with (
-        loader(dataset, "ray", number, schedule=schedule) as made,
-        warnings.catch_warnings(),
-    ):
+    with loader(dataset, "ray", number, schedule=schedule) as made, warnings.catch_warnings():
         warnings.simplefilter("ignore", WorkerReplaced)
         for at, batch in enumerate(made):
             found.append(batch)

@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,37 +20,19 @@ import pytest
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from fastq_loader import (
-    DataLoader,
-    Dynamic,
-    Processes,
-    RoundRobin,
-    UnpicklableError,
-    WorkerReplaced,
-    empty,
-)
+from fastq_loader import DataLoader, Dynamic, Processes, RoundRobin, UnpicklableError, WorkerReplaced, empty
+from fastq_loader.workers.group import WorkerGroup
 from fastq_loader.workers.kinds import WorkerKind
 from tests.support import certificates
-from tests.support.crimes import CrimeAt, raise_os_error
-from tests.support.datasets import (
-    SAMPLES,
-    Made,
-    MapDataset,
-    Record,
-    Stream,
-    assert_same,
-    identity,
-)
+from tests.support.crimes import CrimeAt, FailsToUnpickle, raise_os_error
+from tests.support.datasets import SAMPLES, Made, MapDataset, Record, Stream, assert_same, identity
 from tests.support.hosts import LocalHosts, far, far_pids
 from tests.support.late_device import late_device
-from tests.support.loaders import seed_all
+from tests.support.loaders import MANY_WORKERS, seed_all
 from tests.support.traces import check as check_trace
 from tests.support.traces import read, tracks
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
 
@@ -70,18 +51,12 @@ def taken(workers: str | WorkerKind, dataset: Any, stops: tuple[int | None, ...]
     return [*found, torch.rand(1)]
 
 
-def check(dataset: Any, *stops: int | None, **options: Any) -> None:
+def check(dataset: Any, *stops: int | None, tls: Any = None, **options: Any) -> None:
     """The same comes from workers of this machine and of others; the stops are as in `taken`."""
     options = {"batch_size": 4, **options}
     stops = stops or (None,)
     here = taken("processes", dataset, stops, options)
-    assert_same(taken(far(nodes=2), dataset, stops, options), here)
-
-
-@SCHEDULES
-@pytest.mark.parametrize("kind", ["dict", "large", "drawn"])
-def test_batches_of_all_kinds_are_the_same(kind: str, schedule: str) -> None:
-    check(MapDataset(kind, 41), shuffle=True, schedule=schedule)
+    assert_same(taken(far(nodes=2, tls=tls), dataset, stops, options), here)
 
 
 def nine_megabytes(index: int) -> Any:
@@ -92,47 +67,12 @@ def everything(index: int) -> Any:
     return [SAMPLES[kind](index) for kind in ("dict", "large", "numpy", "objects", "text")]
 
 
-@SCHEDULES
-def test_epochs_of_persistent_workers_and_breaks_are_the_same(schedule: str) -> None:
-    check(
-        MapDataset("drawn", 60), None, 3, 0, 1, None, shuffle=True, schedule=schedule, persistent_workers=True
-    )
-
-
-@SCHEDULES
-def test_iterable_datasets_are_the_same(schedule: str) -> None:
-    # No part has ended when the epoch is broken off: as in torch, it depends on the time whether another task
-    # was given out for one.
-    stream = Stream("drawn", [23, 18, 5])
-    check(stream, None, 2, None, schedule=schedule, persistent_workers=True)
-
-
 def stacked(samples: list[Any]) -> dict[str, Any]:
     """Writes its result to memory that the worker gave it."""
     images = torch.stack([image for image, _ in samples], out=empty((len(samples), 3, 64, 96)))
     info = get_worker_info()
     assert info is not None
-    return {
-        "images": images,
-        "labels": [label for _, label in samples],
-        "seed": info.seed,
-    }
-
-
-class Keeper(Dataset[Any]):
-    """Keeps a tensor that it has shipped, and writes to it later."""
-
-    def __init__(self) -> None:
-        self.kept: list[torch.Tensor] = []
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        for tensor in self.kept:
-            tensor.zero_()
-        self.kept.append(empty((40_000,)).fill_(index))
-        return self.kept[-1]
+    return {"images": images, "labels": [label for _, label in samples], "seed": info.seed}
 
 
 def defined_here() -> Any:
@@ -150,12 +90,8 @@ KEYS = [2**70, np.int64(3), (1, "a"), slice(1, 2), "text", frozenset({4})]
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "large batches": (Made(nine_megabytes, 640), {"batch_size": 64, "schedule": "dynamic"}),
     "objects beside tensors": (Made(everything, 24), {"collate_fn": identity, "schedule": "dynamic"}),
-    "functions of the user's": (
-        MapDataset("large", 30),
-        {"collate_fn": stacked, "worker_init_fn": seed_all},
-    ),
+    "functions of the user's": (MapDataset("large", 30), {"collate_fn": stacked, "worker_init_fn": seed_all}),
     "seeds of the user's": (MapDataset("drawn", 30), {"worker_init_fn": seed_all}),
-    "a tensor that the dataset keeps": (Keeper(), {"batch_size": None}),
     "any index": (
         Made(lambda key: Record(repr(key), key), 1),
         {"batch_size": None, "sampler": KEYS, "schedule": "dynamic"},
@@ -168,6 +104,24 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_what_users_write_gives_the_same_there(name: str) -> None:
     dataset, options = CASES[name]
     check(dataset, **options)
+
+
+STAY: dict[str, Any] = {"persistent_workers": True}
+EPOCHS: dict[str, tuple[Any, tuple[int | None, ...], dict[str, Any]]] = {
+    "dicts": (MapDataset("dict", 41), (None,), {"shuffle": True}),
+    "large": (MapDataset("large", 41), (None,), {"shuffle": True}),
+    "breaks": (MapDataset("drawn", 60), (None, 3, 0, 1, None), {"shuffle": True, **STAY}),
+    # No part has ended when the epoch is broken off: as in torch, it depends on the time whether another task
+    # was given out for one.
+    "a stream": (Stream("drawn", [23, 18, 5]), (None, 2, None), STAY),
+}
+
+
+@SCHEDULES
+@pytest.mark.parametrize("name", EPOCHS)
+def test_epochs_are_the_same(name: str, schedule: str) -> None:
+    dataset, stops, options = EPOCHS[name]
+    check(dataset, *stops, schedule=schedule, **options)
 
 
 @SCHEDULES
@@ -202,7 +156,9 @@ def test_an_epoch_goes_on_elsewhere() -> None:
 def test_batches_are_kept_while_others_come() -> None:
     loader = DataLoader(MapDataset("large", 400), 4, num_workers=2, workers=far(), schedule=Dynamic(window=4))
     batches = list(loader)
-    assert_same(batches, list(DataLoader(MapDataset("large", 400), 4)))
+    local = DataLoader(MapDataset("large", 400), 4, num_workers=1)
+    assert_same(batches, list(local))
+    assert [(worker.node, worker.wire_bytes) for worker in local.statistics().workers] == [(None, 0)]
     iterator = iter(loader)
     loader.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -256,28 +212,9 @@ def test_what_cannot_be_sent_or_opened_there_is_said_once_and_at_once() -> None:
     locked = DataLoader(Made(threading.Lock().acquire, 4), num_workers=1, workers=far())
     with pytest.raises(UnpicklableError, match="dataset cannot be sent to another machine"):
         iter(locked)
-    loader = DataLoader(OpensHere(), 2, num_workers=2, workers=far(), schedule="dynamic")
-    with pytest.raises(ValueError, match="this is another process"):
+    loader = DataLoader(FailsToUnpickle(), 2, num_workers=2, workers=far(), schedule="dynamic")
+    with pytest.raises(ValueError, match="this dataset does not survive the journey"):
         next(iter(loader))
-
-
-def opened(pid: int) -> Any:
-    if os.getpid() != pid:
-        raise ValueError("this is another process")
-    return OpensHere()
-
-
-class OpensHere(Dataset[Any]):
-    """Can be opened in the process that it comes from, and in no other."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __reduce__(self) -> Any:
-        return opened, (os.getpid(),)
 
 
 def test_statistics_and_a_trace_say_where_each_worker_is_and_what_came_from_there(tmp_path: Path) -> None:
@@ -313,23 +250,14 @@ def test_statistics_and_a_trace_say_where_each_worker_is_and_what_came_from_ther
     data.close()
 
 
-def test_no_bytes_come_over_a_network_from_workers_of_this_machine() -> None:
-    data = DataLoader(MapDataset("large", 8), 4, num_workers=1)
+@pytest.mark.parametrize("workers", ["processes", far()], ids=["local", "far"])
+def test_what_is_counted_keeps_no_pool_alive(workers: Any) -> None:
+    data = DataLoader(MapDataset("dict", 8), 4, num_workers=1, workers=workers)
     list(data)
-    found = data.statistics()
-    assert found.wire_bytes == 0
-    assert [(worker.node, worker.wire_bytes) for worker in found.workers] == [(None, 0)]
-
-
-def test_what_is_counted_keeps_no_far_pool_alive() -> None:
-    data = DataLoader(MapDataset("dict", 8), 4, num_workers=1, workers=far(), persistent_workers=True)
-    list(data)
-    counters = data._resources.counters
-    pools = [weakref.ref(source) for source in counters.sources]
-    assert [pool() is not None for pool in pools] == [True]
-    data.close()
+    next(iter(data))
     gc.collect()
-    assert [pool() for pool in pools] == [None]
+    assert not [found for found in gc.get_objects() if type(found) is WorkerGroup]
+    assert data.statistics().batches == 3
 
 
 def test_torch_warns_of_more_workers_than_cpus_only_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,6 +278,4 @@ def test_torch_warns_of_more_workers_than_cpus_only_of_this_machine(monkeypatch:
 def test_encrypted_batches_are_the_same(tmp_path: Path) -> None:
     tls = certificates.make_tls(tmp_path)
     for kind in ("large", "drawn"):
-        found = taken(far(tls=tls), MapDataset(kind, 60), (None,), {"batch_size": 8, "shuffle": True})
-        expected = taken("processes", MapDataset(kind, 60), (None,), {"batch_size": 8, "shuffle": True})
-        assert_same(found, expected)
+        check(MapDataset(kind, 60), tls=tls, batch_size=8, shuffle=True)

@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import socket
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -17,33 +16,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, LoaderTimeout, WorkerDied, WorkerReplaced
 from fastq_loader.remote.connection import Lost, Refused, Request, connect
 from tests.conftest import descendants, process_table, running_script, wait_until
 from tests.support.crimes import CrimeAt, dawdle, die_beside_a_child, exit_with_7, segfault, system_exit
-from tests.support.datasets import assert_same
+from tests.support.datasets import Made, assert_same
 from tests.support.hosts import LocalHosts, far, far_pids
+from tests.support.loaders import MANY_WORKERS
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 
-class Slowly(Dataset[Any]):
-    """Samples of all sizes, with draws in them, after a moment."""
-
-    def __init__(self, length: int = 160, seconds: float = 0.002) -> None:
-        self.length, self.seconds = length, seconds
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(self.seconds)
-        return index, torch.rand(30_000), torch.rand(2)
+def slowly(index: int) -> Any:
+    """Samples with draws in them, after a moment."""
+    time.sleep(0.002)
+    return index, torch.rand(30_000), torch.rand(2)
 
 
 def newest() -> LocalHosts:
@@ -53,7 +41,7 @@ def newest() -> LocalHosts:
 def loader(dataset: Any = None, **options: Any) -> DataLoader[Any]:
     torch.manual_seed(5)
     given = {"batch_size": 4, "num_workers": 2, "schedule": "dynamic", "shuffle": True, **options}
-    return DataLoader(Slowly() if dataset is None else dataset, **given)
+    return DataLoader(Made(slowly, 160) if dataset is None else dataset, **given)
 
 
 def kill_far_worker(draw: random.Random, data: DataLoader[Any]) -> None:
@@ -98,12 +86,7 @@ def test_each_index_comes_once_and_in_order_whoever_is_killed(
 
 @pytest.mark.parametrize(
     ("crime", "how"),
-    [
-        (exit_with_7, "exited with code 7"),
-        (die_beside_a_child, ""),
-        (segfault, ""),
-        (system_exit, ""),
-    ],
+    [(exit_with_7, "exited with code 7"), (die_beside_a_child, ""), (segfault, ""), (system_exit, "")],
 )
 def test_a_dead_far_worker_is_told_of_with_its_machine_and_how_it_died(
     crime: Any, how: str, capfd: Any
@@ -115,15 +98,6 @@ def test_a_dead_far_worker_is_told_of_with_its_machine_and_how_it_died(
     with pytest.raises(WorkerDied, match=text):
         next(iterator)
     data.close()
-
-
-def test_a_machine_that_dies_is_told_of_in_the_words_of_whoever_started_it() -> None:
-    data = loader(workers=far(max_restarts=2), num_workers=1)
-    iterator = iter(data)
-    next(iterator)
-    newest().kill_node("node-0")
-    with pytest.warns(WorkerReplaced, match=r"process on node-0 \(pid .*\): its node was switched off"):
-        list(iterator)
 
 
 def test_a_worker_that_is_lost_between_batches_is_another_one_before_anybody_notices() -> None:
@@ -148,28 +122,8 @@ def launcher_of(data: DataLoader[Any]) -> int:
     return launcher
 
 
-@pytest.mark.parametrize(
-    ("kill", "text"),
-    [(kill_far_worker, "was lost with its process on node-0"), (kill_proxy, "exited")],
-)
-def test_without_the_launcher_workers_go_on_and_are_replaced(
-    kill: Callable[[random.Random, DataLoader[Any]], None], text: str
-) -> None:
-    expected = list(loader(num_workers=0))
-    data = loader(workers=far(max_restarts=5), num_workers=1, persistent_workers=True)
-    iterator = iter(data)
-    found = [next(iterator)]
-    os.kill(launcher_of(data), signal.SIGKILL)
-    found += [next(iterator) for _ in range(5)]
-    kill(random.Random(3), data)
-    with pytest.warns(WorkerReplaced, match=text):
-        found += iterator
-    data.close()
-    assert_same(found, expected)
-
-
 def test_64_workers_of_one_machine_are_cheap_here() -> None:
-    data = loader(Slowly(1000), num_workers=64, workers=far(room=64), persistent_workers=True)
+    data = loader(Made(slowly, 1000), num_workers=64, workers=far(room=64), persistent_workers=True)
     while not data.statistics().workers or not all(worker.batches for worker in data.statistics().workers):
         assert sorted(torch.cat([batch[0] for batch in data]).tolist()) == list(range(1000))
     pids = set(proxies(data))
@@ -207,18 +161,20 @@ def test_a_far_worker_that_was_stopped_is_replaced_after_the_timeout() -> None:
     assert wait_until(lambda: stopped not in far_pids(newest()), 5), "its host has ended it"
 
 
+#: What the scripts begin with.
+RUNNING = """
+    import os, signal, subprocess, sys
+    from fastq_loader import WorkerDied
+    from tests.end_to_end.test_remote_faults import loader
+    from tests.support.hosts import far
+    data = loader(workers=far(nodes=2))
+    iterator = iter(data)
+    next(iterator)
+"""
+
+
 def test_of_a_killed_consumer_nothing_is_left_anywhere() -> None:
-    source = """
-        import os, signal
-        from tests.end_to_end.test_remote_faults import loader
-        from tests.support.hosts import far
-        data = loader(workers=far(nodes=2), num_workers=2)
-        iterator = iter(data)
-        next(iterator)
-        print("running", flush=True)
-        signal.pause()
-        """
-    with running_script(source) as script:
+    with running_script(f"{RUNNING}    print('running', flush=True); signal.pause()") as script:
         script.wait_for("running")
         assert len(script.processes()) >= 6
         os.kill(script.pid, signal.SIGKILL)
@@ -227,20 +183,21 @@ def test_of_a_killed_consumer_nothing_is_left_anywhere() -> None:
 
 
 def test_ctrl_c_shows_one_traceback_and_ends_all() -> None:
-    source = """
-        import os, signal, sys
-        from tests.end_to_end.test_remote_faults import loader
-        from tests.support.hosts import far
-        data = loader(workers=far(), persistent_workers=True)
-        next(iter(data))
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.killpg(0, signal.SIGINT)
-        signal.pause()
-        """
-    with running_script(source) as script:
+    interrupted = """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.killpg(0, signal.SIGINT)
+    signal.pause()
+    """
+    with running_script(RUNNING + interrupted) as script:
         result = script.finish(40)
     assert result.left == ()
     assert result.stderr.count("Traceback") == result.stderr.count("KeyboardInterrupt") == 1
+
+
+def test_a_script_ends_quietly_with_an_epoch_under_way() -> None:
+    with running_script(RUNNING) as script:
+        result = script.finish(40)
+    assert (result.returncode, result.stderr, result.left) == (0, "", ())
 
 
 def is_python(pid: int) -> bool:
@@ -276,26 +233,7 @@ def test_whoever_is_interrupted_at_the_start_leaves_nothing(number: signal.Signa
     assert result.returncode == -number
 
 
-def test_a_script_ends_quietly_with_an_epoch_under_way() -> None:
-    source = """
-        from tests.end_to_end.test_remote_faults import loader
-        from tests.support.hosts import far
-        iterator = iter(loader(workers=far(), persistent_workers=True))
-        next(iterator)
-        """
-    with running_script(source) as script:
-        result = script.finish(40)
-    assert (result.returncode, result.stderr, result.left) == (0, "", ())
-
-
-CABLE = """
-    import os, subprocess
-    from fastq_loader import WorkerDied
-    from tests.end_to_end.test_remote_faults import loader
-    from tests.support.hosts import far
-    data = loader(workers=far())
-    iterator = iter(data)
-    next(iterator)
+PULLED = """
     subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
     try:
         list(iterator)
@@ -311,7 +249,7 @@ CABLE = """
 def test_a_cable_that_is_pulled_is_noticed() -> None:
     """Nobody says anything: the kernel asks, and gives up."""
     own_network = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && "$@"', ""]
-    with running_script(CABLE, prefix=own_network) as script:
+    with running_script(RUNNING + PULLED, prefix=own_network) as script:
         result = script.finish(60)
     assert "Connection timed out" in result.stdout
     assert "its node was switched off" in result.stdout
@@ -323,26 +261,14 @@ def test_whoever_has_no_token_is_refused_while_the_run_goes_on() -> None:
     iterator = iter(data)
     next(iterator)
     place = next(iter(newest().places))
-    open_ones = []
-    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), b""):
-        stranger = socket.create_connection(place.address)
-        stranger.sendall(said)
-        open_ones.append(stranger)
-    open_ones[0].close()
+    strangers = []
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), *(os.urandom(50) for _ in range(100))):
+        strangers.append(socket.create_connection(place.address, timeout=5))
+        strangers[-1].sendall(said)
+    strangers[0].close()
     with pytest.raises((Refused, Lost)):
         connect(place.address, bytes(16), Request(99, False), 1)
-    scan = [threading.Thread(target=knock, args=(place.address,)) for _ in range(100)]
-    for thread in scan:
-        thread.start()
     assert sum(1 for _ in iterator) == 39
-    for thread in scan:
-        thread.join()
     data.close()
-    for stranger in open_ones:
+    for stranger in strangers:
         stranger.close()
-
-
-def knock(address: Any) -> None:
-    with suppress(OSError), socket.create_connection(address, timeout=5) as stranger:
-        stranger.sendall(os.urandom(50))
-        stranger.recv(10)

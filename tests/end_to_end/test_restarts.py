@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import os
 import random
@@ -17,57 +16,37 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
-from fastq_loader import DataLoader, Dynamic, IteratorInvalid, Processes
+from fastq_loader import DataLoader, IteratorInvalid, Processes
 from fastq_loader.errors import PoisonousBatch, WorkerDied, WorkerReplaced
 from fastq_loader.ipc import claim_table
 from fastq_loader.workers import children, main
 from tests.conftest import descendants, of_kind
+from tests.support.crimes import Crime, dawdle, exit_with_7, kill_itself, segfault
+from tests.support.datasets import Sized
+from tests.support.loaders import MANY_WORKERS
 
 SIZE = 24
 PAIRS = [[at, at + 1] for at in range(0, SIZE, 2)]
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def crash() -> None:
-    faulthandler.disable()  # a stack on stderr is no news here
-    os.abort()
-
-
-def leave() -> None:
-    os._exit(3)
-
-
-def hang() -> None:
-    time.sleep(60)
-
-
-def stop() -> None:
+def stop(_: int = 0) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @dataclass(eq=False)
-class Doomed(Dataset):
+class Doomed(Sized, Dataset):
     """Sample `at` does something terrible, as long as fewer than `times` workers have come to it."""
 
+    length = SIZE
     folder: Path
     at: int
-    what: Callable[[], None] = die
+    what: Crime = kill_itself
     times: int = 1
-    value: int = 0  # what samples are can be changed from outside
-    ready: int = -1
-
-    def __len__(self) -> int:
-        return SIZE
+    value: int = 0  # may be changed in the consumer, or by an init function
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor, float]:
         self.perhaps_die(index)
@@ -77,7 +56,7 @@ class Doomed(Dataset):
         if index == self.at and len(list(self.folder.iterdir())) < self.times:
             (self.folder / f"{time.monotonic_ns()}").touch()
             time.sleep(0.05)  # the answers before this one leave in zmq's own thread; a SIGKILL would end it
-            self.what()
+            self.what(index)
 
 
 def replacing(dataset: Any, restarts: int = 1, **options: Any) -> Any:
@@ -107,10 +86,10 @@ def indices_of(loader: Any, found: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("method", "what"),
-    [("fork", die), ("fork", crash), ("fork", leave), ("forkserver", leave)],
+    [("fork", kill_itself), ("fork", segfault), ("fork", exit_with_7), ("forkserver", exit_with_7)],
 )
 def test_the_batches_of_a_dead_worker_come_with_the_same_bits(
-    method: str, what: Callable[[], None], tmp_path: Path, undisturbed: list[Any], capfd: Any
+    method: str, what: Crime, tmp_path: Path, undisturbed: list[Any], capfd: Any
 ) -> None:
     with pytest.warns(WorkerReplaced, match="another one was started in its place") as caught:
         assert run(Doomed(tmp_path, 7, what), multiprocessing_context=method) == undisturbed
@@ -130,9 +109,8 @@ def test_a_warning_and_the_statistics_say_who_was_replaced(tmp_path: Path) -> No
     assert all(drawn.sum().item() == total for _, drawn, total in kept), "batches outlive who wrote them"
 
 
-@pytest.mark.parametrize(
-    ("schedule", "in_order"), [("dynamic", False), ("round_robin", True), ("round_robin", False)]
-)
+@pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
+@pytest.mark.parametrize("in_order", [True, False])
 def test_every_batch_comes_once_whatever_the_order(schedule: str, in_order: bool, tmp_path: Path) -> None:
     with pytest.warns(WorkerReplaced):
         found = indices_of(replacing(Doomed(tmp_path, 7), schedule=schedule, in_order=in_order), [])
@@ -161,10 +139,12 @@ def test_a_death_too_many_is_torchs_error_at_its_place(restarts: int, workers: i
 
 
 @pytest.mark.parametrize(
-    ("what", "options"), [(die, {"schedule": "round_robin"}), (hang, {"timeout": 0.2})], ids=["dies", "hangs"]
+    ("what", "options"),
+    [(kill_itself, {"schedule": "round_robin"}), (dawdle, {"timeout": 0.2})],
+    ids=["dies", "hangs"],
 )
 def test_a_batch_that_ends_three_workers_is_given_up_at_its_place(
-    what: Callable[[], None], options: dict[str, Any], tmp_path: Path
+    what: Crime, options: dict[str, Any], tmp_path: Path
 ) -> None:
     iterator = iter(replacing(Doomed(tmp_path, 7, what, times=9), 9, **options))
     before: list[Any] = []
@@ -178,10 +158,14 @@ def test_a_batch_that_ends_three_workers_is_given_up_at_its_place(
 
 @pytest.mark.parametrize(
     ("schedule", "what", "shown"),
-    [("dynamic", hang, "in hang"), ("round_robin", hang, "in hang"), ("dynamic", stop, "did not write")],
+    [
+        ("dynamic", dawdle, "in dawdle"),
+        ("round_robin", dawdle, "in dawdle"),
+        ("dynamic", stop, "did not write"),
+    ],
 )
 def test_a_worker_that_hangs_is_replaced_and_its_stack_shown(
-    schedule: str, what: Callable[[], None], shown: str, tmp_path: Path
+    schedule: str, what: Crime, shown: str, tmp_path: Path
 ) -> None:
     loader = replacing(Doomed(tmp_path, 7, what), 2, schedule=schedule, timeout=0.5)
     hung = r"did not answer within 0.5 seconds, before it answered batch 3 \(indices \[6, 7\]\)"
@@ -222,56 +206,6 @@ def test_a_worker_that_is_stopped_with_no_batch_in_hand_is_replaced(
     loader = replacing(range(8), num_workers=1, schedule=schedule, timeout=1)
     with pytest.warns(WorkerReplaced, match=f"did not answer within 1 seconds, {doing}"):
         assert [batch.tolist() for batch in loader] == PAIRS[:4]
-
-
-class Busy(Doomed):
-    def __len__(self) -> int:
-        return 80
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.015)
-        self.perhaps_die(index)
-        return index
-
-
-def test_a_worker_that_hangs_does_not_hide_behind_the_answers_of_others(tmp_path: Path) -> None:
-    """The others go on for longer than the timeout, with an answer every few milliseconds."""
-    loader = replacing(Busy(tmp_path, 1, hang), batch_size=None, schedule=Dynamic(window=80), timeout=0.3)
-    began = time.monotonic()
-    iterator = iter(loader)
-    next(iterator)
-    with pytest.warns(WorkerReplaced):
-        assert next(iterator) == 1
-    assert time.monotonic() - began < 1.0
-    assert list(iterator) == list(range(2, 80))
-
-
-class Who(Doomed):
-    def __getitem__(self, index: int) -> Any:
-        self.perhaps_die(index)
-        info = get_worker_info()
-        assert info is not None
-        return self.value, info.id, info.num_workers, self.ready
-
-
-def get_ready(worker: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    info.dataset.ready = worker + 100
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_new_worker_has_the_number_the_init_function_and_the_dataset_of_the_old_one(
-    method: str, tmp_path: Path
-) -> None:
-    dataset = Who(tmp_path, 15)
-    options: dict[str, Any] = {"multiprocessing_context": method, "worker_init_fn": get_ready}
-    iterator = iter(replacing(dataset, batch_size=None, **options))
-    next(iterator)
-    dataset.value = 1  # the workers that run already do not see it
-    with pytest.warns(WorkerReplaced):
-        rows = {tuple(row) for row in iterator}
-    assert rows <= {(0, 0, 2, 100), (0, 1, 2, 101)}
 
 
 def test_a_worker_that_cannot_be_replaced_ends_the_epoch_with_both_reasons(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -13,7 +12,6 @@ import pytest
 
 from fastq_loader import DataLoader, Processes, ToDevice
 from fastq_loader.errors import WorkerReplaced
-from fastq_loader.workers.group import WorkerGroup
 from tests.conftest import running_script
 from tests.end_to_end.test_restarts import Doomed
 from tests.support.crimes import CrimeAt, Rows, raise_value_error
@@ -39,15 +37,18 @@ def checked(path: Path) -> list[Event]:
     return events
 
 
+def traced(loader: DataLoader[Any], path: Path, epochs: int = 1) -> tuple[list[Event], int]:
+    """The events of so many epochs, and how many batches they gave."""
+    with loader.trace(path):
+        given = sum(len(list(loader)) for _ in range(epochs))
+    loader.close()
+    return checked(path), given
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_batch_of_every_epoch_is_there_from_its_task_to_its_step(kind: str, tmp_path: Path) -> None:
-    path, given = tmp_path / "a.json", 0
     loader: Any = DataLoader(batch_size=2, num_workers=2, **KINDS[kind])
-    with loader.trace(path):
-        for _ in range(2):
-            given += len(list(loader))
-    loader.close()
-    events = checked(path)
+    events, given = traced(loader, tmp_path / "a.json", epochs=2)
     assert len(batches(events)) == given
     names = list(tracks(events))
     pools = 1 if kind == "persistent" else 2
@@ -55,18 +56,14 @@ def test_every_batch_of_every_epoch_is_there_from_its_task_to_its_step(kind: str
     assert pools <= workers <= 2 * pools, "with `dynamic` one may be quicker than the other"
     consumer = {span["name"] for span in tracks(events)["consumer"]}
     assert {"iter", "next", "step", "sampler"} <= consumer
-    assert [mark["name"] for mark in of(events, "i")] == [
-        *("epoch 1 begins", "epoch 1 ends", "epoch 2 begins", "epoch 2 ends"),
-    ]
+    marks = [mark["name"] for mark in of(events, "i")]
+    assert marks == ["epoch 1 begins", "epoch 1 ends", "epoch 2 begins", "epoch 2 ends"]
     last = max(of(events, "C"), key=lambda event: event["ts"])
     assert last["args"]["batches"] == 0
 
 
 def test_without_workers_the_consumer_loads(tmp_path: Path) -> None:
-    loader = DataLoader(Rows(6), 2)
-    with loader.trace(tmp_path / "a.json"):
-        list(loader)
-    events = checked(tmp_path / "a.json")
+    events, _ = traced(DataLoader(Rows(6), 2), tmp_path / "a.json")
     assert list(tracks(events)) == ["consumer"]
     names = [span["name"] for span in tracks(events)["consumer"]]
     one = ["next", "sampler", "fetch", "collate", "step"]
@@ -83,14 +80,6 @@ def test_an_epoch_that_is_broken_off_is_marked(tmp_path: Path) -> None:
     loader.close()
     events = checked(tmp_path / "a.json")
     assert [mark["name"].partition(" is ")[2] for mark in of(events, "i")].count("broken off") == 3
-
-
-def test_what_is_counted_keeps_no_pool_alive() -> None:
-    loader = DataLoader(Rows(8), 2, num_workers=2)
-    list(loader)
-    next(iter(loader))
-    gc.collect()
-    assert not [found for found in gc.get_objects() if type(found) is WorkerGroup]
 
 
 def test_two_iterators_at_once_have_their_own_workers(tmp_path: Path) -> None:
@@ -126,10 +115,9 @@ def test_a_worker_that_was_killed_and_replaced_is_a_mark(tmp_path: Path) -> None
     (tmp_path / "deaths").mkdir()
     dataset = Doomed(tmp_path / "deaths", 20)
     loader = DataLoader(dataset, 2, num_workers=2, workers=Processes(max_restarts=2))
-    with loader.trace(tmp_path / "a.json"), pytest.warns(WorkerReplaced):
-        assert len(list(loader)) == 12
-    loader.close()
-    events = checked(tmp_path / "a.json")
+    with pytest.warns(WorkerReplaced):
+        events, given = traced(loader, tmp_path / "a.json")
+    assert given == 12
     (mark,) = (mark for mark in of(events, "i") if "epoch" not in mark["name"])
     assert mark["name"].endswith("was replaced")
     assert "SIGKILL" in mark["args"]["about"]
@@ -161,10 +149,7 @@ def test_copies_to_a_device_have_a_track(
 @pytest.fixture(scope="module")
 def long_trace(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("trace") / "a.json"
-    loader = DataLoader(Rows(60), 2, num_workers=2)
-    with loader.trace(path):
-        list(loader)
-    loader.close()
+    traced(DataLoader(Rows(60), 2, num_workers=2), path)
     return path.read_text()
 
 

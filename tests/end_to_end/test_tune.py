@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from fastq_loader import DataLoader, tune
 from tests.conftest import run_script, running_script, wait_until
@@ -19,19 +18,14 @@ from tests.support.datasets import Made, Stream
 pytestmark = pytest.mark.processes
 
 
-class Waiting(Dataset[Any]):
-    """Waits for its samples, as for a disk."""
-
-    def __len__(self) -> int:
-        return 10_000
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.002)
-        return torch.rand(3) + index
+def wait(index: int) -> torch.Tensor:
+    """As for a disk."""
+    time.sleep(0.002)
+    return torch.rand(3) + index
 
 
 def make_loader() -> DataLoader[Any]:
-    return DataLoader(Waiting(), 4, shuffle=True, num_workers=1)
+    return DataLoader(Made(wait, 10_000), 4, shuffle=True, num_workers=1)
 
 
 def contents(loader: DataLoader[Any], count: int) -> list[Any]:
@@ -40,7 +34,7 @@ def contents(loader: DataLoader[Any], count: int) -> list[Any]:
 
 def test_it_finds_more_workers_for_a_dataset_that_waits() -> None:
     generator = torch.Generator().manual_seed(1)
-    loader = DataLoader(Waiting(), 4, shuffle=True, num_workers=1, generator=generator)
+    loader = DataLoader(Made(wait, 10_000), 4, shuffle=True, num_workers=1, generator=generator)
     before = generator.get_state(), torch.get_rng_state()
     found = tune(loader, seconds=4, schedules=["round_robin"], max_workers=4, progress=False)
     assert all(map(torch.equal, before, (generator.get_state(), torch.get_rng_state())))
@@ -59,14 +53,6 @@ def test_an_iterable_dataset_is_tuned_too() -> None:
     found = tune(DataLoader(Stream("tensors", [4] * 8), 2), seconds=2, max_workers=2, progress=False)
     assert {row.settings.get("schedule", "round_robin") for row in found.rows} == {"round_robin"}
     assert found.rows[0].batches_per_second > 0
-
-
-def test_start_methods_are_compared_if_that_is_asked_for() -> None:
-    loader: DataLoader[Any] = DataLoader(Made(float, 1000), 4, num_workers=1)
-    methods = ["fork", "forkserver"]
-    found = tune(loader, seconds=6, start_methods=methods, max_workers=1, progress=False)
-    tried = {row.settings.get("multiprocessing_context") for row in found.rows}
-    assert tried == {None, *methods}
 
 
 def test_ctrl_c_prints_what_was_measured_and_leaves_nothing() -> None:

@@ -234,3 +234,13 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_claim_has_claimed_nothing(sh
     assert end_of(pid) == -signal.SIGKILL
     assert shared.claims.holder(7) is None
     assert shared.claims.claim(7, 3)
+
+
+def test_an_error_of_the_system_is_no_busy_ticket(shared: SharedTable) -> None:
+    other = shared.other()
+    other.offer(7)
+    os.close(other._fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        other.claim(7, 3)
+    assert shared.claims.holder(7) is None
+    other._fd = -1

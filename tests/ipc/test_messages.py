@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastq_loader.errors import ProtocolError
@@ -35,7 +35,6 @@ from fastq_loader.ipc.messages import (
     decode_index,
     encode,
     load_index,
-    packs,
 )
 from tests.support.datasets import assert_same
 
@@ -144,21 +143,6 @@ def test_packed_integers_come_out_as_a_list(integers: list[int]) -> None:
     packed = Indices(array("q", integers).tobytes())
     assert_same(integers, travel(packed), "index")
     assert decode_index(packed) == integers
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.integers(-(1 << 66), 1 << 66))
-@example(-(1 << 63))
-@example(-(1 << 63) - 1)
-@example((1 << 64) - 1)
-@example(1 << 64)
-def test_packs_says_what_msgpack_takes(value: int) -> None:
-    try:
-        msgpack.packb(value)
-    except OverflowError:
-        assert not packs(value)
-    else:
-        assert packs(value)
 
 
 opened: list[int] = []
@@ -322,3 +306,10 @@ def test_other_frames_raise_nothing_else(kind: int, fields: list[Any], junk: byt
     for frame in (msgpack.packb((VERSION, kind, *fields), unicode_errors="surrogatepass"), junk):
         decodes_or_refuses(frame)
     decodes_or_refuses(bytes([0x92, VERSION]) + junk)
+
+
+def test_a_segment_is_three_integers() -> None:
+    assert decode_for_consumer(answer(8, [1, None, [], None, [[1, 2, 3]]]))
+    for segment in ([1, 2, "3"], [1.0, 2, 3], [1, None, 3]):
+        with pytest.raises(ProtocolError, match="where a segment should be"):
+            decode_for_consumer(answer(8, [1, None, [], None, [segment]]))

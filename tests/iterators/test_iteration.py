@@ -16,15 +16,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from fastq_loader import DataLoader, IteratorInvalid
-from fastq_loader.errors import WorkerDied
 from fastq_loader.iterators import base
-from fastq_loader.statistics.epoch import EpochCounters
 from tests.conftest import descendants, of_kind, wait_until
-from tests.support.crimes import CrimeAt, exit_with_7
 from tests.support.datasets import FaultyDataset, Made, SizedStream
 from tests.support.loaders import torch_has
 
@@ -108,6 +105,28 @@ def test_a_batch_whose_warning_was_interrupted_comes_next(monkeypatch: pytest.Mo
         next(iterator)
     monkeypatch.setattr(base, "warn_user", lambda text, category: None)
     assert [label for _, label in iterator] == [0, 1, 2, 3]
+
+
+class GoesOn(Sampler[int]):
+    """Its iterator has more after its end."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.numbers: Iterator[Any] = iter([3, None, 1])
+        return self
+
+    def __next__(self) -> int:
+        if (number := next(self.numbers)) is None:
+            raise StopIteration
+        return int(number)
+
+
+@pytest.mark.parametrize("kind", [TorchDataLoader, DataLoader])
+def test_an_end_comes_as_often_as_with_torch(kind: Any) -> None:
+    iterator = iter(make(kind, batch_size=None, sampler=GoesOn()))
+    for expected in (3, 1):
+        assert next(iterator) == expected
+        with pytest.raises(StopIteration):
+            next(iterator)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -210,22 +229,6 @@ def test_a_pool_ends_with_the_last_iterator_that_refers_to_it() -> None:
     assert len(descendants()) == 1
     del iterator
     assert wait_until(lambda: not descendants(), 3)
-
-
-def test_the_call_that_ends_the_workers_counts_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    running: list[int] = []
-    monkeypatch.setattr(EpochCounters, "closed", lambda *_: running.append(len(descendants())))
-    iterator = iter(DataLoader(range(4), 2, num_workers=1))
-    assert len(numbers(iterator)) == 2
-    assert running == [0]
-    assert next(iterator, None) is None
-    assert running == [0], "what comes after the epoch is no part of it"
-    with pytest.raises(WorkerDied):
-        list(DataLoader(CrimeAt(exit_with_7, 2), 2, num_workers=1))
-    assert running == [0, 0]
-    with persistent() as loader:
-        list(loader)
-    assert running == [0, 0], "these workers stay"
 
 
 def test_a_pool_that_has_ended_is_replaced_in_the_next_epoch() -> None:

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from fastq_loader.memory import results
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Mapping
-from fastq_loader.memory.blocks import HELD, SMALLEST, Extents
+from fastq_loader.memory.blocks import SMALLEST, Extents
 from fastq_loader.memory.results import empty, out_array, out_tensor
+from fastq_loader.packing.pack import Packer
 from tests.support.datasets import Opaque, assert_same
-from tests.support.invariants import states
-from tests.support.pair import DTYPES, LARGE, Pair, offset_of, paired
+from tests.support.pair import DTYPES, LARGE, TOKEN, Pair, offset_of, paired
 from tests.support.simulated_fork import Fork
 
 pytestmark = [
@@ -51,46 +51,7 @@ def test_a_second_segment_in_one_block_is_copied(pair: Pair) -> None:
     assert second[1] == 2 * LARGE + 1
 
 
-def test_a_small_part_of_a_block_does_not_hold_the_whole(pair: Pair) -> None:
-    def make() -> torch.Tensor:
-        tensor = torch.arange(40 * LARGE, out=empty((40 * LARGE,), torch.int32))
-        return tensor[LARGE : 2 * LARGE]
-
-    answer = pair.pack(make)
-    assert pair.copied == [LARGE * 4]
-    assert [size for _, size in answer.used] == [LARGE * 4]
-    result = pair.deliver(pair.arrive(answer))
-    assert result.tolist() == list(range(LARGE, 2 * LARGE))
-    held = [offset for offset, state in states(pair.ledger).items() if state == HELD]
-    assert len(held) == 1
-    block = pair.ledger.block_at(held[0])
-    assert block is not None
-    assert block.size < 8 * LARGE
-
-
 # ---- what user code keeps ---------------------------------------------------------------------------
-
-
-def test_what_a_dataset_keeps_is_shipped_in_a_copy(pair: Pair) -> None:
-    kept: list[torch.Tensor] = []
-
-    def make() -> Any:
-        kept.append(empty((LARGE,)).fill_(len(kept)))
-        return {"kept": kept[-1][3:], "free": empty((LARGE,)).fill_(9)}
-
-    first = pair.run(make)
-    assert len(pair.copied) == 1
-    kept[0].fill_(100)
-    assert float(first["kept"].sum()) == 0
-    assert offset_of(pair, first["kept"]) != offset_of(pair, kept[0]) + 12
-    second = pair.run(make)
-    assert float(kept[0].sum()) == 100 * LARGE, "a later task wrote to what the dataset keeps"
-    assert float(second["kept"].sum()) == LARGE - 3
-    del first, second
-    assert not pair.idle()  # the dataset's two
-    kept.clear()
-    pair.trip(None)
-    assert pair.idle(), "blocks that the dataset dropped did not come back"
 
 
 def test_a_kept_tensor_can_be_shipped_again_and_at_last_without_a_copy(pair: Pair) -> None:
@@ -250,7 +211,6 @@ def test_of_a_block_that_is_mapped_by_itself_only_what_is_mapped_is_the_block(
 ) -> None:
     monkeypatch.setattr(pair.arena.mapping, "whole", False)
     block = pair.allocator.take(SMALLEST + 1)
-    assert block.size > SMALLEST + 1
     assert pair.allocator.block_at(block.address + SMALLEST) is block
     assert pair.allocator.block_at(block.address + SMALLEST + 1) is None
 
@@ -277,6 +237,16 @@ def test_a_worker_makes_blocks_in_its_own_part_and_in_the_ranges_that_it_was_giv
         with pytest.raises(MemoryError, match="do not fit"):
             blocks.take(end - start)
         assert blocks.finish([])[0] == [(block.offset, block.size) for block in taken]
+
+
+def test_where_no_room_is_left_an_error_lies_in_the_block_of_its_batch(pair: Pair) -> None:
+    blocks = Allocator(pair.arena.mapping, 0, [(0, 8 * SMALLEST)])
+    batch = blocks.take(8 * SMALLEST)
+    blocks.ship([(batch.offset, 8 * SMALLEST)])
+    with pytest.raises(MemoryError):
+        blocks.take(1)
+    handle, _ = Packer(blocks, TOKEN).pack_exception(b"what happened")
+    assert handle.segments[0][:2] == (batch.offset, batch.size)
 
 
 # ---- what collate functions call --------------------------------------------------------------------
@@ -342,3 +312,21 @@ def test_small_results_are_not_worth_a_block(pair: Pair) -> None:
     assert block is not None
     assert (block.offset, block.size) == (0, SMALLEST)
     assert empty((LARGE,)).dtype is torch.get_default_dtype()
+
+
+def test_of_the_blocks_at_hand_the_smallest_that_fits_is_taken(pair: Pair) -> None:
+    dropped = empty((SMALLEST,), torch.uint8)
+    pair.allocator.begin([(100 * SMALLEST, 2 * SMALLEST)])
+    at = offset_of(pair, dropped)
+    del dropped
+    assert pair.allocator.take(SMALLEST).offset == at
+
+
+def test_a_promised_block_that_is_released_soon_is_waited_for(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter((False, False, True))
+    monkeypatch.setattr(pair.arena.mapping, "is_released", lambda offset: next(looks))
+    monkeypatch.setattr("fastq_loader.memory.allocator._WAIT_BYTES_PER_SECOND", SMALLEST)  # for a second
+    pair.allocator.begin([], [(100 * SMALLEST, SMALLEST)])
+    assert pair.allocator.take(SMALLEST).offset == 100 * SMALLEST

@@ -6,12 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastq_loader.memory.blocks import (
-    BLOCK_TRANSITIONS,
     DEVICE_ALIGNMENT,
-    FILLED,
-    FREE,
-    GRANTED,
-    HELD,
     PAGE,
     SMALLEST,
     FreeRanges,
@@ -45,11 +40,6 @@ def test_there_are_four_size_classes_between_powers_of_two() -> None:
         step = (1 << power) // 64
         sizes = {size_class(nbytes) for nbytes in range((1 << power) + 1, (2 << power) + 1, step)}
         assert sizes == {(1 << power) * quarters // 4 for quarters in (5, 6, 7, 8)}
-
-
-def test_only_these_events_free_a_block() -> None:
-    freeing = {(s, e) for s, events in BLOCK_TRANSITIONS.items() for e, to in events.items() if to == FREE}
-    assert freeing == {(GRANTED, "give_back"), (FILLED, "drop"), (HELD, "release")}
 
 
 @settings(deadline=None, max_examples=100)

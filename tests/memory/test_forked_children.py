@@ -69,14 +69,6 @@ def test_children_that_are_gone_are_forgotten_at_the_next_fork() -> None:
     assert len(descriptors()) == before
 
 
-def test_a_fork_while_nothing_is_there_leaves_nothing() -> None:
-    before = descriptors()
-    with watching() as watched:
-        Fork(watched).die()
-        assert descriptors() == before
-        assert not watched.may_see(0, moment())
-
-
 @pytest.mark.parametrize("closed", [False, True])
 def test_without_descriptors_every_child_counts(closed: bool) -> None:
     """None is left, or the owner has given its own back."""

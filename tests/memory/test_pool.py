@@ -78,18 +78,10 @@ def write(pool: BlockPool, worker: int, *sizes: int, at: int = 0) -> list[int]:
     return offsets
 
 
-def block_in(state: str) -> BlockPool:
-    """A pool with one block, at offset 0, that worker 0 made."""
+def held_block() -> BlockPool:
+    """A pool with one block, at offset 0, that worker 0 made and a user holds."""
     pool = new_pool()
-    if state in (FREE, GRANTED):
-        pool.accept(0, (), ((0, B),), (0,) if state == FREE else (), ())
-    else:
-        write(pool, 0, B)
-    if state in (HELD, PROMISED):
-        pool.deliver([0])
-    if state == PROMISED:
-        assert pool.grant(Holder(0)) == ((), ((0, B),))
-    assert states(pool) == {0: state}
+    pool.deliver(write(pool, 0, B))
     return pool
 
 
@@ -140,7 +132,8 @@ def test_an_answer_that_does_not_fit_changes_nothing(
 
 
 def test_a_worker_may_decline_a_promise_and_writes_to_the_block_only_when_it_is_released() -> None:
-    pool = block_in(PROMISED)
+    pool = held_block()
+    assert pool.grant(Holder(0)) == ((), ((0, B),))
     pool.accept(0, (), (), (0,), ((0, B),))
     assert states(pool) == {0: HELD}
     assert pool.grant(Holder(1)) == ((), ((0, B),)), "it can be promised again"
@@ -163,18 +156,6 @@ def test_only_large_blocks_are_promised(nbytes: int, monkeypatch: pytest.MonkeyP
     assert pool.grant(Holder(1)) == ((), promised)
 
 
-def test_only_blocks_of_the_newest_batch_are_promised_and_each_once() -> None:
-    pool = new_pool()
-    for at in range(3):
-        pool.deliver(write(pool, 0, B, at=at * B))
-    assert pool.grant(Holder(1)) == ((), ((2 * B, B),))
-    assert pool.grant(Holder(0)) == ((), ())
-    pool.release([2 * B])
-    pool.give_back([2 * B])
-    assert trimmed(pool, 0) == [(2 * B, B)]
-    assert pool.grant(Holder(0)) == ((), ()), "it is trimmed"
-
-
 def test_a_grant_has_the_sizes_of_recent_batches_and_the_warmest_blocks() -> None:
     pool = new_pool()
     offsets = write(pool, 0, 16 * B, 4 * B, 4 * B, 4 * B)
@@ -183,16 +164,8 @@ def test_a_grant_has_the_sizes_of_recent_batches_and_the_warmest_blocks() -> Non
     assert pool.free_blocks == 0
 
 
-@pytest.mark.parametrize(("size", "fits"), [(2 * B, True), (size_class(2 * B + 1), False)])
-def test_a_block_twice_as_large_will_do_and_a_larger_one_will_not(size: int, fits: bool) -> None:
-    pool = new_pool()
-    write(pool, 0, B)
-    pool.accept(0, (), ((B, size),), (B,), ())
-    assert pool.grant(Holder(1))[0] == (((B, size),) if fits else ())
-
-
 def test_blocks_of_a_shared_task_are_handed_over_to_the_worker_that_claims_it() -> None:
-    pool = block_in(HELD)
+    pool = held_block()
     blocks = sum(pool.grant(Holder(None, 7)), ())
     for worker in (0, 1):
         with pytest.raises(ProtocolError, match=f"worker {worker} has no grant"):
@@ -529,16 +502,12 @@ def test_a_kind_that_has_not_come_for_long_is_forgotten() -> None:
     assert (demand.wanted, demand.batch_bytes) == ((), 0)
 
 
-def test_the_oldest_of_many_kinds_gives_way() -> None:
-    demand = Demand()
-    for kind in range(KINDS + 1):
-        demand.learn((3 * 10**kind, 10**kind))
-    wanted = [size * 10**kind for kind in range(1, KINDS + 1) for size in (1, 3)]
-    assert demand.wanted == tuple(reversed(wanted))
-
-
 def test_the_bytes_of_a_batch_fade_slowly_from_their_maximum() -> None:
     demand = Demand()
     for kind, expected in (((600, 400), 1000), ((100,), 990), ((200,), 980.1), ((980, 1), 981)):
         demand.learn(kind)
         assert demand.batch_bytes == pytest.approx(expected)
+
+
+def test_usage_counts_blocks_in_use_and_free_ones() -> None:
+    assert released(5, held=2).usage() == (2, 3, 5 * B)

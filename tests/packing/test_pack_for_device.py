@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,8 @@ from fastq_loader.ipc.messages import Handle
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST
 from fastq_loader.memory.results import empty
-from tests.support.datasets import Opaque, assert_same
+from fastq_loader.packing.tensors import moved, tensors_of
+from tests.support.datasets import Opaque, Point, Slotted, assert_same
 from tests.support.pair import DTYPES, Pair, noise, paired, random_tensor
 
 pytestmark = [
@@ -80,13 +84,13 @@ def test_any_fields_from_anywhere(batches: list[Any]) -> None:
 
 def test_everything_is_in_one_block_and_stays_where_it_was_made(pair: Pair) -> None:
     def make() -> Any:
-        return {"image": filled(300_000, 1), "mask": filled(200_000, 2), "label": torch.arange(7)}
+        return {"mask": filled(100_000, 1), "image": filled(400_000, 2), "label": torch.arange(7)}
 
     for batch in range(4):
         pair.copied.clear()
         handle = pair.arrive(pair.pack(make))
         assert len(handle.segments) == 1
-        assert pair.copied == ([300_000, 200_000, 56] if batch == 0 else [56])
+        assert pair.copied == ([100_000, 56] if batch == 0 else [56])
         assert contents(pair.deliver(handle).values()) == [[1], [2], list(range(7))]
     assert len(pair.ledger) <= 4
 
@@ -179,3 +183,51 @@ def test_tensors_that_are_no_leaves_are_moved(pair: Pair) -> None:
     assert [part.device.type for part in (*result[:2], result[2].value, result[3])] == ["meta"] * 4
     assert [type(part) for part in result] == [torch.Tensor, torch.nn.Parameter, Opaque, Marked]
     assert result[1].requires_grad
+
+
+# ---- the tensors in whatever a batch is made of ----------------------------------------------------------
+
+META = torch.device("meta")
+
+
+def test_tensors_are_found_in_containers_and_objects_once_each() -> None:
+    tensors = [torch.zeros(number) for number in range(7)]
+    tree: list[Any] = [
+        {"a": tensors[0], "b": (tensors[1], [tensors[0]])},
+        Opaque(tensors[2]),
+        Slotted(tensors[3]),
+        Point(tensors[4], 1),
+        collections.OrderedDict(x=tensors[5]),
+        SimpleNamespace(x={"y": tensors[6]}),
+        "text",
+        torch.Tensor,
+    ]
+    tree[0]["b"][1].append(tree)  # a cycle
+    assert {id(part) for part in tensors_of(tree)} == set(map(id, tensors))
+
+
+ROWS = [torch.rand(2), torch.rand(3)]
+WITHOUT_STRIDES: dict[str, tuple[Callable[[], torch.Tensor], list[int]]] = {
+    "coo": (lambda: torch.eye(3).to_sparse(), [6, 3]),
+    "csr": (lambda: torch.eye(3).to_sparse_csr(), [4, 3, 3]),
+    "csc": (lambda: torch.eye(3).to_sparse_csc(), [4, 3, 3]),
+    "nested": (lambda: torch.nested.nested_tensor(ROWS), [2, 3]),
+    "jagged": (lambda: torch.nested.nested_tensor(ROWS, layout=torch.jagged), [5, 3]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", WITHOUT_STRIDES)
+def test_tensors_without_strides_are_their_parts(name: str) -> None:
+    make, sizes = WITHOUT_STRIDES[name]
+    assert sorted(part.numel() for part in tensors_of(make())) == sorted(sizes)
+
+
+def test_only_a_tensor_moves_and_stays_a_leaf_that_requires_grad() -> None:
+    for value in ("text", None, [torch.zeros(1)]):
+        assert moved(value, META) is value
+    here = torch.zeros(3)
+    assert moved(here, here.device) is here
+    there = moved(torch.zeros(3, requires_grad=True), META)
+    assert (there.device, there.requires_grad, there.is_leaf) == (META, True, True)
+    assert moved(torch.zeros(3, requires_grad=True) * 2, META).grad_fn is not None

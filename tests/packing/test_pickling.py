@@ -259,24 +259,6 @@ def test_a_cycle_around_what_cannot_be_pickled_ends() -> None:
         through(cycle)
 
 
-class OnlyOnce:
-    """Fails the first time that it is pickled."""
-
-    def __init__(self) -> None:
-        self.tries = 0
-
-    def __reduce__(self) -> Any:
-        self.tries += 1
-        if self.tries == 1:
-            raise ConnectionError("not now")
-        return OnlyOnce, ()
-
-
-def test_what_pickles_the_second_time_raises_its_own_error() -> None:
-    with pytest.raises(ConnectionError, match="not now"):
-        through([OnlyOnce()])
-
-
 class Large:
     def __reduce__(self) -> Any:
         raise MemoryError("no room")

@@ -240,45 +240,10 @@ def test_a_digest_does_not_read_what_lies_around_the_leaves(for_device: bool) ->
 Meta = tuple[Any, ...]
 
 
-def tensor(dtype: Any = "float32", shape: Any = (4,), strides: Any = None, **others: Any) -> Meta:
-    return (others.get("kind", "T"), dtype, shape, strides, others.get("segment", 0), others.get("start", 0))
-
-
-def array(dtype: Any = "<f4", shape: Any = (4,), strides: Any = None, **others: Any) -> Meta:
-    return tensor(dtype, shape, strides, kind="A", **others)
-
-
-def spec_of(*leaves: Meta, sizes: Any, tree: Any = None, offsets: Any = None) -> Spec:
-    tree = ("l", tuple(("L", number) for number in range(len(leaves)))) if tree is None else tree
-    return Spec((tree, leaves, sizes) if offsets is None else (tree, leaves, sizes, offsets))
-
-
-def made(spec: Spec, *buffers: Any) -> list[Any]:
-    leaves: list[Any] = [None] * len(spec.leaves)
-    for segment, buffer in enumerate(buffers):
-        spec.fill(segment, buffer, leaves)
-    return leaves
-
-
-def test_the_part_for_a_device_is_cut_into_leaves_of_their_own() -> None:
-    spec = spec_of(
-        tensor(shape=(3,)),
-        array(segment=1),
-        tensor("int16", (2, 2), (1, 2), segment=2),
-        sizes=(12, 16, 8),
-        offsets=(256, -1, 0),
-    )
-    assert (spec.device_bytes, spec.tails, len(spec.dense_arrays)) == (268, [268], 1)
-    memory = torch.zeros(272, dtype=torch.uint8)
-    leaves: list[Any] = [None] * 3
-    memory[:8].view(torch.int16)[:] = torch.arange(4)
-    memory[256:268].view(torch.float32)[:] = 1.5
-    spec.fill_device(memory, leaves)
-    assert (leaves[0].tolist(), leaves[1]) == ([1.5] * 3, None)
-    assert leaves[2].tolist() == [[0, 2], [1, 3]]
-    assert leaves[0]._version == 0
-    leaves[2].zero_()
-    assert leaves[0]._version == 0, "autograd takes what it saved of one field for overwritten"
+def leaf(
+    dtype: str = "float32", shape: Any = (4,), strides: Any = None, kind: str = "T", segment: int = 0
+) -> Meta:
+    return kind, dtype, shape, strides, segment, 0
 
 
 LENGTHS = st.sampled_from((1, 20_000, 90_000, REMEMBERED))
@@ -304,15 +269,15 @@ def test_a_consumer_has_every_spec_that_its_worker_remembers(packed: list[tuple[
 
 #: Leaves, and the sizes of their segments.
 REFUSED: dict[str, tuple[tuple[Meta, ...], Any]] = {
-    "more rows than its segment": ((tensor(shape=(5,)),), (16,)),
-    "fewer rows than its segment": ((tensor(),), (20,)),
-    "longer strides than its segment": ((tensor(strides=(2,)),), (16,)),
-    "an array that runs backwards": ((array(strides=(-4,)),), (16,)),
-    "a segment that is not there": ((tensor(segment=9),), (16,)),
-    "a segment without a leaf": ((tensor(),), (16, SMALLEST)),
-    "an unknown dtype": ((tensor("float31"),), (16,)),
-    "an array of an unknown dtype": ((array("<q7"),), (16,)),
-    "a leaf cut short": ((tensor()[:5],), (16,)),
+    "more rows than its segment": ((leaf(shape=(5,)),), (16,)),
+    "fewer rows than its segment": ((leaf(),), (20,)),
+    "longer strides than its segment": ((leaf(strides=(2,)),), (16,)),
+    "an array that runs backwards": ((leaf("<f4", strides=(-4,), kind="A"),), (16,)),
+    "a segment that is not there": ((leaf(segment=9),), (16,)),
+    "a segment without a leaf": ((leaf(),), (16, SMALLEST)),
+    "an unknown dtype": ((leaf("float31"),), (16,)),
+    "an array of an unknown dtype": ((leaf("<q7", kind="A"),), (16,)),
+    "a leaf cut short": ((leaf()[:5],), (16,)),
 }
 
 
@@ -321,7 +286,7 @@ def test_a_spec_whose_leaves_do_not_cover_their_segments_is_refused(
     leaves: tuple[Meta, ...], sizes: Any
 ) -> None:
     with pytest.raises(ProtocolError):
-        spec_of(*leaves, sizes=sizes)
+        Spec((("l", tuple(("L", number) for number in range(len(leaves)))), leaves, sizes))
 
 
 @pytest.mark.parametrize("short", [(), ("V",), ("V", ()), None, 3], ids=str)

@@ -170,16 +170,6 @@ def test_frames_and_bodies_of_many_buffers_come_as_they_were_sent(served: Served
     connection.close()
 
 
-def test_each_side_notices_a_silent_other_one(served: Served) -> None:
-    connection, _ = connect(served(TOKEN, welcome), TOKEN, REQUEST, WELCOME)
-    sock = socket.socket(fileno=os.dup(connection.fileno()))
-    options = (socket.TCP_NODELAY, socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPCNT)
-    assert [sock.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [1, 4000, 1, 4]
-    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-    sock.close()
-    connection.close()
-
-
 @pytest.mark.parametrize(
     ("token", "then", "kinds", "error", "reason"),
     [

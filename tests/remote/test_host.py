@@ -6,7 +6,6 @@ import base64
 import os
 import pickle
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,7 +33,7 @@ from fastq_loader.remote.connection import (
     Request,
     connect,
 )
-from fastq_loader.remote.far_worker import HostSpec, ProxySocket, SentBlocks
+from fastq_loader.remote.far_worker import ProxySocket, SentBlocks
 from fastq_loader.remote.host_process import actor_class
 from tests.conftest import descendants, run_script, wait_until
 from tests.support import certificates
@@ -361,12 +360,6 @@ def test_messages_come_in_their_order_also_after_a_look_for_the_stop(scene: Scen
     assert [scene.socket.receive(block=True) for _ in said] == said
 
 
-def test_it_leaves_when_the_proxy_is_gone(scene: Scene) -> None:
-    scene.ends[1].close()
-    with pytest.raises(SystemExit):
-        scene.socket.receive(block=True)
-
-
 def test_a_child_of_the_dataset_that_comes_back_leaves(scene: Scene) -> None:
     def use_it() -> None:
         try:
@@ -375,22 +368,3 @@ def test_a_child_of_the_dataset_that_comes_back_leaves(scene: Scene) -> None:
             os._exit(9)
 
     assert end_of(fork(use_it)) == 9
-
-
-def test_an_answer_for_nobody_ends_the_process(scene: Scene) -> None:
-    def answer() -> None:
-        scene.ends[1].shutdown(socket.SHUT_RDWR)
-        scene.socket._send((b"", [], []))
-
-    assert end_of(fork(answer)) == 1
-
-
-def test_it_arrives_with_what_was_defined_in_a_function() -> None:
-    factor = 3
-    spec: HostSpec = pickle.loads(pickle.dumps(host_spec(lambda index: factor * index, dynamic=True)))
-    plan = spec.setup.plan
-    assert plan.payload.open()["dataset"](2) == 6
-    assert (spec.setup.token, spec.path) == (TOKEN, tuple(sys.path))
-    assert not plan.shared_tasks, "the proxy claims"
-    assert TOKEN.hex() not in repr(spec)
-    assert {"Python", "torch", "numpy"} < spec.versions.keys()

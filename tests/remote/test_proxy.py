@@ -20,7 +20,6 @@ from fastq_loader.ipc.messages import (
     Answer,
     Epoch,
     Handle,
-    Pickled,
     Ping,
     Space,
     Stop,
@@ -31,7 +30,7 @@ from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.remote import proxy as module
-from fastq_loader.remote.connection import MESSAGE, WELCOME, Address, Connection, Frame, header
+from fastq_loader.remote.connection import MESSAGE, Address, Connection, header
 from fastq_loader.remote.proxy import NoPlace, Place, Proxy, Status
 from fastq_loader.system import calls
 from tests.support.simulation import Table
@@ -66,12 +65,7 @@ class PlayedSocket:
 
 
 class Scene:
-    """A proxy and those around it.
-
-    Attributes:
-        far: the far worker's end of the connection.
-        pipe: the consumer's end of the pipe.
-    """
+    """A proxy, and the ends that others have: `far` is the far worker's, `pipe` the consumer's."""
 
     def __init__(self, shared: bool = True) -> None:
         self.arena = Arena(2)
@@ -203,19 +197,6 @@ def test_an_answer_without_a_batch_gives_its_blocks_back(scene: Scene) -> None:
     assert (sent.kind, sent.handle, sent.returned) == (ENDED, None, (SMALLEST,))
 
 
-def test_bytes_of_whole_answers_are_counted_before_the_consumer_hears_of_them(scene: Scene) -> None:
-    scene.tell(EPOCH, task(0), task(1))
-    whole = answer(0, (0, 2 * SMALLEST, 0))
-    scene.socket.send = lambda message: counted.append(scene.traffic[1])  # type: ignore[method-assign]
-    counted: list[int] = []
-    for seq in range(2):
-        part = whole._replace(seq=seq)
-        scene.far.send(MESSAGE, encode(part), [bytes(2 * SMALLEST)])
-        scene.proxy._receive(scene.proxy._far)  # type: ignore[arg-type]
-    each = len(header(MESSAGE, 0)) + len(encode(whole)) + 2 * SMALLEST
-    assert counted == [each, 2 * each]
-
-
 def test_times_are_of_this_clock(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "monotonic_ns", lambda: 90_000)
     scene.tell(EPOCH, task(0))
@@ -244,14 +225,6 @@ def test_what_is_no_answer_is_refused(wrong: bytes, body: int, reason: str, scen
     assert scene.socket.sent == []
 
 
-def test_assigned_tasks_and_epochs_are_passed_on_as_they_come(assigned: Scene) -> None:
-    index = Pickled(bytes(16) + b"opaque")
-    said = [EPOCH, task(0), task(1, index=index), EPOCH._replace(epoch=2), task(2)]
-    assigned.tell(*said)
-    assert assigned.heard() == [forwarded(m) if isinstance(m, Task) else m for m in said]
-    assert assigned.claims.begun(1) == 100
-
-
 def test_what_is_for_the_proxy_is_not_passed_on(scene: Scene) -> None:
     space = SMALLEST * 5
     start, _ = scene.arena.mapping.region(1)
@@ -272,13 +245,6 @@ def test_without_a_claim_another_far_worker_is_waited_for_and_told_of_the_epoch(
     scene.connect()
     scene.tell(task(0)._replace(epoch=2))
     assert scene.heard() == [EPOCH._replace(epoch=2), forwarded(task(0))._replace(epoch=2)]
-
-
-def test_with_a_claim_it_dies_and_says_of_what(scene: Scene) -> None:
-    scene.tell(EPOCH, task(0))
-    with pytest.raises(SystemExit):
-        scene.proxy._lose("the cable was pulled")
-    assert scene.said() == [Status(why="the cable was pulled")]
 
 
 def test_where_another_worker_would_draw_other_numbers_it_dies_without_a_claim(assigned: Scene) -> None:
@@ -316,17 +282,6 @@ def test_where_there_is_no_place_it_dies(scene: Scene) -> None:
     assert scene.said() == [Status(why="none is left")]
 
 
-def test_it_greets_the_consumer_with_its_first_far_worker(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "connect", lambda *_, **__: (scene.proxy._far, Frame(WELCOME, b"7", 0)))
-    for _ in range(2):
-        scene.pipe.send(PLACE)
-        scene.proxy._take_place()
-    assert scene.said() == [Status(pid=7)] * 2
-    assert scene.socket.greetings == 1
-
-
 def test_it_leaves_when_the_far_worker_has(scene: Scene) -> None:
     scene.socket.messages = [EPOCH, task(0), Stop()]
     scene.claims.offer(100)
@@ -341,15 +296,6 @@ def test_it_leaves_when_the_far_worker_has(scene: Scene) -> None:
     running.join()
     assert scene.socket.sent == []
     assert scene.said() == [WAITS]
-
-
-def test_a_lost_connection_is_noticed_by_the_loop(scene: Scene) -> None:
-    scene.tell(EPOCH, task(0))
-    scene.heard()
-    scene.far.close()
-    with pytest.raises(SystemExit):
-        scene.proxy.run()
-    assert scene.said() == [WAITS, Status(why="the other side closed the connection")]
 
 
 def test_one_whose_consumer_is_gone_leaves_without_a_word(assigned: Scene) -> None:

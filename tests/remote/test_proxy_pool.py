@@ -10,8 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,18 +18,18 @@ from typing import Any
 import pytest
 
 import fastq_loader
+from fastq_loader import DataLoader
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.remote import proxy_pool as module
 from fastq_loader.remote.connection import Address, Lost
 from fastq_loader.remote.proxy import NoPlace, Place, Status
-from fastq_loader.remote.proxy_pool import Launcher, ProxyPool
+from fastq_loader.remote.proxy_pool import ProxyPool
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.system import calls
-from fastq_loader.workers.children import Child, LaunchedProcess
-from fastq_loader.workers.config import Descriptors, PickledPayload
-from tests.conftest import descendants, process_table, wait_until
+from tests.conftest import process_table, wait_until
 from tests.support.forking import end_of, fork
-from tests.support.worker_setup import make_plan, make_setup
+from tests.support.hosts import far
+from tests.support.worker_setup import make_plan
 
 pytestmark = [
     pytest.mark.processes,
@@ -91,12 +89,7 @@ class PlayedLauncher:
 
 
 class Pool:
-    """A pool with its thread.
-
-    Attributes:
-        pool: whose processes are none.
-        played: its placement.
-    """
+    """A pool with its thread and no processes, and its placement."""
 
     def __init__(self) -> None:
         self.played = Played()
@@ -150,26 +143,6 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
 def received(pipe: Connection[Any, Any]) -> Any:
     assert pipe.poll(SECONDS)
     return pipe.recv()
-
-
-def test_the_first_place_goes_to_the_first_proxy_that_waits(pool: Pool) -> None:
-    assert pool.played.started == 4
-    first = pool.placed(1, 0)
-    second = pool.proxy(1)
-    assert wait_until(lambda: pool.shown()[0] == (812, "node-1", 0), SECONDS)
-    pool.played.ready.append(place(2))
-    assert received(second) == place(2)
-    assert not first.poll(0.05)
-
-
-def test_a_proxy_that_lost_its_place_gets_another_one(pool: Pool) -> None:
-    its = pool.placed(1)
-    its.send(Status(waits=True))
-    assert wait_until(lambda: pool.played.lost == [place(1)], SECONDS)
-    pool.played.ready.append(place(2))
-    assert received(its) == place(2)
-    its.close()
-    assert wait_until(lambda: pool.played.lost == [place(1), place(2)], SECONDS)
 
 
 def test_the_place_of_a_proxy_that_dies_is_given_back_once(pool: Pool) -> None:
@@ -241,36 +214,6 @@ def test_one_that_found_no_place_says_why(pool: Pool) -> None:
     pool.pool._children = []
 
 
-def test_stacks_come_with_the_process_and_its_machine(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "it has found no room on another machine yet" in pool.pool.stacks(0)
-    pool.placed(2)
-    assert pool.pool.stacks(0) == "  (pid 9 on node-2)\nexited with code 7"
-    monkeypatch.setattr(module, "ask", lambda *_: (0, False, ""))
-    assert pool.pool.stacks(0) == "  (its host does not answer)"
-
-
-def test_a_snapshot_says_where_workers_are_and_what_came_from_there(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool.placed(1, 0)
-    pool.placed(2, 1)
-    pool.proxy(2)
-    successor = module.traffic(pool.pool._words, 4)
-    assert pool.pool._traffic is not None
-    pool.pool._traffic[1] += 500
-    successor[1] += 1 << 40
-    assert pool.shown() == [
-        (812, "node-1", 0),
-        (812, "node-2", 500 + (1 << 40)),
-        (0, None, 0),
-        (0, None, 0),
-    ]
-    assert pool.counters.snapshot().wire_bytes == 500 + (1 << 40)
-    monkeypatch.setattr(pool.pool, "pid", lambda worker: 90 + worker)
-    found = [pool.counters.far_worker(90 + worker) for worker in range(4)]
-    assert found == [(812, "node-1"), (812, "node-2"), (0, ""), None]
-
-
 def test_a_forked_copy_does_not_wait_for_a_thread_that_it_lacks(pool: Pool) -> None:
     its = pool.placed()
     assert wait_until(lambda: pool.shown()[0][0] == 812, SECONDS)
@@ -292,109 +235,21 @@ def test_a_forked_copy_does_not_wait_for_a_thread_that_it_lacks(pool: Pool) -> N
 # ---- the launcher, with real programs -------------------------------------------------------------------
 
 
-class StandAlone:
-    """A proxy that was started.
-
-    Attributes:
-        pipe: this end of the pipe to it.
-    """
-
-    pipe: Connection[Any, Any]
-
-    def __init__(self, launcher: Launcher) -> None:
-        self.child = Child(LaunchedProcess(lambda: self._launch(launcher)))
-        self.child.start()
-
-    def _launch(self, launcher: Launcher) -> Any:
-        process, self.pipe = launcher.start()
-        return process
-
-    def waits(self, arena: Arena, folder: str) -> bool:
-        """Tell it what it is; whether it says then that it waits for a place."""
-        setup = make_setup(arena, None, workers=2, payload=PickledPayload(b"", Descriptors()), make_pool=None)
-        descriptors = {"arena": arena.fd, "traffic": arena.fd}
-        self.pipe.send((replace(setup, folder=folder, mapping=None, descriptors=descriptors), None))
-        return self.pipe.poll(SECONDS) and self.pipe.recv() == Status(waits=True)
-
-    def end(self) -> None:
-        """Let it go; a real one ends with the loader, and not when its pipe is closed."""
-        self.pipe.close()
-        self.child.kill()
-        self.child.release()
-
-    @property
-    def parent(self) -> int:
-        return next(entry.parent for entry in process_table() if entry.pid == self.child.pid)
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena(2)
-    yield arena
-    arena.retire([])
-
-
-@contextmanager
-def opened(arena: Arena) -> Iterator[Launcher]:
-    launcher = Launcher([arena.fd], "/nowhere")
-    try:
-        yield launcher
-    finally:
-        launcher.close()
-
-
-@pytest.fixture
-def launcher(arena: Arena) -> Iterator[Launcher]:
-    with opened(arena) as launcher:
-        yield launcher
-
-
-def test_one_program_forks_all_proxies(launcher: Launcher, arena: Arena, tmp_path_factory: Any) -> None:
-    (program,) = descendants()
-    folder = tmp_path_factory.mktemp("s")
-    proxies = [StandAlone(launcher) for _ in range(3)]
-    assert [one.parent for one in proxies] == [program] * 3
-    for number, one in enumerate(proxies):
-        (folder / str(number)).mkdir()
-        assert one.waits(arena, str(folder / str(number)))
-    for one in proxies:
-        one.end()
-    assert list(descendants()) == [program]
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_when_the_launcher_is_gone_proxies_go_on_and_new_ones_are_programs(
-    number: signal.Signals, launcher: Launcher, arena: Arena, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_proxies_are_forked_by_one_program_or_are_programs_themselves(
+    descriptors: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if number == signal.SIGSTOP:
-        monkeypatch.setattr("fastq_loader.workers.children._ANSWER", 0.1)
-    (program,) = descendants()
-    old = StandAlone(launcher)
-    os.kill(program, number)
-    new = StandAlone(launcher)
-    assert new.parent == os.getpid()
-    assert new.waits(arena, str(tmp_path))
-    assert old.child.process.is_alive()
-    assert program not in descendants()
-    old.end()
-    new.end()
-
-
-def test_without_process_descriptors_each_is_a_program(
-    arena: Arena, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calls, "has_pidfd", lambda: False)
-    with opened(arena) as launcher:
-        assert not descendants()
-        one = StandAlone(launcher)
-        assert one.parent == os.getpid()
-        assert one.waits(arena, str(tmp_path))
-        one.end()
-
-
-def test_in_a_forked_copy_of_the_consumer_it_is_left_alone(launcher: Launcher) -> None:
-    assert end_of(fork(multiprocessing.util._exit_function)) == 0  # type: ignore[attr-defined]
-    StandAlone(launcher).end()
+    """Without descriptors of processes. In a forked copy of the consumer both are left alone."""
+    monkeypatch.setattr(calls, "has_pidfd", lambda: descriptors)
+    with DataLoader(range(8), num_workers=2, workers=far(), persistent_workers=True) as loader:
+        batches: Any = iter(loader)
+        next(batches)
+        pids = [process.pid for process in batches._workers]
+        parents = {entry.parent for entry in process_table() if entry.pid in pids}
+        assert len(parents) == 1
+        assert (parents != {os.getpid()}) is descriptors
+        assert end_of(fork(multiprocessing.util._exit_function)) == 0  # type: ignore[attr-defined]
+        assert len(list(batches)) == 7
 
 
 def test_what_is_forked_has_neither_torch_nor_ray_and_no_second_thread() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -350,15 +349,6 @@ def test_what_no_machine_has_is_an_error_at_the_start(ray: Ray, given: dict[str,
         placement.start(b"spec", 1)
     placement.close()
     assert not ray.actors
-
-
-@pytest.mark.parametrize(("handler", "ended"), [(None, [0]), (signal.SIG_DFL, [0]), (print, [])])
-def test_at_the_exit_rays_alarm_ends(monkeypatch: pytest.MonkeyPatch, handler: Any, ended: list[int]) -> None:
-    alarms: list[int] = []
-    played = {"getsignal": lambda number: handler, "alarm": alarms.append}
-    monkeypatch.setattr(ray_placement, "signal", SimpleNamespace(**{**vars(signal), **played}))
-    ray_placement._disarm()
-    assert alarms == ended
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,6 @@ def version(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
     monkeypatch.setattr(metadata, "version", asked)
 
 
-def test_what_is_said_is_kept_as_it_was_given() -> None:
-    workers = RayWorkers(**EVERYTHING)
-    assert all(getattr(workers, name) is value for name, value in EVERYTHING.items())
-    with pytest.raises(AttributeError):
-        workers.num_cpus = 2  # type: ignore[misc]
-
-
 @pytest.mark.parametrize("given", [{}, EVERYTHING])
 def test_equal_ones_have_one_hash_and_survive_a_journey(given: dict[str, Any]) -> None:
     workers = RayWorkers(**given)

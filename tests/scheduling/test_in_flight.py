@@ -388,3 +388,8 @@ def test_a_consumer_that_was_stopped_gives_each_head_one_grace() -> None:
     assert not any(patience.is_over(message=True) for _ in range(2)), "no batch is waited for"
     each = Timeout(1, of_head=False)
     assert not any(each.is_over(message=True) for _ in range(3))
+
+
+def test_numbers_that_were_handed_out_before_the_epoch_was_resumed_are_passed_over() -> None:
+    in_flight = InFlight(4, 1, frozenset({2, 3}))
+    assert [in_flight.new(0, None).seq for _ in range(2)] == [1, 4]

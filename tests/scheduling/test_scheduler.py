@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from fastq_loader.errors import PoisonousBatch
+from fastq_loader.errors import InvalidTransition, PoisonousBatch
 from fastq_loader.ipc.messages import BATCH, ENDED, ERROR, Answer
 from fastq_loader.memory.blocks import size_class
 from fastq_loader.memory.pool import BlockPool
@@ -111,6 +111,12 @@ def test_every_epoch_sends_a_window_in_turns_from_the_first_worker() -> None:
     scheduler, sends = started(workers=3, length=5)
     assert of(sends) == [(0, 0, 0), (1, 1, 0), (2, 2, 0), (0, 3, 0), (1, 4, 0)]
     assert of(begin(scheduler)) == [*of(sends), (2, 5, 0)]
+
+
+def test_an_epoch_comes_after_the_one_before() -> None:
+    scheduler, _ = started()
+    with pytest.raises(InvalidTransition, match="epoch 1 follows epoch 1"):
+        scheduler.handle(EpochStarted(1))
 
 
 def test_a_batch_that_came_early_waits_for_the_ones_before_it() -> None:

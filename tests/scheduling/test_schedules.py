@@ -43,6 +43,11 @@ def test_a_wrong_window_is_named_when_it_is_made(kind: Any, window: Any, error: 
         dataclasses.replace(kind(window=WIDEST_WINDOW), window=window)
 
 
+def test_save_generators_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="save_generators must be True or False"):
+        RoundRobin(save_generators=1)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("value", "error"), [("static", ValueError), (None, TypeError), (Dynamic, TypeError), (3, TypeError)]
 )

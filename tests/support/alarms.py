@@ -117,9 +117,9 @@ def check(seed: int, epochs: int = 3) -> Counter[str]:
     """Some epochs of one loader, the seed in the message of what fails."""
     rng = random.Random(seed)
     seen: Counter[str] = Counter()
-    options: dict[str, Any] = {"num_workers": rng.choice([0, 1, 2, 3])}
-    options["schedule"] = rng.choice(["round_robin", "dynamic"])
-    options["persistent_workers"] = options["num_workers"] > 0 and rng.random() < 0.5
+    workers, schedule = rng.choice([0, 1, 2, 3]), rng.choice(["round_robin", "dynamic"])
+    options: dict[str, Any] = {"num_workers": workers, "schedule": schedule}
+    options["persistent_workers"] = workers > 0 and rng.random() < 0.5
     # The rarer the alarms, the more often they meet a call that waits.
     within = rng.choice([0.002, 0.01, 0.05])
     kind = rng.choice([Alarm, AlarmOfTheSystem])

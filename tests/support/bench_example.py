@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from bench.output.rows import Results, run_row
-from bench.peers.device import ARMS, REGISTER, RESIDENT, TORCH
 from bench.timing.cluster import ACTORS, BARE, LOCAL, LOOPBACK, REMOTE, TURN, WORK
-from bench.timing.device import COPY, DRAIN, LENGTHS, LINK, PEAK_BYTES, READY, step_unit
 from bench.timing.resume import FRESH, PERMUTED, RESUMED, SHUFFLE, STATE, STEPS, WITH, WITHOUT
-from bench.workloads.ready_made import SHAPES
 
 Row = dict[str, Any]
 MACHINE = {
@@ -132,34 +129,6 @@ def cluster(**failed: Row) -> list[Row]:
     return [*rows, *case("cluster", TURN, {"batch_bytes": 10**6}, {name: {} for name in turns}, spans)]
 
 
-def shape(name: str, **more: Row) -> list[Row]:
-    """Three rounds on a link of 50 GB/s; eta, seconds of `next()`, CPU and the share of gaps for each arm."""
-    of = SHAPES[name]
-    copy = of.nbytes / 49e9
-    supply = 1 / (5 * copy) if of.fields > 1 else 1.5 / copy
-    figures = dict.fromkeys(ARMS, (0.2, 2e-5 + 5e-7 * of.fields, 0.4, 0.05))
-    figures |= {RESIDENT: (1.0, 0.0, 0.0, 0.001), TORCH: (0.2, 4e-5 * of.fields, 0.9, 0.6)}
-    figures[REGISTER] = (0.97, 2e-5 + 5e-7 * of.fields, 0.2, 0.011)
-    found: dict[str, list[Row]] = {
-        LINK: [_row(COPY, n, bytes=PEAK_BYTES, seconds=PEAK_BYTES / 50e9) for n in (0, 1)]
-    }
-    for arm in figures.keys() - more.keys():
-        eta, wait, cpu, gap = figures[arm]
-        parts = {x: {"steps": 1.0, "gaps": gap / float(x), "p50": wait, "p99": wait} for x in LENGTHS}
-        if arm != RESIDENT:
-            seconds = 100 * of.nbytes / (eta * 50e9)
-            parts[DRAIN] = {"batches": 100, "seconds": seconds, "consumer_cpu": cpu}
-            parts[READY] = {"p50": wait, "p99": 2 * wait}
-            parts[COPY] = {"bytes": of.nbytes, "seconds": of.nbytes / (min(1.02 * eta, 0.99) * 50e9)}
-        found[arm] = [_row(part, n, **about) for part, about in parts.items() for n in range(3)]
-    peers: dict[str, Row] = {LINK: {}}
-    for arm, label in ARMS.items():
-        peers[arm] = {"label": label} | more.get(arm, {})
-    facts = {"workers": 14, "batch_bytes": of.nbytes, "fields": of.fields}
-    facts |= {"copy_seconds": copy, "supply": supply, "unit": step_unit(copy, supply)}
-    return case("device", name, facts, peers, found)
-
-
 def _row(part: str, number: int, **figures: float) -> Row:
     return {"part": part, "block": number, **figures}
 
@@ -170,9 +139,3 @@ def everything() -> Results:
     several = [row for workers in (1, 4) for row in steady(axis="workers", workers=workers)]
     rows = [run(), *steady(), *steady("tokens"), *sizes, *several, *memory(), *turns(), *schedule()]
     return Results([*rows, *resume(), *insight(), *cluster()])
-
-
-def device_run(**more: Row) -> Results:
-    machine = {"device": "NVIDIA H200", "driver": "570.86.15", "cuda": "13.0"}
-    first = run_row(MACHINE | machine, {})
-    return Results([first, *(row for name in SHAPES for row in shape(name, **more))])

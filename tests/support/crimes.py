@@ -14,10 +14,9 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,9 +28,6 @@ Crime = Callable[[int], Any]
 
 MARK = "as imported"
 """Tests change it in the parent: a forked worker sees the change, a spawned one imports this module anew."""
-
-
-# Ways to die
 
 
 def segfault(_: int) -> None:
@@ -64,9 +60,6 @@ def system_exit(_: int) -> None:
     sys.exit(3)
 
 
-# Ways to hang
-
-
 def dawdle(_: int) -> None:
     """Hang, under a name to look for in the stack of a slow worker."""
     time.sleep(3600)
@@ -77,17 +70,6 @@ def ignore_sigterm_and_hang(_: int) -> None:
     time.sleep(3600)
 
 
-# Exceptions
-
-
-class TwoArguments(Exception):
-    """Pickles, but does not unpickle: `args` holds one text and the constructor wants two values."""
-
-    def __init__(self, code: int, detail: str) -> None:
-        super().__init__(f"{code}: {detail}")
-        self.code, self.detail = code, detail
-
-
 def raise_value_error(index: int) -> None:
     raise ValueError(f"sample {index} is broken")
 
@@ -96,22 +78,13 @@ def raise_os_error(index: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"shard-{index}.tar")
 
 
-def raise_two_arguments(index: int) -> None:
-    raise TwoArguments(404, f"sample {index}")
-
-
 def raise_stop_iteration(_: int) -> None:
     raise StopIteration("from inside a sample")
 
 
-# Batches that cannot be pickled (give them to a loader with `collate_fn=list`)
-
-
 def return_lambda(_: int) -> Any:
+    """It cannot be pickled; give it to a loader with `collate_fn=list`."""
     return {"label": 1, "transform": lambda x: x}
-
-
-# Datasets
 
 
 @dataclass(eq=False)
@@ -183,33 +156,10 @@ class ManyFields(Sized, Dataset[Any]):
         return {f"field{j}": torch.full((self.width,), float(index + j)) for j in range(self.fields)}
 
 
-class WorkerReport(Sized, Dataset[Any]):
-    """What a worker says about itself."""
-
-    length = 4
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        info = get_worker_info()
-        return {
-            "index": index,
-            "worker": None if info is None else info.id,
-            "pid": os.getpid(),
-            "daemon": multiprocessing.current_process().daemon,
-            "threads": torch.get_num_threads(),
-            "dtype": torch.get_default_dtype(),
-            "grad": torch.is_grad_enabled(),
-            "mark": MARK,
-        }
-
-
-class SlowLengthOf(Sized, Dataset[int]):
+def slow_length(index: bytes) -> int:
     """The length of the index, after a while."""
-
-    length = 1_000_000
-
-    def __getitem__(self, index: bytes) -> int:
-        time.sleep(0.2)
-        return len(index)
+    time.sleep(0.2)
+    return len(index)
 
 
 @dataclass(eq=False)
@@ -227,6 +177,23 @@ class CountsPickling(Sized, Dataset[int]):
         return index
 
 
+class WorkerReport(CountsPickling):
+    """What a worker says about itself."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        return {
+            "index": index,
+            "worker": None if info is None else info.id,
+            "pid": os.getpid(),
+            "daemon": multiprocessing.current_process().daemon,
+            "threads": torch.get_num_threads(),
+            "dtype": torch.get_default_dtype(),
+            "grad": torch.is_grad_enabled(),
+            "mark": MARK,
+        }
+
+
 class FailsToUnpickle(CountsPickling):
     """Reaches no worker: raises where it is unpickled."""
 
@@ -234,35 +201,11 @@ class FailsToUnpickle(CountsPickling):
         raise ValueError("this dataset does not survive the journey")
 
 
-class Archive:
-    """Holds what cannot be pickled, one level down."""
+def load_inside(inner_workers: int, index: int) -> int:
+    """The sum of what a loader inside the worker gives."""
+    from fastq_loader import DataLoader
 
-    def __init__(self) -> None:
-        self.cursor = threading.Lock()
-
-
-@dataclass(eq=False)
-class HoldsUnpicklable(Rows):
-    """A dataset with something unpicklable at `self.archive.cursor`."""
-
-    archive: Archive = field(default_factory=Archive)
-
-
-@dataclass(eq=False)
-class LoaderInside(Sized, Dataset[int]):
-    """Every sample is the sum of what a loader inside the worker gives."""
-
-    inner_workers: int
-    length = 4
-
-    def __getitem__(self, index: int) -> int:
-        from fastq_loader import DataLoader
-
-        loader = DataLoader(Rows(index + 1, 1), num_workers=self.inner_workers)
-        return int(sum(batch.sum() for batch in loader))
-
-
-# Init functions
+    return int(sum(batch.sum() for batch in DataLoader(Rows(index + 1, 1), num_workers=inner_workers)))
 
 
 def init_raises(worker: int) -> None:

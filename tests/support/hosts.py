@@ -103,13 +103,7 @@ class LocalHosts:
 
 @dataclass(frozen=True)
 class FarWorkers(WorkerKind):
-    """Workers on hosts of this machine.
-
-    Args:
-        placement: makes what starts hosts and finds places, for one pool.
-        max_restarts: see `Processes`.
-        tls: encrypts the connections; without it, batches travel as they are.
-    """
+    """Workers on hosts of this machine; `placement` makes what starts them, for one pool."""
 
     here: ClassVar[bool] = False
     placement: Callable[[], Placement]

@@ -1,7 +1,6 @@
 """Runs that are limited by one known cause each, and a stopwatch beside them.
 
-What takes time sleeps, so that a busy machine changes little. All of it stands at module level, so that it
-reaches a worker under any start method.
+What takes time sleeps, so that a busy machine changes little.
 """
 
 from __future__ import annotations
@@ -42,6 +41,10 @@ class Stopwatch:
         began = time.monotonic()
         time.sleep(seconds)
         self.inside += time.monotonic() - began
+
+    def transform(self, batch: Any) -> Any:
+        self.sleep(0.02)
+        return batch
 
     def run(self, loader: DataLoader[Any], step: float) -> None:
         """An epoch with steps of so many seconds."""
@@ -90,17 +93,6 @@ class SlowOrder(Order):
             yield index
 
 
-class Transform:
-    """Takes long here, in the consumer."""
-
-    def __init__(self, watch: Stopwatch) -> None:
-        self.watch = watch
-
-    def __call__(self, batch: Any) -> Any:
-        self.watch.sleep(0.02)
-        return batch
-
-
 class SlowToPickle:
     """A batch that takes long on one side of its way."""
 
@@ -121,28 +113,17 @@ def every_tenth(index: int) -> bool:
     return index % 10 == 5
 
 
-def slow_to_pack(samples: list[int]) -> SlowToPickle:
-    return SlowToPickle(packing=0.06)
-
-
-def slow_to_unpack(samples: list[int]) -> SlowToPickle:
-    return SlowToPickle(unpacking=0.06)
-
-
 def sleepy_start(worker: int) -> None:
     time.sleep(0.6)
 
 
 @dataclass
 class Case:
-    """A run that one cause limits.
+    """A run of so many batches and steps of so many seconds that one cause limits.
 
     Attributes:
-        limit: which.
-        batches: of the epoch.
         lost: the seconds that were lost to it, by the stopwatch.
         arguments: of the loader, for so many workers, with the stopwatch.
-        step: seconds.
         warm: the workers are there before the epoch.
     """
 
@@ -163,6 +144,11 @@ def loading(seconds: float) -> Callable[[int, Stopwatch], dict[str, Any]]:
     return lambda workers, _: {"dataset": Naps(seconds * max(1, workers))}
 
 
+def batches_of(batch: Any) -> dict[str, Any]:
+    """Every batch is this one."""
+    return {"dataset": Naps(), "collate_fn": lambda samples: batch}
+
+
 CASES = {
     "workers": Case("workers", 12, waited, loading(0.04), 0.002),
     "head_of_line": Case(
@@ -173,12 +159,8 @@ CASES = {
         0.002,
     ),
     "consumer": Case("consumer", 20, lambda watch: watch.steps, lambda *_: {"dataset": Naps(0.002)}, 0.03),
-    "packing": Case(
-        "transport", 12, waited, lambda *_: {"dataset": Naps(), "collate_fn": slow_to_pack}, 0.003
-    ),
-    "unpacking": Case(
-        "transport", 12, waited, lambda *_: {"dataset": Naps(), "collate_fn": slow_to_unpack}, 0.005
-    ),
+    "packing": Case("transport", 12, waited, lambda *_: batches_of(SlowToPickle(packing=0.06)), 0.003),
+    "unpacking": Case("transport", 12, waited, lambda *_: batches_of(SlowToPickle(unpacking=0.06)), 0.005),
     "window": Case(
         "memory", 10, waited, lambda *_: {"dataset": Naps(0.06), "schedule": RoundRobin(window=1)}, 0.005
     ),
@@ -193,7 +175,7 @@ CASES = {
         "device_copy",
         20,
         lambda watch: watch.inside,
-        lambda workers, watch: {"dataset": Naps(), "device": ToDevice("cpu", transform=Transform(watch))},
+        lambda workers, watch: {"dataset": Naps(), "device": ToDevice("cpu", transform=watch.transform)},
         0.005,
     ),
     "start_up": Case(
@@ -204,13 +186,7 @@ CASES = {
         0.02,
         warm=False,
     ),
-    "balanced": Case(
-        "balanced",
-        40,
-        lambda watch: watch.total - watch.steps,
-        loading(0.02),
-        0.022,
-    ),
+    "balanced": Case("balanced", 40, lambda watch: watch.total - watch.steps, loading(0.02), 0.022),
 }
 
 

@@ -15,6 +15,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 PERSISTENT = pytest.mark.parametrize("persistent", [False, True])
+#: Some tests have more workers than a machine of two cores has room for, and the loader rightly warns.
+MANY_WORKERS = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 #: 196,608 bytes in float32: more than the 64 KiB from which a tensor has shared memory of its own.
 IMAGE = (3, 128, 128)

@@ -26,8 +26,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import fastq_loader
 from fastq_loader import empty
-from tests.conftest import open_descriptors
-from tests.support.datasets import Sized
+from tests.conftest import held_memory, open_descriptors
+from tests.support.datasets import Sized, identity
 from tests.support.forking import end_of, fork
 
 OURS = fastq_loader.DataLoader

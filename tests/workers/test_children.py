@@ -79,26 +79,6 @@ def test_no_signal_comes_while_the_thread_starts_that_waits_for_it(monkeypatch: 
     process.join()
 
 
-@pytest.mark.parametrize("means", ["pidfd", "thread"], indirect=True)
-def test_a_child_of_its_own_that_lives_does_not_hide_its_end(means: str) -> None:
-    said, say = os.pipe()
-
-    def leave_a_child(say: int) -> None:
-        os.write(say, str(fork(lambda: time.sleep(60))).encode())
-        os._exit(7)
-
-    child = started(leave_a_child, say)
-    grandchild = int(os.read(said, 20))
-    try:
-        assert ended(child)
-        assert child.death()[0] == "exited with code 7"
-    finally:
-        os.kill(grandchild, signal.SIGKILL)
-        child.release()
-        os.close(said)
-        os.close(say)
-
-
 def kill_itself(number: int) -> None:
     os.kill(os.getpid(), number)
 
@@ -259,18 +239,6 @@ def test_a_signal_in_the_middle_of_a_request_leaves_no_answer_to_the_next_one() 
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_when_it_has_died_none_can_be_started_and_no_exit_code_be_had() -> None:
-    with zygote() as one:
-        child = forked(one, 7)
-        os.kill(one._child.pid, signal.SIGKILL)
-        readable([one._child.descriptor, child.descriptor], 5)
-        with pytest.raises(OSError, match="the process that starts new workers has ended"):
-            forked(one, 0)
-        child.process.join(5)
-        assert child.process.exitcode == UNKNOWN_EXIT
-        child.release()
-
-
 def test_it_leaves_with_the_consumer() -> None:
     """Also while a child of the user's holds the consumer's end of their pipe."""
     pids, say = os.pipe()
@@ -292,7 +260,7 @@ def test_it_leaves_with_the_consumer() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_one_that_was_stopped_or_killed_holds_nobody_up(
+def test_one_that_was_stopped_or_killed_holds_nobody_up_and_takes_exit_codes_along(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a child of it, which holds its end of the connection, goes on."""
@@ -303,4 +271,6 @@ def test_one_that_was_stopped_or_killed_holds_nobody_up(
         with pytest.raises(OSError, match="the process that starts new workers has ended"):
             forked(one, 7)
         held.kill()
+        held.process.join(5)
+        assert held.process.exitcode == UNKNOWN_EXIT
         held.release()

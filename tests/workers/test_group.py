@@ -8,53 +8,44 @@ from typing import Any
 
 import pytest
 
-from fastq_loader.ipc.messages import Answer, Epoch, Hello, Ping, encode
-from fastq_loader.scheduling.in_flight import PendingTasks
-from fastq_loader.scheduling.states import Batch
+from fastq_loader.ipc.messages import Epoch, Hello, Ping
 from fastq_loader.statistics.counters import Counters
 from fastq_loader.workers import group as module
 from fastq_loader.workers.group import WorkerGroup
 from tests.support.simulation import Table
 
-ANSWER = Answer(1, 0, 0, 3, 0, 0, (), (), None)
-
 
 class Socket:
     def __init__(self) -> None:
-        self.sent: list[tuple[int | None, Any]] = []
-        self.cut: list[int] = []  # workers whose connection has broken
-
-    def broken(self) -> list[int]:
-        return self.cut
+        self.sent: list[tuple[int, Any]] = []
 
     def send(self, worker: int, message: Any) -> None:
         self.sent.append((worker, message))
 
-    def send_all(self, *frames: bytes, but: Any = ()) -> None:
-        self.sent.extend((worker, [*frames]) for worker in range(2) if worker not in but)
+    def send_all(self, *frames: bytes, but: Any = ()) -> None: ...
 
     def unwatch(self, descriptor: int) -> None: ...
 
     disconnect = unwatch
 
 
-def group(shared_tasks: bool = True) -> tuple[WorkerGroup, Any, list[int]]:
+def group() -> tuple[WorkerGroup, Any, list[int]]:
     """Two workers, their socket, and those that were killed."""
-    window = SimpleNamespace(widest=1)
     killed: list[int] = []
     pool = SimpleNamespace(
         descriptors=(10, 11),
         processes=(10, 11),
-        start_next=lambda: False,
         kill=killed.append,
+        start_next=lambda: False,
         killed=killed.__contains__,
         death=lambda worker: ("was killed", "torch's text"),
         pid=lambda worker: 700 + worker,
         stacks=lambda worker: f"  stacks of {worker}",
     )
     memory: Any = None
-    made_by = {"make_pool": lambda plan: pool}
-    plan: Any = SimpleNamespace(workers=2, shared_tasks=shared_tasks, window=window, **made_by)
+    plan: Any = SimpleNamespace(
+        workers=2, shared_tasks=True, window=SimpleNamespace(widest=1), make_pool=lambda plan: pool
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_UNREAD", 1)
         made: Any = WorkerGroup(plan, memory, Counters())
@@ -63,30 +54,6 @@ def group(shared_tasks: bool = True) -> tuple[WorkerGroup, Any, list[int]]:
     for worker in range(2):
         made._backlog.begin(worker)
     return made, made._socket, killed
-
-
-def test_a_worker_that_sends_garbage_is_ended() -> None:
-    workers, _, killed = group()
-    for worker, message in ((0, Hello(5)), (1, None), (1, None)):
-        workers.heard(worker, message)
-    assert killed == [1]
-    assert workers._counters.rejected_frames == 2
-    assert workers.is_ready(0)
-    assert not workers.is_ready(1)
-    assert workers.death(0) == ("was killed", "torch's text")
-    assert workers.death(1)[0].startswith("was ended, because its connection to this process broke")
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-def test_a_worker_whose_connection_breaks_is_ended(leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers, socket, killed = group()
-    workers._processes.descriptors = [70, 71]
-    monkeypatch.setattr("fastq_loader.system.calls.readable", lambda asked, seconds: asked if leaves else [])
-    assert workers.ended([71]) == [1]
-    socket.cut = [0]
-    assert workers.ended([]) == []
-    assert killed == ([] if leaves else [0])
-    assert workers.death(0)[0] == "was killed" if leaves else "because its connection" in workers.death(0)[0]
 
 
 def test_a_worker_whose_folder_was_removed_before_it_was_up_is_told_of_with_it(tmp_path: Path) -> None:
@@ -119,27 +86,6 @@ def test_the_texts_name_the_worker_its_batch_and_its_stacks() -> None:
         assert workers.report(0, "was killed", None, None).endswith(f"worker 0 was killed {doing}")
         assert workers.report_late(0, 7, 3) == late + stacks
         workers.heard(0, Hello(5))
-
-
-def test_assigned_tasks_need_no_pings() -> None:
-    workers, socket, _ = group(shared_tasks=False)
-    for number in range(9):
-        workers.begin_epoch(Epoch(number, None))
-    assert socket.sent == [(worker, [encode(Epoch(at, None))]) for at in range(9) for worker in range(2)]
-
-
-def test_what_a_dead_worker_had_claimed_is_known() -> None:
-    workers, _, _ = group()
-    outstanding = PendingTasks(100)
-    for seq in range(4):
-        outstanding.add(1, batch := Batch(seq, None, None))
-        workers.claims.offer(batch.ticket)
-        if seq != 2:
-            workers.claims.claim(batch.ticket, seq % 2)
-    workers.claims.begin(1, 4)
-    assert workers.claimed_by(1, outstanding, 1) == (3, frozenset([2, 4]))
-    assert workers.claimed_by(1, outstanding, 2) == (None, frozenset([2, 4]))
-    assert workers.claimed_by(0, outstanding, 1) == (None, frozenset([1]))
 
 
 def test_tasks_are_taken_back_as_far_as_they_are_unclaimed(monkeypatch: pytest.MonkeyPatch) -> None:

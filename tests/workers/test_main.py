@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +15,6 @@ from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.messages import (
     BATCH,
     BROKEN,
-    ENDED,
     ERROR,
     SKIPPED,
     Answer,
@@ -27,21 +24,19 @@ from fastq_loader.ipc.messages import (
     Stop,
     Task,
 )
-from fastq_loader.memory import results
 from fastq_loader.memory.allocator import Allocator
 from fastq_loader.memory.arena import AVAILABLE, Arena
-from fastq_loader.memory.blocks import SMALLEST, FreeRanges
-from fastq_loader.memory.results import empty, install
+from fastq_loader.memory.blocks import SMALLEST
+from fastq_loader.memory.results import install
 from fastq_loader.reading import generators
 from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.system import calls
 from fastq_loader.workers import task_queue
-from fastq_loader.workers.config import Payload, Rules
 from fastq_loader.workers.main import Worker
 from fastq_loader.workers.reader import Reader
 from fastq_loader.workers.task_queue import TaskQueue
 from tests.support.simulation import Table
-from tests.support.worker_setup import MAP_STYLE, STREAM, as_it_is, make_setup
+from tests.support.worker_setup import STREAM, make_setup
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd")
 
@@ -126,14 +121,6 @@ def test_every_task_of_an_epoch_is_answered_once_in_order_and_a_ping_comes_back(
     assert answers[0].started <= answers[0].finished <= answers[1].started
 
 
-def test_a_stream_ends_once_and_what_comes_after_is_skipped(arena: Arena) -> None:
-    stream = [torch.zeros(1)]
-    found = replies(arena, stream, epoch(), task(0), task(1), task(2), rules=STREAM)
-    assert kinds(found) == [(0, BATCH), (1, ENDED), (2, SKIPPED)]
-    found = replies(arena, stream, epoch(), task(0), epoch(2), task(0, 2), rules=STREAM)
-    assert kinds(found)[-1] == (0, BATCH), "a new epoch reads it anew"
-
-
 def test_a_worker_that_could_not_start_says_so_in_every_epoch_once(arena: Arena) -> None:
     messages = [epoch(), task(0), epoch(2), task(0, 2), task(1, 2)]
     broken = replies(arena, Broken(), *messages, rules=STREAM)
@@ -183,6 +170,39 @@ def test_what_is_missed_is_read(arena: Arena, draws: bool, base_seed: int | None
     assert dataset.asked == loaded
 
 
+class Draws:
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[float]:
+        for _ in range(self.length):
+            yield torch.rand(()).item()
+
+
+@pytest.mark.parametrize("stream", [Draws(1), iter(range(1))], ids=["draws", "its own iterator"])
+def test_a_stream_that_draws_or_goes_on_where_it_stopped_is_missed_until_it_ends(
+    arena: Arena, stream: Any
+) -> None:
+    loading = Reader(make_setup(arena, stream, rules=STREAM))
+    loading.begin_epoch(Epoch(1, None))
+    loading.load(0, None)
+    assert loading.is_missed()
+    with pytest.raises(EndOfStream):
+        loading.load(1, None)
+    assert not loading.is_missed()
+
+
+def test_the_seeds_of_a_stream_do_not_depend_on_when_others_ended(arena: Arena) -> None:
+    loading = Reader(make_setup(arena, Draws(9), workers=3, worker=1, rules=STREAM))
+    found = []
+    for seqs in ((1, 4, 6, 8), (1, 4, 7, 10)):
+        loading.begin_epoch(Epoch(1, None, 7))
+        found.append([loading.load(seq, None) for seq in seqs])
+    assert found[0] == found[1]
+    generators.seed_batch(7, 10)
+    assert found[0][-1] == torch.rand(()).item()
+
+
 def test_who_was_told_to_stop_loads_nothing_for_nobody(arena: Arena) -> None:
     dataset = Asked(draws=True)
     assert replies(arena, dataset, epoch(), task(0), epoch(2), Stop()) == []
@@ -194,40 +214,6 @@ def test_what_is_too_long_for_a_message_is_an_error_and_frees_its_blocks(arena: 
     found = replies(arena, Asked(numel=numel), epoch(), task(0), task(1), refuse=1)
     assert kinds(found) == [(0, ERROR), (1, BATCH)]
     assert set(found[0].returned) == {offset for offset, _ in found[0].fresh}
-
-
-def test_shared_tasks_are_loaded_by_who_claims_them(arena: Arena, claims: ClaimTable) -> None:
-    assert claims.claim(1, 8)
-    assert kinds(replies(arena, Asked(), epoch(), *SHARED, dynamic=True)) == [(1, BATCH)]
-    assert claims.holder(2) == 0
-    assert claims.begun(0) is None
-
-
-class Full(Asked):
-    """At sample 1 nothing more can be made in the worker's part of the arena."""
-
-    def __init__(self, fails: bool, any_blocks: bool) -> None:
-        super().__init__()
-        self.fails, self.any_blocks = fails, any_blocks
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        sample = empty((SMALLEST,), torch.uint8).fill_(index)
-        if index == 1:
-            blocks = results._current
-            blocks._space = FreeRanges(())
-            if not self.any_blocks:  # as if this were the worker's first batch
-                blocks._idle, blocks._promised = [], []
-            if self.fails:
-                raise ValueError("a bad sample")
-            self.kept = sample  # what is shipped has to be a copy
-        return sample
-
-
-@pytest.mark.parametrize(("fails", "any_blocks"), [(False, True), (True, True), (True, False)])
-def test_an_error_finds_its_way_where_no_room_is_left(arena: Arena, fails: bool, any_blocks: bool) -> None:
-    first, failed = replies(arena, Full(fails, any_blocks), epoch(), task(0), task(1))
-    assert (first.kind, failed.kind) == (BATCH, ERROR)
-    assert failed.handle is not None
 
 
 def attempt_at(seq: int, attempt: int = 0, epoch: int = 1) -> Task:
@@ -301,83 +287,3 @@ def test_shared_tasks_that_others_have_or_of_an_old_epoch_are_forgotten() -> Non
     assert [task.seq for task in tasks._tasks] == [0, 2]
     assert (tasks.drop(), assigned.drop()) == ([], [attempt_at(0)]), "assigned ones wait for an answer"
     assert taken(tasks) == taken(assigned) == []
-
-
-def test_who_cannot_work_leaves_shared_tasks_to_the_others_until_the_next_epoch() -> None:
-    claims = Table(1 << 12)
-    tasks = queue(claims, 0)
-    tasks.retire()
-    claims.offer(102)
-    tasks.add(attempt_at(2))
-    assert (taken(tasks), claims.holder(100), claims.holder(102)) == ([], None, None)
-    tasks.drop()
-    claims.offer(200)
-    tasks.add(attempt_at(0, epoch=2))
-    assert taken(tasks) == [0]
-
-
-def draws() -> tuple[Any, ...]:
-    return random.random(), torch.rand(1).item(), float(np.random.rand())
-
-
-class Draws:
-    def __init__(self) -> None:
-        self.own = random.Random(1)
-
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
-        return draws()
-
-
-def reader(arena: Arena, dataset: Any, init_fn: Any = None, **fields: Any) -> Reader:
-    given = {"payload": Payload(dataset, as_it_is, init_fn), **fields}
-    return Reader(make_setup(arena, dataset, **given))
-
-
-def test_the_seeds_of_a_stream_do_not_depend_on_when_others_ended(arena: Arena) -> None:
-    class DrawsOnAndOn:
-        def __iter__(self) -> Any:
-            return iter(draws, None)
-
-    loading = reader(arena, DrawsOnAndOn(), workers=3, worker=1, rules=Rules(True, False, False))
-    found = []
-    for seqs in ((1, 4, 6, 8), (1, 4, 7, 10)):
-        loading.begin_epoch(Epoch(1, None, 7))
-        found.append([loading.load(seq, None) for seq in seqs])
-    assert found[0] == found[1]
-    generators.seed_batch(7, 10)
-    assert found[0][-1] == draws()
-
-
-class DrawsOnce:
-    def __iter__(self) -> Any:
-        yield draws()
-
-
-def test_a_stream_that_ended_is_not_missed(arena: Arena) -> None:
-    loading = reader(arena, DrawsOnce(), rules=STREAM)
-    loading.begin_epoch(Epoch(1, None))
-    loading.load(0, None)
-    with pytest.raises(EndOfStream):
-        loading.load(1, None)
-    assert loading.ended
-    assert not loading.is_missed()
-    loading.begin_epoch(Epoch(1, None))
-    assert not loading.ended
-
-
-@pytest.mark.parametrize(
-    ("dataset", "rules", "missed"),
-    [
-        (Draws(), MAP_STYLE, True),
-        (range(3), MAP_STYLE, False),
-        (DrawsOnce(), STREAM, True),
-        (iter(range(3)), STREAM, True),  # its own iterator, which goes on where it stopped
-    ],
-    ids=["draws", "draws nothing", "a stream that draws", "an iterator"],
-)
-def test_a_batch_that_drew_is_missed(arena: Arena, dataset: Any, rules: Rules, missed: bool) -> None:
-    loading = reader(arena, dataset, rules=rules)
-    loading.begin_epoch(Epoch(1, None))
-    assert loading.is_missed()
-    loading.load(0, 0)
-    assert loading.is_missed() is missed

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
 from fastq_loader.workers import stopping
 from fastq_loader.workers.children import Child
@@ -74,10 +73,6 @@ def test_workers_that_leave_at_once_are_waited_for_and_no_longer(monkeypatch: py
     assert threading.active_count() == threads
     group.finish()
     stopping.wait(OWNER)
-
-
-def test_workers_have_the_time_to_finish_that_torch_gives_them() -> None:
-    assert stopping.ORDERLY == MP_STATUS_CHECK_INTERVAL
 
 
 def test_others_are_left_to_finish_behind_the_callers_back() -> None:

@@ -1,0 +1,207 @@
+"""A job that is told to end: workers outlive the signal, and nothing is lost or loaded in vain."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset
+
+from fastq_loader import DataLoader, Prefetcher, Processes, preemption
+from tests.conftest import running_script, wait_until
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+ITEMS = 400
+
+
+class Slow(Dataset[int]):
+    """Samples of a few milliseconds."""
+
+    def __init__(self, seconds: float = 0.002) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.seconds)
+        return index
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Slow(), 5, **{"num_workers": 2, **options})
+
+
+def consume(batches: Iterable[Any], seconds: float) -> None:
+    for _ in batches:
+        time.sleep(seconds)
+
+
+def pids(of: DataLoader[Any]) -> list[int]:
+    return [pid for engine in of._resources.engines for pid in engine.pids()]
+
+
+TRAINING = """
+    import json, os, signal, sys, time
+    import fastq_loader
+    from tests.end_to_end.test_preemption import loader
+    data, path = loader({options}), {path!r}
+    if os.path.exists(path):
+        data.load_state_dict(json.load(open(path)))
+    seen = open({seen!r}, "a")
+    with fastq_loader.preemption(data) as preempted:
+        print("ready", flush=True)
+        for batch in data:
+            time.sleep(0.002)
+            print(*batch.tolist(), sep="\\n", file=seen, flush=True)
+            if preempted:
+                json.dump(data.state_dict(), open(path + ".new", "w"))
+                os.replace(path + ".new", path)
+                sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["shuffle=True", "shuffle=True, schedule='dynamic'", "multiprocessing_context='forkserver'"],
+)
+def test_a_job_is_preempted_at_random_moments_and_every_sample_is_seen_once(
+    options: str, tmp_path: Path
+) -> None:
+    seed = random.randrange(1 << 16)
+    chance, path, seen = random.Random(seed), tmp_path / "state.json", tmp_path / "seen"
+    source = TRAINING.format(options=options, path=str(path), seen=str(seen))
+    codes: list[int] = []
+    over = 0, -signal.SIGTERM  # the signal came after the context
+    while not codes or codes[-1] not in over:
+        with running_script(source, warm=True) as script:
+            script.wait_for("ready")
+            if len(codes) < (2 if "forkserver" in options else 5):
+                time.sleep(chance.uniform(0.0, 0.25))
+                os.killpg(script.pid, signal.SIGTERM)
+            result = script.finish()
+            codes.append(result.returncode)
+        assert result.returncode in (3, *over), (seed, result)
+        assert result.left == (), (seed, result)
+    assert 3 in codes, (seed, codes)
+    assert sorted(map(int, seen.read_text().split())) == list(range(ITEMS)), seed
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
+def test_a_worker_outlives_sigterm_and_ends_with_its_loader(start_method: str) -> None:
+    with loader(multiprocessing_context=start_method) as ours:
+        iterator = iter(ours)
+        found = next(iterator).tolist()
+        workers = pids(ours)
+        for pid in workers * 2:
+            os.kill(pid, signal.SIGTERM)
+        found += [index for batch in iterator for index in batch.tolist()]
+    assert found == list(range(ITEMS))
+    assert wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers), 2)
+
+
+def test_grace_is_over_after_its_seconds_and_zero_is_none() -> None:
+    for grace, least in ((0.5, 0.4), (0, 0.0)):
+        with loader(workers=Processes(grace_seconds=grace)) as ours:
+            iterator = iter(ours)
+            next(iterator)
+            began = time.monotonic()
+            os.kill(pids(ours)[1], signal.SIGTERM)
+            with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal: Terminated"):
+                consume(iterator, 0.03)
+            assert least <= time.monotonic() - began < least + 2
+
+
+def test_terminate_ends_a_worker_at_once() -> None:
+    with loader() as ours:
+        iterator = iter(ours)
+        next(iterator)
+        iterator._workers[0].terminate()
+        iterator._workers[0].join(2)
+        assert iterator._workers[0].exitcode is not None
+        with pytest.raises(RuntimeError, match="exited unexpectedly"):
+            list(iterator)
+
+
+@pytest.mark.parametrize(("value", "error"), [(-1, ValueError), ("1", TypeError), (True, TypeError)])
+def test_a_wrong_grace_is_named(value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"grace_seconds={value!r} must be"):
+        Processes(grace_seconds=value)
+
+
+@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
+def test_from_the_signal_on_nothing_is_loaded_ahead_and_the_loop_may_go_on(schedule: str) -> None:
+    called: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: called.append(number))
+    try:
+        with loader(schedule=schedule, prefetch_factor=6) as ours:
+            with preemption(Prefetcher(ours, "cpu")) as preempted:
+                iterator = iter(ours)
+                found = [next(iterator).tolist()]
+                assert not preempted
+                assert preempted.signal is None
+                os.kill(os.getpid(), signal.SIGUSR1)
+                assert preempted
+                assert (preempted.signal, called) == (signal.SIGUSR1, [signal.SIGUSR1])
+                assert ours.state_dict()["_num_yielded"] == 1
+                found += [next(iterator).tolist() for _ in range(40)]
+                drawn = ours.state_dict()["order"]["drawn"]
+                assert drawn <= len(found) + 1, "the next one only"
+            found += [batch.tolist() for batch in iterator]
+        assert list(chain.from_iterable(found)) == list(range(ITEMS))
+        assert signal.getsignal(signal.SIGUSR1) is not None
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert (len(called), preempted.signal) == (2, signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_preemption_cannot_do_says_why() -> None:
+    with pytest.raises(TypeError, match=r"preemption\(\[1\]\): it is no fastq_loader.DataLoader"):
+        preemption([1])
+    raised: list[ValueError] = []
+
+    def elsewhere() -> None:
+        try:
+            preemption().__enter__()
+        except ValueError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(raised[0])
+
+
+class Bad(Slow):
+    def __getitem__(self, index: int) -> int:
+        if index == 23:
+            raise KeyError("no such image")
+        return index
+
+
+@pytest.mark.parametrize("schedule", ["round_robin", "dynamic"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_says_index_batch_and_worker(workers: int, schedule: str) -> None:
+    with (
+        DataLoader(Bad(), 5, num_workers=workers, schedule=schedule) as ours,
+        pytest.raises(KeyError) as raised,
+    ):
+        list(ours)
+    error: Any = raised.value
+    assert (error.index, error.batch) == ([20, 21, 22, 23, 24], 4)
+    assert error.worker in (range(2) if workers else (None,))
+    assert json.dumps(error.index)
