@@ -17,7 +17,6 @@ from fastq_loader.errors import shorten
 from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.reading.tolerance import LeftOut, Replace, Skip, Tolerance, make_fetcher, read_errors
 from tests.reading.test_fetch import Stream
-from tests.support.crimes import TwoArguments
 
 SIZE = 50
 
@@ -170,11 +169,13 @@ def test_an_error_may_be_anything_that_only_names() -> None:
     fetching = fetcher(Reads(1, error=lambda index: ValueError("x" * 9999)), Skip(only=(OSError, ValueError)))
     assert fetching.fetch([1, 2]) == [2]
     assert len(fetching.bad[0][2]) == 200
-    for errors in (Skip(only=ValueError), Replace(only=(OSError,))):
-        with pytest.raises(TwoArguments):
-            fetcher(Reads(1, error=lambda index: TwoArguments(1, "two")), errors, SIZE).fetch([1, 2])
-        with pytest.raises(KeyboardInterrupt):
-            fetcher(Reads(1, error=lambda i: KeyboardInterrupt()), errors).fetch([1])  # type: ignore[arg-type,return-value]
+    for errors in (Skip(only=ValueError), Replace(only=(OSError, ValueError))):
+        with pytest.raises(KeyError):
+            fetcher(Reads(1), errors, SIZE).fetch([1, 2])
+    stream = fetcher(Stream(1, KeyError("other"), 2), Skip(only=OSError))
+    with pytest.raises(KeyError, match="other"):
+        stream.fetch([None] * 3)
+    assert stream.fetch([None] * 3) == [2]
     with pytest.raises(ZeroDivisionError):
         fetcher(Reads(1), Skip(), collate=lambda data: 1 / 0).fetch([1, 2])
 
@@ -197,18 +198,6 @@ def test_an_index_out_of_range_of_a_table_counts() -> None:
     fetching = fetcher(TensorDataset(torch.arange(5)), Skip())
     assert fetching.fetch([1, 7, 2]) == [(torch.tensor(1),), (torch.tensor(2),)]
     assert indices_of(fetching) == [(7, None)]
-
-
-def test_a_slow_sample_is_still_named() -> None:
-    class Slow(Reads):
-        def __getitem__(self, index: Any) -> Any:
-            fetching.began -= 10**9 * (index == 2)  # as if it had begun that much earlier
-            return super().__getitem__(index)
-
-    fetching = fetcher(Slow(), Skip())
-    fetching._times_samples = True
-    fetching.fetch([0, 1])
-    assert 0 < fetching.slowest < 10**9
 
 
 def drain(fetching: Any, size: int = 3) -> list[list[Any]]:
@@ -262,13 +251,6 @@ def test_a_generator_does_not_go_on_and_the_error_says_so(outside: Any, at: int)
         fetching.fetch([None])
 
 
-def test_only_what_may_fail_is_left_out_of_a_stream() -> None:
-    fetching = fetcher(Stream(1, KeyError("other"), 2), Skip(only=OSError))
-    with pytest.raises(KeyError, match="other"):
-        fetching.fetch([None] * 3)
-    assert fetching.fetch([None] * 3) == [2]
-
-
 def test_an_error_that_was_dealt_with_keeps_nothing_alive() -> None:
     class Sample:
         pass
@@ -304,35 +286,22 @@ def test_the_limit_is_a_number_or_a_share_of_at_least_a_thousand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "words"),
+    ("make", "error", "text"),
     [
-        (lambda: Skip(limit=-1), ValueError, ["limit=-1", "at least 0"]),
-        (lambda: Replace(limit=1.5), ValueError, ["limit=1.5", "at most 1.0"]),
-        (lambda: Skip(limit=float("nan")), ValueError, ["limit=nan"]),
-        (lambda: Skip(limit=True), TypeError, ["limit=True", "number of samples"]),
-        (lambda: Skip(limit="3"), TypeError, ["limit='3'"]),
-        (lambda: Skip(only=[OSError]), TypeError, ["only=[", "OSError", "tuple"]),
-        (lambda: Skip(only=()), TypeError, ["only=()"]),
-        (lambda: Replace(only=KeyboardInterrupt), TypeError, ["only=", "KeyboardInterrupt"]),
-        (lambda: Replace(path=3), TypeError, ["path=3"]),
-        (lambda: read_errors("skip"), ValueError, ["errors='skip'", "Skip(...)"]),
-        (lambda: read_errors(Skip), TypeError, ["errors=", "Skip(...)"]),
-        (lambda: read_errors(None), TypeError, ["errors=None"]),
-        (lambda: read_errors(Replace(), iterable=True), ValueError, ["errors=Replace", "use Skip()"]),
+        (lambda: Skip(limit=-1), ValueError, "limit=-1.*at least 0"),
+        (lambda: Replace(limit=1.5), ValueError, "limit=1.5.*at most 1.0"),
+        (lambda: Skip(limit=float("nan")), ValueError, "limit=nan"),
+        (lambda: Skip(limit=True), TypeError, "limit=True.*number of samples"),
+        (lambda: Skip(only=[OSError]), TypeError, "only=.*OSError.*or a tuple"),  # type: ignore[arg-type]
+        (lambda: Replace(only=KeyboardInterrupt), TypeError, "only=.*KeyboardInterrupt"),  # type: ignore[arg-type]
+        (lambda: Replace(path=3), TypeError, "path=3.*path must be"),  # type: ignore[arg-type]
+        (lambda: read_errors("skip"), ValueError, "errors='skip'.*Skip"),
+        (lambda: read_errors(Skip), TypeError, "errors=.*Skip"),
+        (lambda: read_errors(Replace(), iterable=True), ValueError, "errors=Replace.*use Skip"),
     ],
 )
 def test_a_wrong_argument_is_named_with_its_value_and_a_way_out(
-    make: Callable[[], Any], error: type[Exception], words: list[str]
+    make: Callable[[], Any], error: type[Exception], text: str
 ) -> None:
-    with pytest.raises(error) as caught:
+    with pytest.raises(error, match=text):
         make()
-    assert [word for word in words if word not in str(caught.value)] == []
-
-
-def test_errors_are_raised_unless_something_else_is_said() -> None:
-    assert read_errors("raise") is None
-    assert read_errors(errors := Skip(), iterable=True) is errors
-    assert read_errors(errors_ := Replace()) is errors_
-    assert not hasattr(
-        make_fetcher(Reads(), iterable=False, auto_collation=True, collate=list, drop_last=False), "place"
-    )

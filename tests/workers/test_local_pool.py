@@ -78,7 +78,7 @@ def send(thing: Any) -> Any:
 
 def test_inherited_objects_are_the_users_own() -> None:
     dataset = CountsPickling()
-    parts = {"dataset": dataset, "collate_fn": max, "worker_init_fn": None}
+    parts = {"dataset": dataset, "collate_fn": max, "worker_init_fn": None, "errors": None}
     assert Payload(*parts.values()).open() == parts
     assert dataset.pickled == 0
 
