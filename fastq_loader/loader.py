@@ -300,9 +300,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         May be called at any time: before the first batch, after any, and at the end of an epoch.
 
         Returns:
-            A new plain dict, of some 15 kB unless the user's own states in it are larger. It passes through
-            `json.dumps` where those do. It has no state of torch's, Python's and numpy's global generators
-            as they are now: save these with the model, as frameworks do, or give the loader a `generator`.
+            A new plain dict, of some 15 kB unless the user's own states in it are larger, and up to 300 bytes
+            for each of the last thousand bad samples. It passes through `json.dumps` where those states do. It
+            has no state of torch's, Python's and numpy's global generators as they are now: save these with the
+            model, as frameworks do, or give the loader a `generator`.
 
         Raises:
             Exception: whatever `state_dict` of a sampler raises.

@@ -86,7 +86,8 @@ class Replace(Tolerance):
 class Skip(Tolerance):
     """The batch is that much shorter; one without any sample is left out.
 
-    An iterable dataset must go on after it has raised, which generators do not.
+    An iterable dataset must go on after it has raised, which generators do not: where one has ended with an
+    error, that is raised.
     """
 
 
