@@ -1,6 +1,6 @@
 """A TCP connection between two machines that carries frames, once both sides have shown the pool's token.
 
-Runs on both sides, and imports neither torch nor numpy. The handshake proves to each side that the other one
+Runs on both sides. The handshake proves to each side that the other one
 has the token, which is never sent:
 
     client  MAGIC, a nonce of its own

@@ -24,6 +24,9 @@ from multiprocessing.context import BaseContext, get_spawning_popen, set_spawnin
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import torch
+from torch.multiprocessing import get_sharing_strategy
+
 from fastq_loader.memory import mapped
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents
@@ -104,7 +107,7 @@ class Setup:
         mapping: the arena as the consumer has mapped it, if the worker inherits that.
         arena_length: bytes of the arena.
         arena_whole: whether it is mapped as a whole.
-        descriptors: `arena` (the memfd) and `stacks` (see there); of a proxy, `traffic` (see there).
+        descriptors: `arena` (the memfd) and `stacks` (see there).
     """
 
     plan: Plan
@@ -268,9 +271,6 @@ class _Sealer(ForkingPickler):
         self.dispatch_table = table
 
     def reducer_override(self, value: Any) -> Any:
-        import torch  # here, because proxies do without it
-        from torch.multiprocessing import get_sharing_strategy
-
         if isinstance(value, (torch.Tensor, torch.UntypedStorage)) and (
             value.device.type != "cpu" or get_sharing_strategy() != "file_descriptor"  # type: ignore[no-untyped-call]
         ):

@@ -36,7 +36,7 @@ from fastq_loader.workers import fork_server
 from fastq_loader.workers.children import Child, Stacks, Zygote
 from fastq_loader.workers.config import Descriptors, Plan, Setup
 from fastq_loader.workers.main import main
-from fastq_loader.workers.worker_pool import WorkerPool
+from fastq_loader.workers.worker_pool import WorkerPool, own_fields
 
 _PICKLE_WARNING = (  # torch/utils/data/dataloader.py
     "Got pickle error when attempting to start a worker Process. "
@@ -45,10 +45,6 @@ _PICKLE_WARNING = (  # torch/utils/data/dataloader.py
     "to 'forkserver', which requires the worker Process arguments to be picklable. "
     "You can also try multiprocessing.set_start_method('fork')."
 )
-
-
-#: What differs between the setups of a pool's workers.
-_OWN = ("worker", "generation", "folder", "space")
 
 
 class LocalPool(WorkerPool):
@@ -85,7 +81,7 @@ class LocalPool(WorkerPool):
             modules = {str(getattr(part, "__module__", "torch")) for part in plan.payload.parts.values()}
             self._late = LateStart(context.Process, modules)
         elif plan.restarts and calls.has_pidfd():
-            self._zygote = Zygote.forked(context, lambda fields: self._process(self._told(**fields)))
+            self._zygote = Zygote(context, lambda own: self._process(self._told(**own)), self._setup.folder)
         if self._late is not None:
             self._make = self._late.process
         at_once = plan.workers if self._late is None else cores()
@@ -94,7 +90,7 @@ class LocalPool(WorkerPool):
 
     def _process(self, setup: Setup) -> BaseProcess:
         if setup.generation and self._zygote is not None:  # which has none
-            return self._zygote.process({name: getattr(setup, name) for name in _OWN})
+            return self._zygote.process(own_fields(setup))
         process: BaseProcess = self._make(target=main, args=(setup,), daemon=True)
         if self._plan.context is None:  # torch's name for it, which logs show
             process.name = f"Process-{process.name.rpartition('-')[2]}"

@@ -216,3 +216,8 @@ class WorkerPool(ABC):
     def ended(self) -> bool:
         """Whether it was stopped, and none of its processes is left."""
         return self._stopping is not None and self._stopping.over.is_set()
+
+
+def own_fields(setup: Setup) -> dict[str, Any]:
+    """What differs between the setups of a pool's workers."""
+    return {name: getattr(setup, name) for name in ("worker", "generation", "folder", "space")}
