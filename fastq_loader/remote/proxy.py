@@ -79,7 +79,7 @@ def main(setup: Setup, tls: Tls | None, pipe: Pipe[Any, Any], traffic: memoryvie
     prepare_signals()
     children.leave_with(setup.consumer, setup.folder)
     assert setup.mapping is not None, "it is inherited"
-    claims = ClaimTable(setup.descriptors["arena"], setup.mapping.claims)
+    claims = ClaimTable(setup.mapping.fd, setup.mapping.claims)
     if not os.path.isdir(setup.folder):  # the loader was closed before this was up
         return
     socket = WorkerSocket(setup.folder, socket_name(setup.worker, setup.generation), setup.consumer)

@@ -31,7 +31,6 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastq_loader.errors import ProtocolError
-from fastq_loader.memory.arena import Arena
 from fastq_loader.remote.connection import Lost, Request, Tls, ask
 from fastq_loader.remote.far_worker import HostSpec
 from fastq_loader.remote.proxy import NoPlace, Place, Status, main
@@ -137,8 +136,8 @@ class ProxyPool(WorkerPool):
         self._wake = -1
         self._thread = threading.Thread(target=self._run, name="fastq_loader: places", daemon=True)
 
-    def _begin(self, arena: Arena) -> None:
-        self._setup = setup = self._told(mapping=arena.mapping)
+    def _begin(self) -> None:
+        setup = self._told()
         self._token = setup.token
         if calls.has_pidfd():
             self._zygote = Zygote(_FORK, self._made, setup.folder)
