@@ -390,7 +390,9 @@ def _serve(connection: Connection, others: Connection, consumer: int, make: Make
                     values += tuple(reduction.recv_handle(connection) for _ in range(passed))
                     answer: Any = _fork(children, make(*values), inherited)
                 else:
-                    answer = _reap(children, *arguments)
+                    process = children.pop(*arguments)
+                    process.join()
+                    answer = process.exitcode
             except OSError as error:
                 answer = error
             connection.send((number, answer))
@@ -410,9 +412,3 @@ def _fork(children: dict[int, BaseProcess], process: BaseProcess, inherited: Any
     assert process.pid is not None, "it was started"
     children[process.pid] = process
     return process.pid
-
-
-def _reap(children: dict[int, BaseProcess], pid: int) -> int | None:
-    process = children.pop(pid)
-    process.join()
-    return process.exitcode
