@@ -137,13 +137,7 @@ def main(connection: Connection, spec: HostSpec, request: Request, stacks: int) 
     blocks = SentBlocks(arena, spec.setup.plan.for_device)
     allocator.install(blocks)
     collate.install()
-    setup = replace(
-        spec.setup,
-        worker=request.worker,
-        consumer=os.getppid(),
-        mapping=arena.mapping,
-        descriptors={"stacks": stacks},
-    )
+    setup = replace(spec.setup, worker=request.worker)
     proxy = ProxySocket(connection, blocks)
     connection.send(WELCOME, b"%d" % os.getpid())
     # The claim table is its own, and of no importance.

@@ -207,7 +207,8 @@ class ProxyPool(WorkerPool):
                 self._lost.append(place)
                 return
             proxy.place, proxy.placed, proxy.pid = place, True, 0
-        _tell(proxy, place)
+        with contextlib.suppress(OSError):  # it has ended; `_read` finds that, too
+            proxy.pipe.send(place)
 
     def _read(self, proxy: _Proxy) -> None:
         """Take note of what a proxy has said by now. May be called on any thread."""
@@ -310,8 +311,3 @@ class ProxyPool(WorkerPool):
         wake, self._wake = self._wake, -1
         if wake >= 0:
             os.close(wake)
-
-
-def _tell(proxy: _Proxy, place: Place | NoPlace) -> None:
-    with contextlib.suppress(OSError):  # it has ended; `_read` finds that, too
-        proxy.pipe.send(place)
