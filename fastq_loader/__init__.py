@@ -32,8 +32,8 @@ from fastq_loader.errors import (
 )
 from fastq_loader.insight.verdict import Diagnosis
 from fastq_loader.loader import DataLoader
+from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE
-from fastq_loader.memory.results import empty
 from fastq_loader.preemption import preemption
 from fastq_loader.reading.sampling import PermutationSampler
 from fastq_loader.reading.tolerance import Replace, Skip

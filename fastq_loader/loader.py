@@ -301,8 +301,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         Returns:
             A new plain dict, of some 15 kB unless the user's own states in it are larger, and up to 300 bytes
-            for each of the last thousand bad samples. It passes through `json.dumps` where those states do. It
-            has no state of torch's, Python's and numpy's global generators as they are now: save these with the
+            for each of the last thousand bad samples. It passes through `json.dumps` where those do. It has
+            no state of torch's, Python's and numpy's global generators as they are now: save these with the
             model, as frameworks do, or give the loader a `generator`.
 
         Raises:

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
+#: What clusters send; not every system has both.
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
 
 class preemption:
     """Notes that the job is to end, for a loop that then saves a checkpoint and leaves:
@@ -39,7 +42,7 @@ class preemption:
         TypeError: something is no loader of this package.
     """
 
-    def __init__(self, *loaders: Any, signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+    def __init__(self, *loaders: Any, signals: Iterable[int] = _SIGNALS) -> None:
         self.signal: int | None = None
         self._loaders = [getattr(loader, "loader", loader) for loader in loaders]
         for loader in self._loaders:

@@ -110,7 +110,7 @@ def descendants(root: int | None = None) -> dict[int, ProcessEntry]:
 
 def open_descriptors() -> dict[int, str]:
     """Descriptor → what it points at, without those that lead to helpers (see above)."""
-    ours = sys.modules.get("fastq_loader.workers.fork_server")
+    ours = sys.modules.get("fastq_loader.workers.local_pool")
     helpers = {
         SERVER.descriptor,
         getattr(resource_tracker._resource_tracker, "_fd", None),

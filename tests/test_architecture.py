@@ -139,7 +139,7 @@ def siblings(module: str, types: bool = True) -> set[str]:
 def test_the_walk_finds_every_room_and_imports_of_every_kind() -> None:
     assert {room_of(module) for module in MODULES} == set(ROOMS)
     assert "memory.pool" in siblings("scheduling.scheduler")
-    assert {"reading.collate", "memory.results"} <= siblings("workers.main"), "from a import b, c"
+    assert {"reading.collate", "memory.allocator"} <= siblings("workers.main"), "from a import b, c"
     assert "ipc.messages" in siblings("statistics.workers"), "an import for the type checker alone"
 
 

@@ -28,7 +28,7 @@ import torch
 from fastq_loader.device.pinning import PIN_MODES
 from fastq_loader.errors import PinFailed, is_int
 from fastq_loader.memory.blocks import device_aligned
-from fastq_loader.packing.tensors import accelerator, is_captured, tensors_of
+from fastq_loader.packing.tensors import tensors_of
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")  # one entry for each GPU that the driver knows
 _PROBE_BYTES = 64 * 1024
@@ -164,6 +164,15 @@ def _absence(device: torch.device) -> str:
     return ""
 
 
+def accelerator() -> str | None:
+    """The kind of device behind `torch.accelerator`: a build of torch has at most one."""
+    try:
+        found = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 has no None for none
+        return None
+    return None if found is None else found.type
+
+
 def device_count(kind: str) -> int:
     """Devices of a kind. For NVIDIA's, /proc is read where the driver fills it: the runtime's own count opens
     descriptors that forked workers would inherit. Of those that are shown CUDA stops at the first that is not
@@ -213,7 +222,10 @@ class TorchStager:
 
     def capturing(self) -> bool:
         """Whether the current stream is captured into a graph; events cannot be queried then."""
-        return is_captured(self.device)
+        if self.device.type == "cuda":
+            return torch.cuda.is_current_stream_capturing()
+        # In torch 2.6 streams of other devices do not say; only CUDA has graphs there.
+        return bool(getattr(self.current_stream(), "is_capturing", bool)())
 
     def empty(self, nbytes: int) -> torch.Tensor:
         # Rounded up, so that it can be viewed as any dtype.

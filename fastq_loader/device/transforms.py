@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fastq_loader.packing.tensors import current_stream, is_captured, tensors_of
+from fastq_loader.packing.tensors import tensors_of
 
 
 @dataclass(eq=False)
@@ -47,9 +47,6 @@ class normalize:
     channels_last: bool = False
     max_value: float | None = None
     which: Collection[str | int] | None = None
-    _factors: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = field(
-        default_factory=dict, init=False, repr=False
-    )
 
     def __post_init__(self) -> None:
         self.mean = tuple(float(value) for value in self.mean)
@@ -62,9 +59,6 @@ class normalize:
             raise TypeError(f"which={self.which!r} must be a list of keys or positions: [{self.which!r}]")
         if not self.dtype.is_floating_point:
             raise TypeError(f"dtype={self.dtype} must be floating-point, such as torch.float16")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_factors": {}}
 
     def __call__(self, batch: Any) -> Any:
         """The batch with its images normalised; everything else is passed on as it is.
@@ -111,49 +105,26 @@ class normalize:
                 f"normalize has {len(self.mean)} channels (mean and std), and an image of shape "
                 f"{tuple(pixels.shape)} has not: images are (N, C, ...)"
             )
-        scale, shift = self._scale_and_shift(pixels)
-        wide = scale.dtype
+        limit = self.max_value
+        if limit is None:
+            limit = 1.0 if pixels.dtype.is_floating_point else 255.0
+        wide = torch.float64 if torch.float64 in (self.dtype, pixels.dtype) else torch.float32
+
+        # By kernels that fill, for each batch anew: a copy from the host cannot be captured, and what is kept
+        # would belong to one stream, one graph and one mode of autograd.
+        def factor(values: list[float]) -> torch.Tensor:
+            parts = [torch.full((1,), value, dtype=wide, device=pixels.device) for value in values]
+            return torch.cat(parts).view(-1, *[1] * (pixels.dim() - 2))
+
         layout = torch.contiguous_format
         if self.channels_last:
             layout = torch.channels_last if pixels.dim() == 4 else torch.channels_last_3d
             if pixels.dim() not in (4, 5):
                 raise ValueError(f"channels_last=True needs 4 or 5 dimensions, and got {pixels.dim()}")
         images = pixels.to(wide, memory_format=layout, copy=True)
-        return images.mul_(scale).add_(shift).to(self.dtype)
-
-    def _scale_and_shift(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        limit = self.max_value
-        if limit is None:
-            limit = 1.0 if pixels.dtype.is_floating_point else 255.0
-        wide = torch.float64 if torch.float64 in (self.dtype, pixels.dtype) else torch.float32
-        form = (pixels.device, wide, limit, pixels.dim())
-        # A graph keeps what it captured to itself, and a compiler folds it: neither may be kept here.
-        if torch.compiler.is_compiling() or is_captured(pixels.device):
-            return self._make(*form)
-        # By stream, because another one would have to wait for the kernels that fill them.
-        stream = current_stream(pixels.device)
-        if stream is None and pixels.device.type != "cpu":  # it has streams that cannot be told apart here
-            return self._make(*form)
-        key = (*form, stream)
-        if key not in self._factors:
-            with torch.inference_mode(False):  # else no later step could save them for its gradient
-                made = self._make(*form)
-            if type(made[0]) is not torch.Tensor:  # of a fake mode, which computes shapes only
-                return made
-            self._factors[key] = made
-        return self._factors[key]
-
-    def _make(
-        self, device: torch.device, dtype: torch.dtype, limit: float, dimensions: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        # By kernels that fill, because a copy from the host cannot be captured.
-        def of(values: list[float]) -> torch.Tensor:
-            parts = [torch.full((1,), value, dtype=dtype, device=device) for value in values]
-            return torch.cat(parts).view(-1, *[1] * (dimensions - 2))
-
-        scale = of([1 / (limit * std) for std in self.std])
-        shift = of([-mean / std for mean, std in zip(self.mean, self.std, strict=True)])
-        return scale, shift
+        images.mul_(factor([1 / (limit * std) for std in self.std]))
+        images.add_(factor([-mean / std for mean, std in zip(self.mean, self.std, strict=True)]))
+        return images.to(self.dtype)
 
 
 def _describe(value: Any) -> str:

@@ -1,10 +1,10 @@
 """The worker's side of the shared memory: which blocks a batch under construction may be written to.
 
-Runs in a worker process. During a task the worker owns the blocks that were granted with it, and those that
-it makes itself in its own part of the arena when none fits. With the answer all of them pass to the
-consumer, except blocks that user code still references: a dataset that keeps a tensor that it allocated
-here keeps its block, and the batch is shipped in a copy. So does a child that user code forks, as long as
-it lives.
+Runs in a worker process, but for `empty`, which may be called anywhere. During a task the worker owns the
+blocks that were granted with it, and those that it makes itself in its own part of the arena when none fits.
+With the answer all of them pass to the consumer, except blocks that user code still references: a dataset
+that keeps a tensor that it allocated here keeps its block, and the batch is shipped in a copy. So does a
+child that user code forks, as long as it lives.
 
 Where batches go on to a device, one copy has to take the whole batch: the results of a task are then cut out
 of one block, one behind the other. It is as large as the batch before needed.
@@ -23,6 +23,7 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
+import torch
 
 from fastq_loader.memory import nontemporal
 from fastq_loader.memory.arena import Mapping
@@ -336,3 +337,64 @@ def _fit(blocks: list[tuple[int, int]], wanted: int, any_size: bool = False) -> 
         if wanted <= size and (any_size or size <= 2 * wanted):
             return blocks.pop(at)
     return None
+
+
+# ---- what collate functions call ------------------------------------------------------------------------
+
+_NAMES = "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64 complex128"
+#: The dtypes that numpy has, too: torch takes over arrays of them. Others go through bytes.
+TYPESTR = {getattr(torch, name): np.dtype(name).str for name in _NAMES.split()}
+
+_current: Allocator | None = None
+
+
+def install(allocator: Allocator | None) -> None:
+    """Make `allocator` the one that `empty` and the collate functions of this process use."""
+    global _current
+    _current = allocator
+
+
+def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An uninitialised tensor that travels to the consumer without a copy.
+
+    In a worker of this package a result of 64 KiB or more lies in shared memory: when it (or a view of
+    it) is part of the batch, it is handed over where it is. Anywhere else, and for smaller results, this
+    is `torch.empty`.
+
+    Args:
+        shape: the sizes.
+        dtype: torch's default dtype if None.
+
+    Returns:
+        A contiguous CPU tensor, its memory its own.
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    tensor = out_tensor(sizes, dtype)
+    return torch.empty(sizes, dtype=dtype) if tensor is None else tensor
+
+
+def out_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    """`empty` for collate functions: None where they should allocate as they always do."""
+    if _current is None:
+        return None
+    nbytes = math.prod(shape) * dtype.itemsize
+    typestr = TYPESTR.get(dtype)
+    if typestr is not None:
+        array = _current.empty_array(shape, typestr, nbytes)
+        return None if array is None else torch.from_numpy(array)
+    array = _current.empty_array((nbytes,), "|u1", nbytes)
+    return None if array is None else torch.from_numpy(array).view(dtype).view(shape)
+
+
+def out_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
+    """The same as an array."""
+    if _current is None:
+        return None
+    return _current.empty_array(shape, dtype.str, math.prod(shape) * dtype.itemsize)
+
+
+def use_nontemporal(nbytes: int) -> bool:
+    """Whether pieces of `nbytes` are better written with non-temporal stores to what the functions above
+    gave out."""
+    return _current is not None and _current.is_nontemporal(nbytes)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
+from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
@@ -45,10 +46,11 @@ CLAIMS = 1 << 15
 
 
 class Mapping:
-    """A memfd in this process's memory, shared and writable.
+    """A memfd in this process's memory, shared and writable. Where it arrives in another process (one that is
+    spawned, or comes from a fork server), it is mapped there.
 
     Args:
-        fd: the memfd; it stays the caller's, and open if it is not mapped as a whole.
+        fd: the memfd; it stays the caller's, and open.
         length: its bytes.
         regions: equal parts that the range is cut into, one for each worker.
         whole: map all of it. Else parts are mapped while they are in use, see `reach`.
@@ -66,7 +68,8 @@ class Mapping:
     def __init__(self, fd: int, length: int, regions: int, whole: bool = True) -> None:
         self.length = length
         self.whole = whole
-        self._fd = fd
+        self.fd = fd
+        self._regions = regions
         # At the end of the range: two words for every possible start of a block (see `is_released`), claims.
         table = length // PAGE * PAGE - CLAIMS * 8
         words = (table - length // SMALLEST * 8) // PAGE * PAGE
@@ -78,6 +81,9 @@ class Mapping:
         self.memory = mapped if whole else memoryview(b"")
         self.words = mapped[words - first : table - first].cast("I")
         self.claims = mapped[table - first : table - first + CLAIMS * 8].cast("Q")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (reduction.DupFd(self.fd), self.length, self._regions, self.whole)
 
     def region(self, worker: int) -> tuple[int, int]:
         """Start and end, in bytes, of the part in which `worker` makes new blocks."""
@@ -91,7 +97,7 @@ class Mapping:
         """
         if self.whole:
             return self.base + offset, self.piece
-        piece = calls.Piece(self._fd, offset, nbytes)
+        piece = calls.Piece(self.fd, offset, nbytes)
         return piece.address, piece
 
     def read(self, offset: int, nbytes: int) -> memoryview | bytes:
@@ -121,7 +127,7 @@ class Mapping:
     def punch(self, offset: int, size: int) -> None:
         """Give pages back to the system; the range reads as zeros and can be written again."""
         if size > 0:
-            calls.punch_hole(self._fd, offset, size)
+            calls.punch_hole(self.fd, offset, size)
 
     def populate(self, offset: int, size: int) -> None:
         """Put the pages of a range into memory, and into this process's page table, if it is mapped whole."""
@@ -136,6 +142,10 @@ class Mapping:
             view.release()
         for offset in self.piece.parts.keys() - held:
             self.piece.unmap(offset, pages=False)
+
+
+def _arrived(duplicate: Any, *arguments: Any) -> Mapping:
+    return Mapping(duplicate.detach(), *arguments)
 
 
 class Arena:

@@ -34,7 +34,7 @@ def write(value: Any, pickler: Callable[..., Any] = pickle.Pickler) -> int:
         OSError: there is no memfd, or no memory for it.
         Exception: what pickling raises.
     """
-    file, buffers = io.BytesIO(), list[memoryview]()
+    pickled, buffers = io.BytesIO(), list[memoryview]()
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
@@ -42,31 +42,24 @@ def write(value: Any, pickler: Callable[..., Any] = pickle.Pickler) -> int:
             buffers.append(raw)
         return raw.nbytes < SMALLEST  # true: into the pickle
 
-    pickler(file, 5, buffer_callback=keep).dump(value)
+    pickler(pickled, 5, buffer_callback=keep).dump(value)
     fd = calls.memfd_create("fastq_loader.mapped")
     try:
-        places, at = [], _HEAD.size
-        for buffer in (*buffers, file.getbuffer()):
-            at += -at % _ALIGNMENT
-            places.append((at, buffer.nbytes))
-            at = _put(fd, buffer, at)
-        index = pickle.dumps(places)
-        _put(fd, index, at)
-        _put(fd, _HEAD.pack(at, len(index)), 0)
+        with open(fd, "wb", closefd=False) as file:
+            places, at = [], _HEAD.size
+            for buffer in (*buffers, pickled.getbuffer()):
+                at = file.seek(at + -at % _ALIGNMENT)
+                places.append((at, buffer.nbytes))
+                at += file.write(buffer)
+            index = pickle.dumps(places)
+            file.write(index)
+            file.seek(0)
+            file.write(_HEAD.pack(at, len(index)))
         calls.seal_length(fd, contents=True)
     except BaseException:
         os.close(fd)
         raise
     return fd
-
-
-def _put(fd: int, data: Any, at: int) -> int:
-    """Write at a place; where it ends."""
-    left = memoryview(data).cast("B")
-    while left.nbytes:  # one call writes 2 GiB at most
-        written = os.pwrite(fd, left, at)
-        left, at = left[written:], at + written
-    return at
 
 
 def read(fd: int) -> Any:

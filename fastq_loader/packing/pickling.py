@@ -1,4 +1,4 @@
-"""Pickling: arbitrary objects with their tensors and arrays left out, and exceptions.
+"""Pickling: arbitrary objects with their tensors and arrays left out, exceptions, and what pickle refuses.
 
 `dump` and `dump_exception` run in workers, `load` and `load_exception` in the consumer. The pickled bytes
 travel in shared memory, behind the pool's token; the leaves that they refer to are packed like any other leaf
@@ -11,10 +11,12 @@ import copyreg
 import functools
 import io
 import pickle
+import sys
 import threading
 import traceback
 import types
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from importlib.util import find_spec
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -23,7 +25,6 @@ import torch
 from torch.multiprocessing import reductions
 
 from fastq_loader.errors import ProtocolError, UnpicklableError, WorkerTraceback, add_note, shorten
-from fastq_loader.packing import by_value
 from fastq_loader.system.interrupts import refuse_interrupt
 
 _COWARDLY = (  # torch/multiprocessing/reductions.py, reduce_tensor
@@ -174,10 +175,10 @@ def dump(
             pickler = _WatchfulPickler(outside, *arguments) if outside else _Pickler(*arguments)
             pickler.dump(value)
         except Exception as error:
-            if not by_value.answers or isinstance(error, (SharedContainer, MemoryError)):
+            if not sends_by_value or isinstance(error, (SharedContainer, MemoryError)):
                 raise
             arguments = (file := io.BytesIO(), leaf_number, for_device)
-            by_value.pickler(_Pickler)(*arguments).dump(value)
+            by_value(_Pickler)(*arguments).dump(value)
     except (SharedContainer, MemoryError):
         raise
     except Exception as error:
@@ -252,6 +253,66 @@ def pickles(value: Any) -> bool:
     return True
 
 
+# ---- functions and classes that pickle refuses --------------------------------------------------------
+
+# These are lambdas, local functions and classes, and those of a `__main__` that no other process can import,
+# as a notebook's. They travel by cloudpickle (extra `notebook`): the user's objects, and in workers that got
+# these so, what comes back: a class of the consumer's is that class again there.
+
+_HINT = (
+    "; with cloudpickle (pip install '.[notebook]' in a clone) lambdas, local classes and a notebook's work"
+)
+
+#: Whether what this process answers may need it, too. Set in workers.
+sends_by_value = False
+
+
+@functools.cache
+def by_value(base: type[pickle.Pickler]) -> Any:
+    """A pickler like another one, that also takes these.
+
+    Raises:
+        ImportError: cloudpickle is missing.
+    """
+    import cloudpickle
+
+    class ByValue(base, cloudpickle.Pickler):  # type: ignore[misc, valid-type]
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            base.__init__(self, *arguments, **keywords)
+            # cloudpickle's class has an attribute of this name, which hides the one that pickling reads.
+            known = {**cloudpickle.Pickler.dispatch_table, **self.dispatch_table}
+            pickle.Pickler.dispatch_table.__set__(self, known)  # type: ignore[attr-defined]
+
+        def reducer_override(self, value: Any) -> Any:
+            own = base.reducer_override(self, value)
+            return cloudpickle.Pickler.reducer_override(self, value) if own is NotImplemented else own
+
+    return ByValue
+
+
+def is_interactive() -> bool:
+    """Whether no other process can import `__main__`, though pickle finds what is in it."""
+    return not hasattr(sys.modules["__main__"], "__file__")
+
+
+def hint() -> str:
+    """What to add to the error of something that pickle refuses."""
+    return "" if find_spec("cloudpickle") else _HINT
+
+
+def _dumps(value: Any) -> bytes:
+    """`pickle.dumps`, or cloudpickle's where that fails in a worker that got the user's objects so."""
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        if not sends_by_value:
+            raise
+        import cloudpickle
+
+        data: bytes = cloudpickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        return data
+
+
 # ---- exceptions -------------------------------------------------------------------------------------
 
 
@@ -279,7 +340,7 @@ def dump_exception(error: BaseException, worker: int) -> bytes:
 def _survives(candidate: Any, where: str) -> bytes | None:
     """The bytes of a form of an exception; None: it would come out as something else, or not at all."""
     try:
-        data = by_value.dumps((candidate, where))
+        data = _dumps((candidate, where))
         again, _ = _rebuild(data)
         if isinstance(candidate, BaseException):
             same = type(again) is type(candidate) and again.args == candidate.args

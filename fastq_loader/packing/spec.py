@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from fastq_loader.errors import ProtocolError
+from fastq_loader.memory.allocator import TYPESTR
 from fastq_loader.memory.blocks import SMALLEST
-from fastq_loader.memory.results import TYPESTR
 from fastq_loader.system.interrupts import refuse_interrupt
 
 #: Bytes of the specs that are remembered, as they travel, and `SPEC_BYTES` for each. In memory they are 20

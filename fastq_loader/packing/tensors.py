@@ -1,6 +1,6 @@
-"""The tensors of a batch, whatever it is made of, and the streams on which work on them is queued.
+"""The tensors of a batch, whatever it is made of.
 
-Runs in the consumer; owns nothing. No accelerator is touched for tensors on the host.
+Runs in the consumer; owns nothing.
 """
 
 from __future__ import annotations
@@ -11,31 +11,6 @@ from typing import Any
 import torch
 
 from fastq_loader.packing import pickling
-
-
-def accelerator() -> str | None:
-    """The kind of device behind `torch.accelerator`: a build of torch has at most one."""
-    try:
-        found = torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6 has no None for none
-        return None
-    return None if found is None else found.type
-
-
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """The stream on which work on a device is queued now. None on the host, which has no streams, and on a
-    device of another kind than torch's accelerator: torch has no common interface for its streams."""
-    if device.type == "cpu" or device.type != accelerator():
-        return None
-    return torch.accelerator.current_stream(device)
-
-
-def is_captured(device: torch.device) -> bool:
-    """Whether what is queued on a device's current stream becomes part of a graph."""
-    if device.type == "cuda":
-        return torch.cuda.is_current_stream_capturing()
-    # In torch 2.6 streams of other devices do not say; only CUDA has graphs there.
-    return bool(getattr(current_stream(device), "is_capturing", bool)())
 
 
 def moved(value: Any, device: torch.device) -> Any:

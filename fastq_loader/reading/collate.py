@@ -22,9 +22,9 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 
 from fastq_loader.memory import nontemporal
+from fastq_loader.memory.allocator import TYPESTR, out_array, out_tensor, use_nontemporal
 from fastq_loader.memory.blocks import SMALLEST
 from fastq_loader.memory.nontemporal import address_of
-from fastq_loader.memory.results import TYPESTR, out_array, out_tensor, use_nontemporal
 
 Collate = Callable[..., torch.Tensor]
 

@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 from torch.utils.data._utils import collate as torch_collate
 
+from fastq_loader.memory.allocator import out_tensor
 from fastq_loader.memory.blocks import SMALLEST
-from fastq_loader.memory.results import out_tensor
 from fastq_loader.reading.collate import stack_tensors, torch_tensors
 from fastq_loader.system.interrupts import refuse_interrupt
 

@@ -1,6 +1,6 @@
 """A TCP connection between two machines that carries frames, once both sides have shown the pool's token.
 
-Runs on both sides, and imports neither torch nor numpy. The handshake proves to each side that the other one
+Runs on both sides. The handshake proves to each side that the other one
 has the token, which is never sent:
 
     client  MAGIC, a nonce of its own
@@ -27,7 +27,7 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,8 +62,6 @@ _ASK_AFTER, _ASK_EVERY, _ASKS = 1, 1, 4
 #: other system takes them as soon as they come. The kernel looks once a second, so a cable that is pulled is
 #: noticed within five. A worker's wait while the consumer's job is stopped, by Ctrl-Z perhaps.
 NOTICED_HERE, NOTICED_THERE = 4_000, 60_000
-#: Buffers of one call; Linux takes 1024.
-_AT_ONCE = 512
 
 
 class Lost(ConnectionError):
@@ -253,8 +251,10 @@ class Encrypted:
     def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:
         return self._do(partial(self._socket.recv_into, buffer), select.POLLIN)
 
-    def sendmsg(self, buffers: Sequence[Any]) -> int:
-        return self._do(partial(self._socket.send, buffers[0]), select.POLLOUT)
+    def sendall(self, buffer: Any) -> None:
+        left = memoryview(buffer).cast("B")
+        while left:
+            left = left[self._do(partial(self._socket.send, left), select.POLLOUT) :]
 
     def _do(self, call: Callable[[], T], event: int) -> T:
         while True:
@@ -347,14 +347,9 @@ class Connection:
         Raises:
             Lost: the connection has ended.
         """
-        parts = [memoryview(buffer) for buffer in buffers]
         try:
-            while parts:
-                sent = self._socket.sendmsg(parts[:_AT_ONCE])
-                while parts and sent >= parts[0].nbytes:
-                    sent -= parts.pop(0).nbytes
-                if sent:
-                    parts[0] = parts[0][sent:]
+            for buffer in buffers:
+                self._socket.sendall(buffer)
         except OSError as error:
             raise Lost(str(error)) from error
 

@@ -43,7 +43,7 @@ from fastq_loader.ipc.messages import (
     Task,
     encode,
 )
-from fastq_loader.memory import results
+from fastq_loader.memory import allocator
 from fastq_loader.memory.allocator import Allocator, Used
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import Extents, Holder
@@ -135,17 +135,9 @@ def main(connection: Connection, spec: HostSpec, request: Request, stacks: int) 
     children.write_stacks(stacks)
     arena = Arena(1)
     blocks = SentBlocks(arena, spec.setup.plan.for_device)
-    results.install(blocks)
+    allocator.install(blocks)
     collate.install()
-    setup = replace(
-        spec.setup,
-        worker=request.worker,
-        consumer=os.getppid(),
-        mapping=arena.mapping,
-        arena_length=arena.mapping.length,
-        arena_whole=arena.mapping.whole,
-        descriptors={"arena": arena.fd, "stacks": stacks},
-    )
+    setup = replace(spec.setup, worker=request.worker)
     proxy = ProxySocket(connection, blocks)
     connection.send(WELCOME, b"%d" % os.getpid())
     # The claim table is its own, and of no importance.

@@ -1,6 +1,6 @@
 """The proxy of a worker on another machine: for the consumer it is the worker.
 
-Runs in a process of its own, on one thread, and imports neither torch nor Ray. It has the worker's number,
+Runs in a process of its own, on one thread. It has the worker's number,
 socket, claims and blocks. A task that it has is forwarded to the far worker. When the head of the answer has
 come, the next task is claimed and forwarded, so that the far worker never waits for bytes. Then the bytes are
 received straight into blocks, and the usual answer is sent, which says where they lie now.
@@ -13,30 +13,25 @@ hears over a pipe, where it says in return how it fares: a `Status`.
 from __future__ import annotations
 
 import contextlib
-import mmap
-import multiprocessing
 import os
-import signal
 import sys
 import time
 from collections import deque
-from multiprocessing import reduction
 from multiprocessing.connection import Connection as Pipe
-from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, NoReturn
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.claim_table import ClaimTable
 from fastq_loader.ipc.decoding import decode_for_consumer
-from fastq_loader.ipc.endpoints import remove_folder, socket_name
+from fastq_loader.ipc.endpoints import socket_name
 from fastq_loader.ipc.messages import Answer, Epoch, Handle, Ping, Space, Stop, Task, encode, pass_on
 from fastq_loader.ipc.sockets import WorkerSocket
 from fastq_loader.memory.allocator import Allocator
-from fastq_loader.memory.arena import Mapping
 from fastq_loader.remote.connection import MESSAGE, WELCOME, Address, Connection, Lost, Request, Tls, connect
 from fastq_loader.system import calls
 from fastq_loader.workers import children
 from fastq_loader.workers.config import Setup
+from fastq_loader.workers.main import prepare_signals
 from fastq_loader.workers.task_queue import TaskQueue
 
 #: Places, one after the other, where no far worker was to be had, until the proxy gives up.
@@ -79,44 +74,18 @@ class Status(NamedTuple):
     why: str = ""
 
 
-def traffic(fd: int, workers: int) -> memoryview:
-    """Bytes that have come over the network: a word of shared memory for each worker of a pool. Its proxy
-    adds to it, a successor goes on with it, and the consumer reads it when it is asked for statistics."""
-    return memoryview(mmap.mmap(fd, 8 * workers)).cast("Q")
-
-
-def serve(connection: Pipe[Any, Any], consumer: int, folder: str) -> None:
-    """Entry point of the launcher: fork proxies until the consumer needs no more, or dies. Then no other
-    process may be there to remove the folder of the first sockets."""
-    fork = multiprocessing.get_context("fork")
-
-    def make() -> BaseProcess:
-        pipe: Pipe[Any, Any] = Pipe(reduction.recv_handle(connection))
-        return fork.Process(target=main, args=(pipe,), daemon=True)  # drops the pipe when it has started
-
-    if not children.attend(connection, consumer, make):
-        remove_folder(folder)
-    os._exit(0)
-
-
-def main(pipe: Pipe[Any, Any]) -> None:
-    """Entry point of a proxy, with its end of the pipe to the consumer."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the consumer decides what Ctrl-C means
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    try:
-        setup, tls = pipe.recv()
-    except EOFError:  # the consumer has not noticed that it was started
-        return
+def main(setup: Setup, tls: Tls | None, pipe: Pipe[Any, Any], traffic: memoryview) -> None:
+    """Entry point of a proxy; for the arguments see `Proxy`."""
+    prepare_signals()
     children.leave_with(setup.consumer, setup.folder)
-    arena, plan = setup.descriptors["arena"], setup.plan
-    mapping = Mapping(arena, setup.arena_length, plan.workers, setup.arena_whole)
-    claims = ClaimTable(arena, mapping.claims)
+    assert setup.mapping is not None, "it is inherited"
+    claims = ClaimTable(setup.mapping.fd, setup.mapping.claims)
     if not os.path.isdir(setup.folder):  # the loader was closed before this was up
         return
     socket = WorkerSocket(setup.folder, socket_name(setup.worker, setup.generation), setup.consumer)
-    blocks = Allocator(mapping, setup.worker, setup.space, plan.for_device)
+    blocks = Allocator(setup.mapping, setup.worker, setup.space, setup.plan.for_device)
     try:
-        Proxy(setup, tls, pipe, socket, claims, blocks).run()
+        Proxy(setup, tls, pipe, traffic, socket, claims, blocks).run()
     finally:
         socket.close()
 
@@ -128,6 +97,7 @@ class Proxy:
         setup: what the worker is told.
         tls: encrypts the connection, or None.
         pipe: to the consumer's `ProxyPool`.
+        traffic: bytes that have come, by the number of the worker.
         socket: to the consumer.
         claims: who loads which shared task.
         blocks: where answers are received.
@@ -138,6 +108,7 @@ class Proxy:
         setup: Setup,
         tls: Tls | None,
         pipe: Pipe[Any, Any],
+        traffic: memoryview,
         socket: WorkerSocket,
         claims: ClaimTable,
         blocks: Allocator,
@@ -149,7 +120,7 @@ class Proxy:
         self._socket = socket
         self._claims = claims
         self._blocks = blocks
-        self._traffic = traffic(setup.descriptors["traffic"], setup.plan.workers)
+        self._traffic = traffic
         self._tasks = TaskQueue(claims, self._shared_tasks, setup.worker)
         self._far: Connection | None = None
         self._greeted = False

@@ -9,61 +9,46 @@ places come and proxies lose them while the consumer is in a training step. It h
 proxy's pipe. Places are looked for before any proxy is up; one that is lost is given back, and another one is
 found.
 
-Proxies are forked by the launcher, a small program that has imported all that they need, which is neither
-torch nor Ray. It has one thread and no context of zmq, so its forks are cheap and safe: a proxy costs
-milliseconds, and the few pages that it changes. When the launcher has died, proxies that run go on. New ones
-are then programs of their own, as they are where the system has no process descriptors.
+Proxies are forked by a zygote (see `workers.children`), which was forked when the pool began: a proxy costs
+milliseconds, and the few pages that it changes. Where the system has no process descriptors, the consumer
+forks them itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import multiprocessing
 import os
 import pickle
-import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from multiprocessing import popen_fork, spawn, util
+from multiprocessing import popen_fork
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Protocol
 
-import fastq_loader
 from fastq_loader.errors import ProtocolError
-from fastq_loader.memory.arena import Arena
 from fastq_loader.remote.connection import Lost, Request, Tls, ask
 from fastq_loader.remote.far_worker import HostSpec
-from fastq_loader.remote.proxy import NoPlace, Place, Status, traffic
+from fastq_loader.remote.proxy import NoPlace, Place, Status, main
 from fastq_loader.system import calls, process_id
 from fastq_loader.system.interrupts import without_signals
-from fastq_loader.workers.children import Ended, Forked, LaunchedProcess, Zygote
-from fastq_loader.workers.config import Descriptors, PickledPayload, Plan, Setup
-from fastq_loader.workers.worker_pool import WorkerPool
+from fastq_loader.workers.children import Forked, LaunchedProcess, Zygote
+from fastq_loader.workers.config import Plan, Setup
+from fastq_loader.workers.worker_pool import WorkerPool, own_fields
 
 if TYPE_CHECKING:
     from fastq_loader.statistics.counters import Counters
 
 #: Seconds that a host has to write a worker's stacks, and to say how one died.
 _STACKS, _DEATH = 2.0, 0.5
-#: Seconds that the launcher has for its imports; they may come over a network.
-_IMPORTS = 60.0
 #: Proxies that are started at once. They connect to hosts at once, and a host that forks a worker lets the
 #: others wait.
 _AT_ONCE = 16
-
-#: The package itself imports torch, and a proxy needs none of it: a bare module takes its place. Threads of a
-#: library for matrices would be lost in a fork.
-_CODE = """
-import os, sys, types
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
-package = sys.modules["fastq_loader"] = types.ModuleType("fastq_loader")
-package.__path__ = [sys.argv[1]]
-sys.path[:] = sys.argv[2:]
-from fastq_loader.remote import proxy
-"""
+_FORK = multiprocessing.get_context("fork")
 
 
 class Placement(Protocol):
@@ -137,10 +122,11 @@ class ProxyPool(WorkerPool):
         self._placement = placement
         self._tls = tls
         self._token = b""
-        self._launcher: Launcher | None = None
+        self._zygote: Zygote | None = None
         self._proxies: dict[int, _Proxy] = {}  # of the workers, by number
-        self._words = -1  # descriptor of the words that count bytes
-        self._traffic: memoryview | None = None
+        # Bytes that have come over the network: a word of shared memory for each worker. Its proxy adds to
+        # it, a successor goes on with it, and the consumer reads it when it is asked for statistics.
+        self._traffic = memoryview(mmap.mmap(-1, 8 * plan.workers)).cast("Q")
         self._counters: Counters | None = None
         self._pid = process_id.current()
         self._lock = threading.RLock()  # for what follows, and the proxies' pipes
@@ -150,18 +136,14 @@ class ProxyPool(WorkerPool):
         self._wake = -1
         self._thread = threading.Thread(target=self._run, name="fastq_loader: places", daemon=True)
 
-    def _begin(self, arena: Arena) -> None:
-        setup, workers = self._told(), self._plan.workers
+    def _begin(self) -> None:
+        setup = self._told()
         self._token = setup.token
-        self._words = calls.memfd_create("fastq_loader traffic")
-        os.ftruncate(self._words, 8 * workers)
-        self._traffic = traffic(self._words, workers)
-        self._launcher = Launcher([arena.fd, self._words], setup.folder)
+        if calls.has_pidfd():
+            self._zygote = Zygote(_FORK, self._made, setup.folder)
         spec = pickle.dumps(HostSpec.of(setup, self._tls))
-        plan = replace(setup.plan, payload=PickledPayload(b"", Descriptors()), make_pool=None)
-        self._setup = replace(setup, plan=plan, descriptors={"arena": arena.fd, "traffic": self._words})
         self._wake = calls.wake_up()
-        self._placement.start(spec, workers)
+        self._placement.start(spec, self._plan.workers)
         with without_signals():  # they are for the main thread, which may keep them out of a start
             self._thread.start()
         while self._left() and len(self._children) < _AT_ONCE:
@@ -171,15 +153,24 @@ class ProxyPool(WorkerPool):
         return LaunchedProcess(partial(self._launch, setup))
 
     def _launch(self, setup: Setup) -> popen_fork.Popen:
-        assert self._launcher is not None, "the pool was started"
-        process, mine = self._launcher.start()
+        mine, its = multiprocessing.Pipe()
+        process: popen_fork.Popen
+        with its:
+            if self._zygote is None:
+                process = popen_fork.Popen(self._made(own_fields(setup), os.dup(its.fileno())))
+            else:
+                process = Forked(self._zygote, (own_fields(setup),), passed=[its.fileno()])
         proxy = _Proxy(mine)
-        _tell(proxy, (setup, self._tls))
         with self._lock:
             self._open.append(proxy)
             self._proxies[setup.worker] = proxy
             calls.wake(self._wake)
         return process
+
+    def _made(self, fields: dict[str, Any], its: int) -> BaseProcess:
+        """A proxy, to be started where this runs. Its end of the pipe is the descriptor `its`."""
+        arguments = self._told(**fields), self._tls, Pipe(its), self._traffic
+        return _FORK.Process(target=main, args=arguments, daemon=True)
 
     # ---- places -------------------------------------------------------------------------------
 
@@ -216,7 +207,8 @@ class ProxyPool(WorkerPool):
                 self._lost.append(place)
                 return
             proxy.place, proxy.placed, proxy.pid = place, True, 0
-        _tell(proxy, place)
+        with contextlib.suppress(OSError):  # it has ended; `_read` finds that, too
+            proxy.pipe.send(place)
 
     def _read(self, proxy: _Proxy) -> None:
         """Take note of what a proxy has said by now. May be called on any thread."""
@@ -288,13 +280,11 @@ class ProxyPool(WorkerPool):
         counters.sources.add(self)
 
     def count(self) -> int:
-        words = self._traffic
-        assert words is not None, "the pool was started"
         for worker, proxy in list(self._proxies.items()):
             self._read(proxy)
             self._shown[worker].far = proxy.pid, proxy.place and proxy.place.node
-            self._shown[worker].wire_bytes = words[worker]
-        return sum(words)
+            self._shown[worker].wire_bytes = self._traffic[worker]
+        return sum(self._traffic)
 
     def far_worker(self, pid: int) -> tuple[int, str] | None:
         for worker, proxy in list(self._proxies.items()):
@@ -315,99 +305,9 @@ class ProxyPool(WorkerPool):
         if self._counters is not None:
             self._counters.ended(self)
         self._placement.close()
-        launcher, self._launcher = self._launcher, None
-        if launcher is not None:
-            launcher.close()
-        self._traffic = None
-        for descriptor in (self._wake, self._words):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._wake = self._words = -1
-
-
-def _tell(proxy: _Proxy, message: tuple[Setup, Tls | None] | Place | NoPlace) -> None:
-    with contextlib.suppress(OSError):  # it has ended; `_read` finds that, too
-        proxy.pipe.send(message)
-
-
-class Launcher:
-    """Starts proxies. To be closed.
-
-    Args:
-        shared: descriptors that each proxy has under the same numbers.
-        folder: where the first of them bind their sockets.
-
-    Raises:
-        OSError: processes or descriptors are used up.
-    """
-
-    def __init__(self, shared: Sequence[int], folder: str) -> None:
-        self._shared = shared
-        self._folder = folder
-        self._path = [
-            fastq_loader.__path__[0],
-            *map(os.path.abspath, spawn.get_preparation_data("")["sys_path"]),
-        ]
-        self._zygote: Zygote | None = None
-        if calls.has_pidfd():  # it gets to its imports while others do other things
-            with without_signals(signal.SIGINT):  # until it ignores them
-                self._zygote = Zygote(self._make, _IMPORTS)
-
-    def start(self) -> tuple[popen_fork.Popen, Pipe[Any, Any]]:
-        """Start a proxy.
-
-        Returns:
-            Its process, and this end of the pipe to it.
-
-        Raises:
-            OSError: processes or descriptors are used up.
-        """
-        mine, its = multiprocessing.Pipe()
-        with its:
-            return self._start(its.fileno()), mine
-
-    def _start(self, its: int) -> popen_fork.Popen:
-        if self._zygote is not None:
-            try:
-                return Forked(self._zygote, passed=[its])
-            except (Ended, ProcessLookupError):
-                self.close()
-        return self._program(its, f"main(proxy.Pipe({its}))")
-
-    def _program(self, its: int, call: str) -> Program:
-        """A program that has an end of a pipe, and makes one call of `proxy`."""
-        command = [spawn.get_executable(), "-c", f"{_CODE}proxy.{call}", *self._path]
-        return Program(command, [its, *self._shared])
-
-    def _make(self, its: Pipe[Any, Any], _: Pipe[Any, Any]) -> LaunchedProcess:
-        call = f"serve(proxy.Pipe({its.fileno()}), {os.getpid()}, {self._folder!r})"
-        return LaunchedProcess(partial(self._program, its.fileno(), call))
-
-    def close(self) -> None:
-        """End the program."""
         zygote, self._zygote = self._zygote, None
         if zygote is not None:
             zygote.close()
-
-
-class Program(popen_fork.Popen):
-    """What multiprocessing has of a child process, for a program.
-
-    Args:
-        command: that starts it.
-        descriptors: that it has.
-    """
-
-    method = "exec"
-
-    def __init__(self, command: list[str | bytes], descriptors: list[int]) -> None:
-        super().__init__((command, descriptors))  # type: ignore[arg-type]
-
-    def _launch(self, how: Any) -> None:
-        command, descriptors = how
-        self.sentinel, kept = os.pipe()  # the program has the other end as long as it lives
-        self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
-        try:
-            self.pid = util.spawnv_passfds(command[0], command, [*descriptors, kept])
-        finally:
-            os.close(kept)
+        wake, self._wake = self._wake, -1
+        if wake >= 0:
+            os.close(wake)

@@ -120,7 +120,9 @@ class RayPlacement(Placement):
         atexit.register(_disarm)
 
     def _prepare(self, ray: Any, spec: bytes, places: int) -> None:
-        options, takes = self._options, self._takes()
+        options = self._options
+        all_kinds = {"CPU": options.num_cpus, "GPU": options.num_gpus, **options.resources}
+        takes = {name: amount for name, amount in all_kinds.items() if amount}  # each worker, of the cluster
         _look_for_room(ray, options, takes)
         self._driver = ray.get_runtime_context().get_worker_id()
         self._reservation = ray.remote(actor_class()).options(
@@ -140,12 +142,6 @@ class RayPlacement(Placement):
             parts = [int(there.get(name, 0) // ranks // amount) for name, amount in takes.items()]
             self._most = min(places, max(1, min(parts, default=places)))
         self._make_actors()
-
-    def _takes(self) -> dict[str, float]:
-        """What each worker takes from the cluster."""
-        options = self._options
-        takes = {"CPU": options.num_cpus, "GPU": options.num_gpus, **options.resources}
-        return {name: amount for name, amount in takes.items() if amount}
 
     def find(self, lost: Sequence[Place], wanted: int) -> list[Place | NoPlace]:
         self._lost += lost

@@ -47,8 +47,15 @@ _NUMBERS = {"pidfd_send_signal": 424, "pidfd_open": 434}
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+def _library() -> Any:
+    """The C library, its calls for memory with their types."""
+    library = ctypes.CDLL(None, use_errno=True)
+    address, length, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.mmap.argtypes = (address, length, number, number, number, ctypes.c_long)
+    library.mmap.restype = address
+    library.munmap.argtypes = (address, length)
+    library.madvise.argtypes = (address, length, number)
+    return library
 
 
 def _call(name: str, *arguments: int | bytes | None) -> int:
@@ -98,6 +105,11 @@ def memfd_create(name: str) -> int:
     return _needed("memfd_create", name.encode(), _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
 
 
+def _whole_pages(address: int, length: int, page: int = mmap.PAGESIZE) -> tuple[int, int]:
+    """Start and end of the pages that nothing else lies in: some systems have larger pages than blocks."""
+    return -(-address // page) * page, (address + length) // page * page
+
+
 class Piece:
     """Part of a memfd, mapped into this process, shared and writable, for as long as this object lives.
 
@@ -117,7 +129,7 @@ class Piece:
     __slots__ = ("_library", "address", "parts")
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
-        self._library = _memory()
+        self._library = _library()
         self.parts: dict[int, tuple[int, int]] = {}
         before = offset % mmap.PAGESIZE
         length = -(-(before + max(nbytes, 1)) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -151,26 +163,9 @@ class Piece:
         if end > start and self._library.munmap(start, end - start):
             self.parts[offset] = address, length  # there may be no more mappings; this would make one two
 
-    def __del__(self) -> None:
-        for start, end in [_whole_pages(*part) for part in self.parts.values()]:
+    def __del__(self, whole_pages: Any = _whole_pages) -> None:  # other names go before, at exit
+        for start, end in [whole_pages(*part) for part in self.parts.values()]:
             self._library.munmap(start, end - start)
-
-
-def _whole_pages(address: int, length: int, page: int = mmap.PAGESIZE) -> tuple[int, int]:
-    """Start and end of the pages that nothing else lies in: some systems have larger pages than blocks."""
-    return -(-address // page) * page, (address + length) // page * page
-
-
-@functools.cache
-def _memory() -> Any:
-    """The C library, its calls for memory with their types."""
-    library = ctypes.CDLL(None, use_errno=True)
-    address, length, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    library.mmap.argtypes = (address, length, number, number, number, ctypes.c_long)
-    library.mmap.restype = address
-    library.munmap.argtypes = (address, length)
-    library.madvise.argtypes = (address, length, number)
-    return library
 
 
 def view(address: int, nbytes: int) -> memoryview:

@@ -6,10 +6,11 @@ process, a process that has ended) nothing is known.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Collection
 
-_PAGE = os.sysconf("SC_PAGESIZE")
+_PAGE = mmap.PAGESIZE
 #: Of the 64 bits that `pagemap` has for a page: it is in memory, and only one process maps it (Linux 4.2).
 _PRESENT, _EXCLUSIVE = 1 << 63, 1 << 56
 

@@ -1,16 +1,15 @@
 """A child process: how it is started, when it has ended, how it died, its stacks; and one that forks others.
 
-Runs in the consumer, but for `serve` and `attend`, which run in the zygote, and `leave_with` and
-`write_stacks`, which run in a worker. Where SIGCHLD is ignored, as daemons have it, the system reaps children
+Runs in the consumer, but for `_serve`, which runs in the zygote, and `leave_with` and `write_stacks`, which
+run in a worker. Where SIGCHLD is ignored, as daemons have it, the system reaps children
 by itself, or other code does; multiprocessing takes a child whose exit code it cannot get for one that still
 runs. Only a descriptor says when it has ended.
 
-A `Zygote` waits to fork others: what the fork server is for the other start methods. There are two kinds.
-One is forked together with the first workers where dead ones are to be replaced. A worker that was forked
-from the consumer in the middle of a training run would see the dataset as it is then, copy the page tables of
-a process that has grown meanwhile, and inherit its sockets, threads' locks and devices. The zygote is a copy
-of the consumer as it was at the start, with one thread and nothing open. The other kind is a program of its
-own (see `remote.proxy_pool`).
+A `Zygote` waits to fork others: what the fork server is for the other start methods. It is forked together
+with the first workers where dead ones are to be replaced, and before the first proxy of a worker on another
+machine. A worker that was forked from the consumer in the middle of a training run would see the dataset as
+it is then, copy the page tables of a process that has grown meanwhile, and inherit its sockets, threads'
+locks and devices. The zygote is a copy of the consumer as it was at the start, with one thread.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from fastq_loader.system.interrupts import without_signals
 #: The exit code of a process that could not be asked for its own (multiprocessing's number for that).
 UNKNOWN_EXIT = 255
 
-#: Makes a process object in the zygote, from the arguments that `Zygote.process` was called with.
+#: Makes a process object in the zygote, from the arguments that `Forked` was called with.
 Make = Callable[..., BaseProcess]
 
 #: Ends a worker that outlives SIGTERM: a real-time signal, which nobody else sends, with the default action.
@@ -262,41 +261,23 @@ class Stacks:
 # ---- a process that forks others ----------------------------------------------------------------------
 
 
-class Ended(OSError):
-    """There is no zygote any more."""
-
-
 class Zygote:
-    """The consumer's end.
+    """The consumer's end of one that is a copy of this process as it is now.
 
     Args:
-        make: makes the process that runs `serve`, from its end and ours of their connection.
-        patience: seconds that it has for its first answer.
+        context: multiprocessing's, of start method fork.
+        make: in the zygote, makes the process object of a worker.
+        folder: of sockets, to be removed when the consumer dies: there may be no worker yet to do it.
     """
 
-    def __init__(
-        self, make: Callable[[Connection, Connection], BaseProcess], patience: float = _ANSWER
-    ) -> None:
+    def __init__(self, context: Any, make: Make, folder: str) -> None:
         self._lock = threading.RLock()  # active_children() of another thread asks too
-        self._patience = patience
         self._requests = 0
         self._connection, other = multiprocessing.Pipe()
+        arguments = other, self._connection, os.getpid(), make, folder
         with other:
-            self._child = Child(make(other, self._connection))
+            self._child = Child(context.Process(target=_serve, args=arguments, daemon=True))
             self._child.start()
-
-    @classmethod
-    def forked(cls, context: Any, make: Make) -> Zygote:
-        """One that is a copy of this process as it is now.
-
-        Args:
-            context: multiprocessing's, of start method fork.
-            make: in the zygote, makes the process object of a worker.
-        """
-        consumer = os.getpid()
-        return cls(
-            lambda its, ours: context.Process(target=serve, args=(its, consumer, make, ours), daemon=True)
-        )
 
     def process(self, *arguments: Any) -> BaseProcess:
         """A worker, to be started like any other process."""
@@ -310,14 +291,13 @@ class Zygote:
             passed: descriptors that it is sent after it.
 
         Raises:
-            Ended: it is gone, or does not answer.
-            OSError: it could not fork.
+            OSError: it could not fork; or it is gone, or does not answer.
         """
         try:
             with self._lock, without_signals():
                 answer = self._ask(request, passed)
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            raise Ended("the process that starts new workers has ended") from error
+            raise OSError("the process that starts new workers has ended") from error
         if isinstance(answer, OSError):
             raise answer
         return answer
@@ -331,8 +311,7 @@ class Zygote:
         number = 0
         # Where there are other threads, the handler of a signal may have raised in the middle of a request.
         while number < self._requests:
-            ready = readable(sources, self._patience) or readable(sources, self._patience)
-            self._patience = _ANSWER
+            ready = readable(sources, _ANSWER) or readable(sources, _ANSWER)
             if self._connection.fileno() not in ready:
                 self._child.kill()  # it may be stopped
                 raise EOFError
@@ -355,16 +334,16 @@ class Forked(popen_fork.Popen):
     Args:
         zygote: forks it, now.
         arguments: of the zygote's `make`.
-        passed: descriptors for it.
+        passed: descriptors for it, which come after them.
     """
 
-    def __init__(self, zygote: Zygote, arguments: tuple[Any, ...] = (), passed: Sequence[int] = ()) -> None:
+    def __init__(self, zygote: Zygote, arguments: tuple[Any, ...], passed: Sequence[int] = ()) -> None:
         self._zygote = zygote
         super().__init__((arguments, passed))  # type: ignore[arg-type]
 
     def _launch(self, request: Any) -> None:
         arguments, passed = request
-        self.pid = self._zygote.ask(_FORK, *arguments, passed=passed)
+        self.pid = self._zygote.ask(_FORK, arguments, len(passed), passed=passed)
         self.sentinel = calls.pidfd_open(self.pid)  # its parent has not reaped it, so the number is its own
         self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
 
@@ -386,18 +365,9 @@ class Forked(popen_fork.Popen):
 # ---- in the zygote -------------------------------------------------------------------------------
 
 
-def serve(connection: Connection, consumer: int, make: Make, *others: Connection) -> None:
-    """What a forked zygote runs; `others` are ends that are not for here."""
-    for other in others:
-        other.close()
-    attend(connection, consumer, make)
-    # Workers that still run have been told, or see for themselves that the consumer is gone. They are not
-    # waited for: that would be this process's exit handlers' doing.
-    os._exit(0)
-
-
-def attend(connection: Connection, consumer: int, make: Make) -> bool:
-    """Fork workers until the consumer says that it needs no more, or dies; whether it has said so."""
+def _serve(connection: Connection, others: Connection, consumer: int, make: Make, folder: str) -> None:
+    """Fork workers until the consumer, whose end `others` is, says that it needs no more, or dies."""
+    others.close()
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers set handlers of their own
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -413,21 +383,26 @@ def attend(connection: Connection, consumer: int, make: Make) -> bool:
         while death not in readable([connection.fileno(), death], None):
             number, kind, *arguments = connection.recv()
             if kind == _QUIT:
-                return True
+                os._exit(0)
             try:
-                answer: Any = (
-                    _fork(children, make, arguments, inherited)
-                    if kind == _FORK
-                    else _reap(children, *arguments)
-                )
+                if kind == _FORK:
+                    values, passed = arguments
+                    values += tuple(reduction.recv_handle(connection) for _ in range(passed))
+                    answer: Any = _fork(children, make(*values), inherited)
+                else:
+                    process = children.pop(*arguments)
+                    process.join()
+                    answer = process.exitcode
             except OSError as error:
                 answer = error
             connection.send((number, answer))
-    return False
+    # Workers that still run see for themselves that the consumer is gone. They are not waited for: that would
+    # be this process's exit handlers' doing.
+    remove_folder(folder)
+    os._exit(0)
 
 
-def _fork(children: dict[int, BaseProcess], make: Make, arguments: list[Any], inherited: Any) -> int:
-    process = make(*arguments)
+def _fork(children: dict[int, BaseProcess], process: BaseProcess, inherited: Any) -> int:
     if inherited is not None:  # else it was not set from Python
         signal.signal(signal.SIGCHLD, inherited)  # what the first workers have
     try:
@@ -437,9 +412,3 @@ def _fork(children: dict[int, BaseProcess], make: Make, arguments: list[Any], in
     assert process.pid is not None, "it was started"
     children[process.pid] = process
     return process.pid
-
-
-def _reap(children: dict[int, BaseProcess], pid: int) -> int | None:
-    process = children.pop(pid)
-    process.join()
-    return process.exitcode

@@ -24,10 +24,13 @@ from multiprocessing.context import BaseContext, get_spawning_popen, set_spawnin
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import torch
+from torch.multiprocessing import get_sharing_strategy
+
 from fastq_loader.memory import mapped
 from fastq_loader.memory.arena import Mapping
 from fastq_loader.memory.blocks import Extents
-from fastq_loader.packing import by_value
+from fastq_loader.packing import pickling
 from fastq_loader.scheduling.schedules import WindowLimits
 
 
@@ -99,10 +102,8 @@ class Setup:
         consumer: process id of the consumer.
         base_seed, shared_seed: see `generators` and `datapipes`.
         token: the pool's, see `messages`.
-        mapping: the arena as the consumer has mapped it, if the worker inherits that.
-        arena_length: bytes of the arena.
-        arena_whole: whether it is mapped as a whole.
-        descriptors: `arena` (the memfd) and `stacks` (see there); of a proxy, `traffic` (see there).
+        mapping: the arena.
+        descriptors: `stacks` (see there).
     """
 
     plan: Plan
@@ -115,8 +116,6 @@ class Setup:
     shared_seed: int | None
     token: bytes = field(repr=False)
     mapping: Mapping | None
-    arena_length: int
-    arena_whole: bool
     descriptors: dict[str, int]
 
 
@@ -184,7 +183,7 @@ class PickledPayload(Payload):
             return parts
         fd = carried.pop(max(carried))
         try:
-            by_value.answers, parts = mapped.read(fd)
+            pickling.sends_by_value, parts = mapped.read(fd)
         finally:
             os.close(fd)
         return parts
@@ -235,14 +234,14 @@ class _Recorder:
     def _written(self, parts: dict[str, Any]) -> int:
         """The parts as pickle takes them; by value where it refuses them, or a worker would."""
         with contextlib.suppress(ImportError):
-            if by_value.is_interactive():
-                return mapped.write((True, parts), by_value.pickler(_Sealer))
+            if pickling.is_interactive():
+                return mapped.write((True, parts), pickling.by_value(_Sealer))
         try:
             return mapped.write((False, parts), _Sealer)
         except (TypeError, AttributeError, pickle.PicklingError):
             _close_all(self.descriptors)
             try:
-                return mapped.write((True, parts), by_value.pickler(_Sealer))
+                return mapped.write((True, parts), pickling.by_value(_Sealer))
             except Exception:  # the error of what everybody has says where it lies
                 _close_all(self.descriptors)
             raise
@@ -267,9 +266,6 @@ class _Sealer(ForkingPickler):
         self.dispatch_table = table
 
     def reducer_override(self, value: Any) -> Any:
-        import torch  # here, because proxies do without it
-        from torch.multiprocessing import get_sharing_strategy
-
         if isinstance(value, (torch.Tensor, torch.UntypedStorage)) and (
             value.device.type != "cpu" or get_sharing_strategy() != "file_descriptor"  # type: ignore[no-untyped-call]
         ):

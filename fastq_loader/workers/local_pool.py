@@ -9,7 +9,10 @@ and under these so do those that take the place of dead ones. Late workers start
 own folder, environment and umask are never touched, not even for a moment: other threads run.
 
 Under spawn that is what a program inherits. Under forkserver it is what multiprocessing hands over: a child
-of the server has the server's environment, in torch as well.
+of the server has the server's environment, in torch as well. The server is ours. Python's own may be up
+already, started by others and without torch, and then every worker imports for itself, which takes seconds
+and 90 MB each. Nor is ours one for others: what its children would inherit of numpy's global generator is the
+same for all, and workers are seeded. It ends with the consumer.
 """
 
 from __future__ import annotations
@@ -19,24 +22,30 @@ import multiprocessing
 import os
 import resource
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import context as contexts
-from multiprocessing import popen_fork, popen_forkserver, popen_spawn_posix, spawn, util
+from multiprocessing import (
+    forkserver,
+    popen_fork,
+    popen_forkserver,
+    popen_spawn_posix,
+    resource_tracker,
+    spawn,
+    util,
+)
 from multiprocessing.process import BaseProcess
 from pickle import PicklingError
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from fastq_loader.errors import warn_user
-from fastq_loader.memory.arena import Arena
-from fastq_loader.packing import by_value
-from fastq_loader.packing.pickling import explain, pickles
-from fastq_loader.system import calls
-from fastq_loader.workers import fork_server
+from fastq_loader.packing.pickling import explain, hint, pickles
+from fastq_loader.system import calls, process_id
+from fastq_loader.system.interrupts import without_signals
 from fastq_loader.workers.children import Child, Stacks, Zygote
 from fastq_loader.workers.config import Descriptors, Plan, Setup
 from fastq_loader.workers.main import main
-from fastq_loader.workers.worker_pool import WorkerPool
+from fastq_loader.workers.worker_pool import KEPT_OUT, WorkerPool, own_fields
 
 _PICKLE_WARNING = (  # torch/utils/data/dataloader.py
     "Got pickle error when attempting to start a worker Process. "
@@ -45,10 +54,6 @@ _PICKLE_WARNING = (  # torch/utils/data/dataloader.py
     "to 'forkserver', which requires the worker Process arguments to be picklable. "
     "You can also try multiprocessing.set_start_method('fork')."
 )
-
-
-#: What differs between the setups of a pool's workers.
-_OWN = ("worker", "generation", "folder", "space")
 
 
 class LocalPool(WorkerPool):
@@ -65,7 +70,7 @@ class LocalPool(WorkerPool):
         self._late: LateStart | None = None  # makes the processes of workers that start late
         self._stacks: Stacks | None = None
 
-    def _begin(self, arena: Arena) -> None:
+    def _begin(self) -> None:
         """Under spawn and forkserver a worker spends seconds of a core on its imports. Eight of them on two
         cores would all be up at the end, and the first batch would wait for that; started one for each core,
         the first workers load while `start_next` brings up the others. What is pickled for each of them is
@@ -77,15 +82,12 @@ class LocalPool(WorkerPool):
         self.forks = method == "fork"
         self._make = context.Process
         self._stacks = Stacks()
-        self._setup = self._told(
-            mapping=arena.mapping if self.forks else None,
-            descriptors=Descriptors(arena=arena.fd, stacks=self._stacks.write_end),
-        )
+        self._setup = self._told(descriptors=Descriptors(stacks=self._stacks.write_end))
         if not self.forks and context.Process._Popen in _WAYS:
             modules = {str(getattr(part, "__module__", "torch")) for part in plan.payload.parts.values()}
             self._late = LateStart(context.Process, modules)
         elif plan.restarts and calls.has_pidfd():
-            self._zygote = Zygote.forked(context, lambda fields: self._process(self._told(**fields)))
+            self._zygote = Zygote(context, lambda own: self._process(self._told(**own)), self._setup.folder)
         if self._late is not None:
             self._make = self._late.process
         at_once = plan.workers if self._late is None else cores()
@@ -94,7 +96,7 @@ class LocalPool(WorkerPool):
 
     def _process(self, setup: Setup) -> BaseProcess:
         if setup.generation and self._zygote is not None:  # which has none
-            return self._zygote.process({name: getattr(setup, name) for name in _OWN})
+            return self._zygote.process(own_fields(setup))
         process: BaseProcess = self._make(target=main, args=(setup,), daemon=True)
         if self._plan.context is None:  # torch's name for it, which logs show
             process.name = f"Process-{process.name.rpartition('-')[2]}"
@@ -135,7 +137,7 @@ def _named(error: Exception, parts: dict[str, Any]) -> Exception:
     """The same error with the path to what cannot be pickled, if it is among the user's objects."""
     for name, part in parts.items():
         if not pickles(part):
-            return type(error)(f"{explain(part, error, name)}{by_value.hint()}")
+            return type(error)(f"{explain(part, error, name)}{hint()}")
     return error
 
 
@@ -181,7 +183,7 @@ class LateStart:
                 try:
                     return way(plain)
                 except (EOFError, ConnectionError):  # the fork server has died: a module of the user's raised
-                    if not fork_server.without_the_users():
+                    if not _without_the_users():
                         raise
                     return way(plain)
 
@@ -209,7 +211,7 @@ class LateStart:
             "util": SimpleNamespace(**{**vars(util), "spawnv_passfds": self._run}),
         }
         if not spawned:
-            names["forkserver"] = fork_server.names(self._modules)
+            names["forkserver"] = _our_forkserver(self._modules)
         launch = popen._launch
         named = FunctionType(launch.__code__, {**launch.__globals__, **names}, launch.__name__)
         return type(popen.__name__, (popen,), {"_launch": named})
@@ -248,3 +250,40 @@ def _umask() -> int:
             if line.startswith("Umask:"):
                 return int(line.split()[1], 8)
     return -1
+
+
+# ---- the server that workers are forked from under forkserver -----------------------------------------
+
+_WARM = ["torch", "fastq_loader.workers.warm"]
+
+_server: Any = None
+_owner = 0  # the process that has started it: a child of it needs one of its own
+
+
+def _our_forkserver(modules: Iterable[str]) -> SimpleNamespace:
+    """What `multiprocessing.forkserver` has, for our server, which is started where it is not up.
+
+    Args:
+        modules: to import, besides those that the user has chosen for Python's own server.
+    """
+    global _server, _owner
+    if _server is None or _owner != process_id.current():
+        own: Any = forkserver._forkserver
+        _server, _owner = forkserver.ForkServer(), process_id.current()
+        _server.set_forkserver_preload([*own._preload_modules, *modules, *_WARM])
+    return SimpleNamespace(**{**vars(forkserver), "connect_to_new_process": _connect})
+
+
+def _connect(descriptors: Sequence[int]) -> tuple[int, int]:
+    resource_tracker.ensure_running()  # which lets signals through that are kept out here
+    with without_signals(*KEPT_OUT):  # until the server ignores them
+        found: tuple[int, int] = _server.connect_to_new_process(descriptors)
+    return found
+
+
+def _without_the_users() -> bool:
+    """Import none of the user's modules from here on: one raised. Whether that is news."""
+    if _server is None or _server._preload_modules == _WARM:
+        return False
+    _server.set_forkserver_preload(_WARM)
+    return True

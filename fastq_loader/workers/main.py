@@ -40,9 +40,8 @@ from fastq_loader.ipc.messages import (
     load_index,
 )
 from fastq_loader.ipc.sockets import WorkerSocket
-from fastq_loader.memory import nontemporal, results
+from fastq_loader.memory import allocator, nontemporal
 from fastq_loader.memory.allocator import Allocator, Used
-from fastq_loader.memory.arena import Mapping
 from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.pickling import dump_exception
 from fastq_loader.reading import collate
@@ -68,15 +67,13 @@ def main(setup: Setup) -> None:
     prepare_signals(setup.plan.grace)
     children.write_stacks(setup.descriptors["stacks"])
     children.leave_with(setup.consumer, setup.folder)
-    plan, arena = setup.plan, setup.descriptors["arena"]
-    mapping = setup.mapping or Mapping(arena, setup.arena_length, plan.workers, setup.arena_whole)
-    claims = ClaimTable(arena, mapping.claims)
-    if setup.mapping is None and mapping.whole:
-        os.close(arena)
+    plan, mapping = setup.plan, setup.mapping
+    assert mapping is not None, "it is on the consumer's machine"
+    claims = ClaimTable(mapping.fd, mapping.claims)
     # The batches of the window are in use, and the one that was handed out.
     nontemporal_from = nontemporal.CACHED / (plan.workers * plan.prefetch + 1)
     blocks = Allocator(mapping, setup.worker, setup.space, plan.for_device, nontemporal_from)
-    results.install(blocks)
+    allocator.install(blocks)
     collate.install()
     if not os.path.isdir(setup.folder):  # the loader was closed before this worker was up
         return

@@ -51,7 +51,7 @@ class WorkerPool(ABC):
     # ---- what each kind does in its own way -----------------------------------------------------
 
     @abstractmethod
-    def _begin(self, arena: Arena) -> None:
+    def _begin(self) -> None:
         """Start the first processes, and all of them where that is cheap; see `start`."""
 
     @abstractmethod
@@ -95,12 +95,10 @@ class WorkerPool(ABC):
             base_seed=base_seed,
             shared_seed=shared_seed,
             token=token,
-            mapping=None,
-            arena_length=arena.mapping.length,
-            arena_whole=arena.mapping.whole,
-            descriptors=Descriptors(arena=arena.fd),
+            mapping=arena.mapping,
+            descriptors=Descriptors(),
         )
-        self._begin(arena)
+        self._begin()
 
     def count_in(self, counters: Counters) -> None:
         """What the workers do is counted there from now on."""
@@ -216,3 +214,8 @@ class WorkerPool(ABC):
     def ended(self) -> bool:
         """Whether it was stopped, and none of its processes is left."""
         return self._stopping is not None and self._stopping.over.is_set()
+
+
+def own_fields(setup: Setup) -> dict[str, Any]:
+    """What differs between the setups of a pool's workers."""
+    return {name: getattr(setup, name) for name in ("worker", "generation", "folder", "space")}

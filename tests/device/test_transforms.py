@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, copy_into, normalize
-from fastq_loader.device import transforms
 from tests.support.datasets import Keyed, Made, Point, Record
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -109,7 +107,7 @@ def test_a_batch_without_an_image_is_an_error(batch: Any, text: str) -> None:
         normalize(MEAN, STD)(batch)
 
 
-def test_what_it_keeps_serves_steps_with_and_without_gradients() -> None:
+def test_it_serves_steps_with_and_without_gradients() -> None:
     apply = normalize(MEAN, STD)
     with torch.inference_mode():
         apply(images(1, 3, 2, 2))
@@ -138,25 +136,6 @@ def test_it_can_be_pickled_and_shown() -> None:
     pixels = images(2, 3, 4, 4)
     torch.testing.assert_close(pickle.loads(pickle.dumps(apply))(pixels), apply(pixels))
     assert repr(apply).startswith("normalize(mean=(0.485")
-
-
-@pytest.mark.parametrize(
-    ("streams", "captured", "made"),
-    [
-        ("abab", False, 2),  # a stream reads only factors that it made: nothing waits for another one's
-        ("aa", True, 2),  # a graph keeps what it captured to itself
-        ([None, None], False, 2),  # where streams cannot be told apart
-    ],
-)
-def test_factors_by_stream(streams: Any, captured: bool, made: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    apply, factors = normalize(MEAN, STD), []
-    monkeypatch.setattr(apply, "_make", lambda *form: factors.append(form) or (torch.ones(()),) * 2)
-    monkeypatch.setattr(transforms, "is_captured", lambda device: captured)
-    for stream in streams:
-        monkeypatch.setattr(transforms, "current_stream", lambda device, stream=stream: stream)
-        pixels: Any = SimpleNamespace(device=torch.device("xpu:0"), dtype=torch.uint8, dim=lambda: 4)
-        apply._scale_and_shift(pixels)
-    assert len(factors) == made
 
 
 def test_in_a_compiled_step() -> None:

@@ -55,7 +55,7 @@ def test_local_classes_and_lambdas_work_and_come_back(method: str) -> None:
 
 def test_without_cloudpickle_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    monkeypatch.setattr("fastq_loader.packing.by_value.find_spec", lambda name: None)
+    monkeypatch.setattr("fastq_loader.packing.pickling.find_spec", lambda name: None)
     loader = DataLoader(range(3), collate_fn=lambda b: b, num_workers=1, multiprocessing_context="spawn")  # type: ignore[arg-type]
     with (
         pytest.warns(UserWarning, match="Got pickle error"),

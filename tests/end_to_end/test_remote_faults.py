@@ -19,6 +19,7 @@ import torch
 
 from fastq_loader import DataLoader, LoaderTimeout, WorkerDied, WorkerReplaced
 from fastq_loader.remote.connection import Lost, Refused, Request, connect
+from fastq_loader.system import calls
 from tests.conftest import descendants, process_table, running_script, wait_until
 from tests.support.crimes import CrimeAt, dawdle, die_beside_a_child, exit_with_7, segfault, system_exit
 from tests.support.datasets import Made, assert_same
@@ -116,10 +117,24 @@ def test_a_worker_that_is_lost_between_batches_is_another_one_before_anybody_not
     data.close()
 
 
-def launcher_of(data: DataLoader[Any]) -> int:
-    """What has started the proxies."""
-    (launcher,) = {entry.parent for entry in process_table() if entry.pid in proxies(data)}
-    return launcher
+def zygote_of(data: DataLoader[Any]) -> int:
+    """What has forked the proxies."""
+    (zygote,) = {entry.parent for entry in process_table() if entry.pid in proxies(data)}
+    return zygote
+
+
+def test_without_process_descriptors_the_consumer_forks_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "has_pidfd", lambda: False)
+    expected = list(loader(num_workers=0))
+    data = loader(workers=far(max_restarts=5), num_workers=1, persistent_workers=True)
+    iterator = iter(data)
+    found = [next(iterator)]
+    assert zygote_of(data) == os.getpid()
+    kill_far_worker(random.Random(3), data)
+    with pytest.warns(WorkerReplaced, match="was lost with its process on node-0"):
+        found += iterator
+    data.close()
+    assert_same(found, expected)
 
 
 def test_64_workers_of_one_machine_are_cheap_here() -> None:
@@ -127,13 +142,11 @@ def test_64_workers_of_one_machine_are_cheap_here() -> None:
     while not data.statistics().workers or not all(worker.batches for worker in data.statistics().workers):
         assert sorted(torch.cat([batch[0] for batch in data]).tolist()) == list(range(1000))
     pids = set(proxies(data))
-    assert set(descendants(launcher_of(data))) == pids
+    assert set(descendants(zygote_of(data))) == pids
     assert len(pids) == 64
     for pid in pids:
         memory = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        assert (
-            int(re.findall(r"Private_Dirty: +(\d+) kB", memory)[0]) < 12_000
-        )  # 21,000 with imports of its own
+        assert int(re.findall(r"Private_Dirty: +(\d+) kB", memory)[0]) < 12_000
         assert len(os.listdir(f"/proc/{pid}/task")) == 4, "as many are expected for it"
     assert len(os.listdir("/proc/self/fd")) < 64 * 6 + 100, "most systems let a process have 1024"
     data.close()
@@ -208,7 +221,6 @@ def is_python(pid: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_whoever_is_interrupted_at_the_start_leaves_nothing(number: signal.Signals) -> None:
-    """While the launcher is at its imports."""
     source = f"""
         import os, signal
         from tests.conftest import descendants, wait_until

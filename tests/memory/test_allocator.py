@@ -12,11 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastq_loader.memory import results
-from fastq_loader.memory.allocator import Allocator
+from fastq_loader.memory import allocator
+from fastq_loader.memory.allocator import Allocator, empty, out_array, out_tensor
 from fastq_loader.memory.arena import AVAILABLE, Mapping
 from fastq_loader.memory.blocks import SMALLEST, Extents
-from fastq_loader.memory.results import empty, out_array, out_tensor
 from fastq_loader.packing.pack import Packer
 from tests.support.datasets import Opaque, assert_same
 from tests.support.pair import DTYPES, LARGE, TOKEN, Pair, offset_of, paired
@@ -293,14 +292,14 @@ def test_views_of_what_empty_made_are_handed_over_where_they_lie(pair: Pair) -> 
 
 
 def test_outside_workers_nothing_lies_in_blocks() -> None:
-    assert results._current is None
+    assert allocator._current is None
     for shape, dtype in (((LARGE, 2), torch.int16), (7, None), ((), torch.bool)):
         tensor = empty(shape, dtype)
         assert tensor.dtype is (dtype or torch.get_default_dtype())
         assert tensor.shape == (shape if isinstance(shape, tuple) else (shape,))
     assert out_tensor((LARGE,), torch.float32) is None
     assert out_array((LARGE,), np.dtype("f4")) is None
-    assert not results.use_nontemporal(1 << 30)
+    assert not allocator.use_nontemporal(1 << 30)
 
 
 def test_small_results_are_not_worth_a_block(pair: Pair) -> None:

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, default_collate
 
 from fastq_loader import DataLoader
+from fastq_loader.memory import allocator, nontemporal
 from fastq_loader.memory import arena as arenas
-from fastq_loader.memory import nontemporal, results
 from fastq_loader.memory.blocks import size_class
 from fastq_loader.memory.nontemporal import address_of
 from fastq_loader.reading import collate
@@ -185,7 +185,7 @@ class Images(Dataset[Any]):
         return 12
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, bool]:
-        return torch.from_numpy(noise(self.nbytes, index)), results.use_nontemporal(PIECE)
+        return torch.from_numpy(noise(self.nbytes, index)), allocator.use_nontemporal(PIECE)
 
 
 @BUILT

@@ -18,9 +18,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastq_loader.errors import UnpicklableError
+from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.blocks import SMALLEST
-from fastq_loader.memory.results import empty
 from fastq_loader.packing.pack import INLINE
 from fastq_loader.packing.spec import ALIGNMENT, DEEPEST
 from fastq_loader.packing.walker import (

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastq_loader.ipc.messages import Handle
+from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE
 from fastq_loader.memory.blocks import DEVICE_ALIGNMENT, SMALLEST
-from fastq_loader.memory.results import empty
 from fastq_loader.packing.tensors import moved, tensors_of
 from tests.support.datasets import Opaque, Point, Slotted, assert_same
 from tests.support.pair import DTYPES, Pair, noise, paired, random_tensor

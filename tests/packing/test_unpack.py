@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from fastq_loader.errors import ProtocolError
 from fastq_loader.ipc.messages import TOKEN_BYTES, Handle
-from fastq_loader.memory.allocator import Allocator
+from fastq_loader.memory.allocator import Allocator, empty
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST, size_class
-from fastq_loader.memory.results import empty
 from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.spec import REMEMBERED, SPEC_BYTES, Spec, SpecCache
 from fastq_loader.packing.unpack import Unpacker

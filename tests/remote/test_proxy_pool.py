@@ -1,4 +1,4 @@
-"""Who gets which place, what is said of far workers, and what starts proxies. Placements are played."""
+"""Who gets which place, and what is said of far workers. Placements and proxies are played."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import fastq_loader
 from fastq_loader import DataLoader
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.remote import proxy_pool as module
@@ -73,16 +70,15 @@ def place(number: int) -> Place:
     return Place(Address("10.0.0.2", 80), number, f"node-{number}")
 
 
-class PlayedLauncher:
+class PlayedZygote:
     """Its proxies are played by the test, which has their ends of the pipes."""
 
-    def __init__(self, shared: Any, folder: str) -> None:
+    def __init__(self, *_: Any) -> None:
         self.pipes: list[Connection[Any, Any]] = []
 
-    def start(self) -> Any:
-        mine, its = Pipe()
-        self.pipes.append(its)
-        return SimpleNamespace(pid=1), mine
+    def forked(self, arguments: Any, passed: list[int]) -> Any:
+        self.pipes.append(Connection(os.dup(passed[0])))
+        return SimpleNamespace(pid=1)
 
     def close(self) -> None:
         pass
@@ -96,17 +92,14 @@ class Pool:
         self.pool = ProxyPool(make_plan(range(3), workers=4), self.played)
         self.arena = Arena(4)
         self.pool.start(self.arena, "/nowhere", bytes(16), 1, None)
-        self.launcher: Any = self.pool._launcher
+        self.zygote: Any = self.pool._zygote
         self.counters = Counters()
         self.pool.count_in(self.counters)
 
     def proxy(self, worker: int = 0) -> Connection[Any, Any]:
         """The proxy's end of its pipe, when it waits."""
-        setup = self.pool._told(worker=worker)
-        self.pool._launch(setup)
-        its: Connection[Any, Any] = self.launcher.pipes[-1]
-        told, tls = its.recv()
-        assert (told.worker, told.descriptors, tls) == (worker, setup.descriptors, None)
+        self.pool._launch(self.pool._told(worker=worker))
+        its: Connection[Any, Any] = self.zygote.pipes[-1]
         its.send(Status(waits=True))
         return its
 
@@ -122,7 +115,7 @@ class Pool:
         return [(w.pid, w.node, w.wire_bytes) for w in self.counters.snapshot().workers]
 
     def close(self) -> None:
-        for its in self.launcher.pipes:
+        for its in self.zygote.pipes:
             its.close()
         self.pool.stop(lambda worker: 0, self)
         assert self.pool.ended
@@ -132,7 +125,8 @@ class Pool:
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
-    monkeypatch.setattr(module, "Launcher", PlayedLauncher)
+    monkeypatch.setattr(module, "Zygote", PlayedZygote)
+    monkeypatch.setattr(module, "Forked", PlayedZygote.forked)
     monkeypatch.setattr(module, "_AT_ONCE", 0)
     monkeypatch.setattr(module, "ask", lambda *_: (9, False, "exited with code 7"))
     pool = Pool()
@@ -232,11 +226,11 @@ def test_a_forked_copy_does_not_wait_for_a_thread_that_it_lacks(pool: Pool) -> N
     let_go.set()
 
 
-# ---- the launcher, with real programs -------------------------------------------------------------------
+# ---- real proxies ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("descriptors", [True, False])
-def test_proxies_are_forked_by_one_program_or_are_programs_themselves(
+def test_proxies_are_forked_by_a_zygote_or_by_the_consumer(
     descriptors: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without descriptors of processes. In a forked copy of the consumer both are left alone."""
@@ -250,12 +244,3 @@ def test_proxies_are_forked_by_one_program_or_are_programs_themselves(
         assert (parents != {os.getpid()}) is descriptors
         assert end_of(fork(multiprocessing.util._exit_function)) == 0  # type: ignore[attr-defined]
         assert len(list(batches)) == 7
-
-
-def test_what_is_forked_has_neither_torch_nor_ray_and_no_second_thread() -> None:
-    code = f"{module._CODE}print(*os.listdir('/proc/self/task'), *sys.modules)"
-    command = [sys.executable, "-c", code, fastq_loader.__path__[0], *sys.path]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert {"fastq_loader.remote.proxy", "zmq", "numpy"} < set(output)
-    assert not {"torch", "ray", "pandas"} & set(output)
-    assert len([word for word in output if word.isdigit()]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import threading
@@ -29,7 +30,7 @@ class LocalHosts:
     """
 
     made: list[LocalHosts] = []  # noqa: RUF012 - the tests ask for the newest one
-    lock = threading.Lock()
+    lock = threading.RLock()
     pause: float | None = None
 
     def __init__(self, nodes: int = 1, room: int = 4) -> None:
@@ -67,7 +68,10 @@ class LocalHosts:
         taken = [place.node for place in self.places]
         for node in sorted(self.nodes, key=taken.count):
             if taken.count(node) < self.room:
-                with suppress(OSError):  # it is killed meanwhile
+                with (
+                    suppress(OSError),
+                    LocalHosts.lock,
+                ):  # it is killed meanwhile; two loaders start hosts at once
                     held, port, number = self._attach(node)
                     place = Place(Address("127.0.0.1", port), number, node)
                     self.places[place] = held
@@ -75,15 +79,14 @@ class LocalHosts:
         return None
 
     def _attach(self, node: str) -> tuple[socket.socket, int, int]:
-        with LocalHosts.lock:  # two loaders start hosts at once
-            host_process.hosts.clear()
-            try:
-                return host_process.attach(self.spec, "127.0.0.1", [0], node, {})
-            finally:
-                if host_process.hosts:  # the one before has ended
-                    if node in self.hosts:
-                        self.hosts[node].wait()
-                    (self.hosts[node],) = host_process.hosts
+        host_process.hosts.clear()
+        try:
+            return host_process.attach(self.spec, "127.0.0.1", [0], node, {})
+        finally:
+            if host_process.hosts:  # the one before has ended
+                if node in self.hosts:
+                    self.hosts[node].wait()
+                (self.hosts[node],) = host_process.hosts
 
     def death(self, place: Place) -> str:
         return "its node was switched off"
@@ -99,6 +102,19 @@ class LocalHosts:
             held.close()
         for host in self.hosts.values():
             host.wait()
+
+
+def _forget_places() -> None:
+    """In a forked process: places are actors' to hold, on other machines, and not the consumer's."""
+    for placement in LocalHosts.made:
+        for held in placement.places.values():
+            held.close()
+    LocalHosts.lock.release()
+
+
+os.register_at_fork(
+    before=LocalHosts.lock.acquire, after_in_parent=LocalHosts.lock.release, after_in_child=_forget_places
+)
 
 
 @dataclass(frozen=True)

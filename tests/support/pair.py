@@ -16,11 +16,10 @@ import torch
 
 from fastq_loader.ipc.decoding import decode_for_consumer
 from fastq_loader.ipc.messages import BATCH, TOKEN_BYTES, Answer, Handle, encode
-from fastq_loader.memory.allocator import Allocator
+from fastq_loader.memory.allocator import Allocator, install
 from fastq_loader.memory.arena import Arena
 from fastq_loader.memory.blocks import FREE, SMALLEST, Extents, Holder, device_aligned
 from fastq_loader.memory.pool import BlockPool
-from fastq_loader.memory.results import install
 from fastq_loader.packing.pack import Packer
 from fastq_loader.packing.unpack import Unpacker
 from tests.support.invariants import check_pool, states

@@ -49,9 +49,7 @@ def make_setup(arena: Arena, dataset: Any, *, worker: int = 0, base_seed: int = 
         shared_seed=None,
         token=TOKEN,
         mapping=arena.mapping,
-        arena_length=arena.mapping.length,
-        arena_whole=arena.mapping.whole,
-        descriptors=Descriptors(arena=arena.fd, stacks=2),
+        descriptors=Descriptors(stacks=2),
     )
 
 

@@ -171,7 +171,7 @@ def leave(code: int, seconds: float) -> None:
 
 @contextlib.contextmanager
 def zygote(make: Any = make) -> Iterator[Zygote]:
-    one = Zygote.forked(FORK, make)
+    one = Zygote(FORK, make, "/nowhere")
     try:
         yield one
     finally:
@@ -245,7 +245,7 @@ def test_it_leaves_with_the_consumer() -> None:
     hold, let_go = os.pipe()
 
     def consume() -> None:
-        one = Zygote.forked(FORK, make)
+        one = Zygote(FORK, make, "/nowhere")
         fork(lambda: (os.close(let_go), os.read(hold, 1)))
         os.write(say, str(one._child.pid).encode())
 

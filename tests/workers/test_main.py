@@ -24,10 +24,9 @@ from fastq_loader.ipc.messages import (
     Stop,
     Task,
 )
-from fastq_loader.memory.allocator import Allocator
+from fastq_loader.memory.allocator import Allocator, install
 from fastq_loader.memory.arena import AVAILABLE, Arena
 from fastq_loader.memory.blocks import SMALLEST
-from fastq_loader.memory.results import install
 from fastq_loader.reading import generators
 from fastq_loader.reading.fetch import EndOfStream
 from fastq_loader.system import calls
