@@ -136,6 +136,8 @@ class Child:
                 f"{worker} exited unexpectedly with exit code {code}. Details are lost due to "
                 "multiprocessing. Rerunning with num_workers=0 may give better error trace."
             )
+        if -code == END:
+            return "was ended by terminate()", f"{worker} is killed by signal: Terminated. "
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         guess = " (by the kernel's out-of-memory killer?)" if -code == signal.SIGKILL else ""
         return f"was killed by {name}{guess}", f"{worker} is killed by signal: {signal.strsignal(-code)}. "

@@ -131,7 +131,7 @@ def test_terminate_ends_a_worker_at_once() -> None:
         iterator._workers[0].terminate()
         iterator._workers[0].join(2)
         assert iterator._workers[0].exitcode is not None
-        with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        with pytest.raises(RuntimeError, match=r"worker 0 was ended by terminate\(\)"):
             list(iterator)
 
 
