@@ -63,6 +63,9 @@ def install() -> None:
     before a library that derives from it (PyG, MONAI, timm, litdata) is imported, and before any loader is
     made: `isinstance(loader, torch.utils.data.DataLoader)` means ours from then on. Calling it again does
     nothing but look at the modules once more.
+
+    Accelerate builds loaders anew with torch's arguments only, also those of ours. Where they have a schedule
+    or workers of their own, import `fastq_loader.integrations.accelerate`, too.
     """
     global _ours_before
     if _ours_before is None:
