@@ -31,6 +31,7 @@ from fastq_loader.errors import (
     WorkerTraceback,
 )
 from fastq_loader.insight.verdict import Diagnosis
+from fastq_loader.installing import assert_active, install, installed, uninstall
 from fastq_loader.loader import DataLoader
 from fastq_loader.memory.allocator import empty
 from fastq_loader.memory.arena import AVAILABLE
@@ -95,11 +96,15 @@ __all__ = [
     "WorkerReplaced",
     "WorkerStatistics",
     "WorkerTraceback",
+    "assert_active",
     "copy_into",
     "empty",
+    "install",
+    "installed",
     "normalize",
     "preemption",
     "share",
     "sharing_report",
     "tune",
+    "uninstall",
 ]

@@ -5,29 +5,31 @@ Runs where they are installed: `pip install -e '.[test,frameworks]'`.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import socket
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset, Subset
 
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, Prefetcher, Processes, assert_active
 from tests.conftest import running_script
-from tests.support.datasets import Made
 
 pytestmark = [pytest.mark.processes, pytest.mark.frameworks]
 
 BATCHES, EPOCHS = 10, 3
 
 
-def augmented(index: int) -> Any:
-    return torch.tensor([float(index)]), torch.rand(1)
+class Augmented(Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 4 * BATCHES
 
-
-DATASET = Made(augmented, 4 * BATCHES)
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index)]), torch.rand(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,9 +39,14 @@ def folder_of_the_first_optimizer() -> None:
 
 
 def loader(seed: int, workers: Any) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(seed)
-    given: Any = {"shuffle": True, "schedule": "dynamic", "generator": generator}
-    return DataLoader(DATASET, 4, num_workers=workers, **given)
+    return DataLoader(
+        Augmented(),
+        4,
+        shuffle=True,
+        num_workers=workers,
+        schedule="dynamic",
+        generator=torch.Generator().manual_seed(seed),
+    )
 
 
 def plain(batch: Any) -> list[Any]:
@@ -70,9 +77,16 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(stop: int, tmp_path: Path) 
                 trainer.save_checkpoint(tmp_path / "checkpoint")
 
     def fit(model: Any, of: Any, callbacks: Any = (), path: Path | None = None) -> list[Any]:
-        without = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-        given: Any = {"max_epochs": EPOCHS, "accelerator": "cpu", "default_root_dir": tmp_path}
-        trainer = lightning.Trainer(callbacks=list(callbacks), **given, **dict.fromkeys(without, False))
+        trainer = lightning.Trainer(
+            max_epochs=EPOCHS,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            callbacks=list(callbacks),
+            default_root_dir=tmp_path,
+        )
         trainer.fit(model, of, ckpt_path=path, weights_only=False)
         seen: list[Any] = model.seen
         return seen
@@ -82,83 +96,242 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(stop: int, tmp_path: Path) 
     assert fit(Model(), loader(7, 1), path=tmp_path / "checkpoint") == whole[stop:]
 
 
-class AlwaysDynamic(DataLoader[Any]):
-    """As in the recipe for Accelerate, which makes it anew with torch's arguments."""
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("stop", "workers"), [(3, 2), (10, 0), (13, "auto")])
+def test_accelerate_saves_a_loader_that_it_prepared(stop: int, workers: Any, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
+    pytest.importorskip("torchdata.stateful_dataloader")
+    importlib.import_module("fastq_loader.integrations.accelerate")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"schedule": "dynamic", **kwargs})
+    def prepared(seed: int) -> tuple[Any, Any]:
+        told = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
+        accelerator = accelerate.Accelerator(cpu=True, dataloader_config=told)
+        return accelerator, accelerator.prepare(loader(seed, workers))
+
+    accelerator, one = prepared(1)
+    whole: list[Any] = []
+    for _ in range(EPOCHS):
+        for batch in one:
+            whole.append(plain(batch))
+            if len(whole) == stop:
+                accelerator.save_state(tmp_path)
+    accelerator, other = prepared(2)
+    accelerator.load_state(tmp_path)
+    position = other.position
+    assert position == (stop // BATCHES, stop % BATCHES, stop)
+    rest = [plain(batch) for _ in range(position.epoch, EPOCHS) for batch in other]
+    assert rest == whole[stop:]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate_saves_a_loader_that_is_registered(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
+
+    def registered(seed: int) -> tuple[Any, Any]:
+        accelerator, of = accelerate.Accelerator(cpu=True), loader(seed, 2)
+        accelerator.register_for_checkpointing(of)
+        return accelerator, of
+
+    accelerator, one = registered(1)
+    whole: list[Any] = []
+    for batch in one:
+        whole.append(plain(batch))
+        if len(whole) == 5:
+            accelerator.save_state(tmp_path)
+    accelerator, other = registered(2)
+    accelerator.load_state(tmp_path)
+    assert [plain(batch) for batch in other] == whole[5:]
+
+
+class OwnArguments(DataLoader[Any]):
+    """A class of the user's, with a constructor that Accelerate does not know."""
+
+    def __init__(self, seed: int, size: int = 45) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        options: Any = {"schedule": "dynamic", "workers": Processes(max_restarts=3)}
+        dataset = Subset(Augmented(), range(size))
+        super().__init__(dataset, 4, shuffle=True, num_workers=2, generator=generator, **options)
+        self.size = size
 
 
 RANK = """
-import json, warnings
+import json, os, warnings
 import accelerate, torch
-from torch.utils.data import DistributedSampler
-from torchdata import stateful_dataloader
-from tests.end_to_end.test_frameworks import DATASET, EPOCHS, AlwaysDynamic, plain
+from torch.utils.data import DataLoader, DistributedSampler
+import fastq_loader, fastq_loader.integrations.accelerate as integration
+from tests.end_to_end.test_frameworks import Augmented, CONFIGS, OwnArguments, Processes, plain
 
 warnings.simplefilter("ignore")
-prepares = {prepares}
-stateful_dataloader.StatefulDataLoader = AlwaysDynamic
-told = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=prepares)
+seen = {}
 
-def made(seed):
-    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=told)
-    options = {{"shuffle": True}}
-    if not prepares:
-        ranks = accelerator.num_processes, accelerator.process_index
-        options = {{"sampler": DistributedSampler(DATASET, *ranks)}}
-    generator = torch.Generator().manual_seed(seed)
-    loader = AlwaysDynamic(DATASET, 4, num_workers={workers!r}, generator=generator, **options)
-    if prepares:
-        loader = accelerator.prepare(loader)
-        return accelerator, loader, loader.base_dataloader
+def made(config, loader, stateful=False):
+    told = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=stateful, **config)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=told)
+    return accelerator, integration.prepare(accelerator, loader)
+
+def epochs(config, loader):
+    accelerator, prepared = made(config, loader)
+    model, told = torch.nn.Linear(1, 1), []
+    for _ in range(2):
+        for indices, _ in prepared:
+            with accelerator.accumulate(model):
+                gathered = accelerator.gather_for_metrics(indices).flatten().tolist()
+                told.append([indices.tolist(), gathered, accelerator.sync_gradients, prepared.remainder])
+    skipped = accelerator.skip_first_batches(prepared, 2)
+    told += [len(prepared), len(skipped), [indices.tolist() for indices, _ in skipped]]
+    return told, prepared, skipped
+
+def registered(seed):
+    accelerator = accelerate.Accelerator(cpu=True)
+    ranks = DistributedSampler(Augmented(), accelerator.num_processes, accelerator.process_index)
+    options = {"generator": torch.Generator().manual_seed(seed), "schedule": "dynamic"}
+    loader = fastq_loader.DataLoader(Augmented(), 4, sampler=ranks, num_workers=2, **options)
     accelerator.register_for_checkpointing(loader)
-    return accelerator, loader, loader
+    return accelerator, loader
 
-accelerator, loader, _ = made(1)
-whole = []
-for epoch in range(EPOCHS):
-    for batch in loader:
+def resumed(make, stop):
+    accelerator, prepared = make(1)
+    whole = []
+    for batch in prepared:
         whole.append(plain(batch))
-        if len(whole) == {stop}:
-            accelerator.save_state({folder!r})
-accelerator.wait_for_everyone()  # one rank saves what all of them load
-accelerator, loader, own = made(2)
-accelerator.load_state({folder!r})
-position = own.position
-rest = [plain(batch) for _ in range(position.epoch, EPOCHS) for batch in loader]
-print(json.dumps([whole, list(position), rest]))
+        if len(whole) == stop:
+            with accelerator.main_process_first():  # all ranks write to the same file
+                accelerator.save_state(os.environ["FOLDER"])
+    accelerator.wait_for_everyone()
+    accelerator, other = make(2)
+    accelerator.load_state(os.environ["FOLDER"])
+    rest = [plain(batch) for batch in other]
+    accelerator.wait_for_everyone()
+    assert rest == whole[stop:] and rest, (rest, whole)
+
+for name, config in CONFIGS.items():
+    generator = torch.Generator().manual_seed(1)
+    theirs = DataLoader(OwnArguments(1).dataset, 4, True, num_workers=2, generator=generator)
+    torch.manual_seed(5)
+    expected, *_ = epochs(config, theirs)
+    torch.manual_seed(5)
+    told, *loaders = epochs(config, OwnArguments(1))
+    assert told == expected, (name, told, expected)
+    for loader in (each.base_dataloader for each in loaders):
+        assert type(loader) is OwnArguments and loader.size == 45 and loader.schedule == "dynamic", name
+        assert loader.workers == Processes(max_restarts=3), name
+        loader.statistics(), loader.position
+    seen[name] = [batch[0] for batch in told[:-3]]
+    resumed(lambda seed: made(config, OwnArguments(seed, 40), stateful=True), 3)
+resumed(registered, 2)
+print(json.dumps(seen))
 """
 
+CONFIGS: dict[str, Any] = {
+    "plain": {},
+    "split": {"split_batches": True},
+    "dispatch": {"dispatch_batches": True},
+    "dispatch, split": {"dispatch_batches": True, "split_batches": True},
+    "seedable": {"use_seedable_sampler": True, "data_seed": 3},
+}
 
-@pytest.mark.parametrize("prepares", [True, False], ids=["prepared", "registered"])
-@pytest.mark.parametrize(
-    ("ranks", "stop", "workers"), [(1, 3, 2), (1, 10, 0), (1, 13, "auto"), (2, 2, 2)], ids=str
-)
-def test_ranks_of_accelerate_divide_the_data_and_go_on_with_the_same_bits(
-    prepares: bool, ranks: int, stop: int, workers: Any, tmp_path: Path
-) -> None:
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_accelerate_keeps_ours_and_makes_of_it_what_it_makes_of_torchs(ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
     pytest.importorskip("torchdata.stateful_dataloader")
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    job: dict[str, str] = {}
+        port = free.getsockname()[1]
+    job = {"ACCELERATE_USE_CPU": "1", "FOLDER": str(tmp_path)}
+    processes = [job]
     if ranks > 1:
-        job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "ACCELERATE_USE_CPU": "1"}
-        job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    folder = str(tmp_path / "checkpoint")
-    source = RANK.format(prepares=prepares, folder=folder, stop=stop, workers=workers)
-    with ExitStack() as stack:
-        scripts = [
-            stack.enter_context(running_script(source, env=job and {**job, "RANK": rank, "LOCAL_RANK": rank}))
-            for rank in map(str, range(ranks))
-        ]
-        results = [script.finish(100) for script in scripts]
-    seen = []
+        job |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        processes = [{**job, "MASTER_PORT": str(port), "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    with contextlib.ExitStack() as stack:
+        scripts = [stack.enter_context(running_script(RANK, env=environment)) for environment in processes]
+        results = [script.finish(150) for script in scripts]
     for result in results:
         assert result.returncode == 0, result
-        whole, position, rest = json.loads(result.stdout.splitlines()[-1])
-        assert rest == whole[stop:]
-        assert position == [stop // BATCHES, stop % BATCHES, stop] or ranks > 1 or not prepares
-        seen += [index for indices, _ in whole[: BATCHES // ranks] for [index] in indices]
-    assert sorted(seen) == list(range(4 * BATCHES))
+    told = [json.loads(result.stdout.splitlines()[-1]) for result in results]
+    for name in CONFIGS:
+        drawn = {index for seen in told for batch in seen[name] for [index] in batch}
+        assert drawn == set(range(45)), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate_says_what_it_cannot_keep() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs the extra 'frameworks'")
+    integration = importlib.import_module("fastq_loader.integrations.accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    with pytest.raises(TypeError, match="prepare the loader itself"):
+        integration.prepare(accelerator, Prefetcher(loader(1, 0), "cpu"))
+    of = loader(1, 0)
+    assert type(accelerate.skip_first_batches(of, 3)) is DataLoader
+    of.load_state_dict(of.state_dict())
+    with pytest.raises(ValueError, match="load it into what prepare"):
+        integration.prepare(accelerator, of)
+    theirs: Any = torch.utils.data.DataLoader(Augmented(), 4)
+    with pytest.raises(AssertionError, match=r"Shard, .*: import \S+\.accelerate"):
+        assert_active(integration.prepare(accelerator, theirs))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_of_transformers_keeps_ours_also_when_it_resumes(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'frameworks'")
+    importlib.import_module("fastq_loader.integrations.accelerate")
+    loaders: list[Any] = []
+    seen: list[Any] = []
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def forward(self, x: Any, **_: Any) -> dict[str, Any]:
+            seen.append(x.tolist())
+            return {"loss": self.layer(x).pow(2).mean()}
+
+    class Watched(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            loaders.append(self.schedule)
+            return super().__iter__()
+
+    class Trainer(transformers.Trainer):  # type: ignore[misc,name-defined]
+        def get_train_dataloader(self) -> Any:
+            rows = [{"x": torch.tensor([float(row)])} for row in range(40)]
+            return Watched(rows, 4, num_workers=1, schedule="dynamic")
+
+    def trained(**options: Any) -> list[Any]:
+        told = {
+            "save_steps": 3,
+            "use_cpu": True,
+            "report_to": [],
+            "disable_tqdm": True,
+            "num_train_epochs": 2,
+        }
+        trainer = Trainer(Model(), transformers.TrainingArguments(str(tmp_path), **told))
+        trainer.train(**options)
+        assert_active(trainer)
+        steps = seen.copy()
+        seen.clear()
+        return steps
+
+    whole = trained()
+    assert trained(resume_from_checkpoint=str(tmp_path / "checkpoint-3")) == whole[3:]
+    assert loaders == ["dynamic"] * 4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_wrapper_of_fabric_reaches_all_that_ours_has(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning", reason="needs the extra 'frameworks'")
+    importlib.import_module("fastq_loader.integrations.fabric")
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    one, other = (fabric.setup_dataloaders(loader(seed, 2)) for seed in (1, 2))
+    assert_active(one)
+    iterator = iter(one)
+    for _ in range(3):
+        next(iterator)
+    other.load_state_dict(one.state_dict())
+    assert one.position == other.position == (0, 3, 3)
+    assert [plain(batch) for batch in other] == [plain(batch) for batch in iterator]
+    assert one.statistics().batches == BATCHES
+    one.close()
+    theirs = fabric.setup_dataloaders(torch.utils.data.DataLoader(Augmented()))
+    assert not hasattr(theirs, "close")
+    with pytest.raises(AssertionError, match="_FabricDataLoader"):
+        assert_active(theirs)

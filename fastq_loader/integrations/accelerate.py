@@ -1,0 +1,120 @@
+"""Accelerate and the Trainer of transformers keep our loader: `import fastq_loader.integrations.accelerate`.
+
+Runs in the consumer. Accelerate makes a loader anew from torch's arguments, and wraps it. Once this module is
+imported, what it makes of ours is ours: the same class, with the same schedule, workers, device and errors.
+Its wrappers, and all that they do, stay its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import accelerate
+import torch.utils.data
+from accelerate import data_loader
+
+from fastq_loader.device.prefetcher import Prefetcher
+from fastq_loader.installing import assert_active, places_of, put
+from fastq_loader.loader import DataLoader
+
+KNOWN = (1, 2), (2, 0)
+
+#: The loader of ours that Accelerate is making anew.
+_given: ContextVar[DataLoader[Any] | None] = ContextVar("given", default=None)
+
+
+def prepare(accelerator: Any, *objects: Any) -> Any:
+    """`accelerator.prepare(*objects)`; what comes back for our loaders runs our class.
+
+    The wrapper reaches their methods (`statistics`, `close`, ...). Its `state_dict()` counts what it has
+    handed out; `position` counts one batch more, because it asks for one ahead.
+
+    Raises:
+        TypeError: a `Prefetcher`, which Accelerate would neither divide nor synchronise.
+        AssertionError: Accelerate put another class in place of ours.
+    """
+    for each in objects:
+        if isinstance(each, Prefetcher):
+            raise TypeError(
+                "Accelerate divides loaders among processes, and a Prefetcher is none: prepare the loader "
+                "itself, made with DataLoader(..., device=accelerator.device)"
+            )
+    prepared = accelerator.prepare(*objects)
+    results = prepared if len(objects) > 1 else (prepared,)
+    for given, result in zip(objects, results, strict=True):
+        if isinstance(given, DataLoader):
+            assert_active(result)
+    return prepared
+
+
+def _made(dataset: Any, **arguments: Any) -> Any:
+    """In the place of torch's class, in `accelerate.data_loader`."""
+    given = _given.get()
+    if given is None:
+        return torch.utils.data.DataLoader(dataset, **arguments)
+    if given._resources.saved is not None:
+        raise ValueError(
+            "a state was loaded into the loader, and would be lost where Accelerate makes it anew: load it "
+            "into what prepare() returns, and call no skip_first_batches() then"
+        )
+    made: Any = type(given).__new__(type(given))  # its constructor may have other arguments
+    DataLoader.__init__(
+        *(made, dataset),
+        **arguments,
+        schedule=given.schedule,
+        workers=given.workers,
+        device=given.device,
+        errors=given.errors,
+    )
+    own = {name: value for name, value in given.__getstate__().items() if name != "_resources"}
+    vars(made).update(own | vars(made))
+    return made
+
+
+def _keeping(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of Accelerate's that makes a loader of the loader that it is given."""
+
+    @functools.wraps(function)
+    def keeps(dataloader: Any, *args: Any, **options: Any) -> Any:
+        inner = getattr(dataloader, "base_dataloader", dataloader)
+        if not isinstance(inner, DataLoader):
+            return function(dataloader, *args, **options)
+        stateful = options.pop("use_stateful_dataloader", False)  # ours is: it needs no other class for that
+        token = _given.set(inner)
+        try:
+            made = function(dataloader, *args, **options)
+        finally:
+            _given.reset(token)
+        if stateful:  # where one process loads for all, the others have nothing to save
+            loads = not isinstance(made, data_loader.DataLoaderDispatcher) or made.state.process_index == 0
+            made.use_stateful_dataloader = loads
+        return made
+
+    return keeps
+
+
+def _adjust(self: Any) -> None:
+    """In the place of `DataLoaderDispatcher.adjust_state_dict_for_prefetch`: of ours the state is kept from
+    before the first of the batches that are asked for together, one for each process."""
+    if not isinstance(self.base_dataloader, DataLoader):
+        _adjust_theirs(self)
+        return
+    together = 1 if self.split_batches or self.submesh_tp else self.state.num_processes
+    if self.end_of_dataloader or self.base_dataloader.position.batch % together == 0:
+        self._state_before = self.dl_state_dict
+    self.dl_state_dict = vars(self).get("_state_before", self.dl_state_dict)
+
+
+if not KNOWN[0] <= tuple(map(int, accelerate.__version__.split(".")[:2])) < KNOWN[1]:
+    raise ImportError(
+        f"fastq_loader knows accelerate 1.2 to 1.x, and this is {accelerate.__version__}: it would put "
+        "torch's DataLoader in place of ours; divide the data with a DistributedSampler instead"
+    )
+for _function in (data_loader.prepare_data_loader, data_loader.skip_first_batches):
+    put(_keeping(_function), places_of(_function))
+data_loader.DataLoader = _made
+_adjust_theirs = data_loader.DataLoaderDispatcher.adjust_state_dict_for_prefetch
+data_loader.DataLoaderDispatcher.adjust_state_dict_for_prefetch = _adjust
