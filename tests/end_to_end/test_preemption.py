@@ -112,6 +112,22 @@ def test_a_worker_outlives_sigterm_and_ends_with_its_loader(start_method: str) -
     assert wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers), 2)
 
 
+class Forks(Slow):
+    def __getitem__(self, index: int) -> int:
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(1)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status)
+
+
+def test_what_a_worker_forks_does_not_outlive_sigterm() -> None:
+    with DataLoader(Forks(), num_workers=1) as ours:
+        assert next(iter(ours)).item() == -signal.SIGTERM
+
+
 def test_grace_is_over_after_its_seconds_and_zero_is_none() -> None:
     for grace, least in ((0.5, 0.4), (0, 0.0)):
         with loader(workers=Processes(grace_seconds=grace)) as ours:
