@@ -32,10 +32,13 @@ class Room(NamedTuple):
 
 #: Top down: a room stands above everything that it imports.
 ROOMS = {
-    "__main__": Room("tuning errors"),
+    "__main__": Room("comparing doctor tuning errors"),
+    "doctor": Room("leaves loader insight ipc system"),
+    "comparing": Room("trials leaves loader memory packing reading system errors"),
     "tuning": Room("trials loader insight arguments memory errors"),
     "trials": Room("loader insight arguments workers packing system"),
     "preemption": Room(""),
+    "leaves": Room("reading errors"),
     "loader": Room(
         "iterators resources insight resume arguments consumer workers device scheduling reading tracing "
         "statistics"
@@ -65,7 +68,7 @@ ROOMS = {
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}
 #: Code lines of the package (no blank lines, comments or docstrings), and its modules. Whoever raises them
 #: says in the commit what for.
-CODE_LINES, FILES_OF_CODE = 14_620, 125
+CODE_LINES, FILES_OF_CODE = 15_180, 128
 #: Lines of a file and of a function, with their docstrings and comments.
 LONGEST, LONGEST_FUNCTION = 500, 50
 
