@@ -100,7 +100,7 @@ def _system_calls() -> Iterator[Finding]:
         try:
             attempt()
         except (OSError, AttributeError, Busy) as error:
-            seen = f"missing or refused: {error!r}"
+            seen = f"missing or refused: {error}".partition(";")[0]  # which has advice for an error's text
         remedy = "allow it in the container's seccomp profile or sandbox, or use num_workers=0"
         yield _judged(seen == "there", name, seen, remedy)
     if not calls.has_pidfd():
@@ -108,14 +108,11 @@ def _system_calls() -> Iterator[Finding]:
 
 
 def _lock() -> None:
-    descriptor = calls.memfd_create("doctor")
-    try:
-        table = ClaimTable(descriptor, memoryview(bytearray(8 * (WORKERS + 8))).cast("Q"))
+    with open(os.devnull, "r+b") as file:
+        table = ClaimTable(file.fileno(), memoryview(bytearray(8 * (WORKERS + 8))).cast("Q"))
         table.offer(1)
         table.claim(1, 0)
         table.close()
-    finally:
-        os.close(descriptor)
 
 
 def _memory() -> Iterator[Finding]:
@@ -165,14 +162,12 @@ def _sockets() -> Iterator[Finding]:
             bound.bind(endpoints.way_back(folder, endpoints.socket_name(0, 0)))
         seen = f"they lie in {os.path.dirname(folder)}"
     except OSError as error:
-        seen, asked = f"none can be made: {error}", ""
+        seen, asked = f"none can be made, whatever TMPDIR says: {error}", ""
     finally:
         endpoints.remove_folder(folder)
     writable = os.path.isdir(asked) and os.access(asked, os.W_OK | os.X_OK)
-    seen += "" if writable or not asked else f", because TMPDIR={asked} is no folder that can be written to"
-    yield _judged(
-        writable, "sockets", seen, "set TMPDIR to a folder that can, with a path of 75 bytes at most"
-    )
+    seen += "" if writable or not asked else f", because TMPDIR={asked} cannot be written to"
+    yield _judged(writable, "sockets", seen, "set it to a folder that can, with a path of 75 bytes at most")
 
 
 def _cpus() -> Iterator[Finding]:

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fastq_loader.errors import shorten
-from fastq_loader.reading import generators
+from fastq_loader.packing.pickling import parts_of
 
 #: Types whose `repr` says all.
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), np.generic, type)
@@ -44,28 +43,26 @@ class Leaf(NamedTuple):
 def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iterator[Leaf]:
     """The parts of a batch, containers before what is in them; `above` has the ids of those around it."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    inner = [] if isinstance(value, (*_ATOMS, torch.Tensor)) or id(value) in above else list(_inside(value))
     if isinstance(value, torch.Tensor):
         yield _tensor(value, path, kind)
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         about = f"{kind} {value.dtype}{list(value.shape)}, strides {value.strides}"
         yield Leaf(path, about, value.tobytes(), value.dtype, value.shape)
     else:
+        inner = [] if isinstance(value, _ATOMS) or id(value) in above else _inside(value)
         text = f"of {len(inner)}" if inner else _ADDRESS.sub("", repr(value))
         yield Leaf(path, kind, text.encode(errors="surrogatepass"))
-        for key, member in inner:
-            yield from leaves(member, path + key, (*above, id(value)))
+        for form, key, member in inner:
+            yield from leaves(member, path + form.format(key), (*above, id(value)))
 
 
-def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((f"[{shorten(key)}]", member) for key, member in value.items())
-    elif isinstance(value, np.ndarray):
-        yield "", value.tolist()
-    elif isinstance(value, (list, tuple, deque, set, frozenset)):
-        members = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-        yield from ((f"[{number}]", member) for number, member in enumerate(members))
-    yield from ((f".{name}", member) for name, member in generators.attributes(value).items())
+def _inside(value: Any) -> list[tuple[str, Any, Any]]:
+    """Its parts, in an order that does not depend on hashes."""
+    if isinstance(value, np.ndarray):  # of objects
+        return [("", "", value.tolist())]
+    if isinstance(value, (set, frozenset, deque)):
+        value = list(value) if isinstance(value, deque) else sorted(value, key=repr)
+    return parts_of(value)
 
 
 def _tensor(tensor: torch.Tensor, path: str, kind: str) -> Leaf:
