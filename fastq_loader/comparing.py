@@ -141,7 +141,7 @@ def compare(
         RuntimeError: this system has no worker processes.
     """
     checked(loader, epochs, step_seconds, batches)
-    torchs, ours, own = _variants(loader)
+    torchs, ours, *timed = _variants(loader)
     method = trials.start_method(loader) if loader.num_workers else "fork"
     method = "spawn" if method == "forkserver" else method  # else the server's workers are not the child's
     run = _runner(method, epochs, batches)
@@ -156,7 +156,7 @@ def compare(
         text += f" ({error})." if (error := first.costs.error or second.costs.error) else "."
         probed = trials.in_child(_Probe(torchs), method)
         text += f"\n{_cause(loader, probed, first.digests == again[0].digests)}"
-    rows = run("torch", torchs, step_seconds).costs, run("fastq_loader", own, step_seconds).costs
+    rows = run("torch", timed[0], step_seconds).costs, run("fastq_loader", timed[1], step_seconds).costs
     both = second.costs.error if first.costs.error else ""
     notes = tuple(_notes(loader, both, min(row.seconds for row in rows), batches))
     return Comparison(place is None, text, second.costs.batches, rows, notes)
@@ -195,17 +195,16 @@ def checked(loader: Any, epochs: Any, step_seconds: Any, batches: Any) -> None:
         raise ValueError(f"step_seconds={step_seconds!r} must be a number of seconds, 0 or more")
 
 
-def _variants(loader: Any) -> tuple[Any, Any, Any]:
-    """torch's loader, ours that is to give the same values, and ours as the user has it; on the host."""
+def _variants(loader: Any) -> list[Any]:
+    """torch's loader and ours, to give the same values; and both as the user has them. On the host."""
     kinds: Any = (_TORCHS, type(loader)) if isinstance(loader, DataLoader) else (type(loader), DataLoader)
-    plain = {**_OURS, "_iterator": None, "num_workers": int(loader.num_workers)}
-    host = {name: plain[name] for name in ("_iterator", "pin_memory", "device", "workers")}
-    made = []
-    for kind, changed in ((kinds[0], plain), (kinds[1], plain), (kinds[1], host)):
+    plain = {**_VALUES, **_HOST, "num_workers": int(loader.num_workers)}
+    made: list[Any] = []
+    for kind, changed in zip(kinds * 2, (plain, plain, _HOST, _HOST), strict=True):
         made.append(kind.__new__(kind))
-        vars(made[-1]).update({**vars(loader), **changed})  # torch lets nobody set some of them
+        vars(made[-1]).update({**vars(loader), **changed, "_iterator": None})  # torch lets nobody set some
         vars(made[-1]).pop("_resources", None)
-    return made[0], made[1], made[2]
+    return made
 
 
 def _cause(loader: Any, probed: str, reproducible: bool) -> str:
@@ -224,12 +223,13 @@ def _cause(loader: Any, probed: str, reproducible: bool) -> str:
 
 def _notes(loader: Any, error: str, seconds: float, batches: int | None) -> Iterator[str]:
     """What was left out, or done in another way."""
-    given = {name: getattr(loader, name, default) for name, default in _OURS.items()}
-    if changed := [f"{name}={value!r}" for name, value in given.items() if value != _OURS[name]]:
-        yield (
-            f"{', '.join(changed)}: values were compared without, and the speed is with. Only workers were "
-            "processes of this machine, and batches stayed on the host, in both."
-        )
+    for usual, text in (
+        (_VALUES, "values were compared without, as torch has them, and the speed is with."),
+        (_HOST, "left out; batches stayed on the host, and workers were processes of this machine."),
+    ):
+        given = {name: getattr(loader, name, default) for name, default in usual.items()}
+        if changed := [f"{name}={value!r}" for name, value in given.items() if value != usual[name]]:
+            yield f"{', '.join(changed)}: {text}"
     if type(loader) not in (_TORCHS, DataLoader):
         yield f"What {type(loader).__qualname__} adds is in one of both loaders only."
     if batches is not None:
@@ -240,15 +240,9 @@ def _notes(loader: Any, error: str, seconds: float, batches: int | None) -> Iter
         yield f"A timed pass took {seconds:.2f} s only, which says little: give it more epochs."
 
 
-#: The arguments that change what is compared, as torch has them.
-_OURS = {
-    "schedule": "round_robin",
-    "errors": "raise",
-    "in_order": True,
-    "workers": "processes",
-    "device": None,
-    "pin_memory": False,
-}
+#: What the arguments must be for batches that can be compared; and where nothing but loading is measured.
+_VALUES: dict[str, Any] = {"schedule": "round_robin", "errors": "raise", "in_order": True}
+_HOST: dict[str, Any] = {"device": None, "pin_memory": False, "workers": "processes"}
 
 
 # ---- in the child --------------------------------------------------------------------------------

@@ -154,7 +154,8 @@ def test_the_first_difference_is_told_with_its_likely_cause(loader: Any, text: s
 @pytest.mark.parametrize(
     ("loader", "batches", "number", "text"),
     [
-        (DataLoader(Drawn(), 4, num_workers=2, schedule="dynamic"), None, 6, "schedule='dynamic': values w"),
+        (DataLoader(Drawn(), 4, num_workers=2, schedule="dynamic"), None, 6, "schedule='dynamic': values"),
+        (DataLoader(Drawn(), 4, pin_memory=True), None, 6, "pin_memory=True: left out; batches stayed"),
         (DataLoader(Endless(), 4, num_workers=2), 5, 5, "Of each epoch 5 batches at most were read."),
         (DataLoader(Drawn(missing), 4), None, 3, "Both raised FileNotFoundError: 13.png: they were compared"),
         (DataLoader(Drawn(missing), 4, errors=Skip()), None, 3, "errors=Skip"),
