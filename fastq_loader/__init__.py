@@ -6,6 +6,7 @@ and write the batch to shared memory (`packing`, `memory`). The answer comes bac
 hands the batch out, or `device` copies it on to an accelerator.
 """
 
+from fastq_loader.comparing import Comparison, ComparisonRow, compare
 from fastq_loader.device.accelerator import ToDevice
 from fastq_loader.device.prefetcher import Prefetcher
 from fastq_loader.device.transforms import copy_into, normalize
@@ -59,6 +60,8 @@ if AVAILABLE:  # with the rest: a program may give up the right to read files be
 __all__ = [
     "BadSample",
     "BadSampleFound",
+    "Comparison",
+    "ComparisonRow",
     "DataLoader",
     "Diagnosis",
     "DuplicateData",
@@ -97,6 +100,7 @@ __all__ = [
     "WorkerStatistics",
     "WorkerTraceback",
     "assert_active",
+    "compare",
     "copy_into",
     "empty",
     "install",

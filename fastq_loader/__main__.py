@@ -1,5 +1,5 @@
-"""On the shell: `python -m fastq_loader tune module:make_loader` prints what `tune` finds; `replay` loads a
-batch again.
+"""On the shell: `python -m fastq_loader tune module:make_loader` prints what `tune` finds, `compare` what
+`compare` does; `replay` loads a batch again; `doctor` looks at this machine.
 
 Runs in a process of its own, which is the consumer of the loader that is made. The folder that it is started
 in is searched for modules, as `python -m` does.
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from fastq_loader import comparing, doctor
 from fastq_loader.errors import shorten
 from fastq_loader.tuning import checked, tune
 
@@ -29,15 +30,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, about, add in (
         ("tune", "find the fastest setting of a loader by trying", _add_tune),
+        ("compare", "compare torch's loader with this one, batch by batch and in speed", _add_compare),
         ("replay", "load a batch of an epoch again, in this process", _add_replay),
+        ("doctor", "say what of this machine is fine for workers, and what to change", None),
     ):
         command = commands.add_parser(name, help=about)
-        command.add_argument(
-            "loader", metavar="MODULE:NAME", help="a DataLoader, or a function that makes one"
-        )
-        add(command)
+        if add is not None:
+            command.add_argument(
+                "loader", metavar="MODULE:NAME", help="a DataLoader, or a function that makes one"
+            )
+            add(command)
     options = parser.parse_args(argv)
     command = commands.choices[options.command]
+    if options.command == "doctor":
+        return doctor.report()
     try:
         named = find(options.loader)
     except NotFound as error:
@@ -69,6 +75,27 @@ def _tune(command: argparse.ArgumentParser, loader: Any, options: argparse.Names
         return 130
     print(found)
     return 0
+
+
+def _add_compare(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--epochs", type=int, default=1, help="of each pass (default: %(default)s)")
+    command.add_argument("--step-seconds", type=float, default=0.0, help="of a training step")
+    command.add_argument("--batches", type=int, help="of each epoch, at most; all if it is not given")
+    command.set_defaults(run=_compare)
+
+
+def _compare(command: argparse.ArgumentParser, loader: Any, options: argparse.Namespace) -> int:
+    arguments = loader, options.epochs, options.step_seconds, options.batches
+    try:
+        comparing.checked(*arguments)
+    except (TypeError, ValueError) as error:
+        command.error(str(error))
+    try:
+        found = comparing.compare(*arguments)
+    except KeyboardInterrupt:
+        return 130
+    print(found)
+    return 0 if found.equal else 1
 
 
 def _add_replay(command: argparse.ArgumentParser) -> None:

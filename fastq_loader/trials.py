@@ -1,6 +1,6 @@
-"""One measurement of one setting, in a process of its own.
+"""Work on a copy of the user's loader in a process of its own, such as one measurement of one setting.
 
-`measure` runs in the consumer, `_run` and what follows it in the child. The child has a copy of everything: a
+`measure` and `in_child` run in the consumer, `_run` and what follows it in the child. It has a copy of all: a
 loader like the user's with other settings, its dataset, sampler and generators. So the user's are as they
 were, also where the setting is to load without workers. The step is simulated by sleeping, as a step on an
 accelerator uses no CPU of this process. Batches stay on the host, and are not pinned: no context of an
@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import multiprocessing
 import os
 import re
 import signal
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -89,7 +91,7 @@ def like(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
     return new
 
 
-def start_method(loader: DataLoader[Any]) -> str:
+def start_method(loader: Any) -> str:
     """How the loader's workers start."""
     context = loader.multiprocessing_context or multiprocessing
     return str(context.get_start_method())
@@ -116,9 +118,45 @@ def measure(
     vars(trial).pop("_resources", None)  # its epoch is a new one
     object.__setattr__(trial, "device", None)
     object.__setattr__(trial, "pin_memory", False)
-    context: Any = multiprocessing.get_context(setting.start_method or start_method(loader))
+    measured: Measured | None = in_child(
+        _Trial(trial, step_seconds, seconds), setting.start_method or start_method(loader), patience
+    )
+    if measured is None:
+        raise TimeoutError(f"too few batches in {patience:.0f} s to tell: give it more seconds")
+    return measured
+
+
+class Task(Protocol):
+    """What a child does. It reaches a child that is spawned by pickle."""
+
+    def run(self) -> None:
+        """All of it; may be interrupted."""
+
+    def result(self) -> Any:
+        """What it came to so far; None: too little."""
+
+    def close(self) -> None:
+        """End the workers that it started."""
+
+
+def in_child(
+    task: Task, method: str, patience: float = math.inf, look: Callable[[int], float] | None = None
+) -> Any:
+    """The result of a task, in a process of its own.
+
+    Args:
+        task: what it does.
+        method: how the process starts.
+        patience: seconds after which it must be over; it then has the result so far.
+        look: is called with the process's id as long as it runs; returns the seconds until the next call.
+
+    Raises:
+        RuntimeError: the child died.
+        Exception: what the task raised.
+    """
+    context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
-    child = Child(context.Process(target=_run, args=(sender, trial, step_seconds, seconds, os.getpid())))
+    child = Child(context.Process(target=_run, args=(sender, task, os.getpid())))
     with receiver, sender:
         try:
             # A Ctrl-C between the fork and the child's own handler would print a traceback there.
@@ -126,6 +164,8 @@ def measure(
                 child.start()
             sender.close()
             sources = receiver.fileno(), child.descriptor
+            while look is not None and not calls.readable(sources, look(child.pid)):
+                pass
             if not calls.readable(sources, patience):
                 _interrupt(child)  # it says what it has so far
                 calls.readable(sources, _PATIENCE)
@@ -136,10 +176,7 @@ def measure(
             _end(child)
     if isinstance(answer, bytes):
         raise load_exception(answer)
-    if answer is None:
-        raise TimeoutError(f"too few batches in {patience:.0f} s to tell: give it more seconds")
-    measured: Measured = answer
-    return measured
+    return answer
 
 
 def _interrupt(child: Child) -> None:
@@ -168,12 +205,9 @@ class _TimeIsOver(BaseException):
     """The consumer wants the child to end."""
 
 
-def _run(
-    answers: Connection, loader: DataLoader[Any], step_seconds: float, seconds: float, consumer: int
-) -> None:
+def _run(answers: Connection, task: Task, consumer: int) -> None:
     torch.set_num_threads(1)  # a pool of threads that was forked has no threads, and is waited for
     warnings.simplefilter("ignore")  # they come again in the user's own epochs
-    trial = _Trial(loader, step_seconds)
     answer: Any = None
     with contextlib.suppress(_TimeIsOver):
         # First, while SIGINT is blocked: a thread that took it would bring it into the start of a worker.
@@ -183,12 +217,12 @@ def _run(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
             with contextlib.suppress(_TimeIsOver):
-                trial.run(seconds)
+                task.run()
             _let_finish()  # what is left takes workers 5 s at most
-            answer = trial.measured()
+            answer = task.result()
         except Exception as error:
             answer = dump_exception(error, 0)
-        loader.close()
+        task.close()
         answers.send(answer)
 
 
@@ -216,16 +250,18 @@ class _Trial:
     Args:
         loader: whose.
         step_seconds: between two batches.
+        seconds: to measure, from the first batch on.
     """
 
-    def __init__(self, loader: DataLoader[Any], step_seconds: float) -> None:
+    def __init__(self, loader: DataLoader[Any], step_seconds: float, seconds: float) -> None:
         self._loader = loader
         self._step_seconds = step_seconds
+        self._seconds = seconds
         self._batches: Any = None
         self._epochs: list[_Times] = []
         self._worker_bytes = 0
 
-    def run(self, seconds: float) -> None:
+    def run(self) -> None:
         """Note when batches come, from the first one on."""
         until = 0.0
         while True:
@@ -235,7 +271,7 @@ class _Trial:
             for _ in self._batches:
                 now = time.monotonic()
                 epoch.came.append(now)
-                until = until or now + seconds
+                until = until or now + self._seconds
                 if len(epoch.came) == 2 and not self._worker_bytes:
                     self._weigh()
                 if now >= until and len(epoch.came) > 1:
@@ -256,7 +292,10 @@ class _Trial:
                 own = sum(map(int, re.findall(r"^Private_\w+: +(\d+)", text, re.MULTILINE)))
                 self._worker_bytes = max(self._worker_bytes, own * 1024)
 
-    def measured(self) -> Measured | None:
+    def close(self) -> None:
+        self._loader.close()
+
+    def result(self) -> Measured | None:
         """What the times come to; None: there are too few."""
         statistics, counters = self._loader.statistics(), self._loader._resources.counters
         begun = [cost.load + cost.pack for epoch in counters.history for cost in epoch.costs if not cost.seq]

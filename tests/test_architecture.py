@@ -32,12 +32,15 @@ class Room(NamedTuple):
 
 #: Top down: a room stands above everything that it imports.
 ROOMS = {
-    "__main__": Room("tuning errors"),
+    "__main__": Room("comparing doctor tuning errors"),
+    "doctor": Room("leaves loader insight ipc system"),
+    "comparing": Room("trials leaves loader memory packing reading system errors"),
     "tuning": Room("trials loader insight arguments memory errors"),
     "trials": Room("loader insight arguments workers packing system"),
     "integrations": Room("installing loader device"),
     "installing": Room("loader"),
     "preemption": Room(""),
+    "leaves": Room("packing"),
     "loader": Room(
         "iterators resources insight resume arguments consumer workers device scheduling reading tracing "
         "statistics"
@@ -67,7 +70,7 @@ ROOMS = {
 IMPURE = {"zmq", "torch", "numpy", "multiprocessing", "threading", "time", "os", "socket", "select", "mmap"}
 #: Code lines of the package (no blank lines, comments or docstrings), and its modules. Whoever raises them
 #: says in the commit what for.
-CODE_LINES, FILES_OF_CODE = 14_660, 126
+CODE_LINES, FILES_OF_CODE = 15_207, 129
 #: Lines of a file and of a function, with their docstrings and comments.
 LONGEST, LONGEST_FUNCTION = 500, 50
 

@@ -1,0 +1,377 @@
+"""`compare`: torch's DataLoader and ours in turn, on the same seeds: are batches equal, what do they cost?
+
+Runs in the consumer; each pass over the data runs in a process of its own (`trials.in_child`), so that the
+user's loader, its dataset, samplers and generators stay as they are, and each pass finds them so.
+
+A pass of each loader takes a digest of every batch, with the schedule that torch has. Another one takes no
+digests, and is timed. Where two digests differ, both passes are made again, and bring that batch along. So
+torch's was made twice: data that differ from themselves say nothing of a loader.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch.utils.data
+from torch.utils.data import _DatasetKind
+
+from fastq_loader import trials
+from fastq_loader.errors import is_int
+from fastq_loader.leaves import Leaf, difference, digest, leaves
+from fastq_loader.loader import DataLoader
+from fastq_loader.memory import arena
+from fastq_loader.packing.tensors import tensors_of
+from fastq_loader.reading import generators
+from fastq_loader.system import pages
+
+#: torch's own, also where ours is put in its place later.
+_TORCHS: Any = torch.utils.data.DataLoader
+#: Seconds between two looks at the memory: short runs are looked at often, and long ones are not disturbed.
+_LOOK, _LONGER, _MOST_LOOK = 0.03, 1.5, 0.5
+#: Seconds of a timed pass below which it says little; the part of torch's speed that counts as slower; and
+#: columns of the page.
+_SHORT, _SLOWER, _WIDTH = 1.0, 0.95, 100
+
+
+_HEADER = ("", "batches/s", "first batch", "CPU", "memory")
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """What the epochs cost with one of the loaders; 0 is not known.
+
+    Attributes:
+        loader: "torch" or "fastq_loader".
+        batches: of all epochs.
+        seconds: of these, with the steps, and the start and the end of the workers.
+        first_batch_seconds: from `iter()` to the first batch of the first epoch.
+        cpu_seconds: of all its processes, but for those of Python's fork server.
+        memory_bytes: the most that all its processes had, as PSS: shared pages count once.
+        error: what was raised instead of a batch.
+    """
+
+    loader: str
+    batches: int = 0
+    seconds: float = 0.0
+    first_batch_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    memory_bytes: float = 0.0
+    error: str = ""
+
+    @property
+    def batches_per_second(self) -> float:
+        return 0.0 if self.error or not self.batches else self.batches / self.seconds
+
+    def _cells(self) -> tuple[str, ...]:
+        costs = (
+            (self.batches_per_second, "{:,.4g}"),
+            (self.first_batch_seconds, "{:.3f} s"),
+            (self.cpu_seconds, "{:.2f} s"),
+            (self.memory_bytes / 1e6, "{:,.0f} MB"),
+        )
+        return self.loader, *(form.format(value) if value else "-" for value, form in costs)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found. `print` of it is a page.
+
+    Attributes:
+        equal: whether all batches are, and the states of the generators after each epoch.
+        difference: the first one, in words, with its likely cause; None if they are equal.
+        batches: that were compared.
+        rows: torch's costs, and ours.
+        notes: what the comparison left out, or did in another way.
+    """
+
+    equal: bool
+    difference: str | None
+    batches: int
+    rows: tuple[ComparisonRow, ComparisonRow]
+    notes: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        alike = f"Equal: {self.batches:,} batches (values, types, strides, order), and the random generators."
+        head = f"Not equal: {self.difference}" if self.difference else alike
+        lines = [_HEADER, *(row._cells() for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = ["  ".join(map(str.rjust, cells, widths)) for cells in lines]
+        said, notes = [*head.splitlines(), self._speed()], [""] * bool(self.notes) + [*self.notes]
+        said, notes = ([textwrap.fill(text, _WIDTH) for text in texts] for texts in (said, notes))
+        return "\n".join([*said, "", *table, *notes])
+
+    def _speed(self) -> str:
+        torchs, ours = self.rows
+        if not torchs.batches_per_second or not ours.batches_per_second:
+            return "There is no speed to compare."
+        ratio = ours.batches_per_second / torchs.batches_per_second
+        slower = " `python -m fastq_loader tune` looks for a faster setting." if ratio < _SLOWER else ""
+        return f"fastq_loader gives {ratio:.1f} times torch's batches per second.{slower}"
+
+
+def compare(
+    loader: Any,
+    epochs: int = 1,
+    step_seconds: float = 0.0,
+    batches: int | None = None,
+) -> Comparison:
+    """Compare torch's DataLoader with this one, batch by batch on the same seeds, and measure both.
+
+    Each pass over the data, four in all, is made by a process of its own: the loader, its dataset, samplers
+    and all generators stay as they are. Batches stay on the host. Values are compared with the schedule that
+    torch has, "round_robin"; the speed is that of the loader's own schedule.
+
+    Args:
+        loader: a DataLoader, torch's or this one; the other one is made of its attributes.
+        epochs: of each pass.
+        step_seconds: of the training step between two batches, simulated by sleeping, in the timed passes.
+        batches: of each epoch, at most; None: all.
+
+    Raises:
+        ValueError, TypeError: an argument.
+        RuntimeError: this system has no worker processes.
+    """
+    checked(loader, epochs, step_seconds, batches)
+    torchs, ours, *timed = _variants(loader)
+    method = trials.start_method(loader) if loader.num_workers else "fork"
+    method = "spawn" if method == "forkserver" else method  # else the server's workers are not the child's
+    run = _runner(method, epochs, batches)
+    first, second = run("torch", torchs), run("fastq_loader", ours)
+    pairs = enumerate(zip(first.digests, second.digests, strict=False))
+    place = next((number for number, (one, other) in pairs if one != other), None)
+    text = None
+    if place is not None:
+        again = run("torch", torchs, keep=place), run("fastq_loader", ours, keep=place)
+        text = difference(again[0].kept, again[1].kept, ("with torch", "with fastq_loader"))
+        text = text or "two batches, but not when they were loaded again"
+        text += f" ({error})." if (error := first.costs.error or second.costs.error) else "."
+        probed = trials.in_child(_Probe(torchs), method)
+        text += f"\n{_cause(loader, probed, first.digests == again[0].digests)}"
+    rows = run("torch", timed[0], step_seconds).costs, run("fastq_loader", timed[1], step_seconds).costs
+    both = second.costs.error if first.costs.error else ""
+    notes = tuple(_notes(loader, both, min(row.seconds for row in rows), batches))
+    return Comparison(place is None, text, second.costs.batches, rows, notes)
+
+
+def _runner(method: str, epochs: int, batches: int | None) -> Callable[..., Seen]:
+    """Makes a pass in a process of its own, with the generators as they are now."""
+    seeds = {name: generators.state_of(each) for name, each in generators.GLOBAL.items()}
+
+    def run(name: str, loader: Any, step: float | None = None, keep: int | None = None) -> Seen:
+        most, wait = 0, _LOOK
+
+        def look(pid: int) -> float:
+            nonlocal most, wait
+            most, wait = max(most, pages.proportional(pid)), min(wait * _LONGER, _MOST_LOOK)
+            return wait
+
+        task = _Pass(name, loader, seeds, epochs, batches, step, keep)
+        seen: Seen = trials.in_child(task, method, look=look)
+        return seen._replace(costs=replace(seen.costs, memory_bytes=most))
+
+    return run
+
+
+def checked(loader: Any, epochs: Any, step_seconds: Any, batches: Any) -> None:
+    """For arguments and errors see `compare`."""
+    if not isinstance(loader, _TORCHS):
+        kind = f"{type(loader).__module__}.{type(loader).__qualname__}"
+        raise TypeError(f"loader is a {kind}: compare needs a DataLoader, not a class or a function")
+    if not arena.AVAILABLE:
+        raise RuntimeError("this system has no memfd_create, so that there are no workers to compare")
+    for name, value in (("epochs", epochs), ("batches", 1 if batches is None else batches)):
+        if not is_int(value) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a number, 1 or more")
+    if not isinstance(step_seconds, (int, float)) or not 0 <= step_seconds < math.inf:
+        raise ValueError(f"step_seconds={step_seconds!r} must be a number of seconds, 0 or more")
+
+
+def _variants(loader: Any) -> list[Any]:
+    """torch's loader and ours, to give the same values; and both as the user has them. On the host."""
+    kinds: Any = (_TORCHS, type(loader)) if isinstance(loader, DataLoader) else (type(loader), DataLoader)
+    plain = {**_VALUES, **_HOST, "num_workers": int(loader.num_workers)}
+    made: list[Any] = []
+    for kind, changed in zip(kinds * 2, (plain, plain, _HOST, _HOST), strict=True):
+        made.append(kind.__new__(kind))
+        vars(made[-1]).update({**vars(loader), **changed, "_iterator": None})  # torch lets nobody set some
+        vars(made[-1]).pop("_resources", None)
+    return made
+
+
+def _cause(loader: Any, probed: str, reproducible: bool) -> str:
+    if not reproducible:
+        return (
+            "But torch's DataLoader differs from itself in two runs with the same seeds: the data are not "
+            f"reproducible. Likely cause: {probed or 'dataset or collate_fn'} reads the time or the process "
+            "id, draws from a generator that nothing seeds, or writes to memory that it has given away."
+        )
+    if probed:
+        return f"Likely cause: {probed} keeps state between its calls."
+    if type(loader) not in (_TORCHS, DataLoader):
+        return f"Likely cause: what {type(loader).__qualname__} changes of its base class."
+    return "Dataset and collate_fn give the same twice, so it is a fault of the loader: please report it."
+
+
+def _notes(loader: Any, error: str, seconds: float, batches: int | None) -> Iterator[str]:
+    """What was left out, or done in another way."""
+    for usual, text in (
+        (_VALUES, "values were compared without, as torch has them, and the speed is with."),
+        (_HOST, "left out; batches stayed on the host, and workers were processes of this machine."),
+    ):
+        given = {name: getattr(loader, name, default) for name, default in usual.items()}
+        if changed := [f"{name}={value!r}" for name, value in given.items() if value != usual[name]]:
+            yield f"{', '.join(changed)}: {text}"
+    if type(loader) not in (_TORCHS, DataLoader):
+        yield f"What {type(loader).__qualname__} adds is in one of both loaders only."
+    if batches is not None:
+        yield f"Of each epoch {batches} batches at most were read."
+    if error:
+        yield f"Both raised {error}: they were compared up to there."
+    elif seconds < _SHORT:
+        yield f"A timed pass took {seconds:.2f} s only, which says little: give it more epochs."
+
+
+#: What the arguments must be for batches that can be compared; and where nothing but loading is measured.
+_VALUES: dict[str, Any] = {"schedule": "round_robin", "errors": "raise", "in_order": True}
+_HOST: dict[str, Any] = {"device": None, "pin_memory": False, "workers": "processes"}
+
+
+# ---- in the child --------------------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """What a pass saw.
+
+    Attributes:
+        digests: of each batch, of the generators after each epoch, and of an error.
+        kept: the parts of the one that was to be kept.
+        costs: of all epochs.
+    """
+
+    digests: list[bytes]
+    kept: list[Leaf]
+    costs: ComparisonRow
+
+
+@dataclass
+class _Pass:
+    """A pass over the data. With a `step` it is timed, without digests; `keep` is the number of a digest."""
+
+    name: str
+    loader: Any
+    seeds: dict[str, Any]
+    epochs: int
+    batches: int | None
+    step: float | None
+    keep: int | None
+
+    def run(self) -> None:
+        self.seen = Seen([], [], ComparisonRow(self.name))
+        _seed(self.seeds)
+        self.came, self.first, error = 0, 0.0, ""
+        cpu, began = _cpu_seconds(), time.monotonic()
+        try:
+            for epoch in range(1, self.epochs + 1):
+                self._epoch(epoch)
+        except Exception as raised:  # of user code: both loaders may raise it at the same place
+            error = f"{type(raised).__name__}: {raised}".splitlines()[0]
+            self._note("raised", "an error")
+        seconds = time.monotonic() - began
+        self.close()  # its workers' CPU time counts when they have ended
+        served = self.loader.num_workers and trials.start_method(self.loader) == "forkserver"
+        cpu = 0.0 if served else _cpu_seconds() - cpu
+        costs = ComparisonRow(self.name, self.came, seconds, self.first, cpu, error=error)
+        self.seen = self.seen._replace(costs=costs)
+
+    def _epoch(self, epoch: int) -> None:
+        began, number = time.monotonic(), -1
+        for number, batch in enumerate(islice(iter(self.loader), self.batches)):
+            self.first = self.first or time.monotonic() - began
+            self.came += 1
+            self._note(batch, f"batch {number} of epoch {epoch}: batch")
+            time.sleep(self.step or 0.0)
+        if number + 1 != self.batches:  # else workers have drawn ahead
+            self._note(self._states(), f"the end of epoch {epoch}: generators")
+
+    def _note(self, value: Any, path: str) -> None:
+        if self.step is None:
+            parts = list(leaves(value, path))
+            if self.keep == len(self.seen.digests):
+                self.seen.kept.extend(parts)
+            self.seen.digests.append(digest(parts))
+
+    def _states(self) -> dict[str, str]:
+        own = {"generator": self.loader.generator, "sampler": self.loader._index_sampler}
+        found = {**generators.GLOBAL, **generators.find(own, but=[self.loader.dataset])}
+        texts = {name: generators.dump(generators.state_of(each)) for name, each in found.items()}
+        return {name: blake2b(text.encode(), digest_size=8).hexdigest() for name, text in texts.items()}
+
+    def result(self) -> Seen:
+        return self.seen
+
+    def close(self) -> None:
+        if isinstance(self.loader, DataLoader):
+            self.loader.close()
+        elif (iterator := vars(self.loader).pop("_iterator", None)) is not None:  # of persistent workers
+            iterator._shutdown_workers()
+
+
+def _seed(states: dict[str, Any]) -> None:
+    for name, state in states.items():
+        generators.set_state(generators.GLOBAL[name], state)
+
+
+def _cpu_seconds() -> float:
+    """Of this process, and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+@dataclass
+class _Probe:
+    """Reads the first samples twice with the same seeds, and collates them twice: what differs?"""
+
+    loader: Any
+    found: str = ""
+
+    def run(self) -> None:
+        loader: Any = self.loader
+        make: Any = _DatasetKind.create_fetcher
+        rules = loader.dataset, loader._auto_collation, _same, loader.drop_last
+        with suppress(Exception):  # of user code, which may expect to run in a worker
+            index = next(iter(loader._index_sampler))
+            samples, _ = self._twice("the dataset", lambda: make(loader._dataset_kind, *rules).fetch(index))
+            made = self._twice("collate_fn", lambda: loader.collate_fn(samples))
+            places = [{each.data_ptr() for each in tensors_of(batch) if each.numel()} for batch in made]
+            if not self.found and places[0] & places[1]:
+                self.found = "collate_fn, which gives the same memory twice,"
+
+    def _twice(self, name: str, read: Callable[[], Any]) -> list[Any]:
+        made, parts = [], []
+        own = generators.find({"dataset": self.loader.dataset, "collate_fn": self.loader.collate_fn})
+        for _ in range(2):
+            with generators.restored([*generators.GLOBAL.values(), *own.values()]):
+                made.append(read())
+            parts.append(list(leaves(made[-1], "a sample" if name == "the dataset" else "a batch")))
+        text = difference(parts[0], parts[1], ("at first", "then"))
+        self.found = self.found or (text and f"{name} ({text})")
+        return made
+
+    def result(self) -> str:
+        return self.found
+
+    def close(self) -> None:
+        """It has no workers."""
+
+
+def _same(samples: Any) -> Any:
+    return samples

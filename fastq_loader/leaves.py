@@ -1,0 +1,116 @@
+"""What a batch consists of, part by part: types, dtypes, shapes, strides and values, to be compared.
+
+Runs wherever batches are compared. A part is plain data, so that it passes between processes as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fastq_loader.packing.pickling import parts_of
+
+#: Types whose `repr` says all.
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), np.generic, type)
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class Leaf(NamedTuple):
+    """A part of a batch.
+
+    Attributes:
+        path: where it lies: "batch[0]['image']".
+        kind: its type; of tensors and arrays also dtype, shape and strides.
+        data: its values, as memory or as text.
+        dtype: torch's or numpy's, of values in memory.
+        shape: of these.
+    """
+
+    path: str
+    kind: str
+    data: bytes = b""
+    dtype: Any = None
+    shape: tuple[int, ...] = ()
+
+
+def leaves(value: Any, path: str = "batch", above: tuple[int, ...] = ()) -> Iterator[Leaf]:
+    """The parts of a batch, containers before what is in them; `above` has the ids of those around it."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    if isinstance(value, torch.Tensor):
+        yield _tensor(value, path, kind)
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        about = f"{kind} {value.dtype}{list(value.shape)}, strides {value.strides}"
+        yield Leaf(path, about, value.tobytes(), value.dtype, value.shape)
+    else:
+        inner = [] if isinstance(value, _ATOMS) or id(value) in above else _inside(value)
+        text = f"of {len(inner)}" if inner else _ADDRESS.sub("", repr(value))
+        yield Leaf(path, kind, text.encode(errors="surrogatepass"))
+        for form, key, member in inner:
+            yield from leaves(member, path + form.format(key), (*above, id(value)))
+
+
+def _inside(value: Any) -> list[tuple[str, Any, Any]]:
+    """Its parts, in an order that does not depend on hashes."""
+    if isinstance(value, np.ndarray):  # of objects
+        return [("", "", value.tolist())]
+    if isinstance(value, (set, frozenset, deque)):
+        value = list(value) if isinstance(value, deque) else sorted(value, key=repr)
+    return parts_of(value)
+
+
+def _tensor(tensor: torch.Tensor, path: str, kind: str) -> Leaf:
+    kind += f" {str(tensor.dtype).removeprefix('torch.')}"
+    plain = tensor.detach()
+    if plain.layout != torch.strided or plain.is_nested or plain.is_quantized:
+        torch.save(plain, file := io.BytesIO())
+        return Leaf(path, f"{kind} {plain.layout}", file.getvalue())
+    shape, grad = tuple(plain.shape), ", requires_grad" if tensor.requires_grad else ""
+    flat = plain.as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous().flatten()
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return Leaf(path, f"{kind}{list(shape)}, strides {tensor.stride()}{grad}", data, tensor.dtype, shape)
+
+
+def digest(parts: Iterable[Leaf]) -> bytes:
+    """The same for the same parts."""
+    whole = hashlib.blake2b(digest_size=16)
+    for leaf in parts:
+        for part in (leaf.path.encode(errors="surrogatepass"), leaf.kind.encode(), leaf.data):
+            whole.update(len(part).to_bytes(8, "little"))
+            whole.update(part)
+    return whole.digest()
+
+
+def difference(one: list[Leaf], other: list[Leaf], names: tuple[str, str]) -> str:
+    """Where two batches part, in words; "" if they do not. `names` say which is which."""
+    first, second = next(((a, b) for a, b in zip(one, other, strict=False) if a != b), (None, None))
+    if first is None or second is None:
+        return ""
+    where = first.path
+    if first.path != second.path:
+        where, shown = "what comes next", [f"{first.path!r}", f"{second.path!r}"]
+    elif first.kind != second.kind or first.dtype is None:
+        shown = [each.kind if each.dtype else _text(each) for each in (first, second)]
+    else:
+        differing = np.frombuffer(first.data, np.uint8) != np.frombuffer(second.data, np.uint8)
+        number = int(differing.argmax()) // first.dtype.itemsize
+        at = np.unravel_index(number, first.shape)
+        where += f"[{', '.join(map(str, at))}]" if at else ""
+        shown = [_element(leaf, number) for leaf in (first, second)]
+    return f"{where} is {shown[0]} {names[0]}, and {shown[1]} {names[1]}"
+
+
+def _element(leaf: Leaf, number: int) -> str:
+    if isinstance(leaf.dtype, torch.dtype):
+        return str(torch.frombuffer(bytearray(leaf.data), dtype=leaf.dtype)[number].item())
+    return str(np.frombuffer(leaf.data, leaf.dtype)[number])
+
+
+def _text(leaf: Leaf) -> str:
+    return f"{leaf.kind} {leaf.data[:80].decode(errors='replace')}"
