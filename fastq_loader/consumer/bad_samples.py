@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastq_loader.errors import BadSampleFound, add_note, shorten, warn_user
+from fastq_loader.ipc.messages import Indices
 from fastq_loader.reading.tolerance import Tolerance
 from fastq_loader.statistics.snapshots import BadSample
 
@@ -100,11 +101,14 @@ class BadSampleCounter:
 
         Args:
             batch: its number.
-            index: its own.
+            index: its own, as it was sent.
             found: its bad samples; see `TolerantFetcher.bad`.
             error: what the last of them raised.
         """
-        self.read += len(index) if self._in_batches and hasattr(index, "__len__") else 1
+        if type(index) is Indices:
+            self.read += len(index.data) // 8
+        else:
+            self.read += len(index) if self._in_batches and hasattr(index, "__len__") else 1
         if not found:
             return None
         self.bad += len(found)

@@ -169,7 +169,7 @@ class Delivery:
             return None
         found, last = pickle.loads(answer.bad) if answer.bad else ((), None)
         error = None if last is None else pickling.load_exception(last)
-        return counter.judge(batch.seq, decode_index(batch.index), found, error)
+        return counter.judge(batch.seq, batch.index, found, error)
 
     def _progress_after(self, batch: Batch) -> Progress:
         if batch.worker is None:

@@ -117,7 +117,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
 
     def _fetch(self, number: int, index: Any) -> Any:
         if type(self._dataset_fetcher) is TolerantFetcher:
-            self._dataset_fetcher.place = self._record.position.epoch, number
+            self._dataset_fetcher.place = self._record.began.epoch, number
         if not self._dynamic:
             return self._dataset_fetcher.fetch(index)
         with generators.put_back():  # seeded as in workers
