@@ -11,7 +11,6 @@ torch's was made twice: data that differ from themselves say nothing of a loader
 from __future__ import annotations
 
 import math
-import resource
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -332,6 +331,8 @@ def _seed(states: dict[str, Any]) -> None:
 
 def _cpu_seconds() -> float:
     """Of this process, and of its children that have ended."""
+    import resource  # not every system has it
+
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 

@@ -574,7 +574,7 @@ def test_states_that_other_threads_ask_for_meanwhile_are_those_of_one_moment(wor
         thread.join()
     epochs.append(indices(first))
     first.close()
-    for state in random.Random(workers).sample(sorted(told), min(len(told), 16)):
+    for state in random.Random(workers).sample(sorted(told), min(len(told), 6)):
         second = resumed(loader(2), json.loads(state))
         epoch, batch, _ = second.position
         left = [indices(second) for _ in epochs[epoch : epoch + 2]]
