@@ -275,7 +275,7 @@ class _Pass:
 
     def run(self) -> None:
         self.seen = Seen([], [], ComparisonRow(self.name))
-        _seed(self.seeds)
+        generators.set_shared(self.seeds)
         self.came, self.first, error = 0, 0.0, ""
         cpu, began = _cpu_seconds(), time.monotonic()
         try:
@@ -322,11 +322,6 @@ class _Pass:
             self.loader.close()
         elif (iterator := vars(self.loader).pop("_iterator", None)) is not None:  # of persistent workers
             iterator._shutdown_workers()
-
-
-def _seed(states: dict[str, Any]) -> None:
-    for name, state in states.items():
-        generators.set_state(generators.GLOBAL[name], state)
 
 
 def _cpu_seconds() -> float:

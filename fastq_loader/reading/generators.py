@@ -223,6 +223,12 @@ def seed_batch(base_seed: int, batch: int) -> int:
     return int(for_torch)
 
 
+def set_shared(states: dict[str, Any]) -> None:
+    """Put those of the three generators that `states` names into their states."""
+    for name in states.keys() & GLOBAL.keys():
+        set_state(GLOBAL[name], states[name])
+
+
 def put_back() -> restored:
     """A context that leaves the three generators as they were, whatever is drawn or seeded in it."""
     return restored(GLOBAL.values())

@@ -30,11 +30,6 @@ Snapshot = tuple[Any, Any]
 Drawn = tuple[int, bool, bool, dict[str, Any]]
 
 
-def _set_shared(states: dict[str, Any]) -> None:
-    for name in states.keys() & generators.GLOBAL.keys():
-        generators.set_state(generators.GLOBAL[name], states[name])
-
-
 @dataclass
 class Beginning:
     """How the order of an epoch began, and how far it was drawn.
@@ -218,7 +213,7 @@ class Order:
             drawn, skip = self._iterate_from(max(0, count - 1) if last else 0, packed)
             if start == 0 and beginning.seeded:
                 generators.draw_base_seed(self._generator)
-        _set_shared(beginning.first)
+        generators.set_shared(beginning.first)
         source = self._source_of(drawn)
         source.draw_ahead(skip + min(count, 1), 0)
         return source
@@ -275,7 +270,7 @@ class Order:
                 has_set |= self._load(drawn, iterator_state)
             source = self._source_of(drawn, snapshot)
             if has_drawn and not has_set:
-                _set_shared(resumed.first)
+                generators.set_shared(resumed.first)
                 source.draw_ahead(0, max(resumed.drawn - head, min(head, 1)) + resumed.exhausted)
             left = self._own_states()
         if has_set:
