@@ -18,8 +18,9 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.timing.processes import Owners, cpu_seconds, descendants, pss
+from bench.timing.processes import Owners, cpu_seconds
 from fastq_loader import DataLoader
+from fastq_loader.system.pages import proportional
 
 LOOK_S = 0.5
 SHOW_S = 0.1
@@ -102,7 +103,7 @@ class Track:
 
     def _look(self) -> None:
         if self.passes:
-            memory = sum(map(pss, (os.getpid(), *descendants())))
+            memory = proportional(os.getpid())
             self.passes[-1].memory = max(self.passes[-1].memory, memory)
 
     def _look_often(self) -> None:

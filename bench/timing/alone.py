@@ -25,9 +25,10 @@ import psutil
 from bench.machine import use_one_thread
 from bench.peers import PEERS, LoaderSettings, Peer, peer_class
 from bench.timing.batches import touch
-from bench.timing.processes import descendants, descriptors, pss
+from bench.timing.processes import descendants, descriptors
 from bench.timing.rounds import Case, Lane, Plan, Row
 from bench.workloads import Step, find_workload
+from fastq_loader.system.pages import proportional
 
 FIRST_BATCH = "first batch, in a fresh process"
 LIMIT_S = 120.0  # many spawned workers import torch on few cores
@@ -71,7 +72,7 @@ def _looks(consumer: int, shared_before: int) -> list[dict[str, int]]:
         workers = descendants(consumer)
         found.append(
             {
-                "pss": sum(map(pss, (consumer, *workers))),
+                "pss": proportional(consumer),
                 "shared_memory": psutil.virtual_memory().shared - shared_before,
                 "consumer_descriptors": descriptors(consumer),
                 "worker_descriptors": sum(map(descriptors, workers)),

@@ -95,13 +95,3 @@ def descriptors(pid: int) -> int:
     with suppress(psutil.Error):
         return int(psutil.Process(pid).num_fds())
     return 0
-
-
-def pss(pid: int) -> int:
-    """The proportional set size of a process in bytes.
-
-    A page that several processes map is divided among them, so shared memory (memfd too) counts once.
-    """
-    with suppress(psutil.Error):
-        return int(psutil.Process(pid).memory_full_info().pss)
-    return 0
