@@ -62,6 +62,8 @@ class Loader(Protocol):
     def check_worker_number_rationality(self) -> None: ...
 
 
+#: What a loader without workers has of the arguments that go with them.
+WITHOUT_WORKERS = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0}
 #: The kinds of workers that have a short form.
 KINDS = (Processes, RayWorkers)
 

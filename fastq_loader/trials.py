@@ -84,8 +84,7 @@ def like(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
     if setting.dynamic == arguments.is_dynamic(loader):
         changed.pop("schedule", None)  # as it was said
     if not setting.num_workers:
-        changed |= {"prefetch_factor": None, "persistent_workers": False, "timeout": 0}
-        changed["multiprocessing_context"] = None
+        changed |= {**arguments.WITHOUT_WORKERS, "multiprocessing_context": None}
     for name, value in changed.items():
         object.__setattr__(new, name, value)  # torch refuses to change some of them after the constructor
     return new

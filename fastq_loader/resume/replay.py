@@ -19,8 +19,7 @@ from fastq_loader.resume import samplers, saved
 from fastq_loader.resume.record import EpochRecord, Position, Saved
 from fastq_loader.scheduling.progress import Progress
 
-#: What the copy of a loader has in place of the loader's own.
-_ALONE = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0}
+#: What is copied with a loader, because it draws.
 _DRAWING = ("sampler", "batch_sampler", "generator")
 
 
@@ -66,7 +65,7 @@ def _alone(loader: Any) -> Any:
         copied = copy.deepcopy(drawing, {id(loader.dataset): loader.dataset})
     except Exception as error:
         raise TypeError(f"replay() cannot copy the loader's sampler: {error}") from error
-    vars(again).update({**_ALONE, **copied, "_iterator": None})
+    vars(again).update({**arguments.WITHOUT_WORKERS, **copied, "_iterator": None})
     if again.errors != "raise":  # its bad samples were counted, limited and written down before
         vars(again)["errors"] = replace(again.errors, limit=None, path=None)
     return again
