@@ -13,7 +13,9 @@ import io
 import json
 import pdb
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -46,9 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return doctor.report()
     try:
         named = find(options.loader)
-    except NotFound as error:
+        status: int = options.run(named() if callable(named) else named, options)
+    except WrongUse as error:
         command.error(str(error))
-    status: int = options.run(command, named() if callable(named) else named, options)
+    except KeyboardInterrupt:
+        return 130
     return status
 
 
@@ -62,18 +66,12 @@ def _add_tune(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_tune)
 
 
-def _tune(command: argparse.ArgumentParser, loader: Any, options: argparse.Namespace) -> int:
+def _tune(loader: Any, options: argparse.Namespace) -> int:
     arguments = loader, options.step_seconds, options.seconds
     names = {"start_methods": options.start_methods, "schedules": options.schedules}
-    try:
+    with _typed():
         checked(*arguments, **names, max_workers=options.max_workers)
-    except (TypeError, ValueError) as error:
-        command.error(str(error))
-    try:
-        found = tune(*arguments, **names, max_workers=options.max_workers, progress=not options.quiet)
-    except KeyboardInterrupt:
-        return 130
-    print(found)
+    print(tune(*arguments, **names, max_workers=options.max_workers, progress=not options.quiet))
     return 0
 
 
@@ -84,17 +82,11 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_compare)
 
 
-def _compare(command: argparse.ArgumentParser, loader: Any, options: argparse.Namespace) -> int:
+def _compare(loader: Any, options: argparse.Namespace) -> int:
     arguments = loader, options.epochs, options.step_seconds, options.batches
-    try:
+    with _typed():
         comparing.checked(*arguments)
-    except (TypeError, ValueError) as error:
-        command.error(str(error))
-    try:
-        found = comparing.compare(*arguments)
-    except KeyboardInterrupt:
-        return 130
-    print(found)
+    print(found := comparing.compare(*arguments))
     return 0 if found.equal else 1
 
 
@@ -106,11 +98,9 @@ def _add_replay(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_replay)
 
 
-def _replay(command: argparse.ArgumentParser, loader: Any, options: argparse.Namespace) -> int:
-    try:
+def _replay(loader: Any, options: argparse.Namespace) -> int:
+    with _typed(f"STATE {options.state!r} cannot be read as JSON or with torch.load: "):
         state = _read_state(options.state)
-    except (OSError, ValueError) as error:
-        command.error(f"STATE {options.state!r} cannot be read as JSON or with torch.load: {error}")
     if options.pdb:
         _stop_in_first_sample(loader.dataset)
     batch = loader.replay(options.batch, state=state)
@@ -151,31 +141,40 @@ def _described(leaf: Any) -> str:
     return f"{about}{extent}, {leaf.numel() - finite.numel()} values not finite"
 
 
-class NotFound(Exception):
-    """A name leads nowhere."""
+class WrongUse(Exception):
+    """What was typed cannot be what was meant."""
+
+
+@contextmanager
+def _typed(about: str = "") -> Iterator[None]:
+    """What is wrong in here is what was typed."""
+    try:
+        yield
+    except (OSError, TypeError, ValueError) as error:
+        raise WrongUse(f"{about}{error}") from error
 
 
 def find(name: str) -> Any:
     """What `module:name` means.
 
     Raises:
-        NotFound: it is no such name; or there is no such module, or no such thing in it.
+        WrongUse: it is no such name; or there is no such module, or no such thing in it.
         Exception: what the module raised.
     """
     module, _, path = name.partition(":")
     if not module or not path:
-        raise NotFound(f"{name!r} must be MODULE:NAME, as in my_training.data:make_loader")
+        raise WrongUse(f"{name!r} must be MODULE:NAME, as in my_training.data:make_loader")
     try:
-        found: Any = importlib.import_module(module)
+        found = importlib.import_module(module)
+        return attrgetter(path)(found)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and imports what is not
-        raise NotFound(f"module {module!r} of {name!r} was not found: {error}") from error
-    for part in path.split("."):
-        if not hasattr(found, part):
-            raise NotFound(f"module {module!r} has no {path!r}")
-        found = getattr(found, part)
-    return found
+        raise WrongUse(f"module {module!r} of {name!r} was not found: {error}") from error
+    except AttributeError as error:
+        if module not in sys.modules:
+            raise
+        raise WrongUse(f"module {module!r} has no {path!r}") from error
 
 
 if __name__ == "__main__":

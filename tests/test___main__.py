@@ -9,7 +9,7 @@ import pytest
 
 from fastq_loader import DataLoader
 from fastq_loader import __main__ as command
-from fastq_loader.__main__ import NotFound, find, main
+from fastq_loader.__main__ import WrongUse, find, main
 from tests.support.datasets import Made
 
 LOADER = object()
@@ -45,7 +45,7 @@ def test_a_name_leads_to_a_loader_or_to_what_makes_one(name: str, found: Any) ->
 def test_a_name_that_leads_nowhere_is_an_error_that_says_it(
     name: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(NotFound, match=text):
+    with pytest.raises(WrongUse, match=text):
         find(name)
     with pytest.raises(SystemExit, match="2"):
         main(["tune", name])

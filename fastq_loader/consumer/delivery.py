@@ -127,7 +127,6 @@ class Delivery:
         if answer is None:
             assert error is not None
             outcome = Raised(error)
-            locate(error, batch=batch.seq)
         elif answer.kind != BATCH:
             outcome = None if answer.kind == LEFT_OUT else self._error(batch, answer)
         else:
@@ -153,10 +152,11 @@ class Delivery:
                 outcome = Raised(raised)
         if too_many is not None:
             outcome = Raised(too_many)
-            _locate(too_many, batch)
         self.progress = progress
         if outcome is not None:
             outcome.progress = progress
+            if outcome.error is not None:
+                _located(outcome, batch)
         try:
             return outcome
         finally:
@@ -204,25 +204,26 @@ class Delivery:
             fatal = f"worker {batch.worker} could not start: {error!r}"
         if isinstance(error, StopIteration):
             error = _not_the_end(error, "a worker")
-        _locate(error, batch)
         return Raised(error, fatal)
 
     def _drop(self, answer: Answer) -> None:
         self._pool.drop(offset for offset, _ in answer.used)
 
 
-def finished(delivered: Delivered, finish: Callable[[Any], Any]) -> Delivered | Raised:
+def finished(delivered: Delivered, finish: Callable[[Any], Any], batch: Batch) -> Delivered | Raised:
     """A batch after the last that is done to it, or what that raised."""
     try:
         delivered.batch = finish(delivered.batch)
         return delivered
     except Exception as error:  # the user's, and it has its position
         refuse_interrupt(error)
-        return Raised(error, progress=delivered.progress)
+        return _located(Raised(error, progress=delivered.progress), batch)
 
 
-def _locate(error: BaseException, batch: Batch) -> None:
-    locate(error, index=decode_index(batch.index), batch=batch.seq, worker=batch.worker)
+def _located(raised: Raised, batch: Batch) -> Raised:
+    """Its error says which batch it is about, if it does not say it itself."""
+    locate(raised.error, index=decode_index(batch.index), batch=batch.seq, worker=batch.worker)
+    return raised
 
 
 def _not_the_end(stopped: StopIteration, who: str) -> RuntimeError:

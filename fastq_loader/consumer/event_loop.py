@@ -196,7 +196,8 @@ class EventLoop:
             self._epoch_is_over()
         else:
             if finish is not None and outcome.error is None:
-                outcome = finished(outcome, finish)
+                assert batch is not None, "it is of one"
+                outcome = finished(outcome, finish, batch)
             answer, seq = (None, None) if batch is None else (batch.answer, batch.seq)
             if self._accounting.late is not None and answer is not None:
                 self._accounting.came_late(answer)

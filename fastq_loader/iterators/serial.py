@@ -163,9 +163,7 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self._due = drawn  # before there is any call, at which the next interrupt may come
             if not isinstance(error, Exception):
                 raise
-            refuse_interrupt(error)
-            outcome = Raised(error, progress=self._progress_after(drawn[0]))
-            locate(error, index=drawn[1], batch=drawn[0], worker=None)
+            outcome = self._raised(error, *drawn)
         self.outcome, self._due, self._busy = outcome, None, False
         del outcome  # an error holds this frame by its traceback
 
@@ -192,12 +190,17 @@ class SerialIterator(LoaderIterator, _SingleProcessDataLoaderIter):
             self.outcome = Raised(stop)
             self._record.end({})
         except Exception as error:
-            refuse_interrupt(error)
-            self.outcome = Raised(error, progress=self._progress_after(number))
+            self.outcome = self._raised(error, number)
         else:
             self._due = (number, index)
         self._drawn, self._busy = number + 1, False  # also when the sampler fails: its error has a place
         self._notes.drew = began, time.monotonic_ns(), ()
+
+    def _raised(self, error: Exception, number: int, index: Any = None) -> Raised:
+        """An error in the place of a batch; of an interrupt, `refuse_interrupt` raises it."""
+        refuse_interrupt(error)
+        locate(error, index=index, batch=number, worker=None)
+        return Raised(error, progress=self._progress_after(number))
 
     def _progress_after(self, number: int) -> Progress:
         """How far the epoch has come with a batch, or with the error in its place."""

@@ -151,9 +151,12 @@ class Worker:
         self._reader = Reader(setup)
 
     def run(self) -> None:
-        while (task := self._next_task()) is not None:
-            self._work(task)
-            self._tasks.answered()
+        try:
+            while (task := self._next_task()) is not None:
+                self._work(task)
+                self._tasks.answered()
+        finally:
+            self._reader.close()
 
     # ---- what comes in ------------------------------------------------------------------------
 

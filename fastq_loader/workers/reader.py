@@ -210,5 +210,10 @@ class Reader:
             return True  # a dataset that is its own iterator goes on where it stopped
         return self._random_states() != self._untouched
 
+    def close(self) -> None:
+        """The worker ends. The dataset goes with the reader, so that its `__del__` still finds its modules;
+        it is in no worker by then (as in torch from 2.14 on)."""
+        torch_worker._worker_info = None
+
     def _random_states(self) -> tuple[Any, ...]:
         return generators.states(self._dataset, self._collate_fn)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastq_loader import DataLoader
+from fastq_loader import DataLoader, ToDevice
 from fastq_loader.errors import WorkerDied
 from tests.conftest import descendants, wait_until
 from tests.support import crimes
@@ -107,6 +107,60 @@ def test_i7_an_error_is_the_one_that_no_workers_would_give() -> None:
         assert trait(error) == trait(expected)
     cause = str(error.__cause__)
     assert re.search(r"(?s)DataLoader worker process 0.*Original Traceback.*raise_os_error", cause)
+
+
+class StopsAt:
+    """A sampler that fails in place of its third batch."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from [[0, 1], [2, 3]]
+        raise ValueError("no third one")
+
+
+class NotHere:
+    """It cannot be made again in the process that it was made for."""
+
+    def __init__(self, here: int) -> None:
+        self.here = here
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return refuse_third, (self.here,)
+
+
+def refuse_third(value: int) -> int:
+    if value == 4:
+        raise ValueError("it cannot be made again")
+    return value
+
+
+def not_here(batch: Any) -> Any:
+    return list(map(NotHere, batch))
+
+
+def refuse_four(batch: Any) -> Any:
+    return [refuse_third(int(value)) for value in batch]
+
+
+@pytest.mark.parametrize(
+    ("workers", "worker", "index", "options"),
+    [
+        (0, None, None, {"batch_sampler": StopsAt()}),
+        (2, None, None, {"batch_sampler": StopsAt()}),
+        (0, None, [4, 5], {"collate_fn": refuse_four}),
+        (2, 0, [4, 5], {"collate_fn": refuse_four}),
+        (2, 0, [4, 5], {"collate_fn": not_here}),
+        (0, None, [4, 5], {"device": ToDevice("cpu", transform=refuse_four)}),
+        (2, 0, [4, 5], {"device": ToDevice("cpu", transform=refuse_four)}),
+    ],
+)
+def test_i7_an_error_says_which_batch_it_is_about_wherever_it_was_raised(
+    workers: int, worker: int | None, index: Any, options: dict[str, Any]
+) -> None:
+    size = {} if "batch_sampler" in options else {"batch_size": 2}
+    found = outcomes(DataLoader(range(12), num_workers=workers, **size, **options))  # type: ignore[arg-type]
+    error = found[2]
+    assert isinstance(error, ValueError)
+    assert (error.batch, error.index, error.worker) == (2, index, worker)  # type: ignore[attr-defined]
 
 
 def test_i8_a_batch_that_cannot_be_pickled_raises_at_once_and_names_the_reason() -> None:

@@ -31,7 +31,7 @@ from tests.conftest import (
     wait_until,
 )
 from tests.support import crimes
-from tests.support.crimes import Rows, WorkerReport, load_inside
+from tests.support.crimes import Rows, SaysGoodbye, WorkerReport, load_inside
 from tests.support.datasets import Made
 from tests.support.loaders import EIGHT, MANY_WORKERS, PERSISTENT, numbers
 
@@ -83,6 +83,18 @@ def test_p1_p6b_p11_the_start_method_is_read_when_iteration_starts(
     assert len({report["pid"] for report in found} | {os.getpid()}) == 3
     assert {(report["dtype"], report["grad"], report["mark"]) for report in found} == {state}
     assert loader.dataset.pickled == (state is AFRESH), "once for all workers"
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_p11_a_dataset_is_dropped_when_its_worker_ends(method: str, tmp_path: Path) -> None:
+    """It finds its modules then, and no `get_worker_info()`: as in torch from 2.14 on."""
+    path = tmp_path / "dropped"
+    loader = DataLoader(SaysGoodbye(str(path)), num_workers=2, multiprocessing_context=method)
+    assert len(list(loader)) == 4
+    assert wait_until(lambda: path.exists() and path.read_text().count("\n") == 2, 10)
+    said = [line.split() for line in path.read_text().splitlines()]
+    assert len({*(int(pid) for pid, _ in said), os.getpid()}) == 3
+    assert [info for _, info in said] == ["None", "None"]
 
 
 #: What the scripts below begin with.

@@ -88,6 +88,21 @@ def return_lambda(_: int) -> Any:
 
 
 @dataclass(eq=False)
+class SaysGoodbye(Sized, Dataset):
+    """Writes to a file when it is dropped, and whether it is in a worker then."""
+
+    path: str
+    length: int = 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __del__(self) -> None:
+        with open(self.path, "a") as file:
+            file.write(f"{os.getpid()} {get_worker_info()}\n")
+
+
+@dataclass(eq=False)
 class CrimeAt(Sized, Dataset[Any]):
     """`length` integers, a crime at index `at`, `delay` seconds before it."""
 
