@@ -140,8 +140,9 @@ class Delivery:
                 else:
                     value = self._unpacker.unpack(handle, b"")
                 outcome = Delivered(value)
-                self._counters.batches += 1
-                self._counters.bytes += handle.spec.nbytes
+                if too_many is None:
+                    self._counters.batches += 1
+                    self._counters.bytes += handle.spec.nbytes
             except ProtocolError as fault:
                 self._counters.rejected_frames += 1
                 outcome = Raised(fault)

@@ -202,6 +202,8 @@ def test_beyond_the_limit_the_last_error_is_raised_with_a_list_at_the_same_batch
                     found.append((str(error), error.batch))  # type: ignore[attr-defined]
                     notes.append("".join(getattr(error, "__notes__", ())))
             assert next(iterator, None) is None
+            refused = sum(isinstance(each, tuple) for each in found)
+            assert loader.statistics().batches == len(found) - refused
             return found, notes
 
     expected, notes = run(0)

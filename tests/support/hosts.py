@@ -48,8 +48,9 @@ class LocalHosts:
 
     def add_node(self) -> None:
         """A machine joins; returns when those that waited have its places."""
-        self.nodes.append(f"node-{len(self.hosts)}")
-        wait_until(lambda: not self.missing, 20)
+        node = f"node-{len(self.hosts)}"
+        self.nodes.append(node)
+        wait_until(lambda: not self.missing or self._taken().count(node) == self.room, 20)
 
     def find(self, lost: Sequence[Place], wanted: int) -> list[Place]:
         self.lost += lost
@@ -64,8 +65,11 @@ class LocalHosts:
         self.pause = 0.05 if self.missing else None
         return found
 
+    def _taken(self) -> list[str]:
+        return [place.node for place in list(self.places)]
+
     def _look(self) -> Place | None:
-        taken = [place.node for place in self.places]
+        taken = self._taken()
         for node in sorted(self.nodes, key=taken.count):
             if taken.count(node) < self.room:
                 with (
