@@ -85,9 +85,9 @@ def process_table() -> list[ProcessEntry]:
 
 
 def _is_helper(entry: ProcessEntry) -> bool:
-    """Whether this lives as long as the program: multiprocessing's resource tracker and fork server, and the
-    server of scripts."""
-    if entry.pid == SERVER.pid:
+    """Whether this lives as long as the program: multiprocessing's resource tracker and fork server, the
+    server of scripts, and what forks hosts."""
+    if entry.pid in (SERVER.pid, *_forks_hosts):
         return True
     own, parents = (_read(f"/proc/{pid}/cmdline") for pid in (entry.pid, entry.parent))
     # A worker forked by the fork server has the fork server's command line, and the fork server for a parent.
@@ -194,6 +194,20 @@ def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("t")))
         patch.setattr(tempfile, "tempdir", None)
         yield
+
+
+_forks_hosts: list[int] = []
+
+
+@pytest.fixture(scope="module")
+def warm_hosts() -> Iterator[None]:
+    """Hosts of remote workers are started in a tenth of the time, by a fork."""
+    from tests.support import hosts
+
+    with hosts.warm_hosts() as pid:
+        _forks_hosts.append(pid)
+        yield
+    _forks_hosts.clear()
 
 
 @pytest.fixture(autouse=True)

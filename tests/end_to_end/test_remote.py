@@ -32,7 +32,7 @@ from tests.support.loaders import MANY_WORKERS, seed_all
 from tests.support.traces import check as check_trace
 from tests.support.traces import read, tracks
 
-pytestmark = [pytest.mark.processes, MANY_WORKERS]
+pytestmark = [pytest.mark.processes, MANY_WORKERS, pytest.mark.usefixtures("warm_hosts")]
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["dynamic", "round_robin"])
 

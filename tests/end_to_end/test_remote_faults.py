@@ -26,7 +26,7 @@ from tests.support.datasets import Made, assert_same
 from tests.support.hosts import LocalHosts, far, far_pids
 from tests.support.loaders import MANY_WORKERS
 
-pytestmark = [pytest.mark.processes, MANY_WORKERS]
+pytestmark = [pytest.mark.processes, MANY_WORKERS, pytest.mark.usefixtures("warm_hosts")]
 
 
 def slowly(index: int) -> Any:

@@ -30,6 +30,7 @@ from tests.support.worker_setup import make_plan
 
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.usefixtures("warm_hosts"),
     pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd"),
 ]
 

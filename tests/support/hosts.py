@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
-import subprocess
+import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, ClassVar
+from unittest.mock import patch
 
-from fastq_loader.remote import host_process
+from fastq_loader.remote import host, host_process
 from fastq_loader.remote.connection import Address, Tls
 from fastq_loader.remote.proxy import Place
-from fastq_loader.remote.proxy_pool import Placement, ProxyPool
+from fastq_loader.remote.proxy_pool import _FORK, Placement, ProxyPool
+from fastq_loader.system import calls
+from fastq_loader.workers.children import Forked, Zygote
 from fastq_loader.workers.config import Plan
 from fastq_loader.workers.kinds import WorkerKind
 from fastq_loader.workers.worker_pool import WorkerPool
@@ -36,7 +41,7 @@ class LocalHosts:
     def __init__(self, nodes: int = 1, room: int = 4) -> None:
         self.nodes = [f"node-{at}" for at in range(nodes)]
         self.room = room
-        self.hosts: dict[str, subprocess.Popen[bytes]] = {}
+        self.hosts: dict[str, Any] = {}  # processes, as Popen has them
         self.places: dict[Place, socket.socket] = {}
         self.lost: list[Place] = []
         self.missing = 0  # places that were asked for, and are not there yet
@@ -104,8 +109,10 @@ class LocalHosts:
     def close(self) -> None:
         for held in self.places.values():
             held.close()
-        for host in self.hosts.values():
-            host.wait()
+        for each in self.hosts.values():
+            each.wait()
+        self.hosts.clear()  # with the descriptors of their ends
+        host_process.hosts.clear()
 
 
 def _forget_places() -> None:
@@ -119,6 +126,48 @@ def _forget_places() -> None:
 os.register_at_fork(
     before=LocalHosts.lock.acquire, after_in_parent=LocalHosts.lock.release, after_in_child=_forget_places
 )
+
+
+# ---- hosts by a fork: a new interpreter takes seconds to import torch ------------------------------------
+
+
+@contextmanager
+def warm_hosts() -> Iterator[int]:
+    """Hosts are started so, from what this process has imported; the id of the process that forks them."""
+    zygote = Zygote(_FORK, _warm_host, "")
+
+    def start(spec: bytes, listener: int, address: str, ports: Sequence[int]) -> None:
+        host_process.hosts[:] = [each for each in host_process.hosts if each.poll() is None]
+        with open(calls.memfd_create("fastq_loader host"), "w+b") as told:
+            told.write(spec)
+            told.seek(0)
+            inherited = [address, *map(str, ports)], sys.path, dict(os.environ)
+            started: Any = Forked(zygote, inherited, passed=[told.fileno(), listener])
+            host_process.hosts.append(started)
+
+    try:
+        with patch.object(host_process, "_start", start):
+            yield zygote._child.pid
+    finally:
+        zygote.close()
+
+
+def _warm_host(arguments: list[str], path: list[str], environment: dict[str, str], *passed: int) -> Any:
+    ends: Any = map(Connection, passed)  # they close with the process object
+    return _FORK.Process(target=_become_host, args=(arguments, path, environment, *ends))
+
+
+def _become_host(
+    arguments: list[str], path: list[str], environment: dict[str, str], told: Connection, listener: Connection
+) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.dup2(told.fileno(), 0)
+    sys.stdin = os.fdopen(0)
+    sys.argv = ["-c", str(os.dup(listener.fileno())), *arguments]
+    sys.path[:] = path
+    os.environ.clear()
+    os.environ.update(environment)
+    host.main()
 
 
 @dataclass(frozen=True)
