@@ -32,10 +32,12 @@ from tests.support.script_server import SERVER, WarmProcess
 
 # A commit is judged by the same examples every time. New ones are looked for on purpose, as long as one
 # likes: pytest --hypothesis-profile=search --hypothesis-seed=N.
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("search", derandomize=False, print_blob=True)
+# None has a deadline: a busy machine is no defect.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("search", derandomize=False, print_blob=True, deadline=None)
 # For a mutation run: a mutant is dead with the first failure, however large its example.
-settings.register_profile("mutation", derandomize=True, phases=(Phase.explicit, Phase.generate))
+phases = (Phase.explicit, Phase.generate)
+settings.register_profile("mutation", derandomize=True, deadline=None, phases=phases)
 settings.load_profile("repeatable")
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and their scripts inherit it.

@@ -77,7 +77,7 @@ class Machine:
         return best.setting
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     load=st.floats(1e-5, 2.0),
     step=st.sampled_from([0.0, 0.001, 0.2]),
@@ -104,7 +104,7 @@ def test_the_time_is_kept_and_what_wins_is_near_the_best(
     assert played.rate(best) >= max(map(played.rate, possible)) * 0.9
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.dictionaries(st.sampled_from([0, 1, 2, 3, 4, 6, 8]), st.floats(1.0, 4.0)))
 def test_what_was_measured_counts_and_not_what_was_expected(slower: dict[int, float]) -> None:
     search = Machine(decoding(), slower=slower).found()

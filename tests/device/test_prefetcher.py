@@ -133,7 +133,7 @@ def use_memory(device: SimulatedDevice, draw: random.Random, times: int) -> None
         device.read(Batch([(memory, "the step's")]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 2**32))
 def test_every_batch_is_right_however_slow_the_step_is(seed: int) -> None:
     run(seed)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 
 
 @pytest.mark.filterwarnings("ignore::fastq_loader.PinFallback")
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(st.integers(0, 2**32))
 def test_no_run_breaks_a_rule(seed: int) -> None:
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastq_loader import DataLoader, copy_into, normalize
@@ -28,7 +28,6 @@ def images(*shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
-@settings(deadline=None)
 @given(
     shape=st.sampled_from([(1, 3, 1, 1), (4, 3, 8, 5), (2, 3, 7), (2, 3, 4, 5, 6), (0, 3, 2, 2), (5, 3)]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),

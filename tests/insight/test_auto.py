@@ -50,7 +50,7 @@ def run(
     return chosen
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.floats(1e-5, 1.0),
     st.sampled_from([0.02, 0.4, 1.0]),
@@ -91,7 +91,7 @@ def test_the_number_is_what_the_costs_ask_for(costs: Costs, expected: int) -> No
     assert run(costs)[-1] == expected
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.dictionaries(st.integers(0, 4), st.floats(1.0, 3.0)), st.integers(1, 8))
 def test_what_was_measured_counts_and_not_what_was_expected(slower: dict[int, float], first: int) -> None:
     chosen = run(DECODING, first=first, epochs=24, slower=slower)
@@ -122,7 +122,7 @@ def test_an_epoch_without_workers_does_not_tell_what_they_add() -> None:
 
 
 @given(st.integers(0, 20), st.integers(0, 12))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_memory_bounds_the_number(most: int, now: int) -> None:
     assert decide([Seen(now, 0.01, WAITING)], 4.0, most, 2) <= most
 

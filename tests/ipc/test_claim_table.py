@@ -150,7 +150,7 @@ def test_closing_it_twice_closes_no_other_descriptor(shared: SharedTable) -> Non
     os.close(reused)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.integers(2, 5),
     st.lists(st.tuples(st.sampled_from("oocaad"), st.integers(0, 20)), min_size=20, max_size=60),

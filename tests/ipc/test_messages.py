@@ -83,7 +83,7 @@ FROM_CONSUMER = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(FROM_CONSUMER, FROM_WORKERS)
 def test_messages_survive(to_worker: messages.Message, to_consumer: messages.Message) -> None:
     assert_same(to_worker, decode_for_worker(encode(to_worker)), "message")
@@ -300,7 +300,7 @@ MSGPACK_VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.integers(0, 7), st.lists(MSGPACK_VALUES, max_size=12), st.binary(max_size=40))
 def test_other_frames_raise_nothing_else(kind: int, fields: list[Any], junk: bytes) -> None:
     for frame in (msgpack.packb((VERSION, kind, *fields), unicode_errors="surrogatepass"), junk):

@@ -61,7 +61,7 @@ def test_a_kept_tensor_can_be_shipped_again_and_at_last_without_a_copy(pair: Pai
     assert pair.idle()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from(("make", "keep", "drop", "ship")), st.integers(1, 4)), max_size=20))
 def test_no_block_is_written_to_while_somebody_has_it(steps: list[tuple[str, int]]) -> None:
     with paired() as pair:

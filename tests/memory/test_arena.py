@@ -133,7 +133,7 @@ def test_a_finalizer_that_is_held_up_does_not_release_the_next_lease(arena: Aren
 # ---- the end ----------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.sets(st.integers(0, 11)), st.permutations(range(12)), st.booleans())
 def test_a_retired_arena_is_the_blocks_that_are_held(kept: set[int], order: list[int], seen: bool) -> None:
     arena = Arena(1)
@@ -224,7 +224,7 @@ def test_the_memory_cannot_be_cut_short(arena: Arena) -> None:
             os.ftruncate(arena.fd, length)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.sampled_from([1, 2, 3, 64]), st.lists(st.integers(1, 1 << 22), min_size=1, max_size=20))
 def test_every_worker_has_its_part_and_every_block_words_behind_all_of_them(
     workers: int, needs: list[int]

@@ -28,7 +28,7 @@ def watching() -> Iterator[ForkedChildren]:
 EVENTS = st.sampled_from(("birth", "death", "fork", "finish", "child dies"))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(EVENTS, st.integers(0, 5)), max_size=30))
 def test_a_thing_may_be_seen_by_the_children_whose_forks_it_met(steps: list[tuple[str, int]]) -> None:
     with watching() as watched, ExitStack() as stack:

@@ -52,7 +52,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         yield pair
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.integers(0, 130), st.integers(0, 70), st.integers(0, 5), st.data())
 def test_only_the_pieces_are_written(nbytes: int, target_at: int, count: int, data: st.DataObject) -> None:
     total = nbytes * count

@@ -422,7 +422,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(deadline=None, max_examples=80, stateful_step_count=50)
+TestLedger.settings = settings(max_examples=80, stateful_step_count=50)
 
 
 # ---- with the memory behind it ----------------------------------------------------------------------
@@ -470,7 +470,7 @@ def test_closing_keeps_only_what_users_hold_and_may_be_called_again(pool: BlockP
 SIZES = st.lists(st.integers(1, 1000), max_size=4)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(SIZES, min_size=1, max_size=KINDS, unique_by=lambda kind: tuple(sorted(kind))))
 def test_a_task_gets_enough_for_any_recent_kind_of_batch(kinds: list[list[int]]) -> None:
     demand = Demand()

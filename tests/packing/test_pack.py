@@ -140,7 +140,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 BATCHES = st.recursive(LEAVES, containers, max_leaves=12)
 
 
-@settings(deadline=None, max_examples=250)
+@settings(max_examples=250)
 @given(st.lists(BATCHES, min_size=1, max_size=3))
 @example([[], (), {}, ((),), [[[]]], {"": {}}])
 @example(list(OBJECTS))
@@ -151,7 +151,7 @@ def test_a_batch_of_anything_comes_out_as_it_went_in(batches: list[Any]) -> None
         assert pair.idle()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.lists(tensors(LARGE_SHAPES) | arrays(LARGE_SHAPES), max_size=3), min_size=1, max_size=4))
 def test_large_leaves_come_out_of_used_blocks_as_they_went_in(batches: list[list[Any]]) -> None:
     with paired() as pair:
@@ -349,7 +349,7 @@ VIEWS: dict[str, Callable[[torch.Tensor, int, int], torch.Tensor]] = {
 CHOSEN = st.tuples(st.sampled_from(list(VIEWS)), st.floats(0, 0.9), st.floats(0, 0.6), st.booleans())
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.sampled_from((16, 2 * LARGE)), st.lists(CHOSEN, min_size=1, max_size=5), st.integers(0, 3))
 def test_views_of_one_storage_alias_as_they_did(
     count: int, chosen: list[tuple[str, float, float, bool]], shift: int

@@ -70,7 +70,7 @@ def check_layout(handle: Handle) -> None:
         assert (at * dtype.itemsize - spec.leaves[number].start) % DEVICE_ALIGNMENT == 0
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(FIELDS, min_size=1, max_size=4))
 def test_any_fields_from_anywhere(batches: list[Any]) -> None:
     with paired(for_device=True) as pair:

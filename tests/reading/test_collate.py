@@ -62,7 +62,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.sampled_from(((), (1,), (3,), (0,), (2, 3, 4, 5), (2, 1, 4, 4), (64, 300), (3, 2, 70, 80))),
     st.lists(st.sampled_from(list(LAYOUTS)), min_size=1, max_size=3),

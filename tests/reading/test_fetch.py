@@ -136,7 +136,7 @@ def test_a_stop_iteration_of_user_code_is_an_error(place: str) -> None:
     assert isinstance(caught.value.__cause__, StopIteration)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(0, 20), st.integers(1, 6), st.booleans(), st.booleans())
 def test_a_stream_is_cut_as_torch_cuts_it(
     count: int, batch_size: int, drop_last: bool, auto_collation: bool

@@ -121,7 +121,7 @@ def draw_of_each() -> tuple[Any, ...]:
     )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(BASE_SEEDS, st.integers(0, 1000))
 @example(0, 0)
 @example(2**63 - 1, 7)

@@ -47,7 +47,7 @@ pytestmark = [
     pytest.mark.skipif(not AVAILABLE, reason="this system has no memfd"),
 ]
 
-SECONDS = 10  # against hanging
+SECONDS = 30  # against hanging
 
 
 def slow(index: int) -> int:

@@ -23,7 +23,7 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(1, 9), STEPS)
 def test_the_ring_behaves_like_a_dict(capacity: int, steps: list[tuple[str, int]]) -> None:
     ring: ReorderRing[Any] = ReorderRing(capacity)
@@ -89,7 +89,7 @@ def test_with_few_tasks_workers_are_idle(tasks: tuple[int | None, ...], workers:
     assert outstanding(*tasks)[0].leave_idle(workers) is idle
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(1, 6), st.lists(st.integers(0, 5), max_size=40))
 def test_no_two_shared_tasks_have_a_slot_in_common(slots: int, steps: list[int]) -> None:
     """However late the batch of an epoch is: the numbers that come round go past it."""
@@ -317,7 +317,7 @@ def test_in_order_no_worker_is_passed_over_in_an_epoch(window: int) -> None:
 EVENTS = st.sampled_from(["offer", "claim", "read", "epoch", "look", "restart"])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(1, 3), st.integers(1, 6), st.lists(st.tuples(EVENTS, st.integers(0, 5)), max_size=80))
 def test_each_worker_knows_the_tasks_or_asks(workers: int, limit: int, steps: list[tuple[str, int]]) -> None:
     pool, known, epoch, ticket = Pool(workers, limit), [set[int]() for _ in range(workers)], 1, 0

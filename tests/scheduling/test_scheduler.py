@@ -39,7 +39,6 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
     max_examples=200,
     stateful_step_count=60,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 

@@ -85,7 +85,7 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.integers(1, 12),
     st.none() | st.integers(1, 40),
@@ -123,7 +123,7 @@ def test_it_stays_between_its_bounds_whatever_happens(
         assert in_flight.under_way <= window.widest
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(1, 20), STEPS)
 def test_a_fixed_window_is_constant(least: int, steps: list[tuple[str, float]]) -> None:
     in_flight = InFlight(window := Window(least))
@@ -166,7 +166,7 @@ def test_a_window_that_just_grew_is_given_time() -> None:
     assert sizes == [11, 11, 8]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 40))
 def test_a_group_is_asked_for_together(least: int, group: int, batches: int) -> None:
     group = min(group, least)
