@@ -10,7 +10,6 @@ torch's was made twice: data that differ from themselves say nothing of a loader
 
 from __future__ import annotations
 
-import math
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -24,10 +23,9 @@ import torch.utils.data
 from torch.utils.data import _DatasetKind
 
 from fastq_loader import trials
-from fastq_loader.errors import is_int
+from fastq_loader.errors import check_seconds, is_int
 from fastq_loader.leaves import Leaf, difference, digest, leaves
 from fastq_loader.loader import DataLoader
-from fastq_loader.memory import arena
 from fastq_loader.packing.tensors import tensors_of
 from fastq_loader.reading import generators
 from fastq_loader.system import pages
@@ -182,16 +180,11 @@ def _runner(method: str, epochs: int, batches: int | None) -> Callable[..., Seen
 
 def checked(loader: Any, epochs: Any, step_seconds: Any, batches: Any) -> None:
     """For arguments and errors see `compare`."""
-    if not isinstance(loader, _TORCHS):
-        kind = f"{type(loader).__module__}.{type(loader).__qualname__}"
-        raise TypeError(f"loader is a {kind}: compare needs a DataLoader, not a class or a function")
-    if not arena.AVAILABLE:
-        raise RuntimeError("this system has no memfd_create, so that there are no workers to compare")
+    trials.check_loader(loader, _TORCHS, "compare needs a DataLoader")
     for name, value in (("epochs", epochs), ("batches", 1 if batches is None else batches)):
         if not is_int(value) or value < 1:
             raise ValueError(f"{name}={value!r} must be a number, 1 or more")
-    if not isinstance(step_seconds, (int, float)) or not 0 <= step_seconds < math.inf:
-        raise ValueError(f"step_seconds={step_seconds!r} must be a number of seconds, 0 or more")
+    check_seconds("step_seconds", step_seconds)
 
 
 def _variants(loader: Any) -> list[Any]:

@@ -8,6 +8,7 @@ place, so that existing `except` clauses hold.
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import sys
 import warnings
@@ -151,6 +152,17 @@ def add_note(error: BaseException | None, text: str) -> None:
 def is_int(value: Any) -> bool:
     """Whether an argument is a whole number; True is none."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_seconds(argument: str, value: Any, least: float = 0.0) -> None:
+    """
+    Raises:
+        TypeError, ValueError: it is not so many seconds at least.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{argument}={value!r} must be a number of seconds")
+    if not least <= value < math.inf:
+        raise ValueError(f"{argument}={value!r} must be {least:g} seconds or more")
 
 
 def checked_names(argument: str, names: Any, known: Collection[str], least: int = 0) -> list[str]:

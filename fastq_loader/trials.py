@@ -32,6 +32,7 @@ import torch
 from fastq_loader import arguments
 from fastq_loader.insight.model import Costs, Setting, costs_of
 from fastq_loader.loader import DataLoader
+from fastq_loader.memory import arena
 from fastq_loader.packing.pickling import dump_exception, load_exception
 from fastq_loader.system import calls
 from fastq_loader.system.interrupts import without_signals
@@ -88,6 +89,19 @@ def like(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
     for name, value in changed.items():
         object.__setattr__(new, name, value)  # torch refuses to change some of them after the constructor
     return new
+
+
+def check_loader(loader: Any, kind: type, needed: str) -> None:
+    """
+    Raises:
+        TypeError: it is not of this class, whose need is said.
+        RuntimeError: this system has no worker processes.
+    """
+    if not isinstance(loader, kind):
+        given = f"{type(loader).__module__}.{type(loader).__qualname__}"
+        raise TypeError(f"loader is a {given}: {needed}, not a class or a function")
+    if not arena.AVAILABLE:
+        raise RuntimeError("this system has no memfd_create, so that there are no workers to try")
 
 
 def start_method(loader: Any) -> str:

@@ -22,11 +22,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastq_loader import arguments, trials
-from fastq_loader.errors import checked_names, is_int
+from fastq_loader.errors import check_seconds, checked_names, is_int
 from fastq_loader.insight import machine
 from fastq_loader.insight.model import NOISE, Costs, Setting, most_workers, numbers, seconds_per_batch
 from fastq_loader.loader import DataLoader
-from fastq_loader.memory import arena
 from fastq_loader.trials import Measured, settings_of
 
 #: The part of the memory that workers and batches may take.
@@ -231,16 +230,10 @@ def checked(
     loader: Any, step_seconds: Any, seconds: Any, start_methods: Any, schedules: Any, max_workers: Any
 ) -> tuple[Setting, Limits]:
     """The loader's own setting, and what may be tried; for arguments and errors see `tune`."""
-    if not isinstance(loader, DataLoader):
-        kind = f"{type(loader).__module__}.{type(loader).__qualname__}"
-        raise TypeError(
-            f"loader is a {kind}: tune needs a fastq_loader.DataLoader, not a class or a function"
-        )
-    if not arena.AVAILABLE:
-        raise RuntimeError("this system has no memfd_create, so that num_workers=0 is the only setting")
-    _check_number("seconds", seconds, least=1.0)
+    trials.check_loader(loader, DataLoader, "tune needs a fastq_loader.DataLoader")
+    check_seconds("seconds", seconds, least=1.0)
     if step_seconds is not None:
-        _check_number("step_seconds", step_seconds, least=0.0)
+        check_seconds("step_seconds", step_seconds)
     if max_workers is not None and (not is_int(max_workers) or max_workers < 0):
         raise ValueError(f"max_workers={max_workers!r} must be a number of workers, 0 or more, or None")
     there = multiprocessing.get_all_start_methods()
@@ -258,13 +251,6 @@ def checked(
         start_methods=tuple(methods) if methods else (None,),
     )
     return own, limits
-
-
-def _check_number(name: str, value: Any, least: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be a number of seconds")
-    if not least <= value < math.inf:
-        raise ValueError(f"{name}={value!r} must be {least:g} seconds or more")
 
 
 # ---- the search -----------------------------------------------------------------------------------

@@ -34,9 +34,9 @@ class Room(NamedTuple):
 ROOMS = {
     "__main__": Room("comparing doctor tuning errors"),
     "doctor": Room("leaves loader insight ipc system"),
-    "comparing": Room("trials leaves loader memory packing reading system errors"),
-    "tuning": Room("trials loader insight arguments memory errors"),
-    "trials": Room("loader insight arguments workers packing system"),
+    "comparing": Room("trials leaves loader packing reading system errors"),
+    "tuning": Room("trials loader insight arguments errors"),
+    "trials": Room("loader insight arguments workers packing memory system"),
     "integrations": Room("installing loader device"),
     "installing": Room("loader"),
     "preemption": Room(""),

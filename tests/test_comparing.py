@@ -218,7 +218,7 @@ LOADER, ODD = DataLoader(Drawn(), 4), Odd(Drawn(), 4)
     [
         ("--epochs 0", "epochs=0 must be"),
         ("--batches 0", "batches=0 must"),
-        ("--step-seconds -1", "0 or more"),
+        ("--step-seconds -1", "0 seconds or more"),
     ],
 )
 def test_wrong_use_has_a_text_and_an_exit_code(options: str, text: str, capsys: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastq_loader.errors import is_int
+from fastq_loader.errors import check_seconds, is_int
 from fastq_loader.workers.config import Plan
 
 if TYPE_CHECKING:
@@ -86,9 +86,8 @@ class Processes(WorkerKind):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.grace_seconds, (int, float)) or isinstance(self.grace_seconds, bool):
-            raise TypeError(f"grace_seconds={self.grace_seconds!r} must be a number of seconds")
-        if not 0 <= self.grace_seconds < threading.TIMEOUT_MAX:
+        check_seconds("grace_seconds", self.grace_seconds)
+        if self.grace_seconds > threading.TIMEOUT_MAX:
             raise ValueError(f"grace_seconds={self.grace_seconds} must be from 0, for none, to some days")
 
     @property

@@ -99,20 +99,24 @@ def prepare_signals(grace: float = 0.0) -> None:
     signal.set_wakeup_fd(-1)  # an inherited one belongs to an event loop of the consumer
     torch._C._set_worker_signal_handlers()  # SIGTERM of the parent ends it, SIGSEGV and SIGBUS are named
     if grace:
-        signal.signal(signal.SIGTERM, partial(_outlive, os.getpid(), grace))
+        signal.signal(signal.SIGTERM, partial(_outlive, grace))
         signal.siginterrupt(signal.SIGTERM, False)
+        # What user code forks ends by it. In a child Python forgets signals that came before its hooks ran.
+        hold, release = (
+            partial(signal.pthread_sigmask, how, {signal.SIGTERM})
+            for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK)
+        )
+        os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
+        os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
-def _outlive(pid: int, grace: float | None, *_: Any) -> None:
+def _outlive(grace: float | None, *_: Any) -> None:
     """SIGTERM came to all processes of the job: the consumer decides what it means, and ends its workers with
     another signal. It may be saving a checkpoint now."""
-    if os.getpid() != pid:  # what user code has forked ends by it
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTERM)
     if grace is None:
         return
-    signal.signal(signal.SIGTERM, partial(_outlive, pid, None))
+    signal.signal(signal.SIGTERM, partial(_outlive, None))
     ending = threading.Timer(grace, os._exit, (128 + signal.SIGTERM,))
     ending.daemon = True
     with contextlib.suppress(RuntimeError):  # no thread can be started: it ends with its consumer

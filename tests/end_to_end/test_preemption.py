@@ -113,20 +113,25 @@ def test_a_worker_outlives_sigterm_and_ends_with_its_loader(start_method: str) -
 
 
 class Forks(Slow):
+    """How many children outlive a SIGTERM that comes at once, while the fork may not be complete."""
+
     def __getitem__(self, index: int) -> int:
-        child = os.fork()
-        if child == 0:
-            for _ in range(200):  # a signal may come right before a sleep
-                time.sleep(0.05)
-            os._exit(1)
-        os.kill(child, signal.SIGTERM)
-        _, status = os.waitpid(child, 0)
-        return os.waitstatus_to_exitcode(status)
+        outlived = 0
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                for _ in range(20):
+                    time.sleep(0.05)
+                os._exit(1)
+            os.kill(child, signal.SIGTERM)
+            _, status = os.waitpid(child, 0)
+            outlived += os.waitstatus_to_exitcode(status) != -signal.SIGTERM
+        return outlived
 
 
 def test_what_a_worker_forks_does_not_outlive_sigterm() -> None:
     with DataLoader(Forks(), num_workers=1) as ours:
-        assert next(iter(ours)).item() == -signal.SIGTERM
+        assert next(iter(ours)).item() == 0
 
 
 def test_grace_is_over_after_its_seconds_and_zero_is_none() -> None:
