@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -13,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from tests.support import crimes
 from tests.support.crimes import Rows, SaysGoodbye, WorkerReport, load_inside
 from tests.support.datasets import Made
 from tests.support.loaders import EIGHT, MANY_WORKERS, PERSISTENT, numbers
+from tests.support.sandbox import private_mounts
 
 pytestmark = [pytest.mark.processes, MANY_WORKERS]
 
@@ -411,16 +411,6 @@ def test_p6c_workers_end_beside_the_last_step_unless_they_are_persistent(options
     assert next(iterator, None) is None
     assert len(list(loader)) == len(loader)
     assert (workers_of(loader) == pids) is loader.persistent_workers
-
-
-@cache
-def private_mounts() -> list[str]:
-    """A command that runs another with 8 MB in /dev/shm; nothing where that is not permitted."""
-    for unshare in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
-        mount = [*unshare, "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"', "sh"]
-        if shutil.which("unshare") and subprocess.run([*mount, "true"], capture_output=True).returncode == 0:
-            return mount
-    return []
 
 
 KEEP = f"""

@@ -8,7 +8,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import platform
+import shutil
 import struct
+import subprocess
+from functools import cache
 
 import pytest
 
@@ -62,3 +65,13 @@ def refuse(*names: str) -> None:
     for arguments in ((_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0), (_SET_SECCOMP, _FILTER, program, 0, 0)):
         if library.prctl(*arguments):
             raise OSError(ctypes.get_errno(), "prctl")
+
+
+@cache
+def private_mounts() -> list[str]:
+    """A command that runs another with 8 MB in /dev/shm; nothing where that is not permitted."""
+    for unshare in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
+        mount = [*unshare, "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"', "sh"]
+        if shutil.which("unshare") and subprocess.run([*mount, "true"], capture_output=True).returncode == 0:
+            return mount
+    return []

@@ -1,0 +1,69 @@
+"""The programs of the troubleshooting page run as they stand there, and print what stands below them."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import fastq_loader
+from tests.conftest import run_script
+from tests.support.sandbox import private_mounts
+
+PAGE = Path(fastq_loader.__file__).with_name("TROUBLESHOOTING.md").read_text()
+#: Heading → program, and the lines of its output that are shown.
+PARTS = {
+    heading: (program, shown.splitlines())
+    for heading, program, shown in re.findall(
+        r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```(?:(?!^## ).)*?```text\n(.*?)```", PAGE, re.S | re.M
+    )
+}
+
+#: Both loaders wait five seconds for a worker that is stuck, and that they end then.
+HURRY = """
+import torch.utils.data._utils
+import fastq_loader.workers.stopping
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = fastq_loader.workers.stopping.ORDERLY = 0.2
+"""
+#: What goes before a program that needs surroundings of its own. CUDA is one that only the parent has
+#: initialised; whoever uses it runs into torch's own check.
+SURROUNDINGS = {
+    "CUDA after a fork": """
+        import os, torch
+        look, parent = torch.cuda._lazy_init, os.getpid()
+        torch.cuda._is_in_bad_fork = lambda: os.getpid() != parent
+        torch.cuda._lazy_init = lambda: None if os.getpid() == parent else look()
+    """,
+    "Notebooks": "del __file__",
+}
+
+
+def test_every_symptom_has_a_program_but_for_hints_and_limits() -> None:
+    assert [*PARTS, "Hints", "Limits"] == re.findall(r"^## (.*)", PAGE, re.M)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("heading", PARTS)
+def test_a_program_prints_what_the_page_says(heading: str) -> None:
+    program, shown = PARTS[heading]
+    mounts = private_mounts() if heading == "/dev/shm is full" else []
+    if heading == "/dev/shm is full" and not mounts:
+        pytest.skip("another /dev/shm cannot be mounted here")
+    source = "\n".join((HURRY, textwrap.dedent(SURROUNDINGS.get(heading, "")), program))
+    result = run_script(source, prefix=mounts, warm=not mounts)
+    assert (result.returncode, result.left) == (0, ()), result.stderr
+    pattern = ".*^".join(re.escape(line).replace("…", ".*?") + "$" for line in shown)
+    assert re.search(f"^{pattern}", result.stdout, re.S | re.M), result.stdout + result.stderr
+    if "share(" in program:
+        *own, one, other = map(int, re.findall(r"(\d+) MB", result.stdout))
+        assert min(own) > 2 * max(one, other), "each worker has a copy, and none once it is shared"
+
+
+def test_the_table_of_symptoms_leads_to_them() -> None:
+    headings = re.findall(r"^## (.*)", PAGE, re.M)
+    anchors = {re.sub(r"[^a-z0-9 _-]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    links = set(re.findall(r"\]\(#([^)]*)\)", PAGE))
+    assert links <= anchors
+    assert anchors - links == {"limits"}
