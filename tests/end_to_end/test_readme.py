@@ -1,40 +1,189 @@
-"""The first lines of the README run as they stand there, and what its recipes import is there."""
+"""Every Python block of the README, and of the pages that it leads to, runs as it stands there."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import Dataset
 
 import fastq_loader
+from fastq_loader import DataLoader, RayWorkers
+from fastq_loader.__main__ import find, main
 from tests.conftest import ROOT
+from tests.support.datasets import Sized, identity
+from tests.support.late_device import late_device
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+#: The programs of the page of troubleshooting have a test of their own.
+PAGES = [
+    *("README.md", "fastq_loader/README.md", "fastq_loader/TROUBLESHOOTING.md"),
+    *("fastq_loader/remote/README.md", "fastq_loader/resume/README.md", "bench/README.md", "tests/README.md"),
+    *(".github/CHANGELOG.md", ".github/CONTRIBUTING.md", ".github/SECURITY.md"),
+]
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+BLOCKS = {page: re.findall(r"```python\n(.*?)```", text_of(page), re.S) for page in PAGES}
+FIRST, MY_DATA, RECIPES, COLLATE, GETITEMS = BLOCKS["README.md"]
+RAY = BLOCKS["fastq_loader/remote/README.md"][0]
+RESUME, PREEMPTION = BLOCKS["fastq_loader/resume/README.md"]
+
+
+class Images(Sized, Dataset[Any]):
+    """Small images with a label, and a list that could be shared."""
+
+    def __init__(self, length: int = 1200, size: int = 4) -> None:
+        self.length, self.size = length, size
+        self.names = [f"{number}.png" for number in range(length)]
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3, self.size, self.size), index % 251, dtype=torch.uint8), index
+
+
+def train(batches: Iterable[Any]) -> None:
+    for _ in batches:
+        pass
+
+
+def run(block: str, **names: Any) -> dict[str, Any]:
+    """What a block leaves behind."""
+    exec(compile(block, "a page", "exec"), names)
+    return names
+
+
+def test_there_is_no_block_that_is_not_run() -> None:
+    found = {block for page, blocks in BLOCKS.items() if "TROUBLE" not in page for block in blocks}
+    assert found == {FIRST, MY_DATA, RECIPES, COLLATE, GETITEMS, RAY, RESUME, PREEMPTION}
+    for room in ("bench", "fastq_loader", "tests"):
+        pages = [str(page.relative_to(ROOT)) for page in ROOT.joinpath(room).rglob("*.md")]
+        assert {page for page in pages if "```python" in text_of(page)} <= {*PAGES}
 
 
 @pytest.mark.processes
 def test_the_first_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(BLOCKS[0], "README.md", "exec"), {})
+    run(FIRST)
     printed = capsys.readouterr().out
     assert sorted(map(int, re.findall(r"\d+", printed))) == list(range(1000))
 
 
-def test_recipes_are_python_and_import_what_there_is() -> None:
-    names = [
-        name
-        for block in BLOCKS
-        for line in re.findall(r"from fastq_loader import (.*?)(?:  #.*)?\n", block)
-        for name in line.split(", ")
-    ]
-    assert {"DataLoader", "Processes", "ToDevice"} <= {*names} <= {*fastq_loader.__all__}
-    for block in BLOCKS:
-        compile(block, "README.md", "exec")
+@pytest.mark.processes
+def test_the_first_comparison_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the folder of the file, whose name the commands have."""
+    Path(tmp_path, "my_data.py").write_text(f"from {__name__} import Images as MyDataset\n{MY_DATA}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _, command = re.findall(r"^    python -m fastq_loader (.*)$", text_of("README.md"), re.M)
+    assert type(find("my_data:make_loader")()) is torch.utils.data.DataLoader
+    assert main([*command.split(), "--batches", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert re.match("Equal: 3 batches (.*), and the random generators.\n", printed)
+    assert re.search(r"^fastq_loader gives [\d.]+ times torch's batches per second\.", printed, re.M)
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "bench/README.md", "fastq_loader/README.md", "tests/README.md"]
-)
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_the_recipes_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over a simulated device; the search for the fastest setting takes a second instead of thirty."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fastq_loader, "tune", partial(fastq_loader.tune, seconds=1, progress=False))
+    names = {"mean": [0.5] * 3, "std": [0.25] * 3, "torch": torch, "train": train}
+    with late_device(monkeypatch):
+        run(RECIPES, dataset=Images(), images=Images(), **names)
+    assert Path("epoch.json").stat().st_size > 0
+    assert "Nothing can be said yet" in capsys.readouterr().out, "of a loader that has not been iterated"
+
+
+@pytest.mark.processes
+def test_the_functions_of_the_recipes_run() -> None:
+    names = {"torch": torch, "fastq_loader": fastq_loader}
+    collate = run(COLLATE, **names)["collate"]
+
+    class Table(Sized, Dataset[Any]):
+        length, features, labels = 8, torch.rand(8, 2).numpy(), torch.arange(8).numpy()
+        __getitems__ = run(GETITEMS, **names)["__getitems__"]
+
+    photographs = torch.rand(4, 3, 224, 224)
+    with DataLoader(photographs, 2, num_workers=1, collate_fn=collate) as loader:
+        assert torch.equal(torch.cat(list(loader)), photographs)
+    with DataLoader(Table(), 4, num_workers=1, collate_fn=identity) as loader:
+        assert [labels.tolist() for _, labels in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_the_loader_over_ray_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RayWorkers, "missing", lambda _: "")
+    assert run(RAY, dataset=Images())["loader"].num_workers == 32
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.processes
+def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
+    shown: list[int] = []
+
+    def tqdm(batches: Iterable[Any], initial: int, total: int) -> Iterable[Any]:
+        shown.append(total - initial)
+        return batches
+
+    names = {"DataLoader": DataLoader, "torch": torch, "model": torch.nn.Linear(1, 1)}
+    run(RESUME, dataset=Images(128), tqdm=tqdm, epochs=1, **names)
+    assert shown == [2]
+
+
+@pytest.mark.processes
+def test_a_job_that_is_told_to_end_saves_and_leaves(tmp_path: Path) -> None:
+    seen: list[int] = []
+    model = torch.nn.Linear(1, 1)
+
+    def leave(batch: Any) -> None:
+        seen.extend(batch[1].tolist())
+        if len(seen) == 12:
+            signal.raise_signal(signal.SIGTERM)
+
+    def start(train: Callable[[Any], None]) -> None:
+        names = {"torch": torch, "fastq_loader": fastq_loader, "os": os, "sys": sys, "train": train}
+        with DataLoader(Images(24), 4, num_workers=1) as loader:
+            run(PREEMPTION, loader=loader, model=model, path=tmp_path / "saved", epochs=1, **names)
+
+    with pytest.raises(SystemExit):
+        start(leave)
+    start(lambda batch: seen.extend(batch[1].tolist()))
+    assert seen == list(range(24))
+
+
+def test_recipes_import_what_there_is() -> None:
+    for page, blocks in BLOCKS.items():
+        names = re.findall(r"^from fastq_loader import (.*?)(?:  #.*)?$", "\n".join(blocks), re.M)
+        assert {name for line in names for name in line.split(", ")} <= {*fastq_loader.__all__}, page
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files(page: str) -> None:
-    text = (ROOT / page).read_text()
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
-    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+    for link in re.findall(r"\]\(([^)]+)\)", text_of(page)):
+        if "://" not in link:
+            name, _, anchor = link.partition("#")
+            path = (ROOT / page).parent / name if name else ROOT / page
+            assert path.exists(), link
+            assert not anchor or anchor in anchors(path.read_text()), link
+
+
+def anchors(text: str) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", text, re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_read_in_ten_minutes() -> None:
+    assert len(text_of("README.md").splitlines()) <= 220
